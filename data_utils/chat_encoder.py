@@ -31,7 +31,8 @@ class _Encoded:
 
     def flush(self) -> None:
         """Encode the text that was added since the last call."""
-        text, learned = self._text, self._learned
+        text = self._text
+        learned = self._learned
         self._text = ""
         self._learned = bytearray()
         if not text:
@@ -59,7 +60,8 @@ class ChatEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:
-        self._tokenizer, self._append_eod = tokenizer, append_eod
+        self._tokenizer = tokenizer
+        self._append_eod = append_eod
         self._marks = any_of(tokenizer.marks)
         self._own = any_of(name for name in tokenizer.marks if name not in (*tokenizer.specials, BEGIN, END))
 

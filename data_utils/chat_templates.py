@@ -158,7 +158,9 @@ class JinjaTemplate:
         made = environment(now, self._blocks)
         import jinja2
 
-        self.source, self._template_error, self._tokenizer = source, jinja2.TemplateError, tokenizer
+        self.source = source
+        self._template_error = jinja2.TemplateError
+        self._tokenizer = tokenizer
         self.date = now.isoformat(timespec="seconds") if now and DATES in source else None
         self._variables = {"tools": None, "documents": None, **variables}
         self._marks = any_of(tokenizer.marks)
@@ -191,7 +193,8 @@ class JinjaTemplate:
         Raises ValueError if a turn changes the text of earlier turns.
         """
         self._refuse_names(messages)
-        whole, at = self.render(messages, False), 0
+        whole = self.render(messages, False)
+        at = 0
         found: list[Piece] = []
         for number, message in enumerate(messages):
             if message.role != "assistant":

@@ -68,7 +68,8 @@ def _prints(text: str | None) -> Prints:
 
 def clean_chunk(chunk: Chunk) -> Cleaned:
     """Clean each document of a chunk in a worker process."""
-    outcomes, bad = [], []
+    outcomes = []
+    bad = []
     for document in documents(chunk, (_Worker.key,), _Worker.seed, _Worker.largest):
         if isinstance(document, BadLine):
             bad.append(document)
@@ -85,7 +86,8 @@ class Report:
         self.read = self.read_chars = self.kept = self.kept_chars = 0
         self.reasons: Counter[str] = Counter()
         self.changed: Counter[str] = Counter()
-        self._dropped, self._path = dropped, path
+        self._dropped = dropped
+        self._path = path
 
     def take(self, text: str) -> None:
         """Count a document that was read."""
@@ -194,7 +196,8 @@ def main(args: argparse.Namespace) -> None:
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
-    add, limits = parser.add_argument, Limits()
+    add = parser.add_argument
+    limits = Limits()
     input_flags(parser)
     add("--output", type=local_path, required=True, help="output file, .jsonl or .jsonl.gz")
     add("--json-key", default="text", help="key of the text in a record (default: text)")

@@ -37,7 +37,8 @@ class Use(NamedTuple):
 def uses_in(dataset: Any, n: int) -> list[Use]:
     """Return the documents of sample n of a training data set, in order."""
     corpus, k = locate(dataset, n)
-    found, at = [], 0
+    found = []
+    at = 0
     for document, start, stop in members_of(dataset)[corpus].pieces(k):
         found.append(Use(n, range(at, at + stop - start), range(start, stop), document, corpus))
         at += stop - start
@@ -120,7 +121,8 @@ def which(args: argparse.Namespace) -> None:
     if not 1 <= args.iteration <= config.train.train_iters:
         raise ValueError(f"{args.run_dir} has iterations 1 to {config.train.train_iters}, but no {args.iteration}")
     tokenizer, (dataset, *_) = datasets_of(config)
-    iterations, members = Iterations(config, Path(args.run_dir)), members_of(dataset)
+    iterations = Iterations(config, Path(args.run_dir))
+    members = members_of(dataset)
     texts = [IndexedDataset(f"{m.prefix}_context" if is_triple(m.prefix) else m.prefix) for m in members]
     rows = []
     for n in iterations.samples(args.iteration):

@@ -121,7 +121,8 @@ def chunks(source: Source, size: int = CHUNK_BYTES, largest: int = LARGEST_DOCUM
 
     Raises InputError if the file as a whole cannot be read.
     """
-    path, holds = source.path, kind(source.path)
+    path = source.path
+    holds = kind(source.path)
     if holds in (".csv", ".parquet") or (holds == ".json" and is_array(path, source.encoding)):
         yield from _record_chunks(source, size, largest)
     elif is_compressed(path) or not is_utf8(source.encoding):
@@ -131,7 +132,8 @@ def chunks(source: Source, size: int = CHUNK_BYTES, largest: int = LARGEST_DOCUM
 
 
 def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
-    path, start = source.path, 0
+    path = source.path
+    start = 0
     total = os.path.getsize(path)
     with open(path, "rb") as file:
         while start < total:
@@ -149,7 +151,8 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
             start += size
             while (end := _next_boundary(file, path, start, total, SKIPPED_BYTES)) is None:
                 yield Chunk(source, at, SKIPPED_BYTES, b"\n", bad=bad)
-                at, bad = at + SKIPPED_BYTES, ()
+                at = at + SKIPPED_BYTES
+                bad = ()
                 start = at
             yield Chunk(source, at, end - at, b"\n", bad=bad)
             start = end
@@ -160,7 +163,9 @@ def _next_boundary(file: BinaryIO, path: str, at_least: int, total: int, largest
 
     Returns None if the `largest` bytes after `at_least` contain no delimiter.
     """
-    delimiter, at, carried = _delimiter(path), at_least, b""
+    delimiter = _delimiter(path)
+    at = at_least
+    carried = b""
     while at < total:
         file.seek(at)
         read = file.read(1 << 16)
@@ -188,7 +193,11 @@ def _last_boundary(file: BinaryIO, path: str, start: int, size: int) -> int:
 
 
 def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
-    delimiter, held, line, start, skipping = _delimiter(source.path), b"", 1, 0, False
+    delimiter = _delimiter(source.path)
+    held = b""
+    line = 1
+    start = 0
+    skipping = False
     for block in blocks(source.path, size, source.encoding):
         held += block
         ends = [found.end() for found in delimiter.finditer(held)]
@@ -200,8 +209,10 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
             cut = len(held.rstrip(b" \t\r\n"))
             skipping = True
         elif ends and skipping:
-            skipping, ends = False, []
-        content, held = held[:cut], held[cut:]
+            skipping = False
+            ends = []
+        content = held[:cut]
+        held = held[cut:]
         if content:
             yield Chunk(source, start, cut, content if ends else b"\n" * bool(bad), line, bad)
         line += content.count(b"\n")
@@ -218,7 +229,8 @@ def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     for record in records(source.path, kind(source.path), source.encoding, largest):
         if isinstance(record, BadLine):
             bad.append((length, record))
-            line, raw = record.line, b""
+            line = record.line
+            raw = b""
         else:
             line, raw = record
         held.append(raw)
@@ -226,7 +238,11 @@ def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         length += len(raw) + 1
         if length >= size:
             yield Chunk(source, start, length, b"\n".join([*held, b""]), tuple(lines), tuple(bad))
-            held, lines, bad, start, length = [], [], [], start + length, 0
+            held = []
+            lines = []
+            bad = []
+            start = start + length
+            length = 0
     if held:
         yield Chunk(source, start, length, b"\n".join([*held, b""]), tuple(lines), tuple(bad))
 
@@ -244,7 +260,8 @@ def documents(
     record.
     seed, draw: seed and function of the random selection of documents from a file with a fractional weight.
     """
-    content, bad = chunk.read(), dict(chunk.bad)
+    content = chunk.read()
+    bad = dict(chunk.bad)
     for start, end in _split_documents(_delimiter(chunk.path), content):
         if start in bad:
             yield bad[start]

@@ -74,7 +74,8 @@ def _find_all(where: str, given: Iterable[Path], say: Callable[[str], None]) -> 
 
     Each file is returned once, even if links to folders lead to it several times or form cycles.
     """
-    search, found = _Search(), list[Path]()
+    search = _Search()
+    found = list[Path]()
     for path in sorted(given, key=lambda path: (len(path.parts), path)):
         found += search.files(path)
     if search.duplicates:

@@ -158,7 +158,8 @@ class _Log:
         if size is not None and os.path.getsize(path) < size:
             # truncate() would extend the file with zeros, which are valid tokens.
             raise ValueError(f"{path} has {os.path.getsize(path)} bytes, but {size} were written: it is truncated")
-        self.path, self.size = path, size or 0
+        self.path = path
+        self.size = size or 0
         self._position = 0  # bytes covered by the checksums
         self._file: BinaryIO = open(path, "r+b" if size is not None else "w+b")  # noqa: SIM115  # closed in close()
         self._file.truncate(self.size)
@@ -179,11 +180,13 @@ class _Log:
         self._hash(content)
 
     def _hash(self, content: bytes) -> None:
-        view, at = memoryview(content), self._position
+        view = memoryview(content)
+        at = self._position
         while view:
             take = min(len(view), BLOCK - at % BLOCK)
             self._digest.update(view[:take])
-            view, at = view[take:], at + take
+            view = view[take:]
+            at = at + take
             if at % BLOCK == 0:
                 self._done.append(self._digest.hexdigest())
                 self._digest = hashlib.sha256()
@@ -217,7 +220,8 @@ def fit(ids: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
     if ids.dtype == dtype or not len(ids):
         return ids.astype(dtype, copy=False)
     limits = np.iinfo(dtype)
-    low, high = int(ids.min()), int(ids.max())
+    low = int(ids.min())
+    high = int(ids.max())
     if low < limits.min or high > limits.max:
         raise ValueError(f"token id {low if low < limits.min else high} does not fit the dtype {dtype} of {where}")
     return ids.astype(dtype)

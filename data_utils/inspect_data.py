@@ -116,7 +116,8 @@ def verify(args: argparse.Namespace) -> None:
 
 def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
     """Return the problems found in a pair; print a confirmation if there are none."""
-    indexed, about = IndexedDataset(prefix), sidecar(prefix)
+    indexed = IndexedDataset(prefix)
+    about = sidecar(prefix)
     name = Path(prefix).name
     problems: list[str] = []
     checked = ["lengths", "boundaries"]
@@ -156,7 +157,8 @@ def _find_bad_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
         piece = indexed.tokens[at : at + AT_ONCE]
         bad = np.flatnonzero((piece < 0) | (piece >= vocab_size) if vocab_size else piece < 0)
         if len(bad):
-            place, found = at + int(bad[0]), int(piece[bad[0]])
+            place = at + int(bad[0])
+            found = int(piece[bad[0]])
             document = int(indexed.document_ends().searchsorted(place, side="right"))
             why = f"outside the vocabulary of {vocab_size}" if vocab_size else "negative"
             return [f"{indexed.prefix}.bin, document {document}: token id {found} is {why}"]

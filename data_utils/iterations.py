@@ -28,7 +28,8 @@ class Iterations:
     def __init__(self, config: Config, run_dir: Path | None) -> None:
         rows = _rows(run_dir / "metrics.jsonl") if run_dir else [(0, 0)]
         self.logged = rows[-1][0]
-        given, sizes = config.train.batch_size_schedule, []
+        given = config.train.batch_size_schedule
+        sizes = []
         for (i, n), (j, m) in zip(rows, rows[1:], strict=False):
             sizes.append(config.batches(1) if given else BatchSchedule((0,), (max((m - n) // (j - i), 1),)))
         sizes.append(sizes[-1] if sizes else config.batches(1))

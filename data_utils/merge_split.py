@@ -46,7 +46,8 @@ def split(prefix: str, parts: Sequence[range], outputs: Sequence[str]) -> list[I
 def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuilder) -> None:
     """Append `documents` of the corpus `indexed` to `builder`, a few million tokens at a time."""
     for some in _runs(indexed, documents):
-        first, last = int(indexed.document_index[some.start]), int(indexed.document_index[some.stop])
+        first = int(indexed.document_index[some.start])
+        last = int(indexed.document_index[some.stop])
         sizes = indexed.sizes[first:last]
         total = int(sizes.sum(dtype=np.int64))
         begin = int(indexed.pointers[first]) // indexed.dtype.itemsize if total else 0

@@ -32,8 +32,13 @@ class Progress(Generic[T]):
         disable: bool = False,
     ) -> None:
         bars = sys.stderr.isatty()
-        self._items, self._desc, self._unit, self._total, self._done = items, desc, unit, total, initial
-        self._plain, self._note = not bars and not disable, ""
+        self._items = items
+        self._desc = desc
+        self._unit = unit
+        self._total = total
+        self._done = initial
+        self._plain = not bars and not disable
+        self._note = ""
         self._started = self._printed = time.monotonic()
         self._bar: Any = tqdm(
             total=total, initial=initial, desc=desc, unit=unit, unit_scale=unit_scale, disable=disable or not bars

@@ -46,12 +46,15 @@ class _Lines:
     """Lines of a CSV file, with the state of the current record: its first line, its size, whether a quote is open."""
 
     def __init__(self, path: str, encoding: str, largest: int) -> None:
-        self._file, self._largest = open_text(path, encoding), largest
+        self._file = open_text(path, encoding)
+        self._largest = largest
         self.number = 0
         self.begin()
 
     def begin(self) -> None:
-        self.first, self.size, self.open = self.number + 1, 0, False
+        self.first = self.number + 1
+        self.size = 0
+        self.open = False
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -67,7 +70,9 @@ class _Lines:
             self.open ^= part.count('"') % 2 == 1
             if len(part) <= self._largest or part.endswith(("\n", "\r")):
                 break
-            part, line = self._file.readline(self._largest + 1), ""  # an overlong line is read but not stored
+            # an overlong line is read but not stored
+            part = self._file.readline(self._largest + 1)
+            line = ""
         return line
 
     def skip_record(self) -> None:
@@ -79,7 +84,8 @@ class _Lines:
 def _csv_rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLine]:
     csv.field_size_limit(largest)
     lines = _Lines(path, encoding, largest)
-    reader, header = csv.reader(lines, strict=True), None
+    reader = csv.reader(lines, strict=True)
+    header = None
     while True:
         lines.begin()
         try:
@@ -203,10 +209,14 @@ class _Array:
     """JSON array read through a window that moves over the file; each character is copied only a few times."""
 
     def __init__(self, path: str, encoding: str, largest: int) -> None:
-        self._path, self._largest = path, largest
+        self._path = path
+        self._largest = largest
         self._blocks = blocks(path, BLOCK, encoding)
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
-        self._held, self._at, self._line = "", 0, 1  # window, position in the window, line number at this position
+        # window, position in the window, line number at this position
+        self._held = ""
+        self._at = 0
+        self._line = 1
 
     def items(self) -> Iterator[Record | BadLine]:
         self._skip(_SPACE)
@@ -220,12 +230,15 @@ class _Array:
                 return
             try:
                 _, end = parse(self._held, self._at)
-                wrong, cut = "", end == len(self._held)  # a number may continue in the next block
+                # a number may continue in the next block
+                wrong = ""
+                cut = end == len(self._held)
             except json.JSONDecodeError as error:
                 wrong = error.msg
                 cut = wrong.startswith("Unterminated") or error.pos + _NEAR > len(self._held)
             except RecursionError:
-                wrong, cut = "nested too deeply", False
+                wrong = "nested too deeply"
+                cut = False
             if cut and len(self._held) - self._at <= self._largest and self._read_block():
                 continue
             if wrong or end - self._at > self._largest:
@@ -253,7 +266,8 @@ class _Array:
         block = next(self._blocks, None)
         if block is None:
             return False
-        self._held, self._at = self._held[self._at :] + self._decode(block), 0
+        self._held = self._held[self._at :] + self._decode(block)
+        self._at = 0
         return True
 
     def _skip(self, pattern: re.Pattern[str]) -> bool:
@@ -271,7 +285,8 @@ class _Array:
 
         bounded: stop the search after as many characters as the largest valid item may have.
         """
-        walk, passed = _Walk(), 0
+        walk = _Walk()
+        passed = 0
         while (end := walk.end(self._held, self._at)) is None:
             until = len(self._held) - self._held.endswith("\\")
             passed += until - self._at
@@ -286,7 +301,9 @@ class _Walk:
     """Search for the end of an array item that may extend over several windows."""
 
     def __init__(self) -> None:
-        self._depth, self._quoted, self._lines = 0, False, 0
+        self._depth = 0
+        self._quoted = False
+        self._lines = 0
 
     def end(self, text: str, at: int) -> int | None:
         """Search `text` from `at`; return the position after the item, or None if the item continues after `text`."""

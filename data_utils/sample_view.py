@@ -28,7 +28,8 @@ def gpt2_view(
     A mask is True where a query (row) may attend to a key (column).
     """
     text = sample["text"]
-    tokens, labels = text[None, :-1], text[1:]
+    tokens = text[None, :-1]
+    labels = text[1:]
     data = config.data
     _, loss_mask, positions = get_ltor_documents_and_position_ids(
         tokens, tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
@@ -82,7 +83,8 @@ def t5_view(
     There are two tables, for the encoder and the decoder. There are masks for the encoder, the decoder and the
     cross-attention; a mask that would allow everything is omitted.
     """
-    encoder_ids, decoder_ids = sample["encoder_document_ids"], sample["decoder_document_ids"]
+    encoder_ids = sample["encoder_document_ids"]
+    decoder_ids = sample["decoder_document_ids"]
     loss = sample["loss_mask"].clone()
     if config.data.eod_mask_loss:
         loss[sample["decoder"] == tokenizer.eod] = 0
@@ -104,7 +106,8 @@ def t5_view(
         },
     }
     if not config.data.reset_attention_mask:
-        encoder_ids, decoder_ids = encoder_ids.clamp(max=1), decoder_ids.clamp(max=1)
+        encoder_ids = encoder_ids.clamp(max=1)
+        decoder_ids = decoder_ids.clamp(max=1)
     masks = {
         "encoder": document_mask(encoder_ids[None], encoder_ids[None]),
         "decoder": document_mask(decoder_ids[None], decoder_ids[None], causal=True),

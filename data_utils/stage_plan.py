@@ -57,7 +57,9 @@ def uses(plan: Plan) -> list[Use]:
 
 
 def _rows(stage: str, plan: Plan, begin: int, end: int) -> list[Use]:
-    before, after, epochs = plan.consumed(begin), plan.consumed(end), plan.epochs(end)
+    before = plan.consumed(begin)
+    after = plan.consumed(end)
+    epochs = plan.epochs(end)
     return [
         Use(stage, name, b - a, (b - a) * tokens_of(member), read)
         for name, member, a, b, read in zip(plan.names, plan.members, before, after, epochs, strict=True)
@@ -82,9 +84,11 @@ def draw(plan: Plan, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--png needs the package matplotlib: pip install matplotlib") from None
-    edges, samples = plan.edges, plan.edges[-1]
+    edges = plan.edges
+    samples = plan.edges[-1]
     points = sorted({*edges, *(samples * i // 60 for i in range(61))})
-    epochs, counts = [plan.epochs(n) for n in points], [plan.consumed(n) for n in edges]
+    epochs = [plan.epochs(n) for n in points]
+    counts = [plan.consumed(n) for n in edges]
     figure = Figure(figsize=(7.6, 5.4), dpi=150, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     floor = [0.0] * (len(edges) - 1)

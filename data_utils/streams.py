@@ -41,7 +41,9 @@ class _Frames(io.RawIOBase):
     """
 
     def __init__(self, path: str, new: Callable[[], Any], padding: bytes = b"", at_once: int = 1 << 14) -> None:
-        self._new, self._padding, self._at_once = new, padding, at_once
+        self._new = new
+        self._padding = padding
+        self._at_once = at_once
         self._file = open(path, "rb")  # noqa: SIM115  # closed in close()
         self._frame: Any = None
         self._raw = b""  # compressed bytes not yet passed to a decompressor
@@ -65,7 +67,8 @@ class _Frames(io.RawIOBase):
         """
         raw = b""
         if self._frame is None or self._frame.needs_input:
-            raw, self._raw = self._raw or self._file.read(self._at_once), b""
+            raw = self._raw or self._file.read(self._at_once)
+            self._raw = b""
             if not raw and self._frame is not None:
                 raise EOFError("it is truncated")
             if not raw:
@@ -77,7 +80,8 @@ class _Frames(io.RawIOBase):
             self._frame = self._new()
         self._held = memoryview(self._frame.decompress(raw, MOST))
         if self._frame.eof:
-            self._raw, self._frame = self._frame.unused_data, None
+            self._raw = self._frame.unused_data
+            self._frame = None
         return True
 
     def close(self) -> None:
@@ -155,7 +159,8 @@ def blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
         yield from pieces
         return
     codecs.register_error("mark", lambda error: ("\udcff", error.end))  # type: ignore[attr-defined]
-    decoder, first = codecs.getincrementaldecoder(encoding)("mark"), True
+    decoder = codecs.getincrementaldecoder(encoding)("mark")
+    first = True
     for piece in pieces:
         if first and (other := _contradiction(piece, encoding)):
             raise InputError(f"{path} is {other}, not {encoding}; read it separately, without --encoding")

@@ -29,7 +29,8 @@ TYPES = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
 def sample(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> list[str]:
     """Return a uniform random sample of the documents, with about `max_bytes` in total (reservoir sampling)."""
     kept: list[str] = []
-    rng, size = random.Random(seed), 0
+    rng = random.Random(seed)
+    size = 0
     for seen, text in enumerate(Progress(documents, desc="reading", unit=" documents", disable=quiet), start=1):
         if size < max_bytes:
             kept.append(text)

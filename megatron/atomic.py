@@ -87,7 +87,8 @@ def copy_file(source: Path, target: Path) -> None:
 def append_whole(path: Path, text: str) -> None:
     """Append `text` to a file. If this fails, restore the previous size of the file and raise OSError."""
     with open(path, "ab", buffering=0) as file:
-        size, data = file.tell(), text.encode()
+        size = file.tell()
+        data = text.encode()
         try:
             if file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

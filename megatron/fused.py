@@ -30,7 +30,8 @@ class Fused:
     """
 
     def __init__(self, plain: Callable[..., Tensor], eager: Callable[..., Tensor]) -> None:
-        self.plain, self.eager = plain, eager
+        self.plain = plain
+        self.eager = eager
         self.compiled: Callable[..., Tensor] | None = None  # set by the first call on CUDA
 
     def __call__(self, x: Tensor, *more: Any) -> Tensor:
@@ -58,6 +59,7 @@ class Fused:
             warnings.warn(
                 f"{self.plain.__qualname__} runs unfused, because torch.compile failed: {reason}", stacklevel=2
             )
-            function, found = self.eager, self.eager(*inputs)
+            function = self.eager
+            found = self.eager(*inputs)
         self.compiled = function
         return found

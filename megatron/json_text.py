@@ -20,9 +20,11 @@ def describe_json(text: str, error: ValueError) -> str:
 
 def _describe_syntax(error: JSONDecodeError) -> str:
     """Return the line and the mistake, with a specific message for the most common mistakes."""
-    before, after = error.doc[: error.pos].rstrip(), error.doc[error.pos :].lstrip()
+    before = error.doc[: error.pos].rstrip()
+    after = error.doc[error.pos :].lstrip()
     if after.startswith(","):  # Python 3.13 reports the comma, older versions what follows it
-        before, after = f"{before},", after[1:].lstrip()
+        before = f"{before},"
+        after = after[1:].lstrip()
     if before.endswith(",") and after[:1] in ("}", "]"):
         return f"line {before.count(chr(10)) + 1}: JSON does not allow a comma before {after[0]}"
     if after.startswith(("//", "#", "/*")):

@@ -20,7 +20,9 @@ class Guarded:
     """
 
     def __init__(self, name: str, stream: TextIO | None, consequence: str) -> None:
-        self._name, self._consequence, self._lost = name, consequence, 0
+        self._name = name
+        self._consequence = consequence
+        self._lost = 0
         self._was_closed = stream is None
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the process
 

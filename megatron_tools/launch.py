@@ -51,7 +51,9 @@ class Signals:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.asked, self._since = seconds, 0, 0.0
+        self.seconds = seconds
+        self.asked = 0
+        self._since = 0.0
         self._groups: list[Any] = []  # torch's groups of rank processes, one group for each (re)start
 
     def listen(self, group: Any) -> None:

@@ -37,7 +37,8 @@ def described(path: Path, model_parallel_size: int = 1, pipe_parallel_size: int 
 
 def check_model(reader: CheckpointReader, config: Config) -> None:
     """Raise CheckpointError unless the stored weights match the model that the settings describe."""
-    where, m = reader.path / INDEX, config.model
+    where = reader.path / INDEX
+    m = config.model
     found = {key.removeprefix(f"{WEIGHT}."): tuple(entry["shape"]) for key, entry in reader.tensors.items()
              if key.startswith(f"{WEIGHT}.")}  # fmt: skip
     shapes = whole_shapes(config)

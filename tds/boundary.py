@@ -117,7 +117,8 @@ def check_match(contracts: Sequence[Contract]) -> None:
                 )
     chunks = len(contracts[0].puts_out)
     for virtual_stage in range(stages * chunks - 1):
-        here, there = virtual_stage % stages, (virtual_stage + 1) % stages
+        here = virtual_stage % stages
+        there = (virtual_stage + 1) % stages
         put = contracts[here].puts_out[virtual_stage // stages]
         taken = contracts[there].takes_in[(virtual_stage + 1) // stages]
         if put is None or taken is None:

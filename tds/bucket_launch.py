@@ -50,12 +50,15 @@ def pack(
     """
     packed: list[list[nn.Parameter]] = []
     room = bucket_bytes or max(BUCKET_BYTES, BYTES_A_REPLICA * dist.get_world_size(group))
-    left, last, apart = 0, None, set(apart)
+    left = 0
+    last = None
+    apart = set(apart)
     for parameter in reversed(list(parameters)):
         kind = ((chunk_of or {}).get(parameter, 0), parameter.dtype, parameter.device)
         if kind != last or (left <= 0 and is_enough(packed[-1])) or parameter in apart:
             packed.append([])
-            left, last = room, kind
+            left = room
+            last = kind
         packed[-1].append(parameter)
         left -= parameter.numel() * max(parameter.element_size(), 4)
         if parameter in apart:

@@ -34,7 +34,8 @@ class Bucket:
         self.replicas, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.parameters, offsets, share = place(parameters, self.replicas, work)  # in the order of memory
         first = self.parameters[0]
-        self.begin, self.end = self.rank * share, (self.rank + 1) * share
+        self.begin = self.rank * share
+        self.end = (self.rank + 1) * share
         exact = torch.promote_types(first.dtype, torch.float32)
         self.weights = torch.zeros(share * self.replicas, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(share * self.replicas, dtype=exact, device=first.device)
@@ -63,12 +64,14 @@ class Bucket:
     def slice_of(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return the range (begin, end) of `parameter` in this replica's share; empty if other replicas own it."""
         at = self._offset_of[parameter]
-        begin, end = max(at, self.begin), min(at + parameter.numel(), self.end)
+        begin = max(at, self.begin)
+        end = min(at + parameter.numel(), self.end)
         return begin - self.begin, max(end, begin) - self.begin
 
     def with_gaps(self) -> list[nn.Parameter]:
         """Return the weights in the order of memory, with a placeholder on the meta device for each gap."""
-        found, at = list[nn.Parameter](), 0
+        found = list[nn.Parameter]()
+        at = 0
         for parameter in self.parameters:
             if gap := self._offset_of[parameter] - at:
                 found.append(nn.Parameter(torch.empty(gap, device="meta")))
@@ -107,7 +110,8 @@ class Bucket:
     def add(self, parameter: nn.Parameter) -> None:
         """Accumulate `parameter.grad` into the bucket, and set it to None."""
         assert parameter.grad is not None
-        total, grad = self._grad_of[parameter], parameter.grad
+        total = self._grad_of[parameter]
+        grad = parameter.grad
         if parameter in self._arrived:
             total.add_(grad.to(total.dtype) if grad.is_sparse else grad)
         elif grad.is_sparse:
@@ -166,7 +170,8 @@ class Bucket:
 
     def wait(self) -> None:
         """Wait for the collective that `reduce` or `gather` has started."""
-        work, self.work = self.work, None
+        work = self.work
+        self.work = None
         if work is not None:
             work.wait()
 
@@ -216,7 +221,8 @@ def adopt_in_slices(exact: Tensor, seen: Tensor) -> Tensor:
     # A slice fits into the cache of a CPU; on accelerators it is larger, because each slice launches kernels.
     size = NORM_SLICE if exact.device.type == "cpu" else 8 * NORM_SLICE
     for at in range(0, exact.numel(), size):
-        own, other = exact[at : at + size], seen[at : at + size]
+        own = exact[at : at + size]
+        other = seen[at : at + size]
         torch.where(own.to(other.dtype) == other, own, other, out=own)
     return exact
 
@@ -231,7 +237,8 @@ def _is_same_view(a: Tensor, b: Tensor) -> bool:
 @cache
 def widens(device: torch.device, dtype: torch.dtype) -> bool:
     """Try a small matmul and return whether `device` can add a matmul of `dtype` to an fp32 tensor."""
-    total, factor = torch.zeros(16, 16, device=device), torch.ones(16, 16, device=device, dtype=dtype)
+    total = torch.zeros(16, 16, device=device)
+    factor = torch.ones(16, 16, device=device, dtype=dtype)
     try:
         torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
     except (RuntimeError, TypeError):  # includes NotImplementedError

@@ -173,7 +173,8 @@ class Sender:
 
     def _slice(self, crossing: BoundaryTensor) -> Tensor:
         """Return the part of a tensor that this rank sends, as a flat tensor."""
-        flat, link = crossing.tensor.detach().contiguous().view(-1), self.link
+        flat = crossing.tensor.detach().contiguous().view(-1)
+        link = self.link
         if not crossing.split or link.slice_size == 1:
             return flat
         each = link.numel(SPLIT, crossing.tensor.shape)
@@ -203,7 +204,8 @@ class Receiver:
     """
 
     def __init__(self, link: Link, ahead: int | None) -> None:
-        self.link, self._ahead = link, ahead or 0
+        self.link = link
+        self._ahead = ahead or 0
         self._points: Mapping[At, int] = {}
         self._passes = 0
         self._reserved: dict[At, Tensor] = {}  # buffers of receives that are not posted yet
@@ -222,8 +224,10 @@ class Receiver:
         self._runs.clear()
         self._ends.clear()
         self._agenda = deque(agenda)
-        self._points, self._passes = points, 0
-        self._layouts, self._reserved = {}, {}
+        self._points = points
+        self._passes = 0
+        self._layouts = {}
+        self._reserved = {}
         self._posted.clear()
 
     def expect(self, at: At, layout: Layout | None) -> None:

@@ -51,7 +51,8 @@ def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.devi
     The result is NaN or Inf if any gradient contains NaN or Inf, counted or not.
     gradients: (gradient, whether it is counted) pairs.
     """
-    total, there = torch.zeros((), dtype=torch.float64, device=device), list(gradients)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    there = list(gradients)
     for counted in (True, False):
         grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g, counts in there if counts is counted]
         if grads:

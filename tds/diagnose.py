@@ -239,7 +239,8 @@ class Watchdog:
     def _watch_board(self) -> None:
         """End this rank if the store does not answer and the current activity exceeds the timeout."""
         for doing in self._poll():
-            now, silence = time.monotonic(), SILENCE_SECONDS + 4 * self._board.delay
+            now = time.monotonic()
+            silence = SILENCE_SECONDS + 4 * self._board.delay
             silent = now - self._answered > silence
             if silent and doing is not None and now - doing[1] > self.timeout + silence:
                 self._leave(
@@ -255,7 +256,8 @@ class Watchdog:
             thread.join(2.0)
 
     def _where(self) -> str:
-        doing, describe = self._doing, self._describe()
+        doing = self._doing
+        describe = self._describe()
         return self._idle if doing is None or describe is None else describe(doing[0])
 
     def _more(self) -> list[str]:
@@ -284,7 +286,8 @@ class Watchdog:
 
     def _report(self, stack: str) -> int:
         """Write this rank's report, and return the announced exit code."""
-        doing, what = self._doing, self._where()
+        doing = self._doing
+        what = self._where()
         since = 0.0 if doing is None else time.monotonic() - doing[1]
         try:
             return self._board.report({"what": what, "since": since, "stack": stack, "more": self._more()})

@@ -68,7 +68,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self, optimizer: torch.optim.Optimizer, bucket_bytes: int | None = None, overlap_gather: bool = False
     ) -> None:
         super().__init__([{"params": list(group["params"])} for group in optimizer.param_groups], {})
-        self.optimizer, self.bucket_bytes = optimizer, bucket_bytes
+        self.optimizer = optimizer
+        self.bucket_bytes = bucket_bytes
         self._show_inside()
         self.buckets: list[Bucket] = []
         self.dp_process_group: Any = None
@@ -82,7 +83,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._summed = self._linked = False
         self._counted: list[tuple[Tensor, bool]] | None = None
         self.norm: Tensor | None = None
-        self._limit, self.overflow = 0.0, False
+        self._limit = 0.0
+        self.overflow = False
         self.read_norm: Callable[[], float] | None = None
         self._global_grad_norm: Tensor | None = None  # DeepSpeed's engine reads this attribute
 
@@ -243,7 +245,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         read_norm: function that returns the norm on the host. If it is given, `step()` calls it after it has given the
         device all its work, and sets `overflow`, from which DeepSpeed learns whether the step was skipped.
         """
-        self.norm, self._limit, self.read_norm = norm, limit, read_norm
+        self.norm = norm
+        self._limit = limit
+        self.read_norm = read_norm
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -269,7 +273,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.share.grad = bucket.share_grad
         clip_in_step(self.optimizer, [bucket.share_grad for bucket in self.buckets], self.norm, self._limit)
-        self._global_grad_norm, self.norm = self.norm, None
+        self._global_grad_norm = self.norm
+        self.norm = None
         grads = {bucket: bucket.share.grad for bucket in self.buckets}
         for bucket in self.buckets:
             bucket.share.grad = None
@@ -353,7 +358,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _show_inside(self) -> None:
         """Expose the wrapped optimizer's param_groups, state and defaults as this optimizer's own."""
         inside = self.optimizer
-        self.param_groups, self.state, self.defaults = inside.param_groups, inside.state, inside.defaults
+        self.param_groups = inside.param_groups
+        self.state = inside.state
+        self.defaults = inside.defaults
 
     def _mine(self, states: Any) -> Any:
         """Return this replica's item of `states`, or None if the shares in it differ in size from this run's shares.

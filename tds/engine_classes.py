@@ -17,7 +17,8 @@ def replaced_by(pipeline: type, plain: type) -> Iterator[None]:
     before = engines()
     for name in before:
         setattr(deepspeed, name, partial(_refuse_engine, name))
-    deepspeed.PipelineEngine, deepspeed.DeepSpeedEngine = pipeline, plain
+    deepspeed.PipelineEngine = pipeline
+    deepspeed.DeepSpeedEngine = plain
     try:
         yield
     finally:

@@ -130,7 +130,8 @@ class FaultBoard:
 
         One request asks for all ranks. Only after the wait, one request for each rank finds the ranks that are missing.
         """
-        end, keys = time.monotonic() + self.collect_seconds, [f"{key}/{rank}" for rank in ranks]
+        end = time.monotonic() + self.collect_seconds
+        keys = [f"{key}/{rank}" for rank in ranks]
         while keys and time.monotonic() < end:
             if self._store.check(keys):
                 return ranks

@@ -91,7 +91,8 @@ def _of_members(ranks: Sequence[int], backend: str | None = None) -> Any:
 
 def _cached(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     if _Cache.world is not dist.group.WORLD:
-        _Cache.world, _Cache.groups = dist.group.WORLD, {}
+        _Cache.world = dist.group.WORLD
+        _Cache.groups = {}
     if key not in _Cache.groups:
         _Cache.groups[key] = make()
     return _Cache.groups[key]

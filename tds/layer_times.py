@@ -73,7 +73,8 @@ def _cut(seconds: Sequence[float], groups: int, join: Callable[[float, float], f
 
     join: function (cost of some groups, seconds of one more group) -> cost of all these groups together.
     """
-    count, total = len(seconds), [0.0, *accumulate(seconds)]
+    count = len(seconds)
+    total = [0.0, *accumulate(seconds)]
     best = {0: (0.0, [0])}  # number of layers in the groups so far -> (their minimum cost, their cuts)
     for left in reversed(range(groups)):
         best = {

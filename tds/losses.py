@@ -55,14 +55,18 @@ class Losses:
         self._host: list[float] | None = None  # `_numbers` on the host
         self._reduced = False  # whether this rank has called `reduce` in this step
         self._replicas: Any = None
-        self._source, self._stages = 0, None
+        self._source = 0
+        self._stages = None
 
     def begin(self, micro_batches: int, replicas: int) -> None:
         """Start a step with `micro_batches` on this replica.
 
         Unless `count` is called, losses are divided by the number of micro-batches on all replicas.
         """
-        self._own, self._divisor, self._host, self._reduced = micro_batches, None, None, False
+        self._own = micro_batches
+        self._divisor = None
+        self._host = None
+        self._reduced = False
         self.targets = float(micro_batches * replicas)
         self._sums = {}
         self.dtype = torch.float32
@@ -102,10 +106,13 @@ class Losses:
 
         Replicas may have different names and different numbers of micro-batches.
         """
-        sums, known = self._sums, self._known
-        self._reduced, self._replicas = True, replicas
+        sums = self._sums
+        known = self._known
+        self._reduced = True
+        self._replicas = replicas
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        is_new, is_double = not sums.keys() <= {*known}, self.dtype is torch.float64
+        is_new = not sums.keys() <= {*known}
+        is_double = self.dtype is torch.float64
         head = [float(is_new), float(is_double), *(float(key in sums) for key in known), float(self._own)]
         numbers = torch.cat([to_device(head, self.device), torch.stack([sums.get(key, zero) for key in known])])
         if dist.get_world_size(replicas) > 1:
@@ -121,7 +128,8 @@ class Losses:
         with_sum: (whether this rank contributes the losses, a scalar, a group that contains `stages`). If with_sum is
         given, one all-reduce over its group shares the losses and sums the scalars into `shared_sum`.
         """
-        self._source, self._stages = source, stages
+        self._source = source
+        self._stages = stages
         contributes = with_sum[0] if with_sum else dist.get_rank() == source
         if not contributes:
             self._numbers = torch.zeros(4 + 2 * len(self._known), dtype=torch.float64, device=self.device)

@@ -92,7 +92,8 @@ class _PlainProbe(Engine):
 def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
     """Return a ds_config with the settings of `engine` that affect gradient scaling."""
     given = engine._config._param_dict
-    zero, stage = given.get("zero_optimization"), int(engine.zero_optimization_stage())
+    zero = given.get("zero_optimization")
+    stage = int(engine.zero_optimization_stage())
     zero = {key: zero[key] for key in COPIED_OF_ZERO if isinstance(zero, dict) and key in zero} | {"stage": stage}
     # DeepSpeed allows bf16 with fp32 accumulation only under ZeRO. But if the caller reduces gradients itself, the
     # measurement runs without ZeRO, so leave both settings out.

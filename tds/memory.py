@@ -55,7 +55,8 @@ def non_leaf_view(tensor: Tensor) -> Tensor:
 
 def pop_grad(tensor: Tensor) -> Tensor:
     """Return the gradient of `tensor`, not a copy, or zeros if there is none; set `tensor.grad` to None."""
-    grad, tensor.grad = tensor.grad, None
+    grad = tensor.grad
+    tensor.grad = None
     return torch.zeros_like(tensor) if grad is None else plain(grad)
 
 

@@ -100,7 +100,8 @@ class Neighbours:
 
 def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbours:
     """Create the process groups and channels to the neighbouring stages. Collective over all ranks."""
-    stages, stage = grid.pipe_parallel_size, grid.get_stage_id()
+    stages = grid.pipe_parallel_size
+    stage = grid.get_stage_id()
     found = Neighbours(stage, stages, chunks, {}, {})
     if stages == 1:
         return found
@@ -111,7 +112,8 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
     # Two groups for each parity: down the pipeline, and up.
     pairs = parities if in_queues(device) else 1
     groups = [[new_groups(pipelines, urgent=True) for _ in range(2)] for _ in range(pairs)]
-    pool, ahead = Pool(device), posted_ahead(device)
+    pool = Pool(device)
+    ahead = posted_ahead(device)
     hosts = of_hosts(grid.get_pipe_parallel_group()) if in_queues(device) else None
     slices = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
     previous = (stage - 1) % stages
@@ -133,7 +135,8 @@ def _meet(found: Neighbours, device: torch.device, parities: int) -> None:
     function connects the ranks before the first step. The order of parities prevents a deadlock, because a stage has at
     most one boundary of each parity.
     """
-    stage, stages = found.stage, found.stages
+    stage = found.stage
+    stages = found.stages
     ways = (
         (found.senders.get(NEXT), stage, dist.send),
         (found.receivers.get(PREVIOUS), stage - 1, dist.recv),

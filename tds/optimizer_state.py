@@ -197,7 +197,8 @@ def make_moments(
     of: step counts of the parameters whose count differs from `step`. None stands for a parameter that never had a
     gradient; it gets no state. If ZeRO flattens parameters into a shard, the shard gets their highest count.
     """
-    inner, counts = _inner(engine), dict[Tensor, int | None]()
+    inner = _inner(engine)
+    counts = dict[Tensor, int | None]()
     adam = adam_of(inner)
     for parameter, owner in _owner_of(engine).items():
         own = (of or {}).get(parameter, step)

@@ -20,10 +20,12 @@ def for_this_device() -> Iterator[list[str]]:
 
     Raises ValueError for an optimizer or a setting that only DeepSpeed's GPU kernels support.
     """
-    before, notes = DeepSpeedEngine._configure_basic_optimizer, list[str]()
+    before = DeepSpeedEngine._configure_basic_optimizer
+    notes = list[str]()
 
     def configure(engine: Any, parameters: Any) -> Any:
-        name, settings = str(engine.optimizer_name()), dict(engine.optimizer_params() or {})
+        name = str(engine.optimizer_name())
+        settings = dict(engine.optimizer_params() or {})
         if name.lower() in ADAMS and not settings.get("torch_adam"):
             engine._config.optimizer_params = _torch_settings(name, settings)
             engine._config.zero_force_ds_cpu_optimizer = False

@@ -44,7 +44,8 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
     num_stages: int
 
     def __init__(self, layers: Any, *args: Any, chunks: int = 1, example: Any = None, **kwargs: Any) -> None:
-        self.chunks, self._example = chunks, example
+        self.chunks = chunks
+        self._example = example
         if chunks > 1 and kwargs.get("seed_layers"):
             raise ValueError("seed_layers supports only one chunk per stage: leave out seed_layers, or use chunks=1")
         with quietly(), for_deepspeed(lambda: self._topo):
@@ -97,7 +98,8 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
 
     def _cuts(self, method: str | Sequence[int]) -> list[int]:
         """Return the index of each group's first layer, followed by the number of layers."""
-        count, groups = len(self._layer_specs), self.num_stages * self.chunks
+        count = len(self._layer_specs)
+        groups = self.num_stages * self.chunks
         if count < groups:
             raise ValueError(f"{count} layers cannot be cut into {groups} groups: use fewer stages or chunks")
         if method == "balanced":

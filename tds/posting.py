@@ -60,7 +60,8 @@ class _Stage:
 class _Simulation:
     def __init__(self, plan: Plan, dynamic: bool) -> None:
         self.chunks = chunks_of(plan)
-        self.dynamic, self.now = dynamic, 0.0
+        self.dynamic = dynamic
+        self.now = 0.0
         self.stages = [_Stage(deque(instructions)) for instructions in plan]
         for stage in self.stages:
             stage.agenda = {kind: deque(each.at for each in stage.todo if type(each) is kind) for kind in RECEIVES}
@@ -170,7 +171,10 @@ class StagePlans:
     """
 
     def __init__(self, stage: int, stages: int, at_points: bool, dynamic: bool) -> None:
-        self._stage, self._stages, self._at_points, self._dynamic = stage, stages, at_points, dynamic
+        self._stage = stage
+        self._stages = stages
+        self._at_points = at_points
+        self._dynamic = dynamic
         self._plans: dict[tuple[Schedule, int], StagePlan] = {}
 
     def plan(self, schedule: Schedule, micros: int) -> StagePlan:

@@ -26,7 +26,9 @@ class Progress:
     """
 
     def __init__(self, device: torch.device, every: int | None, breakdown: bool) -> None:
-        self.device, self.every, self.breakdown = device, every, breakdown
+        self.device = device
+        self.every = every
+        self.breakdown = breakdown
         self._seconds: dict[str, float] = defaultdict(float)  # by kind of instruction, since the last progress line
         self._since = time.perf_counter()
         self._on_cpu = device.type == "cpu"

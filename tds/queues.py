@@ -117,7 +117,8 @@ class Graph:
             for each in before:
                 then[each].append(this)
         time = [0.0] * len(left)
-        ready, done = deque(this for this, waits in enumerate(left) if not waits), 0
+        ready = deque(this for this, waits in enumerate(left) if not waits)
+        done = 0
         while ready:
             this = ready.popleft()
             done += 1
@@ -132,7 +133,8 @@ class Graph:
         return max(time, default=0.0)
 
     def _cycle(self, left: Sequence[int]) -> str:
-        this, way = next(i for i, waits in enumerate(left) if waits), list[int]()
+        this = next(i for i, waits in enumerate(left) if waits)
+        way = list[int]()
         while this not in way:
             way.append(this)
             this = next(each for each in self.after[this] if left[each])
@@ -145,8 +147,13 @@ class StageGraph:
     """Builder of the graph of one stage: its operations, in the order in which the engine submits them."""
 
     def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, chunks: int, points: Points) -> None:
-        self.graph, self.rules, self.stage, self.stages, self.chunks = graph, rules, stage, stages, chunks
-        self._points, self._passes = points, 0
+        self.graph = graph
+        self.rules = rules
+        self.stage = stage
+        self.stages = stages
+        self.chunks = chunks
+        self._points = points
+        self._passes = 0
         # Keys: (link, True if this stage is the sender). `ends`: start event and end event of a message. `headers`:
         # event of a header.
         self.ends: dict[tuple[Any, bool], tuple[int, int]] = {}
@@ -169,7 +176,8 @@ class StageGraph:
             if type(each) in (RecvActivation, RecvGrad):
                 self._agenda[type(each)].append(each.at)
         for each, following in zip_longest(instructions, instructions[1:]):
-            kind, at = type(each), each.at
+            kind = type(each)
+            at = each.at
             if kind is RecvActivation:
                 if self._has_header(each):
                     self._host = self._header(kind, at)
@@ -198,7 +206,8 @@ class StageGraph:
 
     def _send(self, each: Instruction) -> None:
         """Submit a send. Before it, the host allocates buffers for the message and for the gradient of its tensors."""
-        kind, at = type(each), each.at
+        kind = type(each)
+        at = each.at
         self._synchronize(f"{kind.__name__}({each.micro}) of stage {self.stage}")
         if kind is SendActivation:
             self._known[RecvGrad].add(at)
@@ -259,7 +268,8 @@ class StageGraph:
 
     def _post(self, kind: type[Instruction], messages: int = 0) -> None:
         """Post receives of known layout: all that are due, then others until `messages` receives are pending."""
-        agenda, posted = self._agenda[kind], self._posted[kind]
+        agenda = self._agenda[kind]
+        posted = self._posted[kind]
         wanted = max(self.rules.ahead or 0, messages)
         while agenda and agenda[0] in self._known[kind] and (len(posted) < wanted or self._is_due(kind, agenda[0])):
             at = agenda.popleft()
@@ -275,9 +285,11 @@ def finish(plan: Plan, rules: Rules | None = None) -> float:
 
     Raises ScheduleError for a deadlock and names its cycle.
     """
-    rules, graph = rules or Rules(), Graph()
+    rules = rules or Rules()
+    graph = Graph()
     chunks = chunks_of(plan)
-    ends, headers = dict[tuple[Any, bool], tuple[int, int]](), dict[tuple[Any, bool], int]()
+    ends = dict[tuple[Any, bool], tuple[int, int]]()
+    headers = dict[tuple[Any, bool], int]()
     points = receive_points(plan, rules.dynamic) if rules.ahead is None else [{}] * len(plan)
     for number, instructions in enumerate(plan):
         stage = StageGraph(graph, rules, number, len(plan), chunks, points[number])

@@ -20,7 +20,9 @@ class _GradBucket:
     """A bucket of weights; `.grad` becomes the sum over the replicas, or None if no replica has a gradient."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any) -> None:
-        self.parameters, self.group, self.launched = list(parameters), group, False
+        self.parameters = list(parameters)
+        self.group = group
+        self.launched = False
         self._present: Tensor | None = None  # ones, one per parameter, which the all-reduce turns into counts
         self._work: dist.Work | None = None
         # Weights without a gradient on this replica, each with the number of replicas that have one.
@@ -85,8 +87,10 @@ class GradReducer:
         bucket_bytes: int | None = None,
         chunk_of: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
-        self._module, self._group = module, group
-        self._bucket_bytes, self._chunk_of = bucket_bytes, chunk_of or {}
+        self._module = module
+        self._group = group
+        self._bucket_bytes = bucket_bytes
+        self._chunk_of = chunk_of or {}
         self._seen: list[Any] = []
         self._sparse: list[nn.Parameter] = []  # weights with sparse gradients; not in buckets, reduced last
         self._launcher: BucketLauncher | None = None

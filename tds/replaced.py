@@ -23,7 +23,8 @@ class KnownModel:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._weights = set(module.parameters())
-        self._layers, self._replaced = _layers(module), False
+        self._layers = _layers(module)
+        self._replaced = False
 
     def follow_layers(self) -> bool:
         """Make a PipelineModule run the layers that are registered in it now; return whether any was ever replaced.

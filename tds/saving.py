@@ -40,7 +40,8 @@ class PipelineState:
     """
 
     def __init__(self, module: nn.Module, grid: Any) -> None:
-        self._module, self._grid = module, grid
+        self._module = module
+        self._grid = grid
         self._remember()
 
     def _remember(self) -> None:

@@ -226,7 +226,8 @@ def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
     The default is 1f1b. chunks: number of the model's chunks on each stage; only `interleaved` supports several.
     Raises ValueError for an unknown name, or for settings that the schedule does not support.
     """
-    name, extra = settings.get("schedule", "1f1b"), settings.get("extra_warmup", 0)
+    name = settings.get("schedule", "1f1b")
+    extra = settings.get("extra_warmup", 0)
     if name not in NAMES and name not in _ADDED:
         raise ValueError(f"there is no pipeline schedule {name!r}; choose one of {', '.join([*NAMES, *_ADDED])}")
     if not isinstance(extra, int) or extra < 0 or (extra and name != "1f1b"):

@@ -50,12 +50,14 @@ class SpikeGuard:
     """
 
     def __init__(self, engine: Any, sigma: float, window: int) -> None:
-        self._engine, self._sigma = engine, sigma
+        self._engine = engine
+        self._sigma = sigma
         self.recent: deque[tuple[float, float]] = deque(maxlen=window)
         self._least = max(window // 2, 2)
         self.found: Deviation | None = None
         self.norm = 0.0
-        self._loss, self._asked = torch.zeros(()), False
+        self._loss = torch.zeros(())
+        self._asked = False
         self._held: list[tuple[Tensor, Tensor | None]] = []
         if isinstance(engine.optimizer, DeepSpeedOptimizer):
             inner: torch.optim.Optimizer = engine.optimizer.optimizer
@@ -65,7 +67,9 @@ class SpikeGuard:
 
     def begin(self, loss: Tensor) -> None:
         """Start a step whose loss over the global batch is `loss`, a scalar."""
-        self._loss, self._asked, self.found = loss, False, None
+        self._loss = loss
+        self._asked = False
+        self.found = None
 
     def checked(self, norm: Number) -> Number:
         """Return the gradient norm of the global batch, or infinity if the step must be skipped. A collective.

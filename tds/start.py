@@ -51,7 +51,8 @@ def prove(schedule: Schedule, engine: Any, chunks: int) -> None:
     # The streams of a device may share hardware queues, and its host may have to synchronize it.
     on_device = in_queues(engine.device)
     rules = Rules(posted_ahead(engine.device), on_device, engine.dynamic_shape, device_waits=on_device)
-    stages, micros = engine.num_stages, engine.micro_batches
+    stages = engine.num_stages
+    micros = engine.micro_batches
     for each in (schedule, partial(forward_only, chunks=chunks)):
         plan = [list(each(stage, stages, micros)) for stage in range(stages)]
         if each is schedule and not any(isinstance(found, (Backward, BackwardInput)) for found in plan[0]):

@@ -47,18 +47,21 @@ class Microbatch:
 
     def take_received(self) -> list[BoundaryTensor]:
         """Return the inputs and drop this object's references to them."""
-        received, self.received = self.received, []
+        received = self.received
+        self.received = []
         return received
 
     def take_to_send(self) -> list[BoundaryTensor]:
         """Return the outputs and drop this object's references to them."""
-        to_send, self.to_send = self.to_send, []
+        to_send = self.to_send
+        self.to_send = []
         return to_send
 
     def take_roots(self) -> tuple[list[Tensor] | list[GradientEdge], list[Tensor]]:
         """Return the roots of the backward pass, and their received gradients (an empty list if the root is a loss)."""
         if self.loss is not None:
-            loss, self.loss = self.loss, None
+            loss = self.loss
+            self.loss = None
             return [loss], []
         edges, grads, self.edges, self.grads = self.edges, self.grads, [], []
         return edges, grads

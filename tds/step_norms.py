@@ -40,7 +40,10 @@ class StepNorms:
     """
 
     def __init__(self, engine: Any, layers: Mapping[nn.Parameter, int], count: int, first_replica: bool) -> None:
-        self._engine, self._layers, self._count, self._first = engine, layers, count, first_replica
+        self._engine = engine
+        self._layers = layers
+        self._count = count
+        self._first = first_replica
         self._slices: list[_Slice] | None = None  # None: do not measure
         self._before: dict[Tensor, Tensor] = {}
         inner: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
@@ -80,7 +83,8 @@ class StepNorms:
 
     def _find(self) -> Iterator[_Slice]:
         """Yield this rank's slices of the tensors that the optimizer steps."""
-        optimizer, steps = self._engine.optimizer, owners(self._engine)
+        optimizer = self._engine.optimizer
+        steps = owners(self._engine)
         by_storage = {each.untyped_storage().data_ptr(): each for each in steps}
         for parameter, index in self._layers.items():
             if not parameter.requires_grad:

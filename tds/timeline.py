@@ -74,7 +74,8 @@ def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
 
     ranks: the result of `read(folder)`; None: call it.
     """
-    ranks, path = ranks or read(folder), folder / MERGED
+    ranks = ranks or read(folder)
+    path = folder / MERGED
     events = [e for rank in ranks for e in rank.events]
     names = [
         {"ph": "M", "name": "process_name", "pid": r.about["rank"], "args": {"name": r.about["name"]}} for r in ranks
@@ -109,6 +110,7 @@ def _key(rank: RankTrace, event: dict[str, Any], name: str, hop: int) -> tuple[A
 
     name: the name of the receive. hop: the receiver's virtual stage minus that of `event`.
     """
-    a, args = rank.about, event["args"]
+    a = rank.about
+    args = event["args"]
     stage = args["chunk"] * a["stages"] + a["stage"] + hop
     return args["iteration"], a["replica"], a["model"], name, stage, args["micro"]

@@ -51,7 +51,8 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     Each chunk must take the micro-batches in rising order. `times` finds deadlocks that do not depend on the transport.
     `queues.finish` finds deadlocks that message queues cause, under `rules`.
     """
-    chunks, kinds = chunks_of(plan), {type(i) for stage in plan for i in stage}
+    chunks = chunks_of(plan)
+    kinds = {type(i) for stage in plan for i in stage}
     if Backward in kinds and kinds & {BackwardInput, BackwardWeight}:
         raise ScheduleError(
             "the schedule has both Backward and BackwardInput or BackwardWeight instructions: let all stages use "
@@ -61,7 +62,8 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     backward = split if kinds & {*split} else ()
     for stage, instructions in enumerate(plan):
         for chunk in range(chunks):
-            virtual_stage, last = chunk * len(plan) + stage, chunks * len(plan) - 1
+            virtual_stage = chunk * len(plan) + stage
+            last = chunks * len(plan) - 1
             due: list[type[Instruction]] = [Forward, *backward]
             if virtual_stage > 0:
                 due += [RecvActivation, *([SendGrad] if backward else [])]
@@ -113,7 +115,8 @@ def times(
     by default half. message: time that a message takes. seconds: function that returns the time of each pass by stage
     and chunk; it replaces `forward`, `backward` and `weight`.
     """
-    chunks, stages = chunks_of(plan), len(plan)
+    chunks = chunks_of(plan)
+    stages = len(plan)
     weight = backward / 2 if weight is None else weight
     cost = {Forward: forward, Backward: backward, BackwardInput: backward - weight, BackwardWeight: weight}
     seconds = seconds or (lambda kind, stage, chunk: cost[kind] / chunks)
@@ -126,7 +129,8 @@ def times(
         for stage, rest in enumerate(todo):
             while rest:
                 head = rest[0]
-                kind, virtual_stage = type(head), head.chunk * stages + stage
+                kind = type(head)
+                virtual_stage = head.chunk * stages + stage
                 if kind in SENT_BY:
                     hop, sender = SENT_BY[kind]
                     if not (wire := wires[virtual_stage + hop, sender]):

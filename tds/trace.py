@@ -80,10 +80,14 @@ class Tracer:
         last: int | None = None,
     ) -> None:
         self.path, self.about, self.clock = path, dict(about), list[tuple[int, float, float]]()
-        self._on_cpu, self._device = device.type == "cpu", device
-        self._first, self._last = first, last
+        self._on_cpu = device.type == "cpu"
+        self._device = device
+        self._first = first
+        self._last = last
         self._kept: deque[tuple[int, list[Piece]]] = deque(maxlen=LAST if last is None else None)
-        self._now, self._since_write, self.size = list[Piece](), 0, 0
+        self._now = list[Piece]()
+        self._since_write = 0
+        self.size = 0
         # Also record what comes before the first iteration: loading a checkpoint, opening data.
         self.on = first is None
         self._zero = None if self._on_cpu else self._meet_device()
@@ -125,9 +129,11 @@ class Tracer:
         size, self.size = self.size if kind == "message" else 0, 0 if kind == "message" else self.size
         now: Any
         if self._on_cpu:
-            now, work = time.perf_counter_ns(), time.thread_time_ns() - mark.thread
+            now = time.perf_counter_ns()
+            work = time.thread_time_ns() - mark.thread
         else:
-            now, work = timed_event(self._device), -1
+            now = timed_event(self._device)
+            work = -1
         self._now.append(Piece(mark.at, now, work, name, kind, micro, chunk, size))
 
     def pieces(self, wait: bool = True) -> list[tuple[int, list[Piece]]]:

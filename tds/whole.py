@@ -15,7 +15,8 @@ def balance(work: Sequence[float], replicas: int) -> list[list[int]]:
 
     The result depends on the arguments only, so all replicas get the same one (Graham 1969).
     """
-    loads, owned = [0.0] * replicas, [list[int]() for _ in range(replicas)]
+    loads = [0.0] * replicas
+    owned = [list[int]() for _ in range(replicas)]
     for at in sorted(range(len(work)), key=lambda at: -work[at]):
         to = loads.index(min(loads))
         owned[to].append(at)
@@ -37,7 +38,8 @@ def place(
     else:
         owned = [[parameters[at] for at in own] for own in balance([work(p) or 0 for p in parameters], replicas)]
         share = aligned(max(sum(p.numel() for p in own) for own in owned))
-    ordered, offsets = list[nn.Parameter](), list[int]()
+    ordered = list[nn.Parameter]()
+    offsets = list[int]()
     for number, own in enumerate(owned):
         at = number * share
         for p in own:

@@ -26,7 +26,8 @@ class Buffers:
 
         surveys: the result of `megatron.ranks.buffers.fingerprint_buffers` on each rank.
         """
-        mesh, here = mpu.get_mesh(), dict(global_buffers(model))
+        mesh = mpu.get_mesh()
+        here = dict(global_buffers(model))
         by_name: dict[str, list[BufferCopy]] = {}
         for each in surveys:
             for name, held in each.items():

@@ -41,7 +41,8 @@ def with_consumed_data(config: Config, path: Path | None, wanted: Wanted, reads_
     with all_ranks():
         if is_rank_0():
             reader = CheckpointReader(path)
-            saved, samples = plain_config(reader), reader.state["consumed_samples"]
+            saved = plain_config(reader)
+            samples = reader.state["consumed_samples"]
             if samples:
                 left_out = joined_omissions(saved.data.without, left_out, samples, not wanted.same_data)
             if samples and reads_corpora and is_in_order(saved, config):
@@ -72,7 +73,8 @@ def joined(saved: Config, config: Config, samples: int, tokens: int, override: b
     override: whether --override-data is given.
     """
     there, here = _plans(saved, config, tokens)
-    before, after = _split(there, samples), _split(here, samples)
+    before = _split(there, samples)
+    after = _split(here, samples)
     if any(_cannot_be_read(stage) for stage in before.past):
         return "", ""
     if before.past == after.past:
@@ -94,7 +96,8 @@ def joined_omissions(saved: str | None, given: str | None, samples: int, overrid
     is given.
     """
     there, here = (without.parse_without(each) for each in (saved, given))
-    before, after = _split(there, samples), _split(here, samples)
+    before = _split(there, samples)
+    after = _split(here, samples)
     if before.future == after.future:
         return saved
     if not override:

@@ -148,7 +148,8 @@ def recover(folder: Path) -> None:
     name = latest_name(folder) if folder.is_dir() else None
     if name is None or not _aside(folder / name).is_dir():
         return
-    final, old = folder / name, _aside(folder / name)
+    final = folder / name
+    old = _aside(folder / name)
     if not final.exists():
         old.rename(final)
     elif sums_file(old).is_file() and SHA256.of(sums_file(old)) in (folder / "latest").read_text("utf-8", "replace"):

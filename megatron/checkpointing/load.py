@@ -173,7 +173,8 @@ def refuse_contradictions(
     The message shows the value in the checkpoint and the value in this run.
     """
     saved = plain_config(reader)
-    there, here = _architecture(saved, reader.positions), _architecture(config, config.positions)
+    there = _architecture(saved, reader.positions)
+    here = _architecture(config, config.positions)
     if there["family"] is None or here["family"] is None:
         there["family"] = here["family"]  # a custom model has no known family, so do not compare families
     differing = _differences(there, here)
@@ -208,7 +209,8 @@ def settings_of_samples(config: Config) -> dict[str, Any]:
 
 def _refuse_impossible_counts(reader: CheckpointReader, saved: Config) -> None:
     """Raise CheckpointError if the checkpoint counts more samples than its iterations can have consumed."""
-    iteration, samples = reader.state["iteration"], reader.state["consumed_samples"]
+    iteration = reader.state["iteration"]
+    samples = reader.state["consumed_samples"]
     most = iteration * max(saved.train.batch_size * saved.train.gas, LARGE_BATCH)
     if samples > most:
         raise CheckpointError(
@@ -281,7 +283,8 @@ def _moments(reader: CheckpointReader, engine: Any) -> list[str]:
 
 def _steps(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> dict[nn.Parameter, int | None]:
     """Return each parameter's step count; None for a parameter without moments (frozen, or never had a gradient)."""
-    common, others = reader.optimizer["step"], reader.optimizer.get("steps", {})
+    common = reader.optimizer["step"]
+    others = reader.optimizer.get("steps", {})
     return {
         parameter: others.get(name, common) if any(f"{each}.{name}" in reader.tensors for each in moments) else None
         for name, parameter in global_parameters(engine.module)

@@ -40,8 +40,12 @@ class CheckpointReader:
             if version not in (2, FORMAT):
                 raise CheckpointError(f"{path} has format {version}; this version reads formats 2 and {FORMAT}")
             schema.check(content, self.sums)
-            self.state, self.optimizer, self.rng_seed = content["state"], content["optimizer"], content["rng_seed"]
-            self.tensors, self.config, self.positions = content["tensors"], content["config"], content["positions"]
+            self.state = content["state"]
+            self.optimizer = content["optimizer"]
+            self.rng_seed = content["rng_seed"]
+            self.tensors = content["tensors"]
+            self.config = content["config"]
+            self.positions = content["positions"]
             self.tokenizer = content["tokenizer"]
             if version == 2 and self.config["model"].get("activation") == "gelu":
                 self.config["model"]["activation"] = "gelu-tanh"  # in format 2, "gelu" meant the tanh approximation
@@ -83,7 +87,8 @@ class CheckpointReader:
             return torch.empty(empty, dtype=self._dtype(key))
         found = []
         for piece in sorted(entry["pieces"], key=lambda p: int(p["begin"])):
-            low, high = max(begin, piece["begin"]), min(end, piece["end"])
+            low = max(begin, piece["begin"])
+            high = min(end, piece["end"])
             if low < high:
                 part = self._piece(key, piece)
                 at = (slice(None),) * dim + (slice(low - piece["begin"], high - piece["begin"]),)
@@ -97,7 +102,8 @@ class CheckpointReader:
 
         Raises CheckpointError if the file's header contradicts checkpoint.json.
         """
-        file, entry = self._file(piece["file"]), self.tensors[key]
+        file = self._file(piece["file"])
+        entry = self.tensors[key]
         key = self._stored.get(key, key)
         shape = list(entry["shape"])
         shape[entry["dim"]] = piece["end"] - piece["begin"]
@@ -193,9 +199,11 @@ def load_buffers(reader: CheckpointReader, model: Any) -> tuple[set[str], set[st
 
     Raises CheckpointError if a buffer's shape in the checkpoint differs from its shape in the model.
     """
-    found, missing = set[str](), set[str]()
+    found = set[str]()
+    missing = set[str]()
     for name, buffer in global_buffers(model):
-        key, into = f"{BUFFER}.{name}", stored(buffer)
+        key = f"{BUFFER}.{name}"
+        into = stored(buffer)
         if not buffer.numel():
             continue
         if key not in reader.tensors:

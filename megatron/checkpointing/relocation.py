@@ -40,7 +40,8 @@ def keep_tokenizer(vocab_file: str, home: Path) -> None:
 
     Raises OSError, and ValueError if a JSON file of the tokenizer is invalid.
     """
-    source, folder = file_of(vocab_file), home / FOLDER
+    source = file_of(vocab_file)
+    folder = home / FOLDER
     if folder.resolve() == source.resolve().parent:
         return
     folder.mkdir(exist_ok=True)
@@ -83,7 +84,8 @@ def keep_roles(source: Path, home: Path) -> None:
     folder would look like a model. Raises OSError, and ValueError if a JSON file is invalid.
     source: the tokenizer's file.
     """
-    ids, named = ids_beside(source), class_beside(source)
+    ids = ids_beside(source)
+    named = class_beside(source)
     ids |= {"tokenizer_class": named} if named and ids else {}
     for name, content in ((GENERATION, generation_beside(source)), ("config.json", ids)):
         if content:
@@ -106,7 +108,8 @@ def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
 
 def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
     """Return `config` with --vocab-file set to the tokenizer that was copied beside `checkpoint`, if there is one."""
-    given, checkpoint = config.data.vocab_file, checkpoint.absolute()
+    given = config.data.vocab_file
+    checkpoint = checkpoint.absolute()
     homes = [checkpoint.parent, checkpoint.parent.parent]
     if isinstance(checkpoint, RemotePath):
         homes = [] if given and Path(given).exists() else [_fetched(checkpoint.parent / FOLDER)]

@@ -21,7 +21,9 @@ class RemoteSlice:
     """A tensor in a safetensors file in object storage, with the interface of a safetensors slice."""
 
     def __init__(self, path: RemotePath, begin: int, entry: dict[str, Any]) -> None:
-        self._path, self._entry, self._begin = path, entry, begin + entry["data_offsets"][0]
+        self._path = path
+        self._entry = entry
+        self._begin = begin + entry["data_offsets"][0]
 
     def get_shape(self) -> list[int]:
         """Return the tensor's shape."""
@@ -33,7 +35,8 @@ class RemoteSlice:
 
     def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
         """Read a slice. Only the rows of the first dimension that it needs are read."""
-        dtype, shape = DTYPES[self.get_dtype()], self.get_shape()
+        dtype = DTYPES[self.get_dtype()]
+        shape = self.get_shape()
         rows, *others = where
         begin, end, _ = rows.indices(shape[0])
         row = torch.Size(shape[1:]).numel() * dtype.itemsize
@@ -52,7 +55,8 @@ class RemoteTensors:
             raise ValueError("its header is damaged")
         self._entries = json.loads(path.read_range(8, 8 + length))
         self._entries.pop("__metadata__", None)
-        self._path, self._begin = path, 8 + length
+        self._path = path
+        self._begin = 8 + length
         ends = [entry["data_offsets"][1] for entry in self._entries.values()]
         if size != self._begin + max(ends, default=0):
             raise ValueError(f"it has {size} bytes, but its header requires {self._begin + max(ends, default=0)}")
@@ -84,7 +88,8 @@ def delete_incomplete(folder: RemotePath, index: str) -> None:
 def upload(files: list[Path], folder: RemotePath) -> None:
     """Copy local files into a folder of object storage, then delete the local ones. Raises StorageError."""
     for path in files:
-        target, size = folder / path.name, path.stat().st_size
+        target = folder / path.name
+        size = path.stat().st_size
         target.upload(path)
         if target.stat().st_size != size:
             raise StorageError(f"{target} has {target.stat().st_size} bytes after the upload instead of {size}")

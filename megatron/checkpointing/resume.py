@@ -42,7 +42,8 @@ def find_start(config: Config, save_dir: str) -> Start:
 
     If any rank fails, every rank raises RunError.
     """
-    load, path = config.checkpoint.load, None
+    load = config.checkpoint.load
+    path = None
     with all_ranks():  # Rank 0 alone looks, because a run that is training may replace `latest` meanwhile.
         if is_rank_0():
             recover(place(save_dir))
@@ -110,7 +111,8 @@ def _with_fork(state: TrainState, path: Path) -> tuple[tuple[int, int], ...]:
 
 def _other_batches(saved: Config, config: Config, consumed: int) -> str | None:
     """Return a message if --batch-size-schedule differs from the checkpoint's, else None."""
-    there, here = saved.train.batch_size_schedule, config.train.batch_size_schedule
+    there = saved.train.batch_size_schedule
+    here = config.train.batch_size_schedule
     if there == here:
         return None
     batches = config.batches(dist.get_world_size())
@@ -162,7 +164,8 @@ def _other_documents(saved: Config, config: Config) -> bool:
         return False
     if any(isinstance(data.paths, dict) for data in both):  # --split has no effect
         return False
-    there, here = parse_split(saved.data.split), parse_split(config.data.split)
+    there = parse_split(saved.data.split)
+    here = parse_split(config.data.split)
     for prefix in prefixes_of(config.data.paths):
         try:
             documents = IndexedDataset(prefix).num_documents

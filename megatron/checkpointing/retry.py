@@ -15,7 +15,8 @@ class RetryingSaver:
     """
 
     def __init__(self, saver: Saver, limit: int) -> None:
-        self.saver, self.limit = saver, limit
+        self.saver = saver
+        self.limit = limit
         self.failures = 0  # consecutive failures
 
     @property

@@ -101,9 +101,12 @@ class Saver:
         background: bool = False,
         staging: Path | None = None,
     ) -> None:
-        self.folder, self.engine, self.config = place(folder), engine, config
+        self.folder = place(folder)
+        self.engine = engine
+        self.config = config
         self._staging = staging if isinstance(self.folder, RemotePath) else None
-        self.fingerprint, self.background = fingerprint, background
+        self.fingerprint = fingerprint
+        self.background = background
         # The checkpoint being saved: its final folder, and the part of checkpoint.json that is known so far.
         self._pending: tuple[Path, dict[str, Any]] | None = None
         self._thread: threading.Thread | None = None
@@ -179,7 +182,8 @@ class Saver:
         self._warn(self._buffers.warnings)
         self._expected = expected_shapes(parts) | self._buffers.expected
         self._steps = steps_of(self.engine, parts, optimizer["step"])
-        self._reports, self._problem = [], None
+        self._reports = []
+        self._problem = None
         values = values_of(self.engine, parts)
         if not self.background:
             self._write(path, parts, values)
@@ -305,7 +309,8 @@ class Saver:
         """
         reports = [report for each, _, _ in every for report in each]
         expected = {key: shape for _, each, _ in every for key, shape in each.items()}
-        optimizer, tensors = content["optimizer"], merge(reports)
+        optimizer = content["optimizer"]
+        tensors = merge(reports)
         if steps := {name: step for _, _, each in every for name, step in each.items()}:
             optimizer["steps"] = steps
         optimizer |= list_moments(reports, tensors, optimizer["moments"])

@@ -117,7 +117,8 @@ def _check_state(state: Any) -> None:
 
 def _check_optimizer(optimizer: Any) -> None:
     _expect(isinstance(optimizer, dict), "optimizer", "an object", optimizer)
-    step, scaler = optimizer.get("step"), optimizer.get("loss_scaler")
+    step = optimizer.get("step")
+    scaler = optimizer.get("loss_scaler")
     _expect(_is_count(step), "optimizer.step", "a whole number", step)
     steps = optimizer.get("steps", {})
     right = isinstance(steps, dict) and all(map(_is_count, steps.values()))
@@ -144,7 +145,9 @@ def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
     that should have only some of them.
     """
     weights = [key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}.")]
-    moments, without, some = optimizer["moments"], optimizer.get("without_moments"), optimizer.get("moments_of", {})
+    moments = optimizer["moments"]
+    without = optimizer.get("without_moments")
+    some = optimizer.get("moments_of", {})
     for name in weights:
         own = some.get(name, moments)
         missing = [moment for moment in own if f"{moment}.{name}" not in tensors]

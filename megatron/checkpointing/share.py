@@ -133,7 +133,9 @@ def write_share(
     values = iter(values)
     learned = {part.name for part in parts if part.parameter.requires_grad}
     shared = {part.name for part in parts if part.shared}
-    slots, places, learns = [], {}, set()
+    slots = []
+    places = {}
+    learns = set()
     for name, parameter, kinds, *_ in (part for part in parts if part.mine):
         spec = mpu.spec_of(parameter)
         dim, begin, end = spec.rows

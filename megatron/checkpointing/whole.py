@@ -23,7 +23,8 @@ def check_complete(
             raise CheckpointError(f"{key!r} was written with shape {tensors[key]['shape']} instead of {list(shape)}")
     shapes: dict[str, dict[str, list[int]]] = {}  # file -> key -> shape
     for key, entry in tensors.items():
-        dim, at = entry["dim"], 0
+        dim = entry["dim"]
+        at = 0
         for piece in sorted(entry["pieces"], key=lambda piece: int(piece["begin"])):
             if piece["begin"] != at:
                 break

@@ -26,7 +26,8 @@ def write_checkpoint(
     temporary = temporary_of(final)
     remove(temporary)
     temporary.mkdir(parents=True)
-    name, checksum = "weights.safetensors", preferred()
+    name = "weights.safetensors"
+    checksum = preferred()
     try:
         sums = {name: write_entries(temporary / name, entries, checksum)}
         tensors = {

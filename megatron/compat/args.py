@@ -125,7 +125,8 @@ def _params_dtype(args: Args) -> Any:
 def _padded_vocab_size(args: Args) -> int:
     from .. import mpu
 
-    model, ranks = args.config.model, args.config.parallel.model_parallel_size
+    model = args.config.model
+    ranks = args.config.parallel.model_parallel_size
     if model.vocab_size is None:
         raise AttributeError("args.padded_vocab_size is unknown until the tokenizer is loaded")
     return mpu.padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, ranks)

@@ -101,7 +101,9 @@ class T5Samples(Dataset[dict[str, Tensor]]):
     """
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset, self.plan, self.samples_per_epoch = dataset, dataset.plan, dataset.samples_per_epoch
+        self.dataset = dataset
+        self.plan = dataset.plan
+        self.samples_per_epoch = dataset.samples_per_epoch
         self.places = dataset.places
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:

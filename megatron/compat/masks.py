@@ -55,7 +55,8 @@ def get_masks_and_position_ids_for_t5(
             "--span-convention cpm, so that a document ends in the encoder and in the decoder of the same sample"
         )
     if not reset_attention_mask:
-        encoder_ids, decoder_ids = encoder_ids.clamp(max=1), decoder_ids.clamp(max=1)
+        encoder_ids = encoder_ids.clamp(max=1)
+        decoder_ids = decoder_ids.clamp(max=1)
     masks = _t5_masks(encoder_ids, decoder_ids)
     encoder_positions, decoder_positions = (
         positions_in_documents(ids) if reset_position_ids else _counted(ids) for ids in (encoder_ids, decoder_ids)
@@ -80,7 +81,8 @@ def _counted(ids: Tensor) -> Tensor:
 
 
 def _t5_masks(encoder_ids: Tensor, decoder_ids: Tensor) -> T5Masks:
-    encoder, decoder = document_mask(encoder_ids), document_mask(decoder_ids, causal=True)
+    encoder = document_mask(encoder_ids)
+    decoder = document_mask(decoder_ids, causal=True)
     cross = document_mask(decoder_ids, encoder_ids)
     assert encoder is not None and decoder is not None and cross is not None, "ids are never empty here"
     return T5Masks(encoder, decoder, cross)
@@ -114,7 +116,8 @@ def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
     Raises ValueError if document ids cannot express the masks.
     """
     encoder, decoder, cross = (mask != 0 for mask in given)
-    encoder_ids, own = _groups(encoder), _groups(decoder)
+    encoder_ids = _groups(encoder)
+    own = _groups(decoder)
     found = encoder_ids.gather(1, cross[:, 0].int().argmax(-1))
     sees_all = cross[:, 0].all(-1)
     other = (encoder_ids.amax(1, keepdim=True) > 1) | (own > 1)

@@ -58,7 +58,8 @@ def pretrain(
             sys.exit(f"{Path(sys.argv[0]).name}: {error}")
     set_own_flags(own)
     functions = train_valid_test_datasets_provider, model_provider, forward_step
-    defaults, more = args_defaults or {}, (count_targets, tokenizer_provider)
+    defaults = args_defaults or {}
+    more = (count_targets, tokenizer_provider)
     original = more == (None, None) and is_original(train_valid_test_datasets_provider)
     task = ScriptTask(*functions, defaults, name) if original else FunctionsTask(*functions, defaults, name, *more)
     run(task, words, exit)

@@ -42,7 +42,8 @@ def is_original(provider: Callable[..., Any]) -> bool:
 
 def numbers_of_samples(config: Config, ranks: int) -> list[int]:
     """Return [training, validation, test]: how many samples a whole run on `ranks` ranks reads of each data set."""
-    t, batch = config.train, config.train_batch_size(ranks)
+    t = config.train
+    batch = config.train_batch_size(ranks)
     train = config.batches(ranks).after(0, t.train_iters)
     evaluations = t.train_iters // t.eval_interval + 1 if t.eval_interval else 1
     return [train, evaluations * t.eval_iters * batch, t.eval_iters * batch]
@@ -63,11 +64,13 @@ class FunctionsTask(Task):
         count_targets: CountTargets | None = None,
         tokenizer_provider: TokenizerProvider | None = None,
     ) -> None:
-        self.datasets_provider, self.model_provider = datasets_provider, model_provider
+        self.datasets_provider = datasets_provider
+        self.model_provider = model_provider
         self.forward_step: ForwardStep = forward_step or _no_forward_step
         self.count_targets = count_targets  # type: ignore[assignment,method-assign]
         self.tokenizer_provider = tokenizer_provider
-        self.defaults, self.name = defaults, name
+        self.defaults = defaults
+        self.name = name
         self._noted = False
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:

@@ -35,7 +35,9 @@ class ParallelMLP(MegatronModule):
         super().__init__()
         model = get_args().config.model
         inner = _ParallelMLP(model, model.output_std(2 * model.num_layers))
-        self.dense_h_to_4h, self.dense_4h_to_h, self._forward = inner.dense_h_to_4h, inner.dense_4h_to_h, inner.forward
+        self.dense_h_to_4h = inner.dense_h_to_4h
+        self.dense_4h_to_h = inner.dense_4h_to_h
+        self._forward = inner.forward
         for layer, fill in ((self.dense_h_to_4h, init_method), (self.dense_4h_to_h, output_layer_init_method)):
             if fill is not None:
                 spec = mpu.spec_of(layer.weight)

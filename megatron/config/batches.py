@@ -29,7 +29,8 @@ def parse_entries(text: str) -> list[Entry]:
     entries = []
     for word in text.replace(",", " ").split():
         start, _, size = word.partition(":")
-        begin, samples = _NUMBER.fullmatch(start), _NUMBER.fullmatch(size)
+        begin = _NUMBER.fullmatch(start)
+        samples = _NUMBER.fullmatch(size)
         if begin is None or samples is None or samples[3]:
             raise ValueError(f"{word} is not START:SIZE")
         entries.append(Entry(_whole(begin), (begin[3] or "").lower() == "_samples", _whole(samples)))

@@ -284,7 +284,8 @@ def parse(
         config, ineffective = _with_batches(config, ranks, line.values)
         notes += [*ineffective, *config.model.expert_notes(line.values)]
         notes += config.model.mup_notes(config.optim.optimizer == "muon")
-        family, own = config.model.family, (defaults or {}).get("family")
+        family = config.model.family
+        own = (defaults or {}).get("family")
         if own and family != own:
             line.problems.append(f"this script trains only the family {own}, not --family {family}")
         _check_min_lr(config)
@@ -303,7 +304,8 @@ def parse(
 
 def _with_new_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return `argv` with renamed flags replaced by their new names, and a note for each renamed flag."""
-    words, notes = [], []
+    words = []
+    notes = []
     for word in argv:
         old, equals, value = word.partition("=")
         new = next((flag(name) for former, name in RENAMED.items() if flag(former) == old), old)
@@ -315,7 +317,8 @@ def _with_new_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _with_batches(config: Config, ranks: int, given: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """Return `Config.with_batches`, and a note for each of the settings `given` that it overrides."""
-    found, notes = config.with_batches(ranks), []
+    found = config.with_batches(ranks)
+    notes = []
     for name, cause in (("gas", "batch_size_schedule"), ("train_iters", "train_samples")):
         if given.get(name) not in (None, getattr(found.train, name)):
             by = written(flag(cause), getattr(found.train, cause))

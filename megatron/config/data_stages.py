@@ -68,9 +68,11 @@ def parse_stages(words: Sequence[str]) -> tuple[Stage, ...]:
 
     Raises ConfigError for invalid stages.
     """
-    text, where = " ".join(words).strip(), "--data-stages"
+    text = " ".join(words).strip()
+    where = "--data-stages"
     if text.endswith(".json"):
-        where, text = f"--data-stages {text}", _content(Path(text))
+        where = f"--data-stages {text}"
+        text = _content(Path(text))
     stages = tuple(_of_json(text, where) if text.startswith("[") else _of_words(text, where))
     if not stages or stages[0].begin:
         raise ConfigError(f"{where}: the first stage must begin at 0")

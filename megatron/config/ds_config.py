@@ -229,7 +229,8 @@ def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: i
     CPM-Pretrain reads the file's batch sizes only if a pipeline is used. Therefore, a different size raises
     ConfigError if there are two or more pipeline stages, and gives a note otherwise.
     """
-    t, p = config.train, config.parallel
+    t = config.train
+    p = config.parallel
     total = config.train_batch_size(world_size)
     context = f" / --context-parallel-size {p.context_parallel_size}" if p.context_parallel_size > 1 else ""
     ours = {
@@ -257,7 +258,8 @@ def _batch_sizes(config: Config, given: dict[str, Any], path: str, world_size: i
 
 def _log_interval(config: Config, given: dict[str, Any], path: str) -> tuple[int, list[str]]:
     """Return the number of iterations between log lines, and a note if the flag overrides the file."""
-    in_file, flag = given.get("steps_per_print"), config.log.log_interval
+    in_file = given.get("steps_per_print")
+    flag = config.log.log_interval
     if flag is None:
         return int(in_file if in_file is not None else 10), []
     if in_file in (None, flag):
@@ -269,7 +271,8 @@ def _precision(config: Config, given: dict[str, Any], path: str, fast_bf16: bool
     enabled = [name for name in ("fp16", "bf16") if given.get(name, {}).get("enabled") is True]
     if len(enabled) == 2:
         raise ConfigError(f"{path} enables both fp16 and bf16; keep one")
-    wanted, named = config.train.dtype, config.train.precision
+    wanted = config.train.dtype
+    named = config.train.precision
     if wanted == "auto":
         return enabled[0] if enabled else "bf16" if fast_bf16 else "fp32"
     if enabled and enabled[0] != wanted:
@@ -278,7 +281,8 @@ def _precision(config: Config, given: dict[str, Any], path: str, fast_bf16: bool
 
 
 def _zero_stage(config: Config, given: dict[str, Any], path: str, precision: str) -> int:
-    in_file, flag = given.get("zero_optimization", {}).get("stage"), config.parallel.zero_stage
+    in_file = given.get("zero_optimization", {}).get("stage")
+    flag = config.parallel.zero_stage
     if in_file == "auto":
         in_file = None
     if in_file is not None and flag is not None and in_file != flag:

@@ -113,7 +113,8 @@ class Section:
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
-            value, kinds = getattr(self, f.name), types_of(type(self), f.name)
+            value = getattr(self, f.name)
+            kinds = types_of(type(self), f.name)
             if value is None and type(None) in kinds:
                 continue
             if tuple in kinds and isinstance(value, (str, list)):

@@ -49,7 +49,8 @@ class Config:
         )
 
     def _splits_over_ranks(self) -> Iterator[str]:
-        m, ranks = self.model, self.parallel.model_parallel_size
+        m = self.model
+        ranks = self.parallel.model_parallel_size
         split = f"cannot be split over --model-parallel-size {ranks}"
         if m.num_attention_heads % ranks:
             yield f"--num-attention-heads {m.num_attention_heads} {split}"
@@ -64,7 +65,8 @@ class Config:
             yield f"--expert-ff-hidden-size {m.expert_ff_size} {split}"
 
     def _recomputation(self) -> Iterator[str]:
-        m, p = self.model, self.parallel
+        m = self.model
+        p = self.parallel
         splits = p.splits_backward(self.train.gas)
         if splits and p.checkpoint_activations:
             yield (
@@ -129,7 +131,8 @@ class Config:
         ]
         if ignored:
             names = ", ".join(name for name, _ in ignored)
-            families, them = " and ".join(ignored[0][1]), "them" if len(ignored) > 1 else "it"
+            families = " and ".join(ignored[0][1])
+            them = "them" if len(ignored) > 1 else "it"
             yield f"{names}: used by {families} only, but this model is a {family}; leave {them} out"
 
     def _sizes_of_batches(self) -> Iterator[str]:
@@ -150,10 +153,13 @@ class Config:
             )
 
     def _decay_of_wsd(self) -> Iterator[str]:
-        o, samples = self.optim, self.lr_decay_samples
+        o = self.optim
+        samples = self.lr_decay_samples
         if o.lr_decay_style != "wsd":
             return
-        unit, decay, other = "iterations", o.lr_wsd_decay_iters, o.lr_wsd_decay_samples
+        unit = "iterations"
+        decay = o.lr_wsd_decay_iters
+        other = o.lr_wsd_decay_samples
         names = "--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-decay-iters"
         if samples is not None:
             unit, decay, other = "samples", other, decay
@@ -170,7 +176,9 @@ class Config:
             yield "--mup-base-hidden-size scales learning rates for Adam, not for --optimizer sgd; use adam"
 
     def _objectives(self) -> Iterator[str]:
-        m, d, known = self.model, self.data, objectives_of(self.model.family)
+        m = self.model
+        d = self.data
+        known = objectives_of(self.model.family)
         if d.objective is not None and d.objective not in known:
             yield f"--objective {d.objective}: a {m.family or 'custom model'} supports {' or '.join(known)}"
         prefixes = self.objective == "prefix-lm"
@@ -206,12 +214,15 @@ class Config:
             yield "--objective sft takes the targets from the corpus: leave --eod-mask-loss out"
 
     def _stages_without_layers(self) -> Iterator[str]:
-        m, p = self.model, self.parallel
+        m = self.model
+        p = self.parallel
         if m.family is None:
             return  # a custom model may have more layers than --num-layers says
-        layers, flags = m.num_layers, f"--num-layers {m.num_layers}"
+        layers = m.num_layers
+        flags = f"--num-layers {m.num_layers}"
         if self.is_t5:
-            layers, flags = layers + m.decoder_layers, f"{flags} + --num-decoder-layers {m.decoder_layers}"
+            layers = layers + m.decoder_layers
+            flags = f"{flags} + --num-decoder-layers {m.decoder_layers}"
         if p.stages * p.virtual_pipeline_size > layers:
             chunks = f" x --virtual-pipeline-size {p.virtual_pipeline_size}" if p.virtual_pipeline_size > 1 else ""
             yield (
@@ -220,7 +231,8 @@ class Config:
             )
 
     def _positions(self) -> Iterator[str]:
-        d, positions = self.data, self.model.max_position_embeddings
+        d = self.data
+        positions = self.model.max_position_embeddings
         lengths: dict[str, int | None] = {"--seq-length": d.seq_length}
         if self.is_t5 and d.enc_seq_length:
             lengths = {"--enc-seq-length": d.enc_seq_length, "--dec-seq-length": d.dec_seq_length}
@@ -229,13 +241,16 @@ class Config:
                 yield f"{name} {length} exceeds --max-position-embeddings {positions}; raise the latter"
 
     def _expert_parallelism(self) -> Iterator[str]:
-        ranks, experts = self.parallel.expert_parallel_size, self.model.num_experts
+        ranks = self.parallel.expert_parallel_size
+        experts = self.model.num_experts
         if ranks > 1 and (experts is None or experts % ranks):
             given = "(none)" if experts is None else experts
             yield f"--num-experts {given} cannot be divided among --expert-parallel-size {ranks} ranks"
 
     def _contexts(self) -> Iterator[str]:
-        c, t, s = self.parallel.context_parallel_size, self.parallel.model_parallel_size, self.data.seq_length
+        c = self.parallel.context_parallel_size
+        t = self.parallel.model_parallel_size
+        s = self.data.seq_length
         if c > 1 and s % (2 * c):
             yield (
                 f"--seq-length {s} is not a multiple of {2 * c}: each of --context-parallel-size {c} ranks takes two "
@@ -248,7 +263,8 @@ class Config:
             )
 
     def _object_storage(self) -> Iterator[str]:
-        save, run_dir = self.checkpoint.save, self.log.run_dir
+        save = self.checkpoint.save
+        run_dir = self.log.run_dir
         if run_dir is not None and is_url(run_dir):
             yield f"--run-dir {run_dir} must be a folder on this machine; --save can name object storage"
         elif save is not None and is_url(save) and run_dir is None:
@@ -263,7 +279,9 @@ class Config:
         accelerated: whether the device is an accelerator. On a CPU, sequence parallelism is slower and therefore off
         by default.
         """
-        asked, ranks, d = self.parallel.sequence_parallel, self.parallel.model_parallel_size, self.data
+        asked = self.parallel.sequence_parallel
+        ranks = self.parallel.model_parallel_size
+        d = self.data
         if asked is not None:
             return asked
         lengths = d.seq_length // self.parallel.context_parallel_size, d.enc_seq_length or 0, d.dec_seq_length or 0
@@ -332,7 +350,8 @@ class Config:
         if t.batch_size_schedule is None and t.train_samples is None:
             return self
         replicas = self.parallel.data_parallel_size(world_size)
-        batches, unit = self.batches(world_size), t.batch_size * replicas
+        batches = self.batches(world_size)
+        unit = t.batch_size * replicas
         for size in batches.sizes:
             if size % unit:
                 raise ConfigError(

@@ -149,7 +149,8 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
     def locate_all(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (corpus indices [count], sample indices in these corpora [count]) of `count` samples from `first`."""
         begin, end = (math.floor(n * self._share) for n in (first, first + count))
-        owners, numbers = np.empty(count, np.int64), np.empty(count, np.int64)
+        owners = np.empty(count, np.int64)
+        numbers = np.empty(count, np.int64)
         taken = np.array([math.ceil(r / self._share) - 1 - first for r in range(begin + 1, end + 1)], dtype=np.int64)
         common = np.ones(count, dtype=np.bool_)
         common[taken] = False

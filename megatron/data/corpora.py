@@ -44,7 +44,8 @@ def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
                 f"--data-path {' '.join(words)} must be pairs of a weight and a prefix, as in 0.7 a 0.3 b"
             )
         return [(None, word) for word in words]
-    weights, prefixes = words[::2], words[1::2]
+    weights = words[::2]
+    prefixes = words[1::2]
     if len(weights) != len(prefixes) or not all(_is_number(w) and float(w) > 0 for w in weights):
         raise DatasetError(
             f"--data-path {' '.join(words)} must be pairs of a positive weight and a prefix, as in 0.7 a 0.3 b"
@@ -216,7 +217,8 @@ def _in_stages(trained: Mapping[str, Any], stages: Sequence[Stage]) -> StagedDat
 
     Raises DatasetError if the begin of a stage is not after that of the stage before it.
     """
-    datasets, numbers = list(trained.values()), {prefix: i for i, prefix in enumerate(trained)}
+    datasets = list(trained.values())
+    numbers = {prefix: i for i, prefix in enumerate(trained)}
     tokens = tokens_of(datasets[0])
     found = []
     for stage in stages:

@@ -42,7 +42,9 @@ class CPMTripleDataset(T5Samples):
         counts = {name: each.num_documents for name, each in self.parts.items()}
         if len(set(counts.values())) > 1:
             raise DatasetError(f"the pairs of {prefix} do not match: they contain {counts} documents; preprocess again")
-        self.specials, self.first_id, self.documents = specials, text_vocab_size, documents
+        self.specials = specials
+        self.first_id = text_vocab_size
+        self.documents = documents
         self.plan = SpanPlan(encoder, 0, 0, encoder, decoder)
         self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
         sizes = Sizes(self.parts["context"], documents)
@@ -59,7 +61,8 @@ class CPMTripleDataset(T5Samples):
         owners: list[int] = []
         written: list[int] = []
         written_owners: list[int] = []
-        sentinels, used = self.specials.sentinels, 0
+        sentinels = self.specials.sentinels
+        used = 0
         for number, (document, start, end) in enumerate(self.pieces(n), 1):
             target = self._of("target", document)
             offsets = self._of("target_offset", document).reshape(-1, 2)
@@ -84,7 +87,8 @@ class CPMTripleDataset(T5Samples):
         self, context: list[int], owners: list[int], written: list[int], written_owners: list[int], used: int
     ) -> dict[str, Tensor]:
         if not written:  # the window contains no span, so the decoder predicts the closing sentinel only
-            written, written_owners = [self.specials.sentinels[0]], [1]
+            written = [self.specials.sentinels[0]]
+            written_owners = [1]
             used = max(used, 1)
         closed = [*written, self.specials.sentinels[used]]
         arrays = (np.array(each, dtype=np.int64) for each in (context, owners, closed[:-1], closed[1:], written_owners))
@@ -121,7 +125,8 @@ def build_train_valid_test_datasets(
 def _overflow_note(prefix: str, encoder: int, decoder: int, sentinels: int) -> str:
     """Return a warning if an average window needs more decoder tokens or sentinels than there are, else ""."""
     tokens, written, offsets = (IndexedDataset(f"{prefix}_{name}").num_tokens for name in PARTS)
-    needed, spans = encoder * written / max(tokens, 1) + 1, encoder * offsets / 2 / max(tokens, 1)
+    needed = encoder * written / max(tokens, 1) + 1
+    spans = encoder * offsets / 2 / max(tokens, 1)
     fits = min(decoder / needed, sentinels / max(spans, 1))
     if fits >= 1:
         return ""

@@ -60,7 +60,9 @@ class FillInTheMiddle:
         if not rearranged or kept < 1:
             return ids
         begin, end = sorted(int(cut * (kept + 1)) for cut in cuts)
-        prefix, middle, suffix = text[:begin], text[begin:end], text[end:kept]
+        prefix = text[:begin]
+        middle = text[begin:end]
+        suffix = text[end:kept]
         order: list[Ids | list[int]] = [[self.prefix], prefix, [self.suffix], suffix, [self.middle], middle]
         if spm:
             order = [[self.prefix], [self.suffix], suffix, [self.middle], prefix, middle]

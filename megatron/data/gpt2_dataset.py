@@ -35,10 +35,13 @@ class GPT2Dataset(CorpusDataset):
         fim: FillInTheMiddle | None = None,
         prefixes: Prefixes | None = None,
     ) -> None:
-        self.fim, self.prefixes, self.seq_length = fim, prefixes, seq_length
+        self.fim = fim
+        self.prefixes = prefixes
+        self.seq_length = seq_length
         self.seed = [seed, *f"{part} {'prefixes' if prefixes else 'gaps'}".encode()]
         self.windows = Windows(indexed, documents, seq_length, seed, part, vocab_size=vocab_size)
-        self.order, self.documents = self.windows.order, documents
+        self.order = self.windows.order
+        self.documents = documents
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         text, sizes = self.windows.read(int(n))
@@ -99,7 +102,8 @@ def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 1_
     if vocab_size is None:
         return
     for piece in (indexed.tokens[:at_most], indexed.tokens[-at_most:]):
-        low, high = int(piece.min()), int(piece.max())
+        low = int(piece.min())
+        high = int(piece.max())
         if low < 0 or high >= vocab_size:
             bad = high if high >= vocab_size else low
             raise DatasetError(

@@ -83,14 +83,17 @@ class IndexedDataset:
         self._open(os.fspath(prefix), _checked.get())
 
     def _open(self, prefix: str, checked: dict[str, bool] | None, stamp: tuple[int, str] | None = None) -> None:
-        self.prefix, self.orders = prefix, f"{prefix}.orders"
+        self.prefix = prefix
+        self.orders = f"{prefix}.orders"
         self._stamp: tuple[int, str] | None = None
         self._maps: list[tuple[str, Any, int]] = []  # path, memory map and size of each file when it was opened
-        index_path, data_path = self.prefix + ".idx", self.prefix + ".bin"
+        index_path = self.prefix + ".idx"
+        data_path = self.prefix + ".bin"
         for path in (index_path, data_path):
             if not place(path).is_file():
                 raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes the .bin and .idx of a corpus")
-        index, data = place(index_path), place(data_path)
+        index = place(index_path)
+        data = place(data_path)
         self._index = os.fspath(local_copy(index) if isinstance(index, RemotePath) else index)
         size = os.path.getsize(self._index)
         if size < HEADER.size:
@@ -118,7 +121,8 @@ class IndexedDataset:
         self.tokens: NDArray[Any]
         self._remote = RemoteTokens(data, self.dtype, stamp) if isinstance(data, RemotePath) else None
         if isinstance(data, RemotePath) and self._remote is not None:
-            self.tokens, self._stamp = cast(NDArray[Any], self._remote), self._remote.stamp
+            self.tokens = cast(NDArray[Any], self._remote)
+            self._stamp = self._remote.stamp
             self.orders = os.fspath(folder_of(data, self._remote.stamp) / "orders")
             return
         self._maps.append((index_path, raw.base, size))
@@ -166,8 +170,11 @@ class IndexedDataset:
         Such an index would silently give wrong tokens later. The check reads the offsets from the file because pages of
         the memory map would count as memory of this process.
         """
-        count, ends_at = len(self.sizes), len(self.document_index)
-        path, begin, self._one_each = self.prefix + ".idx", 0, True
+        count = len(self.sizes)
+        ends_at = len(self.document_index)
+        path = self.prefix + ".idx"
+        begin = 0
+        self._one_each = True
         local = self._index
         for at in range(0, max(count, ends_at), AT_ONCE):
             sizes = self.sizes[at : at + AT_ONCE]

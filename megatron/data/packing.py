@@ -52,7 +52,8 @@ def fit(lengths: Ints, capacity: int) -> Ints:
             last = taken - each * (len(windows) - 1)
             leave(room - each * length, windows[:-1])
             leave(room - last * length, windows[-1:])
-            at, count = at + taken, count - taken
+            at = at + taken
+            count = count - taken
     return window_of
 
 

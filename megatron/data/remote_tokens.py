@@ -85,11 +85,13 @@ class _Region:
         if _Region._libc is None:
             libc = ctypes.CDLL(None, use_errno=True)
             numbers = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
-            libc.mmap.restype, libc.mmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_size_t, *numbers)
+            libc.mmap.restype = ctypes.c_void_p
+            libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *numbers)
             libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
             libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
             _Region._libc = libc
-        self._size, self._begin = size + HUGE, None
+        self._size = size + HUGE
+        self._begin = None
         self._begin = self._map(None, self._size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         # The kernel maps whole huge pages of a file only at multiples of their size; reading is then about 10 % faster.
         self._first = -(-self._begin // HUGE) * HUGE
@@ -148,7 +150,8 @@ class RemoteTokens:
         start, stop, _ = where.indices(self._length)
         if start >= stop:
             return np.empty(0, self.dtype)
-        first, end = start // self._per_block, (stop - 1) // self._per_block + 1
+        first = start // self._per_block
+        end = (stop - 1) // self._per_block + 1
         if self._there.find(0, first, end) < 0:
             return self._tokens[start:stop]
         blocks = [self._block(number) for number in range(first, end)]
@@ -247,7 +250,9 @@ def evict(folder: Path, limit: int) -> None:
     Deletes nothing if all files fit into `limit`. Tokens are deleted before copies of objects; copies that were opened
     less than `RECENT` seconds ago stay. Processes that have mapped a file can still read it.
     """
-    files, total, now = [], 0, time.time()
+    files = []
+    total = 0
+    now = time.time()
     for path in folder.glob(f"{'[0-9a-f]' * 32}/*"):
         if path.name.isdigit() or path.name == COPY:
             with contextlib.suppress(OSError):

@@ -68,8 +68,11 @@ class SampleOrder:
         self, sizes: NDArray[np.integer] | Sizes, length: int, seed: int, stream: str, overlap: int = 1,
         shuffle: bool = True, folder: str | None = None,
     ) -> None:  # fmt: skip
-        self._sizes, self._folder = sizes, folder
-        self.length, self.overlap, self.shuffle = length, overlap, shuffle
+        self._sizes = sizes
+        self._folder = folder
+        self.length = length
+        self.overlap = overlap
+        self.shuffle = shuffle
         self.seed = [seed, *stream.encode()]
         tokens, self.documents, self._digest = self._read_sizes()
         self.per_epoch = max((tokens - overlap) // length, 0)
@@ -94,7 +97,9 @@ class SampleOrder:
 
         The hash becomes part of the names of order files.
         """
-        sizes, tokens, digest = self.sizes(), 0, hashlib.blake2b(digest_size=16)
+        sizes = self.sizes()
+        tokens = 0
+        digest = hashlib.blake2b(digest_size=16)
         for piece in order_file.pieces(len(sizes)):
             tokens += int(sizes[piece].sum(dtype=np.int64))
             if self._folder:
@@ -154,7 +159,8 @@ class SampleOrder:
         def numbers(count: int) -> type[np.integer[Any]]:
             return np.int32 if count < 2**31 else np.int64
 
-        documents, samples = self.documents, self.per_epoch
+        documents = self.documents
+        samples = self.per_epoch
         return {
             "ends": (documents, np.int64), "order": (documents, numbers(documents)),
             "samples": (samples, numbers(samples)),
@@ -162,7 +168,9 @@ class SampleOrder:
 
     def _fill(self, number: int, arrays: dict[str, NDArray[Any]]) -> None:
         """Fill the arrays of an epoch without large temporary arrays."""
-        sizes, order, ends = self.sizes(), arrays["order"], arrays["ends"]
+        sizes = self.sizes()
+        order = arrays["order"]
+        ends = arrays["ends"]
         self._permute(order, number, 0)
         self._permute(arrays["samples"], number, 1)
         total = 0
@@ -218,7 +226,8 @@ class SampleOrder:
         end = begin + self.length + self.overlap
         place = int(ends.searchsorted(begin, side="right"))
         base = ends.item(place - 1) if place else 0  # position of the first document in the text of the epoch
-        skipped, found = begin - base, []
+        skipped = begin - base
+        found = []
         while base < end:
             stop = ends.item(place)
             if stop > base:

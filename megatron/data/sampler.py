@@ -37,9 +37,12 @@ class ConsecutiveSampler(Sampler[list[int]]):
         consumed_samples: int = 0,
         is_skipped: Callable[[int], bool] | None = None,
     ) -> None:
-        self.batch_size, self.gas = batch_size, gas
-        self.data_rank, self.data_size = data_rank, data_size
-        self.consumed_samples, self.is_skipped = consumed_samples, is_skipped
+        self.batch_size = batch_size
+        self.gas = gas
+        self.data_rank = data_rank
+        self.data_size = data_size
+        self.consumed_samples = consumed_samples
+        self.is_skipped = is_skipped
 
     def __iter__(self) -> Iterator[list[int]]:
         start = self.consumed_samples
@@ -80,7 +83,8 @@ def _read_ahead(dataset: Dataset[Any], sampler: ConsecutiveSampler) -> Iterator[
 
     Each thread has a copy of the data set, because data sets may not be used by several threads.
     """
-    here, pickled = threading.local(), pickle.dumps(_Endless(dataset))
+    here = threading.local()
+    pickled = pickle.dumps(_Endless(dataset))
 
     def unpickle() -> None:
         here.dataset = pickle.loads(pickled)

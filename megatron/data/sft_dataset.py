@@ -28,7 +28,9 @@ class Records:
     """
 
     def __init__(self, prefix: str, vocab_size: int | None) -> None:
-        self.tokens, self.prefix, self.vocab_size = open_corpus(prefix, vocab_size), prefix, vocab_size
+        self.tokens = open_corpus(prefix, vocab_size)
+        self.prefix = prefix
+        self.vocab_size = vocab_size
         try:
             self.counts = IndexedDataset(prefix + LOSS)
         except DatasetError as error:
@@ -92,7 +94,10 @@ class SftDataset(CorpusDataset):
     order: PackedOrder
 
     def __init__(self, records: Records, documents: range, seq_length: int, eod: int, seed: int, part: str) -> None:
-        self._records, self.documents, self.seq_length, self._eod = records, documents, seq_length, eod
+        self._records = records
+        self.documents = documents
+        self.seq_length = seq_length
+        self._eod = eod
         sizes = records.tokens.document_sizes(documents).astype(np.int64)
         learned = records.targets(documents, seq_length + 1) > 0
         self.cut = int((learned & (sizes > seq_length + 1)).sum())
@@ -103,7 +108,8 @@ class SftDataset(CorpusDataset):
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         tokens, labels = (np.full(self.seq_length, self._eod, dtype=np.int64) for _ in range(2))
         loss_mask, document_ids = (np.zeros(self.seq_length, dtype=np.int64) for _ in range(2))
-        at, pair = 0, self._records
+        at = 0
+        pair = self._records
         pair.tokens.refuse_shrunk()
         pair.counts.refuse_shrunk()
         for number, record in enumerate(self.order.records(int(n)).tolist(), start=1):
@@ -111,7 +117,8 @@ class SftDataset(CorpusDataset):
             start = pair.tokens.document_start(document)
             size = int(pair.tokens.document_sizes(range(document, document + 1))[0])
             whole = slice(start, start + min(size, self.seq_length + 1))
-            ids, counts = pair.tokens.tokens[whole], pair.counts.tokens[whole]
+            ids = pair.tokens.tokens[whole]
+            counts = pair.counts.tokens[whole]
             self._check(ids, document)
             here = slice(at, at + len(ids) - 1)
             tokens[here], labels[here], loss_mask[here], document_ids[here] = ids[:-1], ids[1:], counts[1:], number

@@ -101,7 +101,8 @@ def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: 
     not all fit into the encoder.
     """
     boundaries = np.flatnonzero(ends)
-    used, most = plan.tokens, max(plan.spans, plan.room)
+    used = plan.tokens
+    most = max(plan.spans, plan.room)
     if len(boundaries) > most:
         boundaries = boundaries[:most]
         used = int(boundaries[-1]) + 1
@@ -118,7 +119,8 @@ def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: 
             break
         used -= excess
         boundaries = boundaries[boundaries < used]
-    masked, first = np.zeros(plan.tokens, dtype=np.bool_), np.zeros(plan.tokens, dtype=np.bool_)
+    masked = np.zeros(plan.tokens, dtype=np.bool_)
+    first = np.zeros(plan.tokens, dtype=np.bool_)
     begin = 0
     for size, count, hidden, ended in zip(sizes, spans, noise, must, strict=True):
         _fill(rng, masked[begin : begin + size], first[begin : begin + size], int(count), int(hidden), bool(ended))

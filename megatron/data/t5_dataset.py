@@ -80,7 +80,8 @@ class T5Samples(CorpusDataset):
 
         documents: document id of each encoder token. owner: document id of each decoder token.
         """
-        k, q = self.plan.encoder, self.plan.decoder
+        k = self.plan.encoder
+        q = self.plan.decoder
 
         def fill(values: Ids, length: int, filler: int) -> Tensor:
             if len(values) == length:
@@ -117,9 +118,12 @@ class T5Dataset(T5Samples):
         part: str,
         text_vocab_size: int | None = None,
     ) -> None:
-        self.objective, self.plan, self.specials = objective, plan, specials
+        self.objective = objective
+        self.plan = plan
+        self.specials = specials
         self.windows = Windows(indexed, documents, plan.tokens, seed, f"{part} spans", 0, text_vocab_size)
-        self.order, self.documents = self.windows.order, documents
+        self.order = self.windows.order
+        self.documents = documents
         self.seed = [seed, *part.encode()]
         self.sentinels = np.array(specials.sentinels, dtype=np.int64)
 
@@ -133,7 +137,8 @@ class T5Dataset(T5Samples):
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([*self.seed, int(n)])))
         if self.objective.name == "prefix-lm":
             masked = np.arange(len(text)) >= len(text) - self.plan.noise
-            first, used = np.diff(masked, prepend=False), len(text)
+            first = np.diff(masked, prepend=False)
+            used = len(text)
         elif self.objective.convention == "t5":
             masked, first = draw_spans(rng, self.plan)
             used = len(text)
@@ -147,16 +152,20 @@ class T5Dataset(T5Samples):
         """Return the sample for a text; `masked` and `first` mark the tokens and the first tokens of its spans."""
         count = int(first.sum())
         if self.objective.name == "prefix-lm":
-            encoder, written = text[~masked], text[masked]
-            seen, owner = documents[~masked], documents[masked]
+            encoder = text[~masked]
+            written = text[masked]
+            seen = documents[~masked]
+            owner = documents[masked]
         else:
             encoder, written, _ = splice(text, masked, first, self.sentinels[:count])
             # A sentinel belongs to the document of the span that it replaces.
-            seen, owner = documents[~masked | first], np.repeat(documents[masked], 1 + first[masked])
+            seen = documents[~masked | first]
+            owner = np.repeat(documents[masked], 1 + first[masked])
         if self.objective.convention == "t5":
             return self._t5(encoder, seen, written, owner)
         if self.objective.name == "prefix-lm":
-            written, owner = np.append(self.sentinels[0], written), np.append(owner[:1], owner)
+            written = np.append(self.sentinels[0], written)
+            owner = np.append(owner[:1], owner)
         closed = np.append(written, self.sentinels[count])
         return self.padded(encoder, seen, closed[:-1], closed[1:], owner)
 
@@ -195,7 +204,8 @@ def build_train_valid_test_datasets(
     short = ""
     if objective.convention == "cpm" and objective.name == "span-corruption":
         sizes = [indexed.document_sizes(range(indexed.num_documents)) for indexed in corpora.values()]
-        share, span = objective.noise_density, objective.mean_span_length
+        share = objective.noise_density
+        span = objective.mean_span_length
         plan, short = fit_documents(plan, sizes, share, span, dec_seq_length, len(specials.sentinels))
     note = f"a sample is {plan.tokens} tokens of text: {plan.encoder} in the encoder, {plan.decoder} in the decoder"
 

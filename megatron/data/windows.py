@@ -27,19 +27,23 @@ class Windows:
         overlap: int = 1,
         vocab_size: int | None = None,
     ) -> None:
-        self._indexed, self._first = indexed, documents.start
+        self._indexed = indexed
+        self._first = documents.start
         self._start_of = indexed.document_start
         limits = np.iinfo(indexed.dtype)
         self._checked = vocab_size is not None and vocab_size <= limits.max
         self._read, self._large = 0, len(documents) > SMALL
-        self._vocab_size, self._signed = vocab_size or 0, limits.min < 0
+        self._vocab_size = vocab_size or 0
+        self._signed = limits.min < 0
         sizes = Sizes(indexed, documents)
         self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=indexed.orders)
 
     def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:
         """Return (tokens of window n, number of tokens of each document in the window)."""
         self._indexed.refuse_shrunk()
-        tokens, start_of, first = self._indexed.tokens, self._start_of, self._first
+        tokens = self._indexed.tokens
+        start_of = self._start_of
+        first = self._first
         pieces = self.order.pieces(n)
         self._read += len(pieces)
         if self._read > OFTEN:

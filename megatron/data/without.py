@@ -136,7 +136,8 @@ def without(dataset: Any, config: Config) -> tuple[Any, list[str]]:
     alone = {NO_NAME} if len(short) == 1 else set()
     names = [{each.prefix, short.get(each.prefix, each.prefix)} | alone for each in members]
     _check_names(omissions, names, sorted(short))
-    rules, given = [], dict[int, tuple[Range, ...]]()
+    rules = []
+    given = dict[int, tuple[Range, ...]]()
     for begin, documents in omissions:
         words = ([r for name in mine for r in documents.get(name, [])] for mine in names)
         given = {i: parse_ranges(each) for i, each in enumerate(words) if each}
@@ -167,7 +168,8 @@ def _documents(ranges: Sequence[Range], used: range) -> Ints:
 
 def _count(ranges: Sequence[Range]) -> int:
     """Return how many numbers are in `ranges`, each counted once."""
-    count, reached = 0, -1
+    count = 0
+    reached = -1
     for first, last in sorted(ranges):
         count += max(last - max(first, reached + 1) + 1, 0)
         reached = max(reached, last)
@@ -177,7 +179,8 @@ def _count(ranges: Sequence[Range]) -> int:
 def _note(dataset: DatasetWithout, corpus: int, ranges: Sequence[Range]) -> str:
     """Return a sentence on how many samples the last rule replaces, and on documents that training does not use."""
     rule = len(dataset.rules) - 1
-    documents, member = dataset.rules[rule].documents[corpus], members_of(dataset)[corpus]
+    documents = dataset.rules[rule].documents[corpus]
+    member = members_of(dataset)[corpus]
     replaced, _ = dataset.replacements(rule, corpus, 0)
     used = member.documents
     others = _count(ranges) - len(documents)

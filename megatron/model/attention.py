@@ -37,8 +37,10 @@ class KeyValueCache:
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens, [b, g, q, d] each; return all cached keys and values."""
         if self.key is not None and self.value is not None:
-            key, value = torch.cat([self.key, key], dim=2), torch.cat([self.value, value], dim=2)
-        self.key, self.value = key, value
+            key = torch.cat([self.key, key], dim=2)
+            value = torch.cat([self.value, value], dim=2)
+        self.key = key
+        self.value = value
         return key, value
 
     def reorder(self, rows: Tensor) -> None:
@@ -70,7 +72,8 @@ class Attention(nn.Module):
         self.inner = config.num_attention_heads * config.head_size
         self.dropout, self.rng = config.attention_dropout, mpu.get_rng()
         self.stream = mpu.Stream(self.rng, stream, split=True)
-        self.qkv_again, self.recompute = "qkv" in config.recompute_modules, config.checkpoint_attention
+        self.qkv_again = "qkv" in config.recompute_modules
+        self.recompute = config.checkpoint_attention
         self.call: Callable[..., Call] = partial(
             Call,
             causal=causal,
@@ -183,7 +186,8 @@ class SelfAttention(Attention):
             query, key, value = self._cut(qkv, angles)
         # query, key and value share one buffer here, so the recipe to recompute query's buffer recomputes all three.
         if again is not None and self.in_groups:
-            again, qkv = Recipe(lambda given: self._cut(given, angles)[0], again), query
+            again = Recipe(lambda given: self._cut(given, angles)[0], again)
+            qkv = query
         if cache is not None:
             key, value = cache.extend(key, value)
         with save_recipe_for((again, qkv)):
@@ -231,7 +235,8 @@ class CrossAttention(Attention):
         query = projected.view(*projected.shape[:2], self.heads, self.head_size).permute(1, 2, 0, 3)
         both = both_again = None
         if cache is not None and cache.key is not None and cache.value is not None:
-            key, value = cache.key, cache.value
+            key = cache.key
+            value = cache.value
         else:
             both, both_again = self._projected(self.key_value, encoded, None)
             key, value = split_heads(both, self.heads, self.head_size, (1, 1))

@@ -46,7 +46,8 @@ def by_document(
     rows = []
     for i, (of_row, *inputs) in enumerate(zip(kept, query, key, value, strict=True)):
         here = [piece for piece in pieces.found if piece.row.start == i]
-        of_queries, of_keys = [_length(piece.queries) for piece in here], [_length(piece.keys) for piece in here]
+        of_queries = [_length(piece.queries) for piece in here]
+        of_keys = [_length(piece.keys) for piece in here]
         parts = (x.split(sizes, 1) for x, sizes in zip(inputs, (of_queries, of_keys, of_keys), strict=True))
         found = []
         for piece, q, k, v in zip(here, *parts, strict=True):

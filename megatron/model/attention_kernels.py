@@ -63,7 +63,8 @@ class Call(NamedTuple):
     def visible(self) -> tuple[Tensor | None, bool]:
         """Return the bool mask [1 or b, 1, q, k] or None, and whether the kernel has to hide later keys itself."""
         mask: Any = self.mask.mask() if isinstance(self.mask, Documents) else self.mask
-        q, k = self.query.shape[2], self.key.shape[2]
+        q = self.query.shape[2]
+        k = self.key.shape[2]
         # A mask built from documents already hides later keys if attention is causal. A single query, as in decoding,
         # sees all keys.
         hides = self.causal and mask is None and q > 1
@@ -89,11 +90,13 @@ def flash_in_pieces(c: Call) -> Tensor:
 def slice_by_slice(c: Call) -> Tensor:
     """Attend from each slice of this context rank to the gathered keys -> [b, n, q, d]."""
     assert isinstance(c.mask, Views)
-    views, found = c.mask, []
+    views = c.mask
+    found = []
     key, value = gather_keys_and_values(c.key, c.value, views.axis)
     for at, own in enumerate(torch.split(c.query, views.each, 2)):
         begin, end = views.keys(at)
-        keys, values = key[:, :, begin:end], value[:, :, begin:end]
+        keys = key[:, :, begin:end]
+        values = value[:, :, begin:end]
         if views.masked or c.p or c.on_cpu or torch.compiler.is_compiling():
             found.append(attend(c._replace(query=own, key=keys, value=values, mask=views.mask(at), turn=at)))
         else:  # torch's `causal_lower_right` needs no mask tensor

@@ -30,7 +30,8 @@ def largest_logit(c: Call, text: Tensor | None = None) -> Tensor:
         begin, end = views.keys(at)
         mask = views.mask(at)
         if mask is None:
-            q, k = query.shape[2], end - begin
+            q = query.shape[2]
+            k = end - begin
             mask = torch.ones(1, 1, q, k, dtype=torch.bool, device=query.device).tril(k - q)
         seen = c._replace(query=query, key=key[:, :, begin:end], value=value, mask=mask)
         found.append(_largest(seen, None if texts is None else texts[at]))

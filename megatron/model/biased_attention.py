@@ -60,7 +60,8 @@ class _BiasedAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sees: Tensor | Pieces | None, scale: float
     ) -> Tensor:
         mask, ctx.pieces = (None, sees) if isinstance(sees, Pieces) else (sees, None)
-        ctx.scale, ctx.rest = scale, None
+        ctx.scale = scale
+        ctx.rest = None
         ctx.save_for_backward(query, key, value, bias, mask)
         out = torch.empty_like(query)
         for piece in _pieces(query, mask, ctx.pieces, by_row=False):
@@ -79,11 +80,15 @@ class _BiasedAttention(torch.autograd.Function):
         if ctx.rest is not None and not mpu.needs_grad(ctx, 0):
             return None, None, None, ctx.rest, None, None
         query, key, value, bias, mask = ctx.saved_tensors
-        of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        of_query = torch.empty_like(query)
+        of_key = torch.empty_like(key)
+        of_value = torch.empty_like(value)
         wide = torch.promote_types(query.dtype, torch.float32)
-        added, of_bias = bias[0].to(wide), torch.zeros_like(bias, dtype=wide)
+        added = bias[0].to(wide)
+        of_bias = torch.zeros_like(bias, dtype=wide)
         for piece in _pieces(query, mask, ctx.pieces, by_row=True):
-            at, seen = (slice(None), piece.queries, piece.keys), piece.visible(query.device)
+            at = (slice(None), piece.queries, piece.keys)
+            seen = piece.visible(query.device)
             (g,) = piece.cut(grad)
             q, k, v, g = (x[0].to(wide) for x in (*piece.cut(query, key, value), g))
             scores = torch.baddbmm(added[at], q, k.mT, alpha=ctx.scale)

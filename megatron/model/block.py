@@ -70,7 +70,8 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
-        output_std, self.branch_factor = config.output_std(branches), config.branch_factor
+        output_std = config.output_std(branches)
+        self.branch_factor = config.branch_factor
         self.causal, self.sequence, self.context = causal, mpu.sequence_axis(), mpu.context_axis()
         self.input_layernorm = build_norm(config)
         self.attention = SelfAttention(config, name, output_std, causal)
@@ -170,7 +171,9 @@ class Block(TransformerLayer):
 
     def __init__(self, config: ModelConfig, name: str, role: DocumentRole | None = None) -> None:
         super().__init__(config, name, branches=2 * config.num_layers)
-        self.config, self.window, self.rotary = config, config.sliding_window, config.position_embedding == "rope"
+        self.config = config
+        self.window = config.sliding_window
+        self.rotary = config.position_embedding == "rope"
         self.role = role or DocumentRole()
 
     def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
@@ -189,7 +192,8 @@ class Block(TransformerLayer):
             )
         hidden, document_ids = inputs[:2]
         losses = list(inputs[2:])  # not `*losses`, which torch 2.11 compiles as a tuple
-        s, seen = mpu.whole_length(hidden, self.sequence) * self.context.size, caches.own.length if caches else 0
+        s = mpu.whole_length(hidden, self.sequence) * self.context.size
+        seen = caches.own.length if caches else 0
         documents = document_scope(document_ids, causal=True) if self.role.attention else None
         mask: Mask = documents
         if self.context.size > 1:

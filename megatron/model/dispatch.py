@@ -51,7 +51,8 @@ def through_experts(x: Tensor, experts: Tensor, count: int, apply: Apply, axis: 
     count: number of experts, of which each rank of `axis` has an equal part in the order of ranks. apply: see `Apply`.
     All ranks of the axis must call this, also without tokens.
     """
-    each, flat = experts.shape[1], experts.flatten()
+    each = experts.shape[1]
+    flat = experts.flatten()
     order, place = _sorted(flat)
     counts = torch.bincount(flat, minlength=count)
     rows = _copy(x, order, place, each)

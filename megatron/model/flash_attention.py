@@ -46,7 +46,8 @@ class _FlashAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, axis: mpu.Axis | None
     ) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
-        out, sums = _laid_out(query), query.new_empty(query.shape[:3], dtype=wide)
+        out = _laid_out(query)
+        sums = query.new_empty(query.shape[:3], dtype=wide)
         keys, values = repeat_heads(query, *whole_keys_and_values(key, value, axis))
         for piece in pieces.found:
             q, k, v = piece.cut(query, keys, values)
@@ -55,10 +56,13 @@ class _FlashAttention(torch.autograd.Function):
             if piece.more:
                 both = torch.logaddexp(there, of_there)
                 before, now = ((x - both).exp_().unsqueeze(-1) for x in (there, of_there))
-                of_here, of_there = here * before + of_here * now, both
+                of_here = here * before + of_here * now
+                of_there = both
             here.copy_(of_here)
             there.copy_(of_there)
-        ctx.pieces, ctx.scale, ctx.axis = pieces, scale, axis
+        ctx.pieces = pieces
+        ctx.scale = scale
+        ctx.axis = axis
         ctx.save_for_backward(query, key, value, out, sums)
         return out
 
@@ -67,7 +71,9 @@ class _FlashAttention(torch.autograd.Function):
         query, key, value, out, sums = ctx.saved_tensors
         pieces: Pieces = ctx.pieces
         keys, values = repeat_heads(query, *whole_keys_and_values(key, value, ctx.axis))
-        of_query, of_key, of_value = _laid_out(query), _laid_out(keys), _laid_out(values)
+        of_query = _laid_out(query)
+        of_key = _laid_out(keys)
+        of_value = _laid_out(values)
         if not pieces.once:
             of_key.zero_()
             of_value.zero_()

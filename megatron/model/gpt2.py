@@ -53,8 +53,10 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
 
 
 def _block(config: Config, i: int, role: DocumentRole) -> Layer:
-    m, name = config.model, f"layers.{i}"
-    work, routes = block_work(m, config.data.seq_length, i), m.has_experts(i)
+    m = config.model
+    name = f"layers.{i}"
+    work = block_work(m, config.data.seq_length, i)
+    routes = m.has_experts(i)
     return Layer(name, Block, (m, name, role), repeated=True, work=work, routes=routes)
 
 
@@ -64,7 +66,8 @@ def role_of(config: Config) -> DocumentRole:
     In a rotary model with --reset-position-ids but without --reset-attention-mask, document ids restart positions and
     do not restrict attention.
     """
-    d, rotary = config.data, config.model.position_embedding == "rope"
+    d = config.data
+    rotary = config.model.position_embedding == "rope"
     apart = d.reset_attention_mask or config.objective != "lm"
     return DocumentRole(attention=apart or not (rotary and d.reset_position_ids), positions=d.reset_position_ids)
 
@@ -75,8 +78,10 @@ def output_layer(config: Config, vocab_size: int) -> Layer:
     The layer uses the token embedding's weight, or, with --no-tie-embeddings, a separate weight.
     """
     m, (encoder, decoder) = config.model, lengths(config)
-    tied, work = "embedding" if m.tie_embeddings else None, (decoder or encoder) * m.hidden_size * vocab_size
-    args, logits = (m, vocab_size), WordEmbedding.logits_and_loss if m.num_experts else WordEmbedding.logits
+    tied = "embedding" if m.tie_embeddings else None
+    work = (decoder or encoder) * m.hidden_size * vocab_size
+    args = (m, vocab_size)
+    logits = WordEmbedding.logits_and_loss if m.num_experts else WordEmbedding.logits
     return Layer("head", WordEmbedding, args, tied=tied, call=logits, puts_out=("logits",), work=work)
 
 
@@ -107,7 +112,8 @@ class LanguageModel(LayerStack):
     ) -> None:
         vocab_size = vocab_size_of(config)
         super().__init__(list_layers(config, vocab_size), config.train.seed, config.recomputed_layers, own)
-        self.vocab_size, self.parallel_output = vocab_size, parallel_output
+        self.vocab_size = vocab_size
+        self.parallel_output = parallel_output
         self.loss_fn: TokenLoss = TokenLoss.by(config, vocab_size, is_text)
 
     def compute(

@@ -181,7 +181,8 @@ class _Split(torch.autograd.Function):
         angles: Rotation | None,
         one_buffer: bool,
     ) -> tuple[Tensor, ...]:
-        ctx.parts, ctx.angles = parts, angles
+        ctx.parts = parts
+        ctx.angles = angles
         ctx.set_materialize_grads(False)
         by_group = by_head(fused, groups, size)
         ctx.shape = by_group.shape

@@ -118,7 +118,8 @@ def run(
 
 def _end_of_group(layers: Sequence[Layer], at: int, chunk: int) -> int:
     """Return the end of the recomputed group that starts at layer `at` and has at most `chunk` repeated layers."""
-    end, count = at, 0
+    end = at
+    count = 0
     while end < len(layers) and count < chunk and (layers[end].repeated or layers[end].prelude):
         count += layers[end].repeated
         end += 1
@@ -261,7 +262,8 @@ def sizes_of_parameters(model: Any, among: Collection[nn.Parameter] | None = Non
 
     Collective over the stages and the expert-parallel ranks. among: count only these weights.
     """
-    mesh, found = mpu.get_mesh(), global_parameters(model)
+    mesh = mpu.get_mesh()
+    found = global_parameters(model)
     sizes = {name: math.prod(mpu.spec_of(p).full_shape) for name, p in found if among is None or p in among}
     for axis in (mesh.pipe, mesh.expert):
         if axis.group is not None:

@@ -80,7 +80,10 @@ class TokenLoss:
         z_loss: float = 0.0,
         consumes_logits: bool = False,
     ) -> None:
-        self.vocab_size, self.fused, self.is_text, self.z_loss = vocab_size, fused, is_text, z_loss
+        self.vocab_size = vocab_size
+        self.fused = fused
+        self.is_text = is_text
+        self.z_loss = z_loss
         self.consumes_logits = consumes_logits
         self.axis = mpu.get_mesh().model
         # Mean over the micro-batches of this step of `count_targets`, which the engine sets; without an engine, the

@@ -29,7 +29,8 @@ class Expert(ParallelMLP):
 
     def __init__(self, config: ModelConfig, output_std: float, width: int) -> None:
         super().__init__(replace(config, ff_hidden_size=width), output_std)
-        axis, down = self.dense_4h_to_h.axis, self.dense_4h_to_h
+        axis = self.dense_4h_to_h.axis
+        down = self.dense_4h_to_h
         if down.bias is not None:  # each rank adds its part of the bias, so the parts of the gradient are summed
             down.bias = mpu.declare(nn.Parameter(torch.zeros(config.hidden_size)), sequence=axis)
         self.ranks = axis.size
@@ -136,8 +137,11 @@ class Mixture(nn.Module):
         assert config.num_experts
         self.model, self.sequence = mpu.get_mesh().model, mpu.sequence_axis()
         self.router = Router(config, f"{name}.router")
-        width, shared, mesh = config.expert_ff_size, config.num_shared_experts, mpu.get_mesh()
-        self.count, self.axis = config.num_experts, mesh.expert
+        width = config.expert_ff_size
+        shared = config.num_shared_experts
+        mesh = mpu.get_mesh()
+        self.count = config.num_experts
+        self.axis = mesh.expert
         here = self.count // self.axis.size
         numbers = range(self.axis.rank * here, (self.axis.rank + 1) * here)
         self.experts = nn.ModuleDict({str(number): Expert(config, output_std, width) for number in numbers})

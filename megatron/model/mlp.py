@@ -32,7 +32,8 @@ class GatedActivation:
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], slope: Callable[..., Tensor]) -> None:
-        self._function, self._slope = function, slope
+        self._function = function
+        self._slope = slope
         self.value = Fused(self.plain, self.eager)
         self.gradient = Fused(self.plain_gradient, self.eager_gradient)
 
@@ -50,7 +51,8 @@ class GatedActivation:
         """Compute the activation, [..., 2 f] -> [..., f], with fewer passes over memory than `plain`."""
         gate, value = _gate_and_value(x)
         if x.device.type == "cpu":  # torch is four times slower on strided tensors
-            gate, value = gate.contiguous(), value.contiguous()
+            gate = gate.contiguous()
+            value = value.contiguous()
         return self._function(gate).mul_(value)
 
     def eager_gradient(self, grad: Tensor, x: Tensor) -> Tensor:

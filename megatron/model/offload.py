@@ -108,7 +108,8 @@ class LayerActivations:
     """Offloaded activations that one layer saves for one micro-batch."""
 
     def __init__(self, streams: CopyStreams) -> None:
-        self.streams, self.before = streams, streams.last
+        self.streams = streams
+        self.before = streams.last
         self.storages: list[weakref.ref[OffloadedStorage]] = []
         self.in_backward = False
 

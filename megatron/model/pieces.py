@@ -163,7 +163,9 @@ def merge_short(documents: Sequence[Piece], ids: Tensor, others: Tensor, shift: 
                 continue
         found.append(piece)
     for i in merged:
-        row, queries, keys = found[i].row.start, found[i].queries, found[i].keys
+        row = found[i].row.start
+        queries = found[i].queries
+        keys = found[i].keys
         mask = ids[row, queries.start - shift : queries.stop - shift, None] == others[row, None, keys]
         mask = (mask.tril() if found[i].causal else mask)[None, None]
         found[i] = found[i]._replace(mask=mask, causal=False)

@@ -144,8 +144,11 @@ class GPT2ModelPipe(LayerStackPipe):
     """
 
     def __init__(self, config: Config) -> None:
-        vocab_size, b, s = vocab_size_of(config), config.train.batch_size, config.data.seq_length
-        tokens, positions = torch.zeros(b, s // mpu.context_axis().size).long(), torch.zeros(b, s).long()
+        vocab_size = vocab_size_of(config)
+        b = config.train.batch_size
+        s = config.data.seq_length
+        tokens = torch.zeros(b, s // mpu.context_axis().size).long()
+        positions = torch.zeros(b, s).long()
         example = tokens, positions, no_documents(tokens.device)
         loss = TokenLoss.by(config, vocab_size)
         super().__init__(gpt2_layers(config, vocab_size), config, TIED_WEIGHTS, loss, example)
@@ -161,7 +164,9 @@ class T5ModelPipe(LayerStackPipe):
     """
 
     def __init__(self, config: Config, is_text: IsText | None = None) -> None:
-        vocab_size, b, d = vocab_size_of(config), config.train.batch_size, config.data
+        vocab_size = vocab_size_of(config)
+        b = config.train.batch_size
+        d = config.data
         encoder = torch.zeros(b, d.enc_seq_length or d.seq_length).long()
         decoder = torch.zeros(b, d.dec_seq_length or d.seq_length // 4).int()
         example = encoder, decoder, *[no_documents(encoder.device)] * 2

@@ -39,7 +39,8 @@ class Recipe:
     def ask(self) -> Tensor:
         """Return the result [...], recomputed once for all registered views."""
         if self._found is None:
-            self._found, self._left = self.recompute(), self._uses
+            self._found = self.recompute()
+            self._left = self._uses
         found, self._left = self._found, self._left - 1
         if not self._left:
             self._found = None

@@ -61,7 +61,8 @@ def position_bias(table: Tensor, queries: int, keys: int, config: ModelConfig, c
     The look-ups run in at least fp32, because their backward pass adds many gradients to each row of the table.
     """
     wide = table.to(torch.promote_types(table.dtype, torch.float32))
-    count, furthest = config.relative_attention_num_buckets, config.relative_attention_max_distance
+    count = config.relative_attention_num_buckets
+    furthest = config.relative_attention_max_distance
     if "relative-positions" in config.reference_ops:
         seen = torch.arange(keys, device=table.device)
         each = buckets(seen - seen[keys - queries :].unsqueeze(1), count, furthest, causal)  # [q, k]

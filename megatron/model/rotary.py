@@ -42,7 +42,9 @@ def _llama3(m: ModelConfig, turns: Tensor) -> Tensor:
 
     Pairs of long wavelength are interpolated, pairs of short wavelength are unchanged, and pairs between are blended.
     """
-    length, low, high = m.rope_original_length or 0, m.rope_low_freq_factor, m.rope_high_freq_factor
+    length = m.rope_original_length or 0
+    low = m.rope_low_freq_factor
+    high = m.rope_high_freq_factor
     wave = 2 * math.pi / turns
     kept = ((length / wave - low) / (high - low)).clamp(0, 1)
     between = (1 - kept) * turns / m.rope_scaling_factor + kept * turns
@@ -56,7 +58,8 @@ def _yarn(m: ModelConfig, turns: Tensor) -> Tensor:
     Pairs that rotate often within the original context length are unchanged, pairs that rotate rarely are interpolated,
     and a linear ramp blends the pairs between.
     """
-    r, length = m.rotary_size, m.rope_original_length or 0
+    r = m.rotary_size
+    length = m.rope_original_length or 0
 
     def pair_that_turns(times: float) -> float:
         return r * math.log(length / (times * 2 * math.pi)) / (2 * math.log(m.rope_theta))
@@ -118,8 +121,11 @@ def rotate(x: Tensor, angles: Rotation | None, back: bool = False) -> Tensor:
     if angles is None:
         return x
     cos, sin = _fitting(angles, x)
-    half, sin = cos.shape[-1], -sin if back else sin
-    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    half = cos.shape[-1]
+    sin = -sin if back else sin
+    a = x[..., :half]
+    b = x[..., half : 2 * half]
+    rest = x[..., 2 * half :]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 
@@ -134,8 +140,10 @@ def rotate_into(place: Tensor, x: Tensor, angles: Rotation | None, back: bool = 
         place.copy_(x)
         return
     cos, sin = _fitting(angles, x)
-    half, sign = cos.shape[-1], -1 if back else 1
-    a, b = x[..., :half], x[..., half : 2 * half]
+    half = cos.shape[-1]
+    sign = -1 if back else 1
+    a = x[..., :half]
+    b = x[..., half : 2 * half]
     torch.mul(a, cos, out=place[..., :half])
     place[..., :half].addcmul_(b, sin, value=-sign)
     torch.mul(b, cos, out=place[..., half : 2 * half])

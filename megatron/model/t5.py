@@ -60,7 +60,8 @@ class StackStart(ModelStart):
 
     def __init__(self, config: ModelConfig, positions: int, name: str, ids_at: int, restart: bool) -> None:
         super().__init__(config, positions, name)
-        self.ids_at, self.restart = ids_at, restart
+        self.ids_at = ids_at
+        self.restart = restart
 
     def forward(self, inputs: tuple[Tensor, ...], seen: int = 0) -> tuple[Tensor, ...]:
         """Add positions to (hidden [s, b, h], ...), then apply dropout.
@@ -140,7 +141,8 @@ class DecoderBlock(TransformerLayer):
         seen = caches.own.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table, q, seen + q, self.config, causal=True) if table is not None else None
-        mask, cross = document_scope(decoder_ids, causal=True), document_scope(decoder_ids, encoder_ids)
+        mask = document_scope(decoder_ids, causal=True)
+        cross = document_scope(decoder_ids, encoder_ids)
         text = self.text(decoder_ids)
         memory = Encoded(encoded, cross)
         hidden = self.layer(hidden, mask, bias, memory, caches, router_losses=losses, text=text)
@@ -181,7 +183,8 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
         return layers
 
     def start(stack: str, ids_at: int) -> Layer:
-        name, puts_out = f"{stack}.start", ENCODING if stack == "encoder" else DECODING
+        name = f"{stack}.start"
+        puts_out = ENCODING if stack == "encoder" else DECODING
         args = m, config.positions, name, ids_at, config.data.reset_position_ids
         return Layer(name, StackStart, args, puts_out=puts_out)
 

@@ -12,7 +12,8 @@ def mlp_work(m: ModelConfig, layer: int) -> int:
 
     Those of a mixture are of the router, of a token's experts, of the shared experts and of their gate.
     """
-    matrices, width = 3 if m.gated else 2, m.ff_size
+    matrices = 3 if m.gated else 2
+    width = m.ff_size
     if not m.has_experts(layer):
         return m.hidden_size * width * matrices
     width = m.expert_ff_size * (m.experts_per_token + m.num_shared_experts)
@@ -21,7 +22,8 @@ def mlp_work(m: ModelConfig, layer: int) -> int:
 
 def idle_weights(m: ModelConfig) -> int:
     """Return the number of parameters of a decoder-only model's experts to which a given token is not sent."""
-    layers, gates = sum(map(m.has_experts, range(m.num_layers))), 2 if m.gated else 1
+    layers = sum(map(m.has_experts, range(m.num_layers)))
+    gates = 2 if m.gated else 1
     idle = (m.num_experts or 0) - m.experts_per_token if layers else 0
     biases = (gates * m.expert_ff_size + m.hidden_size) * m.hidden_bias
     return layers * idle * (m.hidden_size * m.expert_ff_size * (gates + 1) + biases)
@@ -33,7 +35,8 @@ def block_work(m: ModelConfig, tokens: int, layer: int, encoded: int = 0) -> int
     encoded: number of encoder tokens to which a decoder layer cross-attends.
     """
     inner = m.num_attention_heads * m.head_size
-    projection, mlp = m.hidden_size * inner, mlp_work(m, layer)
+    projection = m.hidden_size * inner
+    mlp = mlp_work(m, layer)
     keys_and_values = 2 * m.hidden_size * m.key_value_heads * m.head_size
     own = tokens * (2 * projection + keys_and_values + mlp) + 2 * tokens * tokens * inner
     cross = 2 * (tokens + encoded) * projection + 2 * tokens * encoded * inner
@@ -53,5 +56,6 @@ def lengths(config: Config) -> tuple[int, int]:
         return encoder, data.dec_seq_length
     if data.objective == "prefix-lm":
         return encoder, max(encoder // 4, 1)
-    noise, spans = data.noise_density, data.noise_density / data.mean_span_length
+    noise = data.noise_density
+    spans = data.noise_density / data.mean_span_length
     return encoder, max(round(encoder * (noise + spans) / (1 - noise + spans)), 1)

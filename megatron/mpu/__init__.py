@@ -93,14 +93,16 @@ def initialize_model_parallel(
     Raises ValueError unless the product of the model-, pipeline- and context-parallel sizes divides the number of
     ranks.
     """
-    world, cell = dist.get_world_size(), model_parallel_size * max(pipe_parallel_size, 1)
+    world = dist.get_world_size()
+    cell = model_parallel_size * max(pipe_parallel_size, 1)
     if world % (cell * context_parallel_size):
         context = f" times the context-parallel size {context_parallel_size}" if context_parallel_size > 1 else ""
         raise ValueError(
             f"{world} ranks do not form a grid: the model-parallel size {model_parallel_size} times the "
             f"pipeline-parallel size {max(pipe_parallel_size, 1)}{context} must divide the number of ranks"
         )
-    stages, data = max(pipe_parallel_size, 1), world // cell
+    stages = max(pipe_parallel_size, 1)
+    data = world // cell
     topology = Topology(stages, data, model_parallel_size, context_parallel_size, expert_parallel_size)
     mesh = Mesh.build(topology)
     _mesh.enter(_mesh.context_on(mesh, options, seed))

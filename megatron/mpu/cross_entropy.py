@@ -39,7 +39,8 @@ def _losses_on_one_rank(x: Tensor, target: Tensor, dtype: torch.dtype, label_smo
     """Return each token's loss and log Z, [n] each, when this rank holds all logits x [n, v]. Z: sum of exp(logit)."""
     loss, log_z = (torch.empty_like(target, dtype=dtype) for _ in range(2))
     for chunk in _chunks(x):
-        logs, at = torch.log_softmax(x[chunk], dim=-1, dtype=dtype), target[chunk].unsqueeze(-1)
+        logs = torch.log_softmax(x[chunk], dim=-1, dtype=dtype)
+        at = target[chunk].unsqueeze(-1)
         loss[chunk] = -logs.gather(-1, at).squeeze(-1)
         log_z[chunk] = x[chunk].gather(-1, at).squeeze(-1).to(dtype) + loss[chunk]
         if label_smoothing:
@@ -258,8 +259,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         loss, z, found = compute_losses(logits, target, vocab_size, axis, label_smoothing, z_loss)
         ctx.save_for_backward(logits, *found[:-1])
-        ctx.label_smoothing, ctx.smoothed, ctx.real = label_smoothing, label_smoothing / vocab_size, found.real
-        ctx.overwrite, ctx.overwritten = overwrite, False
+        ctx.label_smoothing = label_smoothing
+        ctx.smoothed = label_smoothing / vocab_size
+        ctx.real = found.real
+        ctx.overwrite = overwrite
+        ctx.overwritten = False
         ctx.mark_non_differentiable(z)
         return loss, z
 
@@ -271,7 +275,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 "again, or use mpu.vocab_parallel_cross_entropy, which leaves logits unchanged"
             )
         logits, share, top, log_sum, local, mine = ctx.saved_tensors
-        found, ctx.overwritten = LossState(share, top, log_sum, local, mine, ctx.real), ctx.overwrite
+        found = LossState(share, top, log_sum, local, mine, ctx.real)
+        ctx.overwritten = ctx.overwrite
         return gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing, ctx.overwrite), *[None] * 6
 
 

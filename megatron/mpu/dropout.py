@@ -27,7 +27,9 @@ class Stream:
     """
 
     def __init__(self, rng: RngStreams, name: str, split: bool = False) -> None:
-        self.rng, self.name, self.split = rng, name, split
+        self.rng = rng
+        self.name = name
+        self.split = split
         number = max(_streams, default=0) + 1
         _streams[number] = self
         self.number = torch.tensor(number, device="cpu")

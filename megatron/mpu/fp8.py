@@ -36,7 +36,8 @@ def row_scales(x: Tensor) -> Tensor:
 def fp8_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply x [..., i] by the transpose of weight [o, i] in fp8 -> bf16 [..., o]; x and weight have any strides."""
     flat = x.reshape(-1, x.shape[-1])
-    of_x, of_weight = row_scales(flat), row_scales(weight)
+    of_x = row_scales(flat)
+    of_weight = row_scales(weight)
     y = scaled_matmul(_rounded(flat, of_x), _rounded(weight, of_weight), of_x, of_weight, bias)
     return reshaped(y, (*x.shape[:-1], y.shape[-1]))
 

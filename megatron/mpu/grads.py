@@ -41,7 +41,8 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
     """
     from tds.holders import squared_norm_of_replica
 
-    mesh, parameters = mesh or current(), list(parameters)
+    mesh = mesh or current()
+    parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     device = parameters[0].device if parameters else torch.device("cpu")
     total = squared_norm_of_replica(parameters, mesh.model.rank, device, mesh.data.group)

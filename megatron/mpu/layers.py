@@ -166,7 +166,8 @@ class ColumnParallelLinear(_Sharded):
     ) -> None:
         super().__init__(axis, options)
         _refuse_strides(stride, keep_master_weight_for_test)
-        self.gather_output, self.skip_bias_add = gather_output, skip_bias_add
+        self.gather_output = gather_output
+        self.skip_bias_add = skip_bias_add
         columns = _divide(output_size, self.axis, "an output size of")
         self.input_size = input_size
         self.output_size = output_size
@@ -211,7 +212,8 @@ class RowParallelLinear(_Sharded):
     ) -> None:
         super().__init__(axis, options)
         _refuse_strides(stride, keep_master_weight_for_test)
-        self.input_is_parallel, self.skip_bias_add = input_is_parallel, skip_bias_add
+        self.input_is_parallel = input_is_parallel
+        self.skip_bias_add = skip_bias_add
         rows = _divide(input_size, self.axis, "an input size of")
         self.input_size = input_size
         self.output_size = output_size

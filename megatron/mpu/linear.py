@@ -172,8 +172,12 @@ class _Linear(torch.autograd.Function):
         accumulate: Callable[[Tensor, Tensor], bool] | None,
         fp8: bool,
     ) -> Tensor:
-        ctx.axis, ctx.sequence, ctx.overlap, ctx.onednn = axis, sequence, overlap, onednn
-        ctx.accumulate, ctx.fp8 = accumulate, fp8
+        ctx.axis = axis
+        ctx.sequence = sequence
+        ctx.overlap = overlap
+        ctx.onednn = onednn
+        ctx.accumulate = accumulate
+        ctx.fp8 = fp8
         ctx.save_for_backward(x, weight)
         whole = start_all_gather(x, sequence).wait() if sequence.size > 1 else x
         return fp8_matmul(whole, weight, bias) if fp8 else matmul(whole, weight, bias, onednn)

@@ -76,7 +76,8 @@ def defer_logits(hidden: Tensor, weight: Tensor, axis: Axis, options: Options, c
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
     return DeferredLogits(hidden, weight, axis, options, chunk)
 
 
@@ -87,7 +88,8 @@ def whole_logits(logits: Tensor | DeferredLogits) -> Tensor:
 
 def _all_tokens(deferred: DeferredLogits) -> Tensor:
     """Return the hidden states [n, h] of all tokens, gathered from the shards under sequence parallelism."""
-    hidden, sequence = deferred.hidden, deferred.options.sequence_axis(deferred.axis)
+    hidden = deferred.hidden
+    sequence = deferred.options.sequence_axis(deferred.axis)
     whole = start_all_gather(hidden, sequence).wait() if sequence.size > 1 else hidden
     return whole.reshape(-1, whole.shape[-1])
 
@@ -134,7 +136,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weight_grad = add_matmul(weight_grad, d.t(), mean.t(), onednn, count)
         ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
         ctx.weight_grad, ctx.deferred, ctx.unit, ctx.dtype = weight_grad, _places(deferred), unit, weight.dtype
-        losses, of_z = losses * weights, (z * weights).sum()
+        losses = losses * weights
+        of_z = (z * weights).sum()
         ctx.mark_non_differentiable(of_z, losses)
         return losses.sum(), of_z, losses
 

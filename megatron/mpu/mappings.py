@@ -59,7 +59,8 @@ class _Mapped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Any, forward: AxisFunction, backward: AxisFunction) -> Tensor:
-        ctx.axis, ctx.backward_function = axis, backward
+        ctx.axis = axis
+        ctx.backward_function = backward
         return forward(x, axis)
 
     @staticmethod

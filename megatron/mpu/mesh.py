@@ -221,7 +221,8 @@ def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> 
     The layers keep their mesh and options, so models on several meshes can coexist in one process. seed: seed of
     the layers' dropout streams.
     """
-    before, context = _Current.context, context_on(mesh, options, seed)
+    before = _Current.context
+    context = context_on(mesh, options, seed)
     enter(context)
     try:
         yield context

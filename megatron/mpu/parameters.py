@@ -165,7 +165,8 @@ class ParamSpec:
             stretch = torch.empty(shape, dtype=parameter.dtype, device="cpu")
             with seeded(derive_seed(seed, "rows", at) if at else seed):
                 init_method(stretch)
-            low, high = max(at, begin), min(at + shape[dim], end)
+            low = max(at, begin)
+            high = min(at + shape[dim], end)
             parameter.narrow(dim, low - begin, high - low).copy_(stretch.narrow(dim, low - at, high - low))
 
 

@@ -36,7 +36,8 @@ def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
         restore = torch.set_rng_state
     else:
         module = torch.get_device_module(device)
-        outside, restore = module.get_rng_state(device), partial(module.set_rng_state, device=device)
+        outside = module.get_rng_state(device)
+        restore = partial(module.set_rng_state, device=device)
         module.manual_seed(seed)
     try:
         yield
@@ -48,7 +49,10 @@ class RngStreams:
     """Dropout streams of this rank; each stream is created by its first draw."""
 
     def __init__(self, seed: int = 1234, data_rank: int = 0, model_rank: int = 0, pipe_rank: int = 0) -> None:
-        self.seed, self.data_rank, self.model_rank, self.pipe_rank = seed, data_rank, model_rank, pipe_rank
+        self.seed = seed
+        self.data_rank = data_rank
+        self.model_rank = model_rank
+        self.pipe_rank = pipe_rank
         self.iteration = 0
         self.recomputing = False  # whether a backward pass is running a forward pass again
         self._draws: dict[str, int] = {}  # number of draws of each stream in this iteration

@@ -64,7 +64,9 @@ class Pending:
     """
 
     def __init__(self, work: dist.Work | None, result: Tensor, parts: int = 0) -> None:
-        self._work, self._result, self._parts = work, result, parts
+        self._work = work
+        self._result = result
+        self._parts = parts
 
     def settle(self) -> None:
         """Wait until the collective has finished."""

@@ -19,8 +19,10 @@ def lr_at(iteration: int, config: Config, samples: tuple[int, int] | None = None
     exactly --min-lr. With --lr-decay-style constant, it stays at --lr. With wsd, it stays at --lr until the decay at
     the end (Hu et al. 2024).
     """
-    o, total = config.optim, _total(config)
-    done, following = iteration + 1, iteration + 2
+    o = config.optim
+    total = _total(config)
+    done = iteration + 1
+    following = iteration + 2
     if config.lr_decay_samples is not None:
         if samples is None:
             raise ValueError("the learning rate follows samples: give lr_at the samples of the step")
@@ -74,7 +76,8 @@ def _schedule(config: Config) -> dict[str, Any]:
 
 def describe(config: Config, exactly: bool = False) -> str:
     """Return a description of the learning-rate schedule, for messages. exactly: with all digits of the rates."""
-    o, total = config.optim, _total(config)
+    o = config.optim
+    total = _total(config)
     shown = repr if exactly else "{:g}".format
     lr = shown(o.lr)
     least = shown(o.min_lr)
@@ -98,7 +101,8 @@ def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
     of_checkpoint = _schedule(saved)
     if of_checkpoint == _schedule(config):
         return config, None
-    there, here = describe(saved), describe(config)
+    there = describe(saved)
+    here = describe(config)
     if there == here:
         there = describe(saved, exactly=True)
         here = describe(config, exactly=True)

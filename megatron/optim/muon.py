@@ -92,7 +92,8 @@ class Muon(torch.optim.Optimizer):
                     f"--optimizer muon steps matrices, but a weight with use_muon has the shape {tuple(p.shape)}: "
                     "remove its attribute use_muon"
                 )
-        ours, others = Groups(), Groups()
+        ours = Groups()
+        others = Groups()
         for group in groups:
             mine = [p for p in group["params"] if p in self._matrices]
             rest = [p for p in group["params"] if p not in self._matrices]
@@ -146,7 +147,8 @@ class Muon(torch.optim.Optimizer):
             yield _Piece(spec, *(t[begin : begin + size].view(spec.local_shape) for t in tensors))
 
     def _step_together(self, pieces: list[_Piece], lr: float, weight_decay: float) -> None:
-        c, updates = self._config, list[Tensor]()
+        c = self._config
+        updates = list[Tensor]()
         for _, _, grad, momentum in pieces:
             momentum.lerp_(grad, 1 - c.muon_momentum)
             update = grad.lerp(momentum, c.muon_momentum) if c.muon_nesterov else momentum
@@ -165,13 +167,15 @@ class Muon(torch.optim.Optimizer):
 
 def _in_batches(pieces: Iterator[_Piece], ranks: int) -> Iterator[list[_Piece]]:
     """Yield lists of pieces of about BATCH elements, with enough pieces to balance work over tensor-parallel ranks."""
-    batch, size = list[_Piece](), 0
+    batch = list[_Piece]()
+    size = 0
     for piece in pieces:
         batch.append(piece)
         size += piece.weight.numel()
         if size >= BATCH and (ranks == 1 or len(batch) >= 2 * ranks):
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 

@@ -43,13 +43,18 @@ def group_keys(
     factors: muP's factors of the learning rate. They divide the weight decay, so that the product stays unchanged, as
     weights shrink by the learning rate times the weight decay in each step. lags: see `GroupKey`; 0 by default.
     """
-    spared, rules, factors, lags = set(spared), rules or {}, factors or {}, lags or {}
+    spared = set(spared)
+    rules = rules or {}
+    factors = factors or {}
+    lags = lags or {}
     found = {}
     for p in module.parameters():
         if p.requires_grad:
-            rule, is_spared = rules.get(p, ParamRule("*")), not _is_matrix(p) or p in spared
+            rule = rules.get(p, ParamRule("*"))
+            is_spared = not _is_matrix(p) or p in spared
             decay = (0.0 if is_spared else config.weight_decay) if rule.weight_decay is None else rule.weight_decay
-            lr_factor, factor = 1.0 if rule.lr_factor is None else rule.lr_factor, factors.get(p, 1.0)
+            lr_factor = 1.0 if rule.lr_factor is None else rule.lr_factor
+            factor = factors.get(p, 1.0)
             found[p] = GroupKey(is_spared, lr_factor * factor, decay / factor, lags.get(p, 0))
     return found
 

@@ -74,7 +74,8 @@ def same_everywhere(values: Mapping[str, str] | None) -> None:
         if len(set(here)) > 1:
             usual, at = _usual_and_others(here)
             ranks = list(everywhere)
-            first, other = ranks[here.index(usual)], [ranks[i] for i in at]
+            first = ranks[here.index(usual)]
+            other = [ranks[i] for i in at]
             differences.append(f"{name} is {usual} on rank {first} and {here[at[0]]} on {_ranks(other)}")
     more = f"; {len(differences) - 3} more differ" if len(differences) > 3 else ""
     raise RunError(f"{'; '.join(differences[:3])}{more}: start all ranks with the same settings and versions")
@@ -123,7 +124,9 @@ def check_replicas(engine: Any) -> None:
     if dist.get_world_size() == 1:
         return
     complete_weights(engine)
-    mesh, model, device = mpu.get_mesh(), engine.module, engine.device
+    mesh = mpu.get_mesh()
+    model = engine.module
+    device = engine.device
     mine = dict(_fingerprints(model, device))
     held = {name for name, p in global_parameters(model) if mpu.replicas_of(p) is not mesh.data}
     whole = _number({k: v for k, v in mine.items() if k[0] not in held})
@@ -147,7 +150,8 @@ Key = tuple[
 
 def _fingerprints(model: nn.Module, device: torch.device) -> Iterator[tuple[Key, int]]:
     """Return (key, fingerprint) of every weight of this rank. All fingerprints come to the host in one transfer."""
-    mesh, found = mpu.get_mesh(), {}
+    mesh = mpu.get_mesh()
+    found = {}
     for name, p in global_parameters(model):
         own = local_piece(p)
         key = name, mesh.model.rank if mpu.is_split(p) else None, None if own is p else mesh.data.rank

@@ -34,7 +34,8 @@ def remember(model: nn.Module) -> None:
 
 def fingerprint_buffers(model: nn.Module, savable: Callable[[Tensor], bool]) -> dict[str, BufferCopy]:
     """Return a `BufferCopy` for each savable buffer of this rank, by name. All ranks exchange them before a save."""
-    mesh, before = mpu.get_mesh(), _begun.get(model, {})
+    mesh = mpu.get_mesh()
+    before = _begun.get(model, {})
     place = mesh.pipe.rank, mesh.data.rank, mesh.model.rank
     return {
         name: BufferCopy(*place, now, before.get(name, now) != now)

@@ -39,7 +39,8 @@ def by_onednn(wanted: str, device: torch.device) -> bool:
 
 def speedup() -> float:
     """Return oneDNN's speedup over torch's BLAS: the median over several rounds, each of which times both libraries."""
-    x, weight = torch.ones(ROWS, WIDTH), torch.ones(WIDTH, WIDTH)
+    x = torch.ones(ROWS, WIDTH)
+    weight = torch.ones(WIDTH, WIDTH)
     ratios = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
@@ -85,5 +86,6 @@ def this_cpu() -> str:
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
-    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    capability = torch.backends.cpu.get_cpu_capability()
+    threads = torch.get_num_threads()
     return f"{name}, {capability}, torch {torch.__version__}, {threads} threads"

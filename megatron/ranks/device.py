@@ -61,7 +61,8 @@ def fp8_problem(device: torch.device) -> str | None:
         if capability < (8, 9):
             return f"its compute capability is {capability[0]}.{capability[1]}, and fp8 needs 8.9 or higher"
     try:
-        x, scales = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones(16, 1, device=device)
+        x = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
+        scales = torch.ones(16, 1, device=device)
         scaled_matmul(x, x, scales, scales, None)
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         return f"this build of torch has no such kernel for it ({str(error).splitlines()[0]})"

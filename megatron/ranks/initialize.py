@@ -77,7 +77,8 @@ def initialize_megatron(config: Config) -> torch.device:
         )
     same_everywhere(settings_and_versions(config))
     torch.manual_seed(config.train.seed)
-    p, seed = config.parallel, mpu.derive_seed(config.train.seed, "dropout")
+    p = config.parallel
+    seed = mpu.derive_seed(config.train.seed, "dropout")
     problem = device_module.fp8_problem(device) if config.train.precision == "fp8" else None
     if problem:
         raise ConfigError(f"--precision fp8: this {device.type} device cannot be used, as {problem}; use bf16")

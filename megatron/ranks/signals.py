@@ -74,7 +74,8 @@ class StopSignals:
     """
 
     def __init__(self, minutes: float | None, device: torch.device) -> None:
-        self._minutes, self._device = minutes, device
+        self._minutes = minutes
+        self._device = device
         self._request = StopSignal.NOTHING
         self._interrupted: float | None = None  # time of the first Ctrl-C
         self._reports: Callable[[], list[int]] | None = None
@@ -124,7 +125,8 @@ class StopSignals:
         that no iteration waits. On an accelerator, the host waits only for the all-reduce that the previous call has
         queued.
         """
-        request, self._request = self._request, StopSignal.NOTHING
+        request = self._request
+        self._request = StopSignal.NOTHING
         if self._minutes is not None and time.monotonic() - BEGIN > 60 * self._minutes:
             request = StopSignal.SAVE_AND_STOP
         if not dist.is_initialized() or dist.get_world_size() == 1:

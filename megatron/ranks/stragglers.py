@@ -34,7 +34,8 @@ def straggler(seconds: float, iteration: float, device: torch.device) -> Straggl
     seconds: seconds per iteration in which this rank read data and computed.
     iteration: duration of an iteration in seconds.
     """
-    world, mesh = dist.get_world_size(), mpu.get_mesh()
+    world = dist.get_world_size()
+    mesh = mpu.get_mesh()
     if world == 1:
         return None
     mine = torch.tensor([seconds, iteration, float(mesh.pipe.rank)], dtype=torch.float64, device=device)

@@ -85,7 +85,8 @@ class GPT2(Task):
             sizes["prefixes"] = size[0], size[1] - 1
         found = mpu.broadcast_data(list(sizes), data, torch.int64, sizes=sizes)
         text = found["text"]
-        tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        tokens = text[:, :-1].contiguous()
+        labels = text[:, 1:].contiguous()
         document_ids, loss_mask, position_ids = get_ltor_documents_and_position_ids(
             tokens,
             tokenizer.eod,

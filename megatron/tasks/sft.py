@@ -24,7 +24,8 @@ def datasets(config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]
 
     A sample has the keys tokens, labels, loss_mask and document_ids, each [s].
     """
-    data, seed = config.data, config.train.seed
+    data = config.data
+    seed = config.train.seed
     return build_train_valid_test_datasets(
         data.paths, data.split, data.seq_length, tokenizer.eod, seed, tokenizer.vocab_size
     )

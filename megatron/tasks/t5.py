@@ -69,7 +69,9 @@ class T5(Task):
 
         A sample is a dict with the keys `KEYS`; its tensors are [k] for k encoder tokens or [q] for q decoder tokens.
         """
-        data, seed, words = config.data, config.train.seed, cast(SentinelTokenizer, tokenizer)
+        data = config.data
+        seed = config.train.seed
+        words = cast(SentinelTokenizer, tokenizer)
         lengths = data.enc_seq_length or data.seq_length, data.dec_seq_length
         specials = Specials(words.eod, words.pad, words.sentinels)
         if all(map(cpm_triples.is_triple, prefixes_of(data.paths))):
@@ -117,7 +119,8 @@ class T5(Task):
             batch |= {f"{side}_document_ids": torch.ones_like(batch[side]) for side in ("encoder", "decoder")}
         fillers = {"encoder": words.pad, "decoder": words.pad, "labels": words.pad}
         batch = {key: mpu.pad_sequence(each, fillers.get(key, 0)) for key, each in batch.items()}
-        labels, loss_mask = batch["labels"], batch["loss_mask"].float()
+        labels = batch["labels"]
+        loss_mask = batch["loss_mask"].float()
         if config.data.eod_mask_loss:
             loss_mask = loss_mask.masked_fill(batch["decoder"] == words.eod, 0.0)
         labels = labels.masked_fill(loss_mask == 0, words.pad)

@@ -87,7 +87,8 @@ class Tokenizer(ABC):
 
         The tokenizers of transformers encode text in the same way.
         """
-        marks, ids = self.marks, list[int]()
+        marks = self.marks
+        ids = list[int]()
         for part in filter(None, any_of(marks).split(text)):
             if part in marks:
                 ids.append(marks[part])

@@ -57,7 +57,8 @@ def added_beside(path: Path) -> dict[str, int]:
 
     Raises TokenizerError if added_tokens_decoder in tokenizer_config.json is malformed.
     """
-    nearby, more = path.with_name(SETTINGS), path.with_name("added_tokens.json")
+    nearby = path.with_name(SETTINGS)
+    more = path.with_name("added_tokens.json")
     added = dict(read_object(more)) if more.is_file() else {}
     listed = settings_beside(path).get("added_tokens_decoder") or {}
     if not isinstance(listed, dict) or not all(isinstance(token, dict) and i.isdigit() for i, token in listed.items()):

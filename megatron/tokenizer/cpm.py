@@ -66,7 +66,8 @@ class _ByPieces(Tokenizer):
         return [self._ids(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
-        table, eod = self._table, self.eod
+        table = self._table
+        eod = self.eod
         return b"".join(table[i] for i in ids if i != eod).decode("utf-8", errors="replace")
 
     def _ids(self, text: str) -> NDArray[np.int32]:

@@ -78,7 +78,8 @@ class HFTokenizer(Tokenizer):
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True
-        self._tokenizer, self._path = tokenizer, path
+        self._tokenizer = tokenizer
+        self._path = path
         vocabulary = tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1
         end = next((name for name in ends if name in vocabulary), None)

@@ -70,7 +70,8 @@ def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
     for i in range(found.vocab_size):
         # Two tokens are equal if they decode to equal text or have equal names. Decoded text does not suffice: some
         # tokenizers decode a special token to its name, others to nothing, and sentencepiece decodes <unk> to "⁇".
-        written, wanted = {found.decode([i]), ours.get(i)}, {expected.decode([i]), theirs.get(i)}
+        written = {found.decode([i]), ours.get(i)}
+        wanted = {expected.decode([i]), theirs.get(i)}
         if not (written & wanted) - {None}:
             raise TokenizerError(f"{what}: token {i} is {found.decode([i])!r}, not {expected.decode([i])!r}")
     for text in PROBES:

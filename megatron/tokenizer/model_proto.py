@@ -102,9 +102,11 @@ def _spans(message: bytes) -> Iterator[tuple[int, int, int]]:
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
-        number, wire = key >> 3, key & 7
+        number = key >> 3
+        wire = key & 7
         if wire == VARINT:
-            begin, at = at, _varint(message, at)[1]
+            begin = at
+            at = _varint(message, at)[1]
             yield -number, begin, at
             continue
         if wire not in (FIXED64, BYTES, FIXED32):
@@ -121,6 +123,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
     while True:
         byte = message[at]
         value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
+        at = at + 1
+        shift = shift + 7
         if byte < 128:
             return value, at

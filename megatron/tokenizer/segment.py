@@ -96,7 +96,9 @@ def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
 
     margin: the maximum difference of the scores.
     """
-    trans, start, never = hmm.trans_P, hmm.start_P, hmm.MIN_FLOAT
+    trans = hmm.trans_P
+    start = hmm.start_P
+    never = hmm.MIN_FLOAT
     single, begin, end = (hmm.emit_P[state] for state in "SBE")
     first = {c: single[c] - begin[c] for c in single.keys() & begin.keys()}
     second = {c: single[c] - end[c] for c in single.keys() & end.keys()}
@@ -118,7 +120,8 @@ class _RjiebaSegmenter:
     def __init__(self, jieba: Any) -> None:
         import rjieba
 
-        self._jieba, self._cut_han = jieba, rjieba.cut
+        self._jieba = jieba
+        self._cut_han = rjieba.cut
         self._cut_doubtful = lru_cache(maxsize=1 << 14)(lambda block: SEPARATOR.join(jieba.cut(block)))
         self._frequency = jieba.dt.FREQ
         mixed = [word for word, count in self._frequency.items() if count and len(word) > 1 and _ASCII.search(word)]

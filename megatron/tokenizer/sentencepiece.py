@@ -54,7 +54,8 @@ class SentencePieceTokenizer(Tokenizer):
     name = "sentencepiece"
 
     def __init__(self, model_file: str) -> None:
-        self._sp, self._file = open_model(model_file), model_file
+        self._sp = open_model(model_file)
+        self._file = model_file
         self.vocab_size = self._sp.vocab_size()
         content = Path(model_file).read_bytes()
         self.facts = read_facts(content, model_file)

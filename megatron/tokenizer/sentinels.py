@@ -19,10 +19,15 @@ class SentinelTokenizer(Tokenizer):
     """
 
     def __init__(self, tokenizer: Tokenizer, count: int, convention: str) -> None:
-        self.base, self.count, self.convention = tokenizer, count, convention
-        self.name, self.fingerprint, self.eod = tokenizer.name, tokenizer.fingerprint, tokenizer.eod
+        self.base = tokenizer
+        self.count = count
+        self.convention = convention
+        self.name = tokenizer.name
+        self.fingerprint = tokenizer.fingerprint
+        self.eod = tokenizer.eod
         self._prefix = "extra_id_" if convention == "t5" else "s_"
-        size, own = tokenizer.vocab_size, own_sentinels(tokenizer, convention)
+        size = tokenizer.vocab_size
+        own = own_sentinels(tokenizer, convention)
         self.pad = tokenizer.specials.get("<pad>", size)
         size = max(size, self.pad + 1)
         if own and len(own) < count:

@@ -69,7 +69,8 @@ def is_held(path: Path) -> bool | None:
 def is_local(path: Path) -> bool:
     """Return True if only this machine can mount the file system of `path`."""
     there = path.resolve()
-    kind, longest = "", -1
+    kind = ""
+    longest = -1
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -78,7 +79,8 @@ def is_local(path: Path) -> bool:
         before, _, after = line.partition(" - ")
         mount = Path(before.split()[4].encode().decode("unicode_escape"))  # mountinfo escapes a space as \040
         if (mount == there or mount in there.parents) and len(mount.parts) >= longest:
-            kind, longest = after.split()[0], len(mount.parts)
+            kind = after.split()[0]
+            longest = len(mount.parts)
     return kind in LOCAL
 
 

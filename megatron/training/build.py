@@ -198,7 +198,8 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
             f"the model is a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
             f"build it with topology=mpu.get_topology(); for --pipe-parallel-size 0, build a plain module"
         )
-    ranks, topology = mpu.get_mesh().model.size, cast(Any, model).topology if pipeline else None
+    ranks = mpu.get_mesh().model.size
+    topology = cast(Any, model).topology if pipeline else None
     if topology and max(topology().get_dim("model"), 1) != ranks:
         raise ValueError(
             f"the model is a PipelineModule whose topology does not match --model-parallel-size {ranks}: build it "

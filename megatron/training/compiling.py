@@ -35,7 +35,8 @@ def compile_layers(model: Any, config: Config, zero_stage: int = 0) -> None:
     Without --compile and --no-compile, a line of the log says whether layers are compiled on CUDA.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    asked, on_cuda = config.train.compile, device.current().type == "cuda"
+    asked = config.train.compile
+    on_cuda = device.current().type == "cuda"
     if not (layers and (on_cuda if asked is None else asked)):
         return
     reason = reason_against(layers, config, zero_stage)
@@ -74,7 +75,8 @@ def reason_against(layers: Sequence[nn.Module], config: Config, zero_stage: int)
 
 def _drawbacks(layers: Sequence[nn.Module], config: Config) -> Iterator[str]:
     """Yield what makes compiled layers slower or larger than eager ones on CUDA; --compile compiles them anyway."""
-    m, window = config.model, config.model.sliding_window
+    m = config.model
+    window = config.model.sliding_window
     documents = config.objective != "lm" or config.data.reset_attention_mask
     contexts = config.parallel.context_parallel_size > 1
     masked = documents or contexts or (window is not None and window < config.data.seq_length)

@@ -68,5 +68,6 @@ class CorpusLosses:
             return []
         steps, *sums = torch.stack([torch.as_tensor(self._steps), *self._sums.values()]).tolist()
         found = rows_of(dict(zip(self._sums, sums, strict=True)), self._names, "train", iteration, steps)
-        self._sums, self._steps = {}, 0.0
+        self._sums = {}
+        self._steps = 0.0
         return found

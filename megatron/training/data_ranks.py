@@ -51,7 +51,8 @@ def lengths_of(dataset: Any) -> Lengths | None:
     A T5 data set has an attribute `plan` with these numbers.
     """
     plan = getattr(dataset, "plan", None)
-    encoder, decoder = getattr(plan, "encoder", None), getattr(plan, "decoder", None)
+    encoder = getattr(plan, "encoder", None)
+    decoder = getattr(plan, "decoder", None)
     return Lengths(encoder, decoder) if isinstance(encoder, int) and isinstance(decoder, int) else None
 
 
@@ -124,7 +125,8 @@ def read(
     """
     if not reads():
         return None
-    t, share = config.train, mpu.get_mesh().share
+    t = config.train
+    share = mpu.get_mesh().share
     sampler = ConsecutiveSampler(t.batch_size, gas or t.gas, *share, consumed_samples, skips)
     remote = any(map(is_url, _corpora(config)))
     return iter(build_loader(dataset, sampler, config.data.num_workers, read_ahead=remote))

@@ -129,7 +129,8 @@ class PipeEngine:
     """
 
     def __init__(self, engine: Any, timers: Timers, breakdown: bool) -> None:
-        self.deepspeed, self.timers = engine, timers
+        self.deepspeed = engine
+        self.timers = timers
         self.gas: int = engine.micro_batches
         engine.progress.breakdown = breakdown
 
@@ -161,7 +162,8 @@ class PipeEngine:
     def busy(self, timed: Mapping[str, float]) -> float:
         """Return how many seconds this stage worked since the last call of `busy`; always 0 on accelerators."""
         progress = self.deepspeed.progress
-        seconds, progress.busy = progress.busy, 0.0
+        seconds = progress.busy
+        progress.busy = 0.0
         return float(seconds)
 
     def times(self) -> dict[str, float]:
@@ -195,8 +197,12 @@ class NoPipeEngine:
         batch_fn: Callable[[dict[str, Tensor] | None], Any],
         timers: Timers,
     ) -> None:
-        self.deepspeed, self.gas, self.timers = engine, gas, timers
-        self.loss, self.count_targets, self.batch_fn = task.checked_loss, task.count_targets, batch_fn
+        self.deepspeed = engine
+        self.gas = gas
+        self.timers = timers
+        self.loss = task.checked_loss
+        self.count_targets = task.count_targets
+        self.batch_fn = batch_fn
         self.data = mpu.get_mesh().data
         # Without ZeRO, this class clips gradients itself. DeepSpeed does not report the gradient norm by which it
         # clips. With several model-parallel ranks, this norm also differs from the norm of mpu.clip_grad_norm.

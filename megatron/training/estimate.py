@@ -45,7 +45,8 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
     ranks = ranks_here(world) if device.type == "cpu" else 1
     if ranks is None:
         return lines
-    weights, total = ranks * sum(each.weights for each in found) / len(found), ranks * most.total
+    weights = ranks * sum(each.weights for each in found) / len(found)
+    total = ranks * most.total
     here = f"{ranks} ranks on this machine" if ranks > 1 else "this rank"
     if device.type == "cpu" and weights > room:
         raise ValueError(

@@ -51,8 +51,11 @@ class RankScorer(LogLikelihoods):
     """
 
     def __init__(self, run: Run) -> None:
-        self.tokenizer, self.longest = run.tokenizer, run.config.data.seq_length
-        self._engine, self._device, self._rows = run.engine, run.device, run.config.train.batch_size
+        self.tokenizer = run.tokenizer
+        self.longest = run.config.data.seq_length
+        self._engine = run.engine
+        self._device = run.device
+        self._rows = run.config.train.batch_size
         self._loss: TokenLoss = run.engine.deepspeed.module.loss_fn
 
     def score(self, requests: Sequence[Request]) -> list[Scored]:
@@ -184,7 +187,8 @@ class TaskEvaluations(Hook):
     """Hook that evaluates on --eval-tasks every --eval-tasks-interval iterations, except after the last iteration."""
 
     def __init__(self, run: Run, log: TrainingLog) -> None:
-        self._run, self._log = run, log
+        self._run = run
+        self._log = log
         given = run.config.train.eval_tasks_interval
         self._interval = run.config.checkpoint.save_interval if given is None else given
 

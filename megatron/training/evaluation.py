@@ -89,7 +89,8 @@ class Evaluations(Hook):
     """Hook that evaluates on validation data every --eval-interval iterations, except after the last iteration."""
 
     def __init__(self, run: Run, log: TrainingLog) -> None:
-        self._run, self._log = run, log
+        self._run = run
+        self._log = log
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
         t = self._run.config.train

@@ -135,7 +135,8 @@ def local_tasks(path: Path) -> list[str]:
 @contextmanager
 def _same_random_state() -> Iterator[None]:
     """Restore the global random generators at the end of the `with` block, because lm-eval seeds them."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     try:
         with torch.random.fork_rng():
             yield

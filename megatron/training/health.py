@@ -84,8 +84,12 @@ class Health:
     def __init__(
         self, state: TrainState, most: int, scale: float | None = None, least_scale: float | None = None
     ) -> None:
-        self._most, self._scale, self._least = most, scale, least_scale
-        self._good, self._streak, self._starts = replace(state), 0, least_scale is not None
+        self._most = most
+        self._scale = scale
+        self._least = least_scale
+        self._good = replace(state)
+        self._streak = 0
+        self._starts = least_scale is not None
         self._unread: list[tuple[Step, SampleRange, TrainState]] = []
         self._before: deque[float] = deque(maxlen=REMEMBERED)
         self.fault: Fault | None = None
@@ -117,7 +121,8 @@ class Health:
 
     def read(self) -> Interval:
         """Return a summary of the steps added since the last call, and set `fault` if the run cannot continue."""
-        unread, self._unread = self._unread, []
+        unread = self._unread
+        self._unread = []
         values = [value for step, _, _ in unread for value in (step.loss, step.grad_norm)]
         tensors = [value.double() for value in values if isinstance(value, Tensor)]
         known = iter(torch.stack(tensors).tolist() if tensors else [])

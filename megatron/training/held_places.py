@@ -24,7 +24,8 @@ class HeldPlaces(Hook):
     """Hook that asks the run to stop as soon as it has lost a lock. Only rank 0 holds locks."""
 
     def __init__(self, run: Run, signals: StopSignals) -> None:
-        self._run, self._signals = run, signals
+        self._run = run
+        self._signals = signals
         self._lost: LostPlace | None = None
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:

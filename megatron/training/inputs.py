@@ -32,7 +32,8 @@ def refuse_missing(task: Task, config: Config) -> None:
     if os.environ.get("RANK", "0") == "0":
         problems += [*_corpora(task, config)]
         problems += [*_unwritable(config)]
-    load, json = config.checkpoint.load, config.train.deepspeed_config
+    load = config.checkpoint.load
+    json = config.train.deepspeed_config
     # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, this folder does not exist.
     own = (config.checkpoint.save, config.log.run_dir)
     if load is not None and load not in own:

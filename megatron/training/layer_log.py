@@ -38,7 +38,8 @@ class LayerLog(Hook):
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._engine = run, run.engine.deepspeed
+        self._run = run
+        self._engine = run.engine.deepspeed
         self._model = self._engine.module
         parameters = list(global_parameters(self._model))
         built = [name for name, _ in self._model.named_layers()] if hasattr(self._model, "named_layers") else []

@@ -45,14 +45,18 @@ class TrainingLog(Hook):
 
     def restart(self) -> None:
         """Restart the time measurement, so that it does not include an evaluation or a save."""
-        self.begin, self.timed, self.timed_samples = time.perf_counter(), 0, 0
+        self.begin = time.perf_counter()
+        self.timed = 0
+        self.timed_samples = 0
         self.run.engine.busy(self.run.timers.take())
         self.run.engine.times()
 
     def forget(self) -> None:
         """Reset the statistics for the next log line."""
         self.losses: list[float] = []
-        self.grad_norm, self.skipped, self.left_out = math.nan, 0, 0
+        self.grad_norm = math.nan
+        self.skipped = 0
+        self.left_out = 0
         self.loss_scale: float | None = None
         self.spikes: list[dict[str, Any]] = []
         self.guarded: list[dict[str, Any]] = []
@@ -60,7 +64,8 @@ class TrainingLog(Hook):
 
     def before_step(self, iteration: int) -> None:
         first = self.run.state.consumed_samples
-        before, self.batch = self.batch, self.run.global_batch
+        before = self.batch
+        self.batch = self.run.global_batch
         if self.batch != before:
             print_rank_0(
                 f"iteration {iteration} (from sample {first} on): the global batch changes from {before} to "
@@ -122,7 +127,8 @@ class TrainingLog(Hook):
 
     def report(self) -> None:
         """Print a log line and write a row of metrics.jsonl. A collective that waits for the device."""
-        run, config = self.run, self.run.config
+        run = self.run
+        config = self.run.config
         self.check()
         device_module.synchronize(run.device)
         elapsed = time.perf_counter() - self.begin

@@ -38,7 +38,8 @@ def train(run: Run) -> None:
     iteration), and calls `after_step` of all hooks. Hooks are called in the order of the list `hooks`. The last hook,
     `Saves`, decides whether the run stops early.
     """
-    state, config = run.state, run.config
+    state = run.state
+    config = run.config
     last = config.train.train_iters
     if state.iteration >= last:
         raised = "--train-samples" if config.train.train_samples else "--train-iters"
@@ -53,7 +54,8 @@ def train(run: Run) -> None:
     garbage = Garbage(config.train.manual_gc_interval)
     signals = StopSignals(config.checkpoint.exit_duration_in_mins, run.device)
     places = HeldPlaces(run, signals)
-    saves, tasks = Saves(run, log, signals, places), TaskEvaluations(run, log)
+    saves = Saves(run, log, signals, places)
+    tasks = TaskEvaluations(run, log)
     recording = recorded(config, run.run_dir, run.engine.deepspeed, state.iteration)
     with recording as recorder, bar, garbage, signals, saves:
         hooks: list[Hook] = [places, Recording(recorder, log), FirstStep(run), garbage, ReplicaChecks(run)]
@@ -88,7 +90,8 @@ class ReplicaChecks(Hook):
     """
 
     def __init__(self, run: Run) -> None:
-        self._engine, self._interval = run.engine.deepspeed, run.config.train.check_replicas
+        self._engine = run.engine.deepspeed
+        self._interval = run.config.train.check_replicas
         self._steps = 0
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
@@ -100,7 +103,8 @@ class ReplicaChecks(Hook):
 
 def _advance(run: Run) -> SampleRange:
     """Count the current iteration, even a skipped one, in the training state; return its number and samples."""
-    state, count = run.state, run.global_batch
+    state = run.state
+    count = run.global_batch
     state.iteration += 1
     guard = run.engine.deepspeed.spike_guard
     state.recent = tuple(guard.recent) if guard else ()
@@ -117,9 +121,11 @@ def _skips(run: Run) -> Callable[[int], bool] | None:
 
     The argument of the function is the number of the iteration's first sample.
     """
-    t, batches = run.config.train, run.batches
+    t = run.config.train
+    batches = run.batches
     skips = Skips(parse_ranges(t.skip_iterations or ()), parse_ranges(t.skip_samples or ()))
-    iteration, consumed = run.state.iteration, run.state.consumed_samples
+    iteration = run.state.iteration
+    consumed = run.state.consumed_samples
     if not skips.iterations and not skips.samples:
         return None
 

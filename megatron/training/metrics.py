@@ -28,7 +28,8 @@ class Timer:
     """
 
     def __init__(self, name: str, device: torch.device | None) -> None:
-        self.name, self._device = name, device
+        self.name = name
+        self._device = device
         self._begun: float | torch.Event | None = None
         self._mark: trace.Mark | None = None
         self.reset()
@@ -52,7 +53,8 @@ class Timer:
             raise RuntimeError(f"the timer {self.name!r} is not running: call start() before stop()")
         self._marks.append((self._begun, self._now()))
         trace.end(self._mark, self.name)
-        self._begun, self.used = None, True
+        self._begun = None
+        self.used = True
         if self._device is None:
             self._add_up()
 
@@ -81,7 +83,8 @@ class Timer:
     def reset(self) -> None:
         """Discard the measured time and stop the timer."""
         self._begun = None
-        self._spent, self.used = 0.0, False
+        self._spent = 0.0
+        self.used = False
         self._marks: list[tuple[float | torch.Event, float | torch.Event]] = []
 
     def __enter__(self) -> None:

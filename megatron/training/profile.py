@@ -39,8 +39,11 @@ class Profile:
     """
 
     def __init__(self, device: torch.device, folder: Path, about: dict[str, Any], first: int, last: int) -> None:
-        self._device, self._folder, self._about = device, folder, about
-        self._first, self._last = first, last
+        self._device = device
+        self._folder = folder
+        self._about = about
+        self._first = first
+        self._last = last
         self._profiler: profile | None = None
         self._tracer: trace.Tracer | None = None
         self.done = False
@@ -94,7 +97,8 @@ class Profile:
                 self._profiler.export_chrome_trace(str(there))
         except (OSError, RuntimeError, MemoryError) as error:
             print(f"warning: the profile {path} cannot be written: {error}", flush=True)
-        self._profiler, self._tracer = None, None
+        self._profiler = None
+        self._tracer = None
         dist.barrier()
         if is_rank_0() and dist.get_world_size() <= MOST_MERGED:
             try:

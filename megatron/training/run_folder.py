@@ -31,7 +31,8 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
 
     The checkpoint folder has its own lock because the --save of another run may name it.
     """
-    override, found = config.log.override_lock, list[RunLock]()
+    override = config.log.override_lock
+    found = list[RunLock]()
     try:
         found.append(RunLock(run_dir, override))
         folder = save_dir_of(config, run_dir)

@@ -22,7 +22,10 @@ class Saves(Hook):
     """
 
     def __init__(self, run: Run, log: TrainingLog, signals: StopSignals, places: HeldPlaces) -> None:
-        self._run, self._log, self._signals, self._places = run, log, signals, places
+        self._run = run
+        self._log = log
+        self._signals = signals
+        self._places = places
         # _saved: iteration of the newest saved state. _began: iteration in which its save began; after skipped steps,
         # it is later than _saved.
         self._saved = self._began = run.state.iteration
@@ -44,7 +47,8 @@ class Saves(Hook):
             print_rank_0(f"note: {failure}")
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
-        saver, c = self._run.saver, self._run.config.checkpoint
+        saver = self._run.saver
+        c = self._run.config.checkpoint
         asked, written = self._signals.agree(saver.pending and not saver.busy)
         self.stop = asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, c.exit_interval or 0)
         # `agree` returns what the ranks reported at its previous call. So in the iteration after a save began,
@@ -60,7 +64,8 @@ class Saves(Hook):
 
         If all iterations are done, save the final state unless it is already saved.
         """
-        run, c = self._run, self._run.config
+        run = self._run
+        c = self._run.config
         if run.saver.pending:
             self._finish()
         unsaved = run.state.iteration >= c.train.train_iters and run.state.iteration != self._saved
@@ -78,7 +83,8 @@ class Saves(Hook):
 
         must: True for the last save of a run: log unreported iterations before the save, and raise if the save fails.
         """
-        run, log = self._run, self._log
+        run = self._run
+        log = self._log
         lost = self._places.find_lost()
         if lost and not lost.free:
             raise RunError(lost.words)

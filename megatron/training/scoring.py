@@ -116,9 +116,11 @@ def read_cloze(path: str, tokenizer: Tokenizer, longest: int) -> list[Request]:
         where = f"{path}, line {number}"
         try:
             record = json.loads(line)
-            context, target = record["context"], record["target"]
+            context = record["context"]
+            target = record["target"]
             # Encode context and target together, as in a corpus. A token with parts of both belongs to the target.
-            known, whole = tokenizer.encode(context), tokenizer.encode(context + target)
+            known = tokenizer.encode(context)
+            whole = tokenizer.encode(context + target)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ValueError(f'{where}: the line must have the form {{"context": "...", "target": "..."}}') from None
         targets = len(whole) - boundary(known, whole)

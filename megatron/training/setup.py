@@ -106,7 +106,8 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
 
 def _saver(config: Config, save_dir: str, engine: Any, fingerprint: str, run_dir: Path) -> RetryingSaver:
     """Return the saver of the run's checkpoints. fingerprint: SHA-256 of the tokenizer."""
-    background, staging = config.checkpoint.async_save, run_dir / "upload"
+    background = config.checkpoint.async_save
+    staging = run_dir / "upload"
     saver = Saver(save_dir, engine, config, fingerprint, background, staging)
     return RetryingSaver(saver, config.checkpoint.max_failed_saves)
 

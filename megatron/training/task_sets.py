@@ -43,8 +43,10 @@ def _read(word: str, config: Config, tokenizer: Tokenizer) -> TaskSet:
     if path.suffix == ".jsonl":
         requests = read_cloze(file, tokenizer, config.data.seq_length)
         return TaskSet(word, name or path.stem, requests[: config.train.eval_tasks_limit])
-    tasks, folders = [word], []
+    tasks = [word]
+    folders = []
     if path.exists():
-        tasks, folders = local_tasks(path), [str(path if path.is_dir() else path.parent)]
+        tasks = local_tasks(path)
+        folders = [str(path if path.is_dir() else path.parent)]
     task_manager(tasks, folders, flag)
     return TaskSet(word, tasks=tasks, folders=folders)

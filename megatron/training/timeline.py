@@ -24,7 +24,8 @@ MOST_MERGED = 64
 
 def about(config: Config, engine: Any) -> dict[str, Any]:
     """Return metadata for this rank's timeline, such as its stage and the pipeline schedule."""
-    mesh, p = mpu.get_mesh(), config.parallel
+    mesh = mpu.get_mesh()
+    p = config.parallel
     rank = dist.get_rank()
     found: dict[str, Any] = {"rank": rank, "ranks": dist.get_world_size(), "stage": mesh.pipe.rank, "stages": p.stages}
     found |= {"replica": mesh.data.rank, "model": mesh.model.rank, "pipeline": p.pipe_parallel_size > 0}
@@ -49,7 +50,8 @@ class Recording(Hook):
     """Hook that calls the recorder of --trace or --profile before each iteration."""
 
     def __init__(self, recorder: Recorder | None, log: TrainingLog) -> None:
-        self._recorder, self._log = recorder, log
+        self._recorder = recorder
+        self._log = log
 
     def before_step(self, iteration: int) -> None:
         if self._recorder and self._recorder.iteration(iteration):

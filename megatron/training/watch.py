@@ -22,7 +22,9 @@ class StepWatch:
 
     def __init__(self, seconds: float, device: torch.device) -> None:
         self.watchdog = Watchdog(seconds, self._describe, "run", device)
-        self._step, self._micro, self._part = 0, 0, "training"
+        self._step = 0
+        self._micro = 0
+        self._part = "training"
 
     @contextmanager
     def step(self, part: str) -> Iterator[None]:
@@ -31,7 +33,8 @@ class StepWatch:
         part: `training` or `evaluation`.
         """
         self._step += part == "training"
-        self._part, self._micro = part, 0
+        self._part = part
+        self._micro = 0
         self._mark()
         try:
             yield

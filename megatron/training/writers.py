@@ -192,7 +192,8 @@ class MLflow:
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer MLflow requires it for file stores
             mlflow.set_tracking_uri((run_dir.resolve() / "mlflow").as_uri())
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-        self._mlflow, path = mlflow, run_dir / "mlflow_run"
+        self._mlflow = mlflow
+        path = run_dir / "mlflow_run"
         known = path.read_text(encoding="utf-8").strip() if iteration and path.is_file() else None
         run = mlflow.start_run(run_id=known, run_name=None if known else run_dir.resolve().name)
         if known is None:

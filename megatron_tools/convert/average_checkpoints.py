@@ -101,7 +101,8 @@ def _mean(readers: Sequence[CheckpointReader], parts: Sequence[float], key: str)
 
 def entries_of(readers: Sequence[CheckpointReader], parts: Sequence[float]) -> list[Entry]:
     """Return the tensors to write: the average of each weight, and the buffers of the last checkpoint."""
-    last, found = readers[-1], []
+    last = readers[-1]
+    found = []
     for key, entry in last.tensors.items():
         dtype = last.read(key, entry["dim"], 0, 0).dtype
         if key.startswith(f"{WEIGHT}."):

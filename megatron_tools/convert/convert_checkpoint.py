@@ -190,7 +190,8 @@ def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
         print(f"note: {note}")
     generation_beside(theirs.path / "config.json")  # raises an error now if the file is malformed
     settings, fingerprint = _their_tokenizer(theirs, args.vocab_file)
-    config, entries = with_values(theirs.config, settings), [_entry(match, theirs.tensors) for match in theirs.matches]
+    config = with_values(theirs.config, settings)
+    entries = [_entry(match, theirs.tensors) for match in theirs.matches]
     routers = [match.ours.removesuffix(".weight") for match in theirs.matches if match.ours.endswith(".router.weight")]
     for name in routers:
         entries += router_buffers(name, config.model.num_experts or 0)
@@ -266,7 +267,8 @@ def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     theirs = RankFiles(Path(args.from_megatron), args.checkpoint_version, args.num_layers)
     settings = settings_of(theirs, args.num_attention_heads)
     refuse_absurd_sizes(settings, map(theirs.shape, theirs.names()), Path(args.from_megatron))
-    rows, fingerprint = settings["vocab_size"], ""
+    rows = settings["vocab_size"]
+    fingerprint = ""
     print(
         f"the rows of query, key and value are assumed to be ordered as in checkpoint version {theirs.version:g} "
         f"({theirs.version_source})"

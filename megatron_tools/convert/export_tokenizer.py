@@ -46,7 +46,8 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
     """
     if config.is_t5:
         return Chat(None, None)
-    own, notes = own_template(vocab_file), _skipped_templates(vocab_file)
+    own = own_template(vocab_file)
+    notes = _skipped_templates(vocab_file)
     if config.objective != "sft":
         return Chat(own, None, tuple(notes))
     data = config.data
@@ -59,7 +60,9 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
             "eos_token_id contains no end-of-turn token"
         )
         return Chat(own, None, tuple(notes))
-    source, date, end = str(abouts[0]["chat_template"]), abouts[0].get("chat_date"), None
+    source = str(abouts[0]["chat_template"])
+    date = abouts[0].get("chat_date")
+    end = None
     if any(about["chat_template"] != source for about in abouts):
         notes.append("the corpora of this run have different chat templates; that of the first corpus is exported")
     if date:
@@ -97,7 +100,8 @@ def write_tokenizer(
     instead, which makes AutoTokenizer fail with an error.
     """
     base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
-    source, theirs = file_of(vocab_file), to_hf_tokenizer(base)
+    source = file_of(vocab_file)
+    theirs = to_hf_tokenizer(base)
     if theirs is not None:
         positions = config.positions if config.model.position_embedding == "learned" else None
         described = tokenizer_settings(base, source, positions)

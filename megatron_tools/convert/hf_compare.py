@@ -119,7 +119,8 @@ def _logits(config: Config, weight: Callable[[str], Tensor], tokens: Tensor) -> 
 
 
 def _refuse_difference(found: Tensor, expected: Tensor, where: Path) -> None:
-    worst, spread = float((found - expected).abs().max()), float(expected.max() - expected.min())
+    worst = float((found - expected).abs().max())
+    spread = float(expected.max() - expected.min())
     compared = f"{found.shape[0]} x {found.shape[1]} tokens"
     print(f"largest logit difference: {worst:.1e} (range of the logits: {spread:.1e}; {compared})")
     if not worst <= 1e-5 * spread:

@@ -89,7 +89,8 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     kind = content.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"{where}: model_type is {kind!r}; only {', '.join(FAMILIES)} can be converted")
-    family, named = FAMILIES[kind], content.get("architectures") or []
+    family = FAMILIES[kind]
+    named = content.get("architectures") or []
     if not isinstance(named, list):
         raise ValueError(f"{where}: architectures must be a list of names, not {named!r}")
     for name in named:
@@ -178,7 +179,8 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
     The key feed_forward_proj gives it in the form X or gated-X; is_gated_act and dense_act_fn override this key.
     """
     project = values["feed_forward_proj"]
-    gated, name = project.startswith("gated-"), project.removeprefix("gated-")
+    gated = project.startswith("gated-")
+    name = project.removeprefix("gated-")
     name = "gelu_new" if project == "gated-gelu" else name  # T5 v1.1 writes gated-gelu but means GELU with tanh
     gated = gated if values["is_gated_act"] is None else values["is_gated_act"]
     key = "feed_forward_proj" if values["dense_act_fn"] is None else "dense_act_fn"

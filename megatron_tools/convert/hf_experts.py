@@ -32,7 +32,8 @@ def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[dict[str, A
 
     Raises ValueError for settings that this project does not support.
     """
-    kind, chosen = values["model_type"], values["num_experts_per_tok"]
+    kind = values["model_type"]
+    chosen = values["num_experts_per_tok"]
     found: dict[str, Any] = {
         "num_experts": values["num_local_experts" if kind == "mixtral" else "num_experts"],
         "experts_per_token": chosen,
@@ -48,14 +49,16 @@ def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[dict[str, A
     if not all(pattern):
         found["moe_layer_frequency"] = tuple(str(int(each)) for each in pattern)
     if kind == "qwen2_moe":
-        shared, width = values["shared_expert_intermediate_size"], values["moe_intermediate_size"]
+        shared = values["shared_expert_intermediate_size"]
+        width = values["moe_intermediate_size"]
         if width < 1 or shared < 1 or shared % width:
             raise ValueError(
                 f"{where}: shared_expert_intermediate_size is {shared}; it must be a multiple of moe_intermediate_size "
                 f"{width}, because in this project shared experts have the width of the other experts"
             )
         found |= {"num_shared_experts": shared // width, "shared_expert_gate": True}
-    factor, notes = values["router_aux_loss_coef"] * chosen / sum(pattern), []
+    factor = values["router_aux_loss_coef"] * chosen / sum(pattern)
+    notes = []
     if factor and not values["output_router_logits"]:
         notes.append(
             f"output_router_logits is false, so transformers would train without router_aux_loss_coef; settings.json "
@@ -66,7 +69,8 @@ def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[dict[str, A
 
 def _pattern(values: Mapping[str, Any], where: Path) -> list[bool]:
     """Return for each layer whether it has experts. Raises ValueError if none has."""
-    layers, step = range(values["num_hidden_layers"]), values.get("decoder_sparse_step", 1)
+    layers = range(values["num_hidden_layers"])
+    step = values.get("decoder_sparse_step", 1)
     if step < 1:
         raise ValueError(f"{where}: decoder_sparse_step is {step}; it must be at least 1")
     dense = values.get("mlp_only_layers") or []

@@ -235,7 +235,8 @@ class Folder:
     """
 
     def __init__(self, path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> None:
-        self.path, where = path, path / "config.json"
+        self.path = path
+        where = path / "config.json"
         if not where.is_file():
             raise ValueError(f"{where} does not exist: {path} is not a Hugging Face model")
         self.given = read_object(where)

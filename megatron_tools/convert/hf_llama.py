@@ -100,7 +100,8 @@ def _biases(values: Mapping[str, Any], where: Path) -> tuple[bool, bool]:
     """Return (bias in all linear layers, bias in the query, key and value projection)."""
     if values["model_type"] in ("qwen2", "qwen2_moe"):
         return False, values.get("qkv_bias", True)
-    attention, mlp = values.get("attention_bias", False), values.get("mlp_bias", False)
+    attention = values.get("attention_bias", False)
+    mlp = values.get("mlp_bias", False)
     if attention != mlp:
         other = "" if values["model_type"].startswith("qwen3") else f" and mlp_bias {mlp}"
         raise ValueError(
@@ -117,10 +118,12 @@ def _window(values: Mapping[str, Any], where: Path) -> int | None:
     """
     if "sliding_window" not in values:
         return None
-    layers, window = values["num_hidden_layers"], values["sliding_window"]
+    layers = values["num_hidden_layers"]
+    window = values["sliding_window"]
     if not values.get("use_sliding_window", True):
         window = None
-    types, kind = values.get("layer_types"), values["model_type"]
+    types = values.get("layer_types")
+    kind = values["model_type"]
     if types is None:
         full = 0 if kind == "qwen3_moe" else values.get("max_window_layers", 0)  # Qwen3-MoE's class does not read it
         if full is None and window is not None:

@@ -94,7 +94,8 @@ def _factor(m: ModelConfig, name: str) -> float:
 
     The factor of the logits is that of the norm before them, because the embedding may be tied to the output matrix.
     """
-    at, last = name.rsplit(".", 2)[-2], name.startswith(("final_norm.", "decoder.final_norm."))
+    at = name.rsplit(".", 2)[-2]
+    last = name.startswith(("final_norm.", "decoder.final_norm."))
     if last:
         return m.logits_scale / (m.hidden_size**-0.5 if m.scale_tied_logits else 1.0)
     if at in ("dense", "dense_4h_to_h"):
@@ -127,7 +128,8 @@ def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
     yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield Match("position_embedding.weight", ("transformer.wpe.weight",))
     for i in range(m.num_layers):
-        at, its = f"layers.{i}", f"transformer.h.{i}"
+        at = f"layers.{i}"
+        its = f"transformer.h.{i}"
         for kind in ("weight", "bias"):
             yield Match(f"{at}.input_layernorm.{kind}", (f"{its}.ln_1.{kind}",))
             yield Match(f"{at}.post_attention_layernorm.{kind}", (f"{its}.ln_2.{kind}",))
@@ -151,7 +153,8 @@ def llama_matches(m: ModelConfig) -> Iterator[Match]:
     """Yield one Match for each parameter of a Llama, Qwen, Mistral or Mixtral."""
     yield Match("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     for i in range(m.num_layers):
-        at, its = f"layers.{i}", f"model.layers.{i}"
+        at = f"layers.{i}"
+        its = f"model.layers.{i}"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield Match(f"{at}.{norm}.weight", (f"{its}.{norm}.weight",))
         for kind in ("weight", "bias") if m.has_qkv_bias else ("weight",):
@@ -210,7 +213,9 @@ def t5_matches(m: ModelConfig) -> Iterator[Match]:
 
 
 def _t5_block(m: ModelConfig, stack: str, i: int) -> Iterator[Match]:
-    at, its, heads = f"{stack}.layers.{i}", f"{stack}.block.{i}.layer", m.num_attention_heads
+    at = f"{stack}.layers.{i}"
+    its = f"{stack}.block.{i}.layer"
+    heads = m.num_attention_heads
     norms = ["input_layernorm", *(["cross_layernorm"] if stack == "decoder" else []), "post_attention_layernorm"]
     for j, norm in enumerate(norms):
         yield Match(f"{at}.{norm}.weight", (f"{its}.{j}.layer_norm.weight",))

@@ -72,7 +72,8 @@ def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any
 
     Raises ValueError if both keys are set but differ, or if rope_parameters gives layers different settings.
     """
-    old, new = values["rope_scaling"] or {}, values["rope_parameters"] or {}
+    old = values["rope_scaling"] or {}
+    new = values["rope_parameters"] or {}
     if any(isinstance(value, dict) for value in new.values()):
         raise ValueError(f"{where}: rope_parameters differ between layers; such models cannot be converted")
     # With both keys, transformers 5 ignores rope_parameters and other programs ignore rope_scaling, so both must agree.
@@ -98,7 +99,8 @@ def _usual_theta(values: Mapping[str, Any]) -> float:
 
 
 def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: Path) -> float:
-    inside, outside = rope.get("rope_theta"), values["rope_theta"]
+    inside = rope.get("rope_theta")
+    outside = values["rope_theta"]
     if None not in (inside, outside) and inside != outside:
         raise ValueError(f"{where}: rope_theta is {outside}, but in {at} it is {inside}")
     found = next((value for value in (inside, outside) if value is not None), _usual_theta(values))

@@ -40,7 +40,9 @@ def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
 
 
 def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
-    sp, specials, facts = tokenizer._sp, tokenizer.specials, tokenizer.facts
+    sp = tokenizer._sp
+    specials = tokenizer.specials
+    facts = tokenizer.facts
     if facts.algorithm not in ("bpe", "unigram") or facts.of_type(UNUSED):
         return None
     if any(sp.normalize(text) != text.replace(" ", MARK) for text in _PROBES):
@@ -115,7 +117,8 @@ def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
 
 
 def _is_like_t5(tokenizer: SentencePieceTokenizer) -> bool:
-    sp, facts = tokenizer._sp, tokenizer.facts
+    sp = tokenizer._sp
+    facts = tokenizer.facts
     return (
         (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)
         and (sp.pad_id(), sp.eos_id(), sp.unk_id()) == (0, 1, 2)

@@ -30,7 +30,8 @@ def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
     heads: number of attention heads, needed if the checkpoint does not record this number. Raises ValueError if this
     project does not support the model.
     """
-    args, where = theirs.settings, theirs.folder
+    args = theirs.settings
+    where = theirs.folder
     for name, allowed in MUST.items():
         if name in args and args[name] not in (*allowed, None):
             raise ValueError(f"{where}: {name} is {args[name]!r}; this project supports only {allowed[0]!r}")
@@ -105,7 +106,8 @@ def check_complete(theirs: RankFiles, config: Config) -> None:
                 f"{theirs.folder} {'lacks' if name in wanted else 'contains'} {name}, unlike a GPT with the settings "
                 f"of this checkpoint"
             )
-        found, padded = tuple(theirs.shape(name)), "word_embeddings" in name
+        found = tuple(theirs.shape(name))
+        padded = "word_embeddings" in name
         if found[1:] != wanted[name][1:] or found[:1] != wanted[name][:1] and not (padded and found > wanted[name]):
             raise ValueError(
                 f"{theirs.folder}: {name} has shape {list(found)}, but the other tensors imply {list(wanted[name])}"

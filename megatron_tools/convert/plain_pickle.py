@@ -92,12 +92,14 @@ def load_plain(path: Path) -> Mapping[str, Any]:
 
 def _reason_of_rejection(path: Path) -> str:
     """Return why torch's `weights_only` rejects a pickle. Reads the pickle's opcodes without executing them."""
-    protocol, names = 0, list[str]()
+    protocol = 0
+    names = list[str]()
     with contextlib.suppress(Exception):  # damaged bytes raise errors of any class
         file = io.BytesIO(_pickled(path))
         while True:  # torch before 1.6 wrote several pickles, then raw data; an error at the raw data ends the loop
             newest, more = _globals_of(file)
-            protocol, names = max(protocol, newest), names + more
+            protocol = max(protocol, newest)
+            names = names + more
     strange = [name for name in names if not name.startswith(_OF_TENSORS)]
     if strange:
         return f"requests {strange[0]}"
@@ -118,7 +120,9 @@ def _pickled(path: Path) -> bytes:
 
 def _globals_of(file: BinaryIO) -> tuple[int, list[str]]:
     """Return a pickle's protocol and the names that it imports, in order."""
-    protocol, names, texts = 0, list[str](), list[str]()
+    protocol = 0
+    names = list[str]()
+    texts = list[str]()
     memo: dict[int, str] = {}
     for opcode, argument, _ in pickletools.genops(file):
         if opcode.name == "PROTO":

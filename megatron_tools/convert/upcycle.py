@@ -60,12 +60,14 @@ def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[Entry
     for key, entry in reader.tensors.items():
         if not key.startswith((f"{WEIGHT}.", f"{BUFFER}.")):
             continue
-        dtype, match = reader.read(key, entry["dim"], 0, 0).dtype, MLP.fullmatch(key)
+        dtype = reader.read(key, entry["dim"], 0, 0).dtype
+        match = MLP.fullmatch(key)
         names = [key]
         if match and config.model.has_experts(int(match[2])):
             names = [f"{WEIGHT}.{match[1]}.experts.{e}.{match[3]}" for e in range(experts)]
             if match[3] == "dense_h_to_4h.weight":
-                name, shape = f"{match[1]}.router", (experts, config.model.hidden_size)
+                name = f"{match[1]}.router"
+                shape = (experts, config.model.hidden_size)
                 yield Entry(f"{WEIGHT}.{name}.weight", shape, torch.float32, partial(_router_weight, config, name))
                 yield from router_buffers(name, experts)
         for name in names:

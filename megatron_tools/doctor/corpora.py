@@ -67,7 +67,8 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
         yield failed("data", str(error), "copy this file again, or preprocess the text again")
         return
     if tokenizer is not None and about is not None:
-        theirs, remedy = about.get("fingerprint"), "pass the tokenizer of the corpus, or preprocess the text again"
+        theirs = about.get("fingerprint")
+        remedy = "pass the tokenizer of the corpus, or preprocess the text again"
         if theirs != tokenizer.fingerprint:
             yield failed(
                 "tokenizer of the data",
@@ -116,7 +117,8 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Iterator[Finding
 
     if not config.data.data_path or config.objective not in ("lm", "prefix-lm"):
         return
-    needed, counts = config.data.seq_length + 1, dict[str, int]()
+    needed = config.data.seq_length + 1
+    counts = dict[str, int]()
     shares = parse_split(config.data.split)
     for part, share, documents in zip(PARTS, shares, split_documents(shares, dataset.num_documents), strict=True):
         if share:

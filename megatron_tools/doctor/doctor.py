@@ -38,7 +38,8 @@ class Examination:
     """
 
     def __init__(self, args: argparse.Namespace, flags: Sequence[str]) -> None:
-        self.args, self.flags = args, [*flags]
+        self.args = args
+        self.flags = [*flags]
         self.run_dir = Path(args.run_dir) if args.run_dir else None
         self.hosts: list[network.Host] = []
         self.config: Config | None = None

@@ -35,7 +35,8 @@ def version_key(text: str) -> tuple[int, ...]:
 
 def python() -> Iterator[Finding]:
     """Check the version of the interpreter."""
-    found, oldest = ".".join(map(str, sys.version_info[:3])), ".".join(map(str, OLDEST_PYTHON))
+    found = ".".join(map(str, sys.version_info[:3]))
+    oldest = ".".join(map(str, OLDEST_PYTHON))
     if sys.version_info[:2] < OLDEST_PYTHON:
         yield failed("Python", f"is {found}", f"use {oldest} or newer")
     else:
@@ -121,7 +122,8 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
 
     ours: folder of this project's package.
     """
-    others, first = [], True
+    others = []
+    first = True
     for entry in paths:
         there = Path(entry or ".", "megatron")
         if not there.is_dir():
@@ -166,10 +168,8 @@ def compiler(wanted: bool) -> Iterator[Finding]:
 
 def threads(ranks_here: int, on_cpu: bool) -> Iterator[Finding]:
     """Check that the ranks on this machine together have no more threads than it has cores."""
-    cores, each = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        os.environ.get("OMP_NUM_THREADS"),
-    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    each = os.environ.get("OMP_NUM_THREADS")
     if each is not None and not (each.isdecimal() and int(each)):
         yield failed(
             "threads",
@@ -206,7 +206,8 @@ def shared_memory(workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
     if free >= SHARED_MEMORY:
         yield ok("shared memory", f"{free / 1e9:.1f} GB free")
         return
-    words, remedy = f"{folder} has {free / 1e6:.0f} MB free", "start the container with --shm-size=8g or --ipc=host"
+    words = f"{folder} has {free / 1e6:.0f} MB free"
+    remedy = "start the container with --shm-size=8g or --ipc=host"
     if workers:
         words = f"{words}, but --num-workers {workers} pass samples through it"
         yield failed("shared memory", words, f"{remedy}, or set --num-workers 0")

@@ -13,7 +13,8 @@ def checkpoint_bytes(config: Config) -> float:
     from megatron.training.memory.per_rank import moments_of
     from megatron.training.memory.sizes import Count, count_layers, layers_of
 
-    count, p = count_layers(layers_of(config), config), config.parallel
+    count = count_layers(layers_of(config), config)
+    p = config.parallel
     hidden = (count.hidden + count.expert_matrices * (p.expert_parallel_size - 1)) * p.model_parallel_size
     whole = Count(count.whole, count.whole, hidden=hidden)
     return 4.0 * (count.whole + moments_of(whole, config))

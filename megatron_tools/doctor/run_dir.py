@@ -105,7 +105,8 @@ def checkpoint(
     from megatron.checkpointing.reader import CheckpointReader
     from megatron.training.run_folder import save_dir_of
 
-    save_dir, load = save_dir_of(config, run_dir), config.checkpoint.load
+    save_dir = save_dir_of(config, run_dir)
+    load = config.checkpoint.load
     path = None
     try:
         path = latest_checkpoint(save_dir)
@@ -147,7 +148,8 @@ def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
     from megatron.checkpointing.reader import plain_config
     from megatron.optim import settled
 
-    saved, seen = plain_config(reader), reader.state["consumed_samples"]
+    saved = plain_config(reader)
+    seen = reader.state["consumed_samples"]
     if wanted.same_data and wanted.position and seen:
         for name, there, here in (
             ("seed", saved.train.seed, config.train.seed),

@@ -102,7 +102,8 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
         return
     stages = rank_memory(settled.config, settled.resolved, ranks, device_bytes is not None, stages_of(settled.config))
     kinds = asdict(max(stages, key=lambda stage: stage.total))
-    needed, free = sum(kinds.values()), device_bytes
+    needed = sum(kinds.values())
+    free = device_bytes
     there = "the device has" if device_bytes is not None else f"{ranks_here} such ranks share"
     if device_bytes is None:
         machine = memory.machine_bytes()

@@ -149,7 +149,8 @@ def expert_bytes(x: Shapes, layer: Layer) -> float:
 
     A micro-batch needs two all-to-alls in its forward pass, and two in its backward pass.
     """
-    m, ranks = x.config.model, x.config.parallel.expert_parallel_size
+    m = x.config.model
+    ranks = x.config.parallel.expert_parallel_size
     rows = x.of_layer(layer) * m.experts_per_token if layer.routes else 0
     return rows * m.hidden_size * x.width * (ranks - 1) / ranks
 
@@ -172,7 +173,9 @@ def _inner_bytes(x: Shapes, layer: Layer) -> float:
 
 def _touched(x: Shapes, layer: Layer, e: Efficiency) -> float:
     """Return the bytes that the forward pass of a transformer layer reads and writes, apart from matmuls."""
-    m, tokens, batch = x.config.model, x.of_layer(layer), x.config.train.batch_size
+    m = x.config.model
+    tokens = x.of_layer(layer)
+    batch = x.config.train.batch_size
     found = e.hidden_passes * x.hidden(tokens) + e.inner_passes * _inner_bytes(x, layer)
     if layer.routes:
         # Rows are sorted by expert, and their outputs back, with a read and a write each. The ranks of the experts sort
@@ -193,7 +196,9 @@ def _width_factor(x: Shapes, e: Efficiency) -> float:
 
 def layer_flops(x: Shapes, layer: Layer) -> tuple[float, float]:
     """Return (matmul FLOPs, attention FLOPs) of a rank's forward pass of a micro-batch through `layer`."""
-    c, b, m = x.config, x.config.train.batch_size, x.config.model
+    c = x.config
+    b = x.config.train.batch_size
+    m = x.config.model
     encoder, decoder = lengths(c)
     split = x.ranks * c.parallel.context_parallel_size
     if not layer.repeated:
@@ -201,7 +206,8 @@ def layer_flops(x: Shapes, layer: Layer) -> tuple[float, float]:
         return (
             2.0 * tokens * m.hidden_size * padded_vocabulary(c, x.ranks) / x.ranks if layer.name == "head" else 0.0
         ), 0.0
-    inner, s = m.num_attention_heads * m.head_size, decoder if layer.cls.__name__ == "DecoderBlock" else encoder
+    inner = m.num_attention_heads * m.head_size
+    s = decoder if layer.cls.__name__ == "DecoderBlock" else encoder
     scores = 2 * s * s * inner + (2 * s * encoder * inner if layer.cls.__name__ == "DecoderBlock" else 0)
     return 2.0 * b * (layer.work - scores) / split, 2.0 * b * scores / split
 
@@ -210,15 +216,19 @@ def stage_seconds(
     stage: Stage, x: Shapes, resolved: Resolved, cluster: Cluster, replicas: int, e: Efficiency
 ) -> tuple[Seconds, float, float]:
     """Return (seconds, model FLOPs, FLOPs with recomputation) of a rank's passes of one micro-batch through `stage`."""
-    m, p = x.config.model, x.config.parallel
-    peak, hbm = cluster.peak(resolved.precision), cluster.memory_bandwidth * 1e9 * e.memory
+    m = x.config.model
+    p = x.config.parallel
+    peak = cluster.peak(resolved.precision)
+    hbm = cluster.memory_bandwidth * 1e9 * e.memory
     again = bool(x.config.recomputed_layers)
     matmuls = attention = memory = tensor = context = experts = model = done = 0.0
-    link, group = cluster.link(x.ranks, 1), cluster.link(p.expert_parallel_size, x.ranks)
+    link = cluster.link(x.ranks, 1)
+    group = cluster.link(p.expert_parallel_size, x.ranks)
     for layer in stage.layers:
         dense, scores = layer_flops(x, layer)
         repeats = 4 if again and layer.repeated else 3
-        model, done = model + 3 * (dense + scores), done + repeats * (dense + scores)
+        model = model + 3 * (dense + scores)
+        done = done + repeats * (dense + scores)
         matmuls += repeats * dense / (peak * e.matmul * _width_factor(x, e))
         tokens = x.of_layer(layer)
         if layer.repeated:
@@ -233,7 +243,8 @@ def stage_seconds(
                     / x.ranks
                 )
                 extra = qkv if "qkv" in m.recompute_modules else 0.0
-                done, matmuls = done + extra, matmuls + extra / (peak * e.matmul * _width_factor(x, e))
+                done = done + extra
+                matmuls = matmuls + extra / (peak * e.matmul * _width_factor(x, e))
                 memory += len(m.recompute_modules) * 2 * (x.hidden(tokens) + _inner_bytes(x, layer) / 3) / hbm
             attention += (repeats + more) * scores / (peak * (e.attention if not e.score_passes else e.matmul / 2))
             memory += repeats * _touched(x, layer, e) / hbm
@@ -272,7 +283,8 @@ def cost_of(
     config: Config, resolved: Resolved, world: int, cluster: Cluster, stages: Sequence[Stage], e: Efficiency = DEFAULT
 ) -> Cost:
     """Return the cost of one step. Raises ValueError if the cluster's file gives no peak for the run's dtype."""
-    p, x = config.parallel, Shapes(config, resolved.precision, cluster.accelerated)
+    p = config.parallel
+    x = Shapes(config, resolved.precision, cluster.accelerated)
     replicas = p.data_parallel_size(world) * p.context_parallel_size
     found = [stage_seconds(stage, x, resolved, cluster, replicas, e) for stage in stages]
     units = pipeline_units(
@@ -287,7 +299,8 @@ def cost_of(
     )
     hidden = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
     if resolved.zero_stage >= 2:  # DeepSpeed's ZeRO 2 and 3 reduce gradients after every micro-batch.
-        sums, hidden = sums * config.train.gas, hidden * config.train.gas
+        sums = sums * config.train.gas
+        hidden = hidden * config.train.gas
     stepped = (share * 28 + held * 2 * x.width) / (cluster.memory_bandwidth * 1e9 * e.memory)
     samples = config.train_batch_size(world)
     step = units * slowest + sums - hidden + stepped + e.step_seconds

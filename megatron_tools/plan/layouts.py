@@ -122,7 +122,9 @@ class Wanted:
 
 
 def _choices(wanted: Wanted) -> dict[str, list[Any]]:
-    c, n, cluster = wanted.config, wanted.devices, wanted.cluster
+    c = wanted.config
+    n = wanted.devices
+    cluster = wanted.cluster
     divisors = [d for d in range(1, n + 1) if n % d == 0]
     layers = c.model.num_layers + (c.model.decoder_layers if c.is_t5 else 0)
     mixed = c.train.dtype in ("bf16", "fp16")
@@ -147,7 +149,8 @@ def _choices(wanted: Wanted) -> dict[str, list[Any]]:
 
 def candidates(wanted: Wanted) -> Iterator[Config]:
     """Yield the settings of every valid layout that the search considers."""
-    choices, c = _choices(wanted), wanted.config
+    choices = _choices(wanted)
+    c = wanted.config
     for tp, pp, chunks, zero, ep, (whole, modules) in product(*choices.values()):
         cell = tp * max(pp, 1) * c.parallel.context_parallel_size
         replicas = wanted.devices // cell
@@ -221,7 +224,8 @@ def _explain_too_large(wanted: Wanted, leanest: Layout) -> str:
 
     leanest: the layout that needs the least memory.
     """
-    need, there = leanest.worst.total / 1e9, USABLE * wanted.cluster.memory
+    need = leanest.worst.total / 1e9
+    there = USABLE * wanted.cluster.memory
     return (
         f"{in_words(parameters(wanted.config))} parameters do not fit on {wanted.devices} devices of "
         f"{wanted.cluster.name}: the leanest layout ({leanest.name}, ZeRO {leanest.resolved.zero_stage}) needs "
@@ -249,7 +253,8 @@ def _explain_no_layout(wanted: Wanted) -> str:
 
     If the user's own settings already raise an error, that error's message is returned.
     """
-    c, replicas = wanted.config, wanted.devices
+    c = wanted.config
+    replicas = wanted.devices
     values: Mapping[str, Any] = {} if "zero_stage" in wanted.fixed else {"zero_stage": None}
     try:
         replicas = c.parallel.data_parallel_size(wanted.devices)

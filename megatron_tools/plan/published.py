@@ -91,7 +91,8 @@ def config_of(row: Row) -> Config:
 
 def compare(row: Row) -> Compared:
     """Predict the speed of a published run with the constants `THEN` and compare it with the published speed."""
-    config, cluster = config_of(row), load_cluster(row.cluster)
+    config = config_of(row)
+    cluster = load_cluster(row.cluster)
     cost = cost_of(config, resolve(config, row.devices, True), row.devices, cluster, stages_of(config), THEN)
     published = row.tflops
     if published is None:

@@ -65,7 +65,9 @@ def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
     ]
     rows = []
     for at, layout in enumerate(layouts, 1):
-        p, cost, worst = layout.config.parallel, layout.cost, layout.worst
+        p = layout.config.parallel
+        cost = layout.cost
+        worst = layout.worst
         assert cost is not None
         train = layout.config.train
         row = [
@@ -97,9 +99,12 @@ def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
 
 def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterator[str]:
     """Yield lines that show how the memory and time of a layout are computed."""
-    config, cost, x = layout.config, layout.cost, shapes_of(layout, cluster)
+    config = layout.config
+    cost = layout.cost
+    x = shapes_of(layout, cluster)
     assert cost is not None
-    p, t = config.parallel, config.train
+    p = config.parallel
+    t = config.train
     replicas = p.data_parallel_size(layout.devices)
     context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
     batch = config.train_batch_size(layout.devices)
@@ -156,8 +161,10 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
 
 def _reductions(layout: Layout, cost: Cost) -> Iterator[str]:
     """Yield lines about the reduction of gradients, and about the distribution of experts if the model has any."""
-    p, count = layout.config.parallel, layout.config.model.num_experts
-    copies, ranks = p.data_parallel_size(layout.devices) * p.context_parallel_size, p.expert_parallel_size
+    p = layout.config.parallel
+    count = layout.config.model.num_experts
+    copies = p.data_parallel_size(layout.devices) * p.context_parallel_size
+    ranks = p.expert_parallel_size
     yield (
         f"gradient all-reduce over {copies} ranks: {cost.gradient_bytes / 1e6:,.1f} MB, "
         f"{cost.gradients * 1e3:.3g} ms not overlapped; optimizer {cost.optimizer * 1e3:.3g} ms"

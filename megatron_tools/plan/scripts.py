@@ -94,15 +94,15 @@ def _script(layout: Layout, cluster: Cluster) -> str:
             f'--nproc-per-node {per_node} --master-addr "${{MASTER_ADDR:?the address of node 0}}" '
             f'--master-port "${{MASTER_PORT:-29500}}"'
         )
-    family, in_checkout = layout.config.model.family, (CHECKOUT / "tools/launch.py").is_file()
+    family = layout.config.model.family
+    in_checkout = (CHECKOUT / "tools/launch.py").is_file()
     start = f'"$PYTHON" "$ROOT/tools/launch.py" {launch} "$ROOT/pretrain_{family}.py"'
-    home, size = (
-        f"\nROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}\nPYTHON=${{PYTHON:-python}}",
-        layout.config.model.vocab_size,
-    )
+    home = f"\nROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}\nPYTHON=${{PYTHON:-python}}"
+    size = layout.config.model.vocab_size
     # If this project is installed as a package, its commands are on PATH, and there is no sample corpus.
     if not in_checkout:
-        home, start = "", f"megatron-launch {launch} -m pretrain_{family}"
+        home = ""
+        start = f"megatron-launch {launch} -m pretrain_{family}"
     return f"""#!/usr/bin/env bash
 # Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}.
 # Flags given to this script are passed to the run.

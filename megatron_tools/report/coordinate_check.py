@@ -83,7 +83,8 @@ def sizes_of(config: Config, steps: int) -> Sizes:
         group["lr"] = config.optim.lr * group["lr_factor"]
     dice = torch.Generator().manual_seed(config.train.seed)
     text = torch.randint(config.model.vocab_size or 0, (BATCH, config.data.seq_length + 1), generator=dice)
-    tokens, labels = text[:, :-1], text[:, 1:]
+    tokens = text[:, :-1]
+    labels = text[:, 1:]
     inputs = (tokens, tokens) if config.is_t5 else (tokens,)
     seen: defaultdict[str, list[Tensor]] = defaultdict(list)
     parts = set[nn.Module]()
@@ -130,7 +131,8 @@ def check(base: Config, widths: Sequence[int], grow: str, steps: int, seeds: int
 def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
     """Return the exponent of the width with which the sizes grow, by least squares: 0 if they are flat."""
     x, y = ([math.log(value) for value in values] for values in (widths, sizes))
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    mean_x = sum(x) / len(x)
+    mean_y = sum(y) / len(y)
     dot = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
     return dot / sum((a - mean_x) ** 2 for a in x)
 

@@ -28,7 +28,8 @@ def as_text(spans: list[Span], stages: int, unit: float) -> str:
     wide = 4 if chunked else 3
     rows = [""] * stages
     for span in sorted(spans, key=lambda s: s.begin):
-        at, until = round(span.begin / unit), round(span.end / unit)
+        at = round(span.begin / unit)
+        until = round(span.end / unit)
         kind = f"{span.kind}{'abcdefgh'[span.chunk]}" if chunked else span.kind
         label = f"{kind}{span.micro}".ljust(wide * (until - at) - 1, "-") + " "
         rows[span.stage] = rows[span.stage].ljust(wide * at) + label

@@ -49,7 +49,8 @@ def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
     rows: title of a timetable -> its passes. unit: `ms` or `""`. With `ms`, the times of the passes are seconds, and
     the figure shows milliseconds. With `""`, the times have no unit.
     """
-    scale, per_row = (WIDTH - LEFT - 10) / end_of(rows), stages * HEIGHT + HEAD
+    scale = (WIDTH - LEFT - 10) / end_of(rows)
+    per_row = stages * HEIGHT + HEAD
     tall = per_row * len(rows) + AXIS + 20
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{tall}" '
@@ -61,7 +62,8 @@ def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
         parts.append(f'<text x="4" y="{top - 8}" font-weight="bold">{words}</text>')
         parts += [f'<text x="4" y="{top + s * HEIGHT + 22}">stage {s}</text>' for s in range(stages)]
         parts += [_bar(span, scale, top + span.stage * HEIGHT + 4) for span in spans]
-    y, factor = per_row * len(rows) + 6, 1e3 if unit == "ms" else 1.0
+    y = per_row * len(rows) + 6
+    factor = 1e3 if unit == "ms" else 1.0
     for tick in ticks(end_of(rows) * factor):
         x = LEFT + tick / factor * scale
         parts.append(
@@ -79,7 +81,8 @@ def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
 
 
 def _bar(span: Span, scale: float, y: int) -> str:
-    x, w = LEFT + span.begin * scale, (span.end - span.begin) * scale
+    x = LEFT + span.begin * scale
+    w = (span.end - span.begin) * scale
     number = f'<text x="{x + w / 2:.1f}" y="{y + 17}" text-anchor="middle">{span.micro}</text>' if w > 9 else ""
     colour = COLOURS[span.kind][span.chunk % 2]
     return f'<rect x="{x:.1f}" y="{y}" width="{max(w - 1, 0.5):.1f}" height="26" rx="3" fill="{colour}"/>{number}'
@@ -101,7 +104,8 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str = "") -> None
     for axes, (words, spans) in zip(all_axes[:, 0], rows.items(), strict=True):
         axes.set_title(words, loc="left", fontsize=10, fontweight="bold")
         for span in spans:
-            begin, took = span.begin * factor, (span.end - span.begin) * factor
+            begin = span.begin * factor
+            took = (span.end - span.begin) * factor
             axes.barh(
                 span.stage,
                 took,

@@ -11,7 +11,8 @@ Facts = list[tuple[str, str]]
 
 def results(run: RunRead) -> Facts:
     """Return the run's losses and speed as (name, value) pairs."""
-    train, valid = run.part("train"), run.part("valid")
+    train = run.part("train")
+    valid = run.part("valid")
     facts = [("iterations", str(run.iteration))]
     if train:
         speeds = sorted(row["tokens_per_second"] for row in train)
@@ -42,7 +43,8 @@ def results(run: RunRead) -> Facts:
 
 def machine(run: RunRead, parameters: int | None) -> Facts:
     """Return the model's size, the parallel layout and the use of memory and compute as (name, value) pairs."""
-    p, train = run.config.parallel, run.part("train")
+    p = run.config.parallel
+    train = run.part("train")
     facts = []
     if parameters is not None:
         facts.append(("parameters", f"{parameters / 1e6:,.2f} million"))
@@ -67,7 +69,8 @@ def layout(run: RunRead) -> str:
 
     The number of replicas (data) is the number of samples in an iteration, divided by --batch-size and --gas.
     """
-    p, t = run.config.parallel, run.config.train
+    p = run.config.parallel
+    t = run.config.train
     words = [f"pipe {p.pipe_parallel_size}"] if p.pipe_parallel_size else ["no pipeline"]
     if run.global_batch:
         words.append(f"data {max(run.global_batch // (t.batch_size * t.gas), 1)}")

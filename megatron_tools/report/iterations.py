@@ -55,7 +55,8 @@ def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
     """
     if rank.about["pipeline"]:
         return list(rank.named(iteration, ["pass"]))
-    found, seen = [], Counter[str]()
+    found = []
+    seen = Counter[str]()
     for e in rank.named(iteration, ["part"]):
         if e["name"] in ("forward", "backward"):
             found.append({**e, "name": e["name"].title(), "args": {"micro": seen[e["name"]], "chunk": 0}})
@@ -64,7 +65,8 @@ def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
 
 
 def _iteration(number: int, steps: dict[int, dict[str, Any]], stages: dict[int, RankTrace]) -> Iteration:
-    begin, end = min(e["ts"] for e in steps.values()), max(e["ts"] + e["dur"] for e in steps.values())
+    begin = min(e["ts"] for e in steps.values())
+    end = max(e["ts"] + e["dur"] for e in steps.values())
     passes = [
         (stage, e)
         for stage, rank in stages.items()

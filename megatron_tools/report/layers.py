@@ -41,7 +41,8 @@ def values_of(run: RunRead) -> list[LayerValues]:
     """Return the values of each metric that the run logged by layer."""
     rows = [row for row in run.part("train") if row.get("layers")]
     names = list(dict.fromkeys(name for row in rows for name in row["layers"]))
-    iterations, found = [row["iteration"] for row in rows], []
+    iterations = [row["iteration"] for row in rows]
+    found = []
     for metric in TITLES:
         lines = {name: [row["layers"].get(name, {}).get(metric) for row in rows] for name in names}
         lines = {name: values for name, values in lines.items() if any(value is not None for value in values)}
@@ -73,8 +74,10 @@ def heat_map(values: LayerValues) -> str:
     columns = range(0, len(values.iterations), step)
     shown = {name: [_height(values.metric, of[at]) for at in columns] for name, of in values.layers.items()}
     known = [each for of in shown.values() for each in of if each is not None]
-    low, span = min(known, default=0.0), max(max(known, default=0.0) - min(known, default=0.0), 1e-12)
-    wide, tall = (WIDTH - LEFT) / len(columns), HEIGHT * len(shown) + 22
+    low = min(known, default=0.0)
+    span = max(max(known, default=0.0) - min(known, default=0.0), 1e-12)
+    wide = (WIDTH - LEFT) / len(columns)
+    tall = HEIGHT * len(shown) + 22
     parts = [f'<svg viewBox="0 0 {WIDTH} {tall}" width="{WIDTH}" role="img" font-size="11">']
     for row, (name, heights) in enumerate(shown.items()):
         y = row * HEIGHT
@@ -87,7 +90,8 @@ def heat_map(values: LayerValues) -> str:
                 f'<rect x="{LEFT + column * wide:.1f}" y="{y}" width="{wide + 0.3:.1f}" height="{HEIGHT - 1}" '
                 f'fill="{_colour((height - low) / span)}"><title>{html.escape(words)}</title></rect>'
             )
-    first, last = values.iterations[0], values.iterations[columns[-1]]
+    first = values.iterations[0]
+    last = values.iterations[columns[-1]]
     axis = HEIGHT * len(shown) + 14
     parts.append(f'<text x="{LEFT}" y="{axis}" fill="currentColor">{values.axis} {first:,}</text>')
     parts.append(f'<text x="{WIDTH}" y="{axis}" fill="currentColor" text-anchor="end">{last:,}</text></svg>')

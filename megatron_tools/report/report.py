@@ -85,7 +85,8 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: S
     ):
         chosen = [row for row in rows if row.get("split") == split and key in row]
         if chosen:
-            x, y = [row["iteration"] for row in chosen], [row[key] for row in chosen]
+            x = [row["iteration"] for row in chosen]
+            y = [row[key] for row in chosen]
             thin = "/" in split and marker is None
             axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=0.8 if thin else 1.8, label=label)
     for at in stages:

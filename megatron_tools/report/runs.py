@@ -114,7 +114,8 @@ class RunRead:
         """
         at: dict[str, list[float]] = {"iteration": [0.0], "tokens": [0.0], "hours": [0.0]}
         for row in self.part("train"):
-            tokens, speed = float(row["consumed_tokens"]), row.get("tokens_per_second")
+            tokens = float(row["consumed_tokens"])
+            speed = row.get("tokens_per_second")
             spent = (tokens - at["tokens"][-1]) / speed / 3600 if speed else 0.0
             for name, value in (
                 ("iteration", row["iteration"]),
@@ -130,7 +131,8 @@ class RunRead:
 
 def tokens_at(axes: Mapping[str, Sequence[float]], iteration: float) -> float:
     """Return the number of training tokens up to `iteration`, interpolated from `axes`, the result of RunRead.axes."""
-    x, y = axes["iteration"], axes["tokens"]
+    x = axes["iteration"]
+    y = axes["tokens"]
     i = min(max(bisect_left(x, iteration), 1), len(x) - 1)
     if len(x) == 1 or x[i] == x[i - 1]:
         return y[-1]

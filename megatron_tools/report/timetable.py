@@ -70,7 +70,8 @@ def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
 
     Each pass takes the median time of the passes in `spans` that have the same kind, stage and chunk.
     """
-    stages, chunks = int(about["stages"]), int(about["chunks"])
+    stages = int(about["stages"])
+    chunks = int(about["chunks"])
     chunks = chunks if stages > 1 else 1
     plan = plan_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))
 
@@ -98,7 +99,8 @@ def as_svg(table: Timetable) -> str:
 
     The page's CSS classes define the colours.
     """
-    rows, stages = table.rows(), table.stages
+    rows = table.rows()
+    stages = table.stages
     scale = (WIDTH - LEFT - 4) / max(span.end for spans in rows.values() for span in spans)
     tall = stages * HEIGHT + 32
     parts = [f'<svg class="timetable" viewBox="0 0 {WIDTH} {tall * len(rows)}" width="{WIDTH}" role="img">']
@@ -111,7 +113,8 @@ def as_svg(table: Timetable) -> str:
 
 
 def _bar(span: Span, scale: float, y: int) -> str:
-    x, w = LEFT + span.begin * scale, (span.end - span.begin) * scale
+    x = LEFT + span.begin * scale
+    w = (span.end - span.begin) * scale
     what = {"F": "forward", "B": "backward", "W": "weight gradients"}[span.kind]
     words = f"stage {span.stage}, micro-batch {span.micro}, {what}: {(span.end - span.begin) * 1e3:.2f} ms"
     number = f'<text class="in" x="{x + w / 2:.1f}" y="{y + 17}">{span.micro}</text>' if w > 14 else ""

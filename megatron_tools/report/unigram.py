@@ -56,7 +56,8 @@ def of_text(config: dict[str, Any]) -> float | None:
     counts = counted(config["data"]["data_path"], config["data"]["split"], config["model"]["vocab_size"])
     if counts is None or not counts[1].sum():
         return None
-    seen, asked = counts[0] + 1, counts[1]
+    seen = counts[0] + 1
+    asked = counts[1]
     return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())
 
 
@@ -91,7 +92,8 @@ def of_targets(config: Config, samples: int) -> OfTargets | None:
     frequencies[text] /= frequencies[text].sum()
     # The probability of sentinels and end tokens is their frequency in the targets of training samples. The other
     # tokens share the remaining probability in proportion to their frequency in the training text.
-    shown, asked = labels(train, SHOWN), labels(valid, samples)
+    shown = labels(train, SHOWN)
+    asked = labels(valid, samples)
     marks = (shown + 1)[~text] / (shown.sum() + (~text).sum())
     over_all = np.where(text, frequencies * (1 - marks.sum()), 0.0)
     over_all[~text] = marks

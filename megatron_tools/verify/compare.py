@@ -80,8 +80,10 @@ def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
         return float("inf")
     if not like.numel():
         return 0.0
-    a, b = value.double(), like.double()
-    size, distance = b.square().mean().sqrt().item(), (a - b).square().mean().sqrt().item()
+    a = value.double()
+    b = like.double()
+    size = b.square().mean().sqrt().item()
+    distance = (a - b).square().mean().sqrt().item()
     if distance == 0.0:
         return 0.0
     relative = distance / max(size, floor) if max(size, floor) else float("inf")
@@ -95,7 +97,9 @@ class Comparison:
     """
 
     def __init__(self, one: Records, other: Records, tolerance: float) -> None:
-        self.one, self.other, self.tolerance = one, other, tolerance
+        self.one = one
+        self.other = other
+        self.tolerance = tolerance
 
     def verdict(self, layout: str) -> Verdict:
         """Compare everything that the runs recorded, and return the result. layout: name of the layout of `other`."""
@@ -133,7 +137,8 @@ class Comparison:
         found.loss_differs_at = next((i + 1 for i, error in enumerate(errors) if not error <= self.tolerance), None)
 
     def _compare_initial_values(self, found: Verdict) -> None:
-        one, other = self.one.initial_values(), self.other.initial_values()
+        one = self.one.initial_values()
+        other = self.other.initial_values()
         for name in sorted(one, key=self._when):
             error, words = _worst(one[name][0], other.get(name), "its initial value")
             found.weights[name] = error
@@ -172,7 +177,9 @@ class Comparison:
         found.forward = self._difference(first.name, errors[first], self._words(first, errors[first]))
 
     def _errors_of_outputs(self, found: Verdict) -> dict[Place, float]:
-        other, errors, unlike = self.other.outputs, dict[Place, float](), dict[str, None]()
+        other = self.other.outputs
+        errors = dict[Place, float]()
+        unlike = dict[str, None]()
         divided = any(rank["expert"] > 1 for rank in self.other.ranks)
         if divided:
             found.not_compared.append("outputs inside experts, because expert-parallel ranks exchange their tokens")
@@ -197,7 +204,8 @@ class Comparison:
         return errors
 
     def _words(self, place: Place, error: float) -> str:
-        like, parts = self.one.outputs[place][0], self.other.outputs[place]
+        like = self.one.outputs[place][0]
+        parts = self.other.outputs[place]
         wholes = join_parts(parts, like)
         if wholes is None:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
@@ -217,7 +225,8 @@ class Comparison:
         )
 
     def _compare_gradients(self, found: Verdict) -> None:
-        one, other = self.one.gradients(), self.other.gradients()
+        one = self.one.gradients()
+        other = self.other.gradients()
         total = sum(whole[0].double().square().sum().item() for whole in one.values())
         floor = FLOOR * (total / max(sum(whole[0].numel() for whole in one.values()), 1)) ** 0.5
         errors: dict[str, tuple[float, str]] = {}
@@ -237,9 +246,11 @@ class Comparison:
             )
 
     def _compare_buffers(self, found: Verdict) -> None:
-        one, other = self.one.buffers(), self.other.buffers()
+        one = self.one.buffers()
+        other = self.other.buffers()
         for name in sorted(one, key=self._when):
-            like, copies = one[name][0], other.get(name, [])
+            like = one[name][0]
+            copies = other.get(name, [])
             errors = [error_of(_numbers(copy), _numbers(like)) for copy in copies] or [float("inf")]
             worst = max(errors)
             if worst > self.tolerance:

@@ -62,7 +62,9 @@ class Recorder:
     """
 
     def __init__(self, folder: Path, steps: int, every: bool) -> None:
-        self.folder, self.steps, self.every = folder, steps, every
+        self.folder = folder
+        self.steps = steps
+        self.every = every
         self.losses: list[float] = []
         self.outputs: list[dict[str, Any]] = []
         self.gradients: dict[str, Tensor] = {}
@@ -115,7 +117,8 @@ class Recorder:
             ds._forward = forward
             self.record["scale"] = ds.loss_factor
             return
-        original_loss, numbers = engine.loss, Counter[str]()
+        original_loss = engine.loss
+        numbers = Counter[str]()
 
         def loss(model: Any, batch: Any) -> Tensor:
             numbers["seen"] += 1

@@ -79,7 +79,8 @@ def compared(args: argparse.Namespace) -> bool:
     if args.tolerance is not None and not 0 < args.tolerance < 1:
         raise ValueError(f"--tolerance {args.tolerance} must be between 0 and 1, such as 1e-4")
     refuse_flags_of_layouts(args.flags)
-    one, layouts = read_layout(args.reference), [read_layout(text) for text in args.layouts]
+    one = read_layout(args.reference)
+    layouts = [read_layout(text) for text in args.layouts]
     if one.ranks > 1:
         raise ValueError(
             f"--reference {args.reference!r} needs {one.ranks} ranks, but must need only one; use pp 0 or pp 1"
@@ -88,12 +89,14 @@ def compared(args: argparse.Namespace) -> bool:
     from .compare import TOLERANCE, Comparison, Verdict, as_table
     from .records import Records
 
-    tolerance, source = args.tolerance or TOLERANCE[args.precision], source_hash(args.script)
+    tolerance = args.tolerance or TOLERANCE[args.precision]
+    source = source_hash(args.script)
     with tempfile.TemporaryDirectory() as folder:
         error = start(args, one, micros, Path(folder, "one"))
         if error:
             raise ValueError(f"the reference run in one process failed: {error}")
-        expected, verdicts = Records.read(Path(folder, "one"), micros), list[Verdict]()
+        expected = Records.read(Path(folder, "one"), micros)
+        verdicts = list[Verdict]()
         for number, layout in enumerate(layouts):
             where = Path(folder, str(number))
             error = start(args, layout, micros, where)

@@ -103,7 +103,8 @@ def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
 
     Each document is scored separately, and its end-of-document token is included.
     """
-    score, tokenizer = Score(), subject.tokenizer
+    score = Score()
+    tokenizer = subject.tokenizer
     longest = subject.longest + 1  # the last token of a window is a target, but not an input
     stride = args.stride or max(subject.longest // 2, 1)
     for text in Progress(texts(args.input, args.json_key), desc="scoring", unit=" documents", disable=args.quiet):

@@ -113,7 +113,8 @@ class Reader:
         assert self.marks is not None
         prefix, middle, suffix, inside, spm = self.marks
         tokenizer = self.tokenizer
-        start, tail = list(tokenizer.start), tokenizer.encode_content(asked.suffix, inside=True)
+        start = list(tokenizer.start)
+        tail = tokenizer.encode_content(asked.suffix, inside=True)
         head = tokenizer.encode_names(asked.prefix) if self.names else tokenizer.encode_content(asked.prefix)
         first = [prefix, *start] if inside else [*start, prefix]
         tokens = [*first, *head, suffix, *tail, middle]
@@ -164,5 +165,6 @@ def _written(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> st
     read = question.tokens
     if isinstance(tokenizer, SentinelTokenizer) and read[-1:] == [tokenizer.eod]:  # omit the end token
         read = read[:-1]
-    known, whole = tokenizer.decode(read), tokenizer.decode([*read, *shown])
+    known = tokenizer.decode(read)
+    whole = tokenizer.decode([*read, *shown])
     return whole[len(known) :] if whole.startswith(known) else tokenizer.decode(shown)

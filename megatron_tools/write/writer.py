@@ -51,7 +51,9 @@ class Writer:
 
     def write(self, asked: Sequence[Question], args: argparse.Namespace, on_tokens: OnTokens | None) -> list[list[str]]:
         """Return the generated texts of each prompt. The prompts must have equal length and the same end token."""
-        stepper, end, each = self.stepper([question.tokens for question in asked]), asked[0].end, args.num_samples
+        stepper = self.stepper([question.tokens for question in asked])
+        end = asked[0].end
+        each = args.num_samples
         longest = args.max_new_tokens
         if self.config.is_t5 and self.config.model.position_embedding == "learned":
             longest = min(longest, self.config.positions)
@@ -73,7 +75,8 @@ class Writer:
         p log(p / share), a token's term in the KL divergence: p is its probability, share its frequency in the
         training text. If the training text is unknown, they are ranked by p.
         """
-        stepper, tokenizer = self.stepper([question.tokens]), self.tokenizer
+        stepper = self.stepper([question.tokens])
+        tokenizer = self.tokenizer
         logits = stepper.first(1)
         if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5" and not self.reader.continues_text:
             logits = stepper.next(torch.tensor([tokenizer.sentinels[0]], device=logits.device))

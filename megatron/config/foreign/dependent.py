@@ -19,7 +19,8 @@ def _replicas(config: Config, ranks: int) -> int:
 
 def accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
     """Translate a global batch size of `total` samples to --gas, given --batch-size."""
-    each, replicas = config.train.batch_size, _replicas(config, ranks)
+    each = config.train.batch_size
+    replicas = _replicas(config, ranks)
     if total < 1 or total % (each * replicas):
         return Refused(f"the value must be a multiple of {each * replicas} = --batch-size {each} x {replicas} replicas")
     return Means({"gas": total // (each * replicas)}, f"{total} = --batch-size {each} x {replicas} replicas x --gas")
@@ -76,7 +77,8 @@ def warmup_samples(config: Config, rising: Any, ranks: int) -> Means | Refused:
     config = config.with_batches(ranks)
     if config.lr_decay_samples is not None:
         return _share_of_decay(rising, config.lr_decay_samples, "samples")
-    batches, end = config.batches(ranks), config.lr_decay_iters
+    batches = config.batches(ranks)
+    end = config.lr_decay_iters
     if len(batches.sizes) == 1:
         return _share_of_decay(rising, end * batches.sizes[0], "samples")
     return _share_of_decay(batches.iterations(0, rising), end, "iterations")
@@ -91,7 +93,8 @@ def warmup_tokens(config: Config, rising: Any, ranks: int) -> Means | Refused:
 
 def stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
     """Translate the number of layers of a virtual stage to --pipeline-schedule interleaved --virtual-pipeline-size."""
-    stages, total = config.parallel.stages, config.model.num_layers
+    stages = config.parallel.stages
+    total = config.model.num_layers
     if layers < 1 or total % (stages * layers) or total == stages * layers:
         return Refused(
             f"--num-layers {total} must be a multiple of --pipe-parallel-size {stages} x {layers} layers, and larger "

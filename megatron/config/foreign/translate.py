@@ -26,7 +26,8 @@ class _Keep(argparse.Action):
         self.theirs = theirs
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        kept, row = getattr(namespace, self.dest, {}), FLAGS[self.theirs]
+        kept = getattr(namespace, self.dest, {})
+        row = FLAGS[self.theirs]
         if row.takes in (None, object):
             value = True if values is None else SAID.get(values.lower(), values)
             if row.takes is None and not isinstance(value, bool):

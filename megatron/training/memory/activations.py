@@ -74,13 +74,17 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
     causal_bias: True if a relative-position bias is added to the scores.
     again: True if queries, keys and values are recomputed in the backward pass.
     """
-    m, t, e = x.config.model, x.ranks, x.width
-    inner, groups = m.num_attention_heads * m.head_size / t, max(m.key_value_heads / t, 1) * m.head_size
+    m = x.config.model
+    t = x.ranks
+    e = x.width
+    inner = m.num_attention_heads * m.head_size / t
+    groups = max(m.key_value_heads / t, 1) * m.head_size
     if queries != keys or length != seen:
         groups = inner
     kept = 0.0 if again else (queries * inner + 2 * keys * groups) * e
     kept += queries * inner * e  # output of attention, which is the input of the output projection
-    heads, b = m.num_attention_heads / t, x.config.train.batch_size
+    heads = m.num_attention_heads / t
+    b = x.config.train.batch_size
     scores = b * heads * length * seen
     if m.checkpoint_attention:
         return kept
@@ -94,10 +98,13 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
 
 def transformer_kept(x: Shapes, layer: Layer) -> float:
     """Return the bytes that a transformer layer without full recomputation keeps for the backward pass."""
-    m, e, tokens = x.config.model, x.width, x.of_layer(layer)
+    m = x.config.model
+    e = x.width
+    tokens = x.of_layer(layer)
     first, second = lengths(x.config)
     length = tokens // x.config.train.batch_size
-    norm_again, qkv_again = "norm" in m.recompute_modules, "qkv" in m.recompute_modules
+    norm_again = "norm" in m.recompute_modules
+    qkv_again = "qkv" in m.recompute_modules
     state = x.hidden(tokens)
     statistics = tokens / x.shared * 4 * (1 if m.normalization == "rmsnorm" else 2)
     sub_layers = 3 if layer.cls.__name__ == "DecoderBlock" else 2
@@ -124,8 +131,12 @@ def _mixture_kept(x: Shapes, tokens: int) -> float:
     The router keeps its input, scores, and numbers and weights of the experts. Each of a token's experts has a row of
     input, of inner activations and of output. The orders of rows are kept as int64.
     """
-    m, e, k = x.config.model, x.width, x.config.model.experts_per_token
-    wide, rows, h = max(e, 4), tokens * k, m.hidden_size
+    m = x.config.model
+    e = x.width
+    k = x.config.model.experts_per_token
+    wide = max(e, 4)
+    rows = tokens * k
+    h = m.hidden_size
     state = x.hidden(tokens)
     # fp32 and fp64 inputs are those of the router, shared experts and norm alike.
     kept = 0.0 if "norm" in m.recompute_modules and wide == e else state / e * wide
@@ -147,9 +158,11 @@ def inner_working(x: Shapes, layer: Layer) -> float:
 
     A grouped matmul of experts, in bf16 on CUDA, also needs a copy of all experts' weights and their gradient.
     """
-    m, tokens = x.config.model, x.of_layer(layer)
+    m = x.config.model
+    tokens = x.of_layer(layer)
     if layer.routes:
-        rows, copies = tokens * m.experts_per_token, 0.0
+        rows = tokens * m.experts_per_token
+        copies = 0.0
         looped = m.hidden_bias or "activation" in m.recompute_modules or x.config.parallel.zero_stage == 3
         if x.accelerated and x.precision == "bf16" and not looped:
             here = (m.num_experts or 0) / x.config.parallel.expert_parallel_size / x.ranks
@@ -163,7 +176,9 @@ def other_kept(x: Shapes, layer: Layer) -> float:
 
     Such layers keep input and output of a norm, dropout masks or token ids.
     """
-    m, tokens, name = x.config.model, x.of_layer(layer), layer.cls.__name__
+    m = x.config.model
+    tokens = x.of_layer(layer)
+    name = layer.cls.__name__
     state = x.hidden(tokens)
     if name in ("StackNorm", "DecoderNorm"):
         return 2 * state + tokens * 8 / x.shared
@@ -179,7 +194,9 @@ def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
 
     With full recomputation, only the input of each group of --checkpoint-num-layers transformer layers is kept.
     """
-    n, total, at = x.config.recomputed_layers, 0.0, 0
+    n = x.config.recomputed_layers
+    total = 0.0
+    at = 0
     for layer in layers:
         if not layer.repeated:
             total += other_kept(x, layer)
@@ -205,7 +222,8 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     With --logits-chunk-size, only the logits of one chunk of a micro-batch exist at a time, else those of a whole
     micro-batch. The gradient of the logits overwrites the logits, so it takes no additional memory.
     """
-    m, e = x.config.model, x.width
+    m = x.config.model
+    e = x.width
     tokens = x.tokens[1] if x.config.is_t5 else x.tokens[0]
     rows = padded_vocabulary(x.config, x.ranks) // x.ranks
     chunk = m.logits_chunk_size

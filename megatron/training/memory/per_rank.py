@@ -63,7 +63,8 @@ def moments_of(count: Count, config: Config) -> int:
 
     The average of --ema-decay counts as a moment.
     """
-    kind, average = config.optim.optimizer, count.held if config.optim.ema_decay else 0
+    kind = config.optim.optimizer
+    average = count.held if config.optim.ema_decay else 0
     return average + (count.held if kind == "sgd" else 2 * count.held - (count.hidden if kind == "muon" else 0))
 
 
@@ -81,8 +82,10 @@ def states(count: Count, config: Config, resolved: Resolved, replicas: int) -> t
 
 def _states(count: Count, replicas: int, config: Config, resolved: Resolved) -> tuple[float, float, float]:
     width = WIDTHS[resolved.precision]
-    exact, zero = max(width, 4), resolved.zero_stage
-    numbers, moments = count.held, float(moments_of(count, config) * exact)
+    exact = max(width, 4)
+    zero = resolved.zero_stage
+    numbers = count.held
+    moments = float(moments_of(count, config) * exact)
     share = numbers / replicas
     if zero == 0:
         return numbers * width, numbers * width, moments
@@ -97,7 +100,8 @@ def _states(count: Count, replicas: int, config: Config, resolved: Resolved) -> 
 
 
 def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: int, x: Shapes, flying: int) -> float:
-    numbers, width = stage.count.held, x.width
+    numbers = stage.count.held
+    width = x.width
     found = 0.0
     if resolved.zero_stage >= 2:
         section = resolved.deepspeed["zero_optimization"]
@@ -124,7 +128,8 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
 
     replicas: number of ranks with a copy of the same weights: data-parallel size x context-parallel size.
     """
-    x, p = Shapes(config, resolved.precision, accelerated), config.parallel
+    x = Shapes(config, resolved.precision, accelerated)
+    p = config.parallel
     weights, gradients, optimizer = states(stage.count, config, resolved, replicas)
     layers = stage.layers
     schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size

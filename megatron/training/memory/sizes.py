@@ -77,8 +77,10 @@ def _mlp(m: ModelConfig, ranks: int, width: int) -> list[Count]:
 
 def _mixture(config: Config, ranks: int) -> list[Count]:
     """Return experts, shared experts, router and gate of a layer. Expert-parallel ranks divide the experts."""
-    m, all_experts = config.model, config.model.num_experts or 0
-    expert, here = _sum(_mlp(m, ranks, m.expert_ff_size)), all_experts // config.parallel.expert_parallel_size
+    m = config.model
+    all_experts = config.model.num_experts or 0
+    expert = _sum(_mlp(m, ranks, m.expert_ff_size))
+    here = all_experts // config.parallel.expert_parallel_size
     held = expert.held * here
     matrices = expert.hidden * here
     found = [Count(expert.whole * all_experts, held, expert.largest, matrices, held, matrices)]
@@ -89,7 +91,9 @@ def _mixture(config: Config, ranks: int) -> list[Count]:
 
 def _transformer(config: Config, ranks: int, layer: Layer, cross: bool = False) -> Count:
     m = config.model
-    h, inner, keys = m.hidden_size, m.num_attention_heads * m.head_size, m.key_value_heads * m.head_size
+    h = m.hidden_size
+    inner = m.num_attention_heads * m.head_size
+    keys = m.key_value_heads * m.head_size
     bias = m.hidden_bias
     parts = [
         _norm(m),
@@ -117,7 +121,8 @@ def padded_vocabulary(config: Config, ranks: int) -> int:
 
 
 def _table(config: Config, ranks: int, layer: Layer) -> Count:
-    h, rows = config.model.hidden_size, padded_vocabulary(config, ranks) // ranks
+    h = config.model.hidden_size
+    rows = padded_vocabulary(config, ranks) // ranks
     return Count(vocab_size_of(config) * h, rows * h, rows * h)
 
 
@@ -220,7 +225,8 @@ def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
 
 def stages_of(config: Config) -> list[Stage]:
     """Return all pipeline stages, each with its layers and its number of parameters."""
-    layers, stages = layers_of(config), config.parallel.stages
+    layers = layers_of(config)
+    stages = config.parallel.stages
     cuts = cuts_of(layers, config)
     found = []
     for number in range(stages):
