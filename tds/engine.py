@@ -165,7 +165,8 @@ class PipelineEngine(PipelineHooks):
         """
         micros = self.micro_batches if num_micro_batches is None else num_micro_batches
         evaluation.check_arguments(reduce_output, micros)
-        training, self.data_iterator = self.data_iterator, data_iter
+        training = self.data_iterator
+        self.data_iterator = data_iter
         self.module.eval()
         try:
             # Message buffers allocated in inference mode could not be reused for training.
@@ -176,7 +177,8 @@ class PipelineEngine(PipelineHooks):
                 found = evaluation.result(self, loss, reduce_output, bcast_loss)
                 logits = in_full(self.outputs) if return_logits else None
         finally:
-            self.data_iterator, self.outputs = training, None
+            self.data_iterator = training
+            self.outputs = None
         if loss is not None:
             self._report("eval_loss", loss)
         return (found, logits) if return_logits else found
@@ -277,13 +279,15 @@ class PipelineEngine(PipelineHooks):
 
     def _backward_weight(self, instruction: Instruction) -> None:
         of = self._step.of(instruction.at)
-        deferred, of.deferred = of.deferred, None
+        deferred = of.deferred
+        of.deferred = None
         if deferred:
             with self._reduction.accumulating(instruction):
                 deferred.run()
 
     def _send_activation(self, instruction: Instruction) -> None:
-        at, neighbours = instruction.at, self._neighbours
+        at = instruction.at
+        neighbours = self._neighbours
         outputs = self._step.of(at).take_to_send()
         if self.dynamic_shape:
             same_until = at.micro + 1
@@ -345,24 +349,22 @@ class PipelineEngine(PipelineHooks):
     def _describe(self, what: Any) -> str:
         return describe(what, self.stage_id, self._neighbours)
 
-    def _report(self, name: str, loss: Tensor) -> None:
-        """Write the loss, and named losses if there are several, to DeepSpeed's monitors."""
-        if self.global_rank == 0 and self.monitor.enabled:
-            named = {name: loss} | ({} if len(self._losses.named) == 1 else self._losses.named)
-            self.monitor.write_events([(f"Train/Samples/{k}", v.item(), self.global_samples) for k, v in named.items()])
-
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Prepare the micro-batches of a step and compute the factor by which losses are scaled."""
-        self.fwd_outputs, self.outputs = [], None
+        self.fwd_outputs = []
+        self.outputs = None
         self._follow_layers()
         require_iterator(self.data_iterator, self.stage_id)
-        first, last, replicas = self.stage_id == 0, self._is_last, self.dp_world_size
-        all_first = first and self.num_stages > 1 and not self.dynamic_shape  # headers announce runs of equal shapes
+        first = self.stage_id == 0
+        last = self._is_last
+        # Headers announce runs of equal shapes, so the first stage reads all shapes ahead.
+        all_first = first and self.num_stages > 1 and not self.dynamic_shape
         batches = Batches(self._next_batch, micros, all_first, self.device, self.stage_id, first, last)
         self._step = Step(batches, compute_loss)
-        self._losses.begin(micros, replicas)
-        count = getattr(self.module.loss_fn, "count_targets", None) if last and compute_loss else None
-        if first or count:
+        self._losses.begin(micros, self.dp_world_size)
+        has_count = getattr(self.module.loss_fn, "count_targets", None) is not None
+        counts = last and compute_loss and has_count
+        if first or counts:
             self._at("reading its first micro-batch")
             end = batches.end_of_any(self._replica_hosts)
             if end and first:
@@ -370,31 +372,21 @@ class PipelineEngine(PipelineHooks):
                 raise end
             if end:
                 return  # stage 0 will inform all stages that the data has ended
-        if count:
-            self._at("reading its micro-batches to count their targets")
-            self._losses.count(count, batches.all_labels(), self._replicas)
-            if hasattr(self.module.loss_fn, "mean_targets"):
-                self.module.loss_fn.mean_targets = self._losses.counts / (micros * replicas)
+        if counts:
+            self._count_targets(micros)
         if last:
             self._step.scale = self.loss_factor / self._losses.divisor
+
+    def _count_targets(self, micros: int) -> None:
+        """Count the targets of the whole step, by which the losses are divided."""
+        self._at("reading its micro-batches to count their targets")
+        loss_fn = self.module.loss_fn
+        self._losses.count(loss_fn.count_targets, self._step.batches.all_labels(), self._replicas)
+        if hasattr(loss_fn, "mean_targets"):
+            loss_fn.mean_targets = self._losses.counts / (micros * self.dp_world_size)
 
     def _forward_end(self, end: DataEnded) -> None:
         """Inform the next stages that the data ended before the step began."""
         if not self._is_last:
             self._neighbours.to_next.send_end()
         end.everywhere = True
-
-    def _share_losses(self, squared_norm: Tensor | None = None) -> Losses:
-        """Sum the losses over the replicas and broadcast them to all stages.
-
-        squared_norm: this rank's part of the squared gradient norm; the same all-reduce sums it over the ranks.
-        """
-        self._at("sharing the loss")
-        if self._is_last:
-            self._losses.reduce(self._replicas)
-        source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
-        speaks = self._is_last and self.grid.get_slice_parallel_rank() == 0
-        model = None if squared_norm is None else (speaks, squared_norm, self.grid.get_model_parallel_group())
-        self._losses.share(source, self.grid.get_pipe_parallel_group(), model)
-        self._norm_is_shared = squared_norm is not None
-        return self._losses

@@ -138,6 +138,33 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             self.clip_fp32_gradients()
         super()._take_model_step(lr_kwargs)
 
+    def _share_losses(self, squared_norm: Tensor | None = None) -> Losses:
+        """Sum the losses over the replicas and broadcast them to all stages.
+
+        squared_norm: this rank's part of the squared gradient norm; the same all-reduce sums it over the ranks.
+        """
+        self._at("sharing the loss")
+        if self._is_last:
+            self._losses.reduce(self._replicas)
+        source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
+        speaks = self._is_last and self.grid.get_slice_parallel_rank() == 0
+        model = None if squared_norm is None else (speaks, squared_norm, self.grid.get_model_parallel_group())
+        self._losses.share(source, self.grid.get_pipe_parallel_group(), model)
+        self._norm_is_shared = squared_norm is not None
+        return self._losses
+
+    def _report(self, name: str, loss: Tensor) -> None:
+        """Write the loss, and named losses if there are several, to DeepSpeed's monitors."""
+        if self.global_rank != 0 or not self.monitor.enabled:
+            return
+        named = {name: loss}
+        if len(self._losses.named) > 1:
+            named |= self._losses.named
+        events = []
+        for key, value in named.items():
+            events.append((f"Train/Samples/{key}", value.item(), self.global_samples))
+        self.monitor.write_events(events)
+
     def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:
         """Reduce the gradients over the replicas; for a single replica, skip DeepSpeed's copies of all gradients."""
         if self.dp_world_size > 1:
