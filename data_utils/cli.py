@@ -52,14 +52,26 @@ class Parser(argparse.ArgumentParser):
 
         If there are unknown arguments, `namespace.usages` collects the usage lines of the tool and its subcommand.
         """
+        self._words = list(sys.argv[1:] if args is None else args)
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             found.usages = getattr(found, "usages", "") + self.format_usage()
         return found, rest
 
     def error(self, message: str) -> NoReturn:
+        if "are required: " in message:
+            message = listed([*self._misspelled(), message], "errors in the arguments")
         print(f"{self.prog}: {message}; --help shows examples", file=sys.stderr)
         sys.exit(2)
+
+    def _misspelled(self) -> Iterator[str]:
+        """Yield an error for each unknown flag; argparse itself reports only the required flags that are missing."""
+        known = re.findall(r"--[a-z0-9][\w-]*", self.format_usage())
+        for word in self._words:
+            name = word.split("=")[0]
+            hint = suggest(name, known) if name.startswith("--") and name not in known else ""
+            if hint:
+                yield f"unknown argument {name}{hint}"
 
 
 # Flag of another project's tool -> the equivalent flag of this project's tools, or an explanation

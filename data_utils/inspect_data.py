@@ -1,7 +1,6 @@
 """Inspect, verify, decode, merge and split .bin/.idx pairs; show one sample as a training run reads it."""
 
 import argparse
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.damage import find_damage, find_holes, sums_of
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
 from megatron.data.splits import PARTS, parse_split, split_documents
+from megatron.json_text import read_json
 from megatron.storage import is_url, place
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import other_end
@@ -60,7 +60,7 @@ def sidecar(prefix: str) -> dict[str, Any]:
     # the ending, such as _target, that distinguishes the prefixes of the pairs.
     whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
     path = next((path for path in (place(f"{prefix}.json"), place(f"{whole}.json")) if path.is_file()), None)
-    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path else {}
+    content: dict[str, Any] = read_json(path, dict) if path else {}
     return content
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron.atomic import write_text
+from megatron.json_text import read_json
 
 
 def _locked(path: str) -> TextIO:
@@ -46,16 +47,17 @@ class Journal:
         self.state: dict[str, Any] | None = None
         if os.path.exists(path):
             try:
-                content = json.loads(Path(path).read_text(encoding="utf-8"))
-            except ValueError:
+                content = read_json(Path(path), dict)
+                owner = content["job"]
+                self.state = content["state"]
+            except (ValueError, KeyError):
                 self.release()
                 raise ValueError(f"{path} is damaged; delete it to start again") from None
-            if content["job"] != self._key:
+            if owner != self._key:
                 self.release()
                 raise ValueError(
                     f"{path} belongs to a run with other settings or other input; delete it to start again"
                 )
-            self.state = content["state"]
 
     def write(self, state: dict[str, Any]) -> None:
         """Replace the journal by one that records `state`, atomically and durably."""

@@ -1,7 +1,8 @@
 """Parsing and validation of the rows in metrics.jsonl, which reports and resumed runs read."""
 
-import json
 from typing import Any
+
+from .json_text import JsonBoundError, JsonError, brief, parse_json, shown
 
 NUMBERS = (
     "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy", "lr", "grad_norm",
@@ -30,18 +31,20 @@ def _are_counts(value: Any) -> bool:
 def row_of(line: str) -> dict[str, Any] | None:
     """Return the row in a line of metrics.jsonl; None if the line is incomplete (after a crash). Raises RowError."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line, "the line")
+    except JsonBoundError as error:
+        raise RowError(str(error)) from None
+    except JsonError:
         return None
     if not isinstance(row, dict):
-        raise RowError(f"{line.strip()[:40]} is not a JSON object")
+        raise RowError(f"{brief(line.strip(), 40)} is not a JSON object")
     iteration = row.get("iteration")
     if type(iteration) is not int or iteration < 0:
-        raise RowError(f'"iteration" is {json.dumps(iteration)[:40]}, not a whole number')
+        raise RowError(f'"iteration" is {shown(iteration, 40)}, not a whole number')
     for name in NUMBERS:
         value = row.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise RowError(f'"{name}" is {json.dumps(value)[:40]}, not a number')
+            raise RowError(f'"{name}" is {shown(value, 40)}, not a number')
     if not _are_layers(row.get("layers", {})):
         raise RowError('"layers" is not an object of objects of numbers')
     if not _are_counts(row.get("expert_tokens", {})):

@@ -131,9 +131,18 @@ def _folder_of(folder: Path, tag: Any) -> Path | None:
     return path if tag is not None and path.is_dir() else None
 
 
+def _read_note(note: Path) -> dict[str, Any]:
+    """Return how the model of a checkpoint was cut. Raises ValueError, which names the file, if it is damaged."""
+    try:
+        there: dict[str, Any] = json.loads(note.read_text(encoding="utf-8"))
+        return {"cuts": there["cuts"], "chunks": there["chunks"], **there}
+    except (LookupError, RecursionError, TypeError, ValueError):
+        raise ValueError(f"{note} is damaged; copy the checkpoint again") from None
+
+
 def _refuse_another_cut(path: Path, here: dict[str, Any]) -> None:
     note = path / NOTE
-    there = json.loads(note.read_text(encoding="utf-8")) if note.is_file() else None
+    there = _read_note(note) if note.is_file() else None
     if here == there or (there is None and here["chunks"] == 1):
         return
     was = f"cut at {there['cuts']} with {there['chunks']} chunks a stage" if there else "written by DeepSpeed itself"

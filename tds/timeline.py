@@ -53,8 +53,10 @@ def read(folder: Path) -> list[RankTrace]:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             found.append(_aligned(content["otherData"], [e for e in content["traceEvents"] if e["ph"] == "X"]))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is not a timeline: {error}") from None
+        except RecursionError:
+            raise ValueError(f"{path} is not a timeline: its JSON is nested too deeply") from None
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} is not a timeline: {type(error).__name__} {str(error)[:100]}") from None
     return found
 
 

@@ -140,7 +140,7 @@ SENTENCES = {
     "the_parameter_factor_is_a_single_number": "the parameter factor is a single number, which no checkpoint can store",
     "did_you_mean_hidden_size": "did you mean hidden_size",
     "sets_gas_more_than_once": "a.json sets 'gas' more than once: 8 and 4",
-    "config_json_is_not_an_object": "config\\.json (contains .*, not a JSON object|is not JSON)",
+    "config_json_is_not_an_object": "config\\.json(, line 1: | must hold a JSON object)",
     "c_fc_weight_is_quantized": "model\\.safetensors: transformer\\.h\\.0\\.mlp\\.c_fc\\.weight is quantized",
     "a_number_of_5000_digits": "given.json.*line 3: a number of 5000 digits",
     "tokenizer_json_cannot_split_this_text": "tokenizer.json cannot split this text",

@@ -1,7 +1,6 @@
 """The files of a checkpoint: atomic publication, lookup, and detection of damage."""
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ..atomic import remove, write_text
+from ..json_text import read_json
 from ..storage import RemotePath, place
 from .checksums import BLAKE3, SHA256, Checksum, checksum_of
 from .remote import RemoteTensors, delete, delete_incomplete
@@ -220,7 +220,7 @@ def saved_to(run_dir: Path) -> Path | None:
     if isinstance(run_dir, RemotePath):
         return None
     try:
-        saved = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["checkpoint"]["save"]
+        saved = read_json(run_dir / "config.json", dict)["checkpoint"]["save"]
         return place(saved) if saved else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -1,7 +1,6 @@
 """Checkpoints in object storage: reading of slices by byte ranges, and publication by writing checkpoint.json last."""
 
 import contextlib
-import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..json_text import brief, parse_json
 from ..storage import RemotePath, StorageError
 from .stream import CODES
 
@@ -45,6 +45,22 @@ class RemoteSlice:
         return found.view(end - begin, *shape[1:])[(slice(None), *others)]
 
 
+def _entries_of(header: bytes) -> dict[str, Any]:
+    """Return the tensors that the header of a safetensors file lists. Raises ValueError if it is damaged."""
+    entries: dict[str, Any] = parse_json(header.decode("utf-8"), "its header", dict)
+    entries.pop("__metadata__", None)
+    for name, entry in entries.items():
+        sound = isinstance(entry, dict) and isinstance(entry.get("dtype"), str)
+        if not sound or not _are_counts(entry.get("shape")) or not _are_counts(entry.get("data_offsets"), 2):
+            raise ValueError(f"its header is damaged: {brief(repr(name))} has no dtype, shape and data_offsets")
+    return entries
+
+
+def _are_counts(value: Any, length: int | None = None) -> bool:
+    right = isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
+    return right and length in (None, len(value))
+
+
 class RemoteTensors:
     """A safetensors file in object storage, of which only the header has been read. Raises ValueError if it is bad."""
 
@@ -53,8 +69,7 @@ class RemoteTensors:
         (length,) = struct.unpack("<Q", path.read_range(0, 8)) if size >= 8 else (0,)
         if not 0 < length <= min(size - 8, MOST):
             raise ValueError("its header is damaged")
-        self._entries = json.loads(path.read_range(8, 8 + length))
-        self._entries.pop("__metadata__", None)
+        self._entries = _entries_of(path.read_range(8, 8 + length))
         self._path = path
         self._begin = 8 + length
         ends = [entry["data_offsets"][1] for entry in self._entries.values()]

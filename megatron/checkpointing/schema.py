@@ -1,12 +1,11 @@
 """Validation of checkpoint.json, before any of its values is used to open a file or to allocate memory."""
 
-import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron.json_text import describe_json
+from megatron.json_text import JsonError, brief, parse_json, shown
 
 from .files import WEIGHT
 from .state import TrainState
@@ -22,28 +21,10 @@ class SchemaError(ValueError):
 def read(text: str) -> dict[str, Any]:
     """Parse the JSON in `text`. Raises SchemaError for invalid JSON, duplicate keys, NaN and infinities."""
 
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise SchemaError(f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice")
-        return found
-
-    def number(word: str) -> Any:
-        raise SchemaError(f"{word} is not a valid number")
-
     try:
-        content = json.loads(text, object_pairs_hook=once, parse_constant=number)
-    except RecursionError:
-        raise SchemaError("the JSON in the file is nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise SchemaError(f"line {error.lineno}: {error.msg}") from None
-    except SchemaError:
-        raise
-    except ValueError as error:
-        raise SchemaError(describe_json(text, error)) from None
-    if not isinstance(content, dict):
-        raise SchemaError("the file is not a JSON object")
+        content: dict[str, Any] = parse_json(text, "the file", dict, constants=False)
+    except JsonError as error:
+        raise SchemaError(str(error)) from None
     return content
 
 
@@ -53,7 +34,7 @@ def _is_count(value: Any) -> bool:
 
 def _expect(right: bool, where: str, what: str, found: Any) -> None:
     if not right:
-        raise SchemaError(f"{where} must be {what}, not {json.dumps(found)[:60]}")
+        raise SchemaError(f"{where} must be {what}, not {shown(found, 60)}")
 
 
 def check(content: Mapping[str, Any], files: Collection[str]) -> None:
@@ -82,8 +63,18 @@ def check(content: Mapping[str, Any], files: Collection[str]) -> None:
     )
     _expect(isinstance(content["tensors"], dict), "tensors", "an object", content["tensors"])
     for key, entry in content["tensors"].items():
-        _check_tensor(f"tensors[{key!r}]", entry, files)
+        _check_tensor(f"tensors[{brief(repr(key))}]", entry, files)
     _check_moments(content["optimizer"], content["tensors"])
+
+
+def _elements(shape: list[int]) -> int:
+    """Return the number of elements of a tensor, or a number above MOST as soon as a product exceeds it."""
+    product = 1
+    for size in shape:
+        product *= size
+        if product > MOST:
+            break
+    return product
 
 
 def _is_pair_of_numbers(value: Any) -> bool:
@@ -99,7 +90,9 @@ def _check_state(state: Any) -> None:
     known = {f.name for f in fields(TrainState)}
     for name, value in state.items():
         if name not in known:
-            raise SchemaError(f"state has the unknown key {name!r}; known keys are {', '.join(sorted(known))}")
+            raise SchemaError(
+                f"state has the unknown key {brief(repr(name))}; known keys are {', '.join(sorted(known))}"
+            )
         if name == "recent":
             right = isinstance(value, list) and all(map(_is_pair_of_numbers, value))
             _expect(right, "state.recent", "a list of pairs of numbers", value)
@@ -162,7 +155,7 @@ def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
     """Check a tensor's shape and split dimension, and that its pieces cover the tensor exactly once."""
     _expect(isinstance(entry, dict), where, "an object", entry)
     shape, dim, pieces = (entry.get(name) for name in ("shape", "dim", "pieces"))
-    right = isinstance(shape, list) and bool(shape) and all(map(_is_count, shape)) and math.prod(shape) <= MOST
+    right = isinstance(shape, list) and bool(shape) and all(map(_is_count, shape)) and _elements(shape) <= MOST
     _expect(right, f"{where}.shape", f"a list of sizes with a product of {MOST} at most", shape)
     right = _is_count(dim) and dim < len(shape)
     _expect(right, f"{where}.dim", f"the index of one of the {len(shape)} dimensions", dim)

@@ -47,7 +47,7 @@ def schedule_problem(text: str) -> str | None:
     """Return an error text if `text` is not a schedule of the global batch size, else None."""
     try:
         parse_entries(text)
-    except ValueError:
+    except (ValueError, OverflowError):  # such as 1e400
         return FORM
     return None
 

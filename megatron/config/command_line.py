@@ -5,7 +5,6 @@ Precedence: defaults < `--config FILE` < flags. If a flag is given several times
 
 import argparse
 import difflib
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, fields, replace
@@ -13,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .. import presets
-from ..json_text import describe_json
+from .. import json_text, presets
+from ..json_text import brief
 from ..storage import PlaceError, local
+from . import ineffective
 from .decoder import unread
 from .defaults import DEFAULTS
 from .fields import ConfigError, OneOf, flag, listed, types_of
@@ -47,7 +47,7 @@ class SettingsParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""
-        raise ConfigError(message)
+        raise ConfigError(brief(message, 500))
 
 
 EXAMPLES = """\
@@ -141,16 +141,6 @@ def _metavar(setting: "Field[Any]", kind: type) -> str:
     return kind.__name__.upper()
 
 
-def _once(path: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return one JSON object of the file `path` as a dict. Raises ConfigError if a key occurs twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        values = " and ".join(json.dumps(value) for key, value in pairs if key == twice)
-        raise ConfigError(f"{path} sets {twice!r} more than once: {values}")
-    return found
-
-
 def _there_are(path: str) -> str:
     """Return a hint that lists files named like `path` up to the last `_`, such as other sizes; "" if `path` exists."""
     wanted = Path(path)
@@ -165,26 +155,11 @@ def read_json(path: str, kind: type = dict) -> Any:
     Raises ConfigError, which names the file and line.
     """
     try:
-        with open(local(path), encoding="utf-8") as file:
-            text = file.read()
-    except PlaceError as error:
+        return json_text.read_json(Path(local(path)), kind)
+    except (PlaceError, json_text.JsonError) as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}{_there_are(path)}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start + 1}") from None
-    try:
-        content = json.loads(text, object_pairs_hook=partial(_once, path))
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"{path}, {describe_json(text, error)}") from None
-    except RecursionError:
-        raise ConfigError(f"{path} is nested too deeply") from None
-    if not isinstance(content, kind):
-        wanted = "object" if kind is dict else "list"
-        raise ConfigError(f"{path} must hold a JSON {wanted}, found {type(content).__name__}")
-    return content
 
 
 def _named(content: Mapping[str, Any], where: str) -> Translation:
@@ -208,9 +183,9 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
             elif name in REMOVED:
                 removed += [f"{flag(name)} has been removed and has no effect"] if each is not None else []
             elif here is value:
-                raise ConfigError(f"{where}: section {key!r} has no setting {name!r}{nearest(name, names)}")
+                raise ConfigError(f"{where}: section {key!r} has no setting {brief(repr(name))}{nearest(name, names)}")
             else:
-                raise ConfigError(f"{where}: unknown setting {name!r}{nearest(name, [*HOME, *SECTIONS])}")
+                raise ConfigError(f"{where}: unknown setting {brief(repr(name))}{nearest(name, [*HOME, *SECTIONS])}")
     found = Translation(values)
     found.notes += removed
     # Other frameworks write null for flags that were not given.
@@ -281,9 +256,10 @@ def parse(
     notes += dropped
     try:
         config = line.settle(with_values(Config(), values), ranks, with_values)
-        config, ineffective = _with_batches(config, ranks, line.values)
-        notes += [*ineffective, *config.model.expert_notes(line.values)]
+        config = config.with_batches(ranks)
+        given = {**_given_in_files(sources[1:]), **line.values}
         notes += config.model.mup_notes(config.optim.optimizer == "muon")
+        idle = list(ineffective.notes(config, ranks, given))
         family = config.model.family
         own = (defaults or {}).get("family")
         if own and family != own:
@@ -297,7 +273,7 @@ def parse(
     problems += line.problems
     if problems:
         raise ConfigError(listed(problems, "errors in the settings"))
-    for note in notes + line.notes:
+    for note in [*notes, *line.notes, *idle]:
         tell(note)
     return config
 
@@ -313,17 +289,6 @@ def _with_new_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             notes.append(f"{old} is now {new}; the next version drops the old name")
         words.append(new + equals + value)
     return words, notes
-
-
-def _with_batches(config: Config, ranks: int, given: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Return `Config.with_batches`, and a note for each of the settings `given` that it overrides."""
-    found = config.with_batches(ranks)
-    notes = []
-    for name, cause in (("gas", "batch_size_schedule"), ("train_iters", "train_samples")):
-        if given.get(name) not in (None, getattr(found.train, name)):
-            by = written(flag(cause), getattr(found.train, cause))
-            notes.append(f"{written(flag(name), given[name])} has no effect: {by} is given")
-    return found, notes
 
 
 def _check_min_lr(config: Config) -> None:
@@ -359,13 +324,21 @@ def _merge(sources: Sequence[tuple[str, Translation]], line: Translation) -> tup
                 notes.append(f"{source_of[name]}: {unused} has no effect: {why}")
         values |= new
         source_of |= dict.fromkeys(new, where)
-    # A file that a run has saved contains all settings. In a shorter file, a default value was chosen, too.
-    given: set[str] = set()
-    for where, source in sources:
+    for _, source in sources:
         values |= source.follow(values, line.values)
-        if where != DEFAULTS_OF_SCRIPT and len(source.values) < len(HOME) / 2:
-            given |= source.values.keys()
-    return values | line.follow(values, given), notes
+    return values | line.follow(values, _given_in_files(sources[1:])), notes
+
+
+def _given_in_files(sources: Sequence[tuple[str, Translation]]) -> dict[str, Any]:
+    """Return the settings that the user's --config files give, without those of files that a run has saved.
+
+    A file that a run has saved contains all settings. In a shorter file, a default value was chosen, too.
+    """
+    given: dict[str, Any] = {}
+    for _, source in sources:
+        if len(source.values) < len(HOME) / 2:
+            given |= source.values
+    return given
 
 
 def _unknown(words: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..json_text import describe_json
+from ..json_text import JsonError, brief, parse_json, shown, why_unread
 from ..storage import is_url
 from .fields import ConfigError
 
@@ -104,46 +104,41 @@ def _json_of(blend: Blend) -> Any:
 def _content(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--data-stages {path} cannot be read: {error}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--data-stages {brief(path)} cannot be read: {why_unread(error)}") from None
 
 
 def _of_words(text: str, where: str) -> Iterator[Stage]:
     for part in text.split(";"):
         if not part.strip():
             continue
+        this = brief(repr(part.strip()))
         match = BEGIN.match(part)
         if match is None:
             raise ConfigError(
-                f"{where}: {part.strip()!r} must have a begin in samples or tokens, a colon and a blend, as in "
-                f"0: 0.8 a 0.2 b"
+                f"{where}: {this} must have a begin in samples or tokens, a colon and a blend, as in 0: 0.8 a 0.2 b"
             )
         number, factor, unit, rest = match.groups()
-        begin = _whole(number, FACTORS[factor], f"{where}: {part.strip()!r}")
+        begin = _whole(number, FACTORS[factor], f"{where}: {this}")
         words = rest.split()
         weighted = bool(words) and _is_float(words[0])
         if weighted and len(words) % 2:
-            raise ConfigError(f"{where}: {part.strip()!r} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
+            raise ConfigError(f"{where}: {this} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
         if not weighted and any(_is_float(word) for word in words):
-            raise ConfigError(f"{where}: {part.strip()!r} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
+            raise ConfigError(f"{where}: {this} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
         pairs = list(zip(words[::2], words[1::2], strict=True)) if weighted else [(None, word) for word in words]
         yield _stage(begin, unit or "samples", pairs, where)
 
 
 def _of_json(text: str, where: str) -> Iterator[Stage]:
     try:
-        content = json.loads(text, object_pairs_hook=_unique)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{where}: {describe_json(text, error)}") from None
+        content = parse_json(text, where, list)
+    except JsonError as error:
+        raise ConfigError(str(error)) from None
     for entry in content:
         units = [unit for unit in UNITS if isinstance(entry, dict) and unit in entry]
         if len(units) != 1 or set(entry) != {units[0], "data"}:
-            raise ConfigError(
-                f'{where}: {json.dumps(entry, ensure_ascii=False)[:80]} must have the keys "data" and either '
-                f'"samples" or "tokens"'
-            )
+            raise ConfigError(f'{where}: {shown(entry, 80)} must have the keys "data" and either "samples" or "tokens"')
         data = entry["data"]
         if not isinstance(data, dict) and not (isinstance(data, list) and all(isinstance(p, str) for p in data)):
             raise ConfigError(f'{where}: "data" must be {{"PREFIX": WEIGHT, ...}} or ["PREFIX", ...]')
@@ -155,26 +150,22 @@ def _stage(begin: int, unit: str, pairs: Sequence[tuple[str | None, str]], where
     """Return a stage without the corpora of weight 0. Raises ConfigError for an invalid blend."""
     pairs = [(weight, prefix if is_url(prefix) else os.path.normpath(prefix)) for weight, prefix in pairs]
     stage = Stage(begin, unit, tuple(pairs))
+    seen: set[str] = set()
     for weight, prefix in pairs:
         if weight is not None and _number(weight) is None:
             raise ConfigError(
-                f"{where}: {stage.name} has the weight {weight} for {prefix}; weights are numbers, 0 or more"
+                f"{where}: {stage.name} has the weight {brief(weight)} for {brief(prefix)}; weights are numbers, "
+                f"0 or more"
             )
-        if [p for _, p in pairs].count(prefix) > 1:
-            raise ConfigError(f"{where}: {stage.name} names {prefix} twice; name it once, with the sum of its weights")
+        if prefix in seen:
+            raise ConfigError(
+                f"{where}: {stage.name} names {brief(prefix)} twice; name it once, with the sum of its weights"
+            )
+        seen.add(prefix)
     blend = tuple((w, p) for w, p in pairs if w is None or _number(w))
     if not blend:
         raise ConfigError(f"{where}: {stage.name} has no corpus with a weight above 0")
     return stage._replace(blend=blend)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object as a dict. Raises ConfigError if a key occurs twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise ConfigError(f"an object names {twice} twice; name it once, with the sum of its weights")
-    return found
 
 
 def _is_float(word: str) -> bool:
@@ -195,7 +186,7 @@ def _number(word: str) -> Fraction | None:
 def _whole(number: str, factor: int, where: str) -> int:
     found = _number(number.replace("_", ""))
     if found is None or (found * factor).denominator != 1:
-        raise ConfigError(f"{where}: {number} is not a whole number, 0 or more")
+        raise ConfigError(f"{where}: {brief(number)} is not a whole number, 0 or more")
     if found * factor >= LARGEST:
-        raise ConfigError(f"{where}: {number} must be less than 2**63")
+        raise ConfigError(f"{where}: {brief(number)} must be less than 2**63")
     return int(found * factor)

@@ -3,15 +3,17 @@
 If a key is absent or "auto", the flag decides. A key that would have no effect is refused.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import tds
 
+from ..json_text import brief, shown
 from ..storage import PlaceError, local
 from .command_line import nearest, read_json
+from .ds_notes import keys_for_zero, notes_on_keys
 from .fields import ConfigError, refuse
 from .param_groups import ParamRule, read_param_rules
 from .sections import Config
@@ -96,7 +98,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         refuse(config.conflicts_with_compile(zero))
     clip = _agree("gradient_clipping", given, "--clip-grad", config.optim.clip_grad, 1.0, path)
     log_interval, note = _log_interval(config, given, path)
-    notes += note
+    notes += [*note, *notes_on_keys(config, path, given, precision, zero)]
 
     ds = {key: given[key] for key in PASSED_ON if key in given}
     ds |= batch
@@ -129,8 +131,8 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     overlap = p.overlap_grad_reduce and not REDUCES & given.keys()
     # tds' ZeRO 1 reads only the keys zero_optimization.stage and bf16.enabled. If the file sets other keys of these two
     # sections, use DeepSpeed's ZeRO 1.
-    asked = given.get("zero_optimization", {}).keys() - {"stage"} | given.get("bf16", {}).keys() - {"enabled"}
-    own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asked
+    asks = keys_for_zero(given, precision, zero)
+    own = overlap and zero == 1 and precision in ("fp32", "bf16") and not asks
     refuse(_needs_own_reduction(config, zero, own, overlap and zero == 0 and precision in ("fp32", "fp64")))
     overlap &= zero == 0 and p.pipe_parallel_size == 0
     breakdown = bool(given.get("wall_clock_breakdown", False))
@@ -156,7 +158,7 @@ def _refuse_unknown(given: dict[str, Any], path: str) -> None:
         if key in INSTEAD:
             raise ConfigError(f"{path}: {key!r} has no effect in this project; remove it and use {INSTEAD[key]}")
         if key not in PASSED_ON | RESOLVED | {"pipeline"}:
-            raise ConfigError(f"{path}: unknown key {key!r}{nearest(key, PASSED_ON | RESOLVED)}")
+            raise ConfigError(f"{path}: unknown key {brief(repr(key))}{nearest(key, PASSED_ON | RESOLVED)}")
 
 
 def _check_pipeline(config: Config, section: Any, path: str) -> None:
@@ -171,10 +173,12 @@ def _check_pipeline(config: Config, section: Any, path: str) -> None:
         raise ConfigError(f'{path}: \'pipeline\' must be an object, such as {{"schedule": "1f1b"}}')
     for key, value in section.items():
         if key not in flags:
-            raise ConfigError(f"{path}: {key!r} in 'pipeline' has no effect in this project; use {PIPELINE}")
+            raise ConfigError(f"{path}: {brief(repr(key))} in 'pipeline' has no effect in this project; use {PIPELINE}")
         flag, wanted = flags[key]
         if value not in ("auto", None, wanted):
-            raise ConfigError(f"{path} sets pipeline.{key} = {value}, but {flag} is {wanted}; change one of them")
+            raise ConfigError(
+                f"{path} sets pipeline.{key} = {brief(value)}, but {flag} is {wanted}; change one of them"
+            )
 
 
 def _refuse_urls(given: Mapping[str, Any], path: str) -> None:
@@ -200,8 +204,7 @@ def _check_sections(given: dict[str, Any], path: str) -> None:
             given[key] = {"stage": int(given[key])} if key == "zero_optimization" else {"enabled": given[key]}
         if not isinstance(given[key], dict):
             raise ConfigError(
-                f"{path}: {key!r} must be an object, such as {SECTIONS_LOOK.get(key, ENABLED)}, not "
-                f"{json.dumps(given[key])}"
+                f"{path}: {key!r} must be an object, such as {SECTIONS_LOOK.get(key, ENABLED)}, not {shown(given[key])}"
             )
         given[key] = {name: value for name, value in given[key].items() if value is not None}
         if given[key].get("enabled") == "auto":
@@ -210,10 +213,10 @@ def _check_sections(given: dict[str, Any], path: str) -> None:
             raise ConfigError(f"{path}: in {key!r}, 'enabled' must be true or false")
         problem = tds.complaint(key, given[key])
         if problem:
-            raise ConfigError(f"{path}: in {key!r}, {problem}")
+            raise ConfigError(f"{path}: in {key!r}, {brief(problem, 300)}")
     for key in NUMBERS & given.keys():
-        if isinstance(given[key], bool) or not isinstance(given[key], (int, float)):
-            raise ConfigError(f"{path}: {key!r} must be a number, not {json.dumps(given[key])}")
+        if isinstance(given[key], bool) or not isinstance(given[key], (int, float)) or not isfinite(given[key]):
+            raise ConfigError(f"{path}: {key!r} must be a number, not {shown(given[key])}")
 
 
 def _require_overflow_checks(given: dict[str, Any], path: str) -> None:

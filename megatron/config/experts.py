@@ -1,6 +1,6 @@
 """Settings of mixtures of experts: layers whose MLP is several experts, of which a router chooses a few per token."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from .fields import Section, at_least, between, flag, more_than, one_of, opt
@@ -30,7 +30,9 @@ class ExpertsConfig(Section):
         ("1",),
         "which layers have experts: with one number n, layers 0, n, 2n, ...; or one number for each layer of a stack, "
         "1 for experts and 0 for one MLP",
-        lambda words: None if words and all(map(str.isdecimal, words)) else "must be numbers",
+        lambda words: (
+            None if words and all(word.isdecimal() and len(word) < 19 for word in words) else "must be numbers"
+        ),
     )
     router_score: str = opt(
         "softmax", "function that turns the router's logits into scores", one_of("softmax", "sigmoid")
@@ -71,18 +73,6 @@ class ExpertsConfig(Section):
             yield (
                 f"--moe-layer-frequency {' '.join(words)} must be one number from 1, or a 0 or 1 for each layer; to "
                 "train without experts, leave --num-experts out"
-            )
-
-    def expert_notes(self, given: Collection[str]) -> Iterator[str]:
-        """Yield a note on each setting that does not do what its name says. given: names of the settings given."""
-        if "router_aux_loss" in given and not self.has_aux_loss:
-            yield "--router-aux-loss has no effect: it is for --router-balance aux-loss or bias-and-aux-loss"
-        if "router_bias_rate" in given and not self.has_router_bias:
-            yield "--router-bias-rate has no effect: it is for --router-balance bias or bias-and-aux-loss"
-        if self.num_experts and self.experts_per_token == 1 and self.normalize_expert_weights:
-            yield (
-                "with --experts-per-token 1, normalized weights of experts are always 1, so only the losses of the "
-                "router train it; --no-normalize-expert-weights lets the loss of the model train it, too"
             )
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from json import JSONDecodeError
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..json_text import describe_json
+from ..json_text import brief, describe_json
 
 
 class ConfigError(ValueError):
@@ -82,7 +82,8 @@ def each_of(*choices: Any) -> Callable[[Any], str | None]:
 def range_problem(word: str) -> str | None:
     """Return None if `word` is a number `A` or a range `A-B` with A <= B, else an error text."""
     first, dash, last = word.partition("-")
-    right = first.isdecimal() and (not dash or (last.isdecimal() and int(last) >= int(first)))
+    short = len(word) <= 40  # Python refuses to convert thousands of digits
+    right = short and first.isdecimal() and (not dash or (last.isdecimal() and int(last) >= int(first)))
     return None if right else "must be a number or a range such as 10-12"
 
 
@@ -124,7 +125,9 @@ class Section:
                 object.__setattr__(self, f.name, float(value))
             elif type(value) not in kinds:
                 wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
-                raise ConfigError(f"{flag(f.name)} must be {wanted}, got {value!r}")
+                raise ConfigError(f"{flag(f.name)} must be {wanted}, got {brief(repr(value))}")
+            elif type(value) is int and abs(value) >= 2**64:
+                raise ConfigError(f"{flag(f.name)} {brief(value)} must be less than 2**64")
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{flag(f.name)} {value} must be a finite number")
             check = f.metadata["check"]
@@ -132,7 +135,7 @@ class Section:
             if problem:
                 off = ", or none" if type(None) in kinds else ""
                 given = " ".join(value) if isinstance(value, tuple) else value
-                raise ConfigError(f"{flag(f.name)} {given} {problem}{off}")
+                raise ConfigError(f"{flag(f.name)} {brief(given)} {problem}{off}")
         refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from ..json_text import brief, shown
 from .command_line import nearest, read_json
 from .fields import ConfigError
 
@@ -48,12 +49,12 @@ def _rule(entry: Any, where: str) -> ParamRule:
         raise ConfigError(f'{where} must be an object with the key "pattern", a pattern of names')
     for key in entry:
         if key not in ParamRule._fields:
-            raise ConfigError(f"{where} has the unknown key {key!r}{nearest(key, ParamRule._fields)}")
+            raise ConfigError(f"{where} has the unknown key {brief(repr(key))}{nearest(key, ParamRule._fields)}")
     for name in ("lr_factor", "weight_decay"):
         if name in entry and not _is_rate(entry[name]):
-            raise ConfigError(f"{where}: {name} must be a number, 0 or more, not {json.dumps(entry[name])}")
+            raise ConfigError(f"{where}: {name} must be a number, 0 or more, not {shown(entry[name])}")
     if "frozen" in entry and not isinstance(entry["frozen"], bool):
-        raise ConfigError(f"{where}: frozen must be true or false, not {json.dumps(entry['frozen'])}")
+        raise ConfigError(f"{where}: frozen must be true or false, not {shown(entry['frozen'])}")
     if len(entry) == 1:
         raise ConfigError(f"{where} sets nothing; give {', '.join(ParamRule._fields[1:-1])} or frozen")
     if entry.get("frozen") and len(entry) > 2:

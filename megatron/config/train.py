@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..json_text import brief
 from .batches import schedule_problem
 from .fields import Section, at_least, more_than, one_of, opt, range_problem
 
@@ -133,7 +134,7 @@ class TrainConfig(Section):
         for name, ranges in (("--skip-iterations", self.skip_iterations), ("--skip-samples", self.skip_samples)):
             for word in ranges or ():
                 if problem := range_problem(word):
-                    yield f"{name} {word} {problem}"
+                    yield f"{name} {brief(word)} {problem}"
         for flag, value in (
             ("--eval-tasks-interval", self.eval_tasks_interval),
             ("--eval-tasks-limit", self.eval_tasks_limit),

@@ -4,7 +4,6 @@ Each dataset reads one corpus or a blend of several corpora.
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 
 from ..config.data_stages import Stage, Staged, prefixes_in
-from ..json_text import describe_json
+from ..json_text import read_json
 from ..storage import RemotePath, place
 from .blend import BlendedDataset
 from .corpus_dataset import CorpusDataset, WrappedDataset
@@ -302,17 +301,10 @@ def made_with(prefix: str) -> dict[str, Any] | None:
     path = place(f"{prefix}.json")
     if not path.is_file():
         return None
-    text = ""
     try:
-        text = path.read_text(encoding="utf-8")
-        about = json.loads(text)
+        about: dict[str, Any] = read_json(path, dict)
     except (OSError, ValueError) as error:
-        words = describe_json(text, error) if isinstance(error, ValueError) and text else str(error)
         raise ValueError(
-            f"{path} is damaged ({words}); copy it again or rebuild the corpus with tools/preprocess_data.py"
+            f"{path} is damaged ({error}); copy it again or rebuild the corpus with tools/preprocess_data.py"
         ) from None
-    if not isinstance(about, dict):
-        raise ValueError(
-            f"{path} is not a JSON object; copy it again or rebuild the corpus with tools/preprocess_data.py"
-        )
     return about

@@ -201,6 +201,8 @@ class RemoteTokens:
             self._there[n * BLOCKS : n * BLOCKS + len(found)] = found
 
     def _downloaded(self, number: int) -> NDArray[Any]:
+        with contextlib.suppress(OSError):  # somebody may have deleted the cache while the run reads from it
+            self._folder.mkdir(parents=True, exist_ok=True)
         with _locked(self._folder / f"{number % LOCKS}.lock"):
             found = self._cached(number)  # another process may have downloaded the block meanwhile
             if found is not None:

@@ -74,21 +74,22 @@ def _schedule(config: Config) -> dict[str, Any]:
     return {name: getattr(config.optim, name) for name in names} | ends
 
 
-def describe(config: Config, exactly: bool = False) -> str:
-    """Return a description of the learning-rate schedule, for messages. exactly: with all digits of the rates."""
+def describe(config: Config, digits: int = 6) -> str:
+    """Return a description of the learning-rate schedule, for messages.
+
+    digits: significant digits of the learning rates; with 17, equal descriptions mean equal schedules.
+    """
     o = config.optim
     total = _total(config)
-    shown = repr if exactly else "{:g}".format
-    lr = shown(o.lr)
-    least = shown(o.min_lr)
     one, many = ("iteration", "iterations") if config.lr_decay_samples is None else ("sample", "samples")
-    rise = f"up to {lr} over {share_of(o.warmup, total)} {many}"
+    rise = f"up to {o.lr:.{digits}g} over {share_of(o.warmup, total)} {many}"
+    end = f"to {o.min_lr:.{digits}g} at {one} {total}"
     if o.lr_decay_style == "constant":
         return f"{rise}, then constant"
     if o.lr_decay_style == "wsd":
         stable = f"constant until {one} {total - _falling(config)}"
-        return f"{rise}, {stable}, {o.lr_wsd_decay_style} to {least} at {one} {total}"
-    return f"{rise}, {o.lr_decay_style} to {least} at {one} {total}"
+        return f"{rise}, {stable}, {o.lr_wsd_decay_style} {end}"
+    return f"{rise}, {o.lr_decay_style} {end}"
 
 
 def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
@@ -99,15 +100,13 @@ def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
     config: settings from the command line. saved: settings from the checkpoint.
     """
     of_checkpoint = _schedule(saved)
-    if of_checkpoint == _schedule(config):
+    if of_checkpoint == _schedule(config) or describe(saved, 17) == describe(config, 17):
         return config, None
     there = describe(saved)
     here = describe(config)
     if there == here:
-        there = describe(saved, exactly=True)
-        here = describe(config, exactly=True)
-    if there == here:  # such as a constant rate, which does not depend on --train-iters
-        return config, None
+        there = describe(saved, 17)
+        here = describe(config, 17)
     if config.optim.override_lr_schedule:
         return config, f"the learning rate follows the flags ({here}), no longer the checkpoint's schedule ({there})"
     kept = replace(config, optim=replace(config.optim, **of_checkpoint))

@@ -18,6 +18,7 @@ from .. import mpu
 from .._torch import onednn_linear
 from ..atomic import own_folder, write_text
 from ..config.fields import ConfigError
+from ..json_text import read_json
 from .objects import from_rank_0
 from .rank_0 import is_rank_0
 
@@ -58,7 +59,7 @@ def remembered(path: Path, key: str, measure: Callable[[], float]) -> float:
     """
     known: dict[str, float] = {}
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         known = found if isinstance(found, dict) else {}
     if not isinstance(known.get(key), (int, float)):
         known[key] = measure()

@@ -1,7 +1,6 @@
 """Interface of all tokenizers, and helpers that tokenizers share."""
 
 import hashlib
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..json_text import describe_json
+from ..json_text import read_json
 
 
 class TokenizerError(ValueError):
@@ -20,18 +19,7 @@ class TokenizerError(ValueError):
 
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file `path`. Raises ValueError, with `path` in its message, for other content."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {describe_json(text, error)}") from None
-    except RecursionError:
-        raise ValueError(f"{path} cannot be read: its JSON is nested too deeply") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} contains {str(content)[:40]!r}, not a JSON object")
+    content: dict[str, Any] = read_json(path, dict)
     return content
 
 

@@ -6,7 +6,6 @@ vocabularies from tools/train_tokenizer.py. CPM's published vocabularies have no
 in the vocabulary become <unk>.
 """
 
-import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from ..json_text import parse_json
 from .base import Tokenizer, TokenizerError, byte_piece, fingerprint
 from .segment import SEPARATOR, segmenter
 from .sentencepiece import EOD, open_model
@@ -174,8 +174,8 @@ def read_vocabulary(vocab_file: str, content: bytes) -> dict[str, int]:
         text = content.decode("utf-8")
         if not vocab_file.endswith(".json"):
             return {token: i for i, token in enumerate(text.removesuffix("\n").split("\n"))}
-        found = json.loads(text)
-        if not isinstance(found, dict) or not all(isinstance(i, int) and i >= 0 for i in found.values()) or not found:
+        found: dict[str, int] = parse_json(text, "its JSON", dict)
+        if not all(isinstance(i, int) and i >= 0 for i in found.values()) or not found:
             raise ValueError("the file is not a JSON object that maps tokens to ids")
     except ValueError as error:
         raise TokenizerError(f"{vocab_file} is not a vocabulary: {error}") from None

@@ -17,6 +17,7 @@ from typing import Any
 from tds.parent_death import process_table, started
 
 from ..atomic import process_name
+from ..json_text import parse_json
 from . import advisory
 
 NAME = "run.lock"
@@ -259,7 +260,7 @@ def holder_of(path: Path) -> Holder | None:
 
 def _parse(text: str | None) -> Holder | None:
     try:
-        content: dict[str, Any] = json.loads(text or "")
+        content: dict[str, Any] = parse_json(text or "", "the lock")
         known = {each.name for each in fields(Holder)}
         # A lock file of a newer version may have more fields.
         holder = Holder(**{key: value for key, value in content.items() if key in known})

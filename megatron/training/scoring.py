@@ -3,7 +3,6 @@
 Each token is scored once. A text that is longer than the context window is scored in a sliding window.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..json_text import JsonBoundError, parse_json, why_unread
 from ..tokenizer import Tokenizer
 
 Logits = Callable[[Tensor], Tensor]  # tokens [b, s] -> logits [b, s, v]
@@ -112,16 +112,22 @@ def read_cloze(path: str, tokenizer: Tokenizer, longest: int) -> list[Request]:
     Raises ValueError that names the file and the line, and OSError.
     """
     found = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is {why_unread(error)}") from None
+    for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         try:
-            record = json.loads(line)
+            record = parse_json(line, where, dict)
             context = record["context"]
             target = record["target"]
             # Encode context and target together, as in a corpus. A token with parts of both belongs to the target.
             known = tokenizer.encode(context)
             whole = tokenizer.encode(context + target)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except JsonBoundError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f'{where}: the line must have the form {{"context": "...", "target": "..."}}') from None
         targets = len(whole) - boundary(known, whole)
         if not targets:

@@ -51,8 +51,8 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> l
 def line(run: int, label: str, kind: str, points: Iterable[tuple[float, float | None]]) -> dict[str, Any]:
     """Return a line of a chart as a dict for page.js. NaN and infinite values become None, which interrupts the line.
 
-    run: index of the run. kind: style of the line: `raw` (thin, for many points), `dots` (with markers, for few
-    points), `parts` (with a colour for each label instead of each run), `dashed` or `plain`.
+    run: index of the run. kind: style of the line: `raw` (thin, for many points), `dots` and `squares` (with
+    markers, for few points), `parts` (with a colour for each label instead of each run), `dashed` or `plain`.
     """
     finite = [(x, y if y is not None and math.isfinite(y) else None) for x, y in points]
     kept = thinned(finite)
@@ -82,7 +82,7 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
         ]
         loss += [
             line(i, "validation, masked text only", "dashed", _points(valid, "text_loss")),
-            line(i, "test", "dots", _points(test, "lm_loss")),
+            line(i, "test", "squares", _points(test, "lm_loss")),
         ]
         ppl += [line(i, "training", "raw", _points(train, "lm_loss", _perplexity))]
         ppl += [line(i, "validation", "dots", _points(valid, "lm_loss", _perplexity))]

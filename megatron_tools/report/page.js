@@ -1,6 +1,6 @@
 "use strict";
 // Draws the charts of a page from the data in its script elements.
-const NS = "http://www.w3.org/2000/svg";
+const NS = "http://www.w3.org/2000/svg", MARKED = new Set(["dots", "squares"]);
 const state = { x: "iteration", smooth: 0, hidden: new Set(), log: {}, zoom: null };
 const root = document.documentElement, tip = document.getElementById("tip"), page = document.getElementById("page");
 let about = null, drawn = [];
@@ -109,13 +109,19 @@ function head(figure, spec, log, lines) {
     const colour = about.names.length === 1 || l.kind === "parts" ? l.colour : "currentColor";
     const svg = make("svg", { width: 20, height: 9 }, item);
     stroke(make("line", { x1: 0, y1: 5, x2: 20, y2: 5 }, svg), l, colour);
-    if (l.kind === "dots") make("circle", { cx: 10, cy: 5, r: 3, style: `fill:${colour}` }, svg);
+    if (MARKED.has(l.kind)) point(l.kind, 10, 5, 3, colour, svg);
     item.append(label);
     key.append(item);
   }
   figure.append(key);
 }
 
+// Draws a point of a line: a square for kind "squares", else a circle.
+function point(kind, x, y, r, colour, parent) {
+  const style = `fill:${colour}`;
+  if (kind === "squares") make("rect", { x: x - r, y: y - r, width: 2 * r, height: 2 * r, style }, parent);
+  else make("circle", { cx: x, cy: y, r, style }, parent);
+}
 function stroke(element, l, colour) {
   const width = l.kind === "raw" ? 1.3 : l.kind === "plain" || l.kind === "parts" ? 1.6 : 2;
   element.setAttribute("style", `fill:none;stroke:${colour};stroke-width:${width};stroke-linejoin:round`);
@@ -158,8 +164,8 @@ function draw(figure) {
   for (const l of lines) {
     if (l.raw) make("path", { d: path(l.xs, l.raw, sx, sy), style: `fill:none;stroke:${l.colour};stroke-width:1`, opacity: 0.25 }, inside);
     stroke(make("path", { d: path(l.xs, l.ys, sx, sy) }, inside), l, l.colour);
-    if (l.kind === "dots" && l.xs.length <= 60 || l.xs.length === 1)
-      l.xs.forEach((x, i) => l.ys[i] !== null && make("circle", { cx: sx(x), cy: sy(l.ys[i]), r: 2.8, style: `fill:${l.colour}` }, inside));
+    if (MARKED.has(l.kind) && l.xs.length <= 60 || l.xs.length === 1)
+      l.xs.forEach((x, i) => l.ys[i] !== null && point(l.kind, sx(x), sy(l.ys[i]), 2.8, l.colour, inside));
   }
   for (const m of spec.marks) {
     if (state.hidden.has(m.run)) continue;

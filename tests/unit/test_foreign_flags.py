@@ -375,6 +375,8 @@ def test_every_row_does_what_it_says(name: str) -> None:
         outcome = row.outcome.values[value] if isinstance(row.outcome, ByValue) else row.outcome
         notes: list[str] = []
         argv, defaults = [name, *value.split()], {"num_layers": 24, "pipe_parallel_size": 2, "batch_size": 2}
+        if name == "--recompute-num-layers":
+            defaults["checkpoint_activations"] = True
         if name.startswith("--moe-"):
             defaults |= {"num_experts": 4} | ({"router_balance": "bias"} if "bias" in name else {})
         if isinstance(outcome, Refused):

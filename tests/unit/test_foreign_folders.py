@@ -49,7 +49,7 @@ def wrong_file(index: dict[str, Any]) -> object:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda index: [], "not a JSON object"),
+        (lambda index: [], "must hold a JSON object"),
         (lambda index: {}, "weight_map must map"),
         (lambda index: {"weight_map": None}, "weight_map must map"),
         (lambda index: {"weight_map": dict.fromkeys(index["weight_map"], 5)}, "weight_map must map"),

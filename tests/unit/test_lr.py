@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 
@@ -101,3 +102,18 @@ def test_rounding_takes_no_iteration_from_the_warmup(share: str, total: int, ris
     config = parse(["--lr", "1", "--lr-decay-style", "constant", "--warmup", share, "--train-iters", str(total)])
     assert lr_at(rise - 2, config) < lr_at(rise - 1, config) == 1
     assert f"over {rise} iterations" in describe(config)
+
+
+def test_schedules_with_one_curve_give_no_note() -> None:
+    constant = ["--lr-decay-style", "constant", "--warmup", "0", "--lr", "1e-3"]
+    saved = parse(["--train-iters", "100", *constant])
+    longer = parse(["--train-iters", "200", "--min-lr", "1e-5", *constant])
+    assert settled(longer, saved) == (longer, None)
+
+
+def test_the_sides_of_a_note_differ() -> None:
+    saved = parse(["--train-iters", "100", "--lr", "1e-3"])
+    config, note = settled(parse(["--train-iters", "100", "--lr", "1.00000001e-3"]), saved)
+    assert config.optim.lr == 1e-3 and note
+    there, here = re.findall(r"\((.*?)\)", note)
+    assert there != here

@@ -4,6 +4,7 @@ import contextlib
 import os
 import pickle
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -174,6 +175,17 @@ def test_a_file_that_is_deleted_and_made_again_gives_its_new_blocks(bucket: str,
     np.testing.assert_array_equal(tokens[half : 2 * half], whole[half : 2 * half])
     np.testing.assert_array_equal(first, whole[:half])
     np.testing.assert_array_equal(tokens[: 2 * half], whole[: 2 * half])
+
+
+def test_a_cache_that_is_deleted_under_a_run_is_made_again(bucket: str, tmp_path: Path) -> None:
+    remote = upload(local_corpus(tmp_path), bucket)
+    whole = np.fromfile(f"{tmp_path}/text.bin", np.uint16)
+    tokens = IndexedDataset(remote).tokens
+    np.testing.assert_array_equal(tokens[:10], whole[:10])
+    shutil.rmtree(tmp_path / "cache")
+    np.testing.assert_array_equal(tokens[BLOCK : BLOCK + 10], whole[BLOCK : BLOCK + 10])
+    np.testing.assert_array_equal(tokens[:10], whole[:10])
+    assert list((tmp_path / "cache").rglob("0"))
 
 
 def test_copies_of_indexes_are_part_of_the_cache(bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def _read(folder: Path, content: Any) -> tuple[ParamRule, ...]:
         ([{"pattern": "*"}], "sets nothing"),
         ([{"pattern": "*", "lr_factr": 1}], "lr_factor"),
         ([{"pattern": "*", "lr_factor": -1}], "lr_factor"),
-        ([{"pattern": "*", "lr_factor": 10**400}], "lr_factor"),
+        ([{"pattern": "*", "lr_factor": 10**400}], "digits"),
         ([{"pattern": "*", "lr_factor": True}], "lr_factor"),
         ([{"pattern": "*", "weight_decay": "0"}], "weight_decay"),
         ([{"pattern": "*", "frozen": 1}], "frozen"),

@@ -348,3 +348,14 @@ def test_settings_that_the_planner_writes_are_those_of_the_model(path: Path, tmp
     config = parse_of_any_family(["--config", str(path), "--vocab-size", "1000"])
     (tmp_path / "config.json").write_text(scripts._settings(config, None))
     assert parse_of_any_family(["--config", str(tmp_path / "config.json")]).model == config.model
+
+
+@pytest.mark.parametrize("method", ["uniform", "parameters", "type:Block", "measured"])
+def test_without_a_pipeline_the_estimate_needs_no_partition_method(method: str) -> None:
+    def stages(flags: str) -> object:
+        sizes = f"--family gpt2 --vocab-size 500 --num-layers 2 --hidden-size 24 --seq-length 8 {flags}"
+        return stages_of(parse(sizes.split()))
+
+    assert stages(f"--partition-method {method}") == stages("")
+    with pytest.raises(ValueError, match="--partition-method"):
+        stages(f"--partition-method {method} --pipe-parallel-size 2")

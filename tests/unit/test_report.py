@@ -98,6 +98,19 @@ def test_curves_have_the_values_with_gaps_where_there_are_none(tmp_path: Path) -
     assert [level["run"] for level in both["loss"].levels] == [None], "what all runs share is drawn once"
 
 
+def test_kinds_of_losses_are_named_and_marked_apart(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a")
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()[:-1]
+    lines.append(json.dumps({"split": "test", "iteration": 20, "lm_loss": 6.5, "ppl": math.exp(6.5)}))
+    metrics.write_text("\n".join(lines) + "\n")
+    loss = {chart.name: chart for chart in charts([read_run(folder)])}["loss"]
+    kinds = {line["label"]: line["kind"] for line in loss.lines}
+    assert kinds.keys() == {"training", "validation", "test"} and len(set(kinds.values())) == 3
+    assert "training loss 6.000" in page_of([folder])
+    assert len(set(report.MARKERS.values())) == len(report.MARKERS)
+
+
 def test_accuracies_of_tasks_have_their_own_chart(tmp_path: Path) -> None:
     folder = made(tmp_path / "a")
     row = {"split": "eval/quiz", "iteration": 20, "accuracy": 0.25, "lm_loss": 3.0}

@@ -5,7 +5,7 @@
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from . import core as foreign_core
@@ -38,12 +38,13 @@ _REALM = Refused("there are no retrieval models")
 _ROPE = Means({"position_embedding": "rope"})
 
 
-def counted_from_1(words: Sequence[Any]) -> list[str]:
+def counted_from_1(words: Any) -> list[str]:
     """Convert zero-based iterations and ranges A-B of iterations to one-based.
 
     Words without a number stay as they are; the check of --skip-iterations refuses them.
     """
-    return [re.sub(r"\d+", lambda number: str(int(number[0]) + 1), str(word)) for word in words]
+    several = words if isinstance(words, (list, tuple)) else [words]  # a JSON file may hold a single one
+    return [re.sub(r"\d{1,18}", lambda number: str(int(number[0]) + 1), str(word)) for word in several]
 
 
 MEGATRON = (

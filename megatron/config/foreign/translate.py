@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from ...json_text import brief
 from ..fields import flag
 from ..sections import Config, settings
 from .core import BALANCING, EXPERT_BIAS, with_expert_bias
@@ -141,7 +142,7 @@ class Translation:
         self._waiting: dict[str, Any] = {}
         self._open: list[tuple[str, dict[str, Any], Means]] = []
         for setting, values in VALUES.items():
-            if own.get(setting) in values:
+            if isinstance(own.get(setting), str) and own[setting] in values:
                 said = written(flag(setting), own[setting])
                 new = {setting: values[own[setting]]}
                 self.values |= new
@@ -216,7 +217,7 @@ class Translation:
         return config
 
     def _take(self, name: str, value: Any, outcome: Outcome) -> dict[str, Any]:
-        said = written(name, value) if value is not False else f"{name} False"
+        said = brief(written(name, value), 300) if value is not False else f"{name} False"
         if isinstance(outcome, ByValue):
             refused = outcome.other or Refused(f"choose one of {', '.join(outcome.values)}")
             outcome = outcome.values.get(str(value), refused)
@@ -231,7 +232,7 @@ class Translation:
         elif isinstance(outcome, Means):
             new = {setting: v(value) if callable(v) else v for setting, v in outcome.settings.items()}
             for setting, v in new.items():
-                if self.values.get(setting, v) != v:
+                if setting in self.values and self.values[setting] != v:
                     other = self._said_by.get(setting) or written(flag(setting), self.values[setting])
                     self.problems.append(f"{said} means {_ours(new)}, but {other} is given; leave one of them out")
                     return {}

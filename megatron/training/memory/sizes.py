@@ -212,6 +212,8 @@ def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
     """
     p = config.parallel
     stretches = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
+    if stretches == 1:
+        return [0, len(layers)]
     if p.partition_method == "balanced":
         works = tuple((layer.work, layer.repeated) for layer in layers)
         return list(_cuts(works, stretches, bool(config.recomputed_layers)))

@@ -1,0 +1,126 @@
+"""Keys of DeepSpeed's JSON file that have no effect in a run, by stage of ZeRO and number format."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from .sections import Config
+
+_BOTH = {
+    "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm", "offload_optimizer",
+    "zenflow", "cpu_offload", "cpu_offload_use_pin_memory", "legacy_stage1",
+}  # fmt: skip
+# Stage of ZeRO -> the keys of zero_optimization that DeepSpeed 0.19 reads, apart from those of its checkpoints.
+_READ = {
+    0: {"stage", "legacy_stage1"},
+    1: _BOTH | {
+        "use_multi_rank_bucket_allreduce", "allgather_bucket_size", "compute_grad_norm", "round_robin_gradients",
+        "parameter_alignment", "ignore_unused_parameters",
+    },
+    3: _BOTH | {
+        "offload_param", "cpu_offload_param", "sub_group_size", "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters",
+        "stage3_max_reuse_distance", "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params",
+        "stage3_allgather_sequential", "zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients",
+        "zero_quantized_nontrainable_weights", "memory_efficient_linear", "override_module_apply",
+        "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module",
+    },
+}  # fmt: skip
+_READ[2] = _READ[1]
+# What DeepSpeed's optimizer for bf16 with ZeRO 1 reads; with offload_optimizer, it uses another one.
+_READ_IN_BF16 = {"stage", "legacy_stage1", "allgather_bucket_size", "compute_grad_norm", "zenflow"}
+# Keys that only DeepSpeed's own checkpoints read.
+_CHECKPOINTS = {
+    "load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint",
+    "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+}  # fmt: skip
+_NOTHING = {"allgather_partitions", "save_muon_momentum_buffer_in_memory"}  # no code of DeepSpeed that a run calls
+_DYNAMIC = {
+    "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False,
+    "min_loss_scale": 1,
+}  # fmt: skip
+# Key of fp16 -> the value that needs no note, as it is DeepSpeed's default.
+_USUAL = {**_DYNAMIC, "loss_scale": 0, "auto_cast": False, "fp16_master_weights_and_grads": False}
+
+
+def idle_keys(given: dict[str, Any], precision: str, zero: int) -> dict[str, list[tuple[str, str]]]:
+    """Return, by section of the file, the keys without effect as pairs of key and reason.
+
+    given: content of the file with normalised sections. precision, zero: number format and stage of ZeRO of the run.
+    """
+    of_zero = given.get("zero_optimization", {})
+    found = {
+        "zero_optimization": list(_idle_in_zero(of_zero, precision, zero)),
+        "fp16": list(_idle_in_fp16(given.get("fp16", {}), precision)),
+        "bf16": list(_idle_in_bf16(given.get("bf16", {}), precision, zero, _offloads(of_zero))),
+    }
+    for section in ("comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor"):
+        keys = given.get(section, {})
+        off = keys.get("enabled") is not True
+        found[section] = [(key, "enabled is not true") for key in keys if off and key != "enabled"]
+    return {section: keys for section, keys in found.items() if keys}
+
+
+def _offloads(keys: dict[str, Any]) -> bool:
+    return "offload_optimizer" in keys or "cpu_offload" in keys
+
+
+def _idle_in_zero(keys: dict[str, Any], precision: str, zero: int) -> Iterator[tuple[str, str]]:
+    bf16 = precision == "bf16" and zero == 1 and not _offloads(keys)
+    read = _READ_IN_BF16 if bf16 else _READ[zero]
+    for key in keys:
+        if key in _CHECKPOINTS:
+            yield key, "checkpoints are not those of DeepSpeed"
+        elif key in _NOTHING:
+            yield key, "DeepSpeed does not read it"
+        elif key not in read:
+            yield key, f"the stage of ZeRO is {zero}" + (" in bf16" if bf16 else "")
+
+
+def _idle_in_fp16(keys: dict[str, Any], precision: str) -> Iterator[tuple[str, str]]:
+    """Yield keys of the loss scale that have other values than DeepSpeed's defaults and no effect."""
+    for key, usual in _USUAL.items():
+        if keys.get(key, usual) == usual:
+            continue
+        if precision != "fp16":
+            yield key, f"the run is in {precision}"
+        elif key in _DYNAMIC and keys.get("loss_scale"):
+            yield key, "loss_scale sets a constant loss scale"
+
+
+def _idle_in_bf16(keys: dict[str, Any], precision: str, zero: int, offloads: bool) -> Iterator[tuple[str, str]]:
+    for key in keys.keys() - {"enabled"}:
+        if precision != "bf16":
+            yield key, f"the run is in {precision}"
+        elif key == "immediate_grad_update" and zero != 1:
+            yield key, f"the stage of ZeRO is {zero}"
+        elif key == "bf16_master_weights_and_grads" and zero == 1 and not offloads:
+            yield key, "the stage of ZeRO is 1"
+
+
+def keys_for_zero(given: dict[str, Any], precision: str, zero: int) -> set[str]:
+    """Return the keys of the file, besides the stage and the number format, that DeepSpeed's ZeRO 1 would read."""
+    idle = idle_keys(given, precision, zero)
+    asked: set[str] = set()
+    for section, known in (("zero_optimization", "stage"), ("bf16", "enabled")):
+        without = {known, *(key for key, _ in idle.get(section, ()))}
+        asked |= given.get(section, {}).keys() - without
+    return asked
+
+
+def notes_on_keys(config: Config, path: str, given: dict[str, Any], precision: str, zero: int) -> Iterator[str]:
+    """Yield a note for each section of the file `path` and each reason why keys of it have no effect."""
+    for section, keys in idle_keys(given, precision, zero).items():
+        for reason in dict.fromkeys(reason for _, reason in keys):
+            names = ", ".join(key for key, why in keys if why == reason)
+            yield f"{path}: {names} in {section!r} has no effect: {reason}"
+    if precision == "fp16" and given.get("fp16", {}).get("auto_cast") and config.model.family is not None:
+        yield f"{path}: auto_cast in 'fp16' has no effect: the inputs of the model are token ids"
+    if given.get("zero_force_ds_cpu_optimizer") and not given.get("zero_optimization", {}).get("offload_optimizer"):
+        yield f"{path}: zero_force_ds_cpu_optimizer has no effect: offload_optimizer is not given"
+    if os.environ.get("TDS_LOG_LEVEL", "error").lower() not in ("info", "debug"):
+        logs = [
+            key for key in ("dump_state", "comms_logger") if given.get(key) not in (None, False, {"enabled": False})
+        ]
+        for key in logs:
+            yield f"{path}: {key} writes to DeepSpeed's log, which TDS_LOG_LEVEL=info shows"

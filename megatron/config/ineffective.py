@@ -1,0 +1,219 @@
+"""Settings that have no effect beside other settings: one table of conditions, and the notes on them.
+
+A setting that can only be a mistake is refused where it is defined. A setting in this table is accepted with a note,
+because it takes effect once other settings change.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .fields import flag
+from .foreign.translate import written
+from .sections import Config, settings
+
+Condition = Callable[[Config, int, Any], bool]
+_DEFAULTS = {f.name: f.default for _, _, f in settings()}
+_SCALING = ("linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Settings that have no effect under a condition.
+
+    names: names of settings, separated by spaces. applies: condition on the settings of the run, the number of ranks
+    and the given value. reason: template of the reason, with names of settings in braces. idle: value that asks for
+    nothing and needs no note. note: whole note, for a setting that does not do what its name says.
+    """
+
+    names: str
+    applies: Condition
+    reason: str
+    idle: Any = None
+    note: str = "{said} has no effect: {reason}"
+
+
+def _no_pipeline(config: Config, ranks: int, value: Any) -> bool:
+    return config.parallel.pipe_parallel_size == 0
+
+
+def _one_stage(config: Config, ranks: int, value: Any) -> bool:
+    return config.parallel.stages == 1
+
+
+def _whole_layers(config: Config, ranks: int, value: Any) -> bool:
+    return config.parallel.model_parallel_size == 1
+
+
+def _no_evaluation(config: Config, ranks: int, value: Any) -> bool:
+    return config.train.eval_iters == 0
+
+
+def _separate_corpora(config: Config, ranks: int, value: Any) -> bool:
+    """Return whether no corpus is divided into training, validation and test documents."""
+    d = config.data
+    staged = d.data_stages is not None and (d.valid_data_path is not None or d.test_data_path is not None)
+    return d.train_data_path is not None or staged
+
+
+def _scales_nothing(config: Config, ranks: int, value: Any) -> bool:
+    """Return whether --rope-scaling leaves all positions unscaled."""
+    m = config.model
+    return m.rope_scaling in _SCALING and m.rope_scaling_factor == 1 and m.rope_attention_factor in (None, 1)
+
+
+def _lengths_of_t5(config: Config, ranks: int, value: Any) -> bool:
+    """Return whether neither the samples nor the positions of a T5 depend on --seq-length."""
+    m = config.model
+    d = config.data
+    if not config.is_t5 or d.enc_seq_length is None:
+        return False
+    longest = max(d.enc_seq_length, d.dec_seq_length or 0)
+    return m.position_embedding != "learned" or m.max_position_embeddings is not None or d.seq_length <= longest
+
+
+def _operations(config: Config) -> set[str]:
+    """Return the operations of --reference-ops that a model of this family computes."""
+    m = config.model
+    own_documents = config.data.reset_attention_mask or config.objective != "lm"
+    found = {
+        "cross-entropy": True,
+        "rms-norm": m.normalization == "rmsnorm" or m.qk_norm,
+        "rope": m.position_embedding == "rope",
+        "biased-attention": m.position_embedding == "relative",
+        "relative-positions": m.position_embedding == "relative",
+        "document-attention": own_documents or config.is_t5,
+        m.activation: True,
+    }
+    return {name for name, used in found.items() if used}
+
+
+def _not_computed(config: Config, ranks: int, value: Any) -> bool:
+    return config.model.family is not None and bool(value) and not set(value) & _operations(config)
+
+
+ROWS = (
+    # batches and evaluation
+    Row(
+        "gas",
+        lambda c, ranks, value: c.train.batch_size_schedule is not None and value != c.train.gas,
+        "--batch-size-schedule {batch_size_schedule} is given",
+    ),
+    Row(
+        "train_iters",
+        lambda c, ranks, value: c.train.train_samples is not None and value != c.train.train_iters,
+        "--train-samples {train_samples} is given",
+    ),
+    Row("eval_interval valid_data_path test_data_path", _no_evaluation, "--eval-iters is 0"),
+    Row(
+        "check_replicas",
+        lambda c, ranks, value: ranks == 1,
+        "there is one rank",
+    ),
+    # data
+    Row("split", _separate_corpora, "other flags name the corpora of training and of validation"),
+    Row(
+        "noise_density mean_span_length",
+        lambda c, ranks, value: c.is_t5 and c.objective != "span-corruption",
+        "--objective is {objective}, which masks no spans",
+    ),
+    Row(
+        "reset_position_ids reset_attention_mask",
+        lambda c, ranks, value: c.model.family is not None and c.objective == "sft",
+        "with --objective sft, each conversation is a document of its own",
+    ),
+    Row("seq_length", _lengths_of_t5, "--enc-seq-length {enc_seq_length} sets the length of this T5's samples"),
+    # model
+    Row(
+        "relative_attention_num_buckets relative_attention_max_distance",
+        lambda c, ranks, value: c.model.family is not None and c.model.position_embedding != "relative",
+        "--position-embedding is {position_embedding}",
+    ),
+    Row(
+        "rope_scaling rope_scaling_factor rope_original_length rope_low_freq_factor rope_high_freq_factor "
+        "rope_beta_fast rope_beta_slow",
+        _scales_nothing,
+        "--rope-scaling {rope_scaling} with --rope-scaling-factor 1 scales nothing",
+    ),
+    Row(
+        "logits_chunk_size",
+        lambda c, ranks, value: "cross-entropy" in c.model.reference_ops,
+        "--reference-ops cross-entropy computes all logits at once",
+    ),
+    Row("reference_ops", _not_computed, "this model computes no such operation"),
+    Row(
+        "router_aux_loss",
+        lambda c, ranks, value: not c.model.has_aux_loss,
+        "it is for --router-balance aux-loss or bias-and-aux-loss",
+    ),
+    Row(
+        "router_bias_rate",
+        lambda c, ranks, value: not c.model.has_router_bias,
+        "it is for --router-balance bias or bias-and-aux-loss",
+    ),
+    Row(
+        "experts_per_token",
+        lambda c, ranks, value: c.model.num_experts is not None and value == 1 and c.model.normalize_expert_weights,
+        "",
+        note="with --experts-per-token 1, normalized weights of experts are always 1, so only the losses of the "
+        "router train it; --no-normalize-expert-weights lets the loss of the model train it, too",
+    ),
+    # layout
+    Row("pipeline_schedule virtual_pipeline_size pipeline_timeout", _no_pipeline, "there is no pipeline", idle=1),
+    Row("partition_method pipeline_extra_warmup", _one_stage, "there is one stage"),
+    Row("sequence_parallel", _whole_layers, "--model-parallel-size is 1", idle=False),
+    Row("async_tensor_model_parallel_allreduce", _whole_layers, "--model-parallel-size is 1"),
+    Row(
+        "checkpoint_num_layers",
+        lambda c, ranks, value: not c.parallel.checkpoint_activations,
+        "--checkpoint-activations is not given",
+        idle=1,
+    ),
+    Row(
+        "overlap_grad_reduce",
+        lambda c, ranks, value: c.parallel.zero_stage in (2, 3) or c.train.precision == "fp16",
+        "DeepSpeed reduces the gradients with ZeRO 2, ZeRO 3 and fp16",
+    ),
+    # optimizer and learning rate
+    Row("adam_beta1 adam_beta2 adam_eps", lambda c, ranks, value: c.optim.optimizer == "sgd", "the optimizer is sgd"),
+    Row("min_lr", lambda c, ranks, value: c.optim.lr_decay_style == "constant", "the learning rate is constant"),
+    Row(
+        "lr_decay_iters lr_decay_samples",
+        lambda c, ranks, value: c.optim.lr_decay_style == "constant" and c.optim.warmup == 0,
+        "the learning rate is constant and has no warm-up",
+    ),
+    Row(
+        "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style",
+        lambda c, ranks, value: c.optim.lr_decay_style != "wsd",
+        "--lr-decay-style is {lr_decay_style}",
+    ),
+    Row(
+        "embedding_weight_decay",
+        lambda c, ranks, value: c.optim.weight_decay == 0 and c.optim.param_groups is None,
+        "--weight-decay is 0",
+    ),
+    # checkpoints
+    Row(
+        "load_optim load_rng",
+        lambda c, ranks, value: c.checkpoint.finetune,
+        "--finetune loads only the weights",
+    ),
+)
+
+
+def notes(config: Config, ranks: int, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note on each of the settings `given`, by name, that has no effect in a run with these settings.
+
+    A value that equals its default and is None, False, 0 or empty asks for nothing, so it gets no note.
+    """
+    values = {f.name: getattr(getattr(config, section), f.name) for section, _, f in settings()}
+    values["objective"] = config.objective
+    for row in ROWS:
+        for name in row.names.split():
+            if name not in given:
+                continue
+            value = given[name]
+            asks_for_nothing = value == row.idle or (not value and value == _DEFAULTS[name])
+            if not asks_for_nothing and row.applies(config, ranks, value):
+                reason = row.reason.format(**values)
+                yield row.note.format(said=written(flag(name), value), reason=reason)
