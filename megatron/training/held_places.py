@@ -37,7 +37,7 @@ class HeldPlaces(Hook):
     def find_lost(self) -> LostPlace | None:
         """Return the first folder that this run has lost so far, else None. All ranks must call this.
 
-        If no other run uses the folders, this run takes their locks again.
+        If the folders are gone or empty, this run takes their locks again, in new folders.
         """
         self._lost = from_rank_0(self._take_back() or self._lost if is_rank_0() else None)
         return self._lost
@@ -52,8 +52,8 @@ class HeldPlaces(Hook):
             if not lock.take_back():
                 for each in taken:
                     each.release()
-                other = lock.holder_in_words()
-                return LostPlace(f"{words}, and {lock.path.parent} is in use by {other}: this run ends unsaved", False)
+                reason = f"{lock.path.parent} {lock.why_not_free()}"
+                return LostPlace(f"{words}, and {reason}: this run ends unsaved", False)
             taken.append(lock)
         self._run.metrics.withheld = False
-        return LostPlace(f"{words}; this run has saved into a new folder of this name, and ends", True)
+        return LostPlace(f"{words}; this run has saved into a folder of this name, and ends", True)

@@ -88,6 +88,20 @@ class Holder:
         return f"process {self.pid} on {self.host} since {self.since}"
 
 
+def _id_of(folder: Path) -> tuple[int, int] | None:
+    """Return device and inode of a folder, None if it does not exist."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def has_files(folder: Path) -> bool:
+    """Return whether a folder contains a file other than a lock, in itself or in a folder below it."""
+    return any(path.name != NAME for path in folder.rglob("*") if not path.is_dir())
+
+
 class RunLock:
     """Lock of a directory, held from construction until `release`.
 
@@ -108,6 +122,7 @@ class RunLock:
         try:
             self._make_folders(folder)
             self._take(override, time.monotonic() + PATIENCE)
+            self._folder_id = _id_of(folder)
         except OSError as error:
             self.release()
             raise ValueError(f"cannot write to {what} {folder}: {error.strerror}") from None
@@ -216,8 +231,14 @@ class RunLock:
         return holder is None or not holder.same_process(self._me)
 
     def take_back(self) -> bool:
-        """Take a lost lock again; return False if another process holds it or the folder cannot be made."""
+        """Take a lost lock again, in the same folder or in a new or empty one of this name; return True on success.
+
+        A folder that contains anything may belong to another run, even if that run has ended.
+        """
         before = self._handle
+        folder = self.path.parent
+        if _id_of(folder) != self._folder_id and has_files(folder):
+            return False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             taken = self._create()
@@ -227,9 +248,12 @@ class RunLock:
             advisory.drop(before)
         return taken
 
-    def holder_in_words(self) -> str:
-        """Return a description of the process that holds this path's lock, for messages."""
-        return str(holder_of(self.path) or "another process")
+    def why_not_free(self) -> str:
+        """Return why `take_back` failed, as the end of a sentence that begins with the folder."""
+        holder = holder_of(self.path)
+        if holder is not None:
+            return f"is in use by {holder}"
+        return "has files of another run" if has_files(self.path.parent) else "cannot be used"
 
     def keep(self) -> None:
         """Mark the run as started, so that `release` does not delete the folders that were created for the lock."""

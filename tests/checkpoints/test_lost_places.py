@@ -27,6 +27,10 @@ def _loses_its_place(run_dir: Path, how: str, flags: str, data: str, vocab_file:
         done[0] += 1
         if done[0] == 3 and os.environ["RANK"] == "0":
             shutil.rmtree(run_dir) if how == "removed" else run_dir.rename(aside)
+            if how == "finished run":
+                (run_dir / "checkpoints" / "iter_0000001").mkdir(parents=True)
+                (run_dir / "checkpoints" / "latest").write_text("iter_0000001")
+                (run_dir / "metrics.jsonl").write_text("{}\n")
             if how == "replaced":
                 run_dir.mkdir()
                 other = dataclasses.replace(Holder.here(), pid=os.getppid(), started=started(os.getppid()) or "")
@@ -46,7 +50,14 @@ def _loses_its_place(run_dir: Path, how: str, flags: str, data: str, vocab_file:
 
 @pytest.mark.parametrize(
     ("how", "ranks", "flags"),
-    [("removed", 1, ""), ("renamed", 2, "--async-save"), ("replaced", 1, "--async-save"), ("replaced", 2, "")],
+    [
+        ("removed", 1, ""),
+        ("renamed", 2, "--async-save"),
+        ("replaced", 1, "--async-save"),
+        ("replaced", 2, ""),
+        ("finished run", 1, "--keep-last 1"),
+        ("finished run", 2, "--async-save"),
+    ],
 )
 def test_a_run_whose_directory_is_gone_ends(
     how: str, ranks: int, flags: str, tmp_path: Path, tiny_data: str, vocab_file: str
@@ -58,6 +69,11 @@ def test_a_run_whose_directory_is_gone_ends(
     assert all(str(run_dir) in each for each in words)
     if how == "replaced":
         assert [path.name for path in run_dir.iterdir()] == [NAME]
+        return
+    if how == "finished run":
+        left = sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*"))
+        assert left == ["checkpoints", "checkpoints/iter_0000001", "checkpoints/latest", "metrics.jsonl"]
+        assert (run_dir / "metrics.jsonl").read_text() == "{}\n"
         return
     reader = CheckpointReader(find_checkpoint(str(run_dir)))
     reader.verify()
