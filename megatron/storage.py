@@ -27,8 +27,9 @@ STAMPS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "mtime", "create
 # Kinds of object storage, whose URLs begin with a bucket or an account.
 STORES = frozenset(PACKAGES) | {"abfss", "az", "adl", "oci", "oss", "r2", "hdfs", "memory"}
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
-# Text that begins like a URL: a scheme and ":/", a kind of object storage and ":", or "s3//".
-_LIKE_URL = re.compile(rf"([a-z][a-z0-9+.-]+):/|({'|'.join(STORES)}):|(s3a?|gs)//|://", re.IGNORECASE)
+MISSPELLED = "s3a?|gcs|gs|hdfs|s?ftp|https?|file"  # schemes that are recognized without their colon
+# Text that begins like a URL: a scheme and ":/", a kind of object storage and ":", or a scheme and "//".
+_LIKE_URL = re.compile(rf"([a-z][a-z0-9+.-]+):/|({'|'.join(STORES)}):|({MISSPELLED})//|://", re.IGNORECASE)
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError)
 
 
@@ -61,7 +62,8 @@ def anywhere(text: str) -> str:
     if mistake := _mistake(text):
         raise PlaceError(f"{text} looks like a URL, but {mistake}")
     if not is_url(text):
-        return text
+        # Path("./s3:/x") is s3:/x, which another reader would refuse.
+        return os.path.abspath(text) if _LIKE_URL.match(os.path.normpath(text)) else text
     scheme, colon, rest = text.partition(":")
     return scheme.lower() + colon + rest
 
@@ -87,7 +89,8 @@ def _mistake(text: str) -> str | None:
         return f"it names no {'bucket' if scheme else 'scheme'}; give one such as s3://bucket/{rest or 'folder'}"
     empty_bucket = scheme in STORES and bare[len(scheme) :].startswith(":///")
     if bare != text or not _URL.match(bare) or empty_bucket:
-        return f"it is not one; did you mean {scheme}://{rest}?"
+        around = " without the spaces or quotes around it" if bare != text else ""
+        return f"it is not one; did you mean {scheme}://{rest}{around}?"
     return None
 
 

@@ -28,7 +28,10 @@ class Checksum:
         """Return the checksum of a file in hexadecimal; BLAKE3 of a local file is computed with several threads."""
         if self is BLAKE3 and not isinstance(path, RemotePath):
             blake3 = _blake3()
-            return str(blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest())
+            try:
+                return str(blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest())
+            except OSError as error:  # it names no file
+                raise OSError(f"{path} cannot be read: {error}") from None
         with path.open("rb", buffering=0) as file:
             return hashlib.file_digest(file, self.new).hexdigest()
 

@@ -298,5 +298,8 @@ def _refusal(path: Path, holder: Holder, me: Holder, alive: bool, other: str) ->
     elsewhere = holder.host == me.host and not holder.is_visible(me)
     where = ", in another container or before a restart of the machine" if elsewhere and not alive else ""
     where = ", in another container" if elsewhere and alive else where
-    way_out = f"end it, or give {other}" if alive else f"if it has ended, pass --override-lock (or delete {path})"
+    copied = f"if this folder is a copy of the folder of that run, delete {path}"
+    way_out = (
+        f"end it, or give {other}; {copied}" if alive else f"if it has ended, pass --override-lock (or delete {path})"
+    )
     return f"{path.parent} is in use by {holder}{where}: {way_out}"

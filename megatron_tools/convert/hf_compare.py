@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatron.config import Config
 from megatron.model import global_parameters
@@ -25,6 +27,8 @@ from .hf_tokenizer import texts_of
 SCALE = "scale_decoder_outputs"
 SHORTEST = 64  # tokens of a comparison, if the model has that many positions
 MARGIN = 17  # tokens beyond the last distance at which the model changes
+_FORMATS = torch.float32, torch.float64  # in which logits are compared until they agree
+_LogitsOf = Callable[[torch.dtype], Tensor]  # returns a model's logits, computed in a dtype
 
 
 @torch.no_grad()
@@ -34,12 +38,17 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
     The tokens cover all learned positions, or reach beyond the sliding window, the original context of scaled rotary
     positions and the largest distance of relative positions. Prints the largest difference and the number of tokens.
     weight: function that takes a parameter's global name and returns our weight. Raises ValueError if a difference
-    exceeds 1e-5 times the range of the logits.
+    exceeds 1e-5 times the range of the logits, in fp32 and in fp64: large weights amplify the rounding of fp32.
     """
     other = _their_model(config, folder)
     tokens = _tokens(config, max(_length(config), _their_length(config, other.config)))
-    expected = (other(input_ids=tokens, decoder_input_ids=tokens) if config.is_t5 else other(tokens)).logits
-    _refuse_difference(_logits(config, weight, tokens), expected, folder)
+
+    def theirs(dtype: torch.dtype) -> Tensor:
+        model = other.to(dtype)
+        found: Tensor = (model(input_ids=tokens, decoder_input_ids=tokens) if config.is_t5 else model(tokens)).logits
+        return found
+
+    _refuse_difference(lambda dtype: _logits(config, weight, tokens, dtype), theirs, folder)
 
 
 def _transformers() -> Any:
@@ -74,7 +83,11 @@ def compare_ours(
 ) -> None:
     """Compare logits of two models of this project as `compare` does. path: the checkpoint of the second model."""
     tokens = _tokens(config, max(_length(config), _length(other)))
-    _refuse_difference(_logits(config, weight, tokens), _logits(other, other_weight, tokens), path)
+
+    def theirs(dtype: torch.dtype) -> Tensor:
+        return _logits(other, other_weight, tokens, dtype)
+
+    _refuse_difference(lambda dtype: _logits(config, weight, tokens, dtype), theirs, path)
 
 
 def _length(config: Config) -> int:
@@ -110,23 +123,43 @@ def _tokens(config: Config, length: int) -> Tensor:
     return torch.randint(config.model.vocab_size or 0, shape, generator=torch.Generator().manual_seed(0))
 
 
-def _logits(config: Config, weight: Callable[[str], Tensor], tokens: Tensor) -> Tensor:
-    model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False).eval()
+def _logits(config: Config, weight: Callable[[str], Tensor], tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False).eval().to(dtype)
     for name, parameter in global_parameters(model):
         parameter.zero_().narrow(0, 0, len(whole := weight(name))).copy_(whole)
     found: Tensor = model(tokens, tokens) if config.is_t5 else model(tokens)
     return found
 
 
-def _refuse_difference(found: Tensor, expected: Tensor, where: Path) -> None:
-    worst = float((found - expected).abs().max())
-    spread = float(expected.max() - expected.min())
-    compared = f"{found.shape[0]} x {found.shape[1]} tokens"
-    print(f"largest logit difference: {worst:.1e} (range of the logits: {spread:.1e}; {compared})")
-    if not worst <= 1e-5 * spread:
-        raise ValueError(
-            f"{where} is not the same model: its logits differ by {worst:.1e} (the range of the logits is {spread:.1e})"
-        )
+class _KeepFp64(TorchFunctionMode):
+    """Casts of fp64 tensors to fp32 do nothing: both models compute norms, softmax and rotary positions in "fp32"."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
+        if is_wide and func is Tensor.float:
+            return args[0]
+        if is_wide:
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            kwargs = {key: torch.float64 if each is torch.float32 else each for key, each in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _refuse_difference(ours: _LogitsOf, theirs: _LogitsOf, where: Path) -> None:
+    """Print the largest difference of logits; raise ValueError if it is too large in both fp32 and fp64."""
+    for dtype in _FORMATS:
+        with _KeepFp64() if dtype is torch.float64 else nullcontext():
+            found = ours(dtype)
+            expected = theirs(dtype)
+        worst = float((found - expected).abs().max())
+        spread = float(expected.max() - expected.min())
+        size = f"{found.shape[0]} x {found.shape[1]} tokens in {str(dtype).removeprefix('torch.')}"
+        print(f"largest logit difference: {worst:.1e} (range of the logits: {spread:.1e}; {size})")
+        if worst <= 1e-5 * spread:
+            return
+    raise ValueError(
+        f"{where} is not the same model: its logits differ by {worst:.1e} (the range of the logits is {spread:.1e})"
+    )
 
 
 class _Difference(NamedTuple):

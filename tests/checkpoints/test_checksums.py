@@ -78,3 +78,12 @@ def test_an_error_of_the_disk_ends_the_save(call: str, tmp_path: Path, monkeypat
     with pytest.raises(OSError, match="Input/output error"):
         _write(tmp_path)
     assert not (tmp_path / "iter_0000000").exists()
+
+
+@pytest.mark.parametrize("checksum", [BLAKE3, SHA256], ids=["BLAKE3", "SHA-256"])
+def test_a_file_that_cannot_be_read_is_named(checksum: Checksum, tmp_path: Path) -> None:
+    """The package blake3 raises errors without the file's name."""
+    folder = tmp_path / "x"
+    folder.mkdir()
+    with pytest.raises(OSError, match=str(folder)):
+        checksum.of(folder)

@@ -55,6 +55,31 @@ def test_a_missing_window_of_ours_is_found(tmp_path: Path) -> None:
         compare(other, weights.__getitem__, tmp_path)
 
 
+@pytest.mark.parametrize("family", ["t5", "gpt2", "llama"])
+def test_large_weights_are_compared_in_fp64(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, rounding moves the logits of such a model by more than an error of 1e-4 in one weight does."""
+    settings = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False} if family == "t5" else {}
+    write(tmp_path, family, settings, nothing, "float32")
+    model = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
+    theirs = model.from_pretrained(tmp_path, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
+    theirs.save_pretrained(tmp_path)
+    found = Folder(tmp_path)
+    again: Any = (T5Model if found.config.is_t5 else GPT2Model)(found.config, parallel_output=False)
+    found.load(again)
+    weights = {name: p.detach().clone() for name, p in global_parameters(again)}
+    # A run in fp32 alone may or may not pass: it depends on the CPU.
+    monkeypatch.setattr("megatron_tools.convert.hf_compare._FORMATS", (torch.float64,))
+    compare(found.config, weights.__getitem__, tmp_path)
+    name = next(name for name in weights if name.endswith("attention.dense.weight"))
+    weights[name][0, 0] += 1e-2
+    with pytest.raises(ValueError, match="not the same model"):
+        compare(found.config, weights.__getitem__, tmp_path)
+
+
 @pytest.mark.parametrize(("first", "last"), [(64, 256), (255, 256)])
 def test_learned_positions_are_compared_to_the_last(first: int, last: int, tmp_path: Path) -> None:
     found, weights = imported(tmp_path, "gpt2", {"n_positions": 256})

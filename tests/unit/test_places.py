@@ -25,7 +25,7 @@ from tests.support import ROOT
 MISTAKES = [
     "s3:/bucket/run", "s3:bucket/run", "s3//bucket/run", "s3:///bucket/run", "s3://", "s3:", "://bucket/run",
     "S3:/bucket/run", "gs:/bucket/run", "memory:/bucket", "https:/host/x", " s3://bucket/run", "'s3://bucket/run'",
-    "file:///home/x", "file:/home/x", "local:///home/x",
+    "file:///home/x", "file:/home/x", "local:///home/x", "sftp//host/x", "hdfs//name/x",
 ]  # fmt: skip
 # Settings and arguments of text that is no path.
 WORDS = {
@@ -46,9 +46,17 @@ def test_a_url_with_a_mistake_is_no_path(text: str) -> None:
             check(text)
 
 
-@pytest.mark.parametrize("text", ["a/b", "/a:b/c", "./s3:/x", "data/s3:/x", "C:/x", "a:b", "hf//x", "memory", "0.3"])
+@pytest.mark.parametrize("text", ["a/b", "/a:b/c", "data/s3:/x", "C:/x", "a:b", "hf//x", "memory", "0.3"])
 def test_a_path_on_this_machine(text: str) -> None:
     assert place(text) == Path(text) and not is_url(place(text)) and local(text) == text
+
+
+@pytest.mark.parametrize("text", ["./s3:/x", ".//memory:x"])
+def test_a_folder_whose_name_looks_like_a_url(text: str) -> None:
+    found = place(text)
+    assert not is_url(found) and found.is_absolute() and found == Path.cwd() / text
+    # A path is often turned into text and read again.
+    assert place(str(found)) == found and local(str(found)) == str(found)
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/Run", "S3://bucket/Run", "GS://b/x", "Memory://b/x"])
