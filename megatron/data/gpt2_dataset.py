@@ -1,5 +1,6 @@
 """Dataset for a left-to-right language model: a sample is seq_length + 1 tokens of the concatenated documents."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,16 +98,19 @@ def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:
 def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 1_000_000) -> None:
     """Raise DatasetError if one of the first or last `at_most` token ids of the corpus is outside the vocabulary.
 
-    Such ids show that the corpus was made with another tokenizer.
+    Such ids show that the corpus is damaged or was made with another tokenizer.
     """
     if vocab_size is None:
         return
-    for piece in (indexed.tokens[:at_most], indexed.tokens[-at_most:]):
-        low = int(piece.min())
-        high = int(piece.max())
-        if low < 0 or high >= vocab_size:
-            bad = high if high >= vocab_size else low
-            raise DatasetError(
-                f"{indexed.prefix}.bin contains token id {bad}, outside the vocabulary of {vocab_size} tokens, so it "
-                f"was made with another tokenizer; preprocess the text again or pass the --vocab-file of the corpus"
-            )
+    for first in (0, max(0, len(indexed.tokens) - at_most)):
+        piece = indexed.tokens[first : first + at_most]
+        if int(piece.min()) >= 0 and int(piece.max()) < vocab_size:
+            continue
+        at = int(np.argmax((piece < 0) | (piece >= vocab_size)))
+        document = int(np.searchsorted(indexed.document_ends(), first + at, side="right"))
+        where = f"token {first + at:,}, in document {document:,}"
+        raise DatasetError(
+            f"{indexed.prefix}.bin contains token id {piece[at]} ({where}), outside the vocabulary of {vocab_size} "
+            "tokens: the file is damaged or was made with another tokenizer; preprocess the text again or pass the "
+            "--vocab-file of the corpus"
+        )

@@ -281,9 +281,10 @@ def test_data_of_another_tokenizer(tmp_path: Path, flags: list[str], tiny_data: 
     sentence = said(launch(1, *flags, "--data-path", str(tmp_path / "x"), "--run-dir", str(tmp_path / "r")), 1)
     assert "was made with another tokenizer" in sentence
     with IndexedDatasetBuilder(tmp_path / "y", np.uint16) as builder:
-        builder.add_document(np.full(500, 60000))
+        for document in (np.full(400, 7), np.full(100, 8), np.array([9, 9, 60000])):
+            builder.add_document(document)
     sentence = said(launch(1, *flags, "--data-path", str(tmp_path / "y"), "--run-dir", str(tmp_path / "r")), 1)
-    assert "token id 60000, outside the vocabulary of 3000" in sentence
+    assert "token id 60000 (token 502, in document 2), outside the vocabulary of 3000" in sentence
 
 
 def test_a_run_directory_that_cannot_be_written(tmp_path: Path, flags: list[str]) -> None:
