@@ -185,8 +185,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        whole = Pending(None, x)
-        input_grad = weight_grad = bias_grad = summed = None
+        input_grad = weight_grad = bias_grad = whole = summed = None
         # The all-gather starts first, so that all ranks start the same collectives in the same order.
         if needs_grad(ctx, 1) and ctx.sequence.size > 1:
             whole = start_all_gather(x, ctx.sequence)
@@ -198,7 +197,7 @@ class _Linear(torch.autograd.Function):
                 summed.settle()
         flat = grad.reshape(-1, grad.shape[-1])  # [s * b, o/t]
         if needs_grad(ctx, 1):
-            x = whole.wait()
+            x = x if whole is None else whole.wait()
             weight_grad = gradient_of_weight(ctx, flat, x.reshape(-1, x.shape[-1]))
         if needs_grad(ctx, 2):
             bias_grad = flat.sum(0)

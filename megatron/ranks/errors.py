@@ -10,6 +10,8 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
+from tds.messages import words_of
+
 from ..config.fields import describe
 
 _MEGATRON = Path(__file__).resolve().parent.parent
@@ -27,8 +29,9 @@ class RunError(RuntimeError):
 
 def complaint(error: BaseException) -> str:
     """Describe an error in one line; if it comes from user code, add the file, line and function."""
-    if reported := _REPORTED.search(str(error)):
-        return " ".join(str(error)[reported.end() :].split())
+    words = words_of(error)
+    if reported := _REPORTED.search(words):
+        return " ".join(words[reported.end() :].split())
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(_OURS):
             break
