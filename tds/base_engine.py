@@ -90,6 +90,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         self.known_model  # noqa: B018  # records the model now
         refuse_closures(client_optimizer)
         refuse_quantization_on_cpus(self)
+        self._sum_gradients_in_fp64()
         if self.zero_optimization_stage() == 3:
             make_rows_contiguous(self.module)
         if not isinstance(client_optimizer, DistributedOptimizer):
@@ -108,6 +109,13 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         )
         self.enable_backward_allreduce = False
         configure_compression(self)
+
+    def _sum_gradients_in_fp64(self) -> None:
+        """Let fp64 gradients be summed over replicas in fp64: DeepSpeed sums in fp32 without communication_data_type."""
+        other = self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled()
+        asked = self._config.communication_data_type is not None
+        if not other and not asked and any(p.dtype is torch.float64 for p in self.module.parameters()):
+            self._config.communication_data_type = torch.float64
 
     def _broadcast_model(self) -> None:
         """Broadcast the first replica's weights, but weights that only some replicas hold only among these."""
