@@ -111,7 +111,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         configure_compression(self)
 
     def _sum_gradients_in_fp64(self) -> None:
-        """Let fp64 gradients be summed over replicas in fp64: DeepSpeed sums in fp32 without communication_data_type."""
+        """Sum fp64 gradients over replicas in fp64: DeepSpeed sums in fp32 unless communication_data_type is given."""
         other = self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled()
         asked = self._config.communication_data_type is not None
         if not other and not asked and any(p.dtype is torch.float64 for p in self.module.parameters()):
