@@ -197,7 +197,6 @@ def _which(mine: dict[Key, int], ties: dict[str, Key]) -> str:
                 f"the weight {name} on {_ranks([ranks[at] for at in others])} differs from its copy on rank "
                 f"{ranks[values.index(usual)]}, although copies must be equal: the hardware is faulty, or a layer "
                 "draws other random numbers or skips a reduction on some ranks; nothing was saved or deleted. If the "
-                "weight is split over tensor-parallel ranks, set weight.model_parallel = True where it is made, or use "
-                "mpu.declare(weight, init, dim=0)"
+                "weight is split over tensor-parallel ranks, call mpu.declare(weight, init, dim=0) where it is made"
             )
     return "copies of weights differed between ranks, but were equal when compared again: the hardware is faulty"

@@ -158,12 +158,7 @@ def use_fp8(model: nn.Module) -> None:
 
 def _checked(model: nn.Module, task: Task, config: Config) -> bool:
     """Return True if `model` is a PipelineModule. Raises ValueError if it does not fit the task or the settings."""
-    for name, parameter in global_parameters(model):
-        if not parameter.dim():
-            raise ValueError(
-                f"the parameter {name} is a single number, which no checkpoint can store: give it one dimension, as "
-                "in torch.ones(1)"
-            )
+    refuse_what_no_checkpoint_holds(model)
     contexts = mpu.context_axis().size
     if contexts > 1 and not task.shares_out_tokens:
         raise ValueError(
@@ -184,6 +179,22 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
                 "None in both: with count_targets, a loss is the sum over targets; without it, the mean"
             )
     return pipeline
+
+
+def refuse_what_no_checkpoint_holds(model: nn.Module) -> None:
+    """Raise ValueError for a weight without dimensions, and for a shard whose place in the whole weight is unknown."""
+    for name, parameter in global_parameters(model):
+        if not parameter.dim():
+            raise ValueError(
+                f"the parameter {name} is a single number, which no checkpoint can store: give it one dimension, as "
+                "in torch.ones(1)"
+            )
+        unknown = mpu.is_split(parameter) and mpu.spec_of(parameter).dim is None
+        if unknown and mpu.get_mesh().model.size > 1:
+            raise ValueError(
+                f"the parameter {name} is marked as sharded over tensor-parallel ranks, but not along which dimension, "
+                "so no checkpoint can store it: call mpu.declare(weight, init, dim=0) where it is made"
+            )
 
 
 def _is_pipeline(model: nn.Module, config: Config) -> bool:

@@ -22,6 +22,7 @@ from megatron.ranks.errors import RunError
 from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.source import source_files
 from megatron.ranks.stragglers import Straggler, slowest
+from megatron.training.build import refuse_what_no_checkpoint_holds
 from megatron.training.loop import train
 from tests.checkpoints.runs import Start, losses_of, make, run_all
 from tests.conformance.engines import remembered_groups
@@ -217,6 +218,22 @@ def _undeclared(folder: str, data: str, vocab_file: str) -> None:
 
 def test_an_undeclared_shard_ends_a_run_that_never_saves(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     on_ranks(2, _undeclared, str(tmp_path), tiny_data, vocab_file)
+
+
+def _marked() -> None:
+    """A shard with Megatron-LM's attribute alone: a checkpoint would hold the shard of rank 0 for all ranks."""
+    initialize_megatron(parse(["--num-layers", "1", "--model-parallel-size", "2", "--vocab-size", "64"], {}, 2))
+    for name in ("model_parallel", "tensor_model_parallel"):
+        model = nn.Linear(4, 4)
+        setattr(model.bias, name, True)
+        with pytest.raises(ValueError, match="bias .*mpu.declare"):
+            refuse_what_no_checkpoint_holds(model)
+        mpu.declare(model.bias, dim=0)
+        refuse_what_no_checkpoint_holds(model)
+
+
+def test_a_shard_of_unknown_place_is_refused() -> None:
+    on_ranks(2, _marked)
 
 
 def _minority() -> list[str]:
