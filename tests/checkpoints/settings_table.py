@@ -98,7 +98,6 @@ CASES: dict[str, Case] = {
     "async_tensor_model_parallel_allreduce": Case(
         "--no-async-tensor-model-parallel-allreduce", "--model-parallel-size 2", ranks=2
     ),
-    "tp_comm_overlap": Case("--tp-comm-overlap", "--model-parallel-size 2 --sequence-parallel", ranks=2),
     "context_parallel_size": Case("--context-parallel-size 2", ranks=2),
     "expert_parallel_size": Case("--expert-parallel-size 2", EXPERTS, ranks=2),
     "pipe_parallel_size": Case("--pipe-parallel-size 1", in_ci=True),
