@@ -27,7 +27,7 @@ _READ = {
     },
 }  # fmt: skip
 _READ[2] = _READ[1]
-# What DeepSpeed's optimizer for bf16 with ZeRO 1 reads; with offload_optimizer, it uses another one.
+# Keys that DeepSpeed's optimizer for bf16 with ZeRO 1 reads. With offload_optimizer, it uses another optimizer.
 _READ_IN_BF16 = {"stage", "legacy_stage1", "allgather_bucket_size", "compute_grad_norm", "zenflow"}
 # Keys that only DeepSpeed's own checkpoints read.
 _CHECKPOINTS = {

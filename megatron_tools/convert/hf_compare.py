@@ -135,14 +135,19 @@ class _KeepFp64(TorchFunctionMode):
     """Casts of fp64 tensors to fp32 do nothing: both models compute norms, softmax and rotary positions in "fp32"."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        is_wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
-        if is_wide and func is Tensor.float:
+        named = kwargs or {}
+        if not (args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64):
+            return func(*args, **named)
+        if func is Tensor.float:
             return args[0]
-        if is_wide:
-            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-            kwargs = {key: torch.float64 if each is torch.float32 else each for key, each in kwargs.items()}
-        return func(*args, **kwargs)
+        wide_args = [_widened(each) for each in args]
+        wide_named = {key: _widened(each) for key, each in named.items()}
+        return func(*wide_args, **wide_named)
+
+
+def _widened(value: Any) -> Any:
+    """Return torch.float64 for torch.float32, and any other argument of a function as it is."""
+    return torch.float64 if value is torch.float32 else value
 
 
 def _refuse_difference(ours: _LogitsOf, theirs: _LogitsOf, where: Path) -> None:

@@ -35,7 +35,7 @@ _NUMBER = re.compile(r"[-+]?\d[\d.,]*(e[-+]?\d+)?")
 
 
 class Trial(NamedTuple):
-    """One run: the kind of model and the flags, in which {here} stands for a folder with `inputs`."""
+    """One run: the kind of model and the flags, in which {here} is a folder with `inputs`."""
 
     model: str
     flags: str
