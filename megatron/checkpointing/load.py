@@ -94,7 +94,7 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
     if wanted.rng and reader.rng_seed is not None:
         mpu.get_rng().seed = reader.rng_seed
     state = TrainState.from_dict(reader.state) if wanted.position else TrainState()
-    return state if wanted.optimizer else replace(state, recent=())
+    return state if wanted.optimizer else replace(state, features={})
 
 
 def _restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:

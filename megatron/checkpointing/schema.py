@@ -87,7 +87,7 @@ def _is_fork(value: Any) -> bool:
 
 def _check_state(state: Any) -> None:
     _expect(isinstance(state, dict), "state", "an object", state)
-    known = {f.name for f in fields(TrainState)}
+    known = {"recent", *(f.name for f in fields(TrainState))}  # version 0.2.0 and older stored `recent`
     for name, value in state.items():
         if name not in known:
             raise SchemaError(
@@ -96,6 +96,10 @@ def _check_state(state: Any) -> None:
         if name == "recent":
             right = isinstance(value, list) and all(map(_is_pair_of_numbers, value))
             _expect(right, "state.recent", "a list of pairs of numbers", value)
+            continue
+        if name == "features":
+            right = isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
+            _expect(right, "state.features", "an object of objects", value)
             continue
         if name == "forks":
             right = isinstance(value, list) and all(map(_is_fork, value))

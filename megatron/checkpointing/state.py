@@ -1,7 +1,7 @@
 """The part of the training state that is not tensors: iteration, consumed samples and seed."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -17,17 +17,23 @@ class TrainState:
     consumed_tokens: int = 0
     sample_hash: int = 0  # hash of the consumed samples, in order; see data/sample_hash.py
     rng_seed: int | None = None  # seed of dropout; None until the run sets the seed
-    # With --skip-step-sigma: (loss, gradient norm) of the last --skip-step-window steps that were not skipped.
-    recent: tuple[tuple[float, float], ...] = ()
+    features: dict[str, dict[str, Any]] = field(default_factory=dict)  # name of a feature -> what it stores
     # (iteration, seconds since 1970) of each resume that abandoned later checkpoints.
     forks: tuple[tuple[int, int], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values as in checkpoint.json, without empty tuples, whose names older versions do not know."""
-        return {name: value for name, value in asdict(self).items() if value != ()}
+        """Return the values as in checkpoint.json, without empty ones, whose names older versions do not know."""
+        return {name: value for name, value in asdict(self).items() if value not in ((), {})}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "TrainState":
-        """Return the state with values from checkpoint.json."""
-        pairs = {name: tuple(map(tuple, values.get(name, ()))) for name in ("recent", "forks")}
-        return cls(**{**values, **pairs})
+        """Return the state with values from checkpoint.json.
+
+        Version 0.2.0 and older stored the steps of --skip-step-sigma under `recent`.
+        """
+        known = dict(values)
+        known["forks"] = tuple(map(tuple, values.get("forks", ())))
+        recent = known.pop("recent", None)
+        if recent:
+            known["features"] = {"spike_guard": {"recent": recent}}
+        return cls(**known)

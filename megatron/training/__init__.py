@@ -10,16 +10,17 @@ if TYPE_CHECKING:
     from ..compat.pretrain import pretrain
     from .build import start_engine
     from .entry import run
+    from .feature import Feature
     from .loop import Run, evaluate, train
     from .setup import set_up
     from .task import Task
 
 _HOMES = {
-    "Run": ".loop", "Task": ".task", "evaluate": ".loop", "pretrain": "..compat.pretrain", "run": ".entry",
-    "set_up": ".setup", "start_engine": ".build", "train": ".loop",
+    "Feature": ".feature", "Run": ".loop", "Task": ".task", "evaluate": ".loop", "pretrain": "..compat.pretrain",
+    "run": ".entry", "set_up": ".setup", "start_engine": ".build", "train": ".loop",
 }  # fmt: skip
 
-__all__ = ["Run", "Task", "evaluate", "pretrain", "run", "set_up", "start_engine", "train"]
+__all__ = ["Feature", "Run", "Task", "evaluate", "pretrain", "run", "set_up", "start_engine", "train"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,15 +12,12 @@ from torch import nn
 import tds
 from tds import optimizer_state as zero_state
 from tds.apart import zero3_partitioner
-from tds.average import WeightAverage
-from tds.spikes import SpikeGuard
 
 from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved, resolve
-from ..model.block import TransformerLayer, hidden_matrices
+from ..model.block import hidden_matrices
 from ..model.layers import global_parameters
-from ..mpu.fp8 import MULTIPLE
 from ..optim import build_optimizer
 from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks
@@ -28,11 +25,11 @@ from ..ranks.buffers import remember
 from ..ranks.initialize import initialize_megatron
 from ..ranks.objects import gather_objects
 from ..tokenizer import Tokenizer
-from .compiling import accumulate_in_graph, compile_layers
 from .engine import Engine, NoPipeEngine, PipeEngine
+from .feature import Features, Plan
 from .global_vars import publish
 from .metrics import Timers
-from .param_groups import freeze, keys_of_groups
+from .param_groups import keys_of_groups
 from .task import Task, check_task, checked_model
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -48,20 +45,21 @@ def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None)
     timers = Timers(device)
     publish(config, tokenizer, timers)
     resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device))
-    return build_engine(build_model(task, config, resolved, tokenizer), task, config, resolved, tokenizer, timers)
+    plan = Plan(task, config, resolved, device, tokenizer)
+    return build_engine(build_model(plan), plan, Features(config), timers)
 
 
-def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: Tokenizer | None) -> nn.Module:
-    """Build the model of `task`. If a rank fails, every rank raises RunError.
+def build_model(plan: Plan) -> nn.Module:
+    """Build the model of the task. If a rank fails, every rank raises RunError.
 
     The initial weights do not depend on the numbers of data-, tensor- and pipeline-parallel ranks.
 
     With ZeRO 3, each layer of `megatron.model` is partitioned over the ranks as soon as it is built. So no rank ever
     holds the whole model.
     """
-    cut = zero3_partitioner(resolved.deepspeed, mpu, DTYPES[resolved.precision])
-    with all_ranks(), tds.pipe.seeded_layers(config.train.seed), mpu.after_each_layer(cut):
-        model = checked_model(task, config, tokenizer)
+    cut = zero3_partitioner(plan.resolved.deepspeed, mpu, DTYPES[plan.resolved.precision])
+    with all_ranks(), tds.pipe.seeded_layers(plan.config.train.seed), mpu.after_each_layer(cut):
+        model = checked_model(plan.task, plan.config, plan.tokenizer)
     if cut is not None:
         # The user's own modules outside the layers of megatron.model must be partitioned, too: DeepSpeed casts and
         # moves either all parameters of a model or none.
@@ -70,23 +68,18 @@ def build_model(task: Task, config: Config, resolved: Resolved, tokenizer: Token
 
 
 def build_engine(
-    model: nn.Module,
-    task: Task,
-    config: Config,
-    resolved: Resolved,
-    tokenizer: Tokenizer | None,
-    timers: Timers,
-    lags: Mapping[str, int] | None = None,
+    model: nn.Module, plan: Plan, features: Features, timers: Timers, lags: Mapping[str, int] | None = None
 ) -> Engine:
     """Return the engine for `model`: tds' pipeline engine for a PipelineModule, DeepSpeed's engine otherwise.
 
     lags: `step_lags` of the checkpoint that will be loaded.
     """
-    freeze(model, config.optim.param_groups, resolved.param_rules)
-    compile_layers(model, config, resolved.zero_stage)
+    task = plan.task
+    config = plan.config
+    resolved = plan.resolved
+    for each in features:
+        each.model(model, plan)
     with all_ranks():
-        if config.train.precision == "fp8":
-            use_fp8(model)
         pipeline = _checked(model, task, config)
     if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size is 1, which permits a plain module
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
@@ -99,17 +92,14 @@ def build_engine(
     engine, *_ = tds.initialize(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
     )
-    if config.optim.ema_decay is not None:
-        WeightAverage(engine, config.optim.ema_decay)
-    if config.train.skip_step_sigma is not None:
-        SpikeGuard(engine, config.train.skip_step_sigma, config.train.skip_step_window)
-    accumulate_in_graph(engine.module)
+    for each in features:
+        each.engine(engine, plan)
     remember(engine.module)
     if resolved.precision == "fp64":
         zero_state.use_fp64(engine)
     if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:
         zero_state.check_all_copies(engine)
-    batch_fn = partial(task.checked_batch, config=config, tokenizer=tokenizer)
+    batch_fn = partial(task.checked_batch, config=config, tokenizer=plan.tokenizer)
     unit = config.train.batch_size * mpu.get_mesh().share.of
     for size in config.batches(dist.get_world_size()).sizes:
         engine.set_micro_batches(size // unit)  # refuses now a pipeline schedule that cannot run with this number
@@ -135,25 +125,6 @@ def _muon(model: nn.Module, config: Config, resolved: Resolved) -> dict[str, Any
     if name == "auto":
         name = "bf16" if resolved.precision == "bf16" else "none"
     return {"hidden": hidden, "ns_dtype": DTYPES.get(name)}
-
-
-def use_fp8(model: nn.Module) -> None:
-    """Let the linear layers inside the transformer layers of `model` multiply in fp8; see `mpu/fp8.py`.
-
-    Raises ValueError for a weight whose shard has a size that is not a multiple of 16.
-    """
-    for layer in model.modules():
-        for name, module in layer.named_modules() if isinstance(layer, TransformerLayer) else ():
-            if not isinstance(module, (mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
-                continue
-            shape = mpu.spec_of(module.weight).local_shape  # ZeRO 3 may hold the weight itself as an empty tensor
-            if any(size % MULTIPLE for size in shape):
-                raise ValueError(
-                    f"--precision fp8 needs weights whose sizes on each rank are multiples of {MULTIPLE}, but "
-                    f"{name} of a transformer layer has {shape[0]} x {shape[1]}; change --hidden-size, "
-                    "--ff-hidden-size, the number of heads or --model-parallel-size, or use --precision bf16"
-                )
-            module.options = replace(module.options, fp8=True)
 
 
 def _checked(model: nn.Module, task: Task, config: Config) -> bool:

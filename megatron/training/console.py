@@ -87,6 +87,8 @@ def training_line(
         columns.append(f"{row['skipped_steps']} skipped step{'s' if row['skipped_steps'] > 1 else ''}")
     if dead:
         columns.append(f"{dead} dead expert{'s' if dead > 1 else ''}")
+    if behind := row.get("straggler"):
+        columns.append(f"rank {behind['rank']} takes {behind['factor']:.1f} times the median of its peers")
     return " | ".join(columns)
 
 

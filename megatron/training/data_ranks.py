@@ -6,7 +6,6 @@ In the first and the last pipeline stage, one rank of each model-parallel group 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
-import torch
 import torch.distributed as dist
 
 from .. import mpu
@@ -130,41 +129,6 @@ def read(
     sampler = ConsecutiveSampler(t.batch_size, gas or t.gas, *share, consumed_samples, skips)
     remote = any(map(is_url, _corpora(config)))
     return iter(build_loader(dataset, sampler, config.data.num_workers, read_ahead=remote))
-
-
-class PaddingCount:
-    """Count of the positions of training samples, and of those that are padding, since the last `take`.
-
-    Positions are counted by their document ids, of which 0 means padding. Windows of continuous text have no ids and no
-    padding. The count is on one rank of each group of ranks that read the same samples.
-    """
-
-    def __init__(self, config: Config) -> None:
-        self.enabled = config.model.family is not None and (config.is_t5 or config.objective == "sft")
-        mesh = mpu.get_mesh()
-        self._here = mesh.pipe.rank == 0 and mpu.context_axis().rank == 0
-        self._counts = torch.zeros(2, dtype=torch.int64)
-
-    def counted(self, batches: Batches | None) -> Batches | None:
-        """Return an iterator over `batches` that counts each micro-batch."""
-        if batches is None or not (self.enabled and self._here):
-            return batches
-        return self._each(batches)
-
-    def _each(self, batches: Batches) -> Batches:
-        for data in batches:
-            for name, ids in data.items():
-                if name.endswith("document_ids"):
-                    self._counts += torch.tensor([ids.numel(), (ids == 0).sum()])
-            yield data
-
-    def take(self, device: torch.device) -> float:
-        """Return the share of padding over all ranks since the last call. Collective."""
-        counts = self._counts.to(device)
-        self._counts = torch.zeros_like(self._counts)
-        dist.all_reduce(counts)
-        positions, padding = counts.tolist()
-        return float(padding / max(positions, 1))
 
 
 def _corpora(config: Config) -> list[str]:

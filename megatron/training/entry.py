@@ -26,6 +26,7 @@ from ..ranks.initialize import world_size
 from ..ranks.signals import INTERRUPTED, restored_signals
 from ..storage import is_url
 from ..streams import guarded
+from .feature import Feature
 from .inputs import MissingInputs, refuse_missing
 from .loop import train
 from .setup import set_up
@@ -34,13 +35,20 @@ from .task import Task, check_task
 CONTINUES = "training continues, and metrics.jsonl has the numbers"
 
 
-def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config: Config | None = None) -> None:
+def run(
+    task: Task,
+    argv: Sequence[str] | None = None,
+    exit: bool = True,
+    config: Config | None = None,
+    features: Sequence[Feature] = (),
+) -> None:
     """Train `task` with the settings of the command line; a second call with the same run directory resumes the run.
 
     argv: command-line arguments; None for sys.argv. config: settings that are already parsed; `argv` is then ignored.
     exit: True ends the process after the run, like `unittest.main`. The exit code is 0 for success, 2 for a mistake on
     the command line and 1 for any other user error. A user error is printed in one sentence. False returns after a
     successful run and raises errors.
+    features: optional parts of your own, which the run calls besides those that the settings ask for.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     help_if_asked(getattr(task, "defaults", {}).get("family"))
@@ -53,7 +61,7 @@ def run(task: Task, argv: Sequence[str] | None = None, exit: bool = True, config
             refuse_missing(task, config)
             resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
             code = 1
-            with set_up(task, config, resolved) as ready:
+            with set_up(task, config, resolved, features) as ready:
                 train(ready)
             del ready
         except (RunError, ValueError, OSError, KeyboardInterrupt, MemoryError, RuntimeError) as error:

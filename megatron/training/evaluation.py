@@ -1,5 +1,6 @@
 """Evaluation of a run on its validation and test data."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -8,12 +9,10 @@ from tds import trace
 
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import print_rank_0
-from .corpus_losses import names_of, perplexity, rows_of
 from .data_ranks import read
 from .engine import Step
+from .feature import Feature, due
 from .health import SampleRange
-from .hooks import Hook, due
-from .log import TrainingLog
 from .run_state import Run
 
 
@@ -37,8 +36,7 @@ def evaluate(run: Run, part: str) -> float | None:
         if name:
             rows.append(_row(sums, f"{part}/{name}", run.state.iteration))
     if not rows:
-        corpora = rows_of(total, names_of(run.config), part, run.state.iteration, total["targets"])
-        rows = corpora if len(corpora) > 1 else []
+        rows = run.features.evaluated(part, run.state.iteration, total)
     row = _row(total, part, run.state.iteration)
     for each in [*rows, row]:
         print_rank_0(_line(each))
@@ -64,6 +62,11 @@ def _row(sums: Mapping[str, float], split: str, iteration: int) -> dict[str, Any
     return row
 
 
+def perplexity(loss: float) -> float:
+    """Return exp(loss), but at most exp(700), the largest power of e below the largest float."""
+    return math.exp(min(loss, 700.0))
+
+
 def _line(row: Mapping[str, Any]) -> str:
     line = f"iteration {row['iteration']:7d} | {row['split']} loss {row['lm_loss']:.4f} | ppl {row['ppl']:.2f}"
     if "text_loss" in row:
@@ -85,17 +88,20 @@ def evaluate_once(run: Run, part: str) -> None:
         evaluate(run, part)
 
 
-class Evaluations(Hook):
-    """Hook that evaluates on validation data every --eval-interval iterations, except after the last iteration."""
+class Evaluations(Feature):
+    """Part of a run that evaluates every --eval-interval iterations, and after the last one, also on test data."""
 
-    def __init__(self, run: Run, log: TrainingLog) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._log = log
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
         t = self._run.config.train
         if due(samples.iteration, t.eval_interval) and samples.iteration < t.train_iters:
-            self._log.check()
+            self._run.log.check()
             with trace.span("evaluation"):
                 evaluate(self._run, "valid")
-            self._log.restart()
+            self._run.log.restart()
+
+    def end(self) -> None:
+        for part in ("valid", "test"):
+            evaluate_once(self._run, part)

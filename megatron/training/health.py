@@ -44,14 +44,12 @@ class Interval(NamedTuple):
     """Summary of the steps since the last call of `Health.read`.
 
     losses: finite losses. norms: finite gradient norms. skipped: number of skipped steps.
-    guarded: steps that --skip-step-sigma skipped.
     """
 
     losses: list[float]
     norms: list[float]
     skipped: int
     spikes: list[Spike]
-    guarded: list[tuple[SampleRange, Deviation]]
 
 
 class Fault(NamedTuple):
@@ -127,7 +125,7 @@ class Health:
         tensors = [value.double() for value in values if isinstance(value, Tensor)]
         known = iter(torch.stack(tensors).tolist() if tensors else [])
         numbers = [next(known) if isinstance(value, Tensor) else value for value in values]
-        found = Interval([], [], 0, [], [])
+        found = Interval([], [], 0, [])
         for (step, samples, state), loss, norm in zip(unread, numbers[::2], numbers[1::2], strict=True):
             applied = math.isfinite(norm) and not step.skipped
             self._update(step, samples, loss, applied)
@@ -140,7 +138,6 @@ class Health:
                 found.spikes.extend(self._spikes(samples, loss))
             else:
                 found = found._replace(skipped=found.skipped + 1)
-                found.guarded.extend([(samples, step.spike)] if step.spike else [])
         return found
 
     def _update(self, step: Step, samples: SampleRange, loss: float, applied: bool) -> None:

@@ -1,4 +1,4 @@
-"""The training loop. It runs the remaining iterations, and calls hooks before and after each iteration."""
+"""The training loop. It runs the remaining iterations, and calls the features of the run around each of them."""
 
 from collections.abc import Callable
 
@@ -7,22 +7,17 @@ from tqdm import tqdm
 from .. import mpu
 from ..data.sample_hash import extend
 from ..data.skips import Skips, parse_ranges
+from ..locks.held_places import HeldPlaces
 from ..ranks.agreement import check_replicas
 from ..ranks.rank_0 import is_rank_0, print_rank_0
-from ..ranks.signals import StopSignals
 from .data_ranks import read
-from .engine import Step
-from .eval_tasks import TaskEvaluations
-from .evaluation import Evaluations, evaluate, evaluate_once
-from .first_step import FirstStep
-from .gc_interval import Garbage
+from .engine import Batches, Step
+from .evaluation import Evaluations, evaluate
+from .feature import Feature, due
 from .health import SampleRange
-from .held_places import HeldPlaces
-from .hooks import Hook, due
 from .log import TrainingLog
 from .run_state import Run
 from .saves import Saves
-from .timeline import Recording, recorded
 
 __all__ = ["Run", "evaluate", "train"]
 DONE = (
@@ -34,36 +29,24 @@ DONE = (
 def train(run: Run) -> None:
     """Train up to --train-iters, with evaluations and saves. Raises RunError if the run cannot continue.
 
-    Each iteration calls `before_step` of all hooks, takes an optimizer step (unless a --skip-* flag skips the
-    iteration), and calls `after_step` of all hooks. Hooks are called in the order of the list `hooks`. The last hook,
-    `Saves`, decides whether the run stops early.
+    Each iteration calls `before_step` of all parts of the run, takes an optimizer step (unless a --skip-* flag skips
+    the iteration), and calls `after_step` of all parts: the features, the log, evaluations and saves, in this order.
+    The last part, `Saves`, decides whether the run stops early.
     """
     state = run.state
-    config = run.config
-    last = config.train.train_iters
+    last = run.config.train.train_iters
     if state.iteration >= last:
-        raised = "--train-samples" if config.train.train_samples else "--train-iters"
+        raised = "--train-samples" if run.config.train.train_samples else "--train-iters"
         print_rank_0(DONE.format(state.iteration, last, raised))
     skips = _skips(run)
-    log = TrainingLog(run)
-    batches = None
-    if state.iteration < last:
-        batches = read(run.datasets[0], config, state.consumed_samples, skips, run.micro_batches)
-        batches = log.padding.counted(batches)
+    run.log = TrainingLog(run)
+    parts, saves = _parts(run)
     bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
-    garbage = Garbage(config.train.manual_gc_interval)
-    signals = StopSignals(config.checkpoint.exit_duration_in_mins, run.device)
-    places = HeldPlaces(run, signals)
-    saves = Saves(run, log, signals, places)
-    tasks = TaskEvaluations(run, log)
-    recording = recorded(config, run.run_dir, run.engine.deepspeed, state.iteration)
-    with recording as recorder, bar, garbage, signals, saves:
-        hooks: list[Hook] = [places, Recording(recorder, log), FirstStep(run), garbage, ReplicaChecks(run)]
-        hooks += [log.layers, log] if log.layers else [log]
-        hooks += [Evaluations(run, log), tasks, saves]
-        while state.iteration < last and not saves.stop:
-            for hook in hooks:
-                hook.before_step(state.iteration + 1)
+    batches = _batches(run, skips) if state.iteration < last else None  # forks data workers before signals change
+    with bar, run.signals, run.features.running(run), saves:
+        while state.iteration < last and not run.stop:
+            for part in parts:
+                part.before_step(state.iteration + 1)
             step = None
             if not (skips and skips(state.consumed_samples)):
                 mpu.get_rng().begin(state.iteration)
@@ -71,19 +54,35 @@ def train(run: Run) -> None:
                 step = run.engine.train_batch(batches, lr, run.micro_batches(state.consumed_samples))
             samples = _advance(run)
             bar.update()
-            for hook in hooks:
-                hook.after_step(step, samples)
-    saves.end()
+            for part in parts:
+                part.after_step(step, samples)
+    saves.complete()
     if state.iteration < last:
         print_rank_0(f"stopped after iteration {state.iteration} as requested; run the same command to resume")
         return
-    for part in ("valid", "test"):
-        evaluate_once(run, part)
-    tasks.end()
+    for part in parts:
+        part.end()
 
 
-class ReplicaChecks(Hook):
-    """Hook that checks that all copies of a weight are equal.
+def _parts(run: Run) -> tuple[list[Feature], Saves]:
+    """Return all parts of a run, in the order in which an iteration calls them, and the last of them."""
+    places = HeldPlaces(run)
+    saves = Saves(run, places)
+    before = [each for each in run.features if not each.after_log]
+    after = [each for each in run.features if each.after_log]
+    return [places, *before, ReplicaChecks(run), run.log, Evaluations(run), *after, saves], saves
+
+
+def _batches(run: Run, skips: Callable[[int], bool] | None) -> Batches | None:
+    """Return the iterator over the micro-batches of the remaining iterations; None on a rank that reads no data."""
+    batches = read(run.datasets[0], run.config, run.state.consumed_samples, skips, run.micro_batches)
+    for each in run.features:
+        batches = each.batches(batches)
+    return batches
+
+
+class ReplicaChecks(Feature):
+    """Part of a run that checks that all copies of a weight are equal.
 
     It checks every --check-replicas iterations, and after steps 1, 2, 4, 8, ... of this run: a shard without
     declaration, which counts as a copy, often differs after the first step, but small bf16 steps may not show it.
@@ -106,8 +105,7 @@ def _advance(run: Run) -> SampleRange:
     state = run.state
     count = run.global_batch
     state.iteration += 1
-    guard = run.engine.deepspeed.spike_guard
-    state.recent = tuple(guard.recent) if guard else ()
+    state.features = run.features.state()
     samples = SampleRange(state.iteration, state.consumed_samples, count)
     if is_rank_0():  # only rank 0 needs the hash: it writes the hash to the index of the checkpoint
         state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, count)

@@ -3,9 +3,9 @@
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from ..atomic import append_whole, write_text
 from ..config import Config
 from ..model.work import block_work, idle_weights
 from ..rows import RowError, row_of
-from .writers import Writer
 
 
 class Timer:
@@ -157,16 +156,37 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class Writer(Protocol):
+    """Protocol of a writer to one destination of metrics besides metrics.jsonl.
+
+    name: name of the destination in messages. flag: flag of the destination, without dashes.
+    """
+
+    name: str
+    flag: str
+
+    def __init__(self, config: Config, run_dir: Path, iteration: int) -> None: ...
+
+    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
+        """Write the numbers of one row.
+
+        split: `train`, `valid` or `test`. numbers: name of a metric -> value.
+        """
+
+    def close(self) -> None:
+        """Finish writing."""
+
+
 class MetricsWriter:
-    """Writer that appends rows to `metrics.jsonl` and forwards their numbers to the writers `others`.
+    """Writer that appends rows to `metrics.jsonl` and forwards their numbers to other writers.
 
     iteration: the iteration from which the run resumes. The rows of later iterations are removed from the file, so that
     each iteration occurs once. active: True on rank 0; on other ranks, the writer does nothing.
     """
 
-    def __init__(self, run_dir: str, iteration: int, active: bool, others: Sequence[Writer] = ()) -> None:
+    def __init__(self, run_dir: str, iteration: int, active: bool) -> None:
         self._path: Path | None = None
-        self._others = list(others)
+        self._others: list[Writer] = []
         self._waiting: list[str] = []  # lines of metrics.jsonl that could not be written yet
         self.withheld = False  # True if the run directory is no longer this run's, so that nothing may be written there
         # Name of a writer -> (split, iteration, numbers) of the rows that it does not have yet.
@@ -175,6 +195,10 @@ class MetricsWriter:
         if active:
             self._path = Path(run_dir) / "metrics.jsonl"
             self._forget_after(self._path, iteration)
+
+    def forward_to(self, others: Sequence[Writer]) -> None:
+        """Let `others` get the numbers of each row that is written from now on."""
+        self._others += others
 
     def holds(self, part: str, iteration: int) -> bool:
         """Return True if metrics.jsonl had a row of the split `part` at `iteration` when this process started.

@@ -10,34 +10,15 @@ import tds
 from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved
-from ..config.param_groups import ParamRule, describe_rules, match_rules
+from ..config.param_groups import ParamRule, match_rules
 from ..model.embedding import embedding_weights, layer_lr_factors
-from ..model.layers import PLACEHOLDER, global_parameters, sizes_of_parameters
+from ..model.layers import PLACEHOLDER, global_parameters
 from ..optim import GroupKey, group_keys
-from ..ranks.agreement import all_ranks
 from ..ranks.objects import gather_objects
-from ..ranks.rank_0 import print_rank_0
 
 
-def freeze(model: nn.Module, path: str | None, rules: Sequence[ParamRule]) -> None:
-    """Freeze the weights that `rules` freeze, and print how many weights each rule matches. All ranks must call this.
-
-    path: the file of --param-groups, which has the rules.
-    Raises RunError for rules that match no weight of the model, and for rules that freeze all weights.
-    """
-    if path is None:
-        return
-    sizes = sizes_of_parameters(model)
-    with all_ranks():
-        lines = describe_rules(path, rules, sizes)
-    for line in lines:
-        print_rank_0(line)
-    for parameter, rule in _rules_of(model, rules).items():
-        if rule.frozen is not None:
-            parameter.requires_grad_(not rule.frozen)
-
-
-def _rules_of(model: nn.Module, rules: Sequence[ParamRule]) -> dict[nn.Parameter, ParamRule]:
+def rules_of(model: nn.Module, rules: Sequence[ParamRule]) -> dict[nn.Parameter, ParamRule]:
+    """Return the rule of each weight of this stage that has one."""
     parameters = dict(global_parameters(model))
     return {parameters[name]: rule for name, rule in match_rules(rules, parameters).items()}
 
@@ -54,7 +35,7 @@ def keys_of_groups(
     spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
     factors = layer_lr_factors(model, config.model, config.optim.muon_scale)
     behind = {p: lags[name] for name, p in global_parameters(model) if name in lags}
-    keys = group_keys(model, config.optim, spared, _rules_of(model, resolved.param_rules), factors, behind)
+    keys = group_keys(model, config.optim, spared, rules_of(model, resolved.param_rules), factors, behind)
     needs_all = tds.pipe.is_pipeline(model) and resolved.zero_stage and not resolved.distributed_optimizer
     if (resolved.param_rules or config.model.mup_base_hidden_size or lags) and needs_all:
         stages = gather_objects(set(keys.values()), mpu.get_mesh().pipe)

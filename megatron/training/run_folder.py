@@ -13,12 +13,11 @@ from ..checkpointing.relocation import FOLDER as TOKENIZER
 from ..checkpointing.relocation import keep_tokenizer
 from ..config import Config
 from ..config.fields import describe
+from ..locks.run_lock import CHECKPOINTS, RunLock, RunLockedError
 from ..storage import RemotePath, place
-from . import profile
-from .run_lock import CHECKPOINTS, RunLock, RunLockedError
 
 SETTINGS, METRICS = "config.json", "metrics.jsonl"
-BY_PRODUCTS = METRICS, "metrics.csv", "tensorboard", "mlflow", "wandb", timeline.FOLDER, profile.FOLDER
+BY_PRODUCTS = METRICS, "metrics.csv", "tensorboard", "mlflow", "wandb", timeline.FOLDER, "profile"
 
 
 def save_dir_of(config: Config, run_dir: Path) -> Path:

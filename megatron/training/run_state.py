@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,16 +13,20 @@ from ..checkpointing import RetryingSaver, TrainState
 from ..config import Config
 from ..config.batches import BatchSchedule
 from ..config.ds_config import Resolved
+from ..locks.run_lock import RunLock
 from ..optim import lr_at
 from ..ranks.errors import RunError
+from ..ranks.signals import StopSignals
 from ..tokenizer import Tokenizer
 from .data_ranks import lengths_of
 from .engine import Engine
+from .feature import Features
 from .metrics import MetricsWriter, Timers
 from .run_folder import release
-from .run_lock import RunLock
 from .task import Datasets
-from .task_sets import TaskSet
+
+if TYPE_CHECKING:
+    from .log import TrainingLog
 
 
 @dataclass
@@ -41,7 +46,12 @@ class Run:
     run_dir: Path
     parameters: int  # number of parameters of the whole model; tied parameters count once
     locks: list[RunLock]  # locks that rank 0 holds; empty on other ranks
-    task_sets: list[TaskSet] = field(default_factory=list)  # --eval-tasks on rank 0; empty on other ranks
+    features: Features
+    stop: bool = False  # True if the run ends after this iteration
+    log: "TrainingLog" = field(init=False)  # set when training begins
+
+    def __post_init__(self) -> None:
+        self.signals = StopSignals(self.config.checkpoint.exit_duration_in_mins, self.device)
 
     def __enter__(self) -> "Run":
         return self

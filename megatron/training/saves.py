@@ -1,35 +1,31 @@
-"""The hook that decides when a run saves a checkpoint and when the run stops."""
+"""The part of a run that decides when a run saves a checkpoint and when the run stops."""
 
 import torch.distributed as dist
 
 from tds import trace
 
+from ..locks.held_places import HeldPlaces
 from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
-from ..ranks.signals import StopSignal, StopSignals
+from ..ranks.signals import StopSignal
 from .engine import Step
+from .feature import Feature, due
 from .health import SampleRange
-from .held_places import HeldPlaces
-from .hooks import Hook, due
-from .log import TrainingLog
 from .run_state import Run
 
 
-class Saves(Hook):
-    """Hook that saves a checkpoint every --save-interval iterations and on signals.
+class Saves(Feature):
+    """Part of a run that saves a checkpoint every --save-interval iterations and on signals.
 
-    stop: True if a signal, --exit-interval or --exit-duration-in-mins ends the run after this iteration.
+    It sets `run.stop` if a signal, --exit-interval or --exit-duration-in-mins ends the run after this iteration.
     """
 
-    def __init__(self, run: Run, log: TrainingLog, signals: StopSignals, places: HeldPlaces) -> None:
+    def __init__(self, run: Run, places: HeldPlaces) -> None:
         self._run = run
-        self._log = log
-        self._signals = signals
         self._places = places
         # _saved: iteration of the newest saved state. _began: iteration in which its save began; after skipped steps,
         # it is later than _saved.
         self._saved = self._began = run.state.iteration
-        self.stop = False
 
     def __enter__(self) -> None:
         pass
@@ -49,17 +45,17 @@ class Saves(Hook):
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
         saver = self._run.saver
         c = self._run.config.checkpoint
-        asked, written = self._signals.agree(saver.pending and not saver.busy)
-        self.stop = asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, c.exit_interval or 0)
+        asked, written = self._run.signals.agree(saver.pending and not saver.busy)
+        self._run.stop = asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, c.exit_interval or 0)
         # `agree` returns what the ranks reported at its previous call. So in the iteration after a save began,
         # `written` is still a report from before this save.
         if saver.pending and written and samples.iteration > self._began + 1:
             self._finish()
-        if self.stop or asked is StopSignal.SAVE or due(samples.iteration, c.save_interval):
+        if self._run.stop or asked is StopSignal.SAVE or due(samples.iteration, c.save_interval):
             self._began = samples.iteration
-            self._save(must=self.stop)
+            self._save(must=self._run.stop)
 
-    def end(self) -> None:
+    def complete(self) -> None:
         """Complete a background save, and repeat the last save if it failed.
 
         If all iterations are done, save the final state unless it is already saved.
@@ -84,7 +80,7 @@ class Saves(Hook):
         must: True for the last save of a run: log unreported iterations before the save, and raise if the save fails.
         """
         run = self._run
-        log = self._log
+        log = run.log
         lost = self._places.find_lost()
         if lost and not lost.free:
             raise RunError(lost.words)

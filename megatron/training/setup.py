@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tds.diagnose import Watchdog
-
 from .. import mpu
 from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.data_plan import with_consumed_data
@@ -19,7 +17,7 @@ from ..checkpointing.load import step_lags
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved
-from ..model.block import hidden_matrices
+from ..locks.run_lock import RunLock
 from ..model.layers import count_parameters
 from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks, same_everywhere
@@ -28,24 +26,24 @@ from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from ..storage import place
 from ..tokenizer import Tokenizer, load_tokenizer
-from . import run_folder, writers
+from . import run_folder
 from .build import build_engine, build_model
 from .data_ranks import open_datasets
 from .engine import NoPipeEngine
-from .estimate import estimate, memory_advice
-from .eval_tasks import check_model
+from .feature import Feature, Features, Plan
 from .global_vars import publish
 from .inputs import reads_corpora
 from .metrics import MetricsWriter, Timers
-from .run_lock import RunLock
 from .run_state import Run
 from .task import Task, what
-from .task_sets import TaskSet, read_tasks
 from .watch import StepWatch
 
 
-def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
-    """Return a new or resumed run of `task`, ready to train. Raises RunError on every rank if the run cannot start."""
+def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequence[Feature] = ()) -> Run:
+    """Return a new or resumed run of `task`, ready to train. Raises RunError on every rank if the run cannot start.
+
+    own_features: features besides those that the settings ask for.
+    """
     device = initialize_megatron(config)
     timers = Timers(device)
     default_run_dir = f"runs/{task.name}-{from_rank_0(time.strftime('%Y%m%d-%H%M%S'))}"
@@ -54,38 +52,34 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
     same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
     publish(config, tokenizer, timers)
     with all_ranks():
-        task_sets, locks = _checked_on_rank_0(config, tokenizer, run_dir)
+        features = Features(config, own_features)
+        locks = run_folder.lock(config, run_dir) if is_rank_0() else []
     try:
         _print_layout(config, resolved, device, locks)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         start = find_start(config, save_dir)
         config = with_consumed_data(config, *start, reads_corpora(task))
+        plan = Plan(task, config, resolved, device, tokenizer)
+        features.prepare(plan)
         datasets = open_datasets(task, config, tokenizer)
-        estimated = _print_estimates(task, config, resolved, device)
         with mpu.skip_init() if start.path else nullcontext():
-            model = build_model(task, config, resolved, tokenizer)
+            model = build_model(plan)
         parameters = count_parameters(model)
         with all_ranks():
             lags = step_lags(*start)
-        engine = build_engine(model, task, config, resolved, tokenizer, timers, lags)
+        engine = build_engine(model, plan, features, timers, lags)
         if isinstance(engine, NoPipeEngine) and dist.get_world_size() > 1:
             engine.watch = StepWatch(60 * config.parallel.distributed_timeout_minutes, device)
-        of_muon = count_parameters(model, hidden_matrices(model)) if config.optim.muon_scale else 0
-        Watchdog.advice = memory_advice(parameters, config, resolved.precision, of_muon)
         state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
         config = config.with_batches(dist.get_world_size(), state.iteration, state.consumed_samples)
-        if engine.deepspeed.spike_guard:
-            engine.deepspeed.spike_guard.recent.extend(state.recent)
         with all_ranks():
-            check_model(engine.deepspeed.module, config)
+            features.load(state.features)
             metrics = _accepted(config, run_dir, save_dir, state.iteration, locks)
     except BaseException:
         run_folder.release(locks)
         raise
     publish(config, tokenizer, timers)  # second call: the checkpoint may have set the learning-rate schedule
     use_step_timeout(config)
-    if not estimated:  # else the number of parameters is already printed
-        print_rank_0(f"{parameters / 1e6:.2f} million parameters")
     return Run(
         config,
         resolved,
@@ -100,7 +94,7 @@ def set_up(task: Task, config: Config, resolved: Resolved) -> Run:
         run_dir,
         parameters,
         locks,
-        task_sets,
+        features,
     )
 
 
@@ -110,26 +104,6 @@ def _saver(config: Config, save_dir: str, engine: Any, fingerprint: str, run_dir
     staging = run_dir / "upload"
     saver = Saver(save_dir, engine, config, fingerprint, background, staging)
     return RetryingSaver(saver, config.checkpoint.max_failed_saves)
-
-
-def _print_estimates(task: Task, config: Config, resolved: Resolved, device: torch.device) -> bool:
-    """Print what the run needs, if it can be estimated; return whether it can. All ranks must call this."""
-    with all_ranks():
-        estimates = estimate(task, config, resolved, device, mpu.get_topology().world_size())
-    for line in estimates:
-        print_rank_0(line)
-    return bool(estimates)
-
-
-def _checked_on_rank_0(config: Config, tokenizer: Tokenizer, run_dir: Path) -> tuple[list[TaskSet], list[RunLock]]:
-    """Return the tasks of --eval-tasks and the locks of the run's folders.
-
-    Ranks other than 0 get empty lists. Raises ValueError for files and flags that cannot be used.
-    """
-    if not is_rank_0():
-        return [], []
-    writers.check(config.log)
-    return read_tasks(config, tokenizer), run_folder.lock(config, run_dir)
 
 
 def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: Sequence[RunLock]) -> MetricsWriter:
@@ -142,8 +116,7 @@ def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, lock
         clear(place(save_dir))
         print_notes(run_folder.accept(config, run_dir, iteration))
         run_folder.keep(locks)
-    others = writers.writers(config, run_dir, iteration) if is_rank_0() else []
-    return MetricsWriter(str(run_dir), iteration, is_rank_0(), others)
+    return MetricsWriter(str(run_dir), iteration, is_rank_0())
 
 
 def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, Tokenizer, Path]:

@@ -37,8 +37,8 @@ def writable(run_dir: Path) -> Iterator[Finding]:
 
 def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
     """Check that no other run holds the lock of the run directory or of the checkpoint folder."""
+    from megatron.locks.run_lock import NAME, Holder, holder_of
     from megatron.training.run_folder import save_dir_of
-    from megatron.training.run_lock import NAME, Holder, holder_of
 
     folder = save_dir_of(config, run_dir) if config else run_dir / "checkpoints"
     folders = (run_dir,) if isinstance(folder, RemotePath) else (run_dir, folder)  # object storage has no locks

@@ -18,12 +18,12 @@ from data_utils.progress import Progress
 from megatron import mpu
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
+from megatron.features.harness import evaluate_tasks
+from megatron.features.scoring import Score, nats_of, read_cloze, score_one
 from megatron.model.gpt2 import GPT2Model
 from megatron.ranks import device
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.load import folder_has_one, refuse_other_ids
-from megatron.training.harness import evaluate_tasks
-from megatron.training.scoring import Score, nats_of, read_cloze, score_one
 from megatron_tools.shapes import described
 
 from ..convert.hf_config import check_tokenizer

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from megatron.features.harness import LogLikelihoods, encode, prefix_of
+from megatron.features.scoring import Logits, Request, Scored, score_one
 from megatron.tokenizer import Tokenizer
-from megatron.training.harness import LogLikelihoods, encode, prefix_of
-from megatron.training.scoring import Logits, Request, Scored, score_one
 
 
 @dataclass

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing import CheckpointReader, find_checkpoint
+from megatron.locks.run_lock import NAME, Holder, started
 from megatron.ranks.errors import RunError
 from megatron.training.loop import train
-from megatron.training.run_lock import NAME, Holder, started
 from tests.checkpoints.runs import Start, make
 from tests.support import on_ranks
 

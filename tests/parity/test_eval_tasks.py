@@ -19,13 +19,13 @@ from torch import nn
 from megatron.config import Config
 from megatron.config.command_line import parse, with_values
 from megatron.config.fields import ConfigError
+from megatron.features.eval_tasks import RankScorer, check_model
+from megatron.features.harness import LogLikelihoods, evaluate_tasks
+from megatron.features.scoring import Request
+from megatron.features.task_sets import read_tasks
 from megatron.model import GPT2Model
 from megatron.tasks import TASKS
 from megatron.tokenizer import load_tokenizer
-from megatron.training.eval_tasks import RankScorer, check_model
-from megatron.training.harness import LogLikelihoods, evaluate_tasks
-from megatron.training.scoring import Request
-from megatron.training.task_sets import read_tasks
 from megatron_tools.write.lm_eval import Harness
 from tests.checkpoints.runs import MODELS, Start, losses_of, make, run_all
 from tests.conformance.engines import remembered_groups

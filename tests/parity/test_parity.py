@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron import mpu
-from megatron.training.compiling import compiler_found
+from megatron.features.compiling import compiler_found
 from tests.support import FULL, covering
 
 from .layouts import LAYOUTS, Layout, ours, plain

@@ -16,12 +16,12 @@ from torch import nn
 
 from megatron import mpu
 from megatron.config.command_line import parse
+from megatron.features.stragglers import Straggler, slowest
 from megatron.model.layers import global_parameters
 from megatron.ranks.agreement import check_replicas, fingerprint
 from megatron.ranks.errors import RunError
 from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.source import source_files
-from megatron.ranks.stragglers import Straggler, slowest
 from megatron.training.build import refuse_what_no_checkpoint_holds
 from megatron.training.loop import train
 from tests.checkpoints.runs import Start, losses_of, make, run_all

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config.command_line import parse
+from megatron.features import compiling
+from megatron.features.compiling import compile_layers, compiler_found
 from megatron.model.block import Block
 from megatron.model.layers import init_weights
 from megatron.model.masks import no_documents
 from megatron.model.t5 import DecoderBlock
-from megatron.training import compiling
-from megatron.training.compiling import compile_layers, compiler_found
 from tests.support import covering, on_ranks
 
 FLAGS = (

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.features.layer_log import METRICS, LayerLog
 from megatron.model.block import TransformerLayer
 from megatron.model.layers import global_parameters
 from megatron.model.masks import no_documents
 from megatron.model.router import Router, Routing
-from megatron.training.layer_log import METRICS, LayerLog
 from megatron.training.loop import train
 from tds.groups import max_with_nan
 from tests.checkpoints.runs import Start, make, run_all

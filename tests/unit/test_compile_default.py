@@ -8,9 +8,9 @@ import torch
 from megatron.config.command_line import parse
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError
+from megatron.features import compiling
 from megatron.model.block import Block
 from megatron.ranks import device
-from megatron.training import compiling
 
 GPT2 = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --pipe-parallel-size 0"
 

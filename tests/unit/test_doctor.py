@@ -20,9 +20,9 @@ from data_utils import inspect_data, preprocess_data
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.config.command_line import parse
 from megatron.data.corpora import made_with
+from megatron.locks.run_lock import Holder, RunLock
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.training.data_ranks import _check_tokenizer
-from megatron.training.run_lock import Holder, RunLock
 from megatron_tools.doctor import corpora, doctor, machine, memory, network, run_dir, settings
 from megatron_tools.doctor.finding import Finding
 from tests.sentences import SENTENCES

@@ -9,10 +9,10 @@ from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError
+from megatron.features.fp8 import use_fp8
 from megatron.model import GPT2Model
 from megatron.mpu.fp8 import fp8_matmul
 from megatron.ranks import device
-from megatron.training.build import use_fp8
 from tests.parity.reference import Fp8Product
 
 GPT2 = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --precision fp8"

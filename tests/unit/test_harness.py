@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from data_utils.tokenizer_training import train_byte_bpe
+from megatron.features.harness import evaluate_tasks
 from megatron.tokenizer import load_tokenizer
-from megatron.training.harness import evaluate_tasks
 from megatron_tools.write.lm_eval import Harness
 from tests.sentences import SENTENCES
 

@@ -22,10 +22,10 @@ from megatron.config.foreign.flags import FLAGS
 from megatron.config.param_groups import read_param_rules
 from megatron.config.without import parse_without
 from megatron.data.corpora import made_with
+from megatron.features.scoring import read_cloze
 from megatron.json_text import MOST_NESTED, JsonError, parse_json, shown
 from megatron.tokenizer.base import read_object
 from megatron.tokenizer.cpm import read_vocabulary
-from megatron.training.scoring import read_cloze
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.report.runs import read_metrics
 from megatron_tools.write.prompts import _prompt_of

@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.config.command_line import parse
+from megatron.features.compiling import compiler_found
 from megatron.fused import Fused, compiled
 from megatron.model import grouped_heads
 from megatron.model.block import Block
 from megatron.model.mlp import GATED_GELU, SWIGLU, GatedActivation
 from megatron.model.rotary import Rotation
-from megatron.training.compiling import compiler_found
 from tests.support import covering
 
 # The sequence length is a prime number, so a tensor is an activation exactly if its size is a multiple of this length.

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from megatron.config.command_line import parse
-from megatron.training import run_lock
+from megatron.locks import run_lock
+from megatron.locks.run_lock import Holder, RunLock, RunLockedError
 from megatron.training.run_folder import accept, keep, lock, refuse_other_checkpoints, release
-from megatron.training.run_lock import Holder, RunLock, RunLockedError
 from tests.sentences import SENTENCES
 from tests.support import ROOT
 
@@ -99,7 +99,7 @@ import sys, time, types
 from pathlib import Path
 sys.modules["tds"] = package = types.ModuleType("tds")  # without its __init__, whose imports take seconds
 package.__path__ = ["tds"]
-from megatron.training import run_lock
+from megatron.locks import run_lock
 run_lock.PATIENCE = 0.3
 try:
     lock = run_lock.RunLock(Path(sys.argv[1]), override="override" in sys.argv)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.training.scoring import Request, nats_of, score_one, windows
+from megatron.features.scoring import Request, nats_of, score_one, windows
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.config.command_line import parse
-from megatron.training import writers
+from megatron.features import writers
 from megatron.training.metrics import MetricsWriter
 
 ROW = {"split": "train", "iteration": 10, "lm_loss": 7.5, "lr": 0.001, "loss_scale": None, "spikes": [{"iteration": 3}]}
@@ -38,7 +38,8 @@ def config(*flags: str) -> Any:
 
 
 def told(run_dir: Path, iteration: int, *flags: str, rows: tuple[dict[str, Any], ...] = (ROW,)) -> None:
-    writer = MetricsWriter(str(run_dir), iteration, True, writers.writers(config(*flags), run_dir, iteration))
+    writer = MetricsWriter(str(run_dir), iteration, True)
+    writer.forward_to(writers.writers(config(*flags), run_dir, iteration))
     for row in rows:
         writer.write(row)
     writer.close()
@@ -113,7 +114,8 @@ def test_one_that_fails_later_stops_and_the_run_does_not(tmp_path: Path, capsys:
         def close(self) -> None:
             raise AssertionError("it was left out")
 
-    writer = MetricsWriter(str(tmp_path), 0, True, [Broken()])
+    writer = MetricsWriter(str(tmp_path), 0, True)
+    writer.forward_to([Broken()])
     writer.write(ROW)
     writer.write(ROW)
     writer.close()
@@ -129,7 +131,8 @@ def test_a_writer_gets_its_rows_when_the_disk_has_space_again(
     if flag == "--tensorboard":
         pytest.importorskip("tensorboard")
     flags = [flag] if flag == "--tensorboard" else ["--no-tensorboard", flag]
-    writer = MetricsWriter(str(tmp_path), 0, True, writers.writers(parse(flags), tmp_path, 0))
+    writer = MetricsWriter(str(tmp_path), 0, True)
+    writer.forward_to(writers.writers(parse(flags), tmp_path, 0))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for iteration in range(1, 6):
         full = iteration in (2, 3)

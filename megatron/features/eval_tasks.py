@@ -17,18 +17,18 @@ from ..model.gpt2 import GPT2Model
 from ..model.loss import TokenLoss
 from ..model.masks import no_documents
 from ..model.pipe import GPT2ModelPipe
+from ..ranks.agreement import all_ranks
 from ..ranks.errors import complaint
 from ..ranks.objects import from_rank_0, gather_objects
 from ..ranks.rank_0 import is_rank_0, print_rank_0
-from .corpus_losses import perplexity
-from .engine import Step
+from ..training.engine import Step
+from ..training.evaluation import perplexity
+from ..training.feature import Feature, Plan, due
+from ..training.health import SampleRange
+from ..training.run_state import Run
 from .harness import LogLikelihoods, evaluate_tasks
-from .health import SampleRange
-from .hooks import Hook, due
-from .log import TrainingLog
-from .run_state import Run
 from .scoring import Request, Scored
-from .task_sets import TaskSet
+from .task_sets import TaskSet, read_tasks
 
 AT_ONCE = 8  # minimum number of micro-batches for which the engine is called, so that pipeline stages are busy
 
@@ -129,14 +129,17 @@ class RankScorer(LogLikelihoods):
         return (tokens, positions, no_documents(self._device)), (labels, loss_mask)
 
 
-def evaluate_on_tasks(run: Run) -> None:
-    """Evaluate on --eval-tasks; print and log the results. A failed task gives a warning. All ranks must call this."""
+def evaluate_on_tasks(run: Run, task_sets: Sequence[TaskSet]) -> None:
+    """Evaluate on `task_sets`; print and log the results. A failed task gives a warning. All ranks must call this.
+
+    task_sets: the tasks on rank 0; ignored on other ranks.
+    """
     scorer = RankScorer(run)
     if not is_rank_0():
         scorer.serve()
         return
     try:
-        for each in run.task_sets:
+        for each in task_sets:
             _print_and_log(run, each, scorer)
     finally:
         scorer.end()
@@ -183,27 +186,37 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-class TaskEvaluations(Hook):
-    """Hook that evaluates on --eval-tasks every --eval-tasks-interval iterations, except after the last iteration."""
+class TaskEvaluations(Feature):
+    """Feature that evaluates on --eval-tasks every --eval-tasks-interval iterations, and after the last iteration."""
 
-    def __init__(self, run: Run, log: TrainingLog) -> None:
+    after_log = True
+
+    def prepare(self, plan: Plan) -> None:
+        assert plan.tokenizer is not None
+        self._task_sets = read_tasks(plan.config, plan.tokenizer) if is_rank_0() else []
+
+    def engine(self, engine: Any, plan: Plan) -> None:
+        with all_ranks():
+            check_model(engine.module, plan.config)
+
+    def start(self, run: Run) -> None:
         self._run = run
-        self._log = log
         given = run.config.train.eval_tasks_interval
         self._interval = run.config.checkpoint.save_interval if given is None else given
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
         """Evaluate after iterations of --eval-tasks-interval, except the last."""
         t = self._run.config.train
-        if t.eval_tasks and due(samples.iteration, self._interval) and samples.iteration < t.train_iters:
-            self._log.check()
+        if due(samples.iteration, self._interval) and samples.iteration < t.train_iters:
+            self._run.log.check()
             with trace.span("evaluation"):
-                evaluate_on_tasks(self._run)
-            self._log.restart()
+                evaluate_on_tasks(self._run, self._task_sets)
+            self._run.log.restart()
 
     def end(self) -> None:
         """Evaluate after the last iteration, unless metrics.jsonl already holds the results."""
         run = self._run
-        done = [run.metrics.holds(f"eval/{each.name or each.tasks[0]}", run.state.iteration) for each in run.task_sets]
-        if run.config.train.eval_tasks and not from_rank_0(all(done)):
-            evaluate_on_tasks(run)
+        names = [each.name or each.tasks[0] for each in self._task_sets]
+        done = [run.metrics.holds(f"eval/{name}", run.state.iteration) for name in names]
+        if not from_rank_0(all(done)):
+            evaluate_on_tasks(run, self._task_sets)

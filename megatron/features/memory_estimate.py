@@ -4,20 +4,47 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.training.memory.per_rank import Memory, rank_memory
 from megatron.training.memory.sizes import parameters, stages_of
+from tds.diagnose import Watchdog
 
 from ..config import Config
 from ..config.ds_config import Resolved
+from ..model.block import hidden_matrices
+from ..model.layers import count_parameters
 from ..ranks import device as device_module
 from ..ranks.initialize import ranks_here
-from .task import Task
+from ..ranks.rank_0 import print_rank_0
+from ..training.feature import Feature, Plan
+from ..training.run_state import Run
+from ..training.task import Task
 
 KNOBS = (
     "use more ranks with --pipe-parallel-size, --model-parallel-size or --zero-stage, or a smaller model; "
     "tools/plan.py finds a layout"
 )
+
+
+class MemoryEstimate(Feature):
+    """Feature that says what a run needs: before the model is built, and if its memory does not suffice."""
+
+    def prepare(self, plan: Plan) -> None:
+        lines = estimate(plan.task, plan.config, plan.resolved, plan.device, dist.get_world_size())
+        for line in lines:
+            print_rank_0(line)
+        self._has_printed = bool(lines)
+
+    def engine(self, engine: Any, plan: Plan) -> None:
+        model = engine.module
+        parameters = count_parameters(model)
+        of_muon = count_parameters(model, hidden_matrices(model)) if plan.config.optim.muon_scale else 0
+        Watchdog.advice = memory_advice(parameters, plan.config, plan.resolved.precision, of_muon)
+
+    def start(self, run: Run) -> None:
+        if not self._has_printed:
+            print_rank_0(f"{run.parameters / 1e6:.2f} million parameters")
 
 
 def estimate(task: Task, config: Config, resolved: Resolved, device: torch.device, world: int) -> list[str]:

@@ -5,8 +5,22 @@ from typing import Any
 from .. import mpu
 from ..model.layers import global_buffers
 from ..ranks.objects import gather_objects
+from ..training.feature import Feature, Interval
+from ..training.run_state import Run
 
 TOKENS = ".mlp.router.tokens"  # end of the global name of a router's buffer `tokens`
+
+
+class ExpertLog(Feature):
+    """Feature that adds to each row how many tokens each expert had, and how even the shares are."""
+
+    def start(self, run: Run) -> None:
+        self._model = run.engine.deepspeed.module
+
+    def row(self, interval: Interval) -> dict[str, Any]:
+        tokens = expert_tokens(self._model)
+        layers = {name: balance_of(each) for name, each in tokens.items()}
+        return {"layers": layers, "expert_tokens": tokens}
 
 
 def expert_tokens(model: Any) -> dict[str, list[int]]:

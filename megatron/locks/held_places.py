@@ -1,15 +1,15 @@
-"""The hook that notices that the run directory or the checkpoint folder was removed, renamed or replaced."""
+"""The part of a run that notices that the run directory or the checkpoint folder was removed, renamed or replaced."""
 
 from dataclasses import dataclass
 
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0
-from ..ranks.signals import StopSignal, StopSignals
-from .engine import Step
-from .health import SampleRange
-from .hooks import Hook
+from ..ranks.signals import StopSignal
+from ..training.engine import Step
+from ..training.feature import Feature
+from ..training.health import SampleRange
+from ..training.run_state import Run
 from .run_lock import RunLock
-from .run_state import Run
 
 
 @dataclass(frozen=True)
@@ -20,19 +20,18 @@ class LostPlace:
     free: bool
 
 
-class HeldPlaces(Hook):
-    """Hook that asks the run to stop as soon as it has lost a lock. Only rank 0 holds locks."""
+class HeldPlaces(Feature):
+    """Part of a run that asks the run to stop as soon as it has lost a lock. Only rank 0 holds locks."""
 
-    def __init__(self, run: Run, signals: StopSignals) -> None:
+    def __init__(self, run: Run) -> None:
         self._run = run
-        self._signals = signals
         self._lost: LostPlace | None = None
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
         """Ask for a save and the end of the run if a folder is lost."""
         if any(lock.is_lost() for lock in self._run.locks):
             self._run.metrics.withheld = True
-            self._signals.ask(StopSignal.SAVE_AND_STOP)
+            self._run.signals.ask(StopSignal.SAVE_AND_STOP)
 
     def find_lost(self) -> LostPlace | None:
         """Return the first folder that this run has lost so far, else None. All ranks must call this.

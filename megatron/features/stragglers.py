@@ -6,12 +6,14 @@ waiting, shows whether the rank is slow.
 
 import statistics
 from collections import defaultdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .. import mpu
+from ..training.feature import Feature, Interval
+from ..training.run_state import Run
 
 # A straggler's working time exceeds FACTOR times the median of its peers, and exceeds this median by more than SHARE
 # of the iteration time.
@@ -24,6 +26,18 @@ class Straggler(NamedTuple):
 
     rank: int
     factor: float
+
+
+class Stragglers(Feature):
+    """Feature that names the slowest rank in a row if it is much slower than its peers."""
+
+    def start(self, run: Run) -> None:
+        self._run = run
+
+    def row(self, interval: Interval) -> dict[str, Any]:
+        busy = self._run.engine.busy(interval.timed) / max(interval.iterations, 1)
+        found = straggler(busy, interval.seconds, self._run.device)
+        return {"straggler": found._asdict()} if found else {}
 
 
 def straggler(seconds: float, iteration: float, device: torch.device) -> Straggler | None:

@@ -1,4 +1,4 @@
-"""Hook of --log-layers: norms, updates, activations and attention logits of each layer, equal in every layout."""
+"""The flag --log-layers: norms, updates, activations and attention logits of each layer, equal in every layout."""
 
 import math
 from collections.abc import Callable
@@ -21,23 +21,23 @@ from ..model.layers import Layer, global_parameters
 from ..model.masks import text_tokens
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
-from .engine import Step
-from .health import SampleRange
-from .hooks import Hook, due
-from .run_state import Run
+from ..training.engine import Step
+from ..training.feature import Feature, Interval
+from ..training.health import SampleRange
+from ..training.run_state import Run
 
 METRICS = "weight_norm", "grad_norm", "update_ratio", "activation_rms", "attention_logit"
 
 
-class LayerLog(Hook):
-    """Hook that measures each layer in the iterations of log lines.
+class LayerLog(Feature):
+    """Feature that measures each layer in the iterations of log lines.
 
     Activations are the outputs of transformer layers. Padding does not count. Models that are not a list of layers have
     no activations and logits, and compiled layers have no logits.
     found: layer -> metric -> value of the last measured iteration; empty if none was measured since the last log line.
     """
 
-    def __init__(self, run: Run) -> None:
+    def start(self, run: Run) -> None:
         self._run = run
         self._engine = run.engine.deepspeed
         self._model = self._engine.module
@@ -70,7 +70,7 @@ class LayerLog(Hook):
 
     def before_step(self, iteration: int) -> None:
         """Prepare to measure the iteration if it ends with a log line."""
-        if not (due(iteration, self._run.resolved.log_interval) or iteration == self._run.config.train.train_iters):
+        if not self._run.log.is_due(iteration):
             return
         self._armed = True
         numbers: Callable[..., Tensor] = partial(torch.zeros, dtype=torch.float64, device=self._engine.device)
@@ -118,6 +118,9 @@ class LayerLog(Hook):
         dist.all_reduce(sums)
         self._logits = max_with_nan(self._logits)
         self.found = self._row(sums, math.inf if step.skipped else float(step.grad_norm))
+
+    def row(self, interval: Interval) -> dict[str, Any]:
+        return {"layers": dict(self.found)} if self.found else {}
 
     def _row(self, sums: Tensor, norm: float) -> dict[str, dict[str, float | None]]:
         """Return layer -> metric -> value, None if it is not finite.

@@ -1,4 +1,4 @@
-"""Hook for the first step of a run: warns about parameters without gradient, and turns on the reuse of freed memory."""
+"""The first step of a run: warns about parameters without gradient, and turns on the reuse of freed memory."""
 
 from functools import partial
 
@@ -10,16 +10,16 @@ from ..model.layers import global_parameters
 from ..ranks import device as device_module
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
-from .engine import Step
-from .health import SampleRange
-from .hooks import Hook
-from .run_state import Run
+from ..training.engine import Step
+from ..training.feature import Feature
+from ..training.health import SampleRange
+from ..training.run_state import Run
 
 
-class FirstStep(Hook):
-    """Hook that acts after the first step: it warns about parameters without gradient, and calls keep_freed_memory."""
+class FirstStep(Feature):
+    """Feature that warns about parameters without gradient after the first step, and calls keep_freed_memory."""
 
-    def __init__(self, run: Run) -> None:
+    def start(self, run: Run) -> None:
         self._run = run
         trained = [(name, p) for name, p in global_parameters(run.engine.deepspeed.module) if p.requires_grad]
         self._learns = {name: False for name, _ in trained}

@@ -17,6 +17,7 @@ from ..model.block import TransformerLayer
 from ..mpu import mappings
 from ..ranks import device
 from ..ranks.rank_0 import print_rank_0
+from ..training.feature import Feature, Plan
 
 # Whether the device is a CUDA device -> what is missing, and what to do.
 MISSING = {
@@ -24,6 +25,16 @@ MISSING = {
     True: "Triton, a C compiler or the headers of Python were not found, or this device is older than Volta; install "
     "triton, gcc and python3-dev",
 }
+
+
+class Compilation(Feature):
+    """Feature that compiles transformer layers, unless something speaks against it; see `reason_against`."""
+
+    def model(self, model: nn.Module, plan: Plan) -> None:
+        compile_layers(model, plan.config, plan.resolved.zero_stage)
+
+    def engine(self, engine: Any, plan: Plan) -> None:
+        accumulate_in_graph(engine.module)
 
 
 def compile_layers(model: Any, config: Config, zero_stage: int = 0) -> None:

@@ -12,12 +12,17 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..atomic import append_whole, write_text
 from ..config import Config
 from ..config.output import LogConfig
+from ..ranks.agreement import all_ranks
+from ..ranks.rank_0 import is_rank_0
 from ..rows import NUMBERS
+from ..training.feature import Feature, Plan
+from ..training.metrics import Writer
+from ..training.run_state import Run
 
 # Default project of Weights & Biases and experiment of MLflow; WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME override it.
 PROJECT = "pretraining"
@@ -26,25 +31,17 @@ COLUMNS = ("split", "iteration", *NUMBERS)
 PACKAGES = "tensorboard", "wandb", "mlflow"  # each package has a flag of the same name
 
 
-class Writer(Protocol):
-    """Protocol of a writer to one destination of metrics.
+class Writers(Feature):
+    """Feature that gives the numbers of each row of metrics.jsonl to the writers that the flags enable."""
 
-    name: name of the destination in messages. flag: flag of the destination, without dashes.
-    """
+    def prepare(self, plan: Plan) -> None:
+        if is_rank_0():
+            check(plan.config.log)
 
-    name: str
-    flag: str
-
-    def __init__(self, config: Config, run_dir: Path, iteration: int) -> None: ...
-
-    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of one row.
-
-        split: `train`, `valid` or `test`. numbers: name of a metric -> value.
-        """
-
-    def close(self) -> None:
-        """Finish writing."""
+    def start(self, run: Run) -> None:
+        with all_ranks():
+            if is_rank_0():
+                run.metrics.forward_to(writers(run.config, run.run_dir, run.state.iteration))
 
 
 def check(config: LogConfig) -> None:

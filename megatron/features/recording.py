@@ -1,7 +1,7 @@
 """The flags `--trace` and `--profile` in the training loop: record iterations and write files to the run directory."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,9 +13,9 @@ from tds.align import distance
 from .. import mpu
 from ..config import Config
 from ..ranks.rank_0 import is_rank_0, print_rank_0
+from ..training.feature import Feature
+from ..training.run_state import Run
 from . import profile
-from .hooks import Hook
-from .log import TrainingLog
 
 # With more ranks, a run does not merge the timelines, as the merged file would have hundreds of megabytes.
 # tools/draw_schedule.py can merge them later.
@@ -46,24 +46,32 @@ class Recorder(Protocol):
         """Prepare for iteration `number`; return True if the preparation must not count as time of the iteration."""
 
 
-class Recording(Hook):
-    """Hook that calls the recorder of --trace or --profile before each iteration."""
+class Recording(Feature):
+    """Feature that calls the recorder of --trace or --profile before each iteration."""
 
-    def __init__(self, recorder: Recorder | None, log: TrainingLog) -> None:
-        self._recorder = recorder
-        self._log = log
+    def start(self, run: Run) -> None:
+        self._run = run
+        self._stack = ExitStack()
+        context = recorded(run.config, run.run_dir, run.engine.deepspeed, run.state.iteration)
+        self._recorder = self._stack.enter_context(context)
 
     def before_step(self, iteration: int) -> None:
-        if self._recorder and self._recorder.iteration(iteration):
-            self._log.restart()
+        if self._recorder.iteration(iteration):
+            self._run.log.restart()
+
+    def close(self, error: BaseException | None) -> None:
+        if error is None:
+            self._stack.close()
+        else:
+            self._stack.__exit__(type(error), error, error.__traceback__)
 
 
 @contextmanager
-def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iterator[Recorder | None]:
-    """Context that records iterations with --trace or --profile; yields the recorder, or None without these flags.
+def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iterator[Recorder]:
+    """Context that records iterations with --trace or --profile; yields the recorder.
 
     iteration: number of iterations that the run has done before this start.
-    With one of these flags, entering and leaving the context are collectives.
+    Entering and leaving the context are collectives.
     """
     if not config.log.profile:
         with traced(config, run_dir, engine) as tracer:
@@ -88,15 +96,12 @@ def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iter
 
 
 @contextmanager
-def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer | None]:
-    """Context that records a timeline with --trace; yields the recorder, or None without this flag.
+def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer]:
+    """Context that records a timeline with --trace; yields the recorder.
 
-    With --trace, entering and leaving the context are collectives. After an error, each rank writes its recorded events
+    Entering and leaving the context are collectives. After an error, each rank writes its recorded events
     without waiting for other ranks.
     """
-    if not config.log.trace:
-        yield None
-        return
     folder = run_dir / timeline.FOLDER
     first, last = config.log.traced or (None, None)
     path = folder / timeline.name_of(dist.get_rank())

@@ -3,7 +3,6 @@
 The weighted mean of the losses of all corpora, with their shares of the targets as weights, is the loss of the blend.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,7 +12,11 @@ from torch import Tensor
 from ..config import Config
 from ..data.corpora import corpus_names
 from ..model.loss import CORPUS_LOSS, CORPUS_TARGETS
-from .engine import Step
+from ..training.engine import Step
+from ..training.evaluation import perplexity
+from ..training.feature import Feature
+from ..training.health import SampleRange
+from ..training.run_state import Run
 
 
 def names_of(config: Config) -> list[str]:
@@ -40,21 +43,18 @@ def rows_of(
     return found
 
 
-def perplexity(loss: float) -> float:
-    """Return exp(loss), but at most exp(700), the largest power of e below the largest float."""
-    return math.exp(min(loss, 700.0))
+class CorpusLosses(Feature):
+    """Feature that writes a row for each corpus of a blend. The host does not wait for the device until `rows`."""
 
-
-class CorpusLosses:
-    """Sums of the losses of each corpus over training steps. The host does not wait for the device until `rows`."""
-
-    def __init__(self, config: Config) -> None:
-        self._names = names_of(config)
+    def start(self, run: Run) -> None:
+        self._names = names_of(run.config)
         self._sums: dict[str, Tensor] = {}
         self._steps: Tensor | float = 0.0
 
-    def add(self, step: Step) -> None:
+    def after_step(self, step: Step | None, samples: SampleRange) -> None:
         """Add the sums of a step, unless its loss is NaN or Inf."""
+        if step is None:
+            return
         finite = torch.isfinite(step.loss)
         mine = {name: value for name, value in step.aux.items() if name.startswith((CORPUS_LOSS, CORPUS_TARGETS))}
         for name, value in mine.items():
@@ -63,7 +63,6 @@ class CorpusLosses:
             self._steps = self._steps + finite.double()
 
     def rows(self, iteration: int) -> list[dict[str, Any]]:
-        """Return the rows of the steps since the last call, see `rows_of`."""
         if not self._sums:
             return []
         steps, *sums = torch.stack([torch.as_tensor(self._steps), *self._sums.values()]).tolist()
@@ -71,3 +70,7 @@ class CorpusLosses:
         self._sums = {}
         self._steps = 0.0
         return found
+
+    def evaluated(self, split: str, iteration: int, sums: Mapping[str, float]) -> list[dict[str, Any]]:
+        found = rows_of(sums, self._names, split, iteration, sums["targets"])
+        return found if len(found) > 1 else []

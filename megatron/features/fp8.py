@@ -1,0 +1,42 @@
+"""The flag --precision fp8: linear layers of transformer layers multiply in fp8, see `mpu/fp8.py`."""
+
+from dataclasses import replace
+
+from torch import nn
+
+from .. import mpu
+from ..model.block import TransformerLayer
+from ..mpu.fp8 import MULTIPLE
+from ..ranks.agreement import all_ranks
+from ..training.feature import Feature, Plan
+
+
+class Fp8(Feature):
+    """Feature that turns on fp8 in the linear layers of a model."""
+
+    def model(self, model: nn.Module, plan: Plan) -> None:
+        with all_ranks():
+            use_fp8(model)
+
+
+def use_fp8(model: nn.Module) -> None:
+    """Let the linear layers inside the transformer layers of `model` multiply in fp8.
+
+    Raises ValueError for a weight whose shard has a size that is not a multiple of 16.
+    """
+    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    for layer in layers:
+        for name, module in layer.named_modules():
+            if isinstance(module, (mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
+                _check_shape(name, module)
+                module.options = replace(module.options, fp8=True)
+
+
+def _check_shape(name: str, module: mpu.ColumnParallelLinear | mpu.RowParallelLinear) -> None:
+    shape = mpu.spec_of(module.weight).local_shape  # ZeRO 3 may hold the weight itself as an empty tensor
+    if any(size % MULTIPLE for size in shape):
+        raise ValueError(
+            f"--precision fp8 needs weights whose sizes on each rank are multiples of {MULTIPLE}, but "
+            f"{name} of a transformer layer has {shape[0]} x {shape[1]}; change --hidden-size, "
+            "--ff-hidden-size, the number of heads or --model-parallel-size, or use --precision bf16"
+        )

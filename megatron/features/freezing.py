@@ -1,0 +1,37 @@
+"""The flag --param-groups, as far as it freezes weights."""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..config.param_groups import ParamRule, describe_rules
+from ..model.layers import sizes_of_parameters
+from ..ranks.agreement import all_ranks
+from ..ranks.rank_0 import print_rank_0
+from ..training.feature import Feature, Plan
+from ..training.param_groups import rules_of
+
+
+class Freezing(Feature):
+    """Feature that freezes the weights that --param-groups freezes."""
+
+    def model(self, model: nn.Module, plan: Plan) -> None:
+        freeze(model, plan.config.optim.param_groups, plan.resolved.param_rules)
+
+
+def freeze(model: nn.Module, path: str | None, rules: Sequence[ParamRule]) -> None:
+    """Freeze the weights that `rules` freeze, and print how many weights each rule matches. All ranks must call this.
+
+    path: the file of --param-groups, which has the rules.
+    Raises RunError for rules that match no weight of the model, and for rules that freeze all weights.
+    """
+    if path is None:
+        return
+    sizes = sizes_of_parameters(model)
+    with all_ranks():
+        lines = describe_rules(path, rules, sizes)
+    for line in lines:
+        print_rank_0(line)
+    for parameter, rule in rules_of(model, rules).items():
+        if rule.frozen is not None:
+            parameter.requires_grad_(not rule.frozen)

@@ -1,0 +1,39 @@
+"""Garbage collection by Python at the same iterations on all ranks.
+
+Python's automatic garbage collection runs at different times on different ranks. While one rank collects garbage, the
+other ranks wait for it.
+"""
+
+import gc
+
+from ..training.engine import Step
+from ..training.feature import Feature, due
+from ..training.health import SampleRange
+from ..training.run_state import Run
+
+
+class Garbage(Feature):
+    """Feature that collects Python's garbage only every --manual-gc-interval iterations.
+
+    The training loop creates no cyclic garbage, but user code may. Objects that exist at the start, mostly of
+    libraries, are frozen, so that no collection scans these objects again.
+    """
+
+    def start(self, run: Run) -> None:
+        self._interval = run.config.train.manual_gc_interval
+        self._was_on = gc.isenabled()
+        # gc.unfreeze() unfreezes all objects, so it is not called if other code has frozen objects.
+        self._thaw = not gc.get_freeze_count()
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+
+    def close(self, error: BaseException | None) -> None:
+        if self._thaw:
+            gc.unfreeze()
+        if self._was_on:
+            gc.enable()
+
+    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+        if due(samples.iteration, self._interval):
+            gc.collect()

@@ -1,0 +1,1 @@
+"""Locks of the folders that a run writes to."""
