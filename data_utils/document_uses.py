@@ -12,7 +12,6 @@ from megatron.config import Config
 from megatron.data.corpora import corpus_names, prefixes_of
 from megatron.data.cpm_triples import is_triple
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.without import DatasetWithout, Reading, locate, members_of
 
 from .iterations import Iterations
 from .run_data import config_of, datasets_of
@@ -62,15 +61,22 @@ def _consumed(dataset: Any, corpus: int, samples: int) -> int:
 def _samples_with(dataset: Any, corpus: int, document: int, epoch: int, samples: int) -> Iterator[int]:
     """Yield the samples of the run, below `samples`, that read the document from an epoch of its corpus."""
     holding = members_of(dataset)[corpus].containing(np.array([document]), epoch)
-    if isinstance(dataset, DatasetWithout):
-        readings = list(dataset.readings(corpus, epoch, holding))
-    else:
-        readings = [Reading(0, float("inf"), k) for k in holding.tolist()]
-    for begin, end, place in readings:
+    for place in holding.tolist():
         # Sample n reads place k of the corpus if k of the first n samples, and k + 1 of the first n + 1, come from it.
         n = bisect_right(range(samples + 1), place, key=lambda n: _consumed(dataset, corpus, n)) - 1
-        if n < samples and begin <= n < end:
+        if n < samples:
             yield n
+
+
+def members_of(dataset: Any) -> list[Any]:
+    """Return the data sets of a training data set's corpora."""
+    return list(getattr(dataset, "datasets", [dataset]))
+
+
+def locate(dataset: Any, n: int) -> tuple[int, int]:
+    """Return (corpus index, sample index in that corpus) of sample n of a training data set."""
+    found: tuple[int, int] = dataset.locate(n) if hasattr(dataset, "locate") else (0, int(n))
+    return found
 
 
 def when(args: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
-"""Inspect, verify, decode, merge and split .bin/.idx pairs; show one sample as a training run reads it."""
+"""Inspect, verify, decode, merge, split and filter .bin/.idx pairs; show one sample as a training run reads it."""
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import other_end
 
 from .cli import Parser, any_path, any_prefix, local_path, run, write_json
-from .merge_split import merge, split
+from .merge_split import drop, merge, split
 from .run_data import config_of, datasets_of
 
 EXAMPLES = """\
@@ -32,6 +32,7 @@ EXAMPLES = """\
   python tools/inspect_data.py decode data/corpus_text_document 17 --vocab-file tokenizer.model
   python tools/inspect_data.py merge data/a_text_document data/b_text_document --output data/both
   python tools/inspect_data.py split data/corpus_text_document --split 98,1,1
+  python tools/inspect_data.py drop data/corpus_text_document 17 20-31 --output data/corpus_without
   python tools/inspect_data.py sample 3 --run-dir runs/gpt2 --png sample.png
       sample 3, counted from 0, as the run reads it: tokens, targets, documents, masks
   python tools/inspect_data.py stages --run-dir runs/gpt2 --png stages.png
@@ -41,6 +42,7 @@ EXAMPLES = """\
       the documents on which iteration 100 trains
   python tools/inspect_data.py stages -- --data-stages "0: 0.8 a 0.2 b; 1M: b" --vocab-file tokenizer.model"""
 AT_ONCE = 1 << 22  # tokens checked per block
+PAIR = "path of the pair, without .bin or .idx"
 # Sidecar entries that remain valid when corpora are merged or split.
 ABOUT_TOKENS = (
     "tokenizer",
@@ -240,6 +242,16 @@ def split_pair(args: argparse.Namespace) -> None:
         print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {builder.prefix}.bin")
 
 
+def drop_documents(args: argparse.Namespace) -> None:
+    """Run the command `drop`: write a .bin/.idx pair without some documents, and its loss mask if there is one."""
+    if Path(args.output).resolve() == place(args.prefix).resolve():
+        raise ValueError(f"--output {args.output} is the given pair; choose another name")
+    sources = _with_loss(args.prefix)
+    builders = [drop(source, args.documents, args.output + source.removeprefix(args.prefix)) for source in sources]
+    _write_sidecar(builders, sidecar(args.prefix))
+    print(f"{builders[0].documents} documents, {builders[0].num_tokens} tokens -> {args.output}.bin")
+
+
 def _write_sidecar(builders: Sequence[IndexedDatasetBuilder], about: dict[str, Any]) -> None:
     """Write one sidecar for all .bin/.idx pairs of a corpus, such as the tokens and their loss mask."""
     builder = builders[0]
@@ -319,34 +331,17 @@ def build_parser() -> Parser:
         made.add_argument("--vocab-file", type=local_path, required=required, help="tokenizer file or folder")
         made.add_argument("--tokenizer-type", default="auto", help="tokenizer type (default: detected from the file)")
 
-    pair = "path of the pair, without .bin or .idx"
     made = command("info", info, "summarise a pair")
-    made.add_argument("prefix", type=any_prefix, help=pair)
+    made.add_argument("prefix", type=any_prefix, help=PAIR)
     made = command("verify", verify, "check lengths, boundaries, checksums and ids")
-    made.add_argument("prefix", type=any_prefix, help=pair)
+    made.add_argument("prefix", type=any_prefix, help=PAIR)
     tokenizer_of(made, required=False)
     made = command("decode", decode, "print documents as text")
-    made.add_argument("prefix", type=any_prefix, help=pair)
+    made.add_argument("prefix", type=any_prefix, help=PAIR)
     made.add_argument("documents", type=int, nargs="+", help="document numbers, from 0")
     made.add_argument("--ids", action="store_true", help="print token ids in place of text")
     tokenizer_of(made, required=True)
-    made = command("merge", merge_pairs, "merge several pairs into one, in constant memory")
-    made.add_argument(
-        "prefixes", type=any_path, nargs="+", help="paths of the pairs, in order, with or without .bin or .idx"
-    )
-    made.add_argument("--output", type=local_path, required=True, help="path of the new pair, without .bin or .idx")
-    made = command("split", split_pair, "split a pair into training, validation and test")
-    made.add_argument("prefix", type=any_prefix, help=pair)
-    made.add_argument(
-        "--split",
-        default="98,1,1",
-        help="shares of the documents for training, validation and test (default: 98,1,1)",
-    )
-    made.add_argument(
-        "--output",
-        type=local_path,
-        help="path of the new pairs, without _train, _valid or _test (default: path of the given pair)",
-    )
+    _add_writers(command)
     made = command("sample", sample, "show a sample as a training run reads it")
     made.add_argument("number", type=int, help="sample number, from 0, counted over all epochs")
     made.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
@@ -366,6 +361,31 @@ def build_parser() -> Parser:
     made.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
     made.add_argument("--full", action="store_true", help="print the whole text")
     return parser
+
+
+def _add_writers(command: Callable[[str, Any, str], argparse.ArgumentParser]) -> None:
+    """Add the commands that write new pairs."""
+    made = command("merge", merge_pairs, "merge several pairs into one, in constant memory")
+    made.add_argument(
+        "prefixes", type=any_path, nargs="+", help="paths of the pairs, in order, with or without .bin or .idx"
+    )
+    made.add_argument("--output", type=local_path, required=True, help="path of the new pair, without .bin or .idx")
+    made = command("split", split_pair, "split a pair into training, validation and test")
+    made.add_argument("prefix", type=any_prefix, help=PAIR)
+    made.add_argument(
+        "--split",
+        default="98,1,1",
+        help="shares of the documents for training, validation and test (default: 98,1,1)",
+    )
+    made.add_argument(
+        "--output",
+        type=local_path,
+        help="path of the new pairs, without _train, _valid or _test (default: path of the given pair)",
+    )
+    made = command("drop", drop_documents, "write a pair without some documents")
+    made.add_argument("prefix", type=any_prefix, help=PAIR)
+    made.add_argument("documents", nargs="+", help="document numbers, from 0, and ranges such as 20-31")
+    made.add_argument("--output", type=local_path, required=True, help="path of the new pair, without .bin or .idx")
 
 
 def cli() -> None:

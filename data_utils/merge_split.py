@@ -1,5 +1,6 @@
-"""Merging and splitting `.bin/.idx` pairs by copying byte ranges, in constant memory."""
+"""Merging, splitting and filtering `.bin/.idx` pairs by copying byte ranges, in constant memory."""
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -41,6 +42,31 @@ def split(prefix: str, parts: Sequence[range], outputs: Sequence[str]) -> list[I
             copy(indexed, documents, builder)
         builders.append(builder)
     return builders
+
+
+def drop(prefix: str, words: Sequence[str], output: str) -> IndexedDatasetBuilder:
+    """Write a pair without some documents of the pair `prefix`; return its writer.
+
+    words: document numbers such as `17`, and ranges such as `20-31`.
+    Raises DatasetError if a word has another form, if the pair lacks such a document, or if it has no other.
+    """
+    indexed = IndexedDataset(prefix)
+    kept = np.ones(indexed.num_documents, bool)
+    for word in words:
+        ends = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", word)
+        first = int(ends[1]) if ends else -1
+        last = int(ends[2] or first) if ends else -1
+        if not 0 <= first <= last < len(kept):
+            raise DatasetError(f"{word} is none of the documents 0 to {len(kept) - 1} of {prefix}, as in 17 or 20-31")
+        kept[first : last + 1] = False
+    if not kept.any():
+        raise DatasetError(f"{prefix} has no document besides those to drop; drop fewer documents")
+    # kept = [1, 0, 0, 1, 1] changes before documents 0, 1, 3 and 5, so the ranges to copy are 0 to 0 and 3 to 4.
+    changes = np.flatnonzero(np.diff(kept, prepend=False, append=False))
+    with IndexedDatasetBuilder(output, indexed.dtype) as builder:
+        for begin, end in changes.reshape(-1, 2).tolist():
+            copy(indexed, range(begin, end), builder)
+    return builder
 
 
 def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuilder) -> None:

@@ -2,15 +2,15 @@
 
 A run reads its corpora in stages (`config/data_stages.py`); without --data-stages it has one stage. The settings in a
 checkpoint contain its stages. If a resumed run has other data, --override-data lets a stage with the new data begin at
-its next sample. In the same way, --without can leave out other documents from the next sample on.
+its next sample.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatron.config import Config, without
+from megatron.config import Config
 from megatron.config.data_stages import Stage, Staged, parse_stages, prefixes_in, text_of
 from megatron.data.corpora import content_fingerprint, parse_blend
 from megatron.data.cpm_triples import is_triple
@@ -19,7 +19,6 @@ from megatron.ranks.objects import from_rank_0
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 from megatron.storage import place
 
-from .files import CheckpointError
 from .load import Wanted, settings_of_samples
 from .reader import CheckpointReader, plain_config
 
@@ -30,31 +29,26 @@ def with_consumed_data(config: Config, path: Path | None, wanted: Wanted, reads_
     """Return `config` with the stages that the checkpoint `path` has consumed, and after them those of `config`.
 
     The stages of `config` stay unchanged if they agree with the consumed ones, or if --override-data is needed but not
-    given. The same holds for the documents of --without. All ranks must call this. If rank 0 fails, every rank raises
-    RunError.
+    given. All ranks must call this. If rank 0 fails, every rank raises RunError.
     reads_corpora: whether the task reads the corpora of --data-path itself; else stages stay unchanged.
     """
     if path is None or not wanted.position:
         return config
     found: tuple[str, str] = "", ""
-    left_out = config.data.without
     with all_ranks():
         if is_rank_0():
             reader = CheckpointReader(path)
             saved = plain_config(reader)
             samples = reader.state["consumed_samples"]
-            if samples:
-                left_out = joined_omissions(saved.data.without, left_out, samples, not wanted.same_data)
             if samples and reads_corpora and is_in_order(saved, config):
                 tokens = reader.state["consumed_tokens"] // samples
                 found = joined(saved, config, samples, tokens, not wanted.same_data)
-    (text, note), left_out = from_rank_0((found, left_out))
+    text, note = from_rank_0(found)
     if note:
         print_rank_0(f"note: {note}")
-    d = replace(config.data, without=left_out)
-    config = replace(config, data=d)
     if not text:
         return config
+    d = config.data
     separate = d.train_data_path is not None and d.valid_data_path is None and d.test_data_path is None
     valid = () if separate else d.valid_data_path
     return replace(config, data=replace(d, data_stages=(text,), train_data_path=None, valid_data_path=valid))
@@ -86,27 +80,6 @@ def joined(saved: Config, config: Config, samples: int, tokens: int, override: b
         return "", ""
     words = " ".join(after.future[0].words)
     return text_of(before.past + after.future), f"--override-data: a stage with {words} begins at sample {samples}"
-
-
-def joined_omissions(saved: str | None, given: str | None, samples: int, override: bool) -> str | None:
-    """Return --without with what the checkpoint left out up to its last sample, and after it what `given` leaves out.
-
-    Prints a note if this changes what is left out. Raises CheckpointError if it does and `override` is False.
-    saved: value in the checkpoint. samples: number of samples that it has consumed. override: whether --override-data
-    is given.
-    """
-    there, here = (without.parse_without(each) for each in (saved, given))
-    before = _split(there, samples)
-    after = _split(here, samples)
-    if before.future == after.future:
-        return saved
-    if not override:
-        raise CheckpointError(
-            f"--without leaves out other documents than in the checkpoint, which has consumed {samples} samples; give "
-            f"the same file, or pass --override-data to leave out other documents from now on"
-        )
-    print_rank_0(f"note: --override-data: --without leaves out other documents from sample {samples} on")
-    return without.text_of([*before.past, *after.future])
 
 
 def _plans(saved: Config, config: Config, tokens: int) -> tuple[Blends, Blends]:
@@ -167,13 +140,13 @@ def stages_of(config: Config) -> Blends:
 
 
 class _Split(NamedTuple):
-    """Stages or omissions before a sample, and those from this sample on, of which the first begins at this sample."""
+    """Stages before a sample, and those from this sample on, of which the first begins at this sample."""
 
-    past: list[Any]
-    future: list[Any]
+    past: Blends
+    future: Blends
 
 
-def _split(stages: Sequence[Any], samples: int) -> _Split:
+def _split(stages: Sequence[Stage], samples: int) -> _Split:
     past = [each for each in stages if each.begin < samples]
     future = [each for each in stages if each.begin > samples]
     now = next(each for each in reversed(stages) if each.begin <= samples)

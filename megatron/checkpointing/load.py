@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import Config
-from megatron.config.fields import first_of, flag
+from megatron.config.command_line import refuse_removed
+from megatron.config.fields import ConfigError, first_of, flag
 from megatron.model.layers import global_parameters
 from megatron.ranks.agreement import all_ranks, same_everywhere
 from megatron.ranks.buffers import remember
@@ -194,12 +195,21 @@ def refuse_contradictions(
         )
     _refuse_impossible_counts(reader, saved)
     if wanted.same_data and reader.state["consumed_samples"]:
+        _refuse_removed_settings(reader)
         differing = _differences(settings_of_samples(saved), settings_of_samples(config))
         if differing:
             raise CheckpointError(
                 f"{reader.path} was trained on samples made with other settings: {differing}; pass --override-data to "
                 f"continue with this run's samples"
             )
+
+
+def _refuse_removed_settings(reader: CheckpointReader) -> None:
+    """Raise CheckpointError if a removed setting changed the samples on which the checkpoint was trained."""
+    try:
+        refuse_removed(reader.config, reader.path / INDEX)
+    except ConfigError as error:
+        raise CheckpointError(f"{error}; pass --override-data to continue with this run's samples") from None
 
 
 def settings_of_samples(config: Config) -> dict[str, Any]:

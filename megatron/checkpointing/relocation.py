@@ -15,7 +15,6 @@ from typing import Any
 from ..atomic import copy_file, whole_file, whole_folder
 from ..config import Config
 from ..config.data_stages import with_prefixes
-from ..config.without import with_names
 from ..data.corpora import renamed
 from ..data.remote_tokens import cache_folder
 from ..storage import RemotePath, is_url
@@ -152,8 +151,6 @@ def relocated(config: Config, run_dir: Path) -> Config:
     }
     if d.data_stages:
         paths["data_stages"] = (with_prefixes(d.data_stages[0], moved),)
-    if d.without:
-        paths["without"] = with_names(d.without, moved)
     return replace(
         config, data=replace(d, vocab_file=vocab_file, **paths), log=replace(config.log, run_dir=str(run_dir))
     )

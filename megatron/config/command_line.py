@@ -30,7 +30,11 @@ HOME = {f.name: section for section, _, f in settings()}  # name of a setting ->
 # Former name of a setting -> its new name. Flags, files, checkpoints and `get_args()` accept both for one version.
 RENAMED = {"failed_saves": "max_failed_saves", "unfused": "reference_ops"}
 DEFAULTS_OF_SCRIPT = "args_defaults"
-REMOVED = {"certificate"}  # former settings, which files of earlier versions still contain
+# Former setting, which files of earlier versions contain -> what replaces it; "" if training never depended on it.
+REMOVED = {
+    "certificate": "",
+    "without": "write a corpus without the documents with `tools/inspect_data.py drop` and name it in --data-path",
+}
 _MAY_BE_NONE = {f.name for _, section, f in settings() if type(None) in types_of(section, f.name)}
 # Setting -> the value that the word `none` stands for in a file: None, or the default if the setting is a tuple.
 _WITHOUT = dict.fromkeys(_MAY_BE_NONE) | {f.name: f.default for _, s, f in settings() if tuple in types_of(s, f.name)}
@@ -181,17 +185,43 @@ def _named(content: Mapping[str, Any], where: str) -> Translation:
             elif other := flag_of(name):
                 foreign[other] = each
             elif name in REMOVED:
-                removed += [f"{flag(name)} has been removed and has no effect"] if each is not None else []
+                removed += [name] if each is not None else []
             elif here is value:
                 raise ConfigError(f"{where}: section {key!r} has no setting {brief(repr(name))}{nearest(name, names)}")
             else:
                 raise ConfigError(f"{where}: unknown setting {brief(repr(name))}{nearest(name, [*HOME, *SECTIONS])}")
     found = Translation(values)
-    found.notes += removed
+    for name in removed:
+        _add_removed(found, name)
     # Other frameworks write null for flags that were not given.
     found.add_all({name: value for name, value in foreign.items() if value is not None})
     found.problems += [f"{name} depends on other settings; give it as a flag" for name in found.waiting()]
     return found
+
+
+def _add_removed(found: Translation, name: str) -> None:
+    """Add a problem for a removed setting in a file; add only a note if it had no effect on training."""
+    if REMOVED[name]:
+        found.problems.append(_removal(name))
+    else:
+        found.notes.append(f"{flag(name)} has been removed and has no effect")
+
+
+def _removal(name: str) -> str:
+    """Return an error for a removed setting."""
+    advice = REMOVED[name] or "leave it out"
+    return f"{flag(name)} has been removed: {advice}"
+
+
+def refuse_removed(saved: Mapping[str, Any], where: Path) -> None:
+    """Raise ConfigError if the settings of a run changed its samples by a setting that has been removed.
+
+    saved: section -> the settings that the run saved, by name. where: the file that holds them, for the message.
+    """
+    sections = [values for values in saved.values() if isinstance(values, Mapping)]
+    for name, advice in REMOVED.items():
+        if advice and any(values.get(name) is not None for values in sections):
+            raise ConfigError(f"{where}: {_removal(name)}")
 
 
 def parse_of_any_family(argv: Sequence[str], ranks: int = 1) -> Config:
@@ -345,7 +375,8 @@ def _unknown(words: Sequence[str]) -> list[str]:
     """Return an error for each unknown flag among the words that the parser did not consume."""
     known = ["--config", *(flag(name) for name in HOME)]
     names = [word.split("=")[0] for word in words if word.startswith("--")] or list(words[:1])
-    return [f"unknown argument {name}{suggestion(name, known)}" for name in names]
+    removed = {flag(name): _removal(name) for name in REMOVED}
+    return [removed.get(name) or f"unknown argument {name}{suggestion(name, known)}" for name in names]
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from .data_stages import Staged, parse_stages, text_of
 from .fields import ConfigError, Section, at_least, between, one_of, opt
-from .without import parse_without
-from .without import text_of as omissions_as_text
 
 OF_T5 = ("span-corruption", "prefix-lm")
 OF_DECODERS = ("lm", "sft", "prefix-lm")
@@ -70,11 +68,6 @@ class DataConfig(Section):
     )
     test_data_path: tuple[str, ...] | None = opt(
         None, "corpora for test, perhaps with names, as in --valid-data-path; needs --train-data-path"
-    )
-    without: str | None = opt(
-        None,
-        "file with the numbers of documents to leave out of training (docs/data.md): other samples replace the samples "
-        "that contain them, all other samples stay in place",
     )
     split: str = opt("949,50,1", "shares of the documents for training, validation and test")
     vocab_file: str | None = opt(None, "the tokenizer: a .model, .json or .txt file, or a folder with such a file")
@@ -145,8 +138,6 @@ class DataConfig(Section):
         if self.data_stages:
             # Keep the text of the stages instead of the name of a file, so that the settings contain the stages.
             object.__setattr__(self, "data_stages", (text_of(parse_stages(self.data_stages)),))
-        if self.without:
-            object.__setattr__(self, "without", omissions_as_text(parse_without(self.without)))
 
     def _problems(self) -> Iterator[str]:
         if self.data_stages and self.train_data_path:

@@ -13,7 +13,7 @@ ANYWHERE = (
     "tensorboard_dir",
 )  # fmt: skip
 # Settings whose words are paths on this machine.
-LOCAL = ("without", "vocab_file", "deepspeed_config", "param_groups", "run_dir", "eval_tasks")
+LOCAL = ("vocab_file", "deepspeed_config", "param_groups", "run_dir", "eval_tasks")
 
 
 def problems_with_places(config: Config) -> Iterator[str]:

@@ -6,7 +6,6 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..config import Config
-from ..data.without import without
 from ..model.loss import count_targets
 from ..tokenizer import Tokenizer
 
@@ -114,10 +113,7 @@ def check_task(task: Any, *methods: str) -> None:
 
 
 def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-    """Return the result of `task.datasets`, with training data that --without has reduced.
-
-    Raises ValueError if the result is not ((three data sets), notes).
-    """
+    """Return the result of `task.datasets`. Raises ValueError unless it is ((three data sets), notes)."""
     made: Any = task.datasets(config, tokenizer)
     pair = isinstance(made, (tuple, list)) and len(made) == 2
     if not pair or not isinstance(made[1], (tuple, list)):
@@ -135,8 +131,7 @@ def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[
             f"there is no training data set, but --train-iters is {config.train.train_iters}: {_name(task)}.datasets "
             f"must return one"
         )
-    train, notes = without(made[0][0], config)
-    return cast(Datasets, (train, *made[0][1:])), [*made[1], *notes]
+    return cast(Datasets, tuple(made[0])), list(made[1])
 
 
 def checked_model(task: Task, config: Config, tokenizer: Tokenizer | None) -> nn.Module:

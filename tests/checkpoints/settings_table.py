@@ -121,7 +121,6 @@ CASES: dict[str, Case] = {
     "train_data_path": Case("--train-data-path {here}/other", "--train-data-path {here}/tiny"),
     "valid_data_path": Case("--valid-data-path {here}/other", "--train-data-path {here}/tiny --eval-iters 1"),
     "test_data_path": Case("--test-data-path {here}/other", "--train-data-path {here}/tiny --eval-iters 1"),
-    "without": Case("--without {here}/without.txt"),
     "split": Case("--split 5,5,0"),
     "tokenizer_type": Case("--tokenizer-type cpm"),
     "seq_length": Case("--seq-length 16"),

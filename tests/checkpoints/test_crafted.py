@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, plain_config
+from megatron.checkpointing.load import Wanted, refuse_contradictions
 from megatron.checkpointing.save import index_text
 from megatron.checkpointing.state import TrainState
 from megatron.config.command_line import parse
@@ -126,6 +127,19 @@ def test_a_checkpoint_with_a_certificate_of_earlier_versions_is_read(tmp_path: P
     reader = CheckpointReader(find_checkpoint(str(folder)))
     reader.verify()
     assert plain_config(reader) == parse(["--pipe-parallel-size", "0", "--no-sequence-parallel"])
+
+
+def test_a_run_that_left_out_documents_resumes_only_with_other_data(tmp_path: Path) -> None:
+    content = good()
+    config = parse(["--pipe-parallel-size", "0", "--no-sequence-parallel"])
+    content["config"]["data"]["without"] = None
+    refuse_contradictions(CheckpointReader(write(tmp_path / "iter_0000003", json.dumps(content))), config, None)
+    content["config"]["data"]["without"] = '[{"samples": 0, "documents": {"": ["17"]}}]'
+    reader = CheckpointReader(write(tmp_path / "iter_0000003", json.dumps(content)))
+    with pytest.raises(CheckpointError, match=r"--without .*inspect_data\.py drop.*--override-data"):
+        refuse_contradictions(reader, config, None)
+    refuse_contradictions(reader, config, None, Wanted(same_data=False))
+    assert plain_config(reader) == config
 
 
 def test_files_that_are_not_what_the_index_says(tmp_path: Path) -> None:

@@ -40,7 +40,6 @@ def here(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: s
         for _ in range(60):
             builder.add_document(rng.integers(3, 2900, 100))
     train_sentencepiece(texts([str(SAMPLE)]), str(folder / "fim.model"), 3000, specials=["<a>", "<b>", "<c>"])
-    (folder / "without.txt").write_text("0-20\n")
     (folder / "groups.json").write_text(json.dumps([{"pattern": "*", "lr_factor": 0.5}]))
     (folder / "ds_config.json").write_text(json.dumps({"gradient_clipping": 0.01}))
     lines = [{"context": "The number is", "target": "seven"}, {"context": "The word is", "target": "last"}]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from data_utils import inspect_data, preprocess_data
+from data_utils.run_data import config_of
 from megatron.checkpointing import plain_config
 from megatron.compat.args import Args
 from megatron.config import SECTIONS
@@ -139,6 +140,22 @@ def test_a_removed_setting_in_a_file_is_ignored(tmp_path: Path) -> None:
         notes: list[str] = []
         assert from_file(path) == parse(["--config", path], tell=notes.append) == parse([])
         assert any("--certificate" in note for note in notes) == (value is not None)
+
+
+def test_documents_left_out_by_earlier_versions_are_refused_by_name(tmp_path: Path) -> None:
+    """A file that names documents to leave out does not start a run with them; its other settings stay readable."""
+    content = parse([]).to_dict()
+    content["data"]["without"] = None
+    path = write(tmp_path / "config.json", content)
+    assert parse(["--config", path]) == parse([])
+    content["data"]["without"] = '[{"samples": 0, "documents": {"": ["17"]}}]'
+    path = write(tmp_path / "config.json", content)
+    assert from_file(path) == parse([])
+    for argv in (["--config", path], ["--without", "documents.txt"]):
+        with pytest.raises(ConfigError, match=r"--without .*inspect_data\.py drop"):
+            parse(argv)
+    with pytest.raises(ConfigError, match=r"config\.json.*--without"):
+        config_of(str(tmp_path))
 
 
 def test_a_checkpoint_with_divided_experts_is_read_by_one_process(tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
-"""Where a run trains on a document, and training without documents, compared with a scan of every sample.
+"""Uses of documents in a run, compared with a scan of every sample, and corpora from which documents are dropped.
 
 Each document of the corpora repeats one token id of its own. So a sample shows which documents it contains.
 """
 
-import pickle
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +12,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from data_utils import inspect_data
 from data_utils.document_uses import uses_in, uses_of
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.iterations import Iterations
-from megatron.config import Config
 from megatron.config.command_line import parse
-from megatron.config.fields import ConfigError
-from megatron.config.without import parse_without
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sft_dataset import Records, SftDataset
 from megatron.data.staged import StagedDataset
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset
-from megatron.data.without import DatasetWithout, Rule, without
 
 FIRST = 2  # number of the first training document of a corpus
 
@@ -97,32 +94,14 @@ def test_a_document_is_where_a_scan_finds_it(
     shape = data.draw(st.sampled_from(["staged", "blend", "single"]))
     if shape != "staged":
         whole = BlendedDataset(members, ["1", "2", "0.5"]) if shape == "blend" else members[0]
-    absent = data.draw(st.lists(st.integers(FIRST, 8), max_size=2, unique=True))
-    begin = data.draw(st.integers(1, 60))
-    reduced = DatasetWithout(whole, [Rule(0, {}), Rule(begin, {0: np.array(absent)} if absent else {})])
-    here = members[0].samples_per_epoch
-    full = absent and any(len(members[0].containing(np.array(absent), e)) == here for e in range(-(-samples // here)))
-    if full:
-        return  # the documents are in every sample of an epoch, which is refused
-    for chosen in (whole, reduced):
-        scan = [ids_of(chosen[n], kind) for n in range(samples)]
-        for corpus in range(1 if shape == "single" else 3):
-            for document in range(FIRST, len(sizes[corpus])):
-                expected = [n for n, ids in enumerate(scan) if 1000 * corpus + document in ids]
-                found = uses_of(chosen, corpus, document, samples)
-                if kind == "sft":  # the last token of a record is only a target
-                    found = [use for use in found if len(use.tokens)]
-                assert list(dict.fromkeys(use.sample for use in found)) == expected
-    left_out = set(absent)
-    for n in range(samples):
-        with_them = ids_of(whole[n], kind)
-        if n < begin or not with_them & left_out:
-            assert ids_of(reduced[n], kind) == with_them
-        else:
-            assert not ids_of(reduced[n], kind) & left_out
-    assert (reduced.places(0, samples) == whole.places(0, samples)).all()
-    again = pickle.loads(pickle.dumps(reduced))
-    assert all(ids_of(again[n], kind) == ids_of(reduced[n], kind) for n in range(0, samples, 7))
+    scan = [ids_of(whole[n], kind) for n in range(samples)]
+    for corpus in range(1 if shape == "single" else 3):
+        for document in range(FIRST, len(sizes[corpus])):
+            expected = [n for n, ids in enumerate(scan) if 1000 * corpus + document in ids]
+            found = uses_of(whole, corpus, document, samples)
+            if kind == "sft":  # the last token of a record is only a target
+                found = [use for use in found if len(use.tokens)]
+            assert list(dict.fromkeys(use.sample for use in found)) == expected
 
 
 def test_positions_and_tokens_are_those_of_the_sample(tmp_path: Path) -> None:
@@ -142,53 +121,42 @@ def test_positions_and_tokens_are_those_of_the_sample(tmp_path: Path) -> None:
             assert [text[p] for p in use.positions] == expected
 
 
-def settings_of(tmp_path: Path, lines: str, *flags: str) -> Config:
-    (tmp_path / "out.txt").write_text(lines)
-    return parse(["--without", str(tmp_path / "out.txt"), *flags], {})
+def drop(*words: str) -> None:
+    args = inspect_data.build_parser().parse_args(["drop", *words])
+    args.function(args)
 
 
-def test_a_file_names_documents_and_the_settings_keep_them(tmp_path: Path) -> None:
-    config = settings_of(tmp_path, "# asked for\n17\n\n20-31  # a book\n", "--data-path", "a")
-    (tmp_path / "out.txt").unlink()
-    assert config.data.without and parse_without(config.data.without) == [(0, {"": ["17", "20-31"]})]
-    named = settings_of(tmp_path, "data/a 3\nb c 4\ndata/a 6-7\n", "--data-path", "0.5", "data/a", "0.5", "b c")
-    assert parse_without(named.data.without) == [(0, {"data/a": ["3", "6-7"], "b c": ["4"]})]
+def test_a_corpus_without_documents_has_all_others_and_their_loss_mask(tmp_path: Path) -> None:
+    sizes = [3, 0, 5, 7, 0, 2, 4]
+    prefix = write(tmp_path / "a", 1, sizes)
+    sidecar = {"fingerprint": "0123", "vocab_size": 2000, "documents": 7, "tokens": 21}
+    (tmp_path / "a.json").write_text(json.dumps(sidecar))
+    output = str(tmp_path / "b")
+    drop(prefix, "4-5", "0", "4", "--output", output)
+    left = [1, 2, 3, 6]
+    found, mask = IndexedDataset(output), IndexedDataset(f"{output}_loss")
+    assert [found[i].tolist() for i in range(len(found))] == [[1000 + d] * sizes[d] for d in left]
+    assert [mask[i].tolist() for i in range(len(mask))] == [[1] * sizes[d] for d in left]
+    about = json.loads((tmp_path / "b.json").read_text())
+    assert (about["fingerprint"], about["documents"], about["tokens"]) == ("0123", 4, 16)
+    verified = inspect_data.build_parser().parse_args(["verify", output])
+    verified.function(verified)
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
-    [("", "no document"), ("17\nx\n", "line 2"), ("9-3\n", "line 1"), ("17\na 3\n", "only some"), ("-4\n", "line 1")],
+    "words", [["7"], ["5-9"], ["0-6"], ["0-3", "2-6"], ["x"], ["2", "1-"], ["3-1"], ["1,2"], ["9" * 30]]
 )
-def test_a_file_of_another_form_is_refused(lines: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"--without.*{said}"):
-        settings_of(tmp_path, lines, "--data-path", "a")
+def test_documents_that_a_corpus_lacks_and_all_documents_are_refused(tmp_path: Path, words: list[str]) -> None:
+    prefix = write(tmp_path / "a", 1, [3] * 7)
+    with pytest.raises(DatasetError):
+        drop(prefix, *words, "--output", str(tmp_path / "b"))
+    assert not list(tmp_path.glob("b*"))
 
 
-def test_a_missing_file_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--without nowhere\.txt"):
-        parse(["--without", "nowhere.txt", "--data-path", "a"], {})
-
-
-def test_wrong_names_and_numbers_are_refused_or_noted(tmp_path: Path) -> None:
-    prefixes = [write(tmp_path / name, i, [9] * 12) for i, name in enumerate("ab")]
-    members = [dataset(prefix, "gpt2", 1) for prefix in prefixes]
-    blend = BlendedDataset(members, ["1", "1"])
-    flags = ("--data-path", "0.5", prefixes[0], "0.5", prefixes[1])
-    with pytest.raises(DatasetError, match="PREFIX NUMBER"):
-        without(blend, settings_of(tmp_path, "3\n", *flags))
-    with pytest.raises(DatasetError, match="no corpus c"):
-        without(blend, settings_of(tmp_path, "c 3\n", *flags))
-    with pytest.raises(DatasetError, match="each of the"):
-        without(blend, settings_of(tmp_path, "a 0-11\n", *flags))
-    _, notes = without(blend, settings_of(tmp_path, "a 3\na 1\na 99\n", *flags))
-    assert len(notes) == 1 and "leave out: 1;" in notes[0] and "2 of the numbers" in notes[0]
-    left, notes = without(blend, settings_of(tmp_path, "a 3\na 50-9999999999\na 60-70\na 1-4\n", *flags))
-    assert "leave out: 3;" in notes[0] and f"{9999999999 - 49 + 1} of the numbers" in notes[0]
-    assert left.rules[0].documents[0].tolist() == [2, 3, 4]
-    left, notes = without(blend, settings_of(tmp_path, "a 99999999999999999999\n", *flags))
-    assert "leave out: 0;" in notes[0] and left.rules[0].documents[0].tolist() == []
-    with pytest.raises(DatasetError, match="--without"):
-        without([1, 2, 3], settings_of(tmp_path, "3\n", "--data-path", prefixes[0]))
+def test_a_corpus_is_not_overwritten_by_its_rest(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 1, [3] * 7)
+    with pytest.raises(ValueError, match="--output"):
+        drop(prefix, "1", "--output", prefix)
 
 
 def test_iterations_and_samples(tmp_path: Path) -> None:

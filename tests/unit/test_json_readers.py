@@ -20,7 +20,6 @@ from megatron.config.ds_config import PASSED_ON, RESOLVED, resolve
 from megatron.config.fields import ConfigError
 from megatron.config.foreign.flags import FLAGS
 from megatron.config.param_groups import read_param_rules
-from megatron.config.without import parse_without
 from megatron.data.corpora import made_with
 from megatron.features.scoring import read_cloze
 from megatron.json_text import MOST_NESTED, JsonError, parse_json, shown
@@ -88,10 +87,6 @@ def stages_as_text(path: Path) -> object:
     return parse_stages([path.read_text(encoding="utf-8", errors="replace")])
 
 
-def documents(path: Path) -> object:
-    return parse_without(path.read_text(encoding="utf-8", errors="replace"))
-
-
 def corpora(path: Path) -> object:
     return list(texts([str(path.rename(path.with_suffix(".jsonl")))]))
 
@@ -106,7 +101,6 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "--param-groups": (lambda path: read_param_rules(str(path)), "given.json"),
     "--data-stages": (stages, "given.json"),
     "--data-stages TEXT": (stages_as_text, "--data-stages"),
-    "--without": (documents, "--without"),
     "config.json": (lambda path: from_file(str(path)), "given.json"),
     "checkpoint.json": (index, ""),
     "PREFIX.json": (lambda path: made_with(str(path.with_suffix(""))), "given.json"),

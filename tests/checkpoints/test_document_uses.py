@@ -1,4 +1,4 @@
-"""Runs without some documents: in other layouts, resumed with other documents, and what the tool says about them."""
+"""`tools/inspect_data.py when` and `which` agree on the documents of a run."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ import pytest
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import load_tokenizer
-from tests.support import RankFailure, command, on_ranks
+from tests.support import command, on_ranks
 
-from .runs import Start, losses_of, run_all
+from .runs import Start, run_all
 
 BASE = "--batch-size 2 --gas 2 --precision fp64 --save-interval 1"
 
@@ -31,42 +31,18 @@ def go(ranks: int, run_dir: Path, flags: str, vocab_file: str, model: str = "gpt
     on_ranks(ranks, run_all, [Start(model, run_dir, f"{BASE} {flags}")], None, vocab_file)
 
 
-@pytest.mark.parametrize("model", ["gpt2", "t5-v1.1"])
-def test_layouts_and_resumed_runs_leave_out_the_same(
-    model: str, tmp_path: Path, corpora: dict[str, str], vocab_file: str
-) -> None:
-    """The losses equal those of one process, and differ from a run with the documents only in replaced samples."""
-    data = "--data-path 0.5 {a} 0.5 {b}".format(**corpora)
-    (tmp_path / "gone.txt").write_text("a 0-9\nb 39\n")
-    some = f"--without {tmp_path / 'gone.txt'}"
-    go(1, tmp_path / "all", f"{data} --train-iters 4", vocab_file, model)
-    go(1, tmp_path / "one", f"{data} {some} --train-iters 4", vocab_file, model)
-    go(2, tmp_path / "two", f"{data} {some} --train-iters 2 --pipe-parallel-size 2", vocab_file, model)
-    go(2, tmp_path / "two", f"{data} {some} --train-iters 4 --batch-size 1 --num-workers 1", vocab_file, model)
-    np.testing.assert_allclose(losses_of(tmp_path / "two"), losses_of(tmp_path / "one"), rtol=1e-10)
-    assert losses_of(tmp_path / "one") != losses_of(tmp_path / "all")
-
-
-def test_other_documents_need_a_flag_and_leave_the_past(
+def test_each_use_of_a_document_is_one_of_an_iteration(
     tmp_path: Path, corpora: dict[str, str], vocab_file: str
 ) -> None:
-    data, run = f"--data-path {corpora['a']}", tmp_path / "run"
-    for name, lines in {"few": "3\n", "more": "3\n8-20\n"}.items():
-        (tmp_path / f"{name}.txt").write_text(lines)
-    few, more = f"--without {tmp_path / 'few.txt'}", f"--without {tmp_path / 'more.txt'}"
+    """`which` for each iteration and `when` for each document name the same samples, in a run resumed on two ranks."""
+    data = f"--data-path {corpora['a']}"
+    run = tmp_path / "run"
     go(1, run, f"{data} --train-iters 2", vocab_file)
-    for flags in (few, more):
-        with pytest.raises(RankFailure, match=r"--without .*--override-data"):
-            go(1, run, f"{data} {flags} --train-iters 3", vocab_file)
-    go(1, run, f"{data} {more} --train-iters 6 --override-data --exit-interval 4", vocab_file)
-    go(2, run, f"{data} {more} --train-iters 6 --batch-size 1", vocab_file)
-    with pytest.raises(RankFailure, match=r"--without .*--override-data"):
-        go(1, run, f"{data} --train-iters 7", vocab_file)
+    go(2, run, f"{data} --train-iters 6 --batch-size 1", vocab_file)
     _check_tool(run, corpora["a"], vocab_file)
 
 
 def _check_tool(run: Path, prefix: str, vocab_file: str) -> None:
-    """Compare `which` for each iteration with `when` for each document: samples of 8 and later lack documents."""
     seen: dict[int, set[tuple[int, int]]] = {}
     for iteration in range(1, 7):
         done = command("python", "tools/inspect_data.py", "which", "--iteration", str(iteration), "--run-dir", str(run))
@@ -75,8 +51,6 @@ def _check_tool(run: Path, prefix: str, vocab_file: str) -> None:
             sample, corpus, document, *_ = line.split()
             assert corpus == prefix and (int(sample) // 4) == iteration - 1
             seen.setdefault(int(document), set()).add((iteration, int(sample)))
-    assert any(n < 8 for _, n in seen.get(12, set()) | seen.get(20, set()) | seen.get(15, set()))
-    assert all(n < 8 for document in (3, *range(8, 21)) for _, n in seen.get(document, ()))
     for document in (3, 15, 30):
         asked = ("when", "--document", str(document), "--run-dir", str(run))
         done = command("python", "tools/inspect_data.py", *asked)
