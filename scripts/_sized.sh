@@ -58,11 +58,11 @@ model=(--config "${AT}configs/models/gpt2_$preset.json")
 BATCHSIZE=${BATCHSIZE:-$([ "$GPUS" -gt 0 ] && echo 4 || echo 1)} GAS=${GAS:-$([ "$GPUS" -gt 0 ] && echo 16 || echo 1)}
 LR=${LR:-1.5e-4} WARMUP=${WARMUP:-0.01} EVERY=${EVERY:-1000}
 
-# Print the run's table of results and write it to result.md.
-print_table() {
+# Print the run's losses and speed, and write report.html.
+print_report() {
     [ "$NODE_RANK" = 0 ] || return 0
     echo
-    python "${AT}tools/result_table.py" --run-dir "$RUN_DIR" --params "$model_size" --ranks "$WORLD_SIZE"
+    python "${AT}tools/report.py" "$RUN_DIR"
     echo
-    echo "table        $RUN_DIR/result.md"
+    echo "report       $RUN_DIR/report.html"
 }

@@ -35,7 +35,6 @@ SENTENCES = {
     "pipe_2_x_data_1_x": "pipe 2 x data 1 x model 1",
     "leave_one_of_them_out": "leave one of them out",
     "a_run_on_corpus_sample_jsonl": "a run on corpus/sample.jsonl, not on README.md",
-    "name_params_ppl_samples_s_seq": "| NAME | params | PPL | samples/s | seq_len | Steps |",
     "pipe_1_x_data_1_x": "pipe 1 x data 1 x model 2",
     "must_contain_one_bin_idx_pair": "must contain one .bin/.idx pair",
     "start_it_as_sbatch": "start it as sbatch",
