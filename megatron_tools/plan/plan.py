@@ -18,7 +18,6 @@ from megatron.config.command_line import parse, read_json, with_values
 from megatron.config.defaults import DEFAULTS
 from megatron.training.memory.sizes import in_words, parameters
 
-from . import published
 from .cluster import Cluster, load_cluster
 from .layouts import AXES, Layout, Wanted, search
 from .report import KINDS, explained, ranked
@@ -32,8 +31,7 @@ EXAMPLES = """\
   python tools/plan.py --model configs/models/llama_70b.json --cluster h100 --devices 256 --global-batch-size 1024 \\
       --model-parallel-size 8 --pipe-parallel-size 4 --explain --chart memory.png
   python tools/plan.py --family gpt2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
-      --vocab-size 5000 --cluster laptop_cpu --devices 2 --global-batch-size 8 --write plan && plan/run.sh
-  python tools/plan.py --published"""
+      --vocab-size 5000 --cluster laptop_cpu --devices 2 --global-batch-size 8 --write plan && plan/run.sh"""
 VOCABULARIES = {"gpt2": 50257, "llama": 128256, "t5": 32128}
 
 
@@ -110,11 +108,6 @@ def fixed_by(flags: list[str]) -> frozenset[str]:
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.published:
-        if args.flags:
-            raise ValueError(f"--published accepts no other flags; omit {args.flags[0]}")
-        print("\n".join(published.lines()))
-        return
     if args.devices is None or args.cluster is None:
         raise ValueError("give --cluster and --devices, which describe the hardware; --help shows examples")
     for name in ("devices", "top"):
@@ -229,7 +222,6 @@ def build_parser() -> Parser:
         metavar="DIR",
         help="write config.json, ds_config.json and run.sh for the layout chosen by --layout",
     )
-    add("--published", action="store_true", help="compare predictions with the measured speed of published runs")
     return parser
 
 
