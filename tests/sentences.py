@@ -102,7 +102,6 @@ SENTENCES = {
     "stages_that_synchronize": "stages that synchronize their devices would deadlock: stage",
     "messages_would_deadlock_which_waits_for": "messages would deadlock: .*, which waits for ",
     "give_the_folders_of_runs": "give the folders of one or more runs",
-    "has_kept_no_checkpoint": "has kept no checkpoint",
     "process_1_on_elsewhere": "process 1 on elsewhere",
     "run_lock_is_damaged_delete_it": "run.lock is damaged; delete it if no run uses",
     "cannot_write_to_the_run_directory": "cannot write to the run directory .*file/run: Not a directory",

@@ -17,7 +17,7 @@ _PACKAGES = {
         "megatron_tools.convert": "convert_checkpoint export_roles export_tokenizer",
         "megatron_tools.doctor": "doctor",
         "megatron_tools.plan": "plan",
-        "megatron_tools.report": "draw_schedule kept_samples report unigram",
+        "megatron_tools.report": "draw_schedule report unigram",
         "megatron_tools.verify": "verify_layout verify_rank",
         "megatron_tools.write": "evaluate generate prompts",
     },

@@ -1,1 +1,1 @@
-"""Reports about runs from their folders: curves, timetables, samples, settings and their differences."""
+"""Reports about runs from their folders: curves, timetables, settings and their differences."""

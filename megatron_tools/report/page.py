@@ -70,7 +70,6 @@ def _body(
         _table("Results", [run.name for run in runs], facts.table(columns)),
         sections(runs),
         "".join(_timetable(runs, i, table) for i, table in timetables.items()),
-        _samples(runs),
         _settings(runs, settings([run.given for run in runs])),
     ]
     return "".join(parts)
@@ -148,32 +147,6 @@ def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
         f"{table.chosen.seconds * 1e3:.1f} ms; the median of {table.kept} steps is {table.usual * 1e3:.1f} ms."
         "</p></section>"
     )
-
-
-def _samples(runs: Sequence[RunRead]) -> str:
-    """Return the HTML of all runs' samples, grouped by prompt, those of the latest iteration first."""
-    by_prompt: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for i, run in enumerate(runs):
-        for row in run.samples:
-            by_prompt.setdefault(str(row["prompt"]), []).append((i, row))
-    parts = []
-    for prompt, rows in by_prompt.items():
-        lines = "".join(
-            f"<li>{_dot(i) if len(runs) > 1 else ''}<b>{row['iteration']:,}</b>"
-            f"<p>{_continued(prompt, str(row['text']))}</p></li>"
-            for i, row in sorted(rows, key=lambda each: (-each[1]["iteration"], each[0]))
-        )
-        parts.append(f'<article><h3>{escape(prompt) or "(no prompt)"}</h3><ol class="samples">{lines}</ol></article>')
-    if not parts:
-        return ""
-    return f'<section><h2>Samples during training</h2><div class="prompts">{"".join(parts)}</div></section>'
-
-
-def _continued(prompt: str, text: str) -> str:
-    """Return the HTML of a text that begins with its prompt, with the prompt in a different colour."""
-    if prompt and text.startswith(prompt):
-        return f"<span>{escape(prompt)}</span>{escape(text[len(prompt) :])}"
-    return escape(text)
 
 
 def _settings(runs: Sequence[RunRead], rows: Sequence[Setting]) -> str:

@@ -1,4 +1,4 @@
-"""Write a page about runs, as one file: curves, timetables, samples, settings and differences."""
+"""Write a page about runs, as one file: curves, timetables, settings and differences."""
 
 import argparse
 import contextlib
@@ -24,8 +24,7 @@ from .unigram import of_targets, of_text
 
 EXAMPLES = """\
   python tools/report.py runs/gpt2                        writes report.html and loss.png to its folder
-  python tools/report.py runs/a runs/b --output both.html
-  python tools/report.py runs/gpt2 --prompt "春天" --prompt "The river"      with samples of each kept checkpoint"""
+  python tools/report.py runs/a runs/b --output both.html"""
 
 
 MARKERS = {"train": None, "valid": "o", "test": "D"}  # kind of data -> marker of its points
@@ -134,11 +133,6 @@ def main(args: argparse.Namespace) -> None:
     if not given:
         raise ValueError("give the folders of one or more runs")
     folders = [Path(each) for each in dict.fromkeys(given)]
-    if args.prompt:
-        from .kept_samples import write_samples  # importing torch is slow, so reports without --prompt avoid it
-
-        for folder in folders:
-            write_samples(folder, args.prompt, args.max_new_tokens)
     names = names_of(folders)
     runs = [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
     print("\n".join(facts.as_text(names, [facts.results(each) for each in runs])), flush=True)
@@ -162,8 +156,6 @@ def build_parser() -> Parser:
     add("runs", type=local_path, nargs="*", metavar="RUN", help="folders of runs")
     add("--run-dir", type=local_path, help="folder of one more run, as if given as RUN")
     add("--output", type=local_path, help="page to write (default: report.html in the folder of the first run)")
-    add("--prompt", action="append", help="show how each kept checkpoint continues this text; may be repeated")
-    add("--max-new-tokens", type=int, default=48, help="longest continuation of --prompt in tokens (default: 48)")
     return parser
 
 

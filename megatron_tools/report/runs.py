@@ -1,4 +1,4 @@
-"""Reader of the folder of a run, finished or not: settings, metrics and text samples."""
+"""Reader of the folder of a run, finished or not: settings and metrics."""
 
 import math
 import time
@@ -11,23 +11,10 @@ from typing import Any
 from megatron.checkpointing.relocation import relocated
 from megatron.config import Config
 from megatron.config.command_line import from_file
-from megatron.json_text import JsonError, parse_json
 from megatron.rows import RowError, row_of
 
 Row = dict[str, Any]
-SAMPLES = "samples.jsonl"
 QUIET = 300.0  # an unfinished run without a new row for this many seconds counts as stopped
-
-
-def read_lines(path: Path) -> list[Row]:
-    """Return the objects in a file of JSON lines. Skips invalid lines, such as one that is still being written."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(parse_json(line, SAMPLES, dict))
-        except JsonError:
-            continue
-    return found
 
 
 def _rows_of(path: Path) -> list[Row]:
@@ -76,7 +63,6 @@ class RunRead:
     config: Config
     given: Config
     rows: Sequence[Row]
-    samples: Sequence[Row] = ()
     baselines: Mapping[str, float] = field(default_factory=dict)
     written: float = 0.0  # time at which metrics.jsonl was last changed, in seconds since the epoch
 
@@ -142,9 +128,8 @@ def read_run(folder: Path, name: str | None = None, baselines: Mapping[str, floa
     rows = read_metrics(folder)
     given = from_file(str(folder / "config.json"))
     config = relocated(given, folder)
-    samples = read_lines(folder / SAMPLES) if (folder / SAMPLES).is_file() else []
     written = (folder / "metrics.jsonl").stat().st_mtime
-    return RunRead(name or folder.resolve().name, folder, config, given, rows, samples, baselines or {}, written)
+    return RunRead(name or folder.resolve().name, folder, config, given, rows, baselines or {}, written)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

@@ -11,7 +11,6 @@ import pytest
 from megatron.checkpointing import CheckpointReader, find_checkpoint
 from megatron.checkpointing.files import point_latest_to
 from megatron_tools.convert import average_checkpoints, convert_checkpoint
-from megatron_tools.report import kept_samples
 from megatron_tools.write import evaluate, generate
 from tests.checkpoints.runs import Start, run_all
 from tests.support import on_ranks
@@ -85,21 +84,3 @@ def test_a_checkpoint_that_was_named_and_deleted(run_dir: Path, tmp_path: Path) 
     with pytest.raises(ValueError, match=f"{checkpoint} was deleted") as error:
         _export(str(checkpoint), str(tmp_path / "out"))
     assert "damaged" not in str(error.value) and not (tmp_path / "out").exists()
-
-
-def test_a_report_keeps_the_samples_that_it_has(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shutil.copytree(made, tmp_path / "run")
-    honest = generate.load
-
-    def load(args: Any) -> Any:
-        if args.load.endswith("iter_0000002"):
-            shutil.rmtree(args.load)
-        return honest(args)
-
-    monkeypatch.setattr(kept_samples, "load", load)
-    kept_samples.write_samples(tmp_path / "run", ["a"], 2)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    assert [row["iteration"] for row in rows] == [1, 3, 4]
-    assert "iteration 2" in capsys.readouterr().err

@@ -71,8 +71,7 @@ def test_the_doctor_and_the_report_of_a_remote_run(env: dict[str, str], run_dir:
     assert "Traceback" not in words.stderr
     assert found["checkpoint"]["state"] == found["disk"]["state"] == found["run lock"]["state"] == "ok", words.stdout
     assert f"{BUCKET}/run/iter_0000002" in found["checkpoint"]["words"]
-    succeeds(env, "tools/report.py", str(run_dir), "--prompt", "a", "--max-new-tokens", "2")
-    assert len((run_dir / "samples.jsonl").read_text().splitlines()) == 2
+    succeeds(env, "tools/report.py", str(run_dir))
 
 
 def test_corpora_in_object_storage(env: dict[str, str], run_dir: Path, tiny_data: str, tmp_path: Path) -> None:

@@ -142,9 +142,11 @@ def test_settings_that_differ_are_told_apart_from_folders(tmp_path: Path) -> Non
 def test_the_page_needs_nothing_and_runs_nothing_that_a_run_says(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
     runs = [made(tmp_path / "a"), made(tmp_path / "b<i>")]
-    (runs[0] / "samples.jsonl").write_text(
-        json.dumps({"iteration": 10, "prompt": evil, "text": evil + " and on", "tokens": 4}) + "\n"
-    )
+    for run in runs:
+        settings_file = run / "config.json"
+        content = json.loads(settings_file.read_text())
+        content["data"]["vocab_file"] = evil
+        settings_file.write_text(json.dumps(content))
     text = page_of(runs)
     assert evil not in text and "<i>" not in text.replace('<i class="dot"', "")
     assert "</script" not in as_data({"x": evil})
@@ -153,7 +155,8 @@ def test_the_page_needs_nothing_and_runs_nothing_that_a_run_says(tmp_path: Path)
     data = [json.loads(each) for each in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', text, re.S)]
     assert data[0]["names"] == ["a", "b<i>"]
     assert {"loss", "ppl", "lr", "grad_norm", "tokens_per_second", "memory_mb"} <= {chart["name"] for chart in data[1:]}
-    assert "and on" in text and "Settings that differ" not in text and "No setting differs" in text
+    assert "alert(1)" in text  # the page shows the setting
+    assert "Settings that differ" not in text and "No setting differs" in text
 
 
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
@@ -161,8 +164,6 @@ def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
         page_of([tmp_path])
     with pytest.raises(ValueError, match=SENTENCES["give_the_folders_of_runs"]):
         report.main(report.build_parser().parse_args([]))
-    with pytest.raises(ValueError, match=SENTENCES["has_kept_no_checkpoint"]):
-        page_of([made(tmp_path / "a")], "--prompt", "x")
 
 
 def test_layers_have_a_chart_and_a_heat_map(tmp_path: Path) -> None:
