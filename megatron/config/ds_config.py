@@ -13,6 +13,7 @@ import tds
 from ..json_text import brief, shown
 from ..storage import PlaceError, local
 from .command_line import nearest, read_json
+from .conflicts import conflicts_with_compile
 from .ds_notes import keys_for_zero, notes_on_keys
 from .fields import ConfigError, refuse
 from .param_groups import ParamRule, read_param_rules
@@ -95,7 +96,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     precision = _precision(config, given, path, fast_bf16)
     zero = _zero_stage(config, given, path, precision)
     if config.train.compile:
-        refuse(config.conflicts_with_compile(zero))
+        refuse(conflicts_with_compile(config, zero))
     clip = _agree("gradient_clipping", given, "--clip-grad", config.optim.clip_grad, 1.0, path)
     log_interval, note = _log_interval(config, given, path)
     notes += [*note, *notes_on_keys(config, path, given, precision, zero)]

@@ -6,17 +6,29 @@ The flags and the JSON keys that `command_line.py` accepts follow from the field
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from ..storage import is_url
 from .batches import BatchSchedule, parse_entries
+from .conflicts import conflicts
 from .data import DataConfig, objectives_of
+from .feature_settings import FeatureSettings, conflicts_with_features, with_features
 from .fields import ConfigError, flag, refuse
 from .model import ModelConfig
-from .optim import OptimConfig, share_of
+from .optim import OptimConfig
 from .output import CheckpointConfig, LogConfig
 from .parallel import ParallelConfig
 from .train import TrainConfig
+
+S = TypeVar("S", bound=FeatureSettings)
+
+if not TYPE_CHECKING:
+    ModelConfig = with_features("model", ModelConfig)
+    ParallelConfig = with_features("parallel", ParallelConfig)
+    DataConfig = with_features("data", DataConfig)
+    TrainConfig = with_features("train", TrainConfig)
+    OptimConfig = with_features("optim", OptimConfig)
+    CheckpointConfig = with_features("checkpoint", CheckpointConfig)
+    LogConfig = with_features("log", LogConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +46,20 @@ class Config:
     def __post_init__(self) -> None:
         refuse(
             self._splits_over_ranks(),
-            self._recomputation(),
             self._settings_of_other_families(),
             self._sizes_of_batches(),
-            self._decay_of_wsd(),
-            self._optimizers_of_mup(),
-            self._objectives(),
-            self._settings_of_objectives(),
             self._stages_without_layers(),
             self._positions(),
-            self._contexts(),
-            self._expert_parallelism(),
-            self._object_storage(),
+            conflicts(self),
+            conflicts_with_features(self),
         )
+
+    def of(self, kind: type[S]) -> S:
+        """Return the section that has the settings of a feature, `kind`."""
+        for section in vars(self).values():
+            if isinstance(section, kind):
+                return section
+        raise TypeError(f"no row of megatron/config/feature_table.py leads to {kind.__name__}")
 
     def _splits_over_ranks(self) -> Iterator[str]:
         m = self.model
@@ -63,62 +76,6 @@ class Config:
             yield f"--ff-hidden-size {m.ff_size} {split}"
         if m.num_experts and m.expert_ff_size % ranks:
             yield f"--expert-ff-hidden-size {m.expert_ff_size} {split}"
-
-    def _recomputation(self) -> Iterator[str]:
-        m = self.model
-        p = self.parallel
-        splits = p.splits_backward(self.train.gas)
-        if splits and p.checkpoint_activations:
-            yield (
-                f"--pipeline-schedule {p.pipeline_schedule} would recompute activations for each half of the backward "
-                "pass; use 1f1b with --checkpoint-activations"
-            )
-        if m.checkpoint_attention and p.checkpoint_activations:
-            yield "--checkpoint-activations recomputes attention with its layer; leave --checkpoint-attention out"
-        if m.offload_activations and p.checkpoint_activations:
-            yield "--checkpoint-activations leaves nothing for --offload-activations to move; leave one of them out"
-        for name, given in (
-            ("--checkpoint-activations, which recomputes whole layers", p.checkpoint_activations),
-            ("--checkpoint-attention, which keeps queries, keys and values", m.checkpoint_attention),
-            ("--offload-activations, which keeps activations elsewhere", m.offload_activations),
-            (f"--pipeline-schedule {p.pipeline_schedule}, which splits the backward pass", splits),
-        ):
-            if m.recompute_modules and given:
-                yield f"--recompute-modules cannot be used with {name}; leave one of them out"
-        if m.checkpoint_attention and splits:
-            yield (
-                f"--pipeline-schedule {p.pipeline_schedule} would recompute attention for each half of the backward "
-                "pass; use 1f1b with --checkpoint-attention"
-            )
-        if self.train.precision == "fp8" and m.num_experts:
-            yield "--num-experts cannot be used with --precision fp8, whose matmuls need a fixed shape; use bf16"
-        if self.train.compile:
-            yield from self.conflicts_with_compile()
-
-    def conflicts_with_compile(self, zero_stage: int | None = None) -> Iterator[str]:
-        """Yield an error text for each setting that cannot be combined with --compile.
-
-        zero_stage: stage of ZeRO; None if it is not known yet.
-        """
-        if self.model.offload_activations:
-            yield "--offload-activations cannot see activations inside compiled layers; remove one of them"
-        if self.model.recompute_modules:
-            yield (
-                "--recompute-modules cannot be used with --compile, which chooses what to recompute itself; leave one "
-                "of them out"
-            )
-        if self.parallel.splits_backward(self.train.gas):
-            name = self.parallel.pipeline_schedule
-            yield f"--compile cannot be used with --pipeline-schedule {name}, which splits the backward pass; use 1f1b"
-        if self.train.precision == "fp8":
-            yield "--compile cannot be used with --precision fp8, whose matmuls are not compiled; use bf16"
-        if self.model.num_experts:
-            yield "--compile cannot be used with --num-experts, whose shapes depend on the tokens; leave one out"
-        if zero_stage == 3:
-            yield (
-                "--compile cannot be used with ZeRO stage 3, which frees a layer's weights after use; use --zero-stage "
-                "2"
-            )
 
     def _settings_of_other_families(self) -> Iterator[str]:
         """Yield an error text if the user changed settings that only other model families read."""
@@ -152,67 +109,6 @@ class Config:
                 f"{self.data.seq_length} tokens, they are {', '.join(map(str, starts))}"
             )
 
-    def _decay_of_wsd(self) -> Iterator[str]:
-        o = self.optim
-        samples = self.lr_decay_samples
-        if o.lr_decay_style != "wsd":
-            return
-        unit = "iterations"
-        decay = o.lr_wsd_decay_iters
-        other = o.lr_wsd_decay_samples
-        names = "--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-decay-iters"
-        if samples is not None:
-            unit, decay, other = "samples", other, decay
-            names = names[1], names[0], "--lr-decay-samples"
-        total = self.lr_decay_iters if samples is None else samples
-        warmup = share_of(o.warmup, total)
-        if other is not None:
-            yield f"{names[1]} {other}: the learning rate follows {unit} here; give {names[0]} instead"
-        if decay is not None and warmup + decay > total:
-            yield f"{names[0]} {decay} after {warmup} {unit} of --warmup is more than the {total} of {names[2]}"
-
-    def _optimizers_of_mup(self) -> Iterator[str]:
-        if self.model.mup_base_hidden_size is not None and self.optim.optimizer == "sgd":
-            yield "--mup-base-hidden-size scales learning rates for Adam, not for --optimizer sgd; use adam"
-
-    def _objectives(self) -> Iterator[str]:
-        m = self.model
-        d = self.data
-        known = objectives_of(self.model.family)
-        if d.objective is not None and d.objective not in known:
-            yield f"--objective {d.objective}: a {m.family or 'custom model'} supports {' or '.join(known)}"
-        prefixes = self.objective == "prefix-lm"
-        looks_ahead = "--objective prefix-lm lets a prefix look ahead, which"
-        if prefixes and not self.is_t5 and m.sliding_window is not None:
-            yield (
-                f"{looks_ahead} --sliding-window forbids: leave one of them out; --sliding-window none turns off the "
-                f"window that a --config file sets"
-            )
-        if prefixes and self.parallel.context_parallel_size > 1:
-            yield f"{looks_ahead} --context-parallel-size does not support yet: leave one of them out"
-        if d.reset_position_ids and not d.reset_attention_mask:
-            if prefixes and not self.is_t5 and m.position_embedding == "rope":
-                yield (
-                    "--objective prefix-lm with rotary positions: --reset-position-ids needs --reset-attention-mask, "
-                    "too"
-                )
-            if self.is_t5:
-                yield (
-                    "--reset-position-ids: a T5 distinguishes documents only with --reset-attention-mask; give both, "
-                    "or neither"
-                )
-
-    def _settings_of_objectives(self) -> Iterator[str]:
-        d = self.data
-        if d.fim_rate and self.objective != "lm":
-            yield f"--fim-rate rearranges running text, which --objective {self.objective} does not read: leave it out"
-        if d.fim_rate and len(set(d.fim_tokens or ())) != 3:
-            yield "--fim-rate needs --fim-tokens PREFIX MIDDLE SUFFIX, the names of three special tokens"
-        if not d.fim_rate and (d.fim_tokens is not None or d.fim_spm_rate != 0.5):
-            yield "--fim-tokens and --fim-spm-rate have no effect alone: give --fim-rate, too"
-        if self.objective == "sft" and d.eod_mask_loss:
-            yield "--objective sft takes the targets from the corpus: leave --eod-mask-loss out"
-
     def _stages_without_layers(self) -> Iterator[str]:
         m = self.model
         p = self.parallel
@@ -239,39 +135,6 @@ class Config:
         for name, length in lengths.items():
             if positions is not None and length is not None and length > positions:
                 yield f"{name} {length} exceeds --max-position-embeddings {positions}; raise the latter"
-
-    def _expert_parallelism(self) -> Iterator[str]:
-        ranks = self.parallel.expert_parallel_size
-        experts = self.model.num_experts
-        if ranks > 1 and (experts is None or experts % ranks):
-            given = "(none)" if experts is None else experts
-            yield f"--num-experts {given} cannot be divided among --expert-parallel-size {ranks} ranks"
-
-    def _contexts(self) -> Iterator[str]:
-        c = self.parallel.context_parallel_size
-        t = self.parallel.model_parallel_size
-        s = self.data.seq_length
-        if c > 1 and s % (2 * c):
-            yield (
-                f"--seq-length {s} is not a multiple of {2 * c}: each of --context-parallel-size {c} ranks takes two "
-                f"slices of a sequence, all of one length"
-            )
-        if c > 1 and self.parallel.sequence_parallel and s % (c * t):
-            yield (
-                f"--seq-length {s} is not a multiple of {c * t}, over which --context-parallel-size {c} and "
-                f"--sequence-parallel with --model-parallel-size {t} shard it"
-            )
-
-    def _object_storage(self) -> Iterator[str]:
-        save = self.checkpoint.save
-        run_dir = self.log.run_dir
-        if run_dir is not None and is_url(run_dir):
-            yield f"--run-dir {run_dir} must be a folder on this machine; --save can name object storage"
-        elif save is not None and is_url(save) and run_dir is None:
-            yield (
-                f"--save {save} needs --run-dir, a folder on this machine for metrics, locks and files on their way to "
-                "object storage"
-            )
 
     def splits_sequences(self, accelerated: bool) -> bool:
         """Return whether the run uses sequence parallelism.

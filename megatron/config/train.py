@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..json_text import brief
 from .batches import schedule_problem
-from .fields import Section, at_least, more_than, one_of, opt, range_problem
+from .fields import Section, at_least, one_of, opt, range_problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,17 +68,6 @@ class TrainConfig(Section):
         "--skip-step-sigma; skipped steps while fp16 searches for its initial loss scale do not count",
         at_least(1),
     )
-    skip_step_sigma: float | None = opt(
-        None,
-        "skip a step if its loss or gradient norm is more than this many standard deviations above the mean of the "
-        "last --skip-step-window steps that were not skipped; 6 is usual; if not given, no step is skipped for this",
-        more_than(0),
-    )
-    skip_step_window: int = opt(
-        128,
-        "with --skip-step-sigma: number of recent steps of the mean; no step is skipped until there are half as many",
-        at_least(4),
-    )
     skip_iterations: tuple[str, ...] | None = opt(
         None,
         "iterations to skip, e.g. 41 or 41-50: the samples of these iterations count as consumed, but are not trained "
@@ -93,12 +82,6 @@ class TrainConfig(Section):
         0,
         "number of iterations between checks that all replicas have the same weights; 0 checks only after steps 1, 2, "
         "4, 8, ... of a run and at each save",
-        at_least(0),
-    )
-    manual_gc_interval: int = opt(
-        100,
-        "number of iterations between garbage collections, which all ranks run at the same time; 0 leaves garbage "
-        "collection to Python",
         at_least(0),
     )
     compile: bool | None = opt(
@@ -141,5 +124,3 @@ class TrainConfig(Section):
         ):
             if value is not None and not self.eval_tasks:
                 yield f"{flag} needs --eval-tasks"
-        if self.skip_step_sigma is None and self.skip_step_window != 128:
-            yield "--skip-step-window needs --skip-step-sigma"

@@ -12,6 +12,7 @@ from torch import nn
 from .. import mpu
 from .._torch import cpp_compiler_found, triton_found
 from ..config import Config
+from ..config.conflicts import conflicts_with_compile
 from ..model.attention import Attention
 from ..model.block import TransformerLayer
 from ..mpu import mappings
@@ -81,7 +82,7 @@ def reason_against(layers: Sequence[nn.Module], config: Config, zero_stage: int)
         return MISSING[device.current().type == "cuda"]
     if config.train.compile:
         return None
-    return next(chain(config.conflicts_with_compile(zero_stage), _drawbacks(layers, config)), None)
+    return next(chain(conflicts_with_compile(config, zero_stage), _drawbacks(layers, config)), None)
 
 
 def _drawbacks(layers: Sequence[nn.Module], config: Config) -> Iterator[str]:

@@ -5,11 +5,29 @@ other ranks wait for it.
 """
 
 import gc
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ..training.engine import Step
+from ..config.feature_settings import FeatureSettings
+from ..config.fields import at_least, opt
 from ..training.feature import Feature, due
-from ..training.health import SampleRange
-from ..training.run_state import Run
+
+if TYPE_CHECKING:
+    from ..training.engine import Step
+    from ..training.health import SampleRange
+    from ..training.run_state import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class GarbageSettings(FeatureSettings):
+    """The flag --manual-gc-interval."""
+
+    manual_gc_interval: int = opt(
+        100,
+        "number of iterations between garbage collections, which all ranks run at the same time; 0 leaves garbage "
+        "collection to Python",
+        at_least(0),
+    )
 
 
 class Garbage(Feature):
@@ -19,8 +37,10 @@ class Garbage(Feature):
     libraries, are frozen, so that no collection scans these objects again.
     """
 
-    def start(self, run: Run) -> None:
-        self._interval = run.config.train.manual_gc_interval
+    Settings = GarbageSettings
+
+    def start(self, run: "Run") -> None:
+        self._interval = run.config.of(GarbageSettings).manual_gc_interval
         self._was_on = gc.isenabled()
         # gc.unfreeze() unfreezes all objects, so it is not called if other code has frozen objects.
         self._thaw = not gc.get_freeze_count()
@@ -34,6 +54,6 @@ class Garbage(Feature):
         if self._was_on:
             gc.enable()
 
-    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+    def after_step(self, step: "Step | None", samples: "SampleRange") -> None:
         if due(samples.iteration, self._interval):
             gc.collect()

@@ -1,27 +1,57 @@
 """The flag --skip-step-sigma: skip steps whose loss or gradient norm is far above those of recent steps."""
 
 import math
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from tds.spikes import SpikeGuard
-
+from ..config.feature_settings import FeatureSettings
+from ..config.fields import at_least, more_than, opt
 from ..json_text import brief
-from ..ranks.rank_0 import print_rank_0
-from ..training.engine import Step
 from ..training.feature import Feature, Interval, Plan
-from ..training.health import SampleRange
+
+if TYPE_CHECKING:
+    from ..training.engine import Step
+    from ..training.health import SampleRange
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings(FeatureSettings):
+    """The flags --skip-step-sigma and --skip-step-window."""
+
+    skip_step_sigma: float | None = opt(
+        None,
+        "skip a step if its loss or gradient norm is more than this many standard deviations above the mean of the "
+        "last --skip-step-window steps that were not skipped; 6 is usual; if not given, no step is skipped for this",
+        more_than(0),
+    )
+    skip_step_window: int = opt(
+        128,
+        "with --skip-step-sigma: number of recent steps of the mean; no step is skipped until there are half as many",
+        at_least(4),
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.skip_step_sigma is None and self.skip_step_window != 128:
+            yield "--skip-step-window needs --skip-step-sigma"
 
 
 class Guard(Feature):
     """Feature that lets a SpikeGuard decide about each step. A checkpoint stores the steps that it compares with."""
 
+    Settings = GuardSettings
+
     def engine(self, engine: Any, plan: Plan) -> None:
-        t = plan.config.train
-        assert t.skip_step_sigma is not None
-        self._guard = SpikeGuard(engine, t.skip_step_sigma, t.skip_step_window)
+        from tds.spikes import SpikeGuard
+
+        settings = plan.config.of(GuardSettings)
+        assert settings.skip_step_sigma is not None
+        self._guard = SpikeGuard(engine, settings.skip_step_sigma, settings.skip_step_window)
         self._skipped: list[dict[str, Any]] = []
 
-    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+    def after_step(self, step: "Step | None", samples: "SampleRange") -> None:
+        from ..ranks.rank_0 import print_rank_0
+
         if step is None or step.spike is None:
             return
         print_rank_0(f"{samples} is skipped, as --skip-step-sigma asks: {step.spike}")

@@ -26,7 +26,8 @@ from ..ranks.initialize import initialize_megatron
 from ..ranks.objects import gather_objects
 from ..tokenizer import Tokenizer
 from .engine import Engine, NoPipeEngine, PipeEngine
-from .feature import Features, Plan
+from .feature import Plan
+from .features import Features
 from .global_vars import publish
 from .metrics import Timers
 from .param_groups import keys_of_groups

@@ -64,6 +64,7 @@ class TrainingLog(Feature):
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
         self.last = samples
+        self.run.state.features = self.run.features.state()  # before `health` copies the training state
         if step is None:
             self.check()
             self.health.skip(self.run.state)

@@ -105,7 +105,6 @@ def _advance(run: Run) -> SampleRange:
     state = run.state
     count = run.global_batch
     state.iteration += 1
-    state.features = run.features.state()
     samples = SampleRange(state.iteration, state.consumed_samples, count)
     if is_rank_0():  # only rank 0 needs the hash: it writes the hash to the index of the checkpoint
         state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, count)

@@ -20,7 +20,7 @@ from ..ranks.signals import StopSignals
 from ..tokenizer import Tokenizer
 from .data_ranks import lengths_of
 from .engine import Engine
-from .feature import Features
+from .features import Features
 from .metrics import MetricsWriter, Timers
 from .run_folder import release
 from .task import Datasets

@@ -89,7 +89,9 @@ class Saves(Feature):
         if must and log.has_unreported:
             log.report()
         good = log.health.state_to_save(run.state)
-        if good.iteration != run.state.iteration:
+        if good.iteration == run.state.iteration:
+            good.features = run.features.state()  # what acts after the log may have changed it
+        else:
             print_rank_0(
                 f"all steps since iteration {good.iteration} were skipped, so the checkpoint has the state of "
                 f"iteration {good.iteration}"

@@ -30,7 +30,8 @@ from . import run_folder
 from .build import build_engine, build_model
 from .data_ranks import open_datasets
 from .engine import NoPipeEngine
-from .feature import Feature, Features, Plan
+from .feature import Feature, Plan
+from .features import Features
 from .global_vars import publish
 from .inputs import reads_corpora
 from .metrics import MetricsWriter, Timers

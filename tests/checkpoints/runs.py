@@ -17,7 +17,7 @@ from megatron.config.ds_config import resolve
 from megatron.ranks import device as device_module
 from megatron.ranks.initialize import world_size
 from megatron.tasks import TASKS
-from megatron.training import Run, set_up, train
+from megatron.training import Feature, Run, set_up, train
 from tests.conformance.engines import remembered_groups
 from tests.support import losses
 
@@ -74,7 +74,7 @@ def _run(start: Start, data: str | None, vocab_file: str) -> None:
         train(run)
 
 
-def make(start: Start, data: str | None, vocab_file: str) -> Run:
+def make(start: Start, data: str | None, vocab_file: str, features: Sequence[Feature] = ()) -> Run:
     """Return a run with its model, data and checkpoint loaded, ready for `train`."""
     name = start.model.split("-")[0]
     task = TASKS[name]()
@@ -82,7 +82,7 @@ def make(start: Start, data: str | None, vocab_file: str) -> Run:
     argv += f" --data-path {data}" if data else ""
     config = parse(shlex.split(argv), task.defaults, world_size())
     resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
-    return set_up(task, config, resolved)
+    return set_up(task, config, resolved, features)
 
 
 def losses_of(run_dir: Path) -> list[float]:

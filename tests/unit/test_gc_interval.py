@@ -11,7 +11,7 @@ import pytest
 
 from megatron.config.command_line import parse
 from megatron.features.garbage import Garbage
-from megatron.training.feature import Features
+from megatron.training.features import Features
 from megatron.training.health import SampleRange
 
 

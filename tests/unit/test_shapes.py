@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 
+from megatron.config.feature_settings import FeatureSettings
 from megatron.training import Feature
 from tests.support import ROOT
 
@@ -55,7 +56,8 @@ OF_A_PROTOCOL = {
     "Parser",
 }
 OF_EVERY_COMMAND = {"main", "build_parser", "cli"}
-OF_A_FEATURE = {name for name in vars(Feature) if not name.startswith("_")}  # Feature describes them
+# Methods that the base classes describe.
+OF_A_FEATURE = {name for name in (*vars(Feature), *vars(FeatureSettings)) if not name.startswith("_")}
 
 
 def _undescribed(source: str, path: str) -> Iterator[str]:
@@ -74,7 +76,11 @@ def _undescribed(source: str, path: str) -> Iterator[str]:
                 yield from inside(each, each.name)
 
     tree = ast.parse(source)
-    features = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and "Feature" in _bases(node)}
+    features = {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and {"Feature", "FeatureSettings"} & set(_bases(node))
+    }
     yield from inside(tree, "")
 
 

@@ -1,0 +1,61 @@
+"""Settings that live in the files of features: each is a field of the section that the feature's row names."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from .feature_table import TABLE
+from .fields import Section
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSettings(Section):
+    """Base class of the settings of a feature. Fields are declared with `opt`, as in the sections themselves.
+
+    The file of the class is imported when flags are parsed, so it must not import torch at its top.
+    """
+
+    def problems(self) -> Iterator[str]:
+        """Yield an error text for each contradiction between fields of this class."""
+        return iter(())
+
+    def conflicts(self, config: Any) -> Iterator[str]:
+        """Yield an error text for each setting of `config`, a `Config`, that the feature cannot be combined with."""
+        return iter(())
+
+
+def settings_of(section: str) -> list[type[FeatureSettings]]:
+    """Return the classes of settings that features add to a section, in the order of the table."""
+    found = []
+    for row in TABLE.values():
+        if row.section == section:
+            module, name = row.home.split(":")
+            found.append(getattr(import_module(module), name).Settings)
+    return found
+
+
+def with_features(name: str, section: type[Any]) -> type[Any]:
+    """Return a section that has the fields of `section` and those of its features.
+
+    The instances of the section are also instances of the features' classes.
+    """
+    kinds = settings_of(name)
+    if not kinds:
+        return section
+
+    def problems(self: Any) -> Iterator[str]:
+        yield from section._problems(self)
+        for kind in kinds:
+            yield from kind.problems(self)
+
+    body = {"__doc__": section.__doc__, "__module__": "megatron.config.sections", "_problems": problems}
+    made = type(section.__name__, (*kinds, section), body)
+    return dataclass(frozen=True, kw_only=True)(made)
+
+
+def conflicts_with_features(config: Any) -> Iterator[str]:
+    """Yield an error text for each setting that a feature cannot be combined with. config: a `Config`."""
+    for name in vars(config):
+        for kind in settings_of(name):
+            yield from kind.conflicts(getattr(config, name), config)

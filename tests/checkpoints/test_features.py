@@ -1,0 +1,214 @@
+"""A user's own feature: rows, state that survives a resume, refusals, and the rules of the table."""
+
+import ast
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config import feature_table
+from megatron.config.command_line import parse
+from megatron.config.feature_settings import FeatureSettings, with_features
+from megatron.config.feature_table import TABLE, Row
+from megatron.config.fields import ConfigError, at_least, opt
+from megatron.config.train import TrainConfig
+from megatron.ranks.errors import RunError
+from megatron.training import Feature, Run, train
+from megatron.training.feature import Interval
+from megatron.training.features import Features
+from tests.checkpoints.runs import Start, make
+from tests.support import ROOT, on_ranks
+
+FLAGS = "--batch-size 2 --gas 2 --precision fp32 --save-interval 2"
+
+
+class MeanNorm(Feature):
+    """Mean of the gradient norms of all steps since the start of the run, not of this process."""
+
+    def start(self, run: Run) -> None:
+        self.calls = ["start"]
+        self.micro_batches = 0
+
+    def __init__(self) -> None:
+        self.total = 0.0
+        self.steps = 0
+
+    def batches(self, batches: Any) -> Any:
+        return None if batches is None else self._counted(batches)
+
+    def _counted(self, batches: Any) -> Any:
+        for each in batches:
+            self.micro_batches += 1
+            yield each
+
+    def before_step(self, iteration: int) -> None:
+        self.calls.append(f"before {iteration}")
+
+    def after_step(self, step: Any, samples: Any) -> None:
+        self.calls.append(f"after {samples.iteration}")
+        self.total += float(step.grad_norm)
+        self.steps += 1
+
+    def row(self, interval: Interval) -> dict[str, Any]:
+        return {"mean_norm": self.total / self.steps}
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+    def close(self, error: BaseException | None) -> None:
+        self.calls.append(f"close {error}")
+
+    def state(self) -> dict[str, Any]:
+        return {"total": self.total, "steps": self.steps} if self.steps else {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.total = state["total"]
+        self.steps = state["steps"]
+
+
+def _train(folder: str, data: str, vocab_file: str, more: str, own: bool = True) -> tuple[list[str], int] | str:
+    features = [MeanNorm()] if own else []
+    start = Start("gpt2", Path(folder), f"{FLAGS} {more}")
+    try:
+        with make(start, data, vocab_file, features) as run:
+            train(run)
+    except RunError as error:
+        return str(error)
+    return (features[0].calls, features[0].micro_batches) if own else ([], 0)
+
+
+def test_its_state_survives_a_resume_in_another_layout(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    about = (str(tmp_path), tiny_data, vocab_file)
+    first = on_ranks(2, _train, *about, "--pipe-parallel-size 2 --train-iters 6 --exit-interval 4")
+    assert first[0] == (["start", *_steps(1, 4), "close None"], 8)
+    assert first[1] == first[0]
+    second = on_ranks(1, _train, *about, "--train-iters 6")
+    assert second == [(["start", *_steps(5, 6), "close None", "end"], 4)]
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    norms = [row["grad_norm"] for row in rows]
+    for at, row in enumerate(rows, start=1):
+        assert math.isclose(row["mean_norm"], sum(norms[:at]) / at, rel_tol=1e-12)
+    assert len(rows) == 6
+    (words,) = on_ranks(1, _train, *about, "--train-iters 8 --override-lr-schedule", False)
+    assert "MeanNorm" in words, "a state that no feature takes must not be dropped"
+
+
+def _steps(first: int, last: int) -> list[str]:
+    return [f"{when} {at}" for at in range(first, last + 1) for when in ("before", "after")]
+
+
+class Failing(Feature):
+    """Feature that fails in the second iteration."""
+
+    def before_step(self, iteration: int) -> None:
+        if iteration == 2:
+            raise RunError("enough")
+
+
+def _fail(folder: str, data: str, vocab_file: str) -> list[str]:
+    feature = MeanNorm()
+    start = Start("gpt2", Path(folder), f"{FLAGS} --train-iters 3")
+    with pytest.raises(RunError), make(start, data, vocab_file, [feature, Failing()]) as run:
+        train(run)
+    return feature.calls
+
+
+def test_it_is_closed_when_an_error_ends_the_run(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    assert on_ranks(1, _fail, str(tmp_path), tiny_data, vocab_file)[0][-2:] == ["before 2", "close enough"]
+
+
+class Refusing(Feature):
+    """Feature that cannot be used."""
+
+    def prepare(self, plan: Any) -> None:
+        raise ValueError(f"--num-layers {plan.config.model.num_layers} is too few")
+
+
+def _refuse(folder: str, data: str, vocab_file: str) -> str:
+    with pytest.raises(RunError) as caught:
+        make(Start("gpt2", Path(folder) / "new", FLAGS), data, vocab_file, [Refusing()])
+    return str(caught.value)
+
+
+def test_it_can_refuse_before_the_model_is_built(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    for words in on_ranks(2, _refuse, str(tmp_path), tiny_data, vocab_file):
+        assert words.startswith("--num-layers 4 is too few")
+    assert not (tmp_path / "new").exists()
+
+
+def test_two_features_of_one_name_are_refused() -> None:
+    config = parse(["--vocab-size", "64"], {"family": "gpt2"})
+    with pytest.raises(ValueError, match="MeanNorm"):
+        Features(config, [MeanNorm(), MeanNorm()])
+    taken = MeanNorm()
+    taken.name = "garbage"
+    with pytest.raises(ValueError, match="garbage"):
+        Features(config, [taken])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatienceSettings(FeatureSettings):
+    """A flag as in the file of a feature."""
+
+    patience: int = opt(3, "number of evaluations without improvement after which the run ends", at_least(1))
+    patience_delta: float = opt(0.0, "smallest improvement that counts")
+
+    def problems(self) -> Any:
+        if self.patience == 3 and self.patience_delta:
+            yield "--patience-delta needs --patience"
+
+    def conflicts(self, config: Any) -> Any:
+        if self.patience > config.train.eval_iters:
+            yield "--patience is too large"
+
+
+class Patience(Feature):
+    """Feature with settings."""
+
+    Settings = PatienceSettings
+
+
+def test_settings_of_a_feature_are_fields_of_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    home = f"{__name__}:Patience"
+    monkeypatch.setitem(TABLE, "patience", Row(home, feature_table.always, "train"))
+    Train = with_features("train", TrainConfig)  # noqa: N806
+    made = Train(patience=5, train_iters=7)
+    assert (made.patience, made.train_iters, made.skip_step_window) == (5, 7, 128)
+    assert isinstance(made, PatienceSettings) and isinstance(made, TrainConfig)
+    for values, flag in (
+        ({"patience": 0}, "--patience"),
+        ({"patience": "4"}, "--patience"),
+        ({"patience_delta": 0.5}, "--patience-delta"),
+        ({"train_iters": -1}, "--train-iters"),
+        ({"skip_step_window": 64}, "--skip-step-window"),
+    ):
+        with pytest.raises(ConfigError, match=flag):
+            Train(**values)
+
+
+def test_a_flag_of_a_feature_is_parsed_checked_and_stored() -> None:
+    config = parse(["--skip-step-sigma", "6"], {"family": "gpt2"})
+    assert config.to_dict()["train"]["skip_step_sigma"] == 6.0
+    with pytest.raises(ConfigError, match="--skip-step-window"):
+        parse(["--skip-step-window", "64"], {"family": "gpt2"})
+    names = [each.name for each in Features(config)]
+    assert "spike_guard" in names and "layer_log" not in names
+    assert names == sorted(names, key=list(TABLE).index)
+
+
+def test_files_of_features_with_settings_import_no_torch() -> None:
+    """They are imported for --help and for refusals, which must not wait for torch."""
+    allowed = ("config", "training.feature", "json_text")
+    files = {row.home.split(":")[0] for row in TABLE.values() if row.section}
+    assert files
+    for module in files:
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.module is not None and node.module.startswith(allowed), (module, node.module)
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [node.module] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+                assert not {str(name).split(".")[0] for name in names} & {"torch", "tds", "numpy", "deepspeed"}
