@@ -9,7 +9,7 @@ import _alternate  # noqa: F401  puts the packages on the path
 class Ours(NamedTuple):
     """This project's settings, training engine and model, and a function that runs one training step.
 
-    `engine` is a PipeEngine or NoPipeEngine (see `megatron.training.engine`). `step` runs one optimizer step,
+    `engine` is a PipeEngine or NoPipeEngine (see `megatron.engines.engine`). `step` runs one optimizer step,
     always on the same batch.
     """
 

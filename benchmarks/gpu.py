@@ -62,8 +62,8 @@ def flags_of(args: argparse.Namespace, model: str) -> str:
 
 def worker(args: argparse.Namespace) -> None:
     """Run one contender on one model and print one line of JSON."""
+    from megatron.model.work import flops_per_token
     from megatron.ranks import device as device_module
-    from megatron.training.metrics import flops_per_token
 
     name, contender = args.worker
     compiled = " --compile" if contender == "ours, --compile" else " --no-compile"

@@ -115,8 +115,8 @@ def predict(ranks: int, flags: str) -> Any:
     """Return the planner's `Memory` of the stage that needs the most memory."""
     from megatron.config.command_line import parse
     from megatron.config.ds_config import resolve
-    from megatron.training.memory.per_rank import rank_memory
-    from megatron.training.memory.sizes import stages_of
+    from megatron.estimate.per_rank import rank_memory
+    from megatron.estimate.sizes import stages_of
 
     config = parse(flags.split())
     found = rank_memory(config, resolve(config, ranks, False), ranks, False, stages_of(config))

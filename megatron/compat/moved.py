@@ -28,10 +28,10 @@ _PACKAGES = {
     },
     "megatron.inference": {
         "megatron_tools.write": "generation lm_eval questions",
-        "megatron.training": "scoring",
+        "megatron.features": "scoring",
     },
     "megatron.planning": {
-        "megatron.training.memory": "activations sizes",
+        "megatron.estimate": "activations sizes",
         "megatron_tools.plan": "cluster cost layouts report scripts",
     },
     "megatron.reporting": {"megatron_tools.report": "curves differences drawing facts page runs timetable"},
@@ -39,12 +39,12 @@ _PACKAGES = {
     "megatron.config": {"megatron.config.foreign": "dependent outcomes translate"},
     "megatron.data": {"data_utils": "indexed_writer merge_split"},
     "megatron.checkpointing": {"megatron_tools": "shapes"},
-    "megatron_tools.write": {"megatron.training": "scoring"},
+    "megatron_tools.write": {"megatron.features": "scoring"},
 }
 MOVED = {
     "megatron.config.foreign_core": "megatron.config.foreign.core",
     "megatron.config.foreign_flags": "megatron.config.foreign.flags",
-    "megatron.planning.memory": "megatron.training.memory.per_rank",
+    "megatron.planning.memory": "megatron.estimate.per_rank",
     "megatron.tokenizer.chat": "data_utils.chat_templates",
     "megatron.training.functions": "megatron.compat.pretrain",
     "megatron.tokenizer.train": "data_utils.tokenizer_training",

@@ -147,7 +147,7 @@ _COUNTERPARTS = {
         "DynamicLossScaler LossScaler": _SCALER,
     },
     "megatron.global_vars": {
-        "Timers": "megatron.training.metrics.Timers",
+        "Timers": "megatron.timers.Timers",
         "get_adlr_autoresume": _RESUMES,
         "get_tensorboard_writer": _METRICS,
         "rebuild_tokenizer": _TOKENIZERS,

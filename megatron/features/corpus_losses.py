@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..config import Config
 from ..data.corpora import corpus_names
+from ..engines.engine import Step
 from ..model.loss import CORPUS_LOSS, CORPUS_TARGETS
-from ..training.engine import Step
 from ..training.evaluation import perplexity
 from ..training.feature import Feature
 from ..training.health import SampleRange

@@ -13,6 +13,7 @@ from tds import trace
 
 from .. import mpu
 from ..config import Config
+from ..engines.engine import Step
 from ..model.gpt2 import GPT2Model
 from ..model.loss import TokenLoss
 from ..model.masks import no_documents
@@ -21,7 +22,6 @@ from ..ranks.agreement import all_ranks
 from ..ranks.errors import complaint
 from ..ranks.objects import from_rank_0, gather_objects
 from ..ranks.rank_0 import is_rank_0, print_rank_0
-from ..training.engine import Step
 from ..training.evaluation import perplexity
 from ..training.feature import Feature, Plan, due
 from ..training.health import SampleRange

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from .. import mpu
 from ..config.fields import first_of
+from ..engines.engine import Step
 from ..model.layers import global_parameters
 from ..ranks import device as device_module
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
-from ..training.engine import Step
 from ..training.feature import Feature
 from ..training.health import SampleRange
 from ..training.run_state import Run

@@ -13,7 +13,7 @@ from ..config.fields import at_least, opt
 from ..training.feature import Feature, due
 
 if TYPE_CHECKING:
-    from ..training.engine import Step
+    from ..engines.engine import Step
     from ..training.health import SampleRange
     from ..training.run_state import Run
 

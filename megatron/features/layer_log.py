@@ -14,6 +14,7 @@ from tds.step_norms import StepNorms, squared_norm
 
 from .. import mpu
 from .._torch import is_compiled
+from ..engines.engine import Step
 from ..model.attention import Attention
 from ..model.attention_kernels import Call
 from ..model.attention_logits import largest_logit
@@ -21,7 +22,6 @@ from ..model.layers import Layer, global_parameters
 from ..model.masks import text_tokens
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
-from ..training.engine import Step
 from ..training.feature import Feature, Interval
 from ..training.health import SampleRange
 from ..training.run_state import Run

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from .. import mpu
-from ..training.engine import Batches
+from ..engines.engine import Batches
 from ..training.feature import Feature, Interval
 from ..training.run_state import Run
 

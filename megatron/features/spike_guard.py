@@ -11,7 +11,7 @@ from ..json_text import brief
 from ..training.feature import Feature, Interval, Plan
 
 if TYPE_CHECKING:
-    from ..training.engine import Step
+    from ..engines.engine import Step
     from ..training.health import SampleRange
 
 

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from ..engines.engine import Step
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0
 from ..ranks.signals import StopSignal
-from ..training.engine import Step
 from ..training.feature import Feature
 from ..training.health import SampleRange
 from ..training.run_state import Run

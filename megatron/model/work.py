@@ -59,3 +59,27 @@ def lengths(config: Config) -> tuple[int, int]:
     noise = data.noise_density
     spans = data.noise_density / data.mean_span_length
     return encoder, max(round(encoder * (noise + spans) / (1 - noise + spans)), 1)
+
+
+def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int = 0) -> float:
+    """Return the FLOPs of a training step per token, for samples of `encoder` (+ `decoder`) tokens.
+
+    Each parameter that multiplies a token counts 6 FLOPs (2 forward, 4 backward; Kaplan et al. 2020). The attention
+    matmuls count in addition, without savings by the causal mask (Chowdhery et al. 2022). Embedding look-ups count 0.
+    GPT-2 and Llama: 6 N + 12 x layers x sequence length x heads x head size. N is the number of parameters without
+    position embeddings, without an untied word embedding, and of each mixture with only its router, the experts of a
+    token and the shared experts. A tied word embedding counts as the output layer.
+    T5: encoder tokens pass through the encoder layers and the key and value projections of cross-attention. Decoder
+    tokens pass through all other matmuls.
+    """
+    m = config.model
+    if not decoder:
+        inner = m.num_attention_heads * m.head_size
+        looked_up = config.positions if m.position_embedding == "learned" else 0
+        looked_up += 0 if m.tie_embeddings else m.vocab_size or 0
+        multiplied = parameters - looked_up * m.hidden_size - idle_weights(m)
+        return 6.0 * multiplied + 12.0 * m.num_layers * inner * encoder
+    blocks = sum(block_work(m, encoder, i) for i in range(m.num_layers))
+    blocks += sum(block_work(m, decoder, i, encoder) for i in range(m.decoder_layers))
+    logits = decoder * m.hidden_size * (m.vocab_size or 0)
+    return 6.0 * (blocks + logits) / (encoder + decoder)

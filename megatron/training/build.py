@@ -16,6 +16,9 @@ from tds.apart import zero3_partitioner
 from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved, resolve
+from ..engines.engine import Engine
+from ..engines.param_groups import keys_of_groups
+from ..engines.with_pipeline import PipeEngine
 from ..model.block import hidden_matrices
 from ..model.layers import global_parameters
 from ..optim import build_optimizer
@@ -24,13 +27,11 @@ from ..ranks.agreement import all_ranks
 from ..ranks.buffers import remember
 from ..ranks.initialize import initialize_megatron
 from ..ranks.objects import gather_objects
+from ..timers import Timers
 from ..tokenizer import Tokenizer
-from .engine import Engine, NoPipeEngine, PipeEngine
 from .feature import Plan
 from .features import Features
 from .global_vars import publish
-from .metrics import Timers
-from .param_groups import keys_of_groups
 from .task import Task, check_task, checked_model
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -106,6 +107,8 @@ def build_engine(
         engine.set_micro_batches(size // unit)  # refuses now a pipeline schedule that cannot run with this number
     engine.set_micro_batches(config.train.gas)
     if not pipeline:
+        from ..engines.without_pipeline import NoPipeEngine
+
         return NoPipeEngine(engine, resolved, config.train.gas, task, batch_fn, timers)
     if not hasattr(model, "_megatron_batch_fn"):
         engine.set_batch_fn(batch_fn)

@@ -14,13 +14,13 @@ from ..data.corpora import content_fingerprint, corpus_fingerprint, made_with, p
 from ..data.damage import problems_of
 from ..data.indexed_dataset import checked_once
 from ..data.sampler import ConsecutiveSampler, build_loader
+from ..engines.engine import Batches
 from ..ranks.agreement import all_ranks, same_everywhere
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes
 from ..storage import is_url
 from ..tokenizer import Tokenizer
 from ..tokenizer.base import other_end
-from .engine import Batches
 from .task import Datasets, Task, checked_datasets
 
 # Blocks of a file, of 64 MiB by default, that are compared with the checksums of its sidecar at the start of a run.

@@ -7,10 +7,10 @@ from typing import Any
 
 from tds import trace
 
+from ..engines.engine import Step
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import print_rank_0
 from .data_ranks import read
-from .engine import Step
 from .feature import Feature, due
 from .health import SampleRange
 from .run_state import Run

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from ..config import Config
     from ..config.ds_config import Resolved
+    from ..engines.engine import Batches, Step
     from ..tokenizer import Tokenizer
-    from .engine import Batches, Step
     from .health import SampleRange
     from .run_state import Run
     from .task import Task

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from ..compat.args import Args
 from ..config import Config
+from ..timers import Timers
 from ..tokenizer import Tokenizer
-from .metrics import Timers
 
 T = TypeVar("T")
 

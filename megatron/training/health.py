@@ -12,7 +12,7 @@ from torch import Tensor
 from tds.spikes import Deviation
 
 from ..checkpointing import TrainState
-from .engine import Step
+from ..engines.engine import Step
 
 REMEMBERED = 64  # a new loss is compared with the median of at most this number of recent losses
 LEAST = 16  # spikes are reported only if there are at least this number of recent losses

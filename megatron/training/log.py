@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from tds import optimizer_state as zero_state
 
+from ..engines.engine import Step
+from ..model.work import flops_per_token
 from ..ranks import device as device_module
 from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
 from .console import TimeLeft, training_line
-from .engine import Step
 from .feature import Feature, Interval, due
 from .health import Health, SampleRange
-from .metrics import flops_per_token
 from .run_state import Run
 
 

@@ -7,11 +7,11 @@ from tqdm import tqdm
 from .. import mpu
 from ..data.sample_hash import extend
 from ..data.skips import Skips, parse_ranges
+from ..engines.engine import Batches, Step
 from ..locks.held_places import HeldPlaces
 from ..ranks.agreement import check_replicas
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from .data_ranks import read
-from .engine import Batches, Step
 from .evaluation import Evaluations, evaluate
 from .feature import Feature, due
 from .health import SampleRange

@@ -2,147 +2,15 @@
 
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
 from tqdm import tqdm
-
-from tds import trace
 
 from ..atomic import append_whole, write_text
 from ..config import Config
-from ..model.work import block_work, idle_weights
 from ..rows import RowError, row_of
-
-
-class Timer:
-    """Timer of one named part of a step: `with timer: ...`, or `timer.start()` and `timer.stop()`.
-
-    Raises RuntimeError if the timer is started twice or stopped without a start.
-    device: accelerator whose time is measured with events; None measures the time of the host.
-    """
-
-    def __init__(self, name: str, device: torch.device | None) -> None:
-        self.name = name
-        self._device = device
-        self._begun: float | torch.Event | None = None
-        self._mark: trace.Mark | None = None
-        self.reset()
-
-    def _now(self) -> float | torch.Event:
-        if self._device is None:
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def start(self) -> None:
-        """Start measuring."""
-        if self._begun is not None:
-            raise RuntimeError(f"the timer {self.name!r} runs already; stop() it before it starts again")
-        self._begun, self._mark = self._now(), trace.begin()
-
-    def stop(self) -> None:
-        """Stop measuring."""
-        if self._begun is None:
-            raise RuntimeError(f"the timer {self.name!r} is not running: call start() before stop()")
-        self._marks.append((self._begun, self._now()))
-        trace.end(self._mark, self.name)
-        self._begun = None
-        self.used = True
-        if self._device is None:
-            self._add_up()
-
-    def _add_up(self) -> None:
-        for begun, ended in self._marks:
-            if isinstance(begun, float) and isinstance(ended, float):
-                self._spent += ended - begun
-            else:
-                ended.synchronize()  # type: ignore[union-attr]
-                self._spent += begun.elapsed_time(ended) / 1e3  # type: ignore[union-attr,arg-type]
-        self._marks.clear()
-
-    def elapsed(self, reset: bool = True) -> float:
-        """Return the seconds measured since the last reset. A timer that runs continues to run."""
-        runs = self._begun is not None
-        if runs:
-            self.stop()
-        self._add_up()
-        spent = self._spent
-        if reset:
-            self.reset()
-        if runs:
-            self.start()
-        return spent
-
-    def reset(self) -> None:
-        """Discard the measured time and stop the timer."""
-        self._begun = None
-        self._spent = 0.0
-        self.used = False
-        self._marks: list[tuple[float | torch.Event, float | torch.Event]] = []
-
-    def __enter__(self) -> None:
-        self.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-
-class Timers:
-    """Timers of named parts of a step: `with timers("forward"): ...`, or `timers("forward").start()` and `.stop()`.
-
-    device: the device whose time is measured. Accelerators run asynchronously, so a timer records events on the
-    accelerator. The host waits for these events only when it reads the times.
-    """
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device if device is not None and device.type != "cpu" else None
-        self._timers: dict[str, Timer] = {}
-
-    def __call__(self, name: str) -> Timer:
-        if name not in self._timers:
-            self._timers[name] = Timer(name, self._device)
-        return self._timers[name]
-
-    def take(self) -> dict[str, float]:
-        """Return name -> seconds since the last call, for each part that was measured."""
-        return {name: timer.elapsed() for name, timer in self._timers.items() if timer.used}
-
-    def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> None:
-        """Print a line on rank 0 with the milliseconds of the parts `names`, each divided by `normalizer`."""
-        spent = {name: self(name).elapsed(reset) * 1e3 / normalizer for name in names}
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            tqdm.write("time (ms)" + "".join(f" | {name}: {ms:.2f}" for name, ms in spent.items()))
-
-
-def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int = 0) -> float:
-    """Return the FLOPs of a training step per token, for samples of `encoder` (+ `decoder`) tokens.
-
-    Each parameter that multiplies a token counts 6 FLOPs (2 forward, 4 backward; Kaplan et al. 2020). The attention
-    matmuls count in addition, without savings by the causal mask (Chowdhery et al. 2022). Embedding look-ups count 0.
-    GPT-2 and Llama: 6 N + 12 x layers x sequence length x heads x head size. N is the number of parameters without
-    position embeddings, without an untied word embedding, and of each mixture with only its router, the experts of a
-    token and the shared experts. A tied word embedding counts as the output layer.
-    T5: encoder tokens pass through the encoder layers and the key and value projections of cross-attention. Decoder
-    tokens pass through all other matmuls.
-    """
-    m = config.model
-    if not decoder:
-        inner = m.num_attention_heads * m.head_size
-        looked_up = config.positions if m.position_embedding == "learned" else 0
-        looked_up += 0 if m.tie_embeddings else m.vocab_size or 0
-        multiplied = parameters - looked_up * m.hidden_size - idle_weights(m)
-        return 6.0 * multiplied + 12.0 * m.num_layers * inner * encoder
-    blocks = sum(block_work(m, encoder, i) for i in range(m.num_layers))
-    blocks += sum(block_work(m, decoder, i, encoder) for i in range(m.decoder_layers))
-    logits = decoder * m.hidden_size * (m.vocab_size or 0)
-    return 6.0 * (blocks + logits) / (encoder + decoder)
-
 
 MOST_WAITING = 100_000  # maximum number of lines kept in memory while metrics.jsonl cannot be written
 

@@ -13,15 +13,16 @@ from ..checkpointing import RetryingSaver, TrainState
 from ..config import Config
 from ..config.batches import BatchSchedule
 from ..config.ds_config import Resolved
+from ..engines.engine import Engine
 from ..locks.run_lock import RunLock
 from ..optim import lr_at
 from ..ranks.errors import RunError
 from ..ranks.signals import StopSignals
+from ..timers import Timers
 from ..tokenizer import Tokenizer
 from .data_ranks import lengths_of
-from .engine import Engine
 from .features import Features
-from .metrics import MetricsWriter, Timers
+from .metrics import MetricsWriter
 from .run_folder import release
 from .task import Datasets
 

@@ -4,11 +4,11 @@ import torch.distributed as dist
 
 from tds import trace
 
+from ..engines.engine import Step
 from ..locks.held_places import HeldPlaces
 from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
 from ..ranks.signals import StopSignal
-from .engine import Step
 from .feature import Feature, due
 from .health import SampleRange
 from .run_state import Run

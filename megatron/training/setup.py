@@ -25,19 +25,18 @@ from ..ranks.initialize import initialize_megatron, use_step_timeout
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from ..storage import place
+from ..timers import Timers
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import run_folder
 from .build import build_engine, build_model
 from .data_ranks import open_datasets
-from .engine import NoPipeEngine
 from .feature import Feature, Plan
 from .features import Features
 from .global_vars import publish
 from .inputs import reads_corpora
-from .metrics import MetricsWriter, Timers
+from .metrics import MetricsWriter
 from .run_state import Run
 from .task import Task, what
-from .watch import StepWatch
 
 
 def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequence[Feature] = ()) -> Run:
@@ -69,8 +68,8 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         with all_ranks():
             lags = step_lags(*start)
         engine = build_engine(model, plan, features, timers, lags)
-        if isinstance(engine, NoPipeEngine) and dist.get_world_size() > 1:
-            engine.watch = StepWatch(60 * config.parallel.distributed_timeout_minutes, device)
+        if dist.get_world_size() > 1:
+            engine.watch_steps(60 * config.parallel.distributed_timeout_minutes)
         state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
         config = config.with_batches(dist.get_world_size(), state.iteration, state.consumed_samples)
         with all_ranks():

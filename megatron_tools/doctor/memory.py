@@ -1,6 +1,6 @@
 """Size of a checkpoint and free memory of this machine.
 
-`megatron.training.memory.per_rank` estimates the memory of a rank.
+`megatron.estimate.per_rank` estimates the memory of a rank.
 """
 
 from typing import Any
@@ -10,8 +10,8 @@ from megatron.config import Config
 
 def checkpoint_bytes(config: Config) -> float:
     """Return the bytes of one checkpoint, which contains the weights and the optimizer's moments in fp32."""
-    from megatron.training.memory.per_rank import moments_of
-    from megatron.training.memory.sizes import Count, count_layers, layers_of
+    from megatron.estimate.per_rank import moments_of
+    from megatron.estimate.sizes import Count, count_layers, layers_of
 
     count = count_layers(layers_of(config), config)
     p = config.parallel

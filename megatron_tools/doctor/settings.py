@@ -91,8 +91,8 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
 
     device_bytes: memory of an accelerator, None if ranks run on the CPU.
     """
-    from megatron.training.memory.per_rank import rank_memory
-    from megatron.training.memory.sizes import parameters, stages_of
+    from megatron.estimate.per_rank import rank_memory
+    from megatron.estimate.sizes import parameters, stages_of
 
     assert settled.config is not None
     if settled.resolved is None:

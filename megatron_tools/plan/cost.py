@@ -12,10 +12,10 @@ from functools import lru_cache
 
 from megatron.config import Config
 from megatron.config.ds_config import Resolved
+from megatron.estimate.activations import Shapes
+from megatron.estimate.sizes import Count, Stage, padded_vocabulary
 from megatron.model.layers import Layer
 from megatron.model.work import lengths
-from megatron.training.memory.activations import Shapes
-from megatron.training.memory.sizes import Count, Stage, padded_vocabulary
 from tds.schedule import schedule_of
 from tds.timetable import times
 

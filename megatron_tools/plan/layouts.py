@@ -9,9 +9,9 @@ from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.ds_config import Resolved, resolve
 from megatron.config.fields import ConfigError
-from megatron.training.memory.activations import Shapes
-from megatron.training.memory.per_rank import Memory, rank_memory
-from megatron.training.memory.sizes import Stage, in_words, parameters, stages_of
+from megatron.estimate.activations import Shapes
+from megatron.estimate.per_rank import Memory, rank_memory
+from megatron.estimate.sizes import Stage, in_words, parameters, stages_of
 
 from .cluster import Cluster
 from .cost import DEFAULT, Cost, Efficiency, cost_of

@@ -16,7 +16,7 @@ from megatron import presets
 from megatron.config import SECTIONS, Config
 from megatron.config.command_line import parse, read_json, with_values
 from megatron.config.defaults import DEFAULTS
-from megatron.training.memory.sizes import in_words, parameters
+from megatron.estimate.sizes import in_words, parameters
 
 from .cluster import Cluster, load_cluster
 from .layouts import AXES, Layout, Wanted, search

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 
+from megatron.estimate.per_rank import Memory
+from megatron.estimate.sizes import in_words, parameters
 from megatron.model.work import lengths
-from megatron.training.memory.per_rank import Memory
-from megatron.training.memory.sizes import in_words, parameters
 from tds.schedule import schedule_of
 from tds.timetable import most_in_flight
 

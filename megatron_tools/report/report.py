@@ -14,7 +14,7 @@ from megatron.config import Config
 from megatron.config.command_line import from_file
 from megatron.config.data_stages import parse_stages
 from megatron.config.fields import describe
-from megatron.training.memory.sizes import parameters
+from megatron.estimate.sizes import parameters
 
 from . import facts
 from .page import page

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.atomic import write_text
+from megatron.engines.engine import Batches, Engine, Step
+from megatron.engines.with_pipeline import PipeEngine
 from megatron.model.layers import global_buffers, global_parameters
 from megatron.training import loop, setup
-from megatron.training.engine import Batches, Engine, PipeEngine, Step
 from tds import optimizer_state as zero_state
 
 MOST_BYTES = 2**31  # a rank stops recording outputs when they exceed this many bytes

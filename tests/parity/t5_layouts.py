@@ -10,11 +10,11 @@ from torch.utils.data import default_collate
 from megatron import mpu
 from megatron.config.command_line import parse, with_values
 from megatron.data.t5_dataset import Objective, Specials, T5Samples, build_train_valid_test_datasets
+from megatron.engines.engine import Engine
 from megatron.model import T5Model, global_parameters
 from megatron.tasks import T5
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
 from megatron.training import start_engine
-from megatron.training.engine import Engine
 from tests.conformance.engines import remembered_groups
 from tests.support import on_ranks
 

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron import mpu
 from megatron.config.command_line import parse
+from megatron.engines.engine import Engine
 from megatron.training import start_engine
-from megatron.training.engine import Engine
 from tds import optimizer_state as zero_state
 from tests.support import covering, on_ranks
 from tests.text_task import TextTask

@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from megatron import mpu
 from megatron.config.command_line import parse
+from megatron.engines.watch import StepWatch
 from megatron.features.memory_estimate import memory_advice
 from megatron.ranks import initialize
 from megatron.ranks.errors import complaint
 from megatron.ranks.initialize import initialize_megatron
-from megatron.training.watch import StepWatch
 from tds.diagnose import out_of_memory
 from tds.messages import shortened, words_of
 from tests.support import ends_of_ranks, on_ranks

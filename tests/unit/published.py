@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.ds_config import resolve
-from megatron.training.memory.sizes import parameters, stages_of
+from megatron.estimate.sizes import parameters, stages_of
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.plan.cost import DEFAULT, cost_of
 

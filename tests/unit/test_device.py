@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from megatron.model.attention_kernels import kernels_for
 from megatron.ranks import device
-from megatron.training.metrics import Timers
+from megatron.timers import Timers
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

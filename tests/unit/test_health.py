@@ -10,7 +10,7 @@ import torch
 from megatron.checkpointing import TrainState
 from megatron.data.sampler import ConsecutiveSampler
 from megatron.data.skips import Skips, parse_ranges
-from megatron.training.engine import Step
+from megatron.engines.engine import Step
 from megatron.training.health import Health, SampleRange
 from megatron.training.metrics import MetricsWriter
 from tds.clip import leave_out_unless_finite

@@ -16,7 +16,8 @@ CORE = {
     *("megatron._torch", "megatron.atomic", "megatron.config", "megatron.config.ds_config", "megatron.mpu"),
     *("megatron.tokenizer", "megatron.data", "megatron.model", "megatron.model.pipe", "megatron.optim"),
     *("megatron.ranks", "megatron.ranks.device", "megatron.checkpointing", "megatron.training", "megatron.tasks"),
-    *("megatron.storage", "megatron.utils", "megatron.locks", "megatron.features"),
+    *("megatron.storage", "megatron.utils", "megatron.locks", "megatron.features", "megatron.engines"),
+    *("megatron.estimate", "megatron.timers"),
 }
 # Package -> packages of this project that it may import. The longest matching name applies.
 MAY_IMPORT = {
@@ -75,9 +76,31 @@ MAY_IMPORT = {
         "megatron.storage",
         "megatron.tokenizer",
         "megatron.checkpointing",
+        "megatron.engines",
         "megatron.locks",
+        "megatron.timers",
         "megatron.compat",
     },
+    "megatron.engines": {
+        "tds",
+        "megatron.config",
+        "megatron.config.ds_config",
+        "megatron.mpu",
+        "megatron.model",
+        "megatron.optim",
+        "megatron.ranks",
+        "megatron.timers",
+        "megatron.training",
+    },
+    "megatron.estimate": {
+        "tds",
+        "megatron.config",
+        "megatron.config.ds_config",
+        "megatron.model",
+        "megatron.model.pipe",
+        "megatron.mpu",
+    },
+    "megatron.timers": {"tds"},
     # A run finds its features by the names in training/feature_table.py, so no package of the core imports them.
     "megatron.features": {
         "tds",
@@ -94,8 +117,10 @@ MAY_IMPORT = {
         "megatron.data",
         "megatron.tokenizer",
         "megatron.training",
+        "megatron.engines",
+        "megatron.estimate",
     },
-    "megatron.locks": {"tds", "megatron.atomic", "megatron.ranks", "megatron.training"},
+    "megatron.locks": {"tds", "megatron.atomic", "megatron.ranks", "megatron.training", "megatron.engines"},
     "megatron.tasks": {
         "megatron.config",
         "megatron.mpu",
@@ -163,6 +188,9 @@ OUTSIDE = {
     "megatron.training": {"torch", "tqdm"},
     "megatron.features": {"numpy", "torch", "tqdm", "tensorboard", "wandb", "mlflow", "lm_eval"},
     "megatron.locks": set(),
+    "megatron.engines": {"torch"},
+    "megatron.estimate": {"torch"},
+    "megatron.timers": {"torch", "tqdm"},
     "megatron.tasks": {"torch"},
     "megatron.compat": {"torch"},
     "megatron": {"torch"},

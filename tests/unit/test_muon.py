@@ -14,12 +14,12 @@ from megatron import mpu
 from megatron.config import Config, OptimConfig
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
+from megatron.estimate.per_rank import moments_of
+from megatron.estimate.sizes import count_layers, layers_of
 from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.model.block import hidden_matrices
 from megatron.optim import build_optimizer, group_keys
 from megatron.optim.muon import Muon, orthogonalise
-from megatron.training.memory.per_rank import moments_of
-from megatron.training.memory.sizes import count_layers, layers_of
 from tds.clip import leave_out_unless_finite, steps_separately
 from tds.hooks import PipelineHooks
 from tests.parity.muon_reference import exact_iterations, separate

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tds
-from megatron.training.engine import _end_step
+from megatron.engines.engine import end_step
 from tds import _deepspeed, parent_death, progress, start
 from tests.sentences import SENTENCES
 
@@ -71,7 +71,7 @@ def test_a_norm_on_the_cpu_goes_to_the_loss() -> None:
     engine = SimpleNamespace(
         optimizer=SimpleNamespace(), fp16_enabled=lambda: False, spike_guard=None, module=torch.nn.Module()
     )
-    step = _end_step(engine, torch.zeros((), device="meta"), torch.ones(()), {})
+    step = end_step(engine, torch.zeros((), device="meta"), torch.ones(()), {})
     assert isinstance(step.grad_norm, torch.Tensor) and step.grad_norm.device == step.loss.device
 
 

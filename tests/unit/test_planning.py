@@ -16,11 +16,11 @@ from megatron import mpu
 from megatron.config import Config
 from megatron.config.command_line import parse, parse_of_any_family, with_values
 from megatron.config.ds_config import resolve
+from megatron.estimate.activations import Shapes, kept_by
+from megatron.estimate.per_rank import in_flight, states
+from megatron.estimate.sizes import count_layers, layers_of, parameters, stages_of
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import count_parameters
-from megatron.training.memory.activations import Shapes, kept_by
-from megatron.training.memory.per_rank import in_flight, states
-from megatron.training.memory.sizes import count_layers, layers_of, parameters, stages_of
 from megatron_tools.plan import plan, scripts
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.plan.cost import pipeline_units

@@ -10,8 +10,8 @@ from megatron import presets
 from megatron.config.command_line import parse
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError
-from megatron.training.memory.per_rank import rank_memory
-from megatron.training.memory.sizes import parameters, stages_of
+from megatron.estimate.per_rank import rank_memory
+from megatron.estimate.sizes import parameters, stages_of
 from megatron_tools.convert.hf_llama import llama_config
 from megatron_tools.plan.cluster import load_cluster
 from tests.support import ROOT

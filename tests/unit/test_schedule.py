@@ -7,7 +7,7 @@ import pytest
 from megatron.config import ParallelConfig
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron.training.memory.per_rank import in_flight
+from megatron.estimate.per_rank import in_flight
 from tds.schedule import (
     NAMES,
     Backward,

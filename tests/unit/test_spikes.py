@@ -14,8 +14,8 @@ from megatron.checkpointing import TrainState
 from megatron.checkpointing.schema import SchemaError, _check_state
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
+from megatron.engines.engine import Step
 from megatron.features.spike_guard import Guard
-from megatron.training.engine import Step
 from megatron.training.health import Health, SampleRange
 from tds.spikes import Deviation, SpikeGuard
 

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from megatron.training.metrics import Timers
+from megatron.timers import Timers
 from tests.sentences import SENTENCES
 
 

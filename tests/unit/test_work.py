@@ -13,7 +13,7 @@ from megatron.model.gpt2 import gpt2_layers
 from megatron.model.layers import Layer, count_parameters
 from megatron.model.pipe import balanced_cuts
 from megatron.model.t5 import t5_layers
-from megatron.training.metrics import flops_per_token
+from megatron.model.work import flops_per_token
 
 GPT2 = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 24 --vocab-size 100 "

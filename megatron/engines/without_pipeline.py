@@ -1,14 +1,9 @@
-"""Engines with a common interface, by which the training loop uses DeepSpeed with a pipeline or without one.
+"""The engine without a pipeline, around DeepSpeed's engine: every rank runs all layers."""
 
-The loss is the sum over all targets of a global batch, divided by the number of these targets. The targets are counted
-before the first backward pass, so the gradients of all micro-batches have the right scale.
-"""
-
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,162 +16,14 @@ from tds.clip import clip_in_step
 from tds.measure import check_factor
 from tds.reducer import GradReducer
 from tds.sparse import numbers_of
-from tds.spikes import Deviation
 
 from .. import mpu
 from ..config.ds_config import Resolved
-from ..model.router import update_routers
 from ..ranks.objects import gather_objects
-from .metrics import Timers
-from .task import Task, what
+from ..timers import Timers
+from ..training.task import Task, what
+from .engine import Batches, Step, end_step, set_lr
 from .watch import StepWatch
-
-Batches = Iterator[dict[str, Tensor]]
-
-
-class Step(NamedTuple):
-    """Result of one optimizer step.
-
-    loss: mean loss over the global batch. grad_norm: gradient norm before clipping. Both may be tensors that the device
-    is still computing, so reading them may wait. If grad_norm is not finite, or there is a spike, the step was skipped:
-    weights, moments and the optimizer's step count are unchanged on all ranks.
-    skipped: True if the host already knows that the step was skipped; False does not prove the opposite.
-    aux: name -> additional loss of the model, averaged over targets.
-    spike: what was wrong with the step if --skip-step-sigma skipped it, else None.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor | float
-    loss_scale: float | None
-    skipped: bool
-    aux: Mapping[str, Tensor] = {}
-    spike: Deviation | None = None
-
-
-class Engine(Protocol):
-    """Protocol of the engines that the training loop can use."""
-
-    deepspeed: Any
-
-    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> Step:
-        """Run one optimizer step with learning rate `lr`.
-
-        batches: iterator over micro-batches, or None on a rank that reads no data.
-        gas: number of micro-batches of the step on each replica; --gas if None.
-        """
-        ...
-
-    def eval_batch(self, batches: Batches | None) -> dict[str, float]:
-        """Evaluate a global batch; return the sum `loss`, the number `targets`, and the sums of additional losses.
-
-        The batch has --gas micro-batches on each replica, even if training steps have other numbers of them.
-        """
-        ...
-
-    def forward(self, made: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
-        """Run the model and its loss on micro-batches (inputs, (labels, loss mask)), without training.
-
-        All ranks call this with equal numbers of micro-batches; each replica has its own.
-        """
-        ...
-
-    def busy(self, timed: Mapping[str, float]) -> float:
-        """Return how many seconds this rank worked since the last call of `busy`, without waiting for other ranks.
-
-        The sum omits times that are not measured or that may include waiting. timed: the result of `Timers.take`.
-        """
-        ...
-
-    def times(self) -> dict[str, float]:
-        """Return name -> seconds since the last call of `times`, for parts of a step that `Timers` does not measure."""
-        ...
-
-
-def _counts(found: Any) -> Any:
-    """Return what `count_targets` returned, if it is a number, a scalar or a vector. Raises ValueError otherwise."""
-    if isinstance(found, Tensor) and found.dim() < 2 or isinstance(found, (int, float)):
-        return found
-    raise ValueError(f"count_targets returns {what(found)}: return one number, or a tensor of one number")
-
-
-def _set_lr(engine: Any, lr: float) -> None:
-    for group in engine.optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_factor", 1.0)
-
-
-def _end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:
-    """Update the routers of experts, and return the result of the step."""
-    spike = engine.spike_guard.found if engine.spike_guard else None
-    skipped = spike is not None or zero_state.was_skipped(engine)
-    if spike:
-        norm = engine.spike_guard.norm
-    elif skipped:
-        norm = math.inf
-    elif norm is None:
-        norm = 0.0
-    if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 returns a norm on the CPU if the optimizer is offloaded.
-        norm = norm.to(loss.device)
-    finite = norm.isfinite() if isinstance(norm, Tensor) else math.isfinite(norm)
-    update_routers(engine.module, not skipped and finite)
-    return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux, spike)
-
-
-class PipeEngine:
-    """Engine with a pipeline of one or more stages.
-
-    breakdown: True measures the time of each kind of pipeline instruction; each measurement synchronizes with the
-    device.
-    """
-
-    def __init__(self, engine: Any, timers: Timers, breakdown: bool) -> None:
-        self.deepspeed = engine
-        self.timers = timers
-        self.gas: int = engine.micro_batches
-        engine.progress.breakdown = breakdown
-
-    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> Step:
-        ds = self.deepspeed
-        ds.set_micro_batches(gas or self.gas)
-        _set_lr(ds, lr)
-        with self.timers("train batch"):
-            ds.train_batch(batches)
-        ds.set_dataiterator(None)  # DeepSpeed's reference to the data iterator would keep the data workers alive
-        aux = {name: total / ds.num_targets for name, total in self._aux(ds.micro_batches).items()}
-        return _end_step(ds, self._exact_loss(), ds.get_global_grad_norm(), aux)
-
-    def eval_batch(self, batches: Batches | None) -> dict[str, float]:
-        ds = self.deepspeed
-        ds.eval_batch(batches, num_micro_batches=self.gas)
-        aux = {name: total.item() for name, total in self._aux(self.gas).items()}
-        return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aux}
-
-    def forward(self, made: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
-        ds = self.deepspeed
-        batch_fn = ds.batch_fn
-        ds.set_batch_fn(None)
-        try:
-            ds.eval_batch(iter(made), num_micro_batches=len(made))
-        finally:
-            ds.set_batch_fn(batch_fn)
-
-    def busy(self, timed: Mapping[str, float]) -> float:
-        """Return how many seconds this stage worked since the last call of `busy`; always 0 on accelerators."""
-        progress = self.deepspeed.progress
-        seconds = progress.busy
-        progress.busy = 0.0
-        return float(seconds)
-
-    def times(self) -> dict[str, float]:
-        return dict(self.deepspeed.progress.take())
-
-    def _aux(self, gas: int) -> dict[str, Tensor]:
-        """Return name -> sum of an additional loss over the last global batch, of `gas` micro-batches a replica."""
-        micros = gas * self.deepspeed.dp_world_size
-        return {name: mean * micros for name, mean in self.deepspeed.additional_losses.items()}
-
-    def _exact_loss(self) -> Tensor:
-        """Return the loss of the last global batch in fp64, the dtype in which the engine accumulates it."""
-        return torch.stack(list(self.deepspeed.named_losses.values())).sum()
 
 
 class NoPipeEngine:
@@ -233,7 +80,7 @@ class NoPipeEngine:
     def _train_batch(self, batches: Batches | None, lr: float, gas: int) -> Step:
         ds = self.deepspeed
         ds.set_micro_batches(gas)
-        _set_lr(ds, lr)
+        set_lr(ds, lr)
         ds.train()
         made, counts = self._read(batches, gas)
         loss_fn: Any = getattr(ds.module, "loss_fn", None)
@@ -269,7 +116,7 @@ class NoPipeEngine:
             norm = self._clip(ds, loss)
             ds.step()
         known = ds.get_global_grad_norm() if norm is None else norm
-        return _end_step(ds, loss, known, dict(zip(names, others, strict=True)))
+        return end_step(ds, loss, known, dict(zip(names, others, strict=True)))
 
     def _clip(self, ds: Any, loss: Tensor) -> Tensor | None:
         """Clip the gradients and return their norm before it, or infinity if the spike guard rejects the step.
@@ -358,6 +205,9 @@ class NoPipeEngine:
         """
         return timed.get("data", 0.0) + timed.get("forward", 0.0)
 
+    def watch_steps(self, seconds: float) -> None:
+        self.watch = StepWatch(seconds, self.deepspeed.device)
+
     def times(self) -> dict[str, float]:
         return {}
 
@@ -389,3 +239,10 @@ class NoPipeEngine:
         if self.data.size > 1:
             dist.all_reduce(x, group=self.data.group)
         return x
+
+
+def _counts(found: Any) -> Any:
+    """Return what `count_targets` returned, if it is a number, a scalar or a vector. Raises ValueError otherwise."""
+    if isinstance(found, Tensor) and found.dim() < 2 or isinstance(found, (int, float)):
+        return found
+    raise ValueError(f"count_targets returns {what(found)}: return one number, or a tensor of one number")

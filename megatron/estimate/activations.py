@@ -8,9 +8,9 @@ Names in the code: b is the micro-batch size, t the number of model-parallel ran
 
 from dataclasses import dataclass
 
-from ...config import Config
-from ...model.layers import Layer
-from ...model.work import lengths
+from ..config import Config
+from ..model.layers import Layer
+from ..model.work import lengths
 from .sizes import padded_vocabulary
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from ...config import Config, ModelConfig
-from ...model.gpt2 import gpt2_layers, vocab_size_of
-from ...model.layers import Layer
-from ...model.pipe import balanced_cuts
-from ...model.t5 import t5_layers
+from ..config import Config, ModelConfig
+from ..model.gpt2 import gpt2_layers, vocab_size_of
+from ..model.layers import Layer
+from ..model.pipe import balanced_cuts
+from ..model.t5 import t5_layers
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from tds.bucket_launch import BUCKET_BYTES, BYTES_A_REPLICA
 from tds.schedule import schedule_of
 from tds.timetable import most_in_flight
 
-from ...config import Config
-from ...config.ds_config import Resolved
-from ...model.layers import Layer
+from ..config import Config
+from ..config.ds_config import Resolved
+from ..model.layers import Layer
 from .activations import WIDTHS, Shapes, computed_again, inner_working, kept_by, logits_bytes, transformer_kept
 from .sizes import Count, Stage
 

@@ -1,0 +1,1 @@
+"""Engines with a common interface: a step of training with a pipeline, and one without."""

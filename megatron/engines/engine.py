@@ -1,0 +1,103 @@
+"""Engines with a common interface, by which the training loop uses DeepSpeed with a pipeline or without one.
+
+The loss is the sum over all targets of a global batch, divided by the number of these targets. The targets are counted
+before the first backward pass, so the gradients of all micro-batches have the right scale.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from tds import optimizer_state as zero_state
+from tds.spikes import Deviation
+
+from ..model.router import update_routers
+
+Batches = Iterator[dict[str, Tensor]]
+
+
+class Step(NamedTuple):
+    """Result of one optimizer step.
+
+    loss: mean loss over the global batch. grad_norm: gradient norm before clipping. Both may be tensors that the device
+    is still computing, so reading them may wait. If grad_norm is not finite, or there is a spike, the step was skipped:
+    weights, moments and the optimizer's step count are unchanged on all ranks.
+    skipped: True if the host already knows that the step was skipped; False does not prove the opposite.
+    aux: name -> additional loss of the model, averaged over targets.
+    spike: what was wrong with the step if --skip-step-sigma skipped it, else None.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor | float
+    loss_scale: float | None
+    skipped: bool
+    aux: Mapping[str, Tensor] = {}
+    spike: Deviation | None = None
+
+
+class Engine(Protocol):
+    """Protocol of the engines that the training loop can use."""
+
+    deepspeed: Any
+
+    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> Step:
+        """Run one optimizer step with learning rate `lr`.
+
+        batches: iterator over micro-batches, or None on a rank that reads no data.
+        gas: number of micro-batches of the step on each replica; --gas if None.
+        """
+        ...
+
+    def eval_batch(self, batches: Batches | None) -> dict[str, float]:
+        """Evaluate a global batch; return the sum `loss`, the number `targets`, and the sums of additional losses.
+
+        The batch has --gas micro-batches on each replica, even if training steps have other numbers of them.
+        """
+        ...
+
+    def forward(self, made: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
+        """Run the model and its loss on micro-batches (inputs, (labels, loss mask)), without training.
+
+        All ranks call this with equal numbers of micro-batches; each replica has its own.
+        """
+        ...
+
+    def busy(self, timed: Mapping[str, float]) -> float:
+        """Return how many seconds this rank worked since the last call of `busy`, without waiting for other ranks.
+
+        The sum omits times that are not measured or that may include waiting. timed: the result of `Timers.take`.
+        """
+        ...
+
+    def watch_steps(self, seconds: float) -> None:
+        """End all ranks if one fails, or if a micro-batch takes longer than `seconds`."""
+        ...
+
+    def times(self) -> dict[str, float]:
+        """Return name -> seconds since the last call of `times`, for parts of a step that `Timers` does not measure."""
+        ...
+
+
+def set_lr(engine: Any, lr: float) -> None:
+    """Set the learning rate of each parameter group of a DeepSpeed engine."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_factor", 1.0)
+
+
+def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:
+    """Update the routers of experts, and return the result of the step."""
+    spike = engine.spike_guard.found if engine.spike_guard else None
+    skipped = spike is not None or zero_state.was_skipped(engine)
+    if spike:
+        norm = engine.spike_guard.norm
+    elif skipped:
+        norm = math.inf
+    elif norm is None:
+        norm = 0.0
+    if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 returns a norm on the CPU if the optimizer is offloaded.
+        norm = norm.to(loss.device)
+    finite = norm.isfinite() if isinstance(norm, Tensor) else math.isfinite(norm)
+    update_routers(engine.module, not skipped and finite)
+    return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux, spike)
