@@ -5,7 +5,7 @@ Shapes: q queries, k keys, b batch, n query heads and g key-value heads of this 
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +14,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron import mpu
 
-from . import attention_dropout, biased_attention, packed_attention
-from .context_attention import Views, gather_keys_and_values
-from .flash_attention import flash_attention
-from .grouped_heads import repeat_heads
+from .heads import repeat_heads
 from .masks import Documents, added_mask, causal_mask
-from .pieces import Pieces, pieces_for
 
-Mask = Documents | Views | Tensor | None  # see `Call`
+if TYPE_CHECKING:
+    from .context_attention import Views
+    from .pieces import Pieces
+
+Mask = Union[Documents, "Views", Tensor, None]  # see `Call`
 
 
 class Call(NamedTuple):
@@ -52,13 +52,19 @@ class Call(NamedTuple):
     by_document: bool
     fused_bias: bool
     packs: bool
-    pieces: Pieces | None = None
+    pieces: "Pieces | None" = None
     turn: int = 0
 
     @property
     def on_cpu(self) -> bool:
         """True on a CPU, for which torch has no kernel with dropout or with the gradient of a bias."""
         return self.query.device.type == "cpu"
+
+    @property
+    def views(self) -> "Views | None":
+        """The mask if it is a `Views`, as with context parallelism, else None."""
+        mask: Any = self.mask
+        return mask if hasattr(mask, "slices") else None
 
     def visible(self) -> tuple[Tensor | None, bool]:
         """Return the bool mask [1 or b, 1, q, k] or None, and whether the kernel has to hide later keys itself."""
@@ -82,15 +88,19 @@ class Call(NamedTuple):
 
 def flash_in_pieces(c: Call) -> Tensor:
     """Run torch's flash attention for CPUs on one block of queries and keys after another -> [b, n, q, d]."""
+    from .flash_attention import flash_attention
+
     assert c.pieces is not None
-    axis = c.mask.axis if isinstance(c.mask, Views) else None
+    axis = c.views.axis if c.views else None
     return flash_attention(c.query, c.key, c.value, c.pieces, c.scale, axis)
 
 
 def slice_by_slice(c: Call) -> Tensor:
     """Attend from each slice of this context rank to the gathered keys -> [b, n, q, d]."""
-    assert isinstance(c.mask, Views)
-    views = c.mask
+    from .context_attention import gather_keys_and_values
+
+    views = c.views
+    assert views is not None
     found = []
     key, value = gather_keys_and_values(c.key, c.value, views.axis)
     for at, own in enumerate(torch.split(c.query, views.each, 2)):
@@ -110,36 +120,48 @@ def slice_by_slice(c: Call) -> Tensor:
 
 def biased(c: Call) -> Tensor:
     """Attend with a learned bias, recomputing the probabilities in the backward pass -> [b, n, q, d]."""
+    from .biased_attention import biased_attention
+
     assert c.bias is not None
     sees = c.visible()[0] if c.pieces is None else c.pieces
-    return biased_attention.biased_attention(c.query, c.key, c.value, c.bias, sees, c.scale)
+    return biased_attention(c.query, c.key, c.value, c.bias, sees, c.scale)
 
 
 def dropout_in_pieces(c: Call) -> Tensor:
     """Attend with dropout document by document -> [b, n, q, d]."""
+    from .attention_dropout import by_document
+
     assert c.pieces is not None
-    return attention_dropout.by_document(c.query, c.key, c.value, c.pieces, c.scale, c.p, c.stream)
+    return by_document(c.query, c.key, c.value, c.pieces, c.scale, c.p, c.stream)
 
 
 def dropout(c: Call) -> Tensor:
     """Attend with dropout by torch's matmul, softmax and dropout operations -> [b, n, q, d]."""
+    from .attention_dropout import attention_with_dropout
+
     added, _ = c.added()
-    return attention_dropout.attention_with_dropout(c.query, c.key, c.value, added, c.scale, c.p, c.stream, c.turn)
+    return attention_with_dropout(c.query, c.key, c.value, added, c.scale, c.p, c.stream, c.turn)
 
 
 def packed(c: Call) -> Tensor:
     """Run torch's kernel for packed documents on CUDA -> [b, n, q, d]."""
+    from .packed_attention import packed_attention
+
     assert isinstance(c.mask, Documents)
-    return packed_attention.packed_attention(c.query, c.key, c.value, c.mask, c.scale)
+    return packed_attention(c.query, c.key, c.value, c.mask, c.scale)
 
 
 def torchs(c: Call) -> Tensor:
     """Call torch's scaled_dot_product_attention, which chooses the kernel -> [b, n, q, d]."""
-    (added, hides), query, key, value = c.added(), c.query, c.key, c.value
+    added, hides = c.added()
+    query = c.query
+    key = c.key
+    value = c.value
     grouped = key.shape[1] < query.shape[1]
     if grouped and query.device.type == "cuda" and (added is not None or query.dtype == torch.float32):
         # torch's CUDA kernels for grouped heads support neither masks nor fp32.
-        (key, value), grouped = repeat_heads(query, key, value), False
+        key, value = repeat_heads(query, key, value)
+        grouped = False
     options: dict[str, Any] = {"attn_mask": added, "dropout_p": c.p, "is_causal": hides, "scale": c.scale}
     with kernels_for(query, added):
         return F.scaled_dot_product_attention(query, key, value, **options, enable_gqa=grouped)
@@ -157,12 +179,19 @@ def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[No
 
 
 def _packs(c: Call) -> bool:
-    there = c.by_document and c.packs and isinstance(c.mask, Documents)
-    return there and packed_attention.serves(c.query, c.mask)  # type: ignore[arg-type]
+    if not (c.by_document and c.packs and isinstance(c.mask, Documents)):
+        return False
+    from .packed_attention import serves
+
+    return serves(c.query, c.mask)
 
 
 def _differentiates_bias(c: Call) -> bool:
-    return c.fused_bias and c.bias is not None and biased_attention.serves(c.query, c.bias)
+    if not c.fused_bias or c.bias is None:
+        return False
+    from .biased_attention import serves
+
+    return serves(c.query, c.bias)
 
 
 Kernel = Callable[[Call], Tensor]
@@ -170,7 +199,7 @@ Kernel = Callable[[Call], Tensor]
 # parallelism, which does not support a bias.
 KERNELS: tuple[tuple[Callable[[Call], Any], Kernel], ...] = (
     (lambda c: c.pieces and not c.p and c.bias is None, flash_in_pieces),
-    (lambda c: isinstance(c.mask, Views), slice_by_slice),
+    (lambda c: c.views, slice_by_slice),
     (lambda c: c.pieces and not c.p and c.fused_bias, biased),
     (lambda c: c.pieces and c.pieces.once and c.bias is None, dropout_in_pieces),
     (lambda c: not c.p and c.bias is None and _packs(c), packed),
@@ -196,8 +225,10 @@ def attend(c: Call) -> Tensor:
     """
     if isinstance(c.mask, Documents):
         c.mask.refuse_others(c.query, c.key)
-    if c.by_document and isinstance(c.mask, (Documents, Views)):
-        c = c._replace(pieces=pieces_for(c.query, c.mask))
+    if c.by_document and (isinstance(c.mask, Documents) or c.views):
+        from .pieces import pieces_for
+
+        c = c._replace(pieces=pieces_for(c.query, c.mask))  # type: ignore[arg-type]
     kernel = choose_kernel(c)
     if kernel not in TAKE_GROUPED_HEADS:
         key, value = repeat_heads(c.query, c.key, c.value)

@@ -4,8 +4,9 @@ Shapes: s sequence, b batch, h hidden.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +15,15 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from .attention import CrossAttention, KeyValueCache, SelfAttention
+from .attention import build_self_attention
 from .attention_kernels import Mask
-from .context_attention import views_of
-from .masks import DocumentRole, Documents, Text, document_scope, text_tokens, window_mask
-from .mixture import Mixture
+from .cache import Caches
+from .masks import DocumentRole, Documents, Text, build_mask, text_tokens
 from .mlp import ParallelMLP
 from .norm import build_norm
-from .offload import offloaded
-from .recompute import Recipe, save_recipe_for
-from .rotary import Rotation, rotation
+
+if TYPE_CHECKING:
+    from .rotary import Rotation
 
 
 class Dropout(nn.Module):
@@ -32,7 +32,8 @@ class Dropout(nn.Module):
     def __init__(self, p: float, stream: str) -> None:
         super().__init__()
         # Under sequence parallelism each rank draws masks for its own shard.
-        self.p, self.stream = p, mpu.Stream(mpu.get_rng(), stream, split=mpu.sequence_axis().size > 1)
+        self.p = p
+        self.stream = mpu.Stream(mpu.get_rng(), stream, split=mpu.sequence_axis().size > 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply dropout to x [...] -> [...] in training; in evaluation return x."""
@@ -46,15 +47,19 @@ class Encoded(NamedTuple):
     mask: Documents | None
 
 
-class Caches:
-    """Key-value caches of one layer for incremental decoding."""
-
-    def __init__(self) -> None:
-        self.own, self.cross = KeyValueCache(), KeyValueCache()
+# normalised hidden states [s, b, h] -> (output, output bias or None)
+Sublayer = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-# (normalised hidden states [s, b, h], their recipe for recomputation or None) -> (output, output bias or None)
-Sublayer = Callable[[Tensor, Recipe | None], tuple[Tensor, Tensor | None]]
+class Routing(NamedTuple):
+    """What a layer with experts shares with the others of its stack.
+
+    losses: losses of routers so far, [n] each for the n stacks of the model, 0 except for a layer's own stack.
+    text: which tokens are text; routers leave out padding. None for all, or in evaluation.
+    """
+
+    losses: list[Tensor]
+    text: Text | None
 
 
 class TransformerLayer(nn.Module):
@@ -72,20 +77,31 @@ class TransformerLayer(nn.Module):
         super().__init__()
         output_std = config.output_std(branches)
         self.branch_factor = config.branch_factor
-        self.causal, self.sequence, self.context = causal, mpu.sequence_axis(), mpu.context_axis()
+        self.causal = causal
+        self.sequence = mpu.sequence_axis()
+        self.context = mpu.context_axis()
         self.input_layernorm = build_norm(config)
-        self.attention = SelfAttention(config, name, output_std, causal)
+        self.attention = build_self_attention(config, name, output_std, causal)
         self.attention_dropout = Dropout(config.hidden_dropout, f"{name}.attention_output")
         if cross:
+            from .cross_attention import build_cross_attention
+
             self.cross_layernorm = build_norm(config)
-            self.cross_attention = CrossAttention(config, name, output_std)
+            self.cross_attention = build_cross_attention(config, name, output_std)
             self.cross_dropout = Dropout(config.hidden_dropout, f"{name}.cross_attention_output")
         self.post_attention_layernorm = build_norm(config)
-        has_experts = config.num_experts is not None and config.has_experts(int(name.rpartition(".")[2]))
-        self.mlp = Mixture(config, f"{name}.mlp", output_std) if has_experts else ParallelMLP(config, output_std)
-        self.offload = config.offload_activations
-        self.norm_again = "norm" in config.recompute_modules
+        self.mlp = build_mlp(config, name, output_std)
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
+        self.saving: Callable[[bool], AbstractContextManager[Any]] = nullcontext
+        self.after_norm: Callable[..., tuple[Tensor, Tensor | None]] = after_norm
+        if config.offload_activations:
+            from .offload import offloaded
+
+            self.saving = offloaded
+        if "norm" in config.recompute_modules:
+            from .recompute import after_recomputed
+
+            self.after_norm = after_recomputed
 
     def layer(
         self,
@@ -94,57 +110,68 @@ class TransformerLayer(nn.Module):
         bias: Tensor | None = None,
         encoded: Encoded | None = None,
         caches: Caches | None = None,
-        angles: Rotation | None = None,
-        router_losses: list[Tensor] | None = None,
-        text: Text | None = None,
+        angles: "Rotation | None" = None,
+        routing: Routing | None = None,
     ) -> Tensor:
         """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
 
-        mask, bias, angles: arguments of self-attention, see `SelfAttention`.
-        router_losses: list to which a layer with experts adds the loss of its router, see `Routing`: [n] for the n
-        stacks of the model, 0 except for its own stack.
-        text: which tokens are text; routers leave out padding in training.
+        mask, bias, angles: arguments of self-attention, see `SelfAttention`. routing: for a layer with experts.
         """
-        own, other = (caches.own, caches.cross) if caches else (None, None)
-        with offloaded() if self.offload and self.training else nullcontext():
+        own = caches.own if caches else None
+        with self.saving(self.training):
             hidden = self._add(
                 self.input_layernorm,
                 self.attention_dropout,
-                lambda x, recipe: self.attention(x, mask, bias, own, recipe, angles),
+                lambda x, **recipe: self.attention(x, mask, bias, own, angles, **recipe),
                 hidden,
             )
             if encoded is not None:
+                other = caches.cross if caches else None
                 hidden = self._add(
                     self.cross_layernorm,
                     self.cross_dropout,
-                    lambda x, recipe: self.cross_attention(x, *encoded, other, recipe),
+                    lambda x, **recipe: self.cross_attention(x, *encoded, other, **recipe),
                     hidden,
                 )
+            return self._add(
+                self.post_attention_layernorm, self.mlp_dropout, lambda x, **_: self._run_mlp(x, routing), hidden
+            )
 
-            def mlp(x: Tensor, _: Recipe | None) -> tuple[Tensor, Tensor | None]:
-                added, bias, *loss = self.mlp(x, text) if isinstance(self.mlp, Mixture) else self.mlp(x)
-                if loss and router_losses is None:
-                    raise ValueError("a layer with experts needs `router_losses`, a list for the loss of its router")
-                if router_losses is not None:
-                    router_losses.extend(F.pad(each, (self.stack, self.stacks - 1 - self.stack)) for each in loss)
-                return added, bias
+    def _run_mlp(self, x: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor | None]:
+        """Apply the MLP or the mixture: [s, b, h] -> ([s, b, h], bias). The mixture adds its loss to `routing`."""
+        if isinstance(self.mlp, ParallelMLP):
+            return self.mlp(x)  # type: ignore[no-any-return]
+        if routing is None:
+            raise ValueError("a layer with experts needs `routing`, which takes the loss of its router")
+        added, bias, loss = self.mlp(x, routing.text)
+        routing.losses.append(F.pad(loss, (self.stack, self.stacks - 1 - self.stack)))
+        return added, bias
 
-            return self._add(self.post_attention_layernorm, self.mlp_dropout, mlp, hidden)
-
-    def text(self, document_ids: Tensor) -> Text | None:
-        """Return which tokens the router counts by document ids [b, s]; None for all, or if nothing is counted."""
-        if not (self.training and isinstance(self.mlp, Mixture)):
-            return None
-        return text_tokens(document_ids, self.sequence, self.context)
+    def routing(self, losses: list[Tensor], document_ids: Tensor) -> Routing:
+        """Return what the router of this layer needs. losses: of the layers before it. document_ids: [b, s]."""
+        if isinstance(self.mlp, ParallelMLP) or not self.training:
+            return Routing(losses, None)
+        return Routing(losses, text_tokens(document_ids, self.sequence, self.context))
 
     def _add(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
         """Add the residual branch to the hidden states [s, b, h]: hidden + factor * dropout(sublayer(norm(hidden)))."""
-        normed = norm(hidden)
-        recipe = Recipe(norm, hidden) if self.norm_again else None
-        with save_recipe_for((recipe, normed)):
-            added, bias = sublayer(normed, recipe)
+        added, bias = self.after_norm(norm, sublayer, hidden)
         branch: Tensor = dropout(added if bias is None else added + bias)
         return hidden + (branch if self.branch_factor == 1.0 else branch * self.branch_factor)
+
+
+def build_mlp(config: ModelConfig, name: str, output_std: float) -> nn.Module:
+    """Return the MLP of the layer `name`, or the mixture of experts that takes its place."""
+    if config.num_experts is None or not config.has_experts(int(name.rpartition(".")[2])):
+        return ParallelMLP(config, output_std)
+    from .mixture import Mixture
+
+    return Mixture(config, f"{name}.mlp", output_std)
+
+
+def after_norm(norm: nn.Module, sublayer: Sublayer, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Apply `sublayer` to the normalised hidden states, [s, b, h] -> ([s, b, h], bias or None)."""
+    return sublayer(norm(hidden))
 
 
 def summed(losses: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -171,10 +198,13 @@ class Block(TransformerLayer):
 
     def __init__(self, config: ModelConfig, name: str, role: DocumentRole | None = None) -> None:
         super().__init__(config, name, branches=2 * config.num_layers)
-        self.config = config
-        self.window = config.sliding_window
-        self.rotary = config.position_embedding == "rope"
         self.role = role or DocumentRole()
+        self.mask = build_mask(config.sliding_window, self.role, self.context)
+        self.rotation: Callable[..., Rotation] | None = None
+        if config.position_embedding == "rope":
+            from .rotary import rotation
+
+            self.rotation = partial(rotation, config, context=self.context)
 
     def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
         """Run the layer: (hidden [s, b, h], document ids [b, s] or empty) -> (new hidden states, the same ids).
@@ -194,14 +224,8 @@ class Block(TransformerLayer):
         losses = list(inputs[2:])  # not `*losses`, which torch 2.11 compiles as a tuple
         s = mpu.whole_length(hidden, self.sequence) * self.context.size
         seen = caches.own.length if caches else 0
-        documents = document_scope(document_ids, causal=True) if self.role.attention else None
-        mask: Mask = documents
-        if self.context.size > 1:
-            mask = views_of(document_ids, s, self.window, documents, self.context)
-        elif self.window is not None:
-            mask = window_mask(document_ids, s, seen, self.window, documents)
+        mask = self.mask(document_ids, s, seen)
         restart = self.role.positions and not caches
-        angles = rotation(self.config, document_ids, s, seen, restart, self.context) if self.rotary else None
-        text = self.text(document_ids)
-        hidden = self.layer(hidden, mask, caches=caches, angles=angles, router_losses=losses, text=text)
+        angles = self.rotation(document_ids, s, seen, restart) if self.rotation else None
+        hidden = self.layer(hidden, mask, caches=caches, angles=angles, routing=self.routing(losses, document_ids))
         return hidden, document_ids, *summed(losses)

@@ -18,7 +18,7 @@ from megatron import mpu
 from megatron._torch import flash_on_cpu, flash_on_cpu_backward
 
 from .context_attention import reduce_scatter_grads, whole_keys_and_values
-from .grouped_heads import repeat_heads, sum_repeated
+from .heads import repeat_heads, sum_repeated
 from .pieces import Pieces
 
 

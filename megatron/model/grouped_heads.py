@@ -27,19 +27,6 @@ from .rotary import Rotation, rotate, rotate_into
 Grads = tuple[Tensor | None, ...]  # gradients of the parts [s, b, g * part, d]; None for a part without a gradient
 
 
-def repeat_heads(query: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
-    """Repeat keys or values [b, g, s, d] to [b, n, s, d], one for each of the n heads of `query`."""
-    each = query.shape[1] // heads[0].shape[1]
-    return heads if each == 1 else tuple(x.repeat_interleave(each, dim=1) for x in heads)
-
-
-def sum_repeated(groups: int, *gradients: Tensor) -> tuple[Tensor, ...]:
-    """Sum gradients [b, n, s, d] of repeated heads to [b, g, s, d]. groups: g."""
-    if gradients[0].shape[1] == groups:
-        return gradients
-    return tuple(x.view(len(x), groups, -1, *x.shape[2:]).sum(2) for x in gradients)
-
-
 def by_head(fused: Tensor, groups: int, size: int) -> Tensor:
     """View `fused` [s, b, g * (p + 2) * d] as [s, b, g, p + 2, d], with p queries per group. groups: g. size: d."""
     return fused.view(*fused.shape[:2], groups, -1, size)
@@ -63,33 +50,31 @@ def split_heads(
     parts: tuple[int, ...],
     angles: Rotation | None = None,
     *,
-    one_buffer: bool = False,
     plain: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Split `fused` [s, b, g * sum(parts) * d] into one tensor [b, g * part, s, d] for each part.
+    """Split `fused` [s, b, g * sum(parts) * d] into one tensor [b, g * part, s, d] for each part, in one buffer.
+
+    As they share a buffer, one recipe can recompute all of them (`recompute.py`).
 
     groups: g. size: d, the width of a head. parts: number of heads of each part in a group, (p, 1, 1) for p queries,
     a key and a value.
     angles: rotary position embedding of the first two parts.
-    one_buffer: copy the parts into one buffer, so that one recipe can recompute all three (`recompute.py`). If False,
-    the results are views of `fused`, which requires that each part has one head per group.
     plain: use torch's own operations instead of `_Split`; the results then need not share a buffer.
     """
     if plain or torch.compiler.is_compiling():  # torch.compile fuses these operations
         found = tuple(part.flatten(2, 3) for part in _cut(by_head(fused, groups, size), parts))
         found = (*(rotate(part, angles) for part in found[:2]), *found[2:])
     else:
-        found = _Split.apply(fused, groups, size, parts, angles, one_buffer)  # type: ignore[no-untyped-call]
+        found = _Split.apply(fused, groups, size, parts, angles)  # type: ignore[no-untyped-call]
     return tuple(part.permute(1, 2, 0, 3) for part in found)
 
 
-def _split(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None, one_buffer: bool) -> tuple[Tensor, ...]:
+def _split(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None) -> tuple[Tensor, ...]:
     """Split [s, b, g, sum(parts), d] into one tensor [s, b, g * part, d] for each part."""
-    cut = list(_cut(by_group, parts))
-    if one_buffer:
-        rotated = _ROTATED_PARTS if angles is not None else _rotated_parts_eagerly  # copies need no compiler
-        cut = _places(rotated(by_group, parts, angles), cut)
-    return tuple(part.flatten(2, 3) for part in cut)
+    rotated = _ROTATED_PARTS if angles is not None else _rotated_parts_eagerly  # copies need no compiler
+    memory = rotated(by_group, parts, angles)
+    places = _places(memory, list(_cut(by_group, parts)))
+    return tuple(part.flatten(2, 3) for part in places)
 
 
 def _places(memory: Tensor, cut: list[Tensor]) -> list[Tensor]:
@@ -179,19 +164,18 @@ class _Split(torch.autograd.Function):
         size: int,
         parts: tuple[int, ...],
         angles: Rotation | None,
-        one_buffer: bool,
     ) -> tuple[Tensor, ...]:
         ctx.parts = parts
         ctx.angles = angles
         ctx.set_materialize_grads(False)
         by_group = by_head(fused, groups, size)
         ctx.shape = by_group.shape
-        return _split(by_group, parts, angles, one_buffer)
+        return _split(by_group, parts, angles)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         known = next((grad for grad in grads if grad is not None), None)
         if known is None:
-            return (None,) * 6
+            return (None,) * 5
         joined = _JOINED if ctx.angles is not None else _joined_eagerly
-        return joined(known, grads, ctx.shape, ctx.parts, ctx.angles).flatten(2), *[None] * 5
+        return joined(known, grads, ctx.shape, ctx.parts, ctx.angles).flatten(2), *[None] * 4

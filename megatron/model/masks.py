@@ -198,6 +198,27 @@ def window_mask(
     return cached_on(mask.queries, key, mask.keys, lambda: near & mask.mask())
 
 
+def build_mask(window: int | None, role: DocumentRole, context: mpu.Axis) -> Callable[[Tensor, int, int], Any]:
+    """Return the function that makes the mask of a decoder-only model's layer, see `attention_kernels.Call`.
+
+    Its arguments are document ids [b, s] or empty, the length s of the whole sequence, and the number of cached tokens.
+    window: number of last tokens that a query sees, None for all. context: ranks that share out a sequence.
+    """
+
+    def documents(ids: Tensor, length: int, seen: int) -> Any:
+        return document_scope(ids, causal=True) if role.attention else None
+
+    def windows(ids: Tensor, length: int, seen: int) -> Any:
+        assert window is not None
+        return window_mask(ids, length, seen, window, documents(ids, length, seen))
+
+    if context.size == 1:
+        return documents if window is None else windows
+    from .context_attention import views_of
+
+    return lambda ids, length, seen: views_of(ids, length, window, documents(ids, length, seen), context)
+
+
 @lru_cache(maxsize=2)
 def causal_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     """Return a causal mask [1, 1, q, k] of the last `window` tokens. The mask is cached because it is large."""

@@ -151,12 +151,17 @@ class OffloadedTensor(NamedTuple):
 
 
 @contextmanager
-def offloaded() -> Iterator[None]:
+def offloaded(training: bool = True) -> Iterator[None]:
     """Offload to pinned host memory what autograd saves inside the block, which must be one layer's forward pass.
+
+    training: False to offload nothing.
 
     Weights, small tensors and tensors on the host are not offloaded. Raises RuntimeError at the end of the block if an
     offloaded tensor was changed in place.
     """
+    if not training:
+        yield
+        return
     layer: LayerActivations | None = None
     # References to the saved tensors ensure that no address is reused.
     copied: dict[tuple[int, int], tuple[Tensor, OffloadedStorage]] = {}

@@ -21,7 +21,8 @@ class Recipe:
     """
 
     def __init__(self, function: Callable[[Tensor], Tensor], source: "Tensor | Recipe") -> None:
-        self._function, self._source = function, source if isinstance(source, Recipe) else source.detach()
+        self._function = function
+        self._source = source if isinstance(source, Recipe) else source.detach()
         self._uses = self._left = 0
         self._found: Tensor | None = None
 
@@ -41,7 +42,8 @@ class Recipe:
         if self._found is None:
             self._found = self.recompute()
             self._left = self._uses
-        found, self._left = self._found, self._left - 1
+        found = self._found
+        self._left -= 1
         if not self._left:
             self._found = None
         return found
@@ -77,3 +79,11 @@ def _unpack(kept: Any) -> Tensor:
     if not isinstance(kept, _View):
         return kept  # type: ignore[no-any-return]
     return kept.recipe.ask().as_strided(kept.size, kept.stride, kept.offset)
+
+
+def after_recomputed(function: Callable[[Tensor], Tensor], then: Callable[..., Any], x: Tensor) -> Any:
+    """Return `then(function(x), recipe=...)` for x [...], where the backward pass recomputes `function(x)`."""
+    found = function(x)
+    recipe = Recipe(function, x)
+    with save_recipe_for((recipe, found)):
+        return then(found, recipe=recipe)

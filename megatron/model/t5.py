@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import Config, ModelConfig
 
-from .block import Caches, Encoded, TransformerLayer, summed
+from .block import Encoded, TransformerLayer, summed
+from .cache import Caches
 from .embedding import ModelStart, StackNorm, WordEmbedding
 from .gpt2 import LanguageModel, output_layer
 from .layers import Layer, with_router_loss
@@ -111,8 +112,8 @@ class EncoderBlock(TransformerLayer):
         losses, table = _losses_and_table(inputs[4:], self.config)
         s = mpu.whole_length(hidden, self.sequence)
         bias = position_bias(table, s, s, self.config, causal=False) if table is not None else None
-        text = self.text(encoder_ids)
-        hidden = self.layer(hidden, document_scope(encoder_ids), bias, router_losses=losses, text=text)
+        routing = self.routing(losses, encoder_ids)
+        hidden = self.layer(hidden, document_scope(encoder_ids), bias, routing=routing)
         return hidden, tokens, encoder_ids, decoder_ids, *summed(losses)
 
 
@@ -143,9 +144,8 @@ class DecoderBlock(TransformerLayer):
         bias = position_bias(table, q, seen + q, self.config, causal=True) if table is not None else None
         mask = document_scope(decoder_ids, causal=True)
         cross = document_scope(decoder_ids, encoder_ids)
-        text = self.text(decoder_ids)
         memory = Encoded(encoded, cross)
-        hidden = self.layer(hidden, mask, bias, memory, caches, router_losses=losses, text=text)
+        hidden = self.layer(hidden, mask, bias, memory, caches, routing=self.routing(losses, decoder_ids))
         return hidden, encoded, encoder_ids, decoder_ids, *summed(losses)
 
 

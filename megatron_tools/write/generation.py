@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron import mpu
-from megatron.model.block import Caches, TransformerLayer
+from megatron.model.block import TransformerLayer
+from megatron.model.cache import Caches
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.layers import Layer
 from megatron.model.masks import begun_by_prefix, no_documents

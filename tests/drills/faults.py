@@ -102,7 +102,6 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "a checkpoint belongs to another model": (f"{C}pretrain.py::test_a_checkpoint_of_another_model_is_refused",),
     "a tool reads a checkpoint that a run with `--keep-last` deletes": (
         f"{C}pruned.py::test_the_newest_checkpoint_is_read_instead",
-        f"{C}pruned.py::test_a_report_keeps_the_samples_that_it_has",
     ),
     "a file of a corpus is truncated": (f"{C}pretrain.py::test_a_truncated_corpus",),
     "a corpus was made with another tokenizer": (f"{C}pretrain.py::test_data_of_another_tokenizer",),

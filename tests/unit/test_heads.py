@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.model.grouped_heads import split_heads
+from megatron.model.heads import split_heads
 
 S, B, N, D = 7, 2, 3, 4
 
@@ -40,7 +40,7 @@ def _gradient(parts: tuple[Tensor, ...], fused: Tensor, used: int) -> tuple[Tens
 @pytest.mark.parametrize("parts, used", [(3, 3), (2, 2), (3, 1)])
 def test_gradients_are_those_of_the_views(parts: int, used: int) -> None:
     fused = torch.randn(S, B, N * parts * D, dtype=torch.float64, requires_grad=True)
-    ours = split_heads(fused, N, D, (1,) * parts)
+    ours = split_heads(fused, D, parts)
     theirs = fused.view(S, B, N, parts, D).permute(3, 1, 2, 0, 4).unbind()
     for mine, its in zip(ours, theirs, strict=True):
         assert mine.shape == (B, N, S, D)
@@ -54,6 +54,4 @@ def test_gradients_are_those_of_the_views(parts: int, used: int) -> None:
 
 def test_second_derivatives() -> None:
     inputs = torch.randn(2, 1, 2 * 3 * 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(
-        lambda x: tuple(part.square() for part in split_heads(x, 2, 2, (1, 1, 1))), inputs
-    )
+    assert torch.autograd.gradgradcheck(lambda x: tuple(part.square() for part in split_heads(x, 2, 3)), inputs)

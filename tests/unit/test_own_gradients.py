@@ -13,7 +13,7 @@ from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.model.biased_attention import biased_attention
-from megatron.model.mlp import gated_gelu
+from megatron.model.gated_activations import gated_gelu
 from megatron.model.norm import RMSNorm
 from megatron.mpu.linear import linear
 from megatron.mpu.mesh import ALONE, Options

@@ -23,7 +23,7 @@ from megatron.features.compiling import compiler_found
 from megatron.fused import Fused, compiled
 from megatron.model import grouped_heads
 from megatron.model.block import Block
-from megatron.model.mlp import GATED_GELU, SWIGLU, GatedActivation
+from megatron.model.gated_activations import GATED_GELU, SWIGLU, GatedActivation
 from megatron.model.rotary import Rotation
 from tests.support import covering
 
