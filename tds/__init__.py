@@ -11,6 +11,7 @@ queues.py     proof that a schedule cannot deadlock
 recompute.py  the function by which a stage recomputes activations
 batches.py    micro-batches of a step, read when the schedule needs them
 engine.py     the pipeline engine: runs the instructions of a schedule as one training step
+observers.py  what the engine informs about each instruction: the watchdog, timers, timelines, the user's own
 step.py       state of a stage during a step
 buckets.py    weights and gradients in flat memory
 zero_settings.py settings of ZeRO that DeepSpeed refuses without naming their keys
@@ -44,6 +45,7 @@ from .engine import PipelineEngine
 from .measure import check_scale
 from .messages import say
 from .mistakes import note_of_narrow_sums, warn_of_untied
+from .observers import Observer
 from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
 from .recorder import record_collectives
 from .store_host import prepare_store_host
@@ -118,6 +120,7 @@ __all__ = [
     "BoundaryError",
     "DataEnded",
     "DistributedOptimizer",
+    "Observer",
     "PipelineEngine",
     "PipelineModule",
     "UnsupportedDeepSpeed",

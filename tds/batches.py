@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import trace
 from ._torch import host_copy
 from .boundary import BoundaryError, check_sendable
 from .nested import as_tuple, each_tensor
@@ -111,8 +110,7 @@ class Batches:
         """Read until max(needed, wanted) micro-batches are read. Raises DataEnded if there are fewer than `needed`."""
         while not self._ended and self.count < min(max(needed, wanted), self.total):
             try:
-                with trace.span("Read"):
-                    batch = self.read()
+                batch = self.read()
             except StopIteration:
                 self._ended = True  # no error yet: all needed micro-batches may have been read
             else:

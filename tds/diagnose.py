@@ -26,6 +26,7 @@ import torch.distributed as dist
 from . import schedule
 from .fault_board import COLLECT_SECONDS, POLL_SECONDS, FaultBoard
 from .messages import say, shortened, words_of
+from .observers import Observer
 from .recorder import Finished, allocation_retries, not_ended
 
 SILENCE_SECONDS = 4 * COLLECT_SECONDS  # how long the store may not answer, including the time for reports
@@ -102,7 +103,7 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-class Watchdog:
+class Watchdog(Observer):
     """Monitor of what this rank does: `at` records an activity, and `fail` announces an error on the fault board.
 
     One thread ends the rank when any rank has announced a fault or an activity takes too long. Another thread ends
@@ -161,6 +162,15 @@ class Watchdog:
         self._doing = None if what is None else (what, time.monotonic())
         if what is not None:
             Watchdog._latest = self
+
+    def begin(self, what: Any) -> None:
+        """Record that this rank begins an instruction; the other parts of a step say themselves when they wait."""
+        if isinstance(what, schedule.Instruction):
+            self.at(what)
+
+    def waiting(self, doing: str) -> None:
+        """Record that this rank may now wait for other ranks."""
+        self.at(doing)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from deepspeed import checkpointing
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from . import evaluation, schedule, trace
+from . import evaluation, schedule
 from ._deepspeed import TRAIN_BATCH_TIMER, autocast, quietly
 from .batches import Batches, DataEnded
 from .boundary import check
@@ -31,6 +31,7 @@ from .messages import say
 from .mistakes import require_gradient, require_iterator, require_scalar_loss
 from .neighbours import connect_neighbours
 from .nested import as_tuple, in_full, unwrap
+from .observers import Observers
 from .posting import COST, SENDS, StagePlan, StagePlans
 from .progress import MOST_TIMED, Progress
 from .queues import in_queues
@@ -85,6 +86,7 @@ class PipelineEngine(PipelineHooks):
         self._losses = Losses(self.device)
         self.fwd_outputs: list[Any] = []
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
+        self.observers = Observers([*([self.watchdog] if self.watchdog else []), self.progress])
 
     # ---------------------------------------------------------------- public
 
@@ -106,7 +108,7 @@ class PipelineEngine(PipelineHooks):
             timer.reset()
         timer.start()
         try:
-            with self._watched(), self._discarding_gradients(), trace.span("train_batch", "step"):
+            with self._watched(), self._discarding_gradients(), self.observers.around("train_batch"):
                 self._train_step()
         finally:
             timer.stop()
@@ -127,16 +129,16 @@ class PipelineEngine(PipelineHooks):
         if plan is not self._planned:
             self._planned = plan
             self._reduction.plan(plan.instructions)
-        with trace.span("Begin"):
+        with self.observers.around("Begin"):
             self._begin(self.micro_batches)
         self._run(plan)
-        with self.progress.timed("Reduce"):
-            self._at("reducing gradients over tied layers and replicas")
+        with self.observers.around("Reduce"):
+            self.observers.waiting("reducing gradients over tied layers and replicas")
             self._reduction.finish()
-        with trace.span("Loss"):
+        with self.observers.around("Loss"):
             self._share_losses(self._norm_part())
-        with self.progress.timed("Step"), quietly():
-            self._at("in the optimizer step")
+        with self.observers.around("Step"), quietly():
+            self.observers.waiting("in the optimizer step")
             self._exec_optimizer_step()
         self.agg_train_loss = self._losses.read()  # after the optimizer step, so that the device has work meanwhile
         self.agg_additional_losses = self._losses.additional or None
@@ -170,7 +172,7 @@ class PipelineEngine(PipelineHooks):
         self.module.eval()
         try:
             # Message buffers allocated in inference mode could not be reused for training.
-            with torch.inference_mode(False), torch.no_grad(), self._watched(), trace.span("eval_batch", "step"):
+            with torch.inference_mode(False), torch.no_grad(), self._watched(), self.observers.around("eval_batch"):
                 self._begin(micros, compute_loss)
                 self._run(self._plans.plan(self._evaluation, micros))
                 loss = self._share_losses().read() if compute_loss else None
@@ -193,13 +195,11 @@ class PipelineEngine(PipelineHooks):
     def _run(self, plan: StagePlan) -> None:
         self._neighbours.begin_step(plan.instructions, plan.points)
         for instruction, following in zip_longest(plan.instructions, plan.instructions[1:]):
-            self._at(instruction)
-            kind = type(instruction)
-            begun = self.progress.begin(kind.__name__)
-            getattr(self, self._HANDLERS[kind])(instruction)
-            self.progress.end(kind.__name__, begun, instruction.at)
+            do = getattr(self, self._HANDLERS[type(instruction)])
+            with self.observers.around(instruction):
+                do(instruction)
             self._step.forget_if_done(instruction.at)
-            if kind in COST:
+            if type(instruction) in COST:
                 self._neighbours.after_pass()
             if not isinstance(following, SENDS):
                 self._neighbours.post()
@@ -207,8 +207,8 @@ class PipelineEngine(PipelineHooks):
         assert not left, (
             f"stage {self.stage_id} still holds tensors of {list(left)} after the last instruction of a step"
         )
-        self._at("waiting until its last messages are sent")
-        with trace.span("Flush"):
+        with self.observers.around("Flush"):
+            self.observers.waiting("waiting until its last messages are sent")
             self._neighbours.end_step()
 
     def _inputs_of(self, instruction: Instruction) -> Any:
@@ -342,10 +342,6 @@ class PipelineEngine(PipelineHooks):
     def _watched(self) -> AbstractContextManager[None]:
         return self.watchdog.watching() if self.watchdog else nullcontext()
 
-    def _at(self, what: Any) -> None:
-        if self.watchdog:
-            self.watchdog.at(what)
-
     def _describe(self, what: Any) -> str:
         return describe(what, self.stage_id, self._neighbours)
 
@@ -359,13 +355,13 @@ class PipelineEngine(PipelineHooks):
         last = self._is_last
         # Headers announce runs of equal shapes, so the first stage reads all shapes ahead.
         all_first = first and self.num_stages > 1 and not self.dynamic_shape
-        batches = Batches(self._next_batch, micros, all_first, self.device, self.stage_id, first, last)
+        batches = Batches(self._read, micros, all_first, self.device, self.stage_id, first, last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, self.dp_world_size)
         has_count = getattr(self.module.loss_fn, "count_targets", None) is not None
         counts = last and compute_loss and has_count
         if first or counts:
-            self._at("reading its first micro-batch")
+            self.observers.waiting("reading its first micro-batch")
             end = batches.end_of_any(self._replica_hosts)
             if end and first:
                 self._forward_end(end)
@@ -377,9 +373,14 @@ class PipelineEngine(PipelineHooks):
         if last:
             self._step.scale = self.loss_factor / self._losses.divisor
 
+    def _read(self) -> Any:
+        """Return the next micro-batch of this rank's data."""
+        with self.observers.around("Read"):
+            return self._next_batch()
+
     def _count_targets(self, micros: int) -> None:
         """Count the targets of the whole step, by which the losses are divided."""
-        self._at("reading its micro-batches to count their targets")
+        self.observers.waiting("reading its micro-batches to count their targets")
         loss_fn = self.module.loss_fn
         self._losses.count(loss_fn.count_targets, self._step.batches.all_labels(), self._replicas)
         if hasattr(loss_fn, "mean_targets"):

@@ -13,6 +13,7 @@ from .base_engine import Engine
 from .clip import clip_by_norm, drop_gradients
 from .holders import squared_norm_of_replica
 from .losses import Losses
+from .observers import Observers
 from .reductions import Reduction
 from .saving import PipelineState, refuse_url
 from .schedule import Schedule
@@ -26,6 +27,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     loss also sums the parts, which saves an all-reduce. If `_norm_part` returns None, `_take_norm` sums the parts.
     """
 
+    observers: Observers
     _losses: Losses
     _reduction: Reduction
     _saved_state: PipelineState
@@ -143,7 +145,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
 
         squared_norm: this rank's part of the squared gradient norm; the same all-reduce sums it over the ranks.
         """
-        self._at("sharing the loss")
+        self.observers.waiting("sharing the loss")
         if self._is_last:
             self._losses.reduce(self._replicas)
         source = self.grid.stage_to_global(stage_id=self.num_stages - 1)

@@ -2,20 +2,21 @@
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import trace
 from ._torch import timed_event
+from .observers import Observer, What
 
 MOST_TIMED = 1000  # maximum number of steps in DeepSpeed's timer, which keeps two device events for each
+PARTS = ("Reduce", "Step")  # measured parts of a step besides the instructions
 COMPUTING = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
 
 
-class Progress:
+class Progress(Observer):
     """Timer of the parts of a step; it also makes the progress lines.
 
     every: steps between two lines; None: no lines.
@@ -34,14 +35,19 @@ class Progress:
         self._on_cpu = device.type == "cpu"
         self._noted: deque[tuple[str, torch.Event, torch.Event]] = deque()  # device events that are not accumulated yet
         self.busy = 0.0
-        self._mark: trace.Mark | None = None  # start of the current span, while a timeline is recorded
+        self._begun: Any = 0.0  # start of the measured instruction or part: a time, or a device event
 
-    def begin(self, what: str) -> "float | torch.Event | None":
-        """Return the start time of an instruction, or None if it is not measured."""
-        self._mark = trace.begin()
-        if not self.breakdown and not (self._on_cpu and what in COMPUTING):
-            return None
-        return self._now()
+    def begin(self, what: What) -> None:
+        """Record the start of a measured instruction or part of a step."""
+        if self._name(what):
+            self._begun = self._now()
+
+    def _name(self, what: What) -> str | None:
+        """Return the name under which the time of an instruction or part is measured, or None if it is not."""
+        if isinstance(what, str):
+            return what if self.breakdown and what in PARTS else None
+        name = type(what).__name__
+        return name if self.breakdown or (self._on_cpu and name in COMPUTING) else None
 
     def _now(self) -> "float | torch.Event":
         """Return the current time, or a device event on an accelerator.
@@ -53,21 +59,20 @@ class Progress:
             return time.perf_counter()
         return timed_event(self.device)
 
-    def end(self, what: str, begun: "float | torch.Event | None", at: tuple[int, int] = (-1, 0)) -> None:
-        """Record the end of an instruction. begun: what `begin` returned. at: micro-batch and chunk, if any."""
-        if self._mark is not None:
-            kind = "part" if at[0] < 0 else "pass" if what in COMPUTING else "message"
-            trace.end(self._mark, what, kind, *at)
-        if begun is None:
+    def end(self, what: What) -> None:
+        """Record the end of a measured instruction or part of a step."""
+        name = self._name(what)
+        if name is None:
             return
-        if not isinstance(begun, float):
-            self._noted.append((what, begun, self._now()))  # type: ignore[arg-type]
-            return
-        took = time.perf_counter() - begun
-        if what in COMPUTING:
-            self.busy += took
-        if self.breakdown:
-            self._seconds[what] += took
+        ended = self._now()
+        if isinstance(ended, float):
+            took = ended - self._begun
+            if name in COMPUTING:
+                self.busy += took
+            if self.breakdown:
+                self._seconds[name] += took
+        else:
+            self._noted.append((name, self._begun, ended))
 
     def _add_up(self, wait: bool) -> None:
         """Accumulate the times of recorded device events. wait: also wait for events that are still pending."""
@@ -75,13 +80,6 @@ class Progress:
             what, begun, ended = self._noted.popleft()
             ended.synchronize()
             self._seconds[what] += begun.elapsed_time(ended) / 1e3
-
-    @contextmanager
-    def timed(self, what: str) -> Iterator[None]:
-        """Time this block as the part `what` of a step."""
-        begun = self.begin(what)
-        yield
-        self.end(what, begun)
 
     def step(self, steps: int, samples: int, losses: Mapping[str, Tensor]) -> str | None:
         """Return the progress line after every `every` steps, else None.

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from ._torch import timed_event
 from .messages import say
+from .observers import Observer, What, everywhere
 
 LAST = 50  # number of recorded iterations that are kept by default
 EVERY = 50  # iterations between two writes of the file
@@ -61,7 +62,26 @@ class Piece(NamedTuple):
     size: int  # bytes sent
 
 
+STEPS = {"train_batch", "eval_batch"}
 PASSES = {"Forward", "Backward", "BackwardInput", "BackwardWeight"}
+
+
+class _Spans(Observer):
+    """Observer of all engines, which records their instructions and parts of steps while a recorder is active."""
+
+    def __init__(self) -> None:
+        self._marks: dict[What, Mark | None] = {}
+
+    def begin(self, what: What) -> None:
+        self._marks[what] = begin()
+
+    def end(self, what: What) -> None:
+        mark = self._marks.pop(what)
+        if isinstance(what, str):
+            end(mark, what, "step" if what in STEPS else "part")
+        else:
+            name = type(what).__name__
+            end(mark, name, "pass" if name in PASSES else "message", *what.at)
 
 
 class Tracer:
@@ -196,6 +216,7 @@ def _event(piece: Piece, rank: int, iteration: int) -> dict[str, Any]:
 # ------------------------------------------------------------------ the recorder of this process
 
 _on: list[Tracer] = []  # the active recorder, if any
+_spans = _Spans()
 
 
 def current() -> Tracer | None:
@@ -234,11 +255,14 @@ def start(tracer: Tracer) -> None:
     for name in COLLECTIVES:
         setattr(dist, name, _noted(name, getattr(dist, name)))
     _on.append(tracer)
+    everywhere.append(_spans)
 
 
 def stop() -> None:
     """Stop recording."""
     _on.clear()
+    if _spans in everywhere:
+        everywhere.remove(_spans)
     for name in COLLECTIVES:
         setattr(dist, name, getattr(getattr(dist, name), "untraced", getattr(dist, name)))
 

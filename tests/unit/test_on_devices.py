@@ -11,6 +11,7 @@ from torch import nn
 import tds
 from megatron.engines.engine import end_step
 from tds import _deepspeed, parent_death, progress, start
+from tds.schedule import Forward
 from tests.sentences import SENTENCES
 
 
@@ -40,9 +41,9 @@ def test_a_breakdown_waits_for_the_device_only_between_steps(monkeypatch: pytest
     monkeypatch.setattr(progress.torch, "Event", Event)
     found = progress.Progress(torch.device("meta"), None, breakdown=True)
     for _ in range(3):
-        begun = found.begin("Forward")
+        found.begin(Forward(0))
         Event.now += 2.0
-        found.end("Forward", begun, (0, 0))
+        found.end(Forward(0))
     assert found.step(1, 4, {}) is None and not Event.waited and len(found._noted) == 3
     Event.done = True
     assert found.step(2, 4, {}) is None and not found._noted, "what is done is not kept"

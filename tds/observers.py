@@ -1,0 +1,62 @@
+"""Observers of a pipeline engine: objects that it informs about each instruction and each other part of a step."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from .schedule import Instruction
+
+What = Instruction | str  # an instruction, or the name of another part of a step, such as "Step"
+
+
+class Observer:
+    """Base class of observers; `engine.observers.append(MyObserver())` registers one.
+
+    what: an instruction of the schedule, or the name of another part of a step: "train_batch", "eval_batch", "Begin",
+    "Read", "Reduce", "Loss", "Step" or "Flush". Parts may be nested. If a part raises an error, its `end` is not
+    called.
+    """
+
+    def begin(self, what: What) -> None:
+        """Observe that this rank begins an instruction or a part of a step."""
+
+    def end(self, what: What) -> None:
+        """Observe that this rank has submitted all work of an instruction or a part of a step."""
+
+    def waiting(self, doing: str) -> None:
+        """Observe that this rank may wait for other ranks from now on. doing: its activity, for a report."""
+
+
+everywhere: list[Observer] = []  # observers of all engines of this process
+
+
+class _Around:
+    """Context that informs observers when a block begins, and when it has ended without an error.
+
+    A class, because a generator-based context manager takes three times as long.
+    """
+
+    def __init__(self, observers: Sequence[Observer], what: What) -> None:
+        self._observers = observers
+        self._what = what
+
+    def __enter__(self) -> None:
+        for each in self._observers:
+            each.begin(self._what)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if kind is None:
+            for each in self._observers:
+                each.end(self._what)
+
+
+class Observers(list[Observer]):
+    """The observers of an engine, in the order in which they are called."""
+
+    def around(self, what: What) -> AbstractContextManager[None]:
+        """Return a context around an instruction or a part of a step, of which all observers are informed."""
+        return _Around([*self, *everywhere], what)
+
+    def waiting(self, doing: str) -> None:
+        """Inform the engine's observers that this rank may wait for other ranks; see `Observer.waiting`."""
+        for each in self:
+            each.waiting(doing)
