@@ -121,11 +121,13 @@ class Batches:
             )
 
     def _keep(self, micro: int, batch: Any) -> None:
+        """Copy the parts of a micro-batch that this stage needs. Raises BoundaryError for a batch of another form."""
         where = f"stage {self.stage}, inputs of micro-batch {micro}"
         if batch is None:
             raise BoundaryError(f"{where}: there are no data: give train_batch() or eval_batch() an iterator")
-        if not isinstance(batch, (tuple, list)) or not 1 <= len(batch) <= 2:
-            found = f"{len(batch)} values" if isinstance(batch, (tuple, list)) else type(batch).__name__
+        several = isinstance(batch, (tuple, list))
+        if not several or not 1 <= len(batch) <= 2:
+            found = f"{len(batch)} values" if several else type(batch).__name__
             raise BoundaryError(
                 f"{where}: a batch is (inputs, labels), each a tensor or a tuple, not {found}; convert what the "
                 f"iterator returns in model._megatron_batch_fn or engine.set_batch_fn"
@@ -135,5 +137,6 @@ class Batches:
             check_sendable(inputs, where)
             self._inputs[micro] = tuple(host_copy(t, self.device) for t in inputs)
         if self.takes_labels:
-            self._labels[micro] = each_tensor(batch[1] if len(batch) > 1 else None, lambda t: host_copy(t, self.device))
+            labels = batch[1] if len(batch) > 1 else None
+            self._labels[micro] = each_tensor(labels, lambda t: host_copy(t, self.device))
         self._layouts.append(tuple((t.dtype, t.shape) for t in inputs if isinstance(t, Tensor)))

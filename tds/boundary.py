@@ -57,12 +57,12 @@ Tensors = tuple[Boundary, ...] | None  # the declaration of one stage boundary; 
 class Contract:
     """A stage's boundary declarations, which the stages exchange before the first step.
 
-    puts_out, takes_in: declared outputs and inputs, one item per chunk.
+    outputs, inputs: declared outputs and inputs, one item per chunk.
     settings: settings that must be equal on all stages.
     """
 
-    puts_out: tuple[Tensors, ...]
-    takes_in: tuple[Tensors, ...]
+    outputs: tuple[Tensors, ...]
+    inputs: tuple[Tensors, ...]
     settings: dict[str, Any]
 
 
@@ -73,65 +73,77 @@ def contract_of(model: Any, chunks: int, settings: dict[str, Any]) -> Contract:
     from the three parallel lists that models for CPM-Pretrain's TDS have, if they are there: `_input_grad`,
     `_input_type` and `_input_pipe_partitioned`, with one item per tensor.
     """
-    legacy = _legacy(model)
-    ends: list[tuple[Tensors, ...]] = []
-    for name in ("boundaries", "receives"):
-        given = getattr(model, name, None)
-        if given is None:
-            ends.append((legacy,) * chunks)
-        elif chunks == 1:
-            ends.append((tuple(given),))
-        else:
-            ends.append(tuple(None if each is None else tuple(each) for each in given))
-    return Contract(ends[0], ends[1], settings)
+    outputs = _declared(model, "boundaries", chunks)
+    return Contract(outputs, _declared(model, "receives", chunks), settings)
+
+
+def _declared(model: Any, name: str, chunks: int) -> tuple[Tensors, ...]:
+    """Return the declarations in attribute `name` of a model, one item per chunk."""
+    given = getattr(model, name, None)
+    if given is None:
+        return (_legacy(model),) * chunks
+    if chunks == 1:
+        return (tuple(given),)
+    return tuple(None if each is None else tuple(each) for each in given)
 
 
 def _legacy(model: Any) -> Tensors:
-    lists = {name: getattr(model, name, None) for name in ("_input_grad", "_input_type", "_input_pipe_partitioned")}
-    given: dict[str, Sequence[Any]] = {name: value for name, value in lists.items() if value is not None}
+    """Return the declarations in the three parallel lists of a model for CPM-Pretrain's TDS, or None without them."""
+    given: dict[str, Sequence[Any]] = {}
+    for name in ("_input_grad", "_input_type", "_input_pipe_partitioned"):
+        value = getattr(model, name, None)
+        if value is not None:
+            given[name] = value
     if not given:
         return None
-    lengths = {name: len(value) for name, value in given.items()}
-    if len(set(lengths.values())) > 1:
-        described = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+    lengths = {len(value) for value in given.values()}
+    if len(lengths) > 1:
+        described = ", ".join(f"{name} has {len(value)}" for name, value in given.items())
         raise BoundaryError(f"the lists that declare the pipeline boundary differ in length: {described}")
-    count = next(iter(lengths.values()))
+    count = lengths.pop()
     kinds = given.get("_input_type") or ["float"] * count
     grads = given.get("_input_grad") or [kind == "float" for kind in kinds]
     splits = given.get("_input_pipe_partitioned") or [False] * count
-    return tuple(
-        Boundary(f"tensor {i}", kind, grad, split)
-        for i, (kind, grad, split) in enumerate(zip(kinds, grads, splits, strict=True))
-    )
+    found = []
+    for i in range(count):
+        found.append(Boundary(f"tensor {i}", kinds[i], grads[i], splits[i]))
+    return tuple(found)
 
 
 def check_match(contracts: Sequence[Contract]) -> None:
     """Raise the same BoundaryError on every stage unless settings and declarations match. contracts: one per stage."""
-    stages = len(contracts)
+    first = contracts[0]
     for stage, contract in enumerate(contracts):
         for key, value in contract.settings.items():
-            if contracts[0].settings.get(key) != value:
+            if first.settings.get(key) != value:
                 raise BoundaryError(
-                    f"stage {stage} runs with {key} = {value}, stage 0 with {contracts[0].settings.get(key)}; "
+                    f"stage {stage} runs with {key} = {value}, stage 0 with {first.settings.get(key)}; "
                     f"give all ranks the same configuration"
                 )
-    chunks = len(contracts[0].puts_out)
-    for virtual_stage in range(stages * chunks - 1):
-        here = virtual_stage % stages
-        there = (virtual_stage + 1) % stages
-        put = contracts[here].puts_out[virtual_stage // stages]
-        taken = contracts[there].takes_in[(virtual_stage + 1) // stages]
-        if put is None or taken is None:
-            continue
-        names = [", ".join(each.name for each in end) for end in (taken, put)]
-        if len(put) != len(taken):
-            raise BoundaryError(
-                f"stage {there} expects {len(taken)} tensors ({names[0]}) from stage {here}, which outputs "
-                f"{len(put)} ({names[1]})"
-            )
-        for expected, got in zip(taken, put, strict=True):
-            if expected != got:
-                raise BoundaryError(f"stage {there} expects {expected} from stage {here}, which outputs {got}")
+    stages = len(contracts)
+    for virtual_stage in range(stages * len(first.outputs) - 1):
+        chunk, here = divmod(virtual_stage, stages)
+        next_chunk, there = divmod(virtual_stage + 1, stages)
+        sent = contracts[here].outputs[chunk]
+        taken = contracts[there].inputs[next_chunk]
+        if sent is not None and taken is not None:
+            _check_ends(sent, taken, here, there)
+
+
+def _check_ends(sent: Sequence[Boundary], taken: Sequence[Boundary], here: int, there: int) -> None:
+    """Raise BoundaryError unless what stage `here` outputs is what stage `there` expects."""
+    if len(sent) != len(taken):
+        raise BoundaryError(
+            f"stage {there} expects {len(taken)} tensors ({_names(taken)}) from stage {here}, which outputs "
+            f"{len(sent)} ({_names(sent)})"
+        )
+    for expected, got in zip(taken, sent, strict=True):
+        if expected != got:
+            raise BoundaryError(f"stage {there} expects {expected} from stage {here}, which outputs {got}")
+
+
+def _names(declared: Sequence[Boundary]) -> str:
+    return ", ".join(each.name for each in declared)
 
 
 def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None = None) -> None:
@@ -165,8 +177,7 @@ def check(tensors: tuple[Any, ...], declared: Tensors, who: str, device: torch.d
     if declared is None:
         return
     if len(tensors) != len(declared):
-        names = ", ".join(each.name for each in declared)
-        raise BoundaryError(f"{who}: got {len(tensors)} tensors, but {len(declared)} are declared: {names}")
+        raise BoundaryError(f"{who}: got {len(tensors)} tensors, but {len(declared)} are declared: {_names(declared)}")
     for tensor, each in zip(tensors, declared, strict=True):
         if kind_of(tensor) != each.kind:
             raise BoundaryError(f"{who}: {each.name!r} is declared {each.kind}, got {tensor.dtype}")

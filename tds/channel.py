@@ -111,16 +111,16 @@ class Sender:
         same_until: the first later micro-batch whose layout may differ. Raises BoundaryError if the layout changes
         earlier. what: beginning of error messages, e.g. `stage 0`.
         """
-        (index, chunk), layout = at, layout_of(tensors)
-        run = self._runs[chunk]
+        layout = layout_of(tensors)
+        run = self._runs[at.chunk]
         payload = self._payload(tensors)
-        if index == run.end:
-            self._runs[chunk] = LayoutRun(same_until, layout)
-            self._start_header([same_until - index, *_as_json(layout)], what)
+        if at.micro == run.end:
+            self._runs[at.chunk] = LayoutRun(same_until, layout)
+            self._start_header([same_until - at.micro, *_as_json(layout)], what)
         elif layout != run.layout:
             raise BoundaryError(
-                f"{what}: outputs of micro-batch {index} differ in number, shape, dtype or requires_grad from those of "
-                f"the previous micro-batch, although the inputs have equal shapes; if output shapes depend on the "
+                f"{what}: outputs of micro-batch {at.micro} differ in number, shape, dtype or requires_grad from those "
+                f"of the previous micro-batch, although the inputs have equal shapes; if output shapes depend on the "
                 f"data, use PipelineModule(..., dynamic_shape=True)"
             )
         if payload is not None:
@@ -140,10 +140,10 @@ class Sender:
         return f"to rank {self.link.peer}"
 
     def _start(self, buffer: Tensor, group: Any = None) -> None:
-        size = buffer.numel() * buffer.element_size()
-        self.bytes_sent += size
-        trace.sent(size)
-        self._pending.append((dist.isend(buffer, self.link.peer, group=group or self.link.group), buffer))
+        self.bytes_sent += buffer.nbytes
+        trace.sent(buffer.nbytes)
+        work = dist.isend(buffer, self.link.peer, group=group or self.link.group)
+        self._pending.append((work, buffer))
         while self._pending and self._pending[0][0].is_completed():
             self._pending.popleft()
 
@@ -153,12 +153,11 @@ class Sender:
         if not full:
             return None
         # Before `_slice` makes views: another user of the tensor could change it while it is sent.
-        lent = users(full[0].tensor) > 1
+        is_shared = users(full[0].tensor) > 1
         parts = [_padded_bytes(self._slice(each)) for each in full]
-        if len(parts) > 1:
-            return self._copy(parts)
-        if lent and _same_memory(parts[0], full[0].tensor):
-            return self._copy(parts)
+        if len(parts) > 1 or (is_shared and _same_memory(parts[0], full[0].tensor)):
+            size = sum(part.numel() for part in parts)
+            return torch.cat(parts, out=self.link.pool.take(size))
         return parts[0]
 
     def _copy(self, parts: Sequence[Tensor]) -> Tensor:
@@ -250,30 +249,39 @@ class Receiver:
     def take(self, at: At) -> list[BoundaryTensor]:
         """Wait for the message of micro-batch and chunk `at`. Raises RuntimeError if another message comes first."""
         self._post(1)
-        found = self._next()
-        if found.at != at:
-            raise RuntimeError(f"message {at} was requested, but {found.at} comes first")
-        parts = torch.split(found.payload, [self.link.size(*each) for each in found.layout])
-        return [self._unpack(part, *each) for part, each in zip(parts, found.layout, strict=True)]
+        message = self._next()
+        if message.at != at:
+            raise RuntimeError(f"message {at} was requested, but {message.at} comes first")
+        found = []
+        begin = 0
+        for each in message.layout:
+            end = begin + self.link.size(*each)
+            found.append(self._unpack(message.payload[begin:end], *each))
+            begin = end
+        return found
 
     def take_next(self, at: At) -> list[BoundaryTensor]:
         """Wait for the activations of a micro-batch, and for the header before them if a run has ended.
 
         Raises DataEnded if the header means the end of the data.
         """
-        index, chunk = at
-        if index == self._runs[chunk].end:
-            header = torch.empty(HEADER_SIZE, dtype=torch.uint8)
-            dist.recv(header, self.link.peer, group=self.link.hosts)
-            count, *tensors = json.loads(header.numpy().tobytes())
-            if not count:
-                raise DataEnded(f"the data of rank {self.link.peer} ended")
-            layout = tuple((getattr(torch, dtype), flags, torch.Size(shape)) for dtype, flags, shape in tensors)
-            self._runs[chunk] = LayoutRun(index + count, layout)
-            for each in range(index, index + count):
-                self._layouts[At(each, chunk)] = layout
-                self._ends[At(each, chunk)] = index + count
+        if at.micro == self._runs[at.chunk].end:
+            self._receive_header(at)
         return self.take(at)
+
+    def _receive_header(self, at: At) -> None:
+        """Wait for the header of the run that begins at a micro-batch, and note the layout of the run's messages."""
+        header = torch.empty(HEADER_SIZE, dtype=torch.uint8)
+        dist.recv(header, self.link.peer, group=self.link.hosts)
+        count, *tensors = json.loads(header.numpy().tobytes())
+        if not count:
+            raise DataEnded(f"the data of rank {self.link.peer} ended")
+        layout = tuple((getattr(torch, dtype), flags, torch.Size(shape)) for dtype, flags, shape in tensors)
+        end = at.micro + count
+        self._runs[at.chunk] = LayoutRun(end, layout)
+        for micro in range(at.micro, end):
+            self._layouts[At(micro, at.chunk)] = layout
+            self._ends[At(micro, at.chunk)] = end
 
     def same_until(self, at: At) -> int:
         """Return the first micro-batch after `at` whose layout may differ, according to the sender.
@@ -319,10 +327,15 @@ class Receiver:
                 return
             self._agenda.popleft()
             layout = self._layouts.pop(at)
-            if layout is not None:
-                payload = self._reserved.pop(at) if at in self._reserved else self._buffer(layout)
-                work = dist.irecv(payload, self.link.peer, group=self.link.group) if payload.numel() else None
-                self._posted.append(Posted(at, work, payload, layout))
+            if layout is None:
+                continue
+            payload = self._reserved.pop(at, None)
+            if payload is None:
+                payload = self._buffer(layout)
+            work = None
+            if payload.numel():
+                work = dist.irecv(payload, self.link.peer, group=self.link.group)
+            self._posted.append(Posted(at, work, payload, layout))
 
     def _unpack(self, raw: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:
         raw = raw[: self.link.numel(flags, shape) * dtype.itemsize]

@@ -132,7 +132,9 @@ class Watchdog(Observer):
         device: torch.device | None = None,
         idle: str = "between two steps",
     ) -> None:
-        self.timeout, self._idle, self._board = timeout, idle, FaultBoard(name)
+        self.timeout = timeout
+        self._idle = idle
+        self._board = FaultBoard(name)
         self._describe: Callable[[], Callable[[Any], str] | None]
         self._describe = weakref.WeakMethod(describe) if describe else lambda: str
         self._doing: tuple[Any, float] | None = None  # current activity, and the time when it began
@@ -227,6 +229,7 @@ class Watchdog(Observer):
                 yield self._doing
 
     def _watch_faults(self) -> None:
+        """End this rank, with a report, if a rank has announced a fault or an activity takes too long."""
         rank = f"rank {self._board.rank}"
         for tick, doing in enumerate(self._poll(), self._board.rank):
             late = doing is not None and time.monotonic() - doing[1] > self.timeout
@@ -234,16 +237,15 @@ class Watchdog(Observer):
                 continue
             try:
                 fault = self._board.has_fault()
-                self._answered = time.monotonic()
             except Exception:
                 if doing is not None:  # a rank without activity may simply be exiting
                     self._leave(f"{rank} lost the connection to the other ranks")
                 return
+            self._answered = time.monotonic()
             if late:
                 name = self._board.name
                 self._board.announce(f"{rank} exceeded the {name}'s timeout: {self.timeout:g} s in one operation")
-                fault = True
-            if fault and self._ending.acquire(blocking=False):
+            if (late or fault) and self._ending.acquire(blocking=False):
                 _exit(self._report(self._stack()) or 1)
 
     def _watch_board(self) -> None:
@@ -273,12 +275,15 @@ class Watchdog(Observer):
     def _more(self) -> list[str]:
         """Describe the device's progress and pending collectives; ignore errors, so that the report is printed."""
         lines = []
-        with contextlib.suppress(Exception):
-            if self._finished and (done := self._finished.last()):
-                lines.append(f"its device has finished: {self._in_short(done)}")
-        with contextlib.suppress(Exception):
-            if self._finished and (short := allocation_retries(self._finished.device)):
-                lines.append(short)
+        if self._finished:
+            with contextlib.suppress(Exception):
+                done = self._finished.last()
+                if done:
+                    lines.append(f"its device has finished: {self._in_short(done)}")
+            with contextlib.suppress(Exception):
+                short = allocation_retries(self._finished.device)
+                if short:
+                    lines.append(short)
         with contextlib.suppress(Exception):
             lines += [f"begun and not ended: {words}" for words in not_ended()]
         return lines
@@ -296,9 +301,9 @@ class Watchdog(Observer):
 
     def _report(self, stack: str) -> int:
         """Write this rank's report, and return the announced exit code."""
-        doing = self._doing
         what = self._where()
-        since = 0.0 if doing is None else time.monotonic() - doing[1]
+        doing = self._doing
+        since = time.monotonic() - doing[1] if doing else 0.0
         try:
             return self._board.report({"what": what, "since": since, "stack": stack, "more": self._more()})
         except Exception:

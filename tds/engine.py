@@ -64,9 +64,10 @@ class PipelineEngine(PipelineHooks):
         refuse_idle_stages(**kwargs)
         super().__init__(*args, **kwargs)
         # Cached, because DeepSpeed computes these again at each call.
-        self._is_last, self._replicas = self.is_last_stage(), self.grid.get_data_parallel_group()
-        reads = self._is_last or self.stage_id == 0  # whether this stage reads data
-        self._replica_hosts = of_hosts(self._replicas) if reads and self.dp_world_size > 1 else None
+        self._is_last = self.is_last_stage()
+        self._replicas = self.grid.get_data_parallel_group()
+        reads_data = self._is_last or self.stage_id == 0
+        self._replica_hosts = of_hosts(self._replicas) if reads_data and self.dp_world_size > 1 else None
         self._reduction = reduction_of(self)
         self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
         self._chunks: int = getattr(self.module, "chunks", 1)
@@ -80,13 +81,17 @@ class PipelineEngine(PipelineHooks):
         self._planned: StagePlan | None = None
         self._neighbours = connect_neighbours(self.grid, self.device, self._chunks)
         self._contract = exchange_declarations(self, settings, self._chunks)
-        timeout = float(settings.get("timeout", 600.0))
-        self.watchdog = Watchdog(timeout, self._describe, device=self.device) if dist.get_world_size() > 1 else None
+        self.observers = Observers()
+        self.watchdog: Watchdog | None = None
+        if dist.get_world_size() > 1:
+            timeout = float(settings.get("timeout", 600.0))
+            self.watchdog = Watchdog(timeout, self._describe, device=self.device)
+            self.observers.append(self.watchdog)
         self._saved_state = PipelineState(self.module, self.grid)
         self._losses = Losses(self.device)
         self.fwd_outputs: list[Any] = []
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
-        self.observers = Observers([*([self.watchdog] if self.watchdog else []), self.progress])
+        self.observers.append(self.progress)
 
     # ---------------------------------------------------------------- public
 
@@ -225,8 +230,9 @@ class PipelineEngine(PipelineHooks):
     def _forward(self, instruction: Instruction) -> None:
         chunk = instruction.chunk
         inputs = self._inputs_of(instruction)
+        which = {"chunk": chunk} if self._chunks > 1 else {}
         with autocast(self):
-            outputs = self.module(inputs, chunk=chunk) if self._chunks > 1 else self.module(inputs)
+            outputs = self.module(inputs, **which)
         if not self.module.training:
             checkpointing.reset()  # frees the activation buffers, as no backward pass follows
         if self._neighbours.has_next(chunk):
@@ -236,15 +242,16 @@ class PipelineEngine(PipelineHooks):
 
     def _keep(self, instruction: Instruction, outputs: tuple[Any, ...]) -> None:
         """Check the outputs for the next stage and store them until they are sent."""
-        declared = self._contract.puts_out[instruction.chunk]
+        declared = self._contract.outputs[instruction.chunk]
         check(outputs, declared, f"stage {self.stage_id}, outputs", self.device)
         split = [each.split for each in declared] if declared else [False] * len(outputs)
         learns = torch.is_grad_enabled()  # False in evaluation, where an output may be a weight with requires_grad
         of = self._step.of(instruction.at)
-        of.to_send = [
-            BoundaryTensor(alias(t), t.requires_grad and learns, s) for t, s in zip(outputs, split, strict=True)
-        ]
-        of.edges = [get_gradient_edge(t) for t in outputs if t.requires_grad] if learns else []
+        for output, is_split in zip(outputs, split, strict=True):
+            has_grad = learns and output.requires_grad
+            of.to_send.append(BoundaryTensor(alias(output), has_grad, is_split))
+            if has_grad:
+                of.edges.append(get_gradient_edge(output))
 
     def _add_loss(self, instruction: Instruction, outputs: Any, labels: Any) -> None:
         """Compute the loss, on the last stage."""
@@ -254,7 +261,9 @@ class PipelineEngine(PipelineHooks):
             return
         if self.module.loss_fn is None:
             require_scalar_loss(outputs, self.stage_id)
-        loss = outputs if self.module.loss_fn is None else self.module.loss_fn(outputs, labels)
+            loss = outputs
+        else:
+            loss = self.module.loss_fn(outputs, labels)
         additional = getattr(self.module, "get_additional_losses", lambda: None)()
         total = self._losses.add(loss, additional or {})
         self.fwd_outputs.append(total.detach())
@@ -311,7 +320,7 @@ class PipelineEngine(PipelineHooks):
             each.tensor.requires_grad_(each.grad and torch.is_grad_enabled())
         self._step.of(instruction.at).received = received
         tensors = tuple(each.tensor for each in received)
-        declared = self._contract.takes_in[instruction.chunk]
+        declared = self._contract.inputs[instruction.chunk]
         check(tensors, declared, f"stage {self.stage_id}, inputs from rank {previous.link.peer}")
 
     def _send_grad(self, instruction: Instruction) -> None:
@@ -351,26 +360,25 @@ class PipelineEngine(PipelineHooks):
         self.outputs = None
         self._follow_layers()
         require_iterator(self.data_iterator, self.stage_id)
-        first = self.stage_id == 0
-        last = self._is_last
+        is_first = self.stage_id == 0
         # Headers announce runs of equal shapes, so the first stage reads all shapes ahead.
-        all_first = first and self.num_stages > 1 and not self.dynamic_shape
-        batches = Batches(self._read, micros, all_first, self.device, self.stage_id, first, last)
+        reads_ahead = is_first and self.num_stages > 1 and not self.dynamic_shape
+        batches = Batches(self._read, micros, reads_ahead, self.device, self.stage_id, is_first, self._is_last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, self.dp_world_size)
         has_count = getattr(self.module.loss_fn, "count_targets", None) is not None
-        counts = last and compute_loss and has_count
-        if first or counts:
+        counts_targets = self._is_last and compute_loss and has_count
+        if is_first or counts_targets:
             self.observers.waiting("reading its first micro-batch")
             end = batches.end_of_any(self._replica_hosts)
-            if end and first:
+            if end and is_first:
                 self._forward_end(end)
                 raise end
             if end:
                 return  # stage 0 will inform all stages that the data has ended
-        if counts:
+        if counts_targets:
             self._count_targets(micros)
-        if last:
+        if self._is_last:
             self._step.scale = self.loss_factor / self._losses.divisor
 
     def _read(self) -> Any:

@@ -50,8 +50,12 @@ def new_groups(lines: Lines, urgent: bool = False) -> Any:
         world: Any = dist.group.WORLD
         options = urgent_options(world, world.bound_device_id) if urgent else None
         return dist.split_group(split_ranks=[list(line) for line in lines], pg_options=options)
-    made = [dist.new_group(list(line)) for line in lines]
-    return next((group for group, line in zip(made, lines, strict=True) if dist.get_rank() in line), None)
+    mine = None
+    for line in lines:
+        group = dist.new_group(list(line))
+        if dist.get_rank() in line:
+            mine = group
+    return mine
 
 
 def shared(lines: Lines, urgent: bool = False) -> Any:
@@ -121,21 +125,21 @@ def parallel_groups(line: Sequence[int], topology: Any) -> list[list[int]]:
 
     line: the ranks of one group. topology: DeepSpeed's ProcessTopology, or an object with its methods.
     """
+    # For example, line = [0, 1], the tensor-parallel ranks of stage 0 and replica 0 of a grid of 8 ranks: the groups
+    # are [0, 1], [2, 3], [4, 5] and [6, 7], one for each stage and replica.
     coords = [topology.get_coord(rank) for rank in line]
-    there = [axis for axis in AXES if axis in topology.get_axis_names()]
-    kept = {axis: sorted({getattr(coord, axis) for coord in coords}) for axis in there}
-    fixed = [axis for axis in there if len(kept[axis]) == 1]
-    sizes = [range(topology.get_dim(axis)) for axis in fixed]
+    axes = [axis for axis in AXES if axis in topology.get_axis_names()]
+    choices = []  # coordinates along each axis, as one group
+    for axis in axes:
+        taken = sorted({getattr(coord, axis) for coord in coords})
+        if len(taken) > 1:
+            choices.append([taken])
+        else:
+            choices.append([[value] for value in range(topology.get_dim(axis))])
     found = []
-    # For example, line = the tensor-parallel ranks of stage 0, replica 0: one group for each stage and replica.
-    for place in product(*sizes):
-        values = dict(kept)
-        for axis, value in zip(fixed, place, strict=True):
-            values[axis] = [value]
-        ranks = []
-        for coord in product(*values.values()):
-            ranks.append(topology.get_rank(**dict(zip(there, coord, strict=True))))
-        found.append(sorted(ranks))
+    for group in product(*choices):
+        members = product(*group)
+        found.append(sorted(topology.get_rank(**dict(zip(axes, coord, strict=True))) for coord in members))
     return found
 
 
@@ -152,7 +156,9 @@ def for_deepspeed(topology: Callable[[], Any]) -> Iterator[None]:
     def new_group(ranks: Sequence[int]) -> Any:
         line = tuple(sorted(ranks))
         if line not in known:
-            lines = [line] if len(line) == dist.get_world_size() else [*map(tuple, parallel_groups(line, topology()))]
+            lines = [line]
+            if len(line) < dist.get_world_size():
+                lines = [tuple(each) for each in parallel_groups(line, topology())]
             if line not in lines:
                 return honest(ranks)  # these ranks do not form a group along axes of the grid
             known.update(dict.fromkeys(lines, shared(lines)))

@@ -22,11 +22,10 @@ def _check(named: Mapping[str, Any]) -> None:
     if not named:
         raise TypeError("loss_fn returns an empty dict: return at least one loss")
     for name, value in named.items():
-        if not isinstance(value, Tensor) or value.numel() != 1:
-            found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"loss_fn returns {found} for {name!r}: return a scalar tensor, or a dict of scalar tensors"
-            )
+        if isinstance(value, Tensor) and value.numel() == 1:
+            continue
+        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"loss_fn returns {found} for {name!r}: return a scalar tensor, or a dict of scalar tensors")
 
 
 class Losses:
@@ -94,30 +93,37 @@ class Losses:
         """Add the losses of a micro-batch, a scalar or a dict of scalars, and return the scalar to train on."""
         named = loss if isinstance(loss, Mapping) else {"loss": loss}
         _check(named)
-        for kind, given in ((TRAINED, named), (ADDITIONAL, additional)):
-            for name, value in given.items():
-                self._sums[kind, name] = self._sums.get((kind, name), 0.0) + value.detach().double().sum()
-        if any(value.dtype is torch.float64 for value in named.values()):
-            self.dtype = torch.float64
+        for name, value in named.items():
+            self._add(TRAINED, name, value)
+            if value.dtype is torch.float64:
+                self.dtype = torch.float64
+        for name, value in additional.items():
+            self._add(ADDITIONAL, name, value)
         return sum(named.values())  # type: ignore[return-value]
+
+    def _add(self, kind: int, name: str, value: Tensor) -> None:
+        before = self._sums.get((kind, name), 0.0)
+        self._sums[kind, name] = before + value.detach().double().sum()
 
     def reduce(self, replicas: Any) -> None:
         """Sum the losses by name over the replicas, on the last stage.
 
         Replicas may have different names and different numbers of micro-batches.
         """
-        sums = self._sums
         known = self._known
         self._reduced = True
         self._replicas = replicas
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        is_new = not sums.keys() <= {*known}
+        is_new = not self._sums.keys() <= {*known}
         is_double = self.dtype is torch.float64
-        head = [float(is_new), float(is_double), *(float(key in sums) for key in known), float(self._own)]
-        numbers = torch.cat([to_device(head, self.device), torch.stack([sums.get(key, zero) for key in known])])
+        present = [key in self._sums for key in known]
+        flags = to_device([float(flag) for flag in (is_new, is_double, *present)], self.device)
+        micros = torch.full((1,), float(self._own), dtype=torch.float64, device=self.device)
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        totals = torch.stack([self._sums.get(key, zero) for key in known])
+        numbers = torch.cat([flags, micros, totals])
         if dist.get_world_size(replicas) > 1:
             dist.all_reduce(numbers, group=replicas)
-        flags, micros, totals = torch.split(numbers, [len(head) - 1, 1, len(known)])
+        flags, micros, totals = torch.split(numbers, [len(flags), 1, len(known)])
         targets = micros if self._divisor is None else self._divisor.view(1)
         divisors = torch.cat([targets if kind == TRAINED else micros for kind, _ in known])
         self._numbers = torch.cat([targets, micros, flags, totals / divisors])

@@ -106,24 +106,30 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
     if stages == 1:
         return found
     # Several chunks add a boundary from the last stage to the first.
-    count = stages if chunks > 1 else stages - 1
-    parities = 1 + max(boundary_parity(b, stages) for b in range(count))
+    boundaries = stages if chunks > 1 else stages - 1
+    parities = 1 + max(boundary_parity(b, stages) for b in range(boundaries))
     pipelines = grid._topo.get_axis_comm_lists("pipe")
-    # Two groups for each parity: down the pipeline, and up.
-    pairs = parities if in_queues(device) else 1
-    groups = [[new_groups(pipelines, urgent=True) for _ in range(2)] for _ in range(pairs)]
-    pool = Pool(device)
-    ahead = posted_ahead(device)
+    down = []  # for each parity, the group of the messages down the pipeline
+    up = []
+    for _ in range(parities if in_queues(device) else 1):
+        down.append(new_groups(pipelines, urgent=True))
+        up.append(new_groups(pipelines, urgent=True))
     hosts = of_hosts(grid.get_pipe_parallel_group()) if in_queues(device) else None
+    pool = Pool(device)
     slices = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
+
+    def connect(side: str, boundary: int, peer_stage: int, out: Any, back: Any) -> None:
+        peer = grid.stage_to_global(stage_id=peer_stage)
+        found.senders[side] = Sender(Link(peer, out, hosts or out, pool, *slices))
+        found.receivers[side] = Receiver(Link(peer, back, hosts or back, pool, *slices), posted_ahead(device))
+
     previous = (stage - 1) % stages
-    for side, boundary, other in ((NEXT, stage, (stage + 1) % stages), (PREVIOUS, previous, previous)):
-        if boundary < count:
-            down, up = groups[boundary_parity(boundary, stages) % len(groups)]
-            peer = grid.stage_to_global(stage_id=other)
-            out, back = (down, up) if side == NEXT else (up, down)
-            found.senders[side] = Sender(Link(peer, out, hosts or out, pool, *slices))
-            found.receivers[side] = Receiver(Link(peer, back, hosts or back, pool, *slices), ahead)
+    if stage < boundaries:
+        parity = boundary_parity(stage, stages) % len(down)
+        connect(NEXT, stage, (stage + 1) % stages, down[parity], up[parity])
+    if previous < boundaries:
+        parity = boundary_parity(previous, stages) % len(down)
+        connect(PREVIOUS, previous, previous, up[parity], down[parity])
     _meet(found, device, parities)
     return found
 

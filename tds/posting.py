@@ -67,8 +67,10 @@ class _Simulation:
             stage.agenda = {kind: deque(each.at for each in stage.todo if type(each) is kind) for kind in RECEIVES}
 
     def run(self) -> None:
+        """Run all stages to their ends. Raises ScheduleError if they deadlock."""
+        numbers = range(len(self.stages))
         while True:
-            while any([self._advance(stage) for stage in range(len(self.stages))]):
+            while any([self._advance(number) for number in numbers]):
                 pass
             ends = [stage.busy_until for stage in self.stages if stage.busy_until is not None]
             if not ends:
@@ -78,13 +80,13 @@ class _Simulation:
                 if stage.busy_until == self.now:
                     stage.busy_until = None
                     stage.passes += 1
-        stuck = next((number for number, stage in enumerate(self.stages) if stage.todo), None)
-        if stuck is not None:
-            head = self.stages[stuck].todo[0]
-            raise ScheduleError(
-                f"stages that synchronize their devices would deadlock: stage {stuck} at "
-                f"{type(head).__name__}({head.micro}) of chunk {head.chunk}"
-            )
+        for number, stage in enumerate(self.stages):
+            if stage.todo:
+                head = stage.todo[0]
+                raise ScheduleError(
+                    f"stages that synchronize their devices would deadlock: stage {number} at "
+                    f"{type(head).__name__}({head.micro}) of chunk {head.chunk}"
+                )
 
     def _advance(self, number: int) -> bool:
         """Run a stage as far as possible; return whether anything changed."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .posting import COST, SENDS, Points, receive_points
+from .posting import COST, RECEIVES, SENDS, Points, receive_points
 from .schedule import (
     At,
     Instruction,
@@ -111,20 +111,20 @@ class Graph:
 
     def finish(self) -> float:
         """Return the time of the last event. Raises ScheduleError if the graph has a cycle."""
-        left = [len(each) for each in self.after]
-        then: list[list[int]] = [[] for _ in self.after]
-        for this, before in enumerate(self.after):
+        followers: list[list[int]] = [[] for _ in self.after]
+        for event, before in enumerate(self.after):
             for each in before:
-                then[each].append(this)
+                followers[each].append(event)
+        left = [len(before) for before in self.after]  # for each event, how many events it still waits for
+        ready = deque(event for event, count in enumerate(left) if not count)
         time = [0.0] * len(left)
-        ready = deque(this for this, waits in enumerate(left) if not waits)
         done = 0
         while ready:
-            this = ready.popleft()
+            event = ready.popleft()
             done += 1
-            time[this] += self.costs[this]
-            for each in then[this]:
-                time[each] = max(time[each], time[this])
+            time[event] += self.costs[event]
+            for each in followers[event]:
+                time[each] = max(time[each], time[event])
                 left[each] -= 1
                 if not left[each]:
                     ready.append(each)
@@ -133,14 +133,17 @@ class Graph:
         return max(time, default=0.0)
 
     def _cycle(self, left: Sequence[int]) -> str:
-        this = next(i for i, waits in enumerate(left) if waits)
-        way = list[int]()
-        while this not in way:
-            way.append(this)
-            this = next(each for each in self.after[this] if left[each])
-        names = list(dict.fromkeys(self.names[each] for each in way[way.index(this) :]))
-        shown = names if len(names) <= 8 else [*names[:7], "..."]
-        return "messages would deadlock: " + ", which waits for ".join(shown)
+        """Describe a cycle of the graph. left: for each event, how many events it still waits for."""
+        event = next(i for i, count in enumerate(left) if count)
+        path = list[int]()
+        while event not in path:
+            path.append(event)
+            event = next(each for each in self.after[event] if left[each])
+        cycle = path[path.index(event) :]
+        names = list(dict.fromkeys(self.names[each] for each in cycle))
+        if len(names) > 8:
+            names[7:] = ["..."]
+        return "messages would deadlock: " + ", which waits for ".join(names)
 
 
 class StageGraph:
@@ -173,19 +176,13 @@ class StageGraph:
     def run(self, instructions: Sequence[Instruction]) -> None:
         """Submit all instructions."""
         for each in instructions:
-            if type(each) in (RecvActivation, RecvGrad):
+            if isinstance(each, RECEIVES):
                 self._agenda[type(each)].append(each.at)
         for each, following in zip_longest(instructions, instructions[1:]):
             kind = type(each)
-            at = each.at
-            if kind is RecvActivation:
-                if self._has_header(each):
-                    self._host = self._header(kind, at)
-                    self._known[kind] |= (
-                        {at} if self.rules.dynamic else {a for a in self._agenda[kind] if a.chunk == at.chunk}
-                    )
-                self._take(kind)
-            elif kind is RecvGrad:
+            if kind is RecvActivation and self._has_header(each):
+                self._receive_header(each)
+            if kind in RECEIVES:
                 self._take(kind)
             elif kind in SENDS:
                 self._send(each)
@@ -194,6 +191,15 @@ class StageGraph:
             if not isinstance(following, SENDS):
                 self._post(RecvActivation)
                 self._post(RecvGrad)
+
+    def _receive_header(self, each: Instruction) -> None:
+        """Let the host wait for a header, from which it knows the layout of the message, or of all of this chunk."""
+        self._host = self._header(RecvActivation, each.at)
+        if self.rules.dynamic:
+            self._known[RecvActivation].add(each.at)
+        else:
+            agenda = self._agenda[RecvActivation]
+            self._known[RecvActivation].update(at for at in agenda if at.chunk == each.chunk)
 
     def _has_header(self, each: Instruction) -> bool:
         return self.rules.dynamic or each.micro == 0
@@ -271,9 +277,10 @@ class StageGraph:
         agenda = self._agenda[kind]
         posted = self._posted[kind]
         wanted = max(self.rules.ahead or 0, messages)
-        while agenda and agenda[0] in self._known[kind] and (len(posted) < wanted or self._is_due(kind, agenda[0])):
-            at = agenda.popleft()
-            posted.append(self._message(kind, at))
+        while agenda and agenda[0] in self._known[kind]:
+            if len(posted) >= wanted and not self._is_due(kind, agenda[0]):
+                return
+            posted.append(self._message(kind, agenda.popleft()))
 
     def _is_due(self, kind: type[Instruction], at: At) -> bool:
         points = self._points.get(kind, {})
@@ -287,18 +294,20 @@ def finish(plan: Plan, rules: Rules | None = None) -> float:
     """
     rules = rules or Rules()
     graph = Graph()
-    chunks = chunks_of(plan)
+    points: Sequence[Points] = [{}] * len(plan)
+    if rules.ahead is None:
+        points = receive_points(plan, rules.dynamic)
     ends = dict[tuple[Any, bool], tuple[int, int]]()
     headers = dict[tuple[Any, bool], int]()
-    points = receive_points(plan, rules.dynamic) if rules.ahead is None else [{}] * len(plan)
     for number, instructions in enumerate(plan):
-        stage = StageGraph(graph, rules, number, len(plan), chunks, points[number])
+        stage = StageGraph(graph, rules, number, len(plan), chunks_of(plan), points[number])
         stage.run(instructions)
         ends |= stage.ends
         headers |= stage.headers
     for link, sends in ends:
         if sends:
-            (sent, left), (posted, arrived) = ends[link, True], ends[link, False]
+            sent, left = ends[link, True]
+            posted, arrived = ends[link, False]
             graph.after[arrived].append(sent)
             graph.after[left].append(posted)
     for link, sends in headers:

@@ -11,7 +11,6 @@ s is virtual stage c x stages + s.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 
@@ -168,11 +167,15 @@ def _through_chunks(stages: int, micros: int, chunks: int) -> tuple[list[tuple[i
     (fewer only if the whole step has fewer). In a smaller group, the first stage would finish chunk 0 before the first
     micro-batch arrives from the last stage, and would have to wait.
     """
+    forward = []
+    backward = []
     count = max(micros // stages, 1)
-    ends = [micros * i // count for i in range(count + 1)]
-    groups = [range(*each) for each in pairwise(ends)]
-    forward = [(i, c) for group in groups for c in range(chunks) for i in group]
-    backward = [(i, c) for group in groups for c in reversed(range(chunks)) for i in group]
+    for number in range(count):
+        group = range(micros * number // count, micros * (number + 1) // count)
+        for chunk in range(chunks):
+            forward += [(micro, chunk) for micro in group]
+        for chunk in reversed(range(chunks)):
+            backward += [(micro, chunk) for micro in group]
     return forward, backward
 
 

@@ -37,10 +37,10 @@ def raise_if_any_failed(error: Exception | None) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    errors = gather_objects(None if error is None else words_of(error) or type(error).__name__)
-    failed = next((rank for rank, text in enumerate(errors) if text is not None), None)
-    if failed is not None and error is None:
-        raise ValueError(f"rank {failed} could not build its layers: {errors[failed]}")
+    mine = None if error is None else words_of(error) or type(error).__name__
+    for rank, words in enumerate(gather_objects(mine)):
+        if words is not None and error is None:
+            raise ValueError(f"rank {rank} could not build its layers: {words}")
 
 
 def prove(schedule: Schedule, engine: Any, chunks: int) -> None:
@@ -51,16 +51,20 @@ def prove(schedule: Schedule, engine: Any, chunks: int) -> None:
     # The streams of a device may share hardware queues, and its host may have to synchronize it.
     on_device = in_queues(engine.device)
     rules = Rules(posted_ahead(engine.device), on_device, engine.dynamic_shape, device_waits=on_device)
+    plan = _plan_of(schedule, engine)
+    kinds = {type(each) for each in plan[0]}
+    if kinds.isdisjoint((Backward, BackwardInput)):
+        raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
+    if BackwardInput in kinds:
+        _refuse_recomputation(engine)
+        keep_saved_tensors()
+    _check_on_device(plan, engine.micro_batches, rules)
+    _check_on_device(_plan_of(partial(forward_only, chunks=chunks), engine), engine.micro_batches, rules)
+
+
+def _plan_of(schedule: Schedule, engine: Any) -> Plan:
     stages = engine.num_stages
-    micros = engine.micro_batches
-    for each in (schedule, partial(forward_only, chunks=chunks)):
-        plan = [list(each(stage, stages, micros)) for stage in range(stages)]
-        if each is schedule and not any(isinstance(found, (Backward, BackwardInput)) for found in plan[0]):
-            raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
-        if any(isinstance(found, BackwardInput) for found in plan[0]):
-            _refuse_recomputation(engine)
-            keep_saved_tensors()
-        _check_on_device(plan, micros, rules)
+    return [list(schedule(stage, stages, engine.micro_batches)) for stage in range(stages)]
 
 
 def _refuse_recomputation(engine: Any) -> None:
@@ -120,22 +124,22 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
         return
     if isinstance(optimizer, DistributedOptimizer):
         return  # a DistributedOptimizer supports stages without trainable weights
-    groups = len(getattr(optimizer, "param_groups", ()))
-    stages = gather_objects((any(p.requires_grad for p in model.parameters()), groups))
-    counts = [count for _, count in stages]
-    if len(set(counts)) > 1 and not bf16:
-        fewest = counts.index(min(counts))
+    learns = any(p.requires_grad for p in model.parameters())
+    stages = gather_objects((learns, len(getattr(optimizer, "param_groups", ()))))
+    counts = [groups for _, groups in stages]
+    fewest = counts.index(min(counts))
+    if counts[fewest] < max(counts) and not bf16:
         raise ValueError(
-            f"the stage of rank {fewest} has weights for {min(counts)} of the optimizer's {max(counts)} parameter "
+            f"the stage of rank {fewest} has weights for {counts[fewest]} of the optimizer's {max(counts)} parameter "
             f"groups, but ZeRO needs all groups on each stage: cut the layers differently (partition_method), or "
             f"train in bf16 or without ZeRO"
         )
-    idle = [rank for rank, (learns, _) in enumerate(stages) if not learns]
-    if idle:
-        raise ValueError(
-            f"the stage of rank {idle[0]} has no trainable weight, but DeepSpeed's ZeRO and half precision need one: "
-            f"cut the layers so that each stage has one (partition_method), or train in fp32 without ZeRO"
-        )
+    for rank, (rank_learns, _) in enumerate(stages):
+        if not rank_learns:
+            raise ValueError(
+                f"the stage of rank {rank} has no trainable weight, but DeepSpeed's ZeRO and half precision need one: "
+                f"cut the layers so that each stage has one (partition_method), or train in fp32 without ZeRO"
+            )
 
 
 def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:

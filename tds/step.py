@@ -63,7 +63,10 @@ class Microbatch:
             loss = self.loss
             self.loss = None
             return [loss], []
-        edges, grads, self.edges, self.grads = self.edges, self.grads, [], []
+        edges = self.edges
+        grads = self.grads
+        self.edges = []
+        self.grads = []
         return edges, grads
 
 

@@ -52,34 +52,51 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     `queues.finish` finds deadlocks that message queues cause, under `rules`.
     """
     chunks = chunks_of(plan)
-    kinds = {type(i) for stage in plan for i in stage}
-    if Backward in kinds and kinds & {BackwardInput, BackwardWeight}:
+    backward = _backward_kinds(plan)
+    for stage, instructions in enumerate(plan):
+        for chunk in range(chunks):
+            virtual_stage = chunk * len(plan) + stage
+            due: list[type[Instruction]] = [Forward, *backward]
+            if virtual_stage > 0:
+                due.append(RecvActivation)
+            if virtual_stage > 0 and backward:
+                due.append(SendGrad)
+            if virtual_stage < chunks * len(plan) - 1:
+                due.append(SendActivation)
+            if virtual_stage < chunks * len(plan) - 1 and backward:
+                due.append(RecvGrad)
+            _check_counts(instructions, due, micros, stage, chunk)
+    times(plan)
+    if len(plan) > 1:  # a single stage sends no messages
+        finish(plan, rules)
+
+
+def _backward_kinds(plan: Plan) -> tuple[type[Instruction], ...]:
+    """Return the kinds of backward passes in a plan. Raises ScheduleError if whole and split passes are mixed."""
+    split = (BackwardInput, BackwardWeight)
+    kinds = {type(each) for stage in plan for each in stage}
+    if kinds.isdisjoint(split):
+        return (Backward,) if Backward in kinds else ()
+    if Backward in kinds:
         raise ScheduleError(
             "the schedule has both Backward and BackwardInput or BackwardWeight instructions: let all stages use "
             "either Backward, or BackwardInput with BackwardWeight, for all micro-batches"
         )
-    split = (BackwardInput, BackwardWeight) if kinds & {BackwardInput, BackwardWeight} else (Backward,)
-    backward = split if kinds & {*split} else ()
-    for stage, instructions in enumerate(plan):
-        for chunk in range(chunks):
-            virtual_stage = chunk * len(plan) + stage
-            last = chunks * len(plan) - 1
-            due: list[type[Instruction]] = [Forward, *backward]
-            if virtual_stage > 0:
-                due += [RecvActivation, *([SendGrad] if backward else [])]
-            if virtual_stage < last:
-                due += [SendActivation, *([RecvGrad] if backward else [])]
-            done = _in_order(instructions, stage, chunk, [pair for pair in AFTER if {*pair} <= {*due}])
-            for kind in dict.fromkeys([*due, *done]):  # in a fixed order, so that all ranks report the same error
-                wanted = micros if kind in due else 0
-                if done[kind] != wanted:
-                    raise ScheduleError(
-                        f"stage {stage}: chunk {chunk} has {done[kind]} {kind.__name__} instructions instead of "
-                        f"{wanted}"
-                    )
-    times(plan)
-    if len(plan) > 1:  # a single stage sends no messages
-        finish(plan, rules)
+    return split
+
+
+def _check_counts(
+    instructions: Sequence[Instruction], due: Sequence[type[Instruction]], micros: int, stage: int, chunk: int
+) -> None:
+    """Raise ScheduleError unless a chunk has each kind of instruction in `due` once for every micro-batch."""
+    after = [pair for pair in AFTER if {*pair} <= {*due}]
+    done = _in_order(instructions, stage, chunk, after)
+    for kind in dict.fromkeys([*due, *done]):  # in a fixed order, so that all ranks report the same error
+        wanted = micros if kind in due else 0
+        if done[kind] != wanted:
+            raise ScheduleError(
+                f"stage {stage}: chunk {chunk} has {done[kind]} {kind.__name__} instructions instead of {wanted}"
+            )
 
 
 def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int, after: Pairs) -> Counter[type[Instruction]]:
@@ -89,10 +106,12 @@ def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int, after
     that it depends on, e.g. a backward pass its forward pass.
     """
     done: Counter[type[Instruction]] = Counter()
-    for each in (i for i in instructions if i.chunk == chunk):
+    for each in instructions:
+        if each.chunk != chunk:
+            continue
         kind = type(each)
-        early = any(done[before] <= each.micro for later, before in after if later is kind)
-        if early or each.micro != done[kind]:
+        needed = [before for later, before in after if later is kind]
+        if each.micro != done[kind] or any(done[before] <= each.micro for before in needed):
             raise ScheduleError(
                 f"stage {stage}: {kind.__name__}({each.micro}) of chunk {chunk} is out of order: each kind of "
                 f"instruction must take the micro-batches in rising order, after the instruction that it depends on"

@@ -16,10 +16,10 @@ def test_the_lists_of_the_original_are_read() -> None:
         _input_grad=[True, False], _input_type=["float", "bool"], _input_pipe_partitioned=[True, False]
     )
     found = contract_of(model, 1, {})
-    assert found.puts_out == found.takes_in
-    assert found.puts_out[0] is not None
-    assert [(b.kind, b.grad, b.split) for b in found.puts_out[0]] == [("float", True, True), ("bool", False, False)]
-    assert contract_of(SimpleNamespace(), 2, {}).puts_out == (None, None)
+    assert found.outputs == found.inputs
+    assert found.outputs[0] is not None
+    assert [(b.kind, b.grad, b.split) for b in found.outputs[0]] == [("float", True, True), ("bool", False, False)]
+    assert contract_of(SimpleNamespace(), 2, {}).outputs == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_what_fits_passes() -> None:
     check((HIDDEN, MASK), None, "stage 0")
 
 
-def _stage(puts_out: list[Boundary] | None, takes_in: list[Boundary] | None, **settings: object) -> Contract:
-    return contract_of(SimpleNamespace(boundaries=puts_out, receives=takes_in), 1, settings)
+def _stage(outputs: list[Boundary] | None, inputs: list[Boundary] | None, **settings: object) -> Contract:
+    return contract_of(SimpleNamespace(boundaries=outputs, receives=inputs), 1, settings)
 
 
 @pytest.mark.parametrize(
