@@ -41,8 +41,10 @@ class _Encoded:
         if 0 < learned.count(1) < len(text):
             spans = self._tokenizer.content_spans(text, inside=bool(self.ids))
         if spans is not None:
-            self.ids += [token for token, _, _ in spans]
-            self.counts += [int(any(learned[begin : max(end, begin + 1)])) for _, begin, end in spans]
+            for token, begin, end in spans:
+                covered = learned[begin : max(end, begin + 1)]
+                self.ids.append(token)
+                self.counts.append(int(any(covered)))
             return
         at = 0
         for counts, characters in itertools.groupby(learned):
@@ -72,8 +74,11 @@ class ChatEncoder:
         several pieces counts if one of them does.
         """
         pieces = list(pieces)
-        spare = pieces[-1].text.isspace() and not pieces[-1].counts
-        ends = self._append_eod and pieces[-2 if spare and len(pieces) > 1 else -1].counts
+        last = pieces[-1]
+        spare = last.text.isspace() and not last.counts
+        if spare and len(pieces) > 1:
+            last = pieces[-2]
+        ends = self._append_eod and last.counts
         if ends and spare:
             del pieces[-1]
         found = _Encoded(self._tokenizer)
@@ -82,15 +87,19 @@ class ChatEncoder:
             if piece.counts != learned and not piece.joined:
                 found.flush()
             learned = piece.counts
-            for number, part in enumerate(self._parts(piece)):
-                if number % 2:
-                    found.add_token(self._tokenizer.marks[part], learned)
-                else:
-                    found.add_text(part, learned)
+            self._add(found, piece)
         found.flush()
         if ends and found.ids[-1] != self._tokenizer.eod:
             found.add_token(self._tokenizer.eod, True)
         return found.ids, found.counts
+
+    def _add(self, found: _Encoded, piece: Piece) -> None:
+        """Add a piece's text and its special tokens, which alternate in `_parts`."""
+        for number, part in enumerate(self._parts(piece)):
+            if number % 2:
+                found.add_token(self._tokenizer.marks[part], piece.counts)
+            else:
+                found.add_text(part, piece.counts)
 
     def _parts(self, piece: Piece) -> list[str]:
         """Split a piece into text (even indices) and token names (odd indices)."""
@@ -121,5 +130,8 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
     # Blocks may leave out the token that ends the turn.
     pieces = template.turns(conversation) if isinstance(template, JinjaTemplate) else template.pieces(conversation)
     ids, counts = ChatEncoder(tokenizer, append_eod=False).encode(pieces)
-    last = [i for i, counted in zip(ids, counts, strict=True) if counted][-1]
-    return last if last in tokenizer.marks.values() else None
+    learned = [token for token, counted in zip(ids, counts, strict=True) if counted]
+    last = learned[-1]
+    if last in tokenizer.marks.values():
+        return last
+    return None

@@ -78,30 +78,36 @@ def messages_of(record: object) -> tuple[Message, ...]:
     if not isinstance(record, dict):
         raise ValueError("the record is not a JSON object")
     if "messages" in record:
-        found = turns_of(record["messages"])
+        turns = record["messages"]
     elif "instruction" in record and "output" in record:
-        asked = [record["instruction"], record.get("input") or ""]
-        if not all(isinstance(text, str) for text in asked):
-            raise ValueError("'instruction' or 'input' is not a string")
-        question = "\n\n".join(text for text in asked if text)
-        found = Message("user", question), Message("assistant", record["output"])
-        for message in found:
-            _check(message)
+        turns = _turns_of_instruction(record)
     else:
         raise ValueError("the record has neither 'messages' nor 'instruction' and 'output'")
+    found = turns_of(turns)
     if not any(message.role == "assistant" for message in found):
         raise ValueError("there is no assistant message to train on")
     return found
+
+
+def _turns_of_instruction(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an instruction, with its input below it, and the output as two turns."""
+    asked = [record["instruction"], record.get("input") or ""]
+    if not all(isinstance(text, str) for text in asked):
+        raise ValueError("'instruction' or 'input' is not a string")
+    question = "\n\n".join(filter(None, asked))
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
 
 
 def turns_of(turns: object) -> tuple[Message, ...]:
     """Convert a list of `{"role", "content"}` to messages. Raises ValueError for anything else."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("'messages' is not a list of objects with 'role' and 'content'")
-    found = tuple(Message(turn.get("role", ""), turn.get("content", "")) for turn in turns)
-    for message in found:
+    found = []
+    for turn in turns:
+        message = Message(turn.get("role", ""), turn.get("content", ""))
         _check(message)
-    return found
+        found.append(message)
+    return tuple(found)
 
 
 def _check(message: Message) -> None:
@@ -205,10 +211,13 @@ class JinjaTemplate:
                 raise ValueError("the chat template does not allow training: a turn changes the text of earlier turns")
             said = after[len(before) :]
             marked = said.rstrip()
-            said = marked if len(marked) > len(message.content.rstrip()) else said
-            found += [Piece(whole[at : len(before)], False, True), Piece(said, True, True)]
+            if len(marked) > len(message.content.rstrip()):
+                said = marked
+            found.append(Piece(whole[at : len(before)], False, True))
+            found.append(Piece(said, True, True))
             at = len(before) + len(said)
-        return tuple(piece for piece in (*found, Piece(whole[at:], False, True)) if piece.text)
+        found.append(Piece(whole[at:], False, True))
+        return tuple(piece for piece in found if piece.text)
 
     def _marked(self, messages: Sequence[Message], whole: str, blocks: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:
         """Return the rendered conversation `whole` in pieces that begin and end with its blocks."""
@@ -260,15 +269,20 @@ class JinjaTemplate:
         system, asked, said = (Message(role, "\u00b6said\u00b6") for role in ROLES)
         try:
             before = self.render([asked], False)
-            around = before + self.render([asked, said], False).rpartition(said.content)[2]
-            opening = self._marks.search(self.render([asked], True).removeprefix(before))
+            answered = self.render([asked, said], False)
+            prompt = self.render([asked], True)
         except EndlessTemplate:
             raise
         except ValueError:  # the template rejects a conversation of only two messages
             return self._marks
+        around = before + answered.rpartition(said.content)[2]
         with contextlib.suppress(ValueError):  # some templates reject system messages
             around += self.render([system, asked], False)
-        return any_of({*self._tokenizer.specials, *self._marks.findall(around), *([opening[0]] if opening else [])})
+        names = {*self._tokenizer.specials, *self._marks.findall(around)}
+        opening = self._marks.search(prompt.removeprefix(before))
+        if opening:
+            names.add(opening[0])
+        return any_of(names)
 
     def render(self, messages: Sequence[Message], asks: bool) -> str:
         """Return the rendered conversation; asks: end it where the assistant's next answer begins."""
@@ -315,7 +329,9 @@ def template_of_corpus(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_fil
     Without `chat_date` in the sidecar, `strftime_now` stays undefined. Raises TokenizerError for an invalid template.
     """
     date = about.get("chat_date")
-    return _template(str(about["chat_template"]), tokenizer, vocab_file, datetime.fromisoformat(date) if date else None)
+    now = datetime.fromisoformat(date) if date else None
+    source = str(about["chat_template"])
+    return _template(source, tokenizer, vocab_file, now)
 
 
 def is_undated(about: Mapping[str, Any]) -> bool:
@@ -337,6 +353,9 @@ def own_template(vocab_file: str) -> str | None:
     if path.is_file():
         return path.read_text(encoding="utf-8")
     found = settings_beside(path).get("chat_template")
-    if isinstance(found, list):  # a list of named templates, of which "default" is used
-        found = {each["name"]: each["template"] for each in found}.get("default")
-    return found if isinstance(found, str) else None
+    if isinstance(found, list):
+        named = {each["name"]: each["template"] for each in found}
+        found = named.get("default")
+    if isinstance(found, str):
+        return found
+    return None

@@ -23,8 +23,10 @@ def sidecar_entries(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str,
     if args.objective != "sft":
         return {}
     template = template_of(args, tokenizer)
-    dated = {"chat_date": template.date} if template.date else {}
-    return {"objective": "sft", "chat_template": template.source, **dated}
+    entries = {"objective": "sft", "chat_template": template.source}
+    if template.date:
+        entries["chat_date"] = template.date
+    return entries
 
 
 def with_date(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Namespace:

@@ -102,16 +102,23 @@ def repeated(text: str, limits: Limits) -> str:
     too many repeated lines remain.
     """
     lines = text.split("\n")
-    shortened = [collapse_phrases(line) for line in lines]
-    removed = sum(map(len, lines)) - sum(map(len, shortened))
+    kept = [collapse_phrases(line) for line in lines]
+    removed = len(text) - len("\n".join(kept))
     if removed > limits.max_repeated * len(text):
         raise Drop("repeated phrases")
-    code = looks_like_code(lines)
-    kept = shortened if code else list(collapse_lines(shortened))
-    counts = Counter(line.strip() for line in kept if len(line.strip()) > 1)
-    total = sum(len(line) * count for line, count in counts.items())
-    repeats = sum(len(line) * (count - 1) for line, count in counts.items())
-    if repeats > limits.max_repeated * (1 + code) * total:
+    most = limits.max_repeated
+    if looks_like_code(lines):
+        most *= 2
+    else:
+        kept = list(collapse_lines(kept))
+    counts = Counter(map(str.strip, kept))
+    total = 0
+    repeats = 0
+    for line, count in counts.items():
+        if len(line) > 1:
+            total += len(line) * count
+            repeats += len(line) * (count - 1)
+    if repeats > most * total:
         raise Drop("repeated lines")
     return "\n".join(kept)
 

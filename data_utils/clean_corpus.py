@@ -59,10 +59,12 @@ def _prints(text: str | None) -> Prints:
 
     Worker processes compute the fingerprints, to relieve the main process, which compares them.
     """
-    if text is None:
-        return Prints()
-    exact = fingerprint(text) if _Worker.exact else 0
-    near = sketch(shingles(text)) if _Worker.near else None
+    exact = 0
+    near = None
+    if text is not None and _Worker.exact:
+        exact = fingerprint(text)
+    if text is not None and _Worker.near:
+        near = sketch(shingles(text))
     return Prints(exact, near)
 
 
@@ -120,26 +122,38 @@ class Report:
             yield f"{'  dropped: ' + reason:<24}{count:>12,}"
         for rule, count in self.changed.most_common():
             yield f"{'  fixed by ' + rule:<24}{count:>12,}"
-        share = self.kept_chars / self.read_chars if self.read_chars else 0
+        share = self.kept_chars / max(self.read_chars, 1)
         yield f"{'kept':<24}{self.kept:>12,} documents {self.kept_chars:>15,} characters ({share:.1%})"
 
 
-def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
-    """Clean and deduplicate the input, yield each kept document as a line of JSON, and count documents in `report`."""
-    sources = find_files(args.input, args.encoding)
-    rules = tuple(name for name in RULES if name in {*DEFAULT_RULES, *args.on} - set(args.off))
+def _worker_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of cleaning for the worker processes."""
+    named = {*DEFAULT_RULES, *args.on} - set(args.off)
     limits = Limits(
         min_chars=args.min_chars, max_chars=args.max_chars, max_repeated=args.max_repeated,
         max_mojibake=args.max_mojibake, max_markup=args.max_markup, max_encoded=args.max_encoded,
         max_urls=args.max_urls, script=args.script, min_script=args.min_script,
     )  # fmt: skip
+    return {
+        "key": args.json_key,
+        "rules": tuple(named),
+        "limits": limits,
+        "seed": args.seed,
+        "largest": max_document_bytes(args),
+    }
+
+
+def _chunks_of_all(args: argparse.Namespace) -> Iterator[Chunk]:
+    for source in find_files(args.input, args.encoding):
+        yield from chunks(source, largest=max_document_bytes(args))
+
+
+def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
+    """Clean and deduplicate the input, yield each kept document as a line of JSON, and count documents in `report`."""
     exact = None if "exact-duplicates" in args.off else ExactDuplicates()
     near = NearDuplicates(args.similarity) if args.near_duplicates else None
-    pending = (chunk for source in sources for chunk in chunks(source, largest=max_document_bytes(args)))
-    worker = {
-        "key": args.json_key, "rules": rules, "limits": limits, "seed": args.seed, "largest": max_document_bytes(args),
-        "exact": exact is not None, "near": near is not None,
-    }  # fmt: skip
+    worker = {**_worker_settings(args), "exact": exact is not None, "near": near is not None}
+    pending = _chunks_of_all(args)
     progress = Progress[bytes](unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
     with progress:
         for done in ordered_map(clean_chunk, pending, args.workers, _start_worker, (worker,), args.ray):
@@ -158,7 +172,8 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
                     report.drop("near duplicate", before)
                 else:
                     report.keep(outcome.text)
-                    yield json.dumps({"text": outcome.text}, ensure_ascii=False).encode() + b"\n"
+                    line = json.dumps({"text": outcome.text}, ensure_ascii=False)
+                    yield line.encode() + b"\n"
             progress.update(done.source_bytes)
 
 
@@ -177,16 +192,19 @@ def _whole_lines(path: str | None) -> Iterator[IO[str] | None]:
 
 def main(args: argparse.Namespace) -> None:
     output = Path(args.output)
-    if output.name.removesuffix(".gz").rpartition(".")[2] != "jsonl":
+    if not output.name.removesuffix(".gz").endswith(".jsonl"):
         raise ValueError(f"--output {output} must end with .jsonl or .jsonl.gz")
     refuse_as_outputs(args.input, [args.output, args.dropped], args.encoding)
     output.parent.mkdir(parents=True, exist_ok=True)
+    open_output = gzip.open if output.suffix == ".gz" else open
     with whole_file(output) as there, _whole_lines(args.dropped) as dropped:
         report = Report(dropped, args.dropped)
         # Without this name, an error of the output would get the name of --dropped, whose context is the inner one.
-        with naming(output), gzip.open(there, "wb") if output.suffix == ".gz" else open(there, "wb") as file:
+        with naming(output), open_output(there, "wb") as file:
             lines = kept_lines(args, report)
-            for line in lines if args.no_shuffle else shuffled(lines, args.seed, str(output.parent)):
+            if not args.no_shuffle:
+                lines = shuffled(lines, args.seed, str(output.parent))
+            for line in lines:
                 file.write(line)
         if not report.kept:
             raise InputError(f"every document of {', '.join(args.input)} was dropped: {report.content()['dropped']}")

@@ -41,9 +41,12 @@ class Parser(argparse.ArgumentParser):
         """Return the parsed arguments. Reports all unknown arguments in one error, each with a suggestion."""
         found, rest = self.parse_known_args(args, namespace)
         if rest:
-            names = [word.split("=")[0] for word in rest if word.startswith("-") and not is_number(word)] or rest[:1]
+            flags = [word for word in rest if word.startswith("-") and not is_number(word)]
             known = re.findall(r"--[a-z0-9][\w-]*", found.usages)
-            problems = [f"unknown argument {name}{suggest(name, known)}" for name in names]
+            problems = []
+            for word in flags or rest[:1]:
+                name = word.split("=")[0] if flags else word
+                problems.append(f"unknown argument {name}{suggest(name, known)}")
             self.error(listed(problems, "unknown arguments"))
         return found
 
@@ -69,7 +72,9 @@ class Parser(argparse.ArgumentParser):
         known = re.findall(r"--[a-z0-9][\w-]*", self.format_usage())
         for word in self._words:
             name = word.split("=")[0]
-            hint = suggest(name, known) if name.startswith("--") and name not in known else ""
+            if not name.startswith("--") or name in known:
+                continue
+            hint = suggest(name, known)
             if hint:
                 yield f"unknown argument {name}{hint}"
 
@@ -91,10 +96,13 @@ def suggest(name: str, known: Sequence[str]) -> str:
 
     name: the unknown flag. known: the flags of the tool.
     """
-    ours = FOREIGN_FLAGS.get("--" + name.lstrip("-").replace("_", "-"), "")
+    dashed = "--" + name.lstrip("-").replace("_", "-")
+    ours = FOREIGN_FLAGS.get(dashed, "")
     if " " in ours:
         return f": {ours}"
-    return f"; did you mean {ours}?" if ours in known else suggestion(name, known, strange=False)
+    if ours in known:
+        return f"; did you mean {ours}?"
+    return suggestion(name, known, strange=False)
 
 
 def is_number(word: str) -> bool:
@@ -219,7 +227,8 @@ def _run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPa
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug:
             raise
-        print(f"{parser.prog}: {error if isinstance(error, MissingFiles) else describe(error)}", file=sys.stderr)
+        message = str(error) if isinstance(error, MissingFiles) else describe(error)
+        print(f"{parser.prog}: {message}", file=sys.stderr)
         if isinstance(error, OSError) and error.filename == NAMES["stdout"]:
             _give_up_stdout()
         sys.exit(1)

@@ -15,7 +15,8 @@ def _beside_letters() -> re.Pattern[str]:
 
     Combining marks count as letters because Hindi and Thai write vowels as combining marks.
     """
-    marks = "".join(c for c in map(chr, [*range(0x300, 0x1F000), *range(0xE0100, 0xE01F0)]) if category(c)[0] == "M")
+    codes = [*range(0x300, 0x1F000), *range(0xE0100, 0xE01F0)]
+    marks = "".join(char for char in map(chr, codes) if category(char).startswith("M"))
     return re.compile(f"[^\\w{marks}]+|_+")
 
 

@@ -47,10 +47,15 @@ def uses_in(dataset: Any, n: int) -> list[Use]:
 def uses_of(dataset: Any, corpus: int, document: int, samples: int) -> list[Use]:
     """Return where the first `samples` samples of a training data set contain a document, in the order of samples."""
     member = members_of(dataset)[corpus]
-    count = member.samples_per_epoch
-    epochs = -(-_consumed(dataset, corpus, samples) // count)
-    numbers = {n for epoch in range(epochs) for n in _samples_with(dataset, corpus, document, epoch, samples)}
-    return [use for n in sorted(numbers) for use in uses_in(dataset, n) if use.document == document]
+    consumed = _consumed(dataset, corpus, samples)
+    epochs = -(-consumed // member.samples_per_epoch)
+    numbers: set[int] = set()
+    for epoch in range(epochs):
+        numbers.update(_samples_with(dataset, corpus, document, epoch, samples))
+    found = []
+    for n in sorted(numbers):
+        found += [use for use in uses_in(dataset, n) if use.document == document]
+    return found
 
 
 def _consumed(dataset: Any, corpus: int, samples: int) -> int:
@@ -83,28 +88,33 @@ def when(args: argparse.Namespace) -> None:
     """Run the command `when`: print the iterations, samples and positions at which a run trains on a document."""
     config = config_of(args.run_dir)
     _, (dataset, *_) = datasets_of(config)
-    prefixes = prefixes_of(config.data.paths)
     members = members_of(dataset)
     mine = [i for i, each in enumerate(members) if _is(each.prefix, args.path, config)]
     if not mine:
         raise ValueError(
             f"the training data of {args.run_dir} have no corpus {args.path or ''}; give --path with one of "
-            f"{', '.join(prefixes)}"
+            f"{', '.join(prefixes_of(config.data.paths))}"
         )
+    prefix = members[mine[0]].prefix
     used = members[mine[0]].documents
     if args.document not in used:
         raise ValueError(
-            f"document {args.document} of {members[mine[0]].prefix} is not a training document of {args.run_dir}; "
+            f"document {args.document} of {prefix} is not a training document of {args.run_dir}; "
             f"these are {used.start} to {used.stop - 1}"
         )
     iterations = Iterations(config, Path(args.run_dir))
-    uses = [use for corpus in mine for use in uses_of(dataset, corpus, args.document, iterations.total)]
-    rows = [(*_where(use, iterations), _span(use.positions), _span(use.tokens)) for use in uses]
+    rows = []
+    done = 0
+    for corpus in mine:
+        for use in uses_of(dataset, corpus, args.document, iterations.total):
+            iteration = iterations.of_sample(use.sample)
+            state = _state(iteration, iterations)
+            done += state == "done"
+            rows.append((iteration, state, use.sample, _span(use.positions), _span(use.tokens)))
     for line in _table(("iteration", "state", "sample", "positions", "tokens of the document"), rows):
         print(line)
-    done = sum(state == "done" for _, state, *_ in rows)
     print(
-        f"document {args.document} of {members[mine[0]].prefix}: {len(rows)} samples contain it, {done} of them up to "
+        f"document {args.document} of {prefix}: {len(rows)} samples contain it, {done} of them up to "
         f"iteration {iterations.logged}, the last logged; the run has {config.train.train_iters} iterations"
     )
 
@@ -112,13 +122,15 @@ def when(args: argparse.Namespace) -> None:
 def _is(prefix: str, path: str | None, config: Config) -> bool:
     """Return whether `path` names the corpus `prefix`, by its prefix or short name; None names the only corpus."""
     names = dict(zip(prefixes_of(config.data.paths), corpus_names(config.data.paths), strict=True))
-    return len(names) == 1 if path is None else path in (prefix, names.get(prefix))
+    if path is None:
+        return len(names) == 1
+    return path in (prefix, names.get(prefix))
 
 
-def _where(use: Use, iterations: Iterations) -> tuple[int, str, int]:
-    iteration = iterations.of_sample(use.sample)
-    state = "done" if iteration <= iterations.logged else "to come"
-    return iteration, "skipped" if iterations.is_skipped(iteration) else state, use.sample
+def _state(iteration: int, iterations: Iterations) -> str:
+    if iterations.is_skipped(iteration):
+        return "skipped"
+    return "done" if iteration <= iterations.logged else "to come"
 
 
 def which(args: argparse.Namespace) -> None:
@@ -128,21 +140,27 @@ def which(args: argparse.Namespace) -> None:
         raise ValueError(f"{args.run_dir} has iterations 1 to {config.train.train_iters}, but no {args.iteration}")
     tokenizer, (dataset, *_) = datasets_of(config)
     iterations = Iterations(config, Path(args.run_dir))
-    members = members_of(dataset)
-    texts = [IndexedDataset(f"{m.prefix}_context" if is_triple(m.prefix) else m.prefix) for m in members]
+    prefixes = [member.prefix for member in members_of(dataset)]
+    texts = list(map(_texts_of, prefixes))
     rows = []
     for n in iterations.samples(args.iteration):
         for use in uses_in(dataset, n):
+            prefix = prefixes[use.corpus]
             begin = texts[use.corpus].document_start(use.document)
             ids = texts[use.corpus].tokens[begin + use.tokens.start : begin + use.tokens.stop]
             text = " ".join(tokenizer.decode(ids.tolist()).split())
-            text = text if args.full or len(text) <= PREVIEW else text[:PREVIEW] + "..."
-            corpus = members[use.corpus].prefix
-            rows.append((n, corpus, use.document, _span(use.positions), _span(use.tokens), text))
+            if len(text) > PREVIEW and not args.full:
+                text = text[:PREVIEW] + "..."
+            rows.append((n, prefix, use.document, _span(use.positions), _span(use.tokens), text))
     if iterations.is_skipped(args.iteration):
         print(f"a --skip-* flag skips iteration {args.iteration}")
     for line in _table(("sample", "corpus", "document", "positions", "tokens of the document", "text"), rows):
         print(line)
+
+
+def _texts_of(prefix: str) -> IndexedDataset:
+    """Open the tokens of a corpus; a CPM corpus for T5 is shown by its contexts."""
+    return IndexedDataset(f"{prefix}_context" if is_triple(prefix) else prefix)
 
 
 def _span(numbers: range) -> str:
