@@ -21,6 +21,7 @@ from megatron.tokenizer.base import Tokenizer, TokenizerError, any_of
 from megatron.tokenizer.beside import TEMPLATE, settings_beside, token_beside
 from megatron.tokenizer.load import file_of
 
+from .document_text import check_pairs
 from .jinja_sandbox import EndlessTemplate, GenerationBlocks, environment, limited
 
 DATES = "strftime_now"  # function with which a Jinja template renders the current date
@@ -115,10 +116,7 @@ def _check(message: Message) -> None:
         raise ValueError(f"the role {message.role!r} is not one of {', '.join(ROLES)}")
     if not isinstance(message.content, str) or not message.content:
         raise ValueError(f"a {message.role} message has no text")
-    try:
-        message.content.encode()
-    except UnicodeEncodeError:
-        raise ValueError("the text contains half of a surrogate pair, which is not valid Unicode") from None
+    check_pairs(message.content)
 
 
 class ChatML:

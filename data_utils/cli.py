@@ -189,6 +189,17 @@ def write_json(path: str, content: object) -> None:
     write_text(path, json.dumps(content, indent=2))
 
 
+def aligned(rows: Sequence[Sequence[Any]], left: int | None = None) -> list[str]:
+    """Return the rows of a table as lines with aligned columns. left: number of columns aligned left, None for all."""
+    columns = []
+    for number, column in enumerate(zip(*rows, strict=True)):
+        cells = list(map(str, column))
+        width = max(map(len, cells))
+        pad = str.ljust if left is None or number < left else str.rjust
+        columns.append([pad(cell, width) for cell in cells])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
 def run(
     main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> None:

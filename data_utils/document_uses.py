@@ -2,7 +2,7 @@
 
 import argparse
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from megatron.data.corpora import corpus_names, prefixes_of
 from megatron.data.cpm_triples import is_triple
 from megatron.data.indexed_dataset import IndexedDataset
 
+from .cli import aligned
 from .iterations import Iterations
 from .run_data import config_of, datasets_of
 
@@ -111,7 +112,7 @@ def when(args: argparse.Namespace) -> None:
             state = _state(iteration, iterations)
             done += state == "done"
             rows.append((iteration, state, use.sample, _span(use.positions), _span(use.tokens)))
-    for line in _table(("iteration", "state", "sample", "positions", "tokens of the document"), rows):
+    for line in aligned([("iteration", "state", "sample", "positions", "tokens of the document"), *rows]):
         print(line)
     print(
         f"document {args.document} of {prefix}: {len(rows)} samples contain it, {done} of them up to "
@@ -154,7 +155,7 @@ def which(args: argparse.Namespace) -> None:
             rows.append((n, prefix, use.document, _span(use.positions), _span(use.tokens), text))
     if iterations.is_skipped(args.iteration):
         print(f"a --skip-* flag skips iteration {args.iteration}")
-    for line in _table(("sample", "corpus", "document", "positions", "tokens of the document", "text"), rows):
+    for line in aligned([("sample", "corpus", "document", "positions", "tokens of the document", "text"), *rows]):
         print(line)
 
 
@@ -165,11 +166,3 @@ def _texts_of(prefix: str) -> IndexedDataset:
 
 def _span(numbers: range) -> str:
     return f"{numbers.start} to {numbers.stop - 1}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Iterator[str]:
-    """Yield the lines of a table with aligned columns."""
-    cells = [list(map(str, row)) for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -10,7 +10,6 @@ Other files can only be read sequentially (streams.py, records.py), so their chu
 """
 
 import bisect
-import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO
 
+from .document_text import Take, parse
 from .draws import Draw, uniform
 from .files import Source, find_files, is_compressed, kind
 from .records import is_array, records, too_long, unread_columns
@@ -32,12 +32,9 @@ _SPACES = rb"(?:[ \t\x0b\x0c]|\xe3\x80\x80|\xc2\xa0|\xef\xbb\xbf)*"
 _BLANK_LINE = re.compile(rb"(?>\r\n|\r|\n)(?:" + _SPACES + rb"(?>\r\n|\r|\n))+")
 _LINE_END = re.compile(rb"\n")
 _BLANK = re.compile(rb"(?:[\s]|\xe3\x80\x80|\xc2\xa0|\xef\xbb\xbf)*")
-_BREAK = re.compile("\r\n?")
-_OUTER_BLANK_LINES = re.compile("^(?:[^\\S\n]*\n)+|(?:\n[^\\S\n]*)+$")  # blank lines before and after a text
 
 
 Bad = tuple[tuple[int, BadLine], ...]
-Take = Callable[[Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -122,13 +119,15 @@ def chunks(source: Source, size: int = CHUNK_BYTES, largest: int = LARGEST_DOCUM
     Raises InputError if the file as a whole cannot be read.
     """
     path = source.path
-    holds = kind(source.path)
-    if holds in (".csv", ".parquet") or (holds == ".json" and is_array(path, source.encoding)):
-        yield from _record_chunks(source, size, largest)
+    holds = kind(path)
+    of_records = holds in (".csv", ".parquet") or (holds == ".json" and is_array(path, source.encoding))
+    if of_records:
+        cut = _record_chunks
     elif is_compressed(path) or not is_utf8(source.encoding):
-        yield from _stream_chunks(source, size, largest)
+        cut = _stream_chunks
     else:
-        yield from _plain_chunks(source, size, largest)
+        cut = _plain_chunks
+    yield from cut(source, size, largest)
 
 
 def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
@@ -188,8 +187,13 @@ def _last_boundary(file: BinaryIO, path: str, start: int, size: int) -> int:
     Returns 0 if these bytes contain no delimiter.
     """
     file.seek(start)
-    ends = [found.end() for found in _delimiter(path).finditer(file.read(size + 4096)) if found.start() < size]
-    return ends[-1] if ends else 0
+    content = file.read(size + 4096)
+    end = 0
+    for found in _delimiter(path).finditer(content):
+        if found.start() >= size:
+            break
+        end = found.end()
+    return end
 
 
 def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
@@ -201,20 +205,28 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     for block in blocks(source.path, size, source.encoding):
         held += block
         ends = [found.end() for found in delimiter.finditer(held)]
-        cut = (ends[0] if skipping else ends[-1]) if ends else 0
         bad: Bad = ()
-        if not ends and (skipping or len(held) > largest):
-            # Discard an overlong document except its final line breaks, which may be the first part of a delimiter.
-            bad = () if skipping else ((0, _too_long(source.path, line, largest)),)
-            cut = len(held.rstrip(b" \t\r\n"))
-            skipping = True
-        elif ends and skipping:
+        cut = 0
+        whole = bool(ends)  # whether the bytes before `cut` are whole documents
+        if ends and skipping:
+            cut = ends[0]
             skipping = False
-            ends = []
+            whole = False
+        elif ends:
+            cut = ends[-1]
+        elif skipping or len(held) > largest:
+            # Discard an overlong document except its final line breaks, which may be the first part of a delimiter.
+            cut = len(held.rstrip(b" \t\r\n"))
+            if not skipping:
+                bad = ((0, _too_long(source.path, line, largest)),)
+            skipping = True
         content = held[:cut]
         held = held[cut:]
-        if content:
-            yield Chunk(source, start, cut, content if ends else b"\n" * bool(bad), line, bad)
+        if content and whole:
+            yield Chunk(source, start, cut, content, line)
+        elif content:
+            # The overlong document is left out, except a line for its error.
+            yield Chunk(source, start, cut, b"\n" * len(bad), line, bad)
         line += content.count(b"\n")
         start += cut
     if held:
@@ -275,7 +287,7 @@ def documents(
             continue
         try:
             is_first = chunk.start + start == 0
-            document = _parse(raw, chunk.source, keys, is_first)
+            document = parse(raw, chunk.source, keys, is_first)
             for _ in range(_copies(chunk, start, seed, draw)):
                 yield document
         except ValueError as error:
@@ -289,9 +301,13 @@ def _unread(path: str, keys: Sequence[str] | Take) -> str:
     """
     if kind(path) != ".parquet":
         return ""
-    columns = unread_columns(path).items()
-    found = [f"{name} ({type_})" for name, type_ in columns if callable(keys) or name in keys]
-    return f"; columns without text are not read: {', '.join(found)}" if found else ""
+    found = []
+    for name, type_ in unread_columns(path).items():
+        if callable(keys) or name in keys:
+            found.append(f"{name} ({type_})")
+    if not found:
+        return ""
+    return f"; columns without text are not read: {', '.join(found)}"
 
 
 def _split_documents(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[tuple[int, int]]:
@@ -309,50 +325,6 @@ def _copies(chunk: Chunk, offset: int, seed: int, draw: Draw) -> int:
     return whole + (rest > 0 and draw(seed, chunk.source.number, chunk.start + offset) < rest)
 
 
-def _parse(raw: bytes, source: Source, keys: Sequence[str] | Take, is_first: bool) -> tuple[Any, ...]:
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        if not is_utf8(source.encoding):
-            raise ValueError(f"the text is not {source.encoding}") from None
-        place = f"byte {error.start + 1} is 0x{raw[error.start]:02x}"
-        raise ValueError(f"the text is not UTF-8 ({place}){looks_like(raw)}") from None
-    if raw.count(0) * 5 > len(raw):
-        raise ValueError(f"the document is not text but mostly zero bytes{looks_like(raw)}")
-    if kind(source.path) == ".txt":
-        if callable(keys):
-            raise ValueError("a .txt file contains no records with messages; convert it to .jsonl, .csv or .parquet")
-        if is_first:
-            text = text.removeprefix("\ufeff")  # a byte-order mark; elsewhere, the character belongs to the text
-        return (_OUTER_BLANK_LINES.sub("", _BREAK.sub("\n", text)),) * len(keys)
-    try:
-        record = json.loads(text.removeprefix("\ufeff"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the record is not JSON ({error.msg} at column {error.colno})") from None
-    except ValueError:  # Python refuses integers of more than 4300 digits
-        raise ValueError("the record is not JSON (a number has more than 4300 digits)") from None
-    except RecursionError:
-        raise ValueError("the record is not JSON (nested too deeply)") from None
-    if callable(keys):
-        return keys(record)
-    found = []
-    for key in keys:
-        value = record.get(key) if isinstance(record, dict) else None
-        if not isinstance(value, str):
-            raise ValueError(f"the record has no text under the key {key!r}")
-        if "\\u" in text or "\\U" in text:
-            _check_pairs(value)
-        found.append(value)
-    return tuple(found)
-
-
-def _check_pairs(value: str) -> None:
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError("the text contains half of a surrogate pair, which is not valid Unicode") from None
-
-
 def texts(
     inputs: Sequence[str] | Sequence[Source],
     key: str = "text",
@@ -364,7 +336,10 @@ def texts(
     on_bad: called with each bad line. Without `on_bad`, the first bad line raises InputError.
     """
     names = [each for each in inputs if isinstance(each, str)]
-    for source in [*(each for each in inputs if isinstance(each, Source)), *(find_files(names) if names else [])]:
+    sources = [each for each in inputs if isinstance(each, Source)]
+    if names:
+        sources += find_files(names)
+    for source in sources:
         for chunk in chunks(source, largest=largest):
             for document in documents(chunk, (key,), largest=largest):
                 if not isinstance(document, BadLine):

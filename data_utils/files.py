@@ -97,22 +97,25 @@ class _Search:
         """Yield `path` if it is a file, else the files below it. Raises InputError for an unreadable folder."""
         # The path that a pattern matches may contain more links than the system can follow, so use the resolved path.
         place = os.path.realpath(path)
+        if not self._is_new(place, path):
+            return
         if not os.path.isdir(place):
-            if self._is_new(place, path):
-                yield path
-        elif self._is_new(place, path):
-            for folder, folders, names in os.walk(path, onerror=_refuse, followlinks=True):
-                _check_folder(folder)
-                folders[:] = [
-                    name
-                    for name in sorted(folders)
-                    if not name.startswith(".")
-                    and self._is_new(os.path.realpath(os.path.join(folder, name)), Path(folder, name))
-                ]
-                for name in sorted(names):
-                    real = os.path.realpath(os.path.join(folder, name))
-                    if not name.startswith(".") and self._is_new(real, Path(folder, name)):
-                        yield Path(folder, name)
+            yield path
+            return
+        for folder, folders, names in os.walk(path, onerror=_refuse, followlinks=True):
+            _check_folder(folder)
+            folders[:] = self._new_of(folder, folders)  # os.walk descends into the folders that remain
+            for name in self._new_of(folder, names):
+                yield Path(folder, name)
+
+    def _new_of(self, folder: str, names: Iterable[str]) -> list[str]:
+        """Return the names in a folder that are neither hidden nor found before, sorted."""
+        found = []
+        for name in sorted(names):
+            real = os.path.realpath(os.path.join(folder, name))
+            if not name.startswith(".") and self._is_new(real, Path(folder, name)):
+                found.append(name)
+        return found
 
     def _is_new(self, real: str, path: Path) -> bool:
         first = self._found.setdefault(real, path)
@@ -165,12 +168,16 @@ def refuse_as_outputs(inputs: Sequence[str], outputs: Sequence[str | None], enco
 
 def _readable(where: str, given: Iterable[Path], say: Callable[[str], None]) -> list[str]:
     """Return the files of supported types in `given` and below its folders, sorted; report skipped files to `say`."""
-    every = sorted(map(str, _existing_files(_find_all(where, given, say))))
-    reports = [path for path in every if _is_report(path)]
+    every = []
+    reports = []
+    for path in sorted(map(str, _existing_files(_find_all(where, given, say)))):
+        if _is_report(path):
+            reports.append(path)
+        else:
+            every.append(path)
     if reports:
         say(f"{where}: skipped {len(reports)} reports of tools/clean_corpus.py ({_abbreviate(reports)})")
-        every = [path for path in every if not _is_report(path)]
-    known = [path for path in every if kind(path)]
+    known = list(filter(kind, every))
     others = [path for path in every if not kind(path)]
     if known and others:
         say(f"{where}: skipped {len(others)} of {len(every)} files of unsupported types ({_abbreviate(others)})")

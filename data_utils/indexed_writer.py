@@ -40,19 +40,24 @@ class IndexedDatasetBuilder:
         suffix: str | None = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        self.prefix, self.dtype = os.fspath(prefix), np.dtype(dtype)
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(dtype)
         Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
         suffix = suffix or f"{process_name()}.tmp"
         self._names = {part: f"{self.prefix}.{part}.{suffix}" for part in ("bin", "sizes", "documents", "idx")}
-        sizes = (state["bytes"], 4 * state["sequences"], 8 * state["documents"]) if state else (None,) * 3
-        digests = state["digests"] if state else (None,) * 3
-        self._tokens, self._sizes, self._documents = (
-            _Log(self._names[part], size, digest)
-            for part, size, digest in zip(("bin", "sizes", "documents"), sizes, digests, strict=True)
-        )
-        self.sequences: int = state["sequences"] if state else 0
-        self.documents: int = state["documents"] if state else 0
+        self.sequences = 0
+        self.documents = 0
         self.checksums: dict[str, Any] = {}
+        bytes_: Sequence[Any] = (None, None, None)
+        digests: Sequence[Any] = (None, None, None)
+        if state:
+            self.sequences = state["sequences"]
+            self.documents = state["documents"]
+            bytes_ = (state["bytes"], 4 * self.sequences, 8 * self.documents)
+            digests = state["digests"]
+        self._tokens = _Log(self._names["bin"], bytes_[0], digests[0])
+        self._sizes = _Log(self._names["sizes"], bytes_[1], digests[1])
+        self._documents = _Log(self._names["documents"], bytes_[2], digests[2])
 
     @property
     def num_tokens(self) -> int:
@@ -104,8 +109,11 @@ class IndexedDatasetBuilder:
             index.write(block)
         end = 0
         for block in self._sizes.blocks():
-            ends = end + np.cumsum(np.frombuffer(block, "<i4"), dtype=np.int64) * self.dtype.itemsize
-            index.write(little(np.concatenate([[end], ends[:-1]]).astype(np.int64)))
+            # Lengths 3, 1, 2 with 2 bytes a token from byte 10: sequences end at 16, 18, 22 and begin at 10, 16, 18.
+            lengths = np.frombuffer(block, "<i4")
+            ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+            begins = np.concatenate([[end], ends[:-1]])
+            index.write(little(begins.astype(np.int64)))
             end = int(ends[-1])
         index.write(little(np.zeros(1, np.int64)))
         for block in self._documents.blocks():
@@ -220,10 +228,9 @@ def fit(ids: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
     if ids.dtype == dtype or not len(ids):
         return ids.astype(dtype, copy=False)
     limits = np.iinfo(dtype)
-    low = int(ids.min())
-    high = int(ids.max())
-    if low < limits.min or high > limits.max:
-        raise ValueError(f"token id {low if low < limits.min else high} does not fit the dtype {dtype} of {where}")
+    for extreme in (int(ids.min()), int(ids.max())):
+        if not limits.min <= extreme <= limits.max:
+            raise ValueError(f"token id {extreme} does not fit the dtype {dtype} of {where}")
     return ids.astype(dtype)
 
 

@@ -43,6 +43,7 @@ EXAMPLES = """\
   python tools/inspect_data.py stages -- --data-stages "0: 0.8 a 0.2 b; 1M: b" --vocab-file tokenizer.model"""
 AT_ONCE = 1 << 22  # tokens checked per block
 PAIR = "path of the pair, without .bin or .idx"
+_PARTS_OF_TRIPLE = tuple(f"_{part}" for part in TRIPLE)  # endings of the pairs of a CPM corpus for T5
 # Sidecar entries that remain valid when corpora are merged or split.
 ABOUT_TOKENS = (
     "tokenizer",
@@ -61,9 +62,12 @@ def sidecar(prefix: str) -> dict[str, Any]:
     # A CPM corpus for T5 has three pairs and a corpus of conversations two, but only one sidecar. To find it, remove
     # the ending, such as _target, that distinguishes the prefixes of the pairs.
     whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
-    path = next((path for path in (place(f"{prefix}.json"), place(f"{whole}.json")) if path.is_file()), None)
-    content: dict[str, Any] = read_json(path, dict) if path else {}
-    return content
+    for name in (prefix, whole):
+        path = place(f"{name}.json")
+        if path.is_file():
+            content: dict[str, Any] = read_json(path, dict)
+            return content
+    return {}
 
 
 def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
@@ -74,7 +78,12 @@ def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
     data = config.data
     if config.objective != "sft" or not data.names_corpora:
         return []
-    return [(prefix, about) for prefix in corpora_of(data.paths) if (about := sidecar(prefix)).get("chat_template")]
+    found = []
+    for prefix in corpora_of(data.paths):
+        about = sidecar(prefix)
+        if about.get("chat_template"):
+            found.append((prefix, about))
+    return found
 
 
 def info(args: argparse.Namespace) -> None:
@@ -109,9 +118,11 @@ def verify(args: argparse.Namespace) -> None:
     A corpus of conversations has two pairs (tokens and loss mask), a CPM corpus for T5 has three, any other corpus one.
     Raises DatasetError with a list of all problems.
     """
-    whole = place(f"{args.prefix}.idx").is_file() or not place(f"{args.prefix}_{TRIPLE[0]}.idx").is_file()
-    prefixes = _with_loss(args.prefix) if whole else [f"{args.prefix}_{part}" for part in TRIPLE]
-    problems = [each for prefix in prefixes for each in _verify(prefix, args)]
+    whole = place(f"{args.prefix}.idx").is_file() or not place(f"{args.prefix}{_PARTS_OF_TRIPLE[0]}.idx").is_file()
+    prefixes = _with_loss(args.prefix) if whole else [f"{args.prefix}{part}" for part in _PARTS_OF_TRIPLE]
+    problems = []
+    for prefix in prefixes:
+        problems += _verify(prefix, args)
     if problems:
         raise DatasetError("; ".join(problems))
 
@@ -120,16 +131,19 @@ def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
     """Return the problems found in a pair; print a confirmation if there are none."""
     indexed = IndexedDataset(prefix)
     about = sidecar(prefix)
-    name = Path(prefix).name
+    is_loss = prefix.endswith(LOSS)
+    is_masked = prefix.endswith(_PARTS_OF_TRIPLE)
+    vocab_size = about.get("vocab_size")
     problems: list[str] = []
     checked = ["lengths", "boundaries"]
+    unchecked = "; there is no sidecar with checksums"
     sums = sums_of(prefix, about)
     if sums:
         problems += find_damage(prefix, sums)
         checked.append("checksums")
-    if sums and len(about["sha256"]) == 1 and about["tokens"] != indexed.num_tokens:
-        problems.append(f"{prefix}.json records {about['tokens']} tokens, but the pair has {indexed.num_tokens}")
-    vocab_size = about.get("vocab_size")
+        unchecked = ""
+        if len(about["sha256"]) == 1 and about["tokens"] != indexed.num_tokens:
+            problems.append(f"{prefix}.json records {about['tokens']} tokens, but the pair has {indexed.num_tokens}")
     if args.vocab_file:
         tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
         vocab_size = tokenizer.vocab_size
@@ -138,13 +152,13 @@ def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
         elif otherwise := other_end(about, tokenizer, args.vocab_file):
             problems.append(f"{prefix}.bin {otherwise}")
         checked.append("tokenizer")
-    vocab_size = None if name.endswith(tuple(f"_{part}" for part in TRIPLE)) else vocab_size
-    problems += _find_bad_ids(indexed, 2 if name.endswith(LOSS) else vocab_size)
+    if is_masked:
+        vocab_size = None
+    problems += _find_bad_ids(indexed, 2 if is_loss else vocab_size)
     checked.append(f"ids below {vocab_size}" if vocab_size else "no negative ids")
-    if not name.endswith((LOSS, *(f"_{part}" for part in TRIPLE))):
+    if not is_loss and not is_masked:
         problems += find_holes(indexed, about.get("eod"))
         checked.append("holes")
-    unchecked = "" if sums else "; there is no sidecar with checksums"
     if not problems:
         print(
             f"{prefix}: {indexed.num_documents:,} documents, {indexed.num_tokens:,} tokens, no problem found "
@@ -155,15 +169,16 @@ def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
 
 def _find_bad_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
     """Return a sentence about the first id that is negative or beyond the vocabulary, if there is one."""
+    why = f"outside the vocabulary of {vocab_size}" if vocab_size else "negative"
     for at in range(0, indexed.num_tokens, AT_ONCE):
         piece = indexed.tokens[at : at + AT_ONCE]
-        bad = np.flatnonzero((piece < 0) | (piece >= vocab_size) if vocab_size else piece < 0)
-        if len(bad):
-            place = at + int(bad[0])
-            found = int(piece[bad[0]])
-            document = int(indexed.document_ends().searchsorted(place, side="right"))
-            why = f"outside the vocabulary of {vocab_size}" if vocab_size else "negative"
-            return [f"{indexed.prefix}.bin, document {document}: token id {found} is {why}"]
+        bad = piece < 0
+        if vocab_size:
+            bad |= piece >= vocab_size
+        if bad.any():
+            first = int(bad.argmax())
+            document = int(indexed.document_ends().searchsorted(at + first, side="right"))
+            return [f"{indexed.prefix}.bin, document {document}: token id {piece[first]} is {why}"]
     return []
 
 
@@ -175,7 +190,9 @@ def decode(args: argparse.Namespace) -> None:
         if not 0 <= d < indexed.num_documents:
             raise ValueError(f"{args.prefix} has documents 0 to {indexed.num_documents - 1}, but no document {d}")
         first, last = indexed.document_index[d : d + 2].tolist()
-        ids = [i for s in range(first, last) for i in indexed[s].tolist()]
+        ids: list[int] = []
+        for sequence in range(first, last):
+            ids += indexed[sequence].tolist()
         print(f"--- document {d}: {len(ids)} tokens")
         print(" ".join(map(str, ids)) if args.ids else tokenizer.decode(ids))
 
@@ -184,41 +201,48 @@ def merge_pairs(args: argparse.Namespace) -> None:
     """Run the command `merge`: concatenate several .bin/.idx pairs into one."""
     prefixes = [*prefixes_of(args.prefixes)]
     abouts = [sidecar(prefix) for prefix in prefixes]
-    prints = {about["fingerprint"] for about in abouts if about}
-    if len(prints) > 1:
-        raise ValueError(
-            f"{', '.join(prefixes)} were made with different tokenizers; preprocess them again with the same tokenizer"
-        )
-    ends = {about["eod"] for about in abouts if "eod" in about and about.get("append_eod", True)}
-    if len(ends) > 1:
-        raise ValueError(
-            f"{', '.join(prefixes)} end their documents with different tokens ({', '.join(map(str, sorted(ends)))}); "
-            f"preprocess them again with the same tokenizer"
-        )
+    known = list(filter(None, abouts))
     pairs = [_with_loss(prefix) for prefix in prefixes]
-    if len({len(each) for each in pairs}) > 1:
-        raise ValueError(
-            f"only some of {', '.join(prefixes)} have a loss mask (PREFIX{LOSS}); merge pairs of the same --objective"
-        )
-    if len({about.get("chat_template") for about in abouts if about}) > 1:
-        raise ValueError(
-            f"{', '.join(prefixes)} were made with different chat templates; "
-            f"preprocess them again with the same chat template"
-        )
-    dates = sorted({about["chat_date"] for about in abouts if about.get("chat_date")})
+    _refuse_unlike(", ".join(prefixes), known, pairs)
+    about = dict(known[0]) if known else {}
+    dates = sorted({each["chat_date"] for each in known if each.get("chat_date")})
+    if dates:
+        about["chat_date"] = dates[-1]
     if len(dates) > 1:
         print(
             f"note: the chat template rendered {len(dates)} different dates in these pairs; "
             f"the new sidecar records the latest, {dates[-1]}"
         )
-    if dates and any(is_undated(about) for about in abouts):
+    if dates and any(map(is_undated, abouts)):
         print(f"note: some pairs record no date of the chat template; the new sidecar records the date {dates[-1]}")
-    builder, *others = (
-        merge(column, f"{args.output}{end}") for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False)
-    )
-    about = next((about for about in abouts if about), {})
-    _write_sidecar([builder, *others], {**about, **({"chat_date": dates[-1]} if dates else {})})
-    print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {args.output}.bin")
+    builders = []
+    for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False):
+        builders.append(merge(column, f"{args.output}{end}"))
+    _complete(builders, about)
+
+
+def _refuse_unlike(names: str, abouts: Sequence[dict[str, Any]], pairs: Sequence[Sequence[str]]) -> None:
+    """Raise ValueError if corpora cannot be merged.
+
+    names: their prefixes, for messages. abouts: their sidecars. pairs: the prefixes of each corpus's pairs.
+    """
+    if len({about["fingerprint"] for about in abouts}) > 1:
+        raise ValueError(f"{names} were made with different tokenizers; preprocess them again with the same tokenizer")
+    ends = set()
+    for about in abouts:
+        if "eod" in about and about.get("append_eod", True):
+            ends.add(about["eod"])
+    if len(ends) > 1:
+        raise ValueError(
+            f"{names} end their documents with different tokens ({', '.join(map(str, sorted(ends)))}); "
+            f"preprocess them again with the same tokenizer"
+        )
+    if len(set(map(len, pairs))) > 1:
+        raise ValueError(f"only some of {names} have a loss mask (PREFIX{LOSS}); merge pairs of the same --objective")
+    if len({about.get("chat_template") for about in abouts}) > 1:
+        raise ValueError(
+            f"{names} were made with different chat templates; preprocess them again with the same chat template"
+        )
 
 
 def split_pair(args: argparse.Namespace) -> None:
@@ -226,20 +250,17 @@ def split_pair(args: argparse.Namespace) -> None:
     if not args.output and is_url(args.prefix):
         raise ValueError(f"{args.prefix} is in object storage; give --output, a path on this machine")
     indexed = IndexedDataset(args.prefix)
-    parts = split_documents(parse_split(args.split), indexed.num_documents)
-    wanted = [
-        (documents, f"{args.output or args.prefix}_{name}")
-        for documents, name in zip(parts, PARTS, strict=True)
-        if len(documents)
-    ]
-    ranges = [documents for documents, _ in wanted]
-    made = [
-        split(prefix, ranges, [name + end for _, name in wanted])
-        for prefix, end in zip(_with_loss(args.prefix), ("", LOSS), strict=False)
-    ]
-    for builder, *others in zip(*made, strict=True):
-        _write_sidecar([builder, *others], sidecar(args.prefix))
-        print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {builder.prefix}.bin")
+    ranges = []
+    outputs = []
+    for documents, name in zip(split_documents(parse_split(args.split), indexed.num_documents), PARTS, strict=True):
+        if len(documents):
+            ranges.append(documents)
+            outputs.append(f"{args.output or args.prefix}_{name}")
+    made = []
+    for prefix, end in zip(_with_loss(args.prefix), ("", LOSS), strict=False):
+        made.append(split(prefix, ranges, [output + end for output in outputs]))
+    for builders in zip(*made, strict=True):
+        _complete(builders, sidecar(args.prefix))
 
 
 def drop_documents(args: argparse.Namespace) -> None:
@@ -248,18 +269,18 @@ def drop_documents(args: argparse.Namespace) -> None:
         raise ValueError(f"--output {args.output} is the given pair; choose another name")
     sources = _with_loss(args.prefix)
     builders = [drop(source, args.documents, args.output + source.removeprefix(args.prefix)) for source in sources]
-    _write_sidecar(builders, sidecar(args.prefix))
-    print(f"{builders[0].documents} documents, {builders[0].num_tokens} tokens -> {args.output}.bin")
+    _complete(builders, sidecar(args.prefix))
 
 
-def _write_sidecar(builders: Sequence[IndexedDatasetBuilder], about: dict[str, Any]) -> None:
-    """Write one sidecar for all .bin/.idx pairs of a corpus, such as the tokens and their loss mask."""
+def _complete(builders: Sequence[IndexedDatasetBuilder], about: dict[str, Any]) -> None:
+    """Write one sidecar for all .bin/.idx pairs of a corpus, such as the tokens and their loss mask; report them."""
     builder = builders[0]
     content = {key: about[key] for key in ABOUT_TOKENS if key in about}
     if content:
-        counts = {"documents": builder.documents, "sequences": builder.sequences, "tokens": builder.num_tokens}
-        content |= counts | {"sha256": {Path(each.prefix).name: each.checksums for each in builders}}
+        content |= {"documents": builder.documents, "sequences": builder.sequences, "tokens": builder.num_tokens}
+        content["sha256"] = {Path(each.prefix).name: each.checksums for each in builders}
         write_json(f"{builder.prefix}.json", content)
+    print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {builder.prefix}.bin")
 
 
 def stages(args: argparse.Namespace) -> None:
@@ -274,10 +295,12 @@ def stages(args: argparse.Namespace) -> None:
     config = config_of(args.run_dir) if args.run_dir else parse_of_any_family(args.flags)
     iterations = Iterations(config, Path(args.run_dir) if args.run_dir else None)
     samples = args.samples or iterations.total
-    plan = stage_plan.plan_of(datasets_of(config)[1][0], config, samples)
+    _, (dataset, *_) = datasets_of(config)
+    plan = stage_plan.plan_of(dataset, config, samples)
     print(stage_plan.table(stage_plan.uses(plan)))
     if not args.samples:
-        whose = "the run" if iterations.logged or config.train.batch_size_schedule else "one replica"
+        sized = iterations.logged or config.train.batch_size_schedule
+        whose = "the run" if sized else "one replica"
         print(f"for {samples:,} samples, those of {whose}; --samples gives another number")
     if args.png:
         stage_plan.draw(plan, Path(args.png))

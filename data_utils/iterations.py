@@ -1,6 +1,7 @@
 """Iterations of a run and the numbers of their samples, from its settings and the metrics that it has logged."""
 
 from bisect import bisect_right
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,26 +28,31 @@ class Iterations:
 
     def __init__(self, config: Config, run_dir: Path | None) -> None:
         rows = _rows(run_dir / "metrics.jsonl") if run_dir else [(0, 0)]
+        train = config.train
         self.logged = rows[-1][0]
-        given = config.train.batch_size_schedule
-        sizes = []
-        for (i, n), (j, m) in zip(rows, rows[1:], strict=False):
-            sizes.append(config.batches(1) if given else BatchSchedule((0,), (max((m - n) // (j - i), 1),)))
-        sizes.append(sizes[-1] if sizes else config.batches(1))
-        self._anchors = [_Anchor(i, n, size) for (i, n), size in zip(rows, sizes, strict=True)]
-        last = self._anchors[-1]
-        self.total = last.batches.after(last.samples, max(config.train.train_iters - last.iteration, 0))
-        t = config.train
-        self._skips = Skips(parse_ranges(t.skip_iterations or ()), parse_ranges(t.skip_samples or ()))
+        self._anchors: list[_Anchor] = []
+        batches = config.batches(1)
+        for (iteration, samples), (next_iteration, next_samples) in pairwise(rows):
+            if not train.batch_size_schedule:
+                size = (next_samples - samples) // (next_iteration - iteration)
+                batches = BatchSchedule((0,), (max(size, 1),))
+            self._anchors.append(_Anchor(iteration, samples, batches))
+        last = _Anchor(*rows[-1], batches)
+        self._anchors.append(last)
+        left = max(train.train_iters - last.iteration, 0)
+        self.total = batches.after(last.samples, left)
+        self._skips = Skips(parse_ranges(train.skip_iterations or ()), parse_ranges(train.skip_samples or ()))
 
     def of_sample(self, n: int) -> int:
         """Return the iteration that trains on sample n."""
-        at = self._anchors[bisect_right(self._anchors, n, key=lambda each: each.samples) - 1]
+        number = bisect_right(self._anchors, n, key=lambda each: each.samples)
+        at = self._anchors[number - 1]
         return at.iteration + at.batches.iterations(at.samples, n) + 1
 
     def samples(self, iteration: int) -> range:
         """Return the numbers of the samples of an iteration."""
-        at = self._anchors[bisect_right(self._anchors, iteration - 1, key=lambda each: each.iteration) - 1]
+        number = bisect_right(self._anchors, iteration - 1, key=lambda each: each.iteration)
+        at = self._anchors[number - 1]
         first = at.batches.after(at.samples, iteration - 1 - at.iteration)
         return range(first, first + at.batches.size_at(first))
 
@@ -58,9 +64,11 @@ class Iterations:
 
 def _rows(path: Path) -> list[tuple[int, int]]:
     """Return (iteration, consumed samples) of the training rows of a metrics.jsonl, in order, after (0, 0)."""
+    if not path.is_file():
+        return [(0, 0)]
     found = {0: 0}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        row = row_of(line)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for row in map(row_of, text.splitlines()):
         if row and row.get("split") == "train":
             found[row["iteration"]] = row["consumed_samples"]
     return sorted(found.items())

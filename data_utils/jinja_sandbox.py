@@ -48,14 +48,16 @@ def refuse_large(operator: str, left: Any, right: Any) -> None:
     """
     if operator == "%" and isinstance(left, str) and re.search(r"\d{6}|%[^a-zA-Z%]*\*", left):
         raise EndlessTemplate(f"the chat template uses the format {left[:40]!r}, whose result has no length limit")
-    bits = max((value.bit_length() for value in (left, right) if isinstance(value, int)), default=0)
-    if operator == "**" and isinstance(left, int) and isinstance(right, int):
+    numbers = [value for value in (left, right) if isinstance(value, int)]
+    bits = max(map(int.bit_length, numbers), default=0)
+    if operator == "**" and len(numbers) == 2:
         bits = left.bit_length() * right if abs(left) > 1 else 0
     if bits > MOST_BITS:
         raise EndlessTemplate(f"the chat template computes a number of {bits} bits, which is too large")
     sizes = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple, bytes))]
-    counts = [value for value in (left, right) if isinstance(value, int)]
-    items = sizes[0] * counts[0] if operator == "*" and sizes and counts else sum(sizes)
+    items = sum(sizes)
+    if operator == "*" and sizes and numbers:
+        items = sizes[0] * numbers[0]
     if items > MOST_ITEMS:
         raise EndlessTemplate(f"the chat template creates a string or list of {items} elements, which is too long")
 

@@ -19,15 +19,16 @@ def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
     Raises DatasetError if the dtypes of the pairs differ.
     """
     opened = [IndexedDataset(prefix) for prefix in prefixes]
+    first = opened[0]
     for each in opened[1:]:
-        if each.dtype != opened[0].dtype:
+        if each.dtype != first.dtype:
             raise DatasetError(
-                f"{each.prefix}.bin contains {each.dtype}, but {opened[0].prefix}.bin contains {opened[0].dtype}; "
+                f"{each.prefix}.bin contains {each.dtype}, but {first.prefix}.bin contains {first.dtype}; "
                 f"preprocess one of the two corpora again"
             )
     if Path(output).resolve() in {place(prefix).resolve() for prefix in prefixes}:
         raise DatasetError(f"--output {output} is one of the pairs to be merged; choose another name")
-    with IndexedDatasetBuilder(output, opened[0].dtype) as builder:
+    with IndexedDatasetBuilder(output, first.dtype) as builder:
         for each in opened:
             copy(each, range(each.num_documents), builder)
     return builder

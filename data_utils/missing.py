@@ -12,10 +12,10 @@ from .files import absent
 def refuse_missing(args: argparse.Namespace) -> None:
     """Raise MissingFiles if two or more of the paths in --input, --vocab-file and --load do not exist."""
     given = vars(args)
-    words = given.get("input")
-    problems = [
-        f"there is no file {name}" for name in absent(words if isinstance(words, list) else [words] if words else [])
-    ]
+    inputs = given.get("input") or []
+    if not isinstance(inputs, list):
+        inputs = [inputs]
+    problems = [f"there is no file {name}" for name in absent(inputs)]
     if isinstance(given.get("vocab_file"), str):
         try:
             file_of(given["vocab_file"])

@@ -10,32 +10,30 @@ import contextlib
 import itertools
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from data_utils.chat_encoder import ChatEncoder
-from data_utils.chat_templates import Piece, messages_of
-from data_utils.indexed_writer import IndexedDatasetBuilder, fit
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.config.fields import describe
-from megatron.data.cpm_masking import PARTS, mask_document
+from megatron.data.cpm_masking import PARTS
 from megatron.data.indexed_dataset import LOSS, best_dtype
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import KINDS
 
 from . import chats
+from .chunk_tokens import Tokens, start_worker, tokenize
 from .cli import Parser, input_flags, local_path, max_document_bytes, run, unreadable, worker_flags, write_json
-from .documents import CHUNK_BYTES, Chunk, chunks, documents
-from .draws import DRAWS, draw_of
+from .documents import CHUNK_BYTES, Chunk, chunks
+from .draws import draw_of
 from .files import Source, find_files, is_compressed, kind
 from .journal import Journal
 from .parallel import ordered_map
 from .progress import Progress
 from .records import other_columns
-from .sentences import split_sentences
-from .streams import BadLine, InputError
+from .streams import InputError
 
 EXAMPLES = """\
   python tools/preprocess_data.py --input corpus.jsonl --vocab-file tokenizer.model --output-prefix data/corpus
@@ -50,102 +48,6 @@ EXAMPLES = """\
       --output-prefix data/chats
       writes data/chats_sft and data/chats_sft_loss; train with --objective sft --data-path data/chats_sft"""
 JOURNAL_SECONDS = 10.0
-
-
-class Part(NamedTuple):
-    """Tokens of one chunk for one of the output pairs."""
-
-    ids: NDArray[Any]  # all tokens, concatenated
-    lengths: NDArray[np.int32]  # number of tokens of each sequence
-    sequences: NDArray[np.int32]  # number of sequences of each document
-
-
-class Tokens(NamedTuple):
-    """The tokens of one chunk, as a worker process returns them."""
-
-    parts: list[Part]
-    bad: list[BadLine]
-    empty: int
-    source_bytes: int
-
-
-class _Worker:
-    """Settings of a worker process, set once when it starts."""
-
-    args: argparse.Namespace
-    tokenizer: Tokenizer
-    start: NDArray[np.int32]
-    eod: NDArray[np.int32]
-    take: Any  # the record's keys to tokenize, or a function that extracts a conversation from a record
-    chat: ChatEncoder
-
-
-def _start_worker(args: argparse.Namespace) -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the worker processes already use all cores
-    _Worker.args, _Worker.tokenizer = args, load_tokenizer(args.vocab_file, args.tokenizer_type)
-    _Worker.start = np.array(_Worker.tokenizer.start, dtype=np.int32)
-    _Worker.eod = np.array([_Worker.tokenizer.eod] if args.append_eod else [], dtype=np.int32)
-    _Worker.take = args.keys
-    if args.objective == "sft":
-        template = chats.template_of(args, _Worker.tokenizer)
-        _Worker.take = lambda record: template.pieces(messages_of(record))
-        _Worker.chat = ChatEncoder(_Worker.tokenizer, args.append_eod)
-
-
-def tokenize(chunk: Chunk) -> Tokens:
-    """Read and encode one chunk in a worker process."""
-    args = _Worker.args
-    found = list(documents(chunk, _Worker.take, args.seed, max_document_bytes(args), DRAWS[args.draw]))
-    bad = [each for each in found if isinstance(each, BadLine)]
-    good = [each for each in found if not isinstance(each, BadLine) and all(each)]
-    parts: list[Part] = _conversations(good) if args.objective == "sft" else []
-    for column in range(len(args.keys)) if args.objective != "sft" else ():
-        texts = [document[column] for document in good]
-        parts += _masked(chunk, texts) if args.objective == "cpm-t5" else [_encoded(texts)]
-    return Tokens(parts, bad, len(found) - len(bad) - len(good), chunk.length)
-
-
-def _encoded(texts: list[str]) -> Part:
-    split = [split_sentences(text) for text in texts] if _Worker.args.split_sentences else [[text] for text in texts]
-    encoded = _Worker.tokenizer.encode_batch([piece for pieces in split for piece in pieces])
-    counts = np.array([len(pieces) for pieces in split], dtype=np.int32)
-    if len(_Worker.eod):
-        for last in np.cumsum(counts) - 1:
-            encoded[last] = np.append(encoded[last], _Worker.eod)
-    if len(_Worker.start):
-        for first in np.cumsum(counts) - counts:
-            encoded[first] = np.append(_Worker.start, encoded[first])
-    ids = np.concatenate(encoded) if encoded else np.empty(0, np.int32)
-    dtype = np.dtype(best_dtype(_Worker.tokenizer.vocab_size))
-    return Part(fit(ids, dtype, "the output"), np.array([len(part) for part in encoded], dtype=np.int32), counts)
-
-
-def _conversations(found: list[tuple[Piece, ...]]) -> list[Part]:
-    """Return the tokens of conversations and the loss mask of these tokens, as two parts."""
-    ids, counts, lengths = chats.encode(_Worker.chat, found)
-    dtype, ones = np.dtype(best_dtype(_Worker.tokenizer.vocab_size)), np.ones(len(found), dtype=np.int32)
-    return [Part(fit(ids, dtype, "the output"), lengths, ones), Part(counts, lengths, ones)]
-
-
-def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
-    """Mask spans for CPM's T5, seeded by each document's position; return contexts, targets and target offsets."""
-    args, tokenizer = _Worker.args, _Worker.tokenizer
-    made: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
-    for number, ids in enumerate(tokenizer.encode_batch(texts)):
-        seed = (args.seed, chunk.source.number, chunk.start, number)
-        whole = np.append(ids, _Worker.eod)
-        masked = mask_document(whole, tokenizer.vocab_size, args.noise_density, args.mean_span_length, seed)
-        for part, piece in zip(made, masked, strict=True):
-            part.append(piece)
-    return [
-        Part(
-            # Sentinel ids follow the vocabulary, and a document may have any number of spans, so ids need int32.
-            fit(np.concatenate(pieces), np.dtype(np.int32), "the output") if pieces else np.empty(0, np.int32),
-            np.array([len(piece) for piece in pieces], dtype=np.int32),
-            np.ones(len(pieces), dtype=np.int32),
-        )
-        for pieces in made
-    ]
 
 
 def main(args: argparse.Namespace) -> None:
@@ -195,41 +97,46 @@ def _check(args: argparse.Namespace) -> None:
 
 def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return all inputs and settings that determine the output; a journal identifies its job by them."""
-    files = [(*source, os.stat(source.path).st_size, os.stat(source.path).st_mtime_ns) for source in sources]
+    files = []
+    columns = {}
+    for source in sources:
+        about = os.stat(source.path)
+        files.append((*source, about.st_size, about.st_mtime_ns))
+        if kind(source.path) == ".parquet":
+            columns[source.path] = other_columns(source.path)
     ignored = ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}
     settings |= chats.sidecar_entries(args, tokenizer)
     settings.pop("chat_date")  # a job may be resumed on another day, so the default date must not identify it
-    settings |= {"chat_date": args.chat_date} if args.chat_date else {}
+    if args.chat_date:
+        settings["chat_date"] = args.chat_date
     job = {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
     # A chunk contains only the columns that are read, so the choice of columns determines where chunks end.
-    columns = {source.path: other_columns(source.path) for source in sources if kind(source.path) == ".parquet"}
-    return {**job, "columns": columns} if any(columns.values()) else job
+    if any(columns.values()):
+        job["columns"] = columns
+    return job
 
 
 def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output", journal: Journal) -> None:
     """Tokenize the chunks that the journal does not list as done."""
     done = output.count["chunks"]
-    pending = itertools.islice(
-        (c for source in sources for c in chunks(source, largest=max_document_bytes(args))), done, None
-    )
-    any_stream = any(is_compressed(source.path) or kind(source.path) == ".parquet" for source in sources)
-    total = None if any_stream else sum(os.path.getsize(source.path) for source in sources)
+    pending = itertools.islice(_all_chunks(args, sources), done, None)
     progress = Progress[bytes](
-        total=total, initial=output.count["source_bytes"], unit="B", unit_scale=True, desc="tokenizing",
-        disable=args.quiet,
+        total=_total_bytes(sources), initial=output.count["source_bytes"], unit="B", unit_scale=True,
+        desc="tokenizing", disable=args.quiet,
     )  # fmt: skip
     if done:
         print(f"resuming after {output.count['documents']} documents")
-    begin, saved = output.count["tokens"], time.monotonic()
+    begin = output.count["tokens"]
+    saved = time.monotonic()
     with progress:
-        for tokens in ordered_map(tokenize, pending, args.workers, _start_worker, (args,), args.ray):
+        for tokens in ordered_map(tokenize, pending, args.workers, start_worker, (args,), args.ray):
             if tokens.bad and args.on_error == "stop":
                 raise unreadable(tokens.bad[0])
             output.add(tokens)
             progress.update(tokens.source_bytes)
-            elapsed = max(progress.elapsed, 1e-9)
-            progress.set_note(f"{(output.count['tokens'] - begin) / elapsed / 1e3:.0f}k tokens/s")
+            rate = (output.count["tokens"] - begin) / max(progress.elapsed, 1e-9)
+            progress.set_note(f"{rate / 1e3:.0f}k tokens/s")
             if time.monotonic() - saved > JOURNAL_SECONDS:
                 output.save(journal)
                 saved = time.monotonic()
@@ -238,45 +145,78 @@ def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output",
         raise InputError(f"no text in {', '.join(args.input)}")
 
 
+def _all_chunks(args: argparse.Namespace, sources: list[Source]) -> Iterator[Chunk]:
+    for source in sources:
+        yield from chunks(source, largest=max_document_bytes(args))
+
+
+def _total_bytes(sources: list[Source]) -> int | None:
+    """Return the bytes that all chunks have together, None if a file is compressed or holds columns."""
+    total = 0
+    for source in sources:
+        if is_compressed(source.path) or kind(source.path) == ".parquet":
+            return None
+        total += os.path.getsize(source.path)
+    return total
+
+
 class _Output:
     """Writer of all output pairs, with counts of what was read and written."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
-        self.args, self.tokenizer = args, tokenizer
+        self.args = args
+        self.tokenizer = tokenizer
+        self.sft = args.objective == "sft"
         level = "sentence" if args.split_sentences else "document"
         self.prefixes = [f"{args.output_prefix}_{key}_{level}" for key in args.keys]
-        masks, self.sft = args.objective == "cpm-t5", args.objective == "sft"
-        self.names = [f"{p}_{part}" for p in self.prefixes for part in PARTS] if masks else self.prefixes
-        dtypes: list[Any] = [np.int32 if masks else best_dtype(tokenizer.vocab_size)] * len(self.names)
+        dtypes: dict[str, Any] = {"": best_dtype(tokenizer.vocab_size)}  # of the pairs of a prefix, by their endings
         if self.sft:
             self.prefixes = [f"{args.output_prefix}_sft"]
-            self.names, dtypes = [self.prefixes[0], self.prefixes[0] + LOSS], [*dtypes, np.uint8]
-        for name in self.names:
-            if state and not os.path.exists(f"{name}.bin.part"):
-                if not os.path.exists(f"{name}.bin"):
-                    raise ValueError(
-                        f"{name}.bin.part is missing; delete {args.output_prefix}.part.json to start again"
-                    )
-                state = {}  # the earlier run was killed while it renamed its files, so start again
-        states = state.get("builders", [None] * len(self.names))
-        self.builders = [
-            IndexedDatasetBuilder(name, dtype, "part", state)
-            for name, dtype, state in zip(self.names, dtypes, states, strict=True)
-        ]
+            dtypes[LOSS] = np.uint8
+        elif args.objective == "cpm-t5":
+            dtypes = {f"_{part}": np.int32 for part in PARTS}
+        pairs = [(prefix + ending, dtype) for prefix in self.prefixes for ending, dtype in dtypes.items()]
+        self.names = [name for name, _ in pairs]
+        if not self._is_usable(state):
+            state = {}
+        states = state.get("builders", [None] * len(pairs))
+        self.builders = []
+        for (name, dtype), builder in zip(pairs, states, strict=True):
+            self.builders.append(IndexedDatasetBuilder(name, dtype, "part", builder))
         zero = dict.fromkeys(("chunks", "source_bytes", "documents", "tokens", "targets", "bad_lines", "empty"), 0)
         self.count: dict[str, int] = {**zero, **state.get("count", {})}
         self._journaled = self.count["documents"]
         self._whole = True  # false while a chunk is being added
 
+    def _is_usable(self, state: dict[str, Any]) -> bool:
+        """Return whether the earlier run left all files; False if it was killed while it renamed them.
+
+        Raises ValueError if a file was deleted.
+        """
+        if not state:
+            return False
+        for name in self.names:
+            if os.path.exists(f"{name}.bin.part"):
+                continue
+            if not os.path.exists(f"{name}.bin"):
+                raise ValueError(
+                    f"{name}.bin.part is missing; delete {self.args.output_prefix}.part.json to start again"
+                )
+            return False
+        return True
+
     def add(self, tokens: Tokens) -> None:
         self._whole = False
         for builder, part in zip(self.builders, tokens.parts, strict=True):
             builder.add_batch(*part)
+        counted = tokens.parts
+        if self.sft:
+            counted = tokens.parts[:1]  # without the loss mask
+            self.count["targets"] += int(tokens.parts[1].ids.sum())
         self.count["chunks"] += 1
         self.count["source_bytes"] += tokens.source_bytes
         self.count["documents"] += len(tokens.parts[0].sequences)
-        self.count["tokens"] += sum(len(part.ids) for part in tokens.parts[: 1 if self.sft else None])
-        self.count["targets"] += int(tokens.parts[1].ids.sum()) if self.sft else 0
+        self.count["tokens"] += sum(len(part.ids) for part in counted)
         self.count["bad_lines"] += len(tokens.bad)
         self.count["empty"] += tokens.empty
         self._whole = True
@@ -303,18 +243,17 @@ class _Output:
         for builder in self.builders:
             builder.prepare()
         for prefix in self.prefixes:
-            _write_sidecar(
-                prefix, self.tokenizer, self.args, [b for b in self.builders if b.prefix.startswith(prefix)], self.count
-            )
+            builders = [builder for builder in self.builders if builder.prefix.startswith(prefix)]
+            _write_sidecar(prefix, self.tokenizer, self.args, builders, self.count)
         for builder in self.builders:
             builder.publish()
-        skipped = f", {self.count['bad_lines']} unreadable and {self.count['empty']} empty documents skipped"
-        learned = f", {self.count['targets']} of which count in the loss" if self.sft else ""
-        print(
-            f"{self.count['documents']} documents, {self.count['tokens']} tokens{learned} -> "
-            + ", ".join(f"{name}.bin" for name in self.names)
-            + skipped * bool(self.count["bad_lines"] or self.count["empty"])
-        )
+        summary = f"{self.count['documents']} documents, {self.count['tokens']} tokens"
+        if self.sft:
+            summary += f", {self.count['targets']} of which count in the loss"
+        summary += " -> " + ", ".join(f"{name}.bin" for name in self.names)
+        if self.count["bad_lines"] or self.count["empty"]:
+            summary += f", {self.count['bad_lines']} unreadable and {self.count['empty']} empty documents skipped"
+        print(summary)
 
     def abort(self) -> None:
         for builder in self.builders:
@@ -329,6 +268,9 @@ def _write_sidecar(
     count: dict[str, int],
 ) -> None:
     """Write the sidecar PREFIX.json; training and tools/inspect_data.py check the data against its contents."""
+    tokens = sum(builder.num_tokens for builder in builders)
+    if args.objective == "sft":
+        tokens = count["tokens"]  # without the loss mask
     content = {
         "tokenizer": tokenizer.name,
         "fingerprint": tokenizer.fingerprint,
@@ -338,7 +280,7 @@ def _write_sidecar(
         **chats.sidecar_entries(args, tokenizer),
         "documents": count["documents"],
         "sequences": builders[0].sequences,
-        "tokens": count["tokens"] if args.objective == "sft" else sum(builder.num_tokens for builder in builders),
+        "tokens": tokens,
         "bad_lines": count["bad_lines"],
         "empty": count["empty"],
         "sha256": {Path(builder.prefix).name: builder.checksums for builder in builders},

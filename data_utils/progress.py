@@ -53,12 +53,15 @@ class Progress(Generic[T]):
         """Report `count` more units as done."""
         self._done += count
         self._bar.update(count)
-        if self._plain and time.monotonic() - self._printed >= EVERY:
-            self._printed = time.monotonic()
-            of = f" of {tqdm.format_sizeof(self._total)} ({self._done / self._total:.0%})" if self._total else ""
-            note = f", {self._note}" if self._note else ""
-            done = f"{tqdm.format_sizeof(self._done)}{of} {self._unit.strip()}"
-            print(f"{self._desc}: {done} in {self.elapsed:.0f} s{note}", file=sys.stderr, flush=True)
+        if not self._plain or time.monotonic() - self._printed < EVERY:
+            return
+        self._printed = time.monotonic()
+        done = tqdm.format_sizeof(self._done)
+        if self._total:
+            done += f" of {tqdm.format_sizeof(self._total)} ({self._done / self._total:.0%})"
+        note = f", {self._note}" if self._note else ""
+        message = f"{self._desc}: {done} {self._unit.strip()} in {self.elapsed:.0f} s{note}"
+        print(message, file=sys.stderr, flush=True)
 
     def set_note(self, note: str) -> None:
         """Set the text shown beside the progress."""

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 # Typical results of UTF-8 decoded as Latin-1 or GBK, and of GBK decoded as another encoding.
 _BROKEN = re.compile(r"\ufffd|锟斤拷|烫烫烫|屯屯屯|[ÃÂ][\u0080-\u00bf]|â€[œ\u009d™˜”]|ï»¿|[æåçè][\u0080-\u00bf]{2}")
@@ -42,16 +42,16 @@ def is_misread(text: str) -> bool:
     Detects UTF-8 decoded as GB18030, and GB18030 decoded as Latin-1, Big5 or UTF-8. Such text becomes Chinese when
     it is encoded again and decoded correctly. If invalid bytes were dropped, a mixture of many scripts remains.
     """
-    if sum(map(len, _LATIN.findall(text[:20_000]))) >= 20 and _is_han(
-        "".join(_LATIN.findall(text)), "latin-1", "gb18030"
-    ):
-        return True
-    parts: list[str] = []
+    if sum(map(len, _LATIN.findall(text[:20_000]))) >= 20:
+        latin = "".join(_LATIN.findall(text))
+        if _is_han(latin, "latin-1", "gb18030"):
+            return True
+    sample = ""
     for found in _NON_ASCII.finditer(text):
-        parts.append(found[0])
-        if sum(map(len, parts)) > EXAMINED:
+        sample += found[0]
+        if len(sample) > EXAMINED:
             break
-    sample = "".join(parts)[:EXAMINED]
+    sample = sample[:EXAMINED]
     return _is_han(sample, "gb18030", "utf-8") or _becomes_common(sample) or _is_mixed(text)
 
 
@@ -60,7 +60,8 @@ def _is_han(text: str, read_as: str, was: str) -> bool:
         return False
     decoded = text.encode(read_as, "replace").decode(was, "replace")
     han = sum("\u4e00" <= char <= "\u9fa5" or char in "，。、：；！？“”（）《》" for char in decoded)
-    return han > 4 and decoded.count("\ufffd") + decoded.count("?") < 0.5 * len(decoded) and 2 * han > len(decoded)
+    invalid = decoded.count("\ufffd") + decoded.count("?")
+    return han > 4 and invalid < 0.5 * len(decoded) and 2 * han > len(decoded)
 
 
 def _becomes_common(text: str) -> bool:
@@ -69,19 +70,27 @@ def _becomes_common(text: str) -> bool:
     In such a text, common Chinese characters are rare. They become frequent when the text is encoded to Big5 again and
     decoded as GB18030.
     """
-    if len(text) < 20 or sum(char in _COMMON for char in text) > 0.03 * len(text):
+    if len(text) < 20 or _common_characters(text) > 0.03 * len(text):
         return False
     decoded = text.encode("big5", "replace").decode("gb18030", "replace")
-    return sum(char in _COMMON for char in decoded) > 0.15 * len(decoded)
+    return _common_characters(decoded) > 0.15 * len(decoded)
+
+
+def _common_characters(text: str) -> int:
+    return sum(char in _COMMON for char in text)
 
 
 def _is_mixed(text: str) -> bool:
     """Return True if much of the text mixes four or more scripts of two-byte UTF-8 characters, as no language does."""
-    found = _TWO_BYTES.findall(text[:20_000])
-    if len(found) < 20 or len(found) < 0.2 * len(text[:20_000]):
+    head = text[:20_000]
+    found = _TWO_BYTES.findall(head)
+    if len(found) < max(20, 0.2 * len(head)):
         return False
-    counts: list[int] = [sum(low <= char < high for char in found) for low, high in pairwise(_SCRIPTS)]
-    return sum(count > 0.05 * len(found) for count in counts) >= 4
+    frequent = 0
+    for low, high in pairwise(_SCRIPTS):
+        count = sum(low <= char < high for char in found)
+        frequent += count > 0.05 * len(found)
+    return frequent >= 4
 
 
 def html_characters(text: str) -> int:
@@ -94,11 +103,12 @@ def html_characters(text: str) -> int:
 
 def encoded_characters(text: str) -> int:
     """Return the number of characters in base64 or similar data: long runs of digits and letters of both cases."""
-    return sum(
-        len(found[0])
-        for found in _ENCODED.finditer(text)
-        if any(map(str.isdigit, found[0])) and any(map(str.isupper, found[0])) and any(map(str.islower, found[0]))
-    )
+    total = 0
+    for found in _ENCODED.finditer(text):
+        run = found[0]
+        if any(map(str.isdigit, run)) and any(map(str.isupper, run)) and any(map(str.islower, run)):
+            total += len(run)
+    return total
 
 
 def url_characters(text: str) -> int:
@@ -133,10 +143,9 @@ def looks_like_code(lines: Sequence[str]) -> bool:
 
 def collapse_lines(lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines, with three or more equal consecutive lines reduced to one."""
-    row: list[str] = []
-    for line in lines:
-        if row and line != row[0]:
-            yield from row if len(row) < 3 or not row[0].strip() else row[:1]
-            row = []
-        row.append(line)
-    yield from row if len(row) < 3 or not row or not row[0].strip() else row[:1]
+    for line, group in groupby(lines):
+        row = list(group)
+        if len(row) < 3 or not line.strip():
+            yield from row
+        else:
+            yield line

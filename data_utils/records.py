@@ -95,19 +95,17 @@ def _csv_rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLi
         except csv.Error as error:
             if header is None:
                 raise InputError(f"{path}, line {lines.first}: the header is not valid CSV ({error})") from None
-            if lines.size > largest:
-                lines.skip_record()
-                yield BadLine(path, lines.first, too_long(largest, "a line break outside quotes"))
-            else:
+            if lines.size <= largest:
                 yield BadLine(path, lines.first, f"not CSV ({error})")
-            continue
+                continue
+            lines.skip_record()
         if lines.size > largest:
             yield BadLine(path, lines.first, too_long(largest, "a line break outside quotes"))
         elif header is None:
             header = row or None
-            if len(set(row)) < len(row):
-                twice = next(name for name in row if row.count(name) > 1)
-                raise InputError(f"{path}, line {lines.first}: the header lists the column {twice!r} more than once")
+            for name in row:
+                if row.count(name) > 1:
+                    raise InputError(f"{path}, line {lines.first}: the header lists the column {name!r} more than once")
         elif len(row) == len(header):
             record = json.dumps(dict(zip(header, row, strict=True)), ensure_ascii=False)
             yield lines.first, record.encode("utf-8", "surrogateescape")
@@ -158,7 +156,7 @@ def _leaves(types: Any, column: Any) -> Iterator[Any]:
     if types.is_struct(column):
         for field in column:
             yield from _leaves(types, field.type)
-    elif any(test(column) for test in lists) or types.is_dictionary(column):
+    elif types.is_dictionary(column) or any(test(column) for test in lists):
         yield from _leaves(types, column.value_type)
     else:
         yield column
@@ -186,7 +184,11 @@ def other_columns(path: str) -> list[str]:
     """
     pyarrow = _pyarrow(path)
     plain = (pyarrow.string(), pyarrow.large_string())
-    return [f.name for f in _schema(path) if _is_readable(pyarrow.types, f.type) and f.type not in plain]
+    found = []
+    for field in _schema(path):
+        if field.type not in plain and _is_readable(pyarrow.types, field.type):
+            found.append(field.name)
+    return found
 
 
 def _schema(path: str) -> Any:
@@ -202,6 +204,7 @@ _BETWEEN = re.compile(r"[ \t\r\n,]*")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _MARKS = re.compile(r'\\.|["\n\[\]{},]', re.DOTALL)
 _DEPTH = {"[": 1, "{": 1, "]": -1, "}": -1, ",": 0}
+_DECODER = json.JSONDecoder()
 _NEAR = 16  # characters; a parse error this close to the window's end may only mean that an item is incomplete
 
 
@@ -221,33 +224,21 @@ class _Array:
     def items(self) -> Iterator[Record | BadLine]:
         self._skip(_SPACE)
         self._move(self._at + 1)  # skip the bracket that is_array found
-        parse = json.JSONDecoder().raw_decode
         while self._skip(_BETWEEN):
             if self._held[self._at] == "]":
                 self._move(self._at + 1)
                 if self._skip(_SPACE):
                     yield BadLine(self._path, self._line, "text after the end of the array is skipped")
                 return
-            try:
-                _, end = parse(self._held, self._at)
-                # a number may continue in the next block
-                wrong = ""
-                cut = end == len(self._held)
-            except json.JSONDecodeError as error:
-                wrong = error.msg
-                cut = wrong.startswith("Unterminated") or error.pos + _NEAR > len(self._held)
-            except RecursionError:
-                wrong = "nested too deeply"
-                cut = False
-            if cut and len(self._held) - self._at <= self._largest and self._read_block():
+            end, wrong, cut = self._parse()
+            overlong = len(self._held) - self._at > self._largest
+            if cut and not overlong and self._read_block():
                 continue
             if wrong or end - self._at > self._largest:
-                long = cut and len(self._held) - self._at > self._largest
-                reason = (
-                    too_long(self._largest, "the } of its object")
-                    if long or not wrong
-                    else f"the record is not JSON ({wrong})"
-                )
+                long = cut and overlong
+                reason = f"the record is not JSON ({wrong})"
+                if long or not wrong:
+                    reason = too_long(self._largest, "the } of its object")
                 yield BadLine(self._path, self._line, reason)
                 self._skip_item(bounded=not long)
                 continue
@@ -256,6 +247,17 @@ class _Array:
             yield self._line, raw.encode("utf-8", "surrogateescape")
             self._move(end)
         yield BadLine(self._path, self._line, "the array is not closed: a ] is missing")
+
+    def _parse(self) -> tuple[int, str, bool]:
+        """Parse the next item: return its end, what is wrong with it, and whether it may continue in the next block."""
+        try:
+            _, end = _DECODER.raw_decode(self._held, self._at)
+        except json.JSONDecodeError as error:
+            cut = error.msg.startswith("Unterminated") or error.pos + _NEAR > len(self._held)
+            return 0, error.msg, cut
+        except RecursionError:
+            return 0, "nested too deeply", False
+        return end, "", end == len(self._held)  # a number may continue in the next block
 
     def _move(self, to: int) -> None:
         self._line += self._held.count("\n", self._at, to)
@@ -274,7 +276,8 @@ class _Array:
         """Advance past a match of `pattern`; return False at the end of the file."""
         while True:
             found = pattern.match(self._held, self._at)
-            self._move(found.end() if found else self._at)
+            if found:
+                self._move(found.end())
             if self._at < len(self._held):
                 return True
             if not self._read_block():

@@ -11,6 +11,8 @@ from megatron.tasks.prefix import with_prefixes
 from megatron.tokenizer import Tokenizer
 from megatron.utils import get_ltor_documents_and_position_ids
 
+from .cli import aligned
+
 Columns = dict[str, list[Any]]
 
 
@@ -70,8 +72,7 @@ def sft_view(
     """Return (token tables, attention masks) of a sample that packs several fine-tuning records."""
     documents = sample["document_ids"][None]
     positions = positions_in_documents(documents)[0]
-    tokens, labels, loss_mask = (sample[name] for name in ("tokens", "labels", "loss_mask"))
-    table = _table(tokens, labels, tokenizer, loss_mask, positions, documents[0])
+    table = _table(sample["tokens"], sample["labels"], tokenizer, sample["loss_mask"], positions, documents[0])
     return {"tokens": table}, {"attention": _causal(documents)}
 
 
@@ -120,11 +121,9 @@ def as_text(tables: dict[str, Columns]) -> str:
     """Return the tables as text, one below the other."""
     lines = []
     for name, table in tables.items():
-        widths = {key: max(len(key), *(len(str(value)) for value in column)) for key, column in table.items()}
+        rows = zip(*table.values(), strict=True)
         lines.append(f"{name}:")
-        lines.append("  ".join(key.ljust(width) for key, width in widths.items()).rstrip())
-        for row in zip(*table.values(), strict=True):
-            lines.append("  ".join(str(v).ljust(w) for v, w in zip(row, widths.values(), strict=True)).rstrip())
+        lines += aligned([list(table), *rows])
     return "\n".join(lines)
 
 

@@ -9,6 +9,8 @@ from megatron.atomic import whole_file
 from megatron.config import Config
 from megatron.data.corpora import corpus_names, tokens_of
 
+from .cli import aligned
+
 
 class Plan(NamedTuple):
     """The data stages of a run.
@@ -53,26 +55,29 @@ def uses(plan: Plan) -> list[Use]:
     found = []
     for begin, end in pairwise(plan.edges):
         found += _rows(f"{begin:,} to {end - 1:,}", plan, begin, end)
-    return found + (_rows("all", plan, 0, plan.edges[-1]) if len(plan.edges) > 2 else [])
+    if len(plan.edges) > 2:
+        found += _rows("all", plan, 0, plan.edges[-1])
+    return found
 
 
 def _rows(stage: str, plan: Plan, begin: int, end: int) -> list[Use]:
     before = plan.consumed(begin)
     after = plan.consumed(end)
     epochs = plan.epochs(end)
-    return [
-        Use(stage, name, b - a, (b - a) * tokens_of(member), read)
-        for name, member, a, b, read in zip(plan.names, plan.members, before, after, epochs, strict=True)
-        if b > a
-    ]
+    found = []
+    for i, (name, member) in enumerate(zip(plan.names, plan.members, strict=True)):
+        samples = after[i] - before[i]
+        if samples > 0:
+            found.append(Use(stage, name, samples, samples * tokens_of(member), epochs[i]))
+    return found
 
 
 def table(found: Sequence[Use]) -> str:
     """Return the rows as aligned text."""
-    head = ("samples of the stage", "corpus", "samples", "tokens", "epochs at its end")
-    rows = [head, *((u.stage, u.corpus, f"{u.samples:,}", f"{u.tokens:,}", f"{u.epochs:.3f}") for u in found)]
-    form = "  ".join(f"{{:{'<' if i < 2 else '>'}{max(len(row[i]) for row in rows)}}}" for i in range(len(head)))
-    return "\n".join(form.format(*row) for row in rows)
+    rows: list[Sequence[Any]] = [("samples of the stage", "corpus", "samples", "tokens", "epochs at its end")]
+    for use in found:
+        rows.append((use.stage, use.corpus, f"{use.samples:,}", f"{use.tokens:,}", f"{use.epochs:.3f}"))
+    return "\n".join(aligned(rows, 2))
 
 
 def draw(plan: Plan, path: Path) -> None:

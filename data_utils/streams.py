@@ -57,7 +57,8 @@ class _Frames(io.RawIOBase):
             if not self._decompress():
                 return 0
         count = min(len(buffer), len(self._held))
-        buffer[:count], self._held = self._held[:count], self._held[count:]
+        buffer[:count] = self._held[:count]
+        self._held = self._held[count:]
         return count
 
     def _decompress(self) -> bool:
@@ -206,9 +207,10 @@ def _contradiction(head: bytes, encoding: str) -> str:
         return ""
     if not text.isascii():
         return "UTF-8"
-    keeps_ascii = "a".encode(encoding) == b"a"
-    printable = len(head) >= SHORTEST_ASCII and all(char.isprintable() or char in "\t\r\n" for char in text)
-    return "ASCII" if printable and not keeps_ascii else ""
+    if len(head) < SHORTEST_ASCII or "a".encode(encoding) == b"a":
+        return ""
+    printable = text.translate({ord(char): None for char in "\t\r\n"}).isprintable()
+    return "ASCII" if printable else ""
 
 
 def looks_like(raw: bytes) -> str:
@@ -216,12 +218,17 @@ def looks_like(raw: bytes) -> str:
     if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         return _hint("utf-16")
     if raw.count(0) * 5 > len(raw):
-        return _hint("utf-16-le" if raw[1::2].count(0) > raw[::2].count(0) else "utf-16-be")
+        # Latin letters have a zero byte: "a" is 61 00 in utf-16-le and 00 61 in utf-16-be.
+        little = raw[1::2].count(0) > raw[::2].count(0)
+        return _hint("utf-16-le" if little else "utf-16-be")
     # Text that is mostly valid UTF-8 gets no hint, although its bytes may also decode in other encodings by chance.
     beyond = [char for char in raw.decode("utf-8", "replace") if char > "\x7f"]
     if not beyond or beyond.count("\ufffd") * 4 < len(beyond):
         return ""
-    return next((_hint(name) for name in ("gb18030", "utf-16-le", "utf-16-be") if _is_chinese(raw, name)), "")
+    for name in ("gb18030", "utf-16-le", "utf-16-be"):
+        if _is_chinese(raw, name):
+            return _hint(name)
+    return ""
 
 
 def _hint(encoding: str) -> str:
@@ -232,14 +239,16 @@ def _is_chinese(raw: bytes, encoding: str) -> bool:
     """Return True if over nine of ten characters are typical of Chinese text and at least one is Chinese."""
     text = raw.decode(encoding, "replace")
     han = sum("\u4e00" <= c <= "\u9fa5" or "\u3000" <= c <= "\u3002" or "\uff00" < c < "\uff60" for c in text)
-    return han > 0 and (han + sum(" " <= c < "\x7f" or c in "\t\r\n" for c in text)) * 10 > 9 * len(text)
+    ascii_ = sum(" " <= c < "\x7f" or c in "\t\r\n" for c in text)
+    return han > 0 and (han + ascii_) * 10 > 9 * len(text)
 
 
 class _Joined(io.RawIOBase):
     """File object over an iterator of byte pieces."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces, self._held = pieces, memoryview(b"")
+        self._pieces = pieces
+        self._held = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -251,7 +260,8 @@ class _Joined(io.RawIOBase):
                 return 0
             self._held = memoryview(piece)
         count = min(len(buffer), len(self._held))
-        buffer[:count], self._held = self._held[:count], self._held[count:]
+        buffer[:count] = self._held[:count]
+        self._held = self._held[count:]
         return count
 
 

@@ -31,7 +31,13 @@ BYTES = [byte_piece(b) for b in range(256)]
 def _lines(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         for line in text.split("\n"):
-            yield from (line[at : at + LONGEST_LINE] for at in range(0, len(line), LONGEST_LINE))
+            yield from _cut(line, LONGEST_LINE)
+
+
+def _cut(text: str, length: int) -> Iterator[str]:
+    """Yield consecutive parts of a text of at most `length` characters."""
+    for at in range(0, len(text), length):
+        yield text[at : at + length]
 
 
 def train_sentencepiece(
@@ -75,8 +81,7 @@ def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type
 def _pieces(texts: Iterable[str]) -> Iterator[str]:
     """Cut the texts into pieces so short that the trainer's line length suffices for their words joined by spaces."""
     for text in texts:
-        for at in range(0, len(text), LONGEST_LINE // 2):
-            yield text[at : at + LONGEST_LINE // 2]
+        yield from _cut(text, LONGEST_LINE // 2)
 
 
 def _sentencepiece(
@@ -125,9 +130,12 @@ def _coverage(lines: Sequence[str], vocab_size: int) -> float:
     Other characters become byte tokens. At most half of the vocabulary is used for single characters, because a
     script with thousands of characters would otherwise leave no tokens for words.
     """
-    counts = Counter(char for line in lines for char in line)
+    counts: Counter[str] = Counter()
+    for line in lines:
+        counts.update(line)
     common = sum(count for _, count in counts.most_common((vocab_size - 256) // 2))
-    return max(0.98, min(0.9995, common / max(counts.total(), 1)))  # sentencepiece accepts no less than 0.98
+    share = common / max(counts.total(), 1)
+    return max(0.98, min(0.9995, share))  # sentencepiece accepts no less than 0.98
 
 
 def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> None:
@@ -145,9 +153,9 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
             characters[char] += count
     fixed = ["<unk>", EOD, *BYTES, SPACE, NEWLINE]
     room = vocab_size - len(fixed)
-    usable = [(c, n) for c, n in _by_count(characters) if c not in f"{SPACE}{NEWLINE}" and c.isprintable()]
-    chosen = dict.fromkeys(c for c, _ in usable[: room // 2])
-    for word, _ in _by_count(words):
+    usable = [char for char in _by_count(characters) if char not in (SPACE, NEWLINE) and char.isprintable()]
+    chosen = dict.fromkeys(usable[: room // 2])
+    for word in _by_count(words):
         if len(chosen) >= room:
             break
         if word.isprintable() and word not in fixed and word:
@@ -160,8 +168,9 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
     _write(vocab_file, ("\n".join([*fixed, *list(chosen)[:room]]) + "\n").encode())
 
 
-def _by_count(counter: Counter[str]) -> list[tuple[str, int]]:
-    return sorted(counter.items(), key=lambda item: (-item[1], item[0]))
+def _by_count(counter: Counter[str]) -> list[str]:
+    """Return the keys, the most frequent first, equally frequent ones in the order of their characters."""
+    return sorted(counter, key=lambda key: (-counter[key], key))
 
 
 def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str, specials: Sequence[str] = ()) -> None:

@@ -13,6 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 from data_utils.documents import chunks, documents
+from data_utils.draws import DRAWS
 from data_utils.files import Source
 from megatron.data.indexed_dataset import IndexedDataset
 
@@ -77,7 +78,7 @@ def test_a_journal_of_an_earlier_version_continues_with_its_draws(
     argv = ["--input", f"{source}@0.5", "--vocab-file", vocab_file, "--quiet", "--workers", "0"]
     argv += ["--output-prefix", str(tmp_path / "b")]
     with monkeypatch.context() as earlier:
-        earlier.setitem(tool.DRAWS, "blake2b", tool.DRAWS["crc32"])
+        earlier.setitem(DRAWS, "blake2b", DRAWS["crc32"])
         with pytest.raises(RuntimeError):
             tool.main(tool.build_parser().parse_args(argv))
     journal = tmp_path / "b.part.json"

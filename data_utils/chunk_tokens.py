@@ -1,0 +1,146 @@
+"""Tokens of the chunks of a corpus, computed by the worker processes of tools/preprocess_data.py."""
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from data_utils.chat_encoder import ChatEncoder
+from data_utils.chat_templates import Piece, messages_of
+from data_utils.indexed_writer import fit
+from megatron.data.cpm_masking import mask_document
+from megatron.data.indexed_dataset import best_dtype
+from megatron.tokenizer import Tokenizer, load_tokenizer
+
+from . import chats
+from .cli import max_document_bytes
+from .documents import Chunk, documents
+from .draws import DRAWS
+from .sentences import split_sentences
+from .streams import BadLine
+
+
+class Part(NamedTuple):
+    """Tokens of one chunk for one of the output pairs."""
+
+    ids: NDArray[Any]  # all tokens, concatenated
+    lengths: NDArray[np.int32]  # number of tokens of each sequence
+    sequences: NDArray[np.int32]  # number of sequences of each document
+
+
+class Tokens(NamedTuple):
+    """The tokens of one chunk, as a worker process returns them."""
+
+    parts: list[Part]
+    bad: list[BadLine]
+    empty: int
+    source_bytes: int
+
+
+class _Worker:
+    """Settings of a worker process, set once when it starts."""
+
+    args: argparse.Namespace
+    tokenizer: Tokenizer
+    start: NDArray[np.int32]
+    eod: NDArray[np.int32]
+    take: Any  # the record's keys to tokenize, or a function that extracts a conversation from a record
+    chat: ChatEncoder
+
+
+def start_worker(args: argparse.Namespace) -> None:
+    """Load the tokenizer in a worker process."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the worker processes already use all cores
+    tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
+    _Worker.args = args
+    _Worker.tokenizer = tokenizer
+    _Worker.start = np.array(tokenizer.start, dtype=np.int32)
+    _Worker.eod = np.array([tokenizer.eod] if args.append_eod else [], dtype=np.int32)
+    _Worker.take = args.keys
+    if args.objective == "sft":
+        template = chats.template_of(args, tokenizer)
+        _Worker.take = lambda record: template.pieces(messages_of(record))
+        _Worker.chat = ChatEncoder(tokenizer, args.append_eod)
+
+
+def tokenize(chunk: Chunk) -> Tokens:
+    """Read and encode one chunk in a worker process."""
+    args = _Worker.args
+    good = []
+    bad = []
+    empty = 0
+    for document in documents(chunk, _Worker.take, args.seed, max_document_bytes(args), DRAWS[args.draw]):
+        if isinstance(document, BadLine):
+            bad.append(document)
+        elif all(document):
+            good.append(document)
+        else:
+            empty += 1
+    return Tokens(_parts(chunk, good), bad, empty, chunk.length)
+
+
+def _parts(chunk: Chunk, found: list[tuple[Any, ...]]) -> list[Part]:
+    """Encode the documents of a chunk; return one part for each output pair."""
+    objective = _Worker.args.objective
+    if objective == "sft":
+        return _conversations(found)
+    parts = []
+    for column in range(len(_Worker.args.keys)):
+        texts = [document[column] for document in found]
+        if objective == "cpm-t5":
+            parts += _masked(chunk, texts)
+        else:
+            parts.append(_encoded(texts))
+    return parts
+
+
+def _encoded(texts: list[str]) -> Part:
+    pieces: list[str] = []
+    counts = []
+    for text in texts:
+        split = split_sentences(text) if _Worker.args.split_sentences else [text]
+        pieces += split
+        counts.append(len(split))
+    encoded = _Worker.tokenizer.encode_batch(pieces)
+    # Documents of 2 and 3 sentences end before sequences 2 and 5 and begin with sequences 0 and 2.
+    ends = np.cumsum(counts, dtype=np.int64)
+    if len(_Worker.eod):
+        for last in ends - 1:
+            encoded[last] = np.append(encoded[last], _Worker.eod)
+    if len(_Worker.start):
+        for first in ends - counts:
+            encoded[first] = np.append(_Worker.start, encoded[first])
+    return _part(encoded, best_dtype(_Worker.tokenizer.vocab_size), counts)
+
+
+def _part(sequences: list[NDArray[Any]], dtype: DTypeLike, counts: Sequence[int]) -> Part:
+    """Concatenate sequences of tokens. counts: number of sequences of each document."""
+    ids = np.concatenate(sequences) if sequences else np.empty(0, np.int32)
+    lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int32)
+    return Part(fit(ids, np.dtype(dtype), "the output"), lengths, np.array(counts, dtype=np.int32))
+
+
+def _conversations(found: list[tuple[Piece, ...]]) -> list[Part]:
+    """Return the tokens of conversations and the loss mask of these tokens, as two parts."""
+    ids, counts, lengths = chats.encode(_Worker.chat, found)
+    dtype = np.dtype(best_dtype(_Worker.tokenizer.vocab_size))
+    ones = np.ones(len(found), dtype=np.int32)
+    return [Part(fit(ids, dtype, "the output"), lengths, ones), Part(counts, lengths, ones)]
+
+
+def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
+    """Mask spans for CPM's T5, seeded by each document's position; return contexts, targets and target offsets."""
+    args = _Worker.args
+    vocab_size = _Worker.tokenizer.vocab_size
+    made: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
+    for number, ids in enumerate(_Worker.tokenizer.encode_batch(texts)):
+        seed = (args.seed, chunk.source.number, chunk.start, number)
+        whole = np.append(ids, _Worker.eod)
+        masked = mask_document(whole, vocab_size, args.noise_density, args.mean_span_length, seed)
+        for part, piece in zip(made, masked, strict=True):
+            part.append(piece)
+    # Sentinel ids follow the vocabulary, and a document may have any number of spans, so ids need int32.
+    return [_part(pieces, np.int32, [1] * len(texts)) for pieces in made]
