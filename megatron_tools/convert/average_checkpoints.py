@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +40,11 @@ def newest(load: str, number: int) -> list[Path]:
     last = find_checkpoint(load)
     if latest_checkpoint(last.parent) != last:
         raise ValueError(f"--last needs a run directory or a folder of checkpoints, not the checkpoint --load {load}")
-    earlier = [path for iteration, path in numbered_checkpoints(last.parent).items() if iteration <= int(last.name[5:])]
+    newest_iteration = int(last.name[5:])  # of iter_0001000
+    earlier = []
+    for iteration, path in numbered_checkpoints(last.parent).items():
+        if iteration <= newest_iteration:
+            earlier.append(path)
     found = without_abandoned(earlier, forks_of(last) or ())
     if not 0 < number <= len(found):
         raise ValueError(f"--last {number} must lie between 1 and {len(found)}, the number of checkpoints of {load}")
@@ -55,33 +60,42 @@ def shares(number: int, weights: Sequence[float] | None, decay: float | None) ->
     if decay is not None:
         if not 0 < decay < 1:
             raise ValueError(f"--decay {decay:g} must lie between 0 and 1, without these")
-        return [(1 - decay if at else 1) * decay ** (number - 1 - at) for at in range(number)]
+        # Three checkpoints and a decay of 0.9 have the weights 0.81, 0.09 and 0.1.
+        parts = [(1 - decay) * decay ** (number - 1 - at) for at in range(number)]
+        parts[0] = decay ** (number - 1)
+        return parts
     given = list(weights or [1.0] * number)
+    total = sum(given)
     if len(given) != number:
         raise ValueError(f"--weights gives {len(given)} numbers for {number} checkpoints; give one for each")
-    if not all(each >= 0 for each in given) or not 0 < sum(given) < math.inf:
+    if not all(each >= 0 for each in given) or not 0 < total < math.inf:
         raise ValueError("--weights must be numbers of at least 0 with a finite sum above 0")
-    return [each / sum(given) for each in given]
+    return [each / total for each in given]
 
 
 def refuse_other_models(readers: Sequence[CheckpointReader]) -> None:
     """Raise ValueError unless all checkpoints hold the same model with the same tokenizer."""
     first = readers[0]
-
-    def shapes(reader: CheckpointReader) -> dict[str, list[int]]:
-        return {key: entry["shape"] for key, entry in reader.tensors.items() if key.startswith(f"{WEIGHT}.")}
-
-    settings = plain_config(first).model
     for reader in readers[1:]:
-        other = plain_config(reader).model
-        names = [f.name for f in fields(ModelConfig) if not f.metadata["free"]]
-        differing = next((flag(name) for name in names if getattr(settings, name) != getattr(other, name)), None)
-        if differing is None and shapes(reader) != shapes(first):
-            differing = "the weights"
-        if differing is None and reader.tokenizer != first.tokenizer:
-            differing = "the tokenizer"
-        if differing is not None:
+        differing = _difference(reader, first)
+        if differing:
             raise ValueError(f"{reader.path} and {first.path} differ in {differing}; average checkpoints of one model")
+
+
+def _difference(one: CheckpointReader, other: CheckpointReader) -> str:
+    """Return in what the models of two checkpoints differ, "" if in nothing."""
+    ours = plain_config(one).model
+    theirs = plain_config(other).model
+    for field in fields(ModelConfig):
+        if not field.metadata["free"] and getattr(ours, field.name) != getattr(theirs, field.name):
+            return flag(field.name)
+    if _shapes(one) != _shapes(other):
+        return "the weights"
+    return "the tokenizer" if one.tokenizer != other.tokenizer else ""
+
+
+def _shapes(reader: CheckpointReader) -> dict[str, list[int]]:
+    return {key: entry["shape"] for key, entry in reader.tensors.items() if key.startswith(f"{WEIGHT}.")}
 
 
 def _read(reader: CheckpointReader, key: str) -> Tensor:
@@ -104,11 +118,14 @@ def entries_of(readers: Sequence[CheckpointReader], parts: Sequence[float]) -> l
     last = readers[-1]
     found = []
     for key, entry in last.tensors.items():
-        dtype = last.read(key, entry["dim"], 0, 0).dtype
         if key.startswith(f"{WEIGHT}."):
-            found.append(Entry(key, tuple(entry["shape"]), dtype, partial(_mean, readers, parts, key)))
+            make = partial(_mean, readers, parts, key)
         elif key.startswith(f"{BUFFER}."):
-            found.append(Entry(key, tuple(entry["shape"]), dtype, partial(_read, last, key)))
+            make = partial(_read, last, key)
+        else:
+            continue
+        dtype = last.read(key, entry["dim"], 0, 0).dtype
+        found.append(Entry(key, tuple(entry["shape"]), dtype, make))
     return found
 
 
@@ -143,13 +160,12 @@ def _average(args: argparse.Namespace, output: Path, paths: Sequence[Path]) -> N
     parts = shares(len(paths), args.weights, args.decay)
     readers = [CheckpointReader(path, args.ema) for path in paths]
     refuse_other_models(readers)
-    for reader in readers:
+    origin: list[dict[str, Any]] = []
+    for reader, part in zip(readers, parts, strict=True):
         reader.verify()
+        iteration = reader.state["iteration"]
+        origin.append({"checkpoint": str(reader.path), "iteration": iteration, "weight": part, "ema": args.ema})
     last = readers[-1]
-    origin = [
-        {"checkpoint": str(reader.path), "iteration": reader.state["iteration"], "weight": part, "ema": args.ema}
-        for reader, part in zip(readers, parts, strict=True)
-    ]
     with whole_folder(output) as folder:
         final = folder / "iter_0000000"
         write_checkpoint(final, entries_of(readers, parts), plain_config(last), last.tokenizer or "", origin)

@@ -6,6 +6,7 @@ The models of Hugging Face are GPT-2, T5, Llama, Qwen, Mistral, Mixtral and the 
 import argparse
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +25,24 @@ from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.fields import flag
+from megatron.ranks.rank_0 import print_notes
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
-from megatron.tokenizer.base import read_object
-from megatron.tokenizer.beside import GENERATION, ROLES, generation_beside
-from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
-from megatron.tokenizer.sentinels import own_sentinels
+from megatron.tokenizer.beside import GENERATION, ROLES
+from megatron.tokenizer.load import file_of
 from megatron_tools.shapes import check_model
 
 from .export_roles import bare_roles, generation_settings, model_ids
 from .export_tokenizer import Chat, chat_of, write_tokenizer
 from .hf_compare import compare, compare_ids, compare_imported_ids, compare_ours
-from .hf_config import check_tokenizer, gpt2_config, notes_on_scale, t5_config
+from .hf_config import gpt2_config, notes_on_scale, t5_config
 from .hf_experts import left_out
-from .hf_folder import DTYPES, Folder, FolderReader, entries_of, write_tensors
+from .hf_folder import DTYPES, entries_of, write_tensors
+from .hf_import import from_hf
 from .hf_llama import llama_config
 from .hf_names import Match, matches_of
 from .megatron_lm import ORDERS, RankFiles
 from .megatron_settings import check_complete, settings_of
-from .upcycle import read_whole, router_buffers, upcycled_config, upcycled_entries
+from .upcycle import read_whole, upcycled_config, upcycled_entries
 
 EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/gpt2 --output exported --verify
@@ -64,8 +65,7 @@ def export(args: argparse.Namespace, path: Path) -> None:
     vocab_file = str(args.vocab_file or config.data.vocab_file)
     chat = chat_of(config, tokenizer, vocab_file) if tokenizer else Chat(None, None)
     described, generation = _described(reader, config, tokenizer, vocab_file, chat, args.dtype)
-    for note in left_out(config.model) if config.model.family == "llama" else notes_on_scale(config.model):
-        print(f"note: {note}")
+    print_notes(left_out(config.model) if config.model.family == "llama" else notes_on_scale(config.model))
 
     def shape(name: str) -> list[int]:
         return list(reader.tensors[f"{WEIGHT}.{name}"]["shape"])
@@ -83,8 +83,7 @@ def export(args: argparse.Namespace, path: Path) -> None:
         notes = ["the folder contains no tokenizer, because the model came without one; --vocab-file adds one"]
         if tokenizer:
             notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"])
-        for note in notes:
-            print(f"note: {note}")
+        print_notes(notes)
         # The folder has a temporary name until this check has passed. If the check fails, the folder is deleted.
         if args.verify:
             if tokenizer:
@@ -100,7 +99,11 @@ def _described(
 
     Raises ConfigError if no model class of transformers supports the settings.
     """
-    start, end = (tokenizer.before[0], tokenizer.eod) if tokenizer else (0, 1)
+    start = 0
+    end = 1
+    if tokenizer:
+        start = tokenizer.before[0]
+        end = tokenizer.eod
     if config.is_t5:
         pad = tokenizer.pad if isinstance(tokenizer, SentinelTokenizer) else 0
         described = t5_config(config.model, pad, end, dtype)
@@ -109,11 +112,14 @@ def _described(
     else:
         described = gpt2_config(config.model, reader.positions, end, dtype)
     if tokenizer is None:
-        ids, generation = bare_roles(kept_beside(reader.path.parent), described if config.is_t5 else {})
-        return {key: value for key, value in described.items() if key not in ROLES} | ids, generation
+        trained = described if config.is_t5 else {}
+        ids, generation = bare_roles(kept_beside(reader.path.parent), trained)
+        without_ids = {key: value for key, value in described.items() if key not in ROLES}
+        return without_ids | ids, generation
+    source = file_of(vocab_file)
     base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
-    ids = model_ids(described, base, file_of(vocab_file), config.is_t5)
-    return described | ids, generation_settings(ids, tokenizer, file_of(vocab_file), chat.end)
+    ids = model_ids(described, base, source, config.is_t5)
+    return described | ids, generation_settings(ids, tokenizer, source, chat.end)
 
 
 def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,7 +141,8 @@ def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None)
     if config.is_t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
     reader.check_tokenizer(tokenizer.fingerprint)
-    if tokenizer.vocab_size > (rows := config.model.vocab_size or 0):
+    rows = config.model.vocab_size or 0
+    if tokenizer.vocab_size > rows:
         raise ValueError(
             f"{reader.path}: the tokenizer has {tokenizer.vocab_size} tokens, "
             f"more than the model's vocabulary of {rows}"
@@ -148,13 +155,17 @@ def import_checkpoint(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} exists and is not empty; choose another --output")
-    read = from_dense if args.upcycle is not None else from_megatron if args.from_megatron else from_hf
+    read = from_hf
+    if args.upcycle is not None:
+        read = from_dense
+    elif args.from_megatron:
+        read = from_megatron
     config, fingerprint, entries = read(args)
     if args.verify and args.from_hf:
         if config.data.vocab_file:
-            print(f"note: {compare_imported_ids(load_tokenizer(config.data.vocab_file), Path(args.from_hf))}")
-        by_name = {entry.name.removeprefix(f"{WEIGHT}."): entry for entry in entries}
-        compare(config, lambda name: by_name[name].make(), Path(args.from_hf))
+            note = compare_imported_ids(load_tokenizer(config.data.vocab_file), Path(args.from_hf))
+            print_notes([note])
+        compare(config, _weights_in(entries), Path(args.from_hf))
     with whole_folder(output) as folder:
         write_checkpoint(folder / "iter_0000000", entries, config, fingerprint)
         if args.from_hf and config.data.vocab_file is None:
@@ -172,30 +183,22 @@ def import_checkpoint(args: argparse.Namespace) -> None:
     )
 
 
+def _weights_in(entries: Sequence[Entry]) -> Callable[[str], Tensor]:
+    """Return a function that computes a weight of `entries`, given its name in the model."""
+    by_name = {entry.name.removeprefix(f"{WEIGHT}."): entry for entry in entries}
+    return lambda name: by_name[name].make()
+
+
 def _write_settings(path: Path, config: Config) -> None:
     """Write the model's settings, tokenizer and sequence lengths to `path`.
 
     Training continues from the imported checkpoint with `--config path`.
     """
-    data = config.to_dict()["data"]
+    content = config.to_dict()
+    data = content["data"]
     kept = ("vocab_file", "tokenizer_type", "seq_length", "enc_seq_length", "span_convention", "num_sentinels")
-    content = {"model": config.to_dict()["model"], "data": {key: data[key] for key in kept if data[key] is not None}}
-    write_json(str(path), content)
-
-
-def from_hf(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
-    """Return (our settings, tokenizer fingerprint, tensors to write) for the model in the folder --from-hf."""
-    theirs = Folder(Path(args.from_hf))
-    for note in theirs.notes:
-        print(f"note: {note}")
-    generation_beside(theirs.path / "config.json")  # raises an error now if the file is malformed
-    settings, fingerprint = _their_tokenizer(theirs, args.vocab_file)
-    config = with_values(theirs.config, settings)
-    entries = [_entry(match, theirs.tensors) for match in theirs.matches]
-    routers = [match.ours.removesuffix(".weight") for match in theirs.matches if match.ours.endswith(".router.weight")]
-    for name in routers:
-        entries += router_buffers(name, config.model.num_experts or 0)
-    return config, fingerprint, entries
+    known = {key: data[key] for key in kept if data[key] is not None}
+    write_json(str(path), {"model": content["model"], "data": known})
 
 
 def from_dense(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
@@ -208,58 +211,8 @@ def from_dense(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     config = upcycled_config(reader, args.upcycle, args.experts_per_token, args.moe_layer_frequency)
     entries = list(upcycled_entries(reader, config))
     if args.verify:
-        by_name = {entry.name.removeprefix(f"{WEIGHT}."): entry for entry in entries}
-        weights = lambda name: by_name[name].make(), lambda name: read_whole(reader, f"{WEIGHT}.{name}")  # noqa: E731
-        compare_ours(config, weights[0], dense, weights[1], path)
+        compare_ours(config, _weights_in(entries), dense, lambda name: read_whole(reader, f"{WEIGHT}.{name}"), path)
     return config, reader.tokenizer or "", entries
-
-
-def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, Any], str]:
-    """Return (our tokenizer settings, fingerprint) for --vocab-file, else for the tokenizer in the model's folder."""
-    there = folder_has_one(theirs.path)
-    path = vocab_file or (str(theirs.path) if there else None)
-    if path is None:
-        usual = theirs.values["pad_token_id"] in (0, None) and theirs.values["eos_token_id"] in (1, [1], None)
-        if theirs.config.is_t5 and not (usual and theirs.values["decoder_start_token_id"] in (0, None)):
-            raise ValueError(
-                f"{theirs.path}: config.json has unusual ids for the padding, start or end token, but the folder "
-                "contains no tokenizer; give --vocab-file"
-            )
-        print(f"note: there is no tokenizer in {theirs.path}; training and generation need --vocab-file")
-        return {}, ""
-    found = load_tokenizer(path)
-    if vocab_file and there:
-        refuse_other_ids(found, load_tokenizer(str(theirs.path)), f"{vocab_file} is not the tokenizer of {theirs.path}")
-    settings: dict[str, Any] = {"vocab_file": path}
-    tokenizer = found
-    if theirs.config.is_t5:
-        free = theirs.values["vocab_size"] - found.vocab_size - ("<pad>" not in found.specials)
-        settings["num_sentinels"] = len(own_sentinels(found, "t5")) or _extra_ids(file_of(path), free)
-        tokenizer = SentinelTokenizer(found, settings["num_sentinels"], "t5")
-    for note in check_tokenizer(theirs.values, theirs.given, tokenizer, theirs.path / "config.json"):
-        print(f"note: {note}")
-    return settings, found.fingerprint
-
-
-def _extra_ids(vocab_file: Path, free: int) -> int:
-    """Return how many sentinels T5Tokenizer adds to a vocabulary that contains no sentinels.
-
-    The key `extra_ids` in the tokenizer_config.json beside `vocab_file` gives this number. Without the key, the
-    default is 100, but at most `free` and at least 1.
-    free: number of rows of the model's embedding that belong to no token of the vocabulary.
-    """
-    nearby = vocab_file.with_name("tokenizer_config.json")
-    given = read_object(nearby).get("extra_ids") if nearby.is_file() else None
-    if given is None:
-        if 0 < free < 100:
-            print(
-                f"note: {vocab_file} does not give the number of sentinels; assuming {free}, one for each unused "
-                "embedding row"
-            )
-        return min(100, max(free, 1))
-    if type(given) is not int or given < 1:
-        raise ValueError(f"{nearby}: extra_ids is {given!r}, but a T5 needs at least one sentinel")
-    return given
 
 
 def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
@@ -295,19 +248,17 @@ def _megatron_entry(theirs: RankFiles, name: str, config: Config) -> Entry:
     )
 
 
-def _entry(match: Any, theirs: FolderReader) -> Entry:
-    def make() -> Tensor:
-        tensor: Tensor = match.join([theirs.read(name) for name in match.theirs])
-        if not tensor.isfinite().all():
-            print(f"note: NaN or Inf in {' and '.join(match.theirs)}")
-        return tensor
-
-    # Joining empty tensors gives the shape without reading any weights.
-    shape = match.join([torch.empty(*theirs.shape(name), device="meta") for name in match.theirs]).shape
-    return Entry(f"{WEIGHT}.{match.ours}", tuple(shape), torch.float32, make)
-
-
 def main(args: argparse.Namespace) -> None:
+    exports = args.load and args.upcycle is None
+    _check(args, exports)
+    if args.load:
+        read_newest(args.load, lambda path: export(args, path) if exports else import_checkpoint(args))
+    else:
+        import_checkpoint(args)
+
+
+def _check(args: argparse.Namespace, exports: bool) -> None:
+    """Raise ValueError for flags that do not belong together, and set the defaults of the flags of an export."""
     if sum(map(bool, (args.load, args.from_hf, args.from_megatron))) != 1:
         raise ValueError(
             "give one of --load (a run to export or upcycle), --from-hf and --from-megatron (a folder to import)"
@@ -317,14 +268,13 @@ def main(args: argparse.Namespace) -> None:
         "load": ("upcycle", "ema"),
         "upcycle": ("experts_per_token", "moe_layer_frequency"),
     }
-    is_given = {name: value is not None and value is not False for name, value in vars(args).items()}
+    given = {name for name, value in vars(args).items() if value is not None and value is not False}
     for needed, names in only_with.items():
         for name in names:
-            if is_given[name] and not is_given[needed]:
+            if name in given and needed not in given:
                 raise ValueError(f"{flag(name)} needs {flag(needed)}")
-    exports = args.load and args.upcycle is None
     for name, default in (("dtype", "fp32"), ("max_shard_size", 5.0)):
-        if getattr(args, name) is None:
+        if name not in given:
             setattr(args, name, default)
         elif not exports:
             raise ValueError(f"{flag(name)} is for an export: --load without --upcycle")
@@ -334,10 +284,6 @@ def main(args: argparse.Namespace) -> None:
         )
     if not 0 < args.max_shard_size < math.inf:
         raise ValueError(f"--max-shard-size {args.max_shard_size:g} must be a positive number of GB")
-    if args.load:
-        read_newest(args.load, lambda path: export(args, path) if exports else import_checkpoint(args))
-    else:
-        import_checkpoint(args)
 
 
 def build_parser() -> Parser:

@@ -40,7 +40,10 @@ def named_roles(tokenizer: Tokenizer, source: Path) -> dict[str, Any]:
     settings = settings_beside(source)
     usual = CLASS_ROLES.get(class_beside(source), {})
     known = {key: name for key, name in usual.items() if name in tokenizer.marks}
-    return known | {key: value for key, value in settings.items() if key.endswith("_token")}
+    for key, value in settings.items():
+        if key.endswith("_token"):
+            known[key] = value
+    return known
 
 
 def _name_of(token: Any) -> str:
@@ -60,8 +63,11 @@ def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
     # If tokenizer_config.json of the source folder names no padding token, the export does not name one either.
     if settings_beside(source):
         return None
-    spare = [name for name in PADS if name in tokenizer.specials and tokenizer.specials[name] != tokenizer.eod]
-    return next((name for name in spare if tokenizer.specials[name] not in tokenizer.encode(NO_TEXT)), None)
+    unusable = {None, tokenizer.eod, *tokenizer.encode(NO_TEXT)}
+    for name in PADS:
+        if tokenizer.specials.get(name) not in unusable:
+            return name
+    return None
 
 
 def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None) -> dict[str, Any]:
@@ -72,10 +78,13 @@ def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None
     names = {i: name for name, i in tokenizer.marks.items()}
     settings = settings_beside(source)
     given = {key: value for key, value in settings.items() if key not in REPLACED}
-    given |= {key: value for key, value in named_roles(tokenizer, source).items() if value is not None}
+    for key, value in named_roles(tokenizer, source).items():
+        if value is not None:
+            given[key] = value
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **given}
     described.setdefault("eos_token", names[tokenizer.eod])
-    if (pad := pad_of(tokenizer, source)) is not None:
+    pad = pad_of(tokenizer, source)
+    if pad is not None:
         described.setdefault("pad_token", pad)
     if tokenizer.start:
         described.setdefault("bos_token", names[tokenizer.start[0]])
@@ -92,10 +101,12 @@ def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
 
     is_json: whether the exported folder has a tokenizer.json.
     """
-    if model_type == "qwen2" and class_beside(source) == "Qwen2Tokenizer" and is_json and _cuts_as_qwen2(source):
-        return {"tokenizer_class": "Qwen2Tokenizer"}
-    overruled = model_type == "qwen2" or (model_type in ("mistral", "mixtral") and not is_json)
-    return {"auto_map": NO_CODE} if overruled else {}
+    replaced = model_type in ("mistral", "mixtral") and not is_json
+    if model_type == "qwen2":
+        if is_json and class_beside(source) == "Qwen2Tokenizer" and _cuts_as_qwen2(source):
+            return {"tokenizer_class": "Qwen2Tokenizer"}
+        replaced = True
+    return {"auto_map": NO_CODE} if replaced else {}
 
 
 def _cuts_as_qwen2(source: Path) -> bool:
@@ -128,9 +139,9 @@ def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is
     if is_t5:
         return ids
     pad = pad_of(tokenizer, source)
-    if given:
-        ids |= {key: given[key] for key in ("pad_token_id",) if key in given}
-    elif pad is not None:
+    if "pad_token_id" in given:
+        ids["pad_token_id"] = given["pad_token_id"]
+    elif not given and pad is not None:
         ids["pad_token_id"] = tokenizer.marks[pad]
     return ids
 
@@ -142,7 +153,8 @@ def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[dict[str, Any]
     generation_config.json.
     """
     ids = {key: trained[key] for key in ROLES if key in trained} | ids_beside(source)
-    return ids, {**ids, **generation_beside(source)}
+    generation = ids | generation_beside(source)
+    return ids, generation
 
 
 def generation_settings(
@@ -154,9 +166,12 @@ def generation_settings(
     holds every id that ends an answer, including `turn_end`.
     """
     given = ends_beside(source)
-    listed = given if isinstance(given, list) else [] if given is None else [given]
-    known = [i for i in listed if type(i) is int and 0 <= i < tokenizer.vocab_size]
-    ends = known if tokenizer.eod in known else [tokenizer.eod]
-    ends = list(dict.fromkeys([*ends, *([] if turn_end is None else [turn_end])]))
+    listed = given if isinstance(given, list) else [given]
+    ends = [i for i in listed if type(i) is int and 0 <= i < tokenizer.vocab_size]
+    if tokenizer.eod not in ends:
+        ends = [tokenizer.eod]
+    if turn_end is not None:
+        ends.append(turn_end)
+    ends = list(dict.fromkeys(ends))
     one = len(ends) == 1 and not isinstance(given, list)
     return {**ids, **generation_beside(source), "eos_token_id": ends[0] if one else ends}

@@ -50,44 +50,43 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
     notes = _skipped_templates(vocab_file)
     if config.objective != "sft":
         return Chat(own, None, tuple(notes))
-    data = config.data
-    prefixes = prefixes_of(data.paths) if data.names_corpora else []
     abouts = [about for _, about in of_conversations(config)]
     if not abouts:
+        prefixes = prefixes_of(config.data.paths) if config.data.names_corpora else []
+        corpora = ", ".join(prefixes) or "the run"
+        template = "the template of the tokenizer" if own else "no template"
         notes.append(
-            f"{', '.join(prefixes) or 'the run'} has no sidecar file with the chat template, so "
-            f"{'the template of the tokenizer' if own else 'no template'} is exported and "
+            f"{corpora} has no sidecar file with the chat template, so {template} is exported and "
             "eos_token_id contains no end-of-turn token"
         )
         return Chat(own, None, tuple(notes))
-    source = str(abouts[0]["chat_template"])
-    date = abouts[0].get("chat_date")
+    first = abouts[0]
     end = None
-    if any(about["chat_template"] != source for about in abouts):
+    if any(about["chat_template"] != first["chat_template"] for about in abouts):
         notes.append("the corpora of this run have different chat templates; that of the first corpus is exported")
-    if date:
+    if date := first.get("chat_date"):
         notes.append(f"chat_template.jinja inserts the current date; the run was trained with {date}")
-    elif is_undated(abouts[0]):
+    elif is_undated(first):
         notes.append(
             "chat_template.jinja inserts the current date; the run was trained without a date, because its corpus was "
             "made by an older version of this project, which offered no strftime_now to templates"
         )
     try:
-        end = turn_end(template_of_corpus(abouts[0], tokenizer, vocab_file), tokenizer)
+        end = turn_end(template_of_corpus(first, tokenizer, vocab_file), tokenizer)
     except ValueError as error:
         notes.append(f"eos_token_id contains no end-of-turn token: {error}")
-    return Chat(source, end, tuple(notes))
+    return Chat(str(first["chat_template"]), end, tuple(notes))
 
 
 def _skipped_templates(vocab_file: str) -> list[str]:
     path = file_of(vocab_file)
     several = settings_beside(path).get("chat_template")
-    names = (
-        [str(each.get("name")) for each in several if each.get("name") != "default"]
-        if isinstance(several, list)
-        else []
-    )
-    names += [file.name for file in sorted(path.with_name(MORE_TEMPLATES).glob("*.jinja"))]
+    names = []
+    for each in several if isinstance(several, list) else ():
+        if each.get("name") != "default":
+            names.append(str(each.get("name")))
+    for file in sorted(path.with_name(MORE_TEMPLATES).glob("*.jinja")):
+        names.append(file.name)
     return [f"further chat templates of the tokenizer are not exported: {', '.join(names)}"] if names else []
 
 
@@ -110,17 +109,7 @@ def write_tokenizer(
         (folder / source.name).write_bytes(source.read_bytes())
         described = _settings_of_model(source, tokenizer, base)
         if not described:
-            placeholder = json.dumps(placeholder_of(source.name), indent=2)
-            (folder / "tokenizer.json").write_text(placeholder, encoding="utf-8")
-            return [
-                f"transformers has no tokenizer with the ids of {source.name} ({base.name}), so AutoTokenizer rejects "
-                f"this folder; load {source.name} with this project's tokenizers",
-                *(
-                    ["no chat template is exported, because it needs a tokenizer that transformers can load"]
-                    if chat.source
-                    else []
-                ),
-            ]
+            return _write_placeholder(folder, source.name, base.name, chat)
     described |= named_class(source, model_type, theirs is not None)
     for file in TOKEN_FILES:
         if source.with_name(file).is_file():
@@ -128,9 +117,23 @@ def write_tokenizer(
     notes = _write_template(folder, tokenizer, chat)
     # Chat templates use variables such as bos_token. transformers takes their values from tokenizer_config.json.
     for key in NAMED:
-        if chat.source and key in chat.source and (name := token_beside(source, key)) in base.marks:
+        name = token_beside(source, key)
+        if name in base.marks and key in (chat.source or ""):
             described[key] = name
     (folder / SETTINGS).write_text(json.dumps(described, indent=2), encoding="utf-8")
+    return notes
+
+
+def _write_placeholder(folder: Path, file: str, name: str, chat: Chat) -> list[str]:
+    """Write a tokenizer.json that AutoTokenizer rejects; return notes. file, name: the tokenizer's file and name."""
+    placeholder = json.dumps(placeholder_of(file), indent=2)
+    (folder / "tokenizer.json").write_text(placeholder, encoding="utf-8")
+    notes = [
+        f"transformers has no tokenizer with the ids of {file} ({name}), so AutoTokenizer rejects this folder; load "
+        f"{file} with this project's tokenizers"
+    ]
+    if chat.source:
+        notes.append("no chat template is exported, because it needs a tokenizer that transformers can load")
     return notes
 
 
@@ -162,12 +165,14 @@ def _write_json(
     added: list[str] = []
     if isinstance(tokenizer, SentinelTokenizer):
         order = sorted((id_, f"<extra_id_{i}>") for i, id_ in enumerate(tokenizer.sentinels))
-        names = [name for _, name in order]
-        added = [name for name in ("<pad>", *names) if name not in tokenizer.base.specials]
-        theirs.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in ("<pad>", *names)])
+        sentinels = [name for _, name in order]
+        names = ["<pad>", *sentinels]
+        added = [name for name in names if name not in tokenizer.base.specials]
+        theirs.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
         more = settings.get("extra_special_tokens")
-        described["pad_token"] = "<pad>"
-        described["extra_special_tokens"] = list(dict.fromkeys([*(more if isinstance(more, list) else []), *names]))
+        if isinstance(more, list):
+            sentinels = list(dict.fromkeys([*more, *sentinels]))
+        described = {"pad_token": "<pad>", "extra_special_tokens": sentinels}
     if source.name == "tokenizer.json" and not added:
         (folder / source.name).write_bytes(source.read_bytes())
     else:
@@ -176,13 +181,14 @@ def _write_json(
 
 
 def _write_template(folder: Path, tokenizer: Tokenizer, chat: Chat) -> list[str]:
-    if chat.source is None:
-        return list(chat.notes)
+    notes = list(chat.notes)
     source = chat.source
+    if source is None:
+        return notes
     if source == ChatML.source:
         if missing := missing_marks(ChatML(), tokenizer):
             why = f"{' and '.join(missing)} are text in this tokenizer, which transformers may tokenize differently"
-            return [*chat.notes, f"chat_template.jinja is not exported: chatml's {why}"]
+            return [*notes, f"chat_template.jinja is not exported: chatml's {why}"]
         source = ChatML.jinja
     (folder / TEMPLATE).write_text(source, encoding="utf-8")
-    return list(chat.notes)
+    return notes

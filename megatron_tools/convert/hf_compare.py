@@ -124,9 +124,11 @@ def _tokens(config: Config, length: int) -> Tensor:
 
 
 def _logits(config: Config, weight: Callable[[str], Tensor], tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False).eval().to(dtype)
+    kind: Any = T5Model if config.is_t5 else GPT2Model
+    model = kind(config, parallel_output=False).eval().to(dtype)
     for name, parameter in global_parameters(model):
-        parameter.zero_().narrow(0, 0, len(whole := weight(name))).copy_(whole)
+        whole = weight(name)
+        parameter.zero_().narrow(0, 0, len(whole)).copy_(whole)
     found: Tensor = model(tokens, tokens) if config.is_t5 else model(tokens)
     return found
 
@@ -136,13 +138,13 @@ class _KeepFp64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
-        if not (args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64):
+        first = args[0] if args else None
+        if not isinstance(first, Tensor) or first.dtype is not torch.float64:
             return func(*args, **named)
         if func is Tensor.float:
-            return args[0]
-        wide_args = [_widened(each) for each in args]
+            return first
         wide_named = {key: _widened(each) for key, each in named.items()}
-        return func(*wide_args, **wide_named)
+        return func(*map(_widened, args), **wide_named)
 
 
 def _widened(value: Any) -> Any:

@@ -90,15 +90,7 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"{where}: model_type is {kind!r}; only {', '.join(FAMILIES)} can be converted")
     family = FAMILIES[kind]
-    named = content.get("architectures") or []
-    if not isinstance(named, list):
-        raise ValueError(f"{where}: architectures must be a list of names, not {named!r}")
-    for name in named:
-        if name not in family.architectures:
-            raise ValueError(
-                f"{where}: architectures names {name}; for model_type {kind}, only "
-                f"{' and '.join(family.architectures)} can be converted"
-            )
+    _check_architectures(content, family, where)
     values = dict(family.defaults)
     given: dict[str, str] = {}
     for key, value in content.items():
@@ -107,7 +99,8 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
             if name in given and values[name] != value:
                 raise ValueError(f"{where}: {given[name]} is {values[name]}, but its alias {key} is {value}")
             check_type(key, value, family.defaults[name], OPTIONAL.get(name), where)
-            given[name], values[name] = key, value
+            given[name] = key
+            values[name] = value
         elif name in MUST and value not in (MUST[name], None):
             raise ValueError(f"{where}: {key} is {value}; this project supports only {MUST[name]}")
         elif name not in MUST and name not in HARMLESS and not is_off(key, value) and not changes_nothing(key):
@@ -122,6 +115,19 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     if "scale_decoder_outputs" in given:
         values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
     return values | {"model_type": kind}
+
+
+def _check_architectures(content: Mapping[str, Any], family: Family, where: Path) -> None:
+    """Raise ValueError if config.json names a model class that is not one of its family."""
+    named = content.get("architectures") or []
+    if not isinstance(named, list):
+        raise ValueError(f"{where}: architectures must be a list of names, not {named!r}")
+    for name in named:
+        if name not in family.architectures:
+            raise ValueError(
+                f"{where}: architectures names {name}; for model_type {content['model_type']}, only "
+                f"{' and '.join(family.architectures)} can be converted"
+            )
 
 
 def unread_keys(content: Mapping[str, Any]) -> list[str]:
@@ -179,13 +185,18 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
     The key feed_forward_proj gives it in the form X or gated-X; is_gated_act and dense_act_fn override this key.
     """
     project = values["feed_forward_proj"]
-    gated = project.startswith("gated-")
     name = project.removeprefix("gated-")
-    name = "gelu_new" if project == "gated-gelu" else name  # T5 v1.1 writes gated-gelu but means GELU with tanh
-    gated = gated if values["is_gated_act"] is None else values["is_gated_act"]
-    key = "feed_forward_proj" if values["dense_act_fn"] is None else "dense_act_fn"
+    if project == "gated-gelu":
+        name = "gelu_new"  # T5 v1.1 writes gated-gelu but means GELU with tanh
+    key = "feed_forward_proj"
+    if values["dense_act_fn"] is not None:
+        key = "dense_act_fn"
+        name = values[key] or name
+    gated = values["is_gated_act"]
+    if gated is None:
+        gated = project.startswith("gated-")
     reader = gated_activation_of if gated else activation_of
-    return reader(values["dense_act_fn"] or name, where, key)
+    return reader(name, where, key)
 
 
 def _scales_logits(values: Mapping[str, Any]) -> bool:
@@ -220,12 +231,11 @@ def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokeniz
         raise ValueError(
             f"{where}: the tokenizer has {tokenizer.vocab_size} tokens, more than vocab_size {values['vocab_size']}"
         )
-    ends = values["eos_token_id"] if isinstance(values["eos_token_id"], list) else [values["eos_token_id"]]
-    if (
-        "eos_token_id" in given
-        and tokenizer.eod not in ends
-        and any(e is not None and e < values["vocab_size"] for e in ends)
-    ):
+    ends = values["eos_token_id"]
+    if not isinstance(ends, list):
+        ends = [ends]
+    known = [end for end in ends if end is not None and end < values["vocab_size"]]
+    if "eos_token_id" in given and known and tokenizer.eod not in ends:
         raise ValueError(
             f"{where}: eos_token_id is {values['eos_token_id']}, but the tokenizer ends texts with {tokenizer.eod}"
         )

@@ -69,12 +69,13 @@ def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[dict[str, A
 
 def _pattern(values: Mapping[str, Any], where: Path) -> list[bool]:
     """Return for each layer whether it has experts. Raises ValueError if none has."""
-    layers = range(values["num_hidden_layers"])
     step = values.get("decoder_sparse_step", 1)
     if step < 1:
         raise ValueError(f"{where}: decoder_sparse_step is {step}; it must be at least 1")
     dense = values.get("mlp_only_layers") or []
-    found = [i not in dense and (i + 1) % step == 0 for i in layers]
+    found = []
+    for layer in range(values["num_hidden_layers"]):
+        found.append(layer not in dense and (layer + 1) % step == 0)
     if not any(found):
         raise ValueError(f"{where}: decoder_sparse_step {step} and mlp_only_layers {dense} leave no layer with experts")
     return found
@@ -122,13 +123,15 @@ def expert_config(m: ModelConfig, kind: str) -> dict[str, Any]:
 
 def left_out(m: ModelConfig) -> list[str]:
     """Return notes on settings of training that config.json has no key for."""
+    has_experts = m.num_experts is not None
     flags = [("--hidden-dropout", m.hidden_dropout, "dropout")]
-    if m.num_experts is not None:
-        flags += [("--router-z-loss", m.router_z_loss, "z-loss")]
-        flags += [("--router-jitter", m.router_jitter, "noise for the router alone")]
-    found = [
-        f"{name} {value} is not exported: Llama's config.json has no {what}" for name, value, what in flags if value
-    ]
-    if m.num_experts is not None and m.has_aux_loss and m.router_aux_loss:
+    if has_experts:
+        flags.append(("--router-z-loss", m.router_z_loss, "z-loss"))
+        flags.append(("--router-jitter", m.router_jitter, "noise for the router alone"))
+    found = []
+    for name, value, what in flags:
+        if value:
+            found.append(f"{name} {value} is not exported: Llama's config.json has no {what}")
+    if has_experts and m.has_aux_loss and m.router_aux_loss:
         found.append("transformers trains with the exported router_aux_loss_coef only if output_router_logits is true")
     return found

@@ -56,15 +56,18 @@ def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) 
             size = 0
         shards[-1].append(entry)
         size += entry.bytes
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    names = ["model.safetensors"] if len(shards) == 1 else names
-    for name, shard in zip(names, shards, strict=True):
+    if len(shards) == 1:
+        write_entries(folder / "model.safetensors", shards[0], preferred())
+        return
+    where = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_entries(folder / name, shard, preferred())
-    if len(shards) > 1:
-        where = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-        total = sum(entry.bytes for entry in entries)
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+        for entry in shard:
+            where[entry.name] = name
+    total = sum(entry.bytes for entry in entries)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 class FolderReader:
@@ -106,12 +109,15 @@ class FolderReader:
         if len(shape) != 3 or 0 in shape:
             return
         half = shape[1] // 2
-        rows = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
+        rows = {kind: slice(None)}
+        if kind == "gate_up_proj":
+            rows = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
         where = self._where.pop(fused)
         for e in range(shape[0]):
-            for name, place in rows.items() if kind == "gate_up_proj" else [(kind, slice(None))]:
-                self._where[f"{at}{e}.{name}.weight"] = where
-                self._parts[f"{at}{e}.{name}.weight"] = fused, (e, place)
+            for projection, place in rows.items():
+                name = f"{at}{e}.{projection}.weight"
+                self._where[name] = where
+                self._parts[name] = fused, (e, place)
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
@@ -124,11 +130,16 @@ class FolderReader:
         Files may omit the prefix `transformer.` or `model.`, may use any name in EMBEDDINGS for the embedding, and may
         have either of two names for the tensors of Mixtral's experts.
         """
-        new = name
-        for old, other in NEW_NAMES.items() if ".block_sparse_moe." in name else ():
-            new = new.replace(old, other)
-        for each in (name, new, *(EMBEDDINGS if name in EMBEDDINGS and name != HEAD else ())):
-            for found in (str(each), PREFIX.sub("", each)):
+        names = [name]
+        if ".block_sparse_moe." in name:
+            new = name
+            for old, other in NEW_NAMES.items():
+                new = new.replace(old, other)
+            names.append(new)
+        if name in EMBEDDINGS and name != HEAD:
+            names += EMBEDDINGS
+        for each in names:
+            for found in (each, PREFIX.sub("", each)):
                 if found in self._where:
                     return found
         return None
@@ -149,8 +160,12 @@ class FolderReader:
         whose name matches a pattern in `ignored`.
         """
         known = {*EMBEDDINGS, *(PREFIX.sub("", name) for name in EMBEDDINGS)}
-        left = sorted(set(self._where) - self._asked - known)
-        return [name for name in left if not CONSTANT.fullmatch(name) and not any(re.search(p, name) for p in ignored)]
+        found = []
+        for name in sorted(set(self._where) - self._asked - known):
+            redundant = CONSTANT.fullmatch(name) or any(re.search(pattern, name) for pattern in ignored)
+            if not redundant:
+                found.append(name)
+        return found
 
     def _find(self, name: str) -> tuple[Any, str, Place | None]:
         """Return the file that holds a tensor, the name of the stored tensor, and the place of a part of it."""
@@ -283,9 +298,8 @@ class Folder:
         """Raise ValueError unless the files hold all tensors of the model, with the right shapes, and no others."""
         shapes = whole_shapes(self.config)
         for match in self.matches:
-            for name, part in zip(
-                match.theirs, match.split(torch.empty(*shapes[match.ours], device="meta")), strict=True
-            ):
+            parts = match.split(torch.empty(*shapes[match.ours], device="meta"))
+            for name, part in zip(match.theirs, parts, strict=True):
                 found = self.tensors.shape(name)
                 if found != list(part.shape):
                     raise ValueError(
@@ -293,7 +307,9 @@ class Folder:
                     )
         extra = self.tensors.unread(FAMILIES[self.values["model_type"]].ignored)
         if extra:
-            shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+            shown = ", ".join(extra[:5])
+            if len(extra) > 5:
+                shown += f" and {len(extra) - 5} more"
             raise ValueError(f"{self.path} contains tensors that are not part of the model in config.json: {shown}")
 
     @torch.no_grad()

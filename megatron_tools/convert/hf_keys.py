@@ -153,12 +153,16 @@ def changes_nothing(key: str) -> bool:
 
 def check_type(key: str, value: Any, default: Any, optional: type | None, where: Path) -> None:
     """Raise ValueError if the value has another type than the default, or than `optional` if the default is null."""
+    wanted = optional if default is None else type(default)
     if value is None and (default is None or optional is not None):
         return
-    wanted = type(default) if default is not None else optional
-    ends = isinstance(value, list) and key == "eos_token_id" and all(type(end) is int for end in value)
-    if wanted is not None and type(value) is not wanted and not (wanted is float and type(value) is int) and not ends:
-        raise ValueError(f"{where}: {key} is {value!r}, not of type {wanted.__name__}")
+    if wanted is None or type(value) is wanted:
+        return
+    if wanted is float and type(value) is int:
+        return
+    if key == "eos_token_id" and isinstance(value, list) and all(type(end) is int for end in value):
+        return
+    raise ValueError(f"{where}: {key} is {value!r}, not of type {wanted.__name__}")
 
 
 def activation_of(name: str, where: Path, key: str) -> str:

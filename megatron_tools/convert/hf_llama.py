@@ -123,27 +123,41 @@ def _window(values: Mapping[str, Any], where: Path) -> int | None:
     if not values.get("use_sliding_window", True):
         window = None
     types = values.get("layer_types")
-    kind = values["model_type"]
     if types is None:
-        full = 0 if kind == "qwen3_moe" else values.get("max_window_layers", 0)  # Qwen3-MoE's class does not read it
-        if full is None and window is not None:
-            raise ValueError(
-                f"{where}: max_window_layers is null; set it to the number of layers without a sliding window, or list "
-                f"the layers in layer_types"
-            )
-        types = ["full_attention" if window is None or i < full else "sliding_attention" for i in range(layers)]
-        if kind == "qwen2_moe":  # its class gives every second of the first `full` layers a window
-            slides = [window is not None and i % 2 == 0 and i < full for i in range(layers)]
-            types = ["sliding_attention" if each else "full_attention" for each in slides]
+        types = _usual_types(values, window, where)
     if len(types) != layers or len(set(types)) != 1 or types[0] not in ("full_attention", "sliding_attention"):
         raise ValueError(
             f"{where}: layer_types (or max_window_layers {values.get('max_window_layers')}) must give all {layers} "
             f"layers the same attention, full_attention or sliding_attention; other models cannot be converted"
         )
     slides = types[0] == "sliding_attention"
-    if slides and window is None or not slides and window is not None and "use_sliding_window" not in values:
+    unused = window is not None and "use_sliding_window" not in values
+    if (slides and window is None) or (not slides and unused):
         raise ValueError(f"{where}: all layer_types are {types[0]}, but sliding_window is {window}")
     return window if slides else None
+
+
+def _usual_types(values: Mapping[str, Any], window: int | None, where: Path) -> list[str]:
+    """Return layer_types as the model's class derives it from the other keys, if the file lacks it."""
+    kind = values["model_type"]
+    layers = values["num_hidden_layers"]
+    if window is None:
+        return ["full_attention"] * layers
+    full = values.get("max_window_layers", 0)
+    if kind == "qwen3_moe":
+        full = 0  # its class does not read max_window_layers
+    if full is None:
+        raise ValueError(
+            f"{where}: max_window_layers is null; set it to the number of layers without a sliding window, or list "
+            f"the layers in layer_types"
+        )
+    types = []
+    for i in range(layers):
+        slides = i >= full
+        if kind == "qwen2_moe":  # its class gives every second of the first `full` layers a window
+            slides = i < full and i % 2 == 0
+        types.append("sliding_attention" if slides else "full_attention")
+    return types
 
 
 def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str) -> dict[str, Any]:
@@ -192,9 +206,13 @@ def _kind_of(m: ModelConfig) -> str:
     Llama's class requires hidden_size to be divisible by the number of heads; Mistral's does not.
     """
     if m.num_experts is not None:
-        return "qwen3_moe" if m.qk_norm else "qwen2_moe" if m.num_shared_experts else "mixtral"
+        if m.qk_norm:
+            return "qwen3_moe"
+        return "qwen2_moe" if m.num_shared_experts else "mixtral"
     if m.qk_norm:
         return "qwen3"
     if m.has_qkv_bias and not m.hidden_bias:
         return "qwen2"
-    return "mistral" if m.sliding_window is not None or m.hidden_size % m.num_attention_heads else "llama"
+    if m.sliding_window is not None or m.hidden_size % m.num_attention_heads:
+        return "mistral"
+    return "llama"

@@ -36,12 +36,14 @@ def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match
     """
 
     def split(t: Tensor) -> list[Tensor]:
-        stacked = t.view(heads, 3, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
+        by_head = t.view(heads, 3, -1, *t.shape[1:])
+        stacked = by_head.transpose(0, 1).reshape(t.shape)
         return [stacked.T if transpose else stacked]
 
     def join(ts: Sequence[Tensor]) -> Tensor:
         t = ts[0].T if transpose else ts[0]
-        return t.reshape(3, heads, -1, *t.shape[1:]).transpose(0, 1).reshape(t.shape)
+        by_kind = t.reshape(3, heads, -1, *t.shape[1:])
+        return by_kind.transpose(0, 1).reshape(t.shape)
 
     return Match(ours, (theirs,), split, join)
 
@@ -54,10 +56,11 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
 
     def split(t: Tensor) -> list[Tensor]:
         parts = t.view(groups, len(theirs), -1, *t.shape[1:])
-        return [parts[:, i].reshape(-1, *t.shape[1:]) for i in range(len(theirs))]
+        return [part.reshape(-1, *t.shape[1:]) for part in parts.unbind(1)]
 
     def join(ts: Sequence[Tensor]) -> Tensor:
-        return torch.stack([t.view(groups, -1, *t.shape[1:]) for t in ts], 1).flatten(0, 2)
+        by_group = [t.view(groups, -1, *t.shape[1:]) for t in ts]
+        return torch.stack(by_group, 1).flatten(0, 2)
 
     return Match(ours, theirs, split, join)
 
@@ -70,11 +73,15 @@ def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -
     """
 
     def split(t: Tensor) -> list[Tensor]:
-        parts = t.view(groups, -1, size, *t.shape[1:])
-        return [part.flatten(0, 2) for part in (parts[:, :-2], parts[:, -2:-1], parts[:, -1:])]
+        heads = t.view(groups, -1, size, *t.shape[1:])
+        queries = heads[:, :-2]
+        keys = heads[:, -2:-1]
+        values = heads[:, -1:]
+        return [part.flatten(0, 2) for part in (queries, keys, values)]
 
     def join(ts: Sequence[Tensor]) -> Tensor:
-        return torch.cat([t.view(groups, -1, size, *t.shape[1:]) for t in ts], 1).flatten(0, 2)
+        by_group = [t.view(groups, -1, size, *t.shape[1:]) for t in ts]
+        return torch.cat(by_group, 1).flatten(0, 2)
 
     return Match(ours, theirs, split, join)
 
@@ -85,8 +92,9 @@ def matches_of(m: ModelConfig) -> Iterator[Match]:
     Hugging Face's models have no factors of muP and fixed factors of attention scores, so the weights that a match
     converts are multiplied by the factors of our model.
     """
-    found = {"gpt2": gpt2_matches, "llama": llama_matches, "t5": t5_matches}[m.family or "gpt2"](m)
-    return (_folded(match, _factor(m, match.ours), m) for match in found)
+    matches = {"gpt2": gpt2_matches, "llama": llama_matches, "t5": t5_matches}[m.family or "gpt2"]
+    for match in matches(m):
+        yield _folded(match, _factor(m, match.ours), m)
 
 
 def _factor(m: ModelConfig, name: str) -> float:
@@ -95,15 +103,15 @@ def _factor(m: ModelConfig, name: str) -> float:
     The factor of the logits is that of the norm before them, because the embedding may be tied to the output matrix.
     """
     at = name.rsplit(".", 2)[-2]
-    last = name.startswith(("final_norm.", "decoder.final_norm."))
-    if last:
+    if name.startswith(("final_norm.", "decoder.final_norm.")):
         return m.logits_scale / (m.hidden_size**-0.5 if m.scale_tied_logits else 1.0)
     if at in ("dense", "dense_4h_to_h"):
         return m.branch_factor
-    if at in (("query_norm",) if m.qk_norm else ("query_key_value", "query")):
-        divides = m.scale_attention and m.family != "t5"  # Hugging Face's T5 never divides scores by sqrt(head size)
-        return m.attention_scale / (m.head_size**-0.5 if divides else 1.0)
-    return 1.0
+    with_queries = ("query_norm",) if m.qk_norm else ("query_key_value", "query")
+    if at not in with_queries:
+        return 1.0
+    divides = m.scale_attention and m.family != "t5"  # Hugging Face's T5 never divides scores by sqrt(head size)
+    return m.attention_scale / (m.head_size**-0.5 if divides else 1.0)
 
 
 def _folded(match: Match, factor: float, m: ModelConfig) -> Match:
@@ -127,22 +135,20 @@ def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
     """Yield one Match for each parameter of a GPT-2."""
     yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield Match("position_embedding.weight", ("transformer.wpe.weight",))
+    linear = {"attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
     for i in range(m.num_layers):
         at = f"layers.{i}"
         its = f"transformer.h.{i}"
         for kind in ("weight", "bias"):
             yield Match(f"{at}.input_layernorm.{kind}", (f"{its}.ln_1.{kind}",))
             yield Match(f"{at}.post_attention_layernorm.{kind}", (f"{its}.ln_2.{kind}",))
-            matrix = kind == "weight"
             fused = f"{at}.attention.query_key_value.{kind}"
-            yield _stacked_heads(fused, f"{its}.attn.c_attn.{kind}", m.num_attention_heads, matrix)
-            for ours, theirs in (
-                ("attention.dense", "attn.c_proj"),
-                ("mlp.dense_h_to_4h", "mlp.c_fc"),
-                ("mlp.dense_4h_to_h", "mlp.c_proj"),
-            ):
-                names = f"{at}.{ours}.{kind}", f"{its}.{theirs}.{kind}"
-                yield _transposed(*names) if matrix else Match(names[0], (names[1],))
+            yield _stacked_heads(fused, f"{its}.attn.c_attn.{kind}", m.num_attention_heads, kind == "weight")
+            for ours, theirs in linear.items():
+                if kind == "weight":
+                    yield _transposed(f"{at}.{ours}.weight", f"{its}.{theirs}.weight")
+                else:
+                    yield Match(f"{at}.{ours}.bias", (f"{its}.{theirs}.bias",))
     for kind in ("weight", "bias"):
         yield Match(f"final_norm.norm.{kind}", (f"transformer.ln_f.{kind}",))
     if not m.tie_embeddings:
@@ -202,7 +208,9 @@ def t5_matches(m: ModelConfig) -> Iterator[Match]:
     yield Match("embedding.word_embeddings.weight", ("shared.weight",))
     for stack, layers in (("encoder", m.num_layers), ("decoder", m.decoder_layers)):
         for i in range(layers if m.relative_attention_per_layer else 1):
-            ours = f"{stack}.relative_positions" + (f".{i}" if m.relative_attention_per_layer else "")
+            ours = f"{stack}.relative_positions"
+            if m.relative_attention_per_layer:
+                ours += f".{i}"
             theirs = f"{stack}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"
             yield Match(f"{ours}.weight", (theirs,))
         for i in range(layers):
@@ -216,16 +224,20 @@ def _t5_block(m: ModelConfig, stack: str, i: int) -> Iterator[Match]:
     at = f"{stack}.layers.{i}"
     its = f"{stack}.block.{i}.layer"
     heads = m.num_attention_heads
-    norms = ["input_layernorm", *(["cross_layernorm"] if stack == "decoder" else []), "post_attention_layernorm"]
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if stack == "decoder":
+        norms.insert(1, "cross_layernorm")
     for j, norm in enumerate(norms):
         yield Match(f"{at}.{norm}.weight", (f"{its}.{j}.layer_norm.weight",))
     own = f"{its}.0.SelfAttention"
-    yield _interleaved(f"{at}.attention.query_key_value.weight", tuple(f"{own}.{x}.weight" for x in "qkv"), heads)
+    fused = (f"{own}.q.weight", f"{own}.k.weight", f"{own}.v.weight")
+    yield _interleaved(f"{at}.attention.query_key_value.weight", fused, heads)
     yield Match(f"{at}.attention.dense.weight", (f"{own}.o.weight",))
     if stack == "decoder":
         cross = f"{its}.1.EncDecAttention"
         yield Match(f"{at}.cross_attention.query.weight", (f"{cross}.q.weight",))
-        yield _interleaved(f"{at}.cross_attention.key_value.weight", tuple(f"{cross}.{x}.weight" for x in "kv"), heads)
+        key_value = (f"{cross}.k.weight", f"{cross}.v.weight")
+        yield _interleaved(f"{at}.cross_attention.key_value.weight", key_value, heads)
         yield Match(f"{at}.cross_attention.dense.weight", (f"{cross}.o.weight",))
     mlp = f"{its}.{len(norms) - 1}.DenseReluDense"
     up = f"{at}.mlp.dense_h_to_4h.weight"

@@ -77,12 +77,15 @@ def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any
     if any(isinstance(value, dict) for value in new.values()):
         raise ValueError(f"{where}: rope_parameters differ between layers; such models cannot be converted")
     # With both keys, transformers 5 ignores rope_parameters and other programs ignore rope_scaling, so both must agree.
-    if old and new and (here := _in_full(old, values)) != (there := _in_full(new, values)):
-        key = next(key for key in (*here, *there) if here.get(key) != there.get(key))
-        raise ValueError(
-            f"{where}: rope_scaling and rope_parameters must be equal, but {key} is {here.get(key)!r} in the former "
-            f"and {there.get(key)!r} in the latter; remove one of them from the file"
-        )
+    if old and new:
+        here = _in_full(old, values)
+        there = _in_full(new, values)
+        for key in (*here, *there):
+            if here.get(key) != there.get(key):
+                raise ValueError(
+                    f"{where}: rope_scaling and rope_parameters must be equal, but {key} is {here.get(key)!r} in the "
+                    f"former and {there.get(key)!r} in the latter; remove one of them from the file"
+                )
     return (old, "rope_scaling") if old else (new, "rope_parameters")
 
 
@@ -103,7 +106,9 @@ def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: P
     outside = values["rope_theta"]
     if None not in (inside, outside) and inside != outside:
         raise ValueError(f"{where}: rope_theta is {outside}, but in {at} it is {inside}")
-    found = next((value for value in (inside, outside) if value is not None), _usual_theta(values))
+    found = outside if inside is None else inside
+    if found is None:
+        found = _usual_theta(values)
     if type(found) not in (int, float):
         raise ValueError(f"{where}: rope_theta of {at} is {found!r}, not a number")
     return float(found)
@@ -128,10 +133,10 @@ def _attention_factor(factor: float, rope: Mapping[str, Any], number: Callable[.
     """
     if rope.get("attention_factor") is not None:
         return number("attention_factor")
-    scales = rope.get("mscale"), rope.get("mscale_all_dim")
-    if not all(scales) or factor <= 1:
+    if factor <= 1 or not rope.get("mscale") or not rope.get("mscale_all_dim"):
         return None
-    above, below = (0.1 * number(key) * math.log(factor) + 1.0 for key in ("mscale", "mscale_all_dim"))
+    above = 0.1 * number("mscale") * math.log(factor) + 1.0
+    below = 0.1 * number("mscale_all_dim") * math.log(factor) + 1.0
     return above / below
 
 

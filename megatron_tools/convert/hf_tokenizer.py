@@ -41,7 +41,6 @@ def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
 
 def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     sp = tokenizer._sp
-    specials = tokenizer.specials
     facts = tokenizer.facts
     if facts.algorithm not in ("bpe", "unigram") or facts.of_type(UNUSED):
         return None
@@ -51,14 +50,11 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     pieces = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
     scores = [sp.get_score(i) for i in range(sp.vocab_size())]
     bytes_ = sp.is_byte(sp.piece_to_id(BYTES[0]))
-    unknown = sp.id_to_piece(sp.unk_id())
     if facts.algorithm == "bpe":
-        model = _bpe(tokenizers, pieces, scores, unknown, bytes_)
+        theirs = tokenizers.Tokenizer(_bpe(tokenizers, pieces, scores, pieces[sp.unk_id()], bytes_))
     else:
         vocab = list(zip(pieces, scores, strict=True))
-        model = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bytes_)
-    theirs = tokenizers.Tokenizer(model)
-    if facts.algorithm == "unigram":
+        theirs = tokenizers.Tokenizer(tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bytes_))
         # If a text contains the characters <0x0A> or <unk>, split off "<", so that they do not become that token.
         names = tokenizers.Regex("<(?=(?:0x[0-9A-F]{2}|unk)>)")
         theirs.pre_tokenizer = tokenizers.pre_tokenizers.Split(names, "isolated")
@@ -68,11 +64,17 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     # Both libraries match user-defined symbols before all other pieces. A symbol with a space is found only after
     # normalisation, which replaces each space by U+2581.
     defined = [pieces[i] for i in facts.of_type(USER_DEFINED)]
-    spaced = any(MARK in piece for piece in defined)
+    spaced = MARK in "".join(defined)
     theirs.add_tokens([tokenizers.AddedToken(piece, normalized=spaced) for piece in defined])
-    ends = [name for name in specials if name != unknown]
-    theirs.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in ends])
+    _add_specials(theirs, tokenizer)
     return theirs
+
+
+def _add_specials(theirs: Any, tokenizer: SentencePieceTokenizer) -> None:
+    """Add the special tokens of `tokenizer`, except the unknown token, to a tokenizer of the `tokenizers` library."""
+    unknown = tokenizer._sp.id_to_piece(tokenizer._sp.unk_id())
+    names = [name for name in tokenizer.specials if name != unknown]
+    theirs.add_special_tokens([library().AddedToken(name, normalized=False, special=True) for name in names])
 
 
 def _is_mt5_model(tokenizer: SentencePieceTokenizer) -> bool:
@@ -100,15 +102,15 @@ def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
     theirs.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(MARK, prepend_scheme="always", split=False)
     spaces = decoders.Replace(MARK, " ")
     theirs.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    specials = [name for name in tokenizer.specials if name != sp.id_to_piece(sp.unk_id())]
-    theirs.add_special_tokens([tokenizers.AddedToken(name, normalized=False, special=True) for name in specials])
+    _add_specials(theirs, tokenizer)
     end = sp.id_to_piece(sp.eos_id())
     theirs.post_processor = tokenizers.processors.TemplateProcessing(
         single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, sp.eos_id())]
     )
-    texts = texts_of(tokenizer)
-    alike = all(theirs.encode(text, add_special_tokens=False).ids == tokenizer.encode(text) for text in texts)
-    return theirs if alike else None
+    for text in texts_of(tokenizer):
+        if theirs.encode(text, add_special_tokens=False).ids != tokenizer.encode(text):
+            return None
+    return theirs
 
 
 def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
@@ -156,12 +158,16 @@ def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, 
     ids = {piece: i for i, piece in enumerate(pieces)}
     merges = []
     for piece, i in ids.items():
-        halves = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
-        merges += [(-scores[i], pair) for pair in halves if pair[0] in ids and pair[1] in ids and piece not in BYTES]
+        if piece in BYTES:
+            continue
+        for at in range(1, len(piece)):
+            left = piece[:at]
+            right = piece[at:]
+            if left in ids and right in ids:
+                merges.append((-scores[i], (left, right)))
     merges.sort(key=lambda merge: merge[0])
-    return tokenizers.models.BPE(
-        ids, [pair for _, pair in merges], unk_token=unknown, byte_fallback=bytes_, fuse_unk=True
-    )
+    pairs = [pair for _, pair in merges]
+    return tokenizers.models.BPE(ids, pairs, unk_token=unknown, byte_fallback=bytes_, fuse_unk=True)
 
 
 def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
@@ -170,9 +176,9 @@ def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
     Texts that contain U+2581 (sentencepiece's mark for a space) or the name of a special token are left out.
     """
     dice = random.Random(0)
-    usable = [i for i in range(tokenizer.vocab_size) if i not in tokenizer.marks.values()]
-    texts = [tokenizer.decode(dice.choices(usable, k=30)) for _ in range(count)]
+    usable = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.marks.values()))
     names = any_of(tokenizer.marks)
+    texts = [tokenizer.decode(dice.choices(usable, k=30)) for _ in range(count)]
     return [text for text in (*texts, *_PROBES) if MARK not in text and not names.search(text)]
 
 

@@ -7,7 +7,7 @@ iter_0001000/mp_rank_00/model_optim_rng.pt  Megatron-LM: under key "model"; mp_r
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,53 +52,74 @@ class RankFiles:
                 f"{self.folder} contains neither mp_rank_00_model_states.pt nor mp_rank_00/model_optim_rng.pt, "
                 "nor layer_00-model_00-model_states.pt"
             )
-        stages, self.ranks = sorted({stage for stage, _ in found}), 1 + max(rank for _, rank in found)
-        for stage in stages if self.by_layer else range(stages[-1] + 1):
-            for rank in range(self.ranks):
-                if (stage, rank) not in found:
-                    what = "layer" if self.by_layer else "stage"
-                    raise ValueError(f"{self.folder} lacks the file of model-parallel rank {rank}, {what} {stage}")
+        stages = sorted({stage for stage, _ in found})
+        self.ranks = 1 + max(rank for _, rank in found)
+        self._refuse_missing(found, stages if self.by_layer else range(stages[-1] + 1))
         contents = {place: load_plain(path) for place, path in found.items()}
         self._parts: dict[str, dict[int, Tensor]] = {}
         self._theirs: set[str] = set()
+        blocks: list[int] = []
         for rank in range(self.ranks):
-            # Stage or layer file -> number of transformer blocks in this file and all files before it.
-            blocks: dict[int, int] = {}
-            for stage in stages:
-                first = max(blocks.values(), default=0)
-                top = self._add(contents[stage, rank], found[stage, rank], rank, first)
-                if top > first:
-                    blocks[stage] = top
-            if self.by_layer and list(blocks) != list(range(min(blocks, default=0), max(blocks, default=0) + 1)):
-                raise ValueError(
-                    f"{self.folder} lacks layers: only the files {list(blocks)} contain transformer blocks"
-                )
-        # If each layer has a file, the settings (args) are in DeepSpeed's mp_rank_* files, and reading one suffices.
-        headers = [load_plain(path) for path in list(nearby.values())[:1]] if self.by_layer else list(contents.values())
+            files = [(stage, contents[stage, rank], found[stage, rank]) for stage in stages]
+            blocks = self._add_rank(rank, files)
+        headers = list(contents.values())
+        if self.by_layer:
+            # The settings (args) of files by layer are in DeepSpeed's mp_rank_* files, and reading one suffices.
+            headers = [load_plain(path) for path in list(nearby.values())[:1]]
         known = headers[0].get("args") if headers else None
         self.settings: dict[str, Any] = vars(known) if isinstance(known, argparse.Namespace) else {}
-        named = self.settings.get("num_layers", layers)
-        if named is None and self.by_layer and not _as_cpm_pretrain(stages, list(blocks)):
+        self._check_layers(layers, not self.by_layer or _as_cpm_pretrain(stages, blocks))
+        self.version, self.version_source = self._version_of(headers, version)
+
+    def _refuse_missing(self, found: Mapping[tuple[int, int], Path], stages: Iterable[int]) -> None:
+        """Raise ValueError unless each rank has a file of each pipeline stage, or of each layer."""
+        what = "layer" if self.by_layer else "stage"
+        for stage in stages:
+            for rank in range(self.ranks):
+                if (stage, rank) not in found:
+                    raise ValueError(f"{self.folder} lacks the file of model-parallel rank {rank}, {what} {stage}")
+
+    def _add_rank(self, rank: int, files: Sequence[tuple[int, Mapping[str, Any], Path]]) -> list[int]:
+        """Store the tensors of a rank; return the pipeline stages, or layer files, that hold transformer blocks.
+
+        files: (stage or layer, content, path) of each file, in the order of the model.
+        """
+        top = 0  # number of transformer blocks in the files so far
+        blocks = []
+        for stage, content, path in files:
+            first = top
+            top = self._add(content, path, rank, first)
+            if top > first:
+                blocks.append(stage)
+        consecutive = range(min(blocks, default=0), max(blocks, default=0) + 1)
+        if self.by_layer and blocks != list(consecutive):
+            raise ValueError(f"{self.folder} lacks layers: only the files {blocks} contain transformer blocks")
+        return blocks
+
+    def _check_layers(self, given: int | None, whole: bool) -> None:
+        """Raise ValueError if the number of layers contradicts the settings or --num-layers, or may be too small.
+
+        whole: whether the files are complete, although they record no number of layers.
+        """
+        named = self.settings.get("num_layers", given)
+        if named is None and not whole:
             raise ValueError(
                 f"{self.folder} does not record the number of layers (there are files of "
                 f"{self.layers} layers); give --num-layers"
             )
-        for other in (named, layers):
+        for other in (named, given):
             if other not in (None, self.layers):
                 raise ValueError(
                     f"{self.folder} contains {self.layers} layers, but its settings or --num-layers give {other}"
                 )
-        self.version, self.version_source = self._version_of(headers, version)
 
     def _files(
         self, form: re.Pattern[str], place: Callable[[re.Match[str]], tuple[int, int]]
     ) -> dict[tuple[int, int], Path]:
         """Return the files whose path matches `form`, as (stage or layer, rank) -> path."""
-        matches = (
-            (form.fullmatch(path.relative_to(self.folder).as_posix()), path) for path in _candidates(self.folder)
-        )
         found: dict[tuple[int, int], Path] = {}
-        for match, path in matches:
+        for path in _candidates(self.folder):
+            match = form.fullmatch(path.relative_to(self.folder).as_posix())
             if match and found.setdefault(place(match), path) != path:
                 raise ValueError(f"{found[place(match)]} and {path.name} belong to the same rank; remove one of them")
         return found
@@ -108,11 +129,15 @@ class RankFiles:
 
         The sources are the files, else --checkpoint-version, else tensor names that tell which program wrote the files.
         """
-        versions = [version for each in headers if (version := each.get("checkpoint_version")) is not None]
-        if versions:
-            found = versions[0]
-            if found not in (0, 1, 2, 3) or any(other != found for other in versions):
+        found = None
+        for header in headers:
+            version = header.get("checkpoint_version")
+            if version is None:
+                continue
+            found = version if found is None else found
+            if found not in (0, 1, 2, 3) or version != found:
                 raise ValueError(f"{self.folder}: checkpoint version {found} is unknown or differs between files")
+        if found is not None:
             if given is not None and given != found:
                 raise ValueError(f"{self.folder} has checkpoint version {found:g}, but --checkpoint-version is {given}")
             return float(found), "recorded in the files"
@@ -120,10 +145,8 @@ class RankFiles:
             return float(given), "from --checkpoint-version"
         if "position_embedding.weight" in self._theirs:
             return 2.0, "from this project's tensor names"
-        if (
-            not self.by_layer
-            and {"word_embeddings.weight", "transformer.layers.0.input_layernorm.weight"} <= self._theirs
-        ):
+        cpm_names = {"word_embeddings.weight", "transformer.layers.0.input_layernorm.weight"}
+        if not self.by_layer and cpm_names <= self._theirs:
             return 0.0, "from CPM-1's tensor names"
         own = bool(headers) and "model" in headers[0]  # Megatron-LM's key for weights; DeepSpeed's is "module"
         if own and any(name.startswith("language_model.transformer.") for name in self._theirs):
@@ -220,10 +243,12 @@ def _of_layer(content: Mapping[str, Any]) -> dict[str, Any]:
 
     The file contains a transformer block, the embedding or the final norm.
     """
+    prefix = ""
     if set(content) == {"weight", "bias"}:
-        return {f"final_layernorm.{name}": tensor for name, tensor in content.items()}
-    block = any(name.startswith("input_layernorm.") for name in content)
-    return {f"layers.0.{name}" if block else name: tensor for name, tensor in content.items()}
+        prefix = "final_layernorm."
+    elif any(name.startswith("input_layernorm.") for name in content):
+        prefix = "layers.0."
+    return {prefix + name: tensor for name, tensor in content.items()}
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -234,12 +259,16 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _newest(folder: Path) -> Path:
     """Return the subfolder that Megatron's or DeepSpeed's tracker file names, else `folder` itself."""
     for tracker in (folder / "latest_checkpointed_iteration.txt", folder / "latest"):
-        if tracker.is_file():
-            word = tracker.read_text(encoding="utf-8").strip()
-            for name in (word, *([f"iter_{int(word):07d}", f"global_step{int(word)}"] if word.isdigit() else [])):
-                if (folder / name).is_dir():
-                    return folder / name
-            raise ValueError(f"{tracker} names {word}, which does not exist")
+        if not tracker.is_file():
+            continue
+        word = tracker.read_text(encoding="utf-8").strip()
+        names = [word]
+        if word.isdigit():
+            names += [f"iter_{int(word):07d}", f"global_step{int(word)}"]
+        for name in names:
+            if (folder / name).is_dir():
+                return folder / name
+        raise ValueError(f"{tracker} names {word}, which does not exist")
     if not folder.is_dir():
         raise ValueError(f"there is no folder {folder}")
     return folder

@@ -102,13 +102,12 @@ def check_complete(theirs: RankFiles, config: Config) -> None:
     wanted = whole_shapes(config)
     for name in (*wanted, *theirs.names()):
         if name not in wanted or name not in theirs.names():
-            raise ValueError(
-                f"{theirs.folder} {'lacks' if name in wanted else 'contains'} {name}, unlike a GPT with the settings "
-                f"of this checkpoint"
-            )
+            fault = "lacks" if name in wanted else "contains"
+            raise ValueError(f"{theirs.folder} {fault} {name}, unlike a GPT with the settings of this checkpoint")
         found = tuple(theirs.shape(name))
-        padded = "word_embeddings" in name
-        if found[1:] != wanted[name][1:] or found[:1] != wanted[name][:1] and not (padded and found > wanted[name]):
+        shape = wanted[name]
+        padded = "word_embeddings" in name and found > shape
+        if found[1:] != shape[1:] or (found[:1] != shape[:1] and not padded):
             raise ValueError(
-                f"{theirs.folder}: {name} has shape {list(found)}, but the other tensors imply {list(wanted[name])}"
+                f"{theirs.folder}: {name} has shape {list(found)}, but the other tensors imply {list(shape)}"
             )

@@ -61,15 +61,17 @@ def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[Entry
         if not key.startswith((f"{WEIGHT}.", f"{BUFFER}.")):
             continue
         dtype = reader.read(key, entry["dim"], 0, 0).dtype
-        match = MLP.fullmatch(key)
         names = [key]
+        match = MLP.fullmatch(key)
         if match and config.model.has_experts(int(match[2])):
-            names = [f"{WEIGHT}.{match[1]}.experts.{e}.{match[3]}" for e in range(experts)]
-            if match[3] == "dense_h_to_4h.weight":
-                name = f"{match[1]}.router"
+            mlp = match[1]
+            weight = match[3]
+            names = [f"{WEIGHT}.{mlp}.experts.{e}.{weight}" for e in range(experts)]
+            if weight == "dense_h_to_4h.weight":
+                router = f"{mlp}.router"
                 shape = (experts, config.model.hidden_size)
-                yield Entry(f"{WEIGHT}.{name}.weight", shape, torch.float32, partial(_router_weight, config, name))
-                yield from router_buffers(name, experts)
+                yield Entry(f"{WEIGHT}.{router}.weight", shape, torch.float32, partial(_router_weight, config, router))
+                yield from router_buffers(router, experts)
         for name in names:
             yield Entry(name, tuple(entry["shape"]), dtype, partial(read_whole, reader, key))
 

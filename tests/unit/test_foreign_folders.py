@@ -13,9 +13,9 @@ from torch import Tensor
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.load import refuse_other_ids
 from megatron.tokenizer.sentinels import SentinelTokenizer
-from megatron_tools.convert.convert_checkpoint import _extra_ids
 from megatron_tools.convert.hf_config import check_tokenizer, read_config
 from megatron_tools.convert.hf_folder import Folder, entries_of
+from megatron_tools.convert.hf_import import _extra_ids
 from megatron_tools.convert.hf_names import Match
 from megatron_tools.convert.megatron_lm import RankFiles
 from megatron_tools.convert.megatron_settings import check_complete, settings_of
