@@ -81,16 +81,25 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
             yield failed("tokenizer of the data", f"{prefix}.bin {otherwise}", remedy)
             return
         yield ok("tokenizer of the data", f"SHA-256 {tokenizer.fingerprint[:12]}")
-    size = config.model.vocab_size or (tokenizer.vocab_size if tokenizer is not None else None)
+    size = vocabulary_of(config, tokenizer)
     largest = largest_id(dataset)
-    if size is not None and largest >= size:
+    if size is None:
+        return
+    if largest >= size:
         yield failed(
             "ids",
             f"{prefix}.bin contains the token id {largest}, but the largest id of the vocabulary is {size - 1}",
             "set --vocab-file to the tokenizer with which the corpus was made",
         )
-    elif size is not None:
+    else:
         yield ok("ids", f"the largest id is {largest}, the vocabulary has {size} ids")
+
+
+def vocabulary_of(config: Config, tokenizer: Any) -> int | None:
+    """Return the size of a run's vocabulary, None if neither the settings nor a tokenizer gives it."""
+    if config.model.vocab_size:
+        return config.model.vocab_size
+    return None if tokenizer is None else int(tokenizer.vocab_size)
 
 
 def largest_id(dataset: Any) -> int:
@@ -127,7 +136,7 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Iterator[Finding
     remedy = f"use more text, a smaller --seq-length, or another --split than {config.data.split}"
     if counts.get("train", 0) < needed:
         yield failed("tokens", f"{prefix} has too few tokens for training ({sizes}); a sample needs {needed}", remedy)
-    elif any(tokens < needed for tokens in counts.values()):
+    elif min(counts.values()) < needed:
         yield warning(
             "tokens",
             f"{prefix} has too few tokens in some splits ({sizes}): a sample needs {needed}, so these splits are empty",

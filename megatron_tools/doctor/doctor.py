@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -55,9 +56,10 @@ class Examination:
         if self.config is not None and self.torch_is_there:
             yield from self._data(self.config)
             yield from self._size_and_resume(self.config)
-        if self.run_dir is not None:
-            yield from findings_of("run directory", lambda: run_dir.writable(self.run_dir or Path()))
-            yield from findings_of("run lock", lambda: run_dir.lock(self.run_dir or Path(), self.config))
+        where = self.run_dir
+        if where is not None:
+            yield from findings_of("run directory", lambda: run_dir.writable(where))
+            yield from findings_of("run lock", lambda: run_dir.lock(where, self.config))
         yield from self._hosts()
 
     @property
@@ -89,7 +91,7 @@ class Examination:
             found += machine.imports("deepspeed")
         self.torch_is_there = found[-1].state != FAILED
         yield from found
-        given = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+        given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         yield from machine.hidden_package(Path(megatron.__file__).parent, [*given, *sys.path])
 
     def _network(self) -> Iterator[Finding]:
@@ -113,17 +115,20 @@ class Examination:
         yield from findings_of("port", network.port_is_free)
 
     def _settings(self) -> Iterator[Finding]:
-        written = self.run_dir / "config.json" if self.run_dir else None
-        if not self.flags and not (written and written.is_file()):
+        flags = list(self.flags)
+        written = None
+        if self.run_dir is not None:
+            written = self.run_dir / "config.json"
+            if flags:
+                flags += ["--run-dir", str(self.run_dir)]
+        if not flags and (written is None or not written.is_file()):
             return
-        where = ["--run-dir", str(self.run_dir)] if self.run_dir and self.flags else []
-        self.config, found = settings.read([*self.flags, *where], str(written) if written else None, self.ranks)
+        self.config, found = settings.read(flags, str(written) if written else None, self.ranks)
         yield from found
         if self.config is not None:
             yield from settings.layout(self.config, self.ranks)
 
     def _machine(self) -> Iterator[Finding]:
-        t = self.config.train if self.config else None
         usable = False
         if self.torch_is_there:
             from megatron.ranks import device
@@ -131,10 +136,15 @@ class Examination:
             usable = device.available()
             present = any(Path("/dev").glob("nvidia[0-9]*"))
             yield from findings_of("devices", lambda: machine.build_fits_devices(device.built_for(), usable, present))
-        yield from machine.compiler(bool(t and t.compile))
+        compiles = False
+        workers = 0
+        if self.config is not None:
+            compiles = bool(self.config.train.compile)
+            workers = self.config.data.num_workers
+        yield from machine.compiler(compiles)
         yield from machine.threads(self.ranks_here, not usable)
         yield from machine.open_files()
-        yield from machine.shared_memory(self.config.data.num_workers if self.config else 0)
+        yield from machine.shared_memory(workers)
 
     def _data(self, config: Config) -> Iterator[Finding]:
         yield from findings_of("tokenizer", lambda: self._load_tokenizer(config))
@@ -157,7 +167,7 @@ class Examination:
 
         settled, found = settings.resolved(config, self.ranks)
         yield from found
-        size = config.model.vocab_size or (self.tokenizer.vocab_size if self.tokenizer is not None else None)
+        size = corpora.vocabulary_of(config, self.tokenizer)
         if size is None:
             yield warning(
                 "memory",
@@ -167,9 +177,9 @@ class Examination:
             return
         whole = with_values(config, {"vocab_size": size})
         yield from findings_of("memory", lambda: self._memory(whole, settled._replace(config=whole)))
-        if self.run_dir is not None:
+        where = self.run_dir
+        if where is not None:
             fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
-            where = self.run_dir
             yield from findings_of("checkpoint", lambda: run_dir.checkpoint(whole, where, fingerprint, self.args.quick))
 
     def _memory(self, config: Config, settled: settings.Settled) -> Iterator[Finding]:
@@ -186,11 +196,9 @@ class Examination:
     def _hosts(self) -> Iterator[Finding]:
         if not self.hosts:
             return
+        versions = [".".join(map(str, sys.version_info[:2]))]
         try:
-            versions = [
-                ".".join(map(str, sys.version_info[:2])),
-                *map(importlib.metadata.version, ("torch", "deepspeed")),
-            ]
+            versions += map(importlib.metadata.version, ("torch", "deepspeed"))
         except importlib.metadata.PackageNotFoundError:
             return  # `machine.packages` has already reported the missing package
         try:
@@ -224,16 +232,17 @@ def main(argv: Sequence[str]) -> int:
     if args.ranks is not None and args.ranks < 1:
         parser.error(f"--ranks {args.ranks} must be at least 1")
     found = list[Finding]()
+    counts: Counter[str] = Counter()
     for each in Examination(args, flags).findings():
         found.append(each)
+        counts[each.state] += 1
         if not args.json:
             print(each, flush=True)
-    bad, doubtful = (sum(each.state == state for each in found) for state in (FAILED, WARNING))
     if args.json:
-        print(json.dumps([asdict(each) for each in found], indent=2, ensure_ascii=False))
+        print(json.dumps(list(map(asdict, found)), indent=2, ensure_ascii=False))
     else:
-        print(f"{len(found)} checks: {bad} failed, {doubtful} warnings")
-    return 1 if bad else 0
+        print(f"{len(found)} checks: {counts[FAILED]} failed, {counts[WARNING]} warnings")
+    return 1 if counts[FAILED] else 0
 
 
 def cli() -> None:

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import os
+import re
 import resource
 import shutil
 import sys
@@ -26,10 +27,10 @@ def version_key(text: str) -> tuple[int, ...]:
     """Parse a version for comparison: `2.13.0+cpu` -> (2, 13, 0)."""
     numbers = []
     for part in text.split("+")[0].split("."):
-        digits = part[: next((i for i, c in enumerate(part) if not c.isdigit()), len(part))]
-        if not digits:
+        digits = re.match("[0-9]*", part)
+        if not digits or not digits[0]:
             break
-        numbers.append(int(digits))
+        numbers.append(int(digits[0]))
     return tuple(numbers)
 
 
@@ -53,11 +54,14 @@ def packages() -> Iterator[Finding]:
                 name, "is not installed", f"pip install -r requirements.txt, or pip install '{name}>={oldest}'"
             )
             continue
-        range_ = f"{name}>={oldest}" + (f",<{TOO_NEW[name]}" if name in TOO_NEW else "")
+        too_new = TOO_NEW.get(name)
+        remedy = f"pip install '{name}>={oldest}'"
+        if too_new:
+            remedy = f"pip install '{name}>={oldest},<{too_new}'"
         if version_key(found) < version_key(oldest):
-            yield failed(name, f"{found} is too old", f"pip install '{range_}'")
-        elif name in TOO_NEW and version_key(found) >= version_key(TOO_NEW[name]):
-            yield failed(name, f"{found} is too new", f"pip install '{range_}'")
+            yield failed(name, f"{found} is too old", remedy)
+        elif too_new and version_key(found) >= version_key(too_new):
+            yield failed(name, f"{found} is too new", remedy)
         elif version_key(found) > version_key(newest):
             yield warning(
                 name,
@@ -123,6 +127,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
     ours: folder of this project's package.
     """
     others = []
+    hiding = []
     first = True
     for entry in paths:
         there = Path(entry or ".", "megatron")
@@ -131,8 +136,9 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
         if there.resolve() == ours.resolve():
             first = False
         elif (there / "__init__.py").is_file():  # a folder without __init__.py hides no package
-            others.append((there, first))
-    hiding = [there for there, before in others if before]
+            others.append(there)
+            if first:
+                hiding.append(there)
     if hiding:
         yield failed(
             "package megatron",
@@ -143,7 +149,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
     elif others:
         yield warning(
             "package megatron",
-            f"Python's path also contains another package named megatron: {others[0][0]}",
+            f"Python's path also contains another package named megatron: {others[0]}",
             "start scripts from this project's folder, or use an environment without the other package",
         )
     else:
@@ -155,44 +161,52 @@ def compiler(wanted: bool) -> Iterator[Finding]:
     if not wanted:
         return
     asked = os.environ.get("CXX")
-    found = shutil.which(asked) if asked else next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-    if found:
-        yield ok("compiler", found)
-    else:
-        yield failed(
-            "compiler",
-            f"--compile needs a C++ compiler, but there is no {asked or 'c++, g++ or clang++'}",
-            "install a compiler (apt install g++) or omit --compile",
-        )
+    for name in [asked] if asked else ["c++", "g++", "clang++"]:
+        found = shutil.which(name)
+        if found:
+            yield ok("compiler", found)
+            return
+    yield failed(
+        "compiler",
+        f"--compile needs a C++ compiler, but there is no {asked or 'c++, g++ or clang++'}",
+        "install a compiler (apt install g++) or omit --compile",
+    )
 
 
 def threads(ranks_here: int, on_cpu: bool) -> Iterator[Finding]:
     """Check that the ranks on this machine together have no more threads than it has cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    each = os.environ.get("OMP_NUM_THREADS")
-    if each is not None and not (each.isdecimal() and int(each)):
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    given = os.environ.get("OMP_NUM_THREADS")
+    each = 1
+    if given is not None:
+        each = int(given) if given.isdecimal() else 0
+    total = ranks_here * each
+    if each < 1:
         yield failed(
             "threads",
-            f"OMP_NUM_THREADS={each} is not a number of threads",
+            f"OMP_NUM_THREADS={given} is not a number of threads",
             "unset OMP_NUM_THREADS, or set it to a positive whole number",
         )
-    elif on_cpu and (ranks_here > 1 or each) and ranks_here * int(each or 1) > cores:
-        words = f"{ranks_here} ranks with {each or 1} threads each share {cores} cores"
+    elif on_cpu and total > cores and (ranks_here > 1 or given):
+        words = f"{ranks_here} ranks with {given or 1} threads each share {cores} cores"
         yield warning("threads", words, "set OMP_NUM_THREADS=1, and use at most one rank per core if speed matters")
     else:
-        yield ok("threads", f"{ranks_here} ranks, {cores} cores, OMP_NUM_THREADS {each or 'not set'}")
+        yield ok("threads", f"{ranks_here} ranks, {cores} cores, OMP_NUM_THREADS {given or 'not set'}")
 
 
 def open_files() -> Iterator[Finding]:
     """Check the limit of open files, `ulimit -n`."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    unlimited = limit == resource.RLIM_INFINITY
-    if not unlimited and limit < FILES_FAIL:
+    if limit == resource.RLIM_INFINITY:
+        yield ok("open files", "unlimited")
+    elif limit < FILES_FAIL:
         yield failed("open files", f"ulimit -n is {limit}", "run ulimit -n 65536 before the launch")
-    elif not unlimited and limit < FILES_WARN:
+    elif limit < FILES_WARN:
         yield warning("open files", f"ulimit -n is {limit}, low for many ranks or corpora", "run ulimit -n 65536")
     else:
-        yield ok("open files", "unlimited" if unlimited else str(limit))
+        yield ok("open files", str(limit))
 
 
 def shared_memory(workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:

@@ -3,8 +3,6 @@
 `megatron.estimate.per_rank` estimates the memory of a rank.
 """
 
-from typing import Any
-
 from megatron.config import Config
 
 
@@ -22,13 +20,16 @@ def checkpoint_bytes(config: Config) -> float:
 
 def machine_bytes() -> float | None:
     """Return the bytes of memory that a run can use on this machine; None if the system does not report them."""
-    found: list[Any] = []
+    found: list[float] = []
     try:
         with open("/proc/meminfo", encoding="utf-8") as file:
-            found += [1024.0 * int(line.split()[1]) for line in file if line.startswith("MemAvailable")]
+            for line in file:
+                if line.startswith("MemAvailable"):
+                    found.append(1024.0 * int(line.split()[1]))
         with open("/sys/fs/cgroup/memory.max", encoding="utf-8") as file:
             text = file.read().strip()
-            found += [float(text)] if text.isdecimal() else []
+            if text.isdecimal():
+                found.append(float(text))
     except OSError:
         pass
     return min(found, default=None)

@@ -1,6 +1,7 @@
 """Checks of the network: whether the hosts of a run can reach each other."""
 
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -32,21 +33,21 @@ def read_hostfile(path: str) -> list[Host]:
 
     Raises ValueError, naming the line, for a malformed file, and OSError for an unreadable one.
     """
-    hosts = list[Host]()
+    hosts: dict[str, Host] = {}
     for number, raw in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        words = raw.split("#")[0].split()
-        if not words:
+        line = raw.split("#")[0].strip()
+        if not line:
             continue
-        name, *rest = words
-        key, _, slots = rest[0].partition("=") if len(rest) == 1 else ("", "", "")
-        if key != "slots" or not slots.isdecimal() or not int(slots):
+        match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
+        if not match or not int(match[2]):
             raise ValueError(f"{path}, line {number}: {raw.strip()!r} is not of the form 'node1 slots=8'")
-        if name in (host.name for host in hosts):
+        name = match[1]
+        if name in hosts:
             raise ValueError(f"{path}, line {number}: host {name} is listed twice; combine both lines")
-        hosts.append(Host(name, int(slots)))
+        hosts[name] = Host(name, int(match[2]))
     if not hosts:
         raise ValueError(f"{path} lists no host")
-    return hosts
+    return list(hosts.values())
 
 
 def hostfile(path: str) -> Iterator[Finding]:
@@ -74,7 +75,8 @@ def hosts_answer(
     ssh must work without a password. versions: the versions of Python, torch and DeepSpeed on this machine, in this
     order. marker: a file in the run directory; a host that does not see it does not share the disk.
     """
-    here = {"localhost", "127.0.0.1", socket.gethostname(), socket.gethostname().split(".")[0]}
+    name = socket.gethostname()
+    here = {"localhost", "127.0.0.1", name, name.split(".")[0]}
     others = [host.name for host in hosts if host.name not in here]
     with ThreadPoolExecutor(32) as pool:
         for found in pool.map(lambda name: _ask(name, versions, marker, seconds), others):
@@ -139,18 +141,19 @@ def _ask(name: str, versions: Sequence[str], marker: Path | None, seconds: float
 
 def launcher_variables() -> Iterator[Finding]:
     """Check the environment variables that launchers set. An old `export` may have left a wrong value."""
-    given = {
-        name: os.environ[name]
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        if name in os.environ
-    }
     remedy = "unset it; launchers set this variable for each rank"
-    numbers = {name: int(text) for name, text in given.items() if text.isdecimal()}
-    for name, text in given.items():
-        if name not in numbers or ("WORLD" in name and numbers[name] < 1):
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        text = os.environ.get(name)
+        if text is None:
+            continue
+        if text.isdecimal():
+            numbers[name] = int(text)
+        least = 1 if "WORLD" in name else 0
+        if numbers.get(name, -1) < least:
             yield failed(name, f"the environment variable is {text!r}, which is not a valid number", remedy)
     for rank, ranks in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if rank in numbers and numbers[rank] >= numbers.get(ranks, 10**9):
+        if rank in numbers and ranks in numbers and numbers[rank] >= numbers[ranks]:
             yield failed(
                 rank,
                 f"the environment variable is {numbers[rank]}, but must be below {ranks}={numbers[ranks]}",
@@ -202,18 +205,20 @@ def port_is_free() -> Iterator[Finding]:
 
 def names() -> Iterator[Finding]:
     """Check that this machine's name and MASTER_ADDR resolve."""
-    for what, name in (("hostname", socket.gethostname()), ("MASTER_ADDR", os.environ.get("MASTER_ADDR"))):
+    host = socket.gethostname()
+    checked = [
+        ("hostname", host, f"add '127.0.0.1 {host}' to /etc/hosts, or its real address"),
+        ("MASTER_ADDR", os.environ.get("MASTER_ADDR"), "set a name or an address that every host can resolve"),
+    ]
+    for what, name, remedy in checked:
         if not name:
             continue
         try:
-            yield ok(what, f"{name} resolves to {socket.getaddrinfo(name, None)[0][4][0]}")
+            address = socket.getaddrinfo(name, None)[0][4][0]
         except OSError:
-            remedy = (
-                f"add '127.0.0.1 {name}' to /etc/hosts, or its real address"
-                if what == "hostname"
-                else "set a name or an address that every host can resolve"
-            )
             yield failed(what, f"{name} does not resolve", remedy)
+        else:
+            yield ok(what, f"{name} resolves to {address}")
 
 
 def interface() -> Iterator[Finding]:
@@ -221,10 +226,12 @@ def interface() -> Iterator[Finding]:
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         for wanted in filter(None, os.environ.get(variable, "").split(",")):
-            # NCCL's variable may also contain a prefix of the name, =name (exactly this one) or ^name (all others).
-            prefix = variable.startswith("NCCL")
-            known = any(name.startswith(wanted.lstrip("^=")) if prefix else name == wanted for name in there)
-            if known or wanted.startswith("^"):
+            known = wanted in there
+            if variable.startswith("NCCL"):
+                # The variable may also contain a prefix of the name, =name (exactly this one) or ^name (all others).
+                prefix = wanted.lstrip("^=")
+                known = wanted.startswith("^") or any(name.startswith(prefix) for name in there)
+            if known:
                 yield ok("interface", f"{variable}={wanted}")
             else:
                 yield failed(

@@ -41,11 +41,14 @@ def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
     from megatron.training.run_folder import save_dir_of
 
     folder = save_dir_of(config, run_dir) if config else run_dir / "checkpoints"
-    folders = (run_dir,) if isinstance(folder, RemotePath) else (run_dir, folder)  # object storage has no locks
-    path = next((each / NAME for each in folders if (each / NAME).exists()), None)
-    if path is None:
+    locks = [run_dir / NAME]
+    if not isinstance(folder, RemotePath):  # object storage has no locks
+        locks.append(folder / NAME)
+    held = [path for path in locks if path.exists()]
+    if not held:
         yield ok("run lock", "not held")
         return
+    path = held[0]
     holder = holder_of(path)
     if holder is None:
         yield failed("run lock", f"{path} is damaged", "delete the lock file if no run uses the directory")
@@ -56,11 +59,12 @@ def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
             "ignore this warning: the next run takes the lock over",
         )
     else:
+        flag = "--run-dir" if path.parent == run_dir else "--save"
         yield failed(
             "run lock",
             f"{path.parent} is in use by {holder}",
-            f"end that process, or give another {'--run-dir' if path.parent == run_dir else '--save'}; if it ran on "
-            f"another machine and has ended, pass --override-lock (or delete {path})",
+            f"end that process, or give another {flag}; if it ran on another machine and has ended, pass "
+            f"--override-lock (or delete {path})",
         )
 
 
@@ -80,12 +84,12 @@ def disk(save_dir: Path, run_dir: Path, one: float, config: Config) -> Iterator[
         yield ok("disk", words) if free >= one else failed("disk", words, "free space, or give another --run-dir")
         return
     kept = config.checkpoint.keep_last
-    wanted = (kept or 2) + 1
+    comfortable = 10 * one if kept is None else 0.0
     words = f"{free / 1e9:.1f} GB free, a checkpoint takes {one / 1e9:.2g} GB"
     remedy = "free space, set --save to another disk, or keep fewer checkpoints (--keep-last 2)"
     if free < 2 * one:
         yield failed("disk", f"{words}, and a new checkpoint is written before an old one is deleted", remedy)
-    elif free < wanted * one or kept is None and free < 10 * one:
+    elif free < max(((kept or 2) + 1) * one, comfortable):
         yield warning("disk", words, remedy)
     else:
         yield ok("disk", words)
@@ -128,10 +132,8 @@ def checkpoint(
             "write the name of an earlier intact checkpoint into the file latest, or use another --run-dir",
         )
         return
-    yield ok(
-        "checkpoint",
-        f"{path} is intact, iteration {reader.state['iteration']}" if not quick else f"{path}, not verified (--quick)",
-    )
+    state = f", iteration {reader.state['iteration']}"
+    yield ok("checkpoint", f"{path}, not verified (--quick)" if quick else f"{path} is intact{state}")
     try:
         refuse_contradictions(reader, config, fingerprint, wanted)
     except CheckpointError as error:
@@ -151,10 +153,11 @@ def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
     saved = plain_config(reader)
     seen = reader.state["consumed_samples"]
     if wanted.same_data and wanted.position and seen:
-        for name, there, here in (
-            ("seed", saved.train.seed, config.train.seed),
-            ("split", saved.data.split, config.data.split),
-        ):
+        compared = {
+            "seed": (saved.train.seed, config.train.seed),
+            "split": (saved.data.split, config.data.split),
+        }
+        for name, (there, here) in compared.items():
             if there != here:
                 yield failed(
                     "resume",
@@ -171,8 +174,12 @@ def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
                 "pass the same corpora as in the checkpoint, or --override-data to continue with other samples",
             )
             return
-    note = settled(config, saved)[1] if wanted.position and reader.state["iteration"] else None
-    yield ok("resume", "the settings match the checkpoint" + (f"; {note}" if note else ""))
+    words = "the settings match the checkpoint"
+    if wanted.position and reader.state["iteration"]:
+        _, note = settled(config, saved)
+        if note:
+            words += f"; {note}"
+    yield ok("resume", words)
 
 
 def marker(run_dir: Path) -> Any:

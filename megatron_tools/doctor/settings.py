@@ -1,5 +1,6 @@
 """Checks that a run's settings are consistent, and fit the number of ranks and the available memory."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -97,20 +98,14 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
     assert settled.config is not None
     if settled.resolved is None:
         return
-    if any(name.startswith("offload") for name in settled.resolved.deepspeed.get("zero_optimization", {})):
+    zero = settled.resolved.deepspeed.get("zero_optimization", {})
+    if any(name.startswith("offload") for name in zero):
         yield ok("memory", "the memory was not estimated: the ds_config enables offloading")
         return
     stages = rank_memory(settled.config, settled.resolved, ranks, device_bytes is not None, stages_of(settled.config))
     kinds = asdict(max(stages, key=lambda stage: stage.total))
     needed = sum(kinds.values())
-    free = device_bytes
-    there = "the device has" if device_bytes is not None else f"{ranks_here} such ranks share"
-    if device_bytes is None:
-        machine = memory.machine_bytes()
-        free = None if machine is None else machine / ranks_here
-        there += f" {machine / 1e9:.1f} GB of this machine" if machine is not None else " this machine"
-    else:
-        there += f" {device_bytes / 1e9:.1f} GB"
+    free, there = _free(device_bytes, ranks_here)
     parts = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in kinds.items())
     size = f"{parameters(settled.config) / 1e6:.1f} million parameters"
     words = f"{size}; the rank that needs the most memory needs {needed / 1e9:.2g} GB ({parts}); {there}"
@@ -118,9 +113,19 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
         "use more ranks with --model-parallel-size, --pipe-parallel-size or --zero-stage 1 to 3, "
         "--checkpoint-activations, a smaller model or --precision bf16; tools/plan.py finds a layout"
     )
-    if free is not None and needed > free:
+    if needed > free:
         yield failed("memory", words, remedy)
-    elif free is not None and needed > 0.9 * free:
+    elif needed > 0.9 * free:
         yield warning("memory", words + ", which leaves less than a tenth free", remedy)
     else:
         yield ok("memory", words)
+
+
+def _free(device_bytes: float | None, ranks_here: int) -> tuple[float, str]:
+    """Return the bytes of memory that a rank can use, infinity if unknown, and words for them."""
+    if device_bytes is not None:
+        return device_bytes, f"the device has {device_bytes / 1e9:.1f} GB"
+    machine = memory.machine_bytes()
+    if machine is None:
+        return math.inf, f"{ranks_here} such ranks share this machine"
+    return machine / ranks_here, f"{ranks_here} such ranks share {machine / 1e9:.1f} GB of this machine"
