@@ -52,18 +52,18 @@ class Efficiency:
 DEFAULT = Efficiency()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Seconds:
     """Seconds that a micro-batch's forward and backward pass take on one stage, by kind of work."""
 
-    matmuls: float
-    attention: float
-    memory: float
-    tensor_parallel: float
-    context_parallel: float
-    expert_parallel: float
-    weights: float  # ZeRO 3's all-gathers of weights
-    boundary: float
+    matmuls: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    tensor_parallel: float = 0.0
+    context_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    weights: float = 0.0  # ZeRO 3's all-gathers of weights
+    boundary: float = 0.0
 
     @property
     def total(self) -> float:
@@ -139,9 +139,8 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> fl
     """
     if ranks == 1:
         return 0.0
-    return 2 * (ranks - 1) / ranks * size / (link.gigabytes_per_second * 1e9 * e.link) + 2 * (ranks - 1) * min(
-        link.latency_seconds, 1e-5
-    )
+    sent = 2 * (ranks - 1) / ranks * size
+    return sent / (link.gigabytes_per_second * 1e9 * e.link) + 2 * (ranks - 1) * min(link.latency_seconds, 1e-5)
 
 
 def expert_bytes(x: Shapes, layer: Layer) -> float:
@@ -197,76 +196,101 @@ def _width_factor(x: Shapes, e: Efficiency) -> float:
 def layer_flops(x: Shapes, layer: Layer) -> tuple[float, float]:
     """Return (matmul FLOPs, attention FLOPs) of a rank's forward pass of a micro-batch through `layer`."""
     c = x.config
-    b = x.config.train.batch_size
-    m = x.config.model
-    encoder, decoder = lengths(c)
-    split = x.ranks * c.parallel.context_parallel_size
+    m = c.model
     if not layer.repeated:
-        tokens = x.of_layer(layer)
-        return (
-            2.0 * tokens * m.hidden_size * padded_vocabulary(c, x.ranks) / x.ranks if layer.name == "head" else 0.0
-        ), 0.0
+        if layer.name != "head":
+            return 0.0, 0.0
+        return 2.0 * x.of_layer(layer) * m.hidden_size * padded_vocabulary(c, x.ranks) / x.ranks, 0.0
+    encoder, decoder = lengths(c)
     inner = m.num_attention_heads * m.head_size
-    s = decoder if layer.cls.__name__ == "DecoderBlock" else encoder
-    scores = 2 * s * s * inner + (2 * s * encoder * inner if layer.cls.__name__ == "DecoderBlock" else 0)
-    return 2.0 * b * (layer.work - scores) / split, 2.0 * b * scores / split
+    if _is_decoder(layer):
+        scores = 2 * decoder * decoder * inner + 2 * decoder * encoder * inner
+    else:
+        scores = 2 * encoder * encoder * inner
+    batch = c.train.batch_size
+    split = x.ranks * c.parallel.context_parallel_size
+    return 2.0 * batch * (layer.work - scores) / split, 2.0 * batch * scores / split
+
+
+def _is_decoder(layer: Layer) -> bool:
+    """Return whether a layer is a T5's decoder layer, which has a cross-attention."""
+    return layer.cls.__name__ == "DecoderBlock"
 
 
 def stage_seconds(
     stage: Stage, x: Shapes, resolved: Resolved, cluster: Cluster, replicas: int, e: Efficiency
 ) -> tuple[Seconds, float, float]:
     """Return (seconds, model FLOPs, FLOPs with recomputation) of a rank's passes of one micro-batch through `stage`."""
-    m = x.config.model
     p = x.config.parallel
-    peak = cluster.peak(resolved.precision)
+    rate = cluster.peak(resolved.precision) * e.matmul * _width_factor(x, e)
     hbm = cluster.memory_bandwidth * 1e9 * e.memory
     again = bool(x.config.recomputed_layers)
-    matmuls = attention = memory = tensor = context = experts = model = done = 0.0
-    link = cluster.link(x.ranks, 1)
-    group = cluster.link(p.expert_parallel_size, x.ranks)
+    model = 0.0
+    done = 0.0
+    found = Seconds()
     for layer in stage.layers:
         dense, scores = layer_flops(x, layer)
         repeats = 4 if again and layer.repeated else 3
-        model = model + 3 * (dense + scores)
-        done = done + repeats * (dense + scores)
-        matmuls += repeats * dense / (peak * e.matmul * _width_factor(x, e))
-        tokens = x.of_layer(layer)
+        model += 3 * (dense + scores)
+        done += repeats * (dense + scores)
+        found.matmuls += repeats * dense / rate
         if layer.repeated:
-            more = 1 if m.checkpoint_attention and not again else 0
-            if m.recompute_modules:  # recomputing modules repeats the QKV matmul and memory-bound operations
-                qkv = (
-                    2.0
-                    * tokens
-                    * m.hidden_size
-                    * (m.num_attention_heads + 2 * m.key_value_heads)
-                    * m.head_size
-                    / x.ranks
-                )
-                extra = qkv if "qkv" in m.recompute_modules else 0.0
-                done = done + extra
-                matmuls = matmuls + extra / (peak * e.matmul * _width_factor(x, e))
-                memory += len(m.recompute_modules) * 2 * (x.hidden(tokens) + _inner_bytes(x, layer) / 3) / hbm
-            attention += (repeats + more) * scores / (peak * (e.attention if not e.score_passes else e.matmul / 2))
-            memory += repeats * _touched(x, layer, e) / hbm
-            experts += (6 if again else 4) * _exchange_seconds(x, layer, group, e)
-            whole = tokens * m.hidden_size * x.width
-            sums = (2 if again else 0) + 4 + (2 if layer.cls.__name__ == "DecoderBlock" else 0)
-            tensor += sums * all_reduce_seconds(whole, x.ranks, link, e)
-            keys = 2 * tokens * m.key_value_heads * m.head_size / x.ranks * x.width * p.context_parallel_size
-            context += 1.5 * all_reduce_seconds(
-                keys, p.context_parallel_size, cluster.link(p.context_parallel_size, x.ranks), e
-            )
+            qkv = _recomputed_flops(x, layer)
+            done += qkv
+            found.matmuls += qkv / rate
+            _add_block(found, layer, scores, x, resolved, cluster, e)
         elif layer.name == "head":
-            memory += 6 * tokens * padded_vocabulary(x.config, x.ranks) / x.ranks * x.width / hbm
-    gathered = 0.0
+            logits = 6 * x.of_layer(layer) * padded_vocabulary(x.config, x.ranks) / x.ranks
+            found.memory += logits * x.width / hbm
     if resolved.zero_stage == 3:
-        gathered = 1.5 * all_reduce_seconds(stage.count.held * x.width, replicas, cluster.link(replicas, x.ranks), e)
-    boundary = 0.0
+        link = cluster.link(replicas, x.ranks)
+        found.weights = 1.5 * all_reduce_seconds(stage.count.held * x.width, replicas, link, e)
     if p.stages > 1:
         wire = cluster.link(p.stages, x.ranks * replicas)
         one = boundary_bytes(stage, x) / (wire.gigabytes_per_second * 1e9 * e.link) + wire.latency_seconds
-        boundary = 2 * one * p.virtual_pipeline_size
-    return Seconds(matmuls, attention, memory, tensor, context, experts, gathered, boundary), model, done
+        found.boundary = 2 * one * p.virtual_pipeline_size
+    return found, model, done
+
+
+def _recomputed_flops(x: Shapes, layer: Layer) -> float:
+    """Return the FLOPs of the matmuls that --recompute-modules repeats in a transformer layer's backward pass."""
+    m = x.config.model
+    if "qkv" not in m.recompute_modules:
+        return 0.0
+    heads = m.num_attention_heads + 2 * m.key_value_heads
+    return 2.0 * x.of_layer(layer) * m.hidden_size * heads * m.head_size / x.ranks
+
+
+def _add_block(
+    found: Seconds, layer: Layer, scores: float, x: Shapes, resolved: Resolved, cluster: Cluster, e: Efficiency
+) -> None:
+    """Add the seconds of a transformer layer, apart from its matmuls. scores: FLOPs of its attention scores."""
+    m = x.config.model
+    p = x.config.parallel
+    tokens = x.of_layer(layer)
+    peak = cluster.peak(resolved.precision)
+    hbm = cluster.memory_bandwidth * 1e9 * e.memory
+    # Passes through the layer: forward, and twice as much backward, and forward again if the layer is recomputed.
+    repeats = 3
+    attentions = 4 if m.checkpoint_attention else 3
+    reduced = 4
+    exchanges = 4
+    if x.config.recomputed_layers:
+        repeats = 4
+        attentions = 4
+        reduced = 6
+        exchanges = 6
+    if _is_decoder(layer):
+        reduced += 2
+    found.memory += len(m.recompute_modules) * 2 * (x.hidden(tokens) + _inner_bytes(x, layer) / 3) / hbm
+    found.memory += repeats * _touched(x, layer, e) / hbm
+    found.attention += attentions * scores / (peak * (e.matmul / 2 if e.score_passes else e.attention))
+    found.expert_parallel += exchanges * _exchange_seconds(x, layer, cluster.link(p.expert_parallel_size, x.ranks), e)
+    states = tokens * m.hidden_size * x.width
+    found.tensor_parallel += reduced * all_reduce_seconds(states, x.ranks, cluster.link(x.ranks, 1), e)
+    context = p.context_parallel_size
+    keys = 2 * tokens * m.key_value_heads * m.head_size / x.ranks * x.width * context
+    found.context_parallel += 1.5 * all_reduce_seconds(keys, context, cluster.link(context, x.ranks), e)
 
 
 def boundary_bytes(stage: Stage, x: Shapes) -> float:
@@ -275,7 +299,9 @@ def boundary_bytes(stage: Stage, x: Shapes) -> float:
     A rank sends its shard of the hidden states. In a T5 decoder, it also sends its shard of the encoder's output.
     """
     tokens = x.of_layer(stage.layers[-1])
-    states = tokens + (x.tokens[0] if x.config.is_t5 and tokens == x.tokens[1] else 0)
+    states = tokens
+    if x.config.is_t5 and tokens == x.tokens[1]:
+        states += x.tokens[0]
     return states * x.config.model.hidden_size * x.width / x.ranks
 
 
@@ -284,43 +310,49 @@ def cost_of(
 ) -> Cost:
     """Return the cost of one step. Raises ValueError if the cluster's file gives no peak for the run's dtype."""
     p = config.parallel
+    gas = config.train.gas
     x = Shapes(config, resolved.precision, cluster.accelerated)
     replicas = p.data_parallel_size(world) * p.context_parallel_size
-    found = [stage_seconds(stage, x, resolved, cluster, replicas, e) for stage in stages]
-    units = pipeline_units(
-        p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size, p.stages, config.train.gas
-    )
-    slowest = max(seconds.total for seconds, _, _ in found)
-    held = max(stage.count.held for stage in stages)
+    units = pipeline_units(p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size, p.stages, gas)
     exact = 4 if resolved.zero_stage <= 1 else x.width
-    parts = [stage.count.by_replicas(replicas, p.expert_parallel_size) for stage in stages]
-    sums, share = (
-        max(each) for each in zip(*(_updates(part, x, exact, resolved, cluster, e) for part in parts), strict=True)
-    )
+    seconds = []
+    model = done = sums = share = boundary = exchanged = 0.0
+    for stage in stages:
+        passes, flops, repeated = stage_seconds(stage, x, resolved, cluster, replicas, e)
+        seconds.append(passes)
+        model += flops
+        done += repeated
+        parts = stage.count.by_replicas(replicas, p.expert_parallel_size)
+        reduced, updated = _updates(parts, x, exact, resolved, cluster, e)
+        sums = max(sums, reduced)
+        share = max(share, updated)
+        boundary = max(boundary, boundary_bytes(stage, x))
+        exchanged = max(exchanged, 4 * sum(expert_bytes(x, layer) for layer in stage.layers))
+    slowest = max(each.total for each in seconds)
+    held = max(stage.count.held for stage in stages)
     hidden = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
     if resolved.zero_stage >= 2:  # DeepSpeed's ZeRO 2 and 3 reduce gradients after every micro-batch.
-        sums = sums * config.train.gas
-        hidden = hidden * config.train.gas
+        sums = sums * gas
+        hidden = hidden * gas
     stepped = (share * 28 + held * 2 * x.width) / (cluster.memory_bandwidth * 1e9 * e.memory)
-    samples = config.train_batch_size(world)
-    step = units * slowest + sums - hidden + stepped + e.step_seconds
-    each = config.train.gas * x.ranks * replicas
-    collective = 4.0 * max(x.tokens) * config.model.hidden_size * x.width * max((s.repeated for s in stages), default=0)
+    ranks = x.ranks * replicas
+    layers = max(stage.repeated for stage in stages)
+    collective = 4.0 * max(x.tokens) * config.model.hidden_size * x.width * layers
     return Cost(
-        step=step,
-        bubble=1 - config.train.gas / units,
-        stages=tuple(seconds for seconds, _, _ in found),
+        step=units * slowest + sums - hidden + stepped + e.step_seconds,
+        bubble=1 - gas / units,
+        stages=tuple(seconds),
         gradients=sums - hidden,
         optimizer=stepped,
-        model_flops=sum(model for _, model, _ in found) * each,
-        done_flops=sum(done for _, _, done in found) * each,
-        tokens=samples * sum(lengths(config)),
+        model_flops=model * (gas * ranks),
+        done_flops=done * (gas * ranks),
+        tokens=config.train_batch_size(world) * sum(lengths(config)),
         devices=world,
         peak=cluster.peak(resolved.precision),
-        boundary_bytes=max(boundary_bytes(stage, x) for stage in stages) if p.stages > 1 else 0.0,
+        boundary_bytes=boundary if p.stages > 1 else 0.0,
         gradient_bytes=held * float(exact),
         collective_bytes=collective if x.ranks > 1 else 0.0,
-        expert_bytes=max(4 * sum(expert_bytes(x, layer) for layer in stage.layers) for stage in stages),
+        expert_bytes=exchanged,
     )
 
 

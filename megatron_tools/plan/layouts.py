@@ -1,6 +1,7 @@
 """Search for the layouts of a model that fit in the memory of the given devices, with the speed of each."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -43,26 +44,25 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
 
     Raises ValueError if the sizes contradict each other or if two are missing.
     """
-    given = sum(each is not None for each in (total, micro, gas))
-    if given < 2:
+    sizes = [each for each in (total, micro, gas) if each is not None]
+    if len(sizes) < 2:
         raise ValueError("give two of --global-batch-size, --micro-batch-size and --gas, which determine the third")
-    if min(each for each in (replicas, total, micro, gas) if each is not None) < 1:
+    if min(replicas, *sizes) < 1:
         raise ValueError("--global-batch-size, --micro-batch-size and --gas must be at least 1")
+    unit = (micro or 1) * (gas or 1) * replicas
     if total is None:
-        assert micro is not None and gas is not None
-        return Batch(micro * gas * replicas, micro, gas)
-    known = micro if micro is not None else gas
-    assert known is not None
-    name, other = ("--micro-batch-size", "--gas") if micro is not None else ("--gas", "--micro-batch-size")
-    found, rest = divmod(total, known * replicas)
-    if rest or (gas is not None and micro is not None and micro * gas * replicas != total):
-        unit = (micro or 1) * (gas or 1) * replicas
+        total = unit
+    fits = total % unit == 0
+    if len(sizes) == 3:
+        fits = total == unit
+    if not fits:
+        known = f"--gas {gas} x --micro-batch-size" if micro is None else f"--micro-batch-size {micro} x --gas"
         near = max(round(total / unit), 1) * unit
         raise ValueError(
-            f"--global-batch-size {total} is not {name} {known} x {other} x {replicas} replicas; set "
-            f"--global-batch-size to {near} or another multiple of {unit}"
+            f"--global-batch-size {total} is not {known} x {replicas} replicas; set --global-batch-size to {near} or "
+            f"another multiple of {unit}"
         )
-    return Batch(total, known, found) if micro is not None else Batch(total, found, known)
+    return Batch(total, micro or total // unit, gas or total // unit)
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,10 @@ class Layout:
         """Short name of the layout, such as dp 8 x tp 4 x pp 2."""
         p = self.config.parallel
         words = [f"dp {p.data_parallel_size(self.devices)}", f"tp {p.model_parallel_size}", f"pp {p.stages}"]
-        words += [f"cp {p.context_parallel_size}"] if p.context_parallel_size > 1 else []
-        words += [f"ep {p.expert_parallel_size}"] if p.expert_parallel_size > 1 else []
-        words += [f"vp {p.virtual_pipeline_size}"] if p.virtual_pipeline_size > 1 else []
+        further = {"cp": p.context_parallel_size, "ep": p.expert_parallel_size, "vp": p.virtual_pipeline_size}
+        for axis, size in further.items():
+            if size > 1:
+                words.append(f"{axis} {size}")
         return " x ".join(words)
 
 
@@ -124,24 +125,23 @@ class Wanted:
 def _choices(wanted: Wanted) -> dict[str, list[Any]]:
     c = wanted.config
     n = wanted.devices
-    cluster = wanted.cluster
     divisors = [d for d in range(1, n + 1) if n % d == 0]
-    layers = c.model.num_layers + (c.model.decoder_layers if c.is_t5 else 0)
+    layers = c.model.num_layers
+    if c.is_t5:
+        layers += c.model.decoder_layers
     mixed = c.train.dtype in ("bf16", "fp16")
-    again = [(False, ()), (False, MODULES), (True, ())]
     found: dict[str, list[Any]] = {
-        "model_parallel_size": [d for d in divisors if d <= cluster.devices_per_node],
+        "model_parallel_size": [d for d in divisors if d <= wanted.cluster.devices_per_node],
         "pipe_parallel_size": [0, *(d for d in divisors if 1 < d <= layers)],
         "virtual_pipeline_size": [1, 2, 4],
         "zero_stage": [1, 2, 3] if mixed else [0, 1, 2, 3],
         "expert_parallel_size": [d for d in divisors if (c.model.num_experts or 1) % d == 0],
-        "again": again,
     }
-    sizes = "model_parallel_size", "pipe_parallel_size", "zero_stage", "virtual_pipeline_size", "expert_parallel_size"
-    for name in sizes:
+    for name in found:
         value = getattr(c.parallel, name)
         if name in wanted.fixed and value is not None:
             found[name] = [value]
+    found["again"] = [(False, ()), (False, MODULES), (True, ())]
     if wanted.fixed & {"checkpoint_activations", "recompute_modules"}:
         found["again"] = [(c.parallel.checkpoint_activations, c.model.recompute_modules)]
     return found
@@ -154,12 +154,14 @@ def candidates(wanted: Wanted) -> Iterator[Config]:
     for tp, pp, chunks, zero, ep, (whole, modules) in product(*choices.values()):
         cell = tp * max(pp, 1) * c.parallel.context_parallel_size
         replicas = wanted.devices // cell
-        if wanted.devices % cell or (pp and zero > 1) or (chunks > 1 and not pp):
+        shards = replicas * c.parallel.context_parallel_size
+        if wanted.devices % cell or shards % ep:
             continue
-        if replicas * c.parallel.context_parallel_size % ep or (ep > 1 and zero > 1):
+        # Pipelines and expert parallelism run with ZeRO 0 and 1. Without replicas ZeRO has nothing to shard, so only
+        # the lowest stage that the precision allows is tried.
+        if zero > 1 and (pp or ep > 1 or shards == 1):
             continue
-        # Without replicas ZeRO has nothing to shard, so only the lowest stage that the precision allows is tried.
-        if replicas * c.parallel.context_parallel_size == 1 and zero > 1:
+        if chunks > 1 and not pp:
             continue
         values = {
             "model_parallel_size": tp, "pipe_parallel_size": pp, "virtual_pipeline_size": chunks, "zero_stage": zero,
@@ -172,19 +174,17 @@ def candidates(wanted: Wanted) -> Iterator[Config]:
         for batch in _batches(wanted, replicas):
             if chunks > 1 and batch.gas % pp:
                 continue
-            try:
+            with suppress(ConfigError):
                 yield with_values(c, {**values, "batch_size": batch.micro, "gas": batch.gas})
-            except ConfigError:
-                continue
 
 
 def _batches(wanted: Wanted, replicas: int) -> Iterator[Batch]:
-    search = wanted.micro is None and (wanted.gas is None or wanted.total is None)
-    for micro in MICROS if search else [wanted.micro]:
-        try:
+    micros: Sequence[int | None] = [wanted.micro]
+    if wanted.micro is None and (wanted.gas is None or wanted.total is None):
+        micros = MICROS
+    for micro in micros:
+        with suppress(ValueError):
             yield solve_batch(replicas, wanted.total, micro, wanted.gas)
-        except ValueError:
-            continue
 
 
 def fits(layout: Layout, cluster: Cluster) -> bool:
@@ -240,8 +240,10 @@ def _devices_for(wanted: Wanted, leanest: Layout) -> int:
     The model is taken to fit if each device's equal share of weights, gradients and optimizer state fits beside the
     activations of the leanest layout.
     """
-    whole = sum(m.weights + m.gradients + m.optimizer for m in leanest.memory) * leanest.devices / len(leanest.memory)
-    room = max(USABLE * wanted.cluster.memory * 1e9 - leanest.worst.activations, 0.25 * wanted.cluster.memory * 1e9)
+    total = sum(m.weights + m.gradients + m.optimizer for m in leanest.memory)
+    whole = total * leanest.devices / len(leanest.memory)
+    memory = wanted.cluster.memory * 1e9
+    room = max(USABLE * memory - leanest.worst.activations, 0.25 * memory)
     count = wanted.devices * 2
     while count * room < whole:
         count *= 2
@@ -254,17 +256,14 @@ def _explain_no_layout(wanted: Wanted) -> str:
     If the user's own settings already raise an error, that error's message is returned.
     """
     c = wanted.config
-    replicas = wanted.devices
-    values: Mapping[str, Any] = {} if "zero_stage" in wanted.fixed else {"zero_stage": None}
+    micro = wanted.micro or (None if wanted.gas else 1)
     try:
         replicas = c.parallel.data_parallel_size(wanted.devices)
-        batch = solve_batch(replicas, wanted.total, wanted.micro or (None if wanted.gas else 1), wanted.gas)
-        evaluate(
-            with_values(c, {**values, "batch_size": batch.micro, "gas": batch.gas}),
-            wanted.devices,
-            wanted.cluster,
-            timed=False,
-        )
+        batch = solve_batch(replicas, wanted.total, micro, wanted.gas)
+        values: dict[str, Any] = {"batch_size": batch.micro, "gas": batch.gas}
+        if "zero_stage" not in wanted.fixed:
+            values["zero_stage"] = None
+        evaluate(with_values(c, values), wanted.devices, wanted.cluster, timed=False)
     except ValueError as error:
         return str(error)
     if not wanted.total or wanted.total % wanted.devices == 0:

@@ -51,9 +51,11 @@ def _family_of(argv: list[str]) -> str:
     finder.add_argument("--family")
     finder.add_argument("--config", action="append", default=[])
     found, _ = finder.parse_known_args(argv)
-    contents = [read_json(str(presets.find(path, "models"))) for path in found.config]
-    inside = [content.get("family") or content.get("model", {}).get("family") for content in contents]
-    return str(found.family or next((family for family in reversed(inside) if family), ""))
+    family = ""
+    for path in found.config:
+        content = read_json(str(presets.find(path, "models")))
+        family = content.get("family") or content.get("model", {}).get("family") or family
+    return str(found.family or family)
 
 
 def _chunks(flags: list[str]) -> int:
@@ -69,25 +71,35 @@ def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
 
     Raises ConfigError for flags that training would reject.
     """
-    argv = [*(word for path in args.model for word in ("--config", path)), *args.flags]
+    argv: list[str] = []
+    for path in args.model:
+        argv += ["--config", path]
+    argv += args.flags
     given = {word.split("=")[0] for word in args.flags}
     if "--batch-size-schedule" in given:
         raise ValueError(
             "a plan has one global batch size: leave --batch-size-schedule out, and give its largest size as "
             "--global-batch-size"
         )
-    if "--virtual-pipeline-size" in given and "--pipeline-schedule" not in given:
-        argv += ["--pipeline-schedule", "interleaved"] if _chunks(args.flags) > 1 else []
+    if "--virtual-pipeline-size" in given and "--pipeline-schedule" not in given and _chunks(args.flags) > 1:
+        argv += ["--pipeline-schedule", "interleaved"]
     config = parse(argv, DEFAULTS.get(_family_of(argv)), args.devices, _print_note)
     values: dict[str, Any] = {}
     if config.model.vocab_size is None:
         values["vocab_size"] = VOCABULARIES.get(config.model.family or "gpt2", 50257)
         print(f"note: assuming a vocabulary of {values['vocab_size']:,} tokens; set --vocab-size for another size")
     if config.train.precision == "auto":
-        values["precision"] = (
-            "fp32" if not cluster.accelerated else next(k for k in ("bf16", "fp16", "fp32") if k in cluster.peak_tflops)
-        )
+        values["precision"] = _fastest(cluster)
     return with_values(config, values)
+
+
+def _fastest(cluster: Cluster) -> str:
+    """Return the precision that --precision auto means on a cluster."""
+    if cluster.accelerated:
+        for precision in ("bf16", "fp16"):
+            if precision in cluster.peak_tflops:
+                return precision
+    return "fp32"
 
 
 def _print_note(note: str) -> None:
@@ -99,25 +111,19 @@ def _print_note(note: str) -> None:
 
 def fixed_by(flags: list[str]) -> frozenset[str]:
     """Return the names of the layout settings that were given as flags, such as zero_stage."""
-    names = {
-        word.split("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_")
-        for word in flags
-        if word.startswith("--")
-    }
+    names = set()
+    for word in flags:
+        if word.startswith("--"):
+            name = word.split("=")[0].removeprefix("--").removeprefix("no-")
+            names.add(name.replace("-", "_"))
     return frozenset(names & AXES)
 
 
 def main(args: argparse.Namespace) -> None:
-    if args.devices is None or args.cluster is None:
-        raise ValueError("give --cluster and --devices, which describe the hardware; --help shows examples")
-    for name in ("devices", "top"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
-    if args.tokens is not None and not 1 <= args.tokens < math.inf:
-        raise ValueError(f"--tokens {args.tokens:g} must be a number of tokens, at least 1, such as 1e12")
+    _check(args)
     cluster = load_cluster(args.cluster)
     config = settings(args, cluster)
-    if sum(each is not None for each in (args.global_batch_size, args.micro_batch_size, args.gas)) < 1:
+    if args.global_batch_size is None and args.micro_batch_size is None and args.gas is None:
         raise ValueError("give --global-batch-size, or two of --global-batch-size, --micro-batch-size and --gas")
     wanted = Wanted(
         config, cluster, args.devices, args.global_batch_size, args.micro_batch_size, args.gas, fixed_by(args.flags)
@@ -135,8 +141,20 @@ def main(args: argparse.Namespace) -> None:
         print("\n".join(explained(chosen, cluster, args.tokens)))
     if args.chart:
         draw(chosen, cluster, args.chart)
-    for path in write(chosen, cluster, args.write, args.tokens) if args.write else ():
-        print(f"wrote {path}")
+    if args.write:
+        for path in write(chosen, cluster, args.write, args.tokens):
+            print(f"wrote {path}")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for missing and impossible flags of the hardware and the output."""
+    if args.devices is None or args.cluster is None:
+        raise ValueError("give --cluster and --devices, which describe the hardware; --help shows examples")
+    for name in ("devices", "top"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
+    if args.tokens is not None and not 1 <= args.tokens < math.inf:
+        raise ValueError(f"--tokens {args.tokens:g} must be a number of tokens, at least 1, such as 1e12")
 
 
 def _chosen(found: list[Layout], number: int) -> Layout:

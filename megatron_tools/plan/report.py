@@ -1,7 +1,7 @@
 """Text output of a plan: table of the layouts, calculation of one layout, memory of each stage."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from megatron.estimate.per_rank import Memory
 from megatron.estimate.sizes import in_words, parameters
@@ -18,9 +18,10 @@ KINDS = tuple(f.name for f in fields(Memory))
 
 def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of a Markdown table with aligned columns."""
-    widths = [max(len(row[at]) for row in (heads, *rows)) for at in range(len(heads))]
-    for row in (heads, ["-" * width for width in widths], *rows):
-        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = ["-" * width for width in widths]
+    for row in (heads, lines, *rows):
+        yield "| " + " | ".join(map(str.ljust, row, widths)) + " |"
 
 
 def recomputed(layout: Layout) -> str:
@@ -44,57 +45,48 @@ def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
     A row gives the parallel sizes, the memory by kind on the stage that needs the most, and the speed.
     """
     experts = any(layout.config.model.num_experts for layout in layouts)
-    heads = [
-        "",
-        "dp",
-        "tp",
-        "pp",
-        *(["ep"] if experts else []),
-        "vp",
-        "zero",
-        "recompute",
-        "micro",
-        "gas",
-        "GB",
-        *(f"{k[:5]}." for k in KINDS),
-        "bubble",
-        "s/step",
-        "tokens/s",
-        "TFLOP/s",
-        "MFU",
-    ]
     rows = []
-    for at, layout in enumerate(layouts, 1):
-        p = layout.config.parallel
-        cost = layout.cost
-        worst = layout.worst
-        assert cost is not None
-        train = layout.config.train
-        row = [
-            str(at),
-            str(p.data_parallel_size(layout.devices)),
-            str(p.model_parallel_size),
-            str(p.stages),
-            *([str(p.expert_parallel_size)] if experts else []),
-            str(p.virtual_pipeline_size),
-        ]
-        row += [
-            str(layout.resolved.zero_stage),
-            recomputed(layout),
-            str(train.batch_size),
-            str(train.gas),
-            f"{worst.total / 1e9:.3g}",
-        ]
-        row += [f"{getattr(worst, kind) / 1e9:.3g}" for kind in KINDS]
-        row += [
-            f"{cost.bubble:.1%}",
-            f"{cost.step:.3g}",
-            f"{cost.tokens_per_second:,.0f}",
-            f"{cost.tflops:.3g}",
-            f"{cost.mfu:.1%}",
-        ]
-        rows.append(row + ([duration(cost.days(tokens))] if tokens else []))
-    yield from as_table(heads + (["time"] if tokens else []), rows)
+    for number, layout in enumerate(layouts, 1):
+        row = {"": str(number)} | _row(layout, experts)
+        if tokens:
+            assert layout.cost is not None
+            row["time"] = duration(layout.cost.days(tokens))
+        rows.append(row)
+    yield from as_table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def _row(layout: Layout, experts: bool) -> dict[str, str]:
+    """Return the cells of a layout by their heads. experts: with a column for expert parallelism."""
+    p = layout.config.parallel
+    train = layout.config.train
+    worst = layout.worst
+    cost = layout.cost
+    assert cost is not None
+    found: dict[str, object] = {
+        "dp": p.data_parallel_size(layout.devices),
+        "tp": p.model_parallel_size,
+        "pp": p.stages,
+    }
+    if experts:
+        found["ep"] = p.expert_parallel_size
+    found |= {
+        "vp": p.virtual_pipeline_size,
+        "zero": layout.resolved.zero_stage,
+        "recompute": recomputed(layout),
+        "micro": train.batch_size,
+        "gas": train.gas,
+        "GB": f"{worst.total / 1e9:.3g}",
+    }
+    for kind in KINDS:
+        found[f"{kind[:5]}."] = f"{getattr(worst, kind) / 1e9:.3g}"
+    found |= {
+        "bubble": f"{cost.bubble:.1%}",
+        "s/step": f"{cost.step:.3g}",
+        "tokens/s": f"{cost.tokens_per_second:,.0f}",
+        "TFLOP/s": f"{cost.tflops:.3g}",
+        "MFU": f"{cost.mfu:.1%}",
+    }
+    return {head: str(value) for head, value in found.items()}
 
 
 def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterator[str]:
@@ -131,12 +123,12 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
     yield f"memory: {layout.worst.total / 1e9:.3g} GB on the stage that needs the most, of {usable}"
     yield ""
     slowest = max(cost.stages, key=lambda s: s.total)
-    parts = ", ".join(
-        f"{f.name.replace('_', ' ')} {getattr(slowest, f.name) * 1e3:.3g}"
-        for f in fields(slowest)
-        if getattr(slowest, f.name)
-    )
-    yield f"forward and backward of a micro-batch on the slowest stage: {slowest.total * 1e3:.4g} ms ({parts})"
+    parts = []
+    for kind, seconds in asdict(slowest).items():
+        if seconds:
+            parts.append(f"{kind.replace('_', ' ')} {seconds * 1e3:.3g}")
+    passes = f"{slowest.total * 1e3:.4g} ms ({', '.join(parts)})"
+    yield f"forward and backward of a micro-batch on the slowest stage: {passes}"
     if p.stages > 1:
         yield (
             f"stage boundary: {cost.boundary_bytes / 1e6:,.2f} MB per micro-batch, direction and rank; bubble of "
@@ -186,7 +178,7 @@ def stage_table(layout: Layout) -> Iterator[str]:
         row += [f"{getattr(memory, kind) / 1e9:.3g}" for kind in KINDS]
         if rows and rows[-1][1:] == row:
             rows[-1][0] = f"{first}-{at}"
-        else:
-            first = at
-            rows.append([str(at), *row])
+            continue
+        first = at
+        rows.append([str(at), *row])
     yield from as_table(["stage", "transformer layers of all layers", "parameters per rank", "GB", *KINDS], rows)

@@ -45,7 +45,7 @@ def _settings(config: Config, steps: int | None) -> str:
     Layout and batch sizes are always included. steps: number of iterations to train, None for the default.
     """
     family = config.model.family or "gpt2"
-    plain = with_values(Config(), DEFAULTS[family]).to_dict()
+    usual = with_values(Config(), DEFAULTS[family]).to_dict()
     always = {
         "family",
         "model_parallel_size",
@@ -56,13 +56,14 @@ def _settings(config: Config, steps: int | None) -> str:
         "gas",
         "precision",
     }
-    found = {
-        section: {name: value for name, value in values.items() if value != plain[section][name] or name in always}
-        for section, values in config.to_dict().items()
-    }
-    if steps:
-        found["train"]["train_iters"] = steps
-    return json.dumps({section: values for section, values in found.items() if values}, indent=2) + "\n"
+    content = {}
+    for section, values in config.to_dict().items():
+        found = {name: value for name, value in values.items() if name in always or value != usual[section][name]}
+        if steps and section == "train":
+            found["train_iters"] = steps
+        if found:
+            content[section] = found
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _ds_config(layout: Layout) -> str:
