@@ -34,7 +34,7 @@ class ParallelMLP(MegatronModule):
     def __init__(self, init_method: Any = None, output_layer_init_method: Any = None) -> None:
         super().__init__()
         model = get_args().config.model
-        inner = _ParallelMLP(model, model.output_std(2 * model.num_layers))
+        inner = _ParallelMLP(model, model.output_std(2 * model.num_layers, model.ff_growth))
         self.dense_h_to_4h = inner.dense_h_to_4h
         self.dense_4h_to_h = inner.dense_4h_to_h
         self._forward = inner.forward

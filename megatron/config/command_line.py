@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from .. import json_text, presets
 from ..json_text import brief
 from ..storage import PlaceError, local
-from . import ineffective
+from . import ineffective, mup
 from .decoder import unread
 from .defaults import DEFAULTS
 from .fields import ConfigError, OneOf, flag, listed, types_of
@@ -288,7 +288,7 @@ def parse(
         config = line.settle(with_values(Config(), values), ranks, with_values)
         config = config.with_batches(ranks)
         given = {**_given_in_files(sources[1:]), **line.values}
-        notes += config.model.mup_notes(config.optim.optimizer == "muon")
+        notes += mup.notes(config.model, config.optim.optimizer == "muon")
         idle = list(ineffective.notes(config, ranks, given))
         family = config.model.family
         own = (defaults or {}).get("family")

@@ -20,6 +20,12 @@ class ExpertsConfig(Section):
     expert_ff_hidden_size: int | None = opt(
         None, "inner width of an expert; --ff-hidden-size if not given", at_least(1)
     )
+    mup_base_expert_ff_hidden_size: int | None = opt(
+        None,
+        "muP: --expert-ff-hidden-size of the base model. If not given, it has the ratio to the size of this model that "
+        "--ff-hidden-size has",
+        at_least(1),
+    )
     num_shared_experts: int = opt(
         0, "number of further experts to which all tokens are sent; they are computed as one wider expert", at_least(0)
     )

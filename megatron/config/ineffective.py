@@ -158,6 +158,11 @@ ROWS = (
         note="with --experts-per-token 1, normalized weights of experts are always 1, so only the losses of the "
         "router train it; --no-normalize-expert-weights lets the loss of the model train it, too",
     ),
+    Row(
+        "mup_base_num_key_value_heads",
+        lambda c, ranks, value: c.optim.optimizer != "muon",
+        "the rules for --optimizer {optimizer} do not depend on the number of key/value heads",
+    ),
     # layout
     Row("pipeline_schedule virtual_pipeline_size pipeline_timeout", _no_pipeline, "there is no pipeline", idle=1),
     Row("partition_method pipeline_extra_warmup", _one_stage, "there is one stage"),

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .decoder import DecoderConfig
+from . import mup
+from .decoder import LLAMA, DecoderConfig
 from .fields import at_least, between, each_of, flag, one_of, opt
 
 FAMILIES = ("gpt2", "llama", "t5")
@@ -150,6 +151,18 @@ class ModelConfig(DecoderConfig):
         "square root. If not given, that of this model: wider models have more heads",
         at_least(1),
     )
+    mup_base_ff_hidden_size: int | None = opt(
+        None,
+        "muP: --ff-hidden-size of the base model. If not given, its ratio to --hidden-size is that of this model",
+        at_least(1),
+    )
+    mup_base_num_key_value_heads: int | None = opt(
+        None,
+        "muP with --optimizer muon: --num-key-value-heads of the base model. If not given, their width in total has "
+        "the ratio to --hidden-size that it has in this model",
+        at_least(1),
+        family=LLAMA,
+    )
     mup_base_num_layers: int | None = opt(
         None,
         "muP for depth (Yang et al. 2023): --num-layers of the base model. Outputs of attention and MLP, and the "
@@ -186,7 +199,7 @@ class ModelConfig(DecoderConfig):
                 f"--moe-layer-frequency has {len(pattern)} numbers, but a stack has {max(stacks)} layers; give one for "
                 "each layer, or one number in all"
             )
-        for name in ("mup_base_kv_hidden_size", "mup_base_num_layers"):
+        for name in mup.BASE_SIZES:
             if getattr(self, name) is not None and self.mup_base_hidden_size is None:
                 yield f"{flag(name)} needs --mup-base-hidden-size, too; {self.hidden_size} leaves the width unscaled"
         if self.relative_attention_per_layer and self.position_embedding != "relative":
@@ -248,39 +261,44 @@ class ModelConfig(DecoderConfig):
         """Factor of the outputs of attention and MLP before the residual addition; 1 without muP for depth."""
         return math.sqrt((self.mup_base_num_layers or self.num_layers) / self.num_layers)
 
-    def mup_notes(self, muon: bool) -> Iterator[str]:
-        """Yield a note with the sizes that muP's factors take for granted in the base model.
+    @property
+    def ff_growth(self) -> float:
+        """Inner width of the MLP divided by the inner width in muP's base model; 1 without muP."""
+        return self.ff_size / self.mup_base_ff_hidden_size if self.mup_base_ff_hidden_size else self.width_factor
 
-        muon: whether Muon steps the matrices. Only its factors depend on the number of key/value heads.
+    @property
+    def expert_ff_growth(self) -> float:
+        """Inner width of an expert divided by the inner width in muP's base model; 1 without muP."""
+        base = self.mup_base_expert_ff_hidden_size
+        return self.expert_ff_size / base if base else self.ff_growth
+
+    @property
+    def key_value_growth(self) -> float:
+        """Width of all keys of a token divided by their width in muP's base model; 1 without muP."""
+        if self.mup_base_num_key_value_heads is None:
+            return self.width_factor
+        base = self.mup_base_num_key_value_heads * (self.mup_base_kv_hidden_size or self.head_size)
+        return self.key_value_heads * self.head_size / base
+
+    def init_std(self, growth: float) -> float:
+        """Return the standard deviation of the initial values of a matrix in attention or MLP.
+
+        growth: number of inputs of the matrix divided by the number in muP's base model.
         """
-        if self.width_factor == 1 and self.branch_factor == 1:
-            return
-        width = self.mup_base_kv_hidden_size or self.head_size
-        fewer_heads = self.head_size / width / self.width_factor
-        sizes = [f"--num-attention-heads {self.num_attention_heads * fewer_heads:g} of width {width}"]
-        if muon and self.num_key_value_heads:
-            sizes.append(f"--num-key-value-heads {self.num_key_value_heads * fewer_heads:g}")
-        sizes.append(f"--ff-hidden-size {self.ff_size / self.width_factor:g}")
-        if self.expert_ff_hidden_size:
-            sizes.append(f"--expert-ff-hidden-size {self.expert_ff_size / self.width_factor:g}")
-        if self.family == "t5" and self.mup_base_num_layers:
-            sizes.append(f"--num-decoder-layers {self.decoder_layers * self.branch_factor**2:g}")
-        yield (
-            f"muP takes for granted that the base model has {', '.join(sizes)}: if its heads are narrower, give their "
-            "width as --mup-base-kv-hidden-size; if it differs otherwise, its best learning rate may not fit this model"
-        )
+        return self.init_method_std / math.sqrt(growth)
 
     @property
     def hidden_std(self) -> float:
-        """Standard deviation of the initial weights in attention and MLP, except output projections."""
-        return self.init_method_std / math.sqrt(self.width_factor)
+        """Standard deviation of the initial values of matrices that multiply hidden states in attention and MLP."""
+        return self.init_std(self.width_factor)
 
-    def output_std(self, branches: int) -> float:
+    def output_std(self, branches: int, growth: float) -> float:
         """Return the standard deviation of the initial output projections of a stack with `branches` residual branches.
 
         It is divided by the square root of the number of branches (Radford et al. 2019), in muP's base model.
+        growth: see `init_std`.
         """
-        return self.hidden_std / (math.sqrt(branches) * self.branch_factor)
+        return self.init_std(growth) / (math.sqrt(branches) * self.branch_factor)
 
     @property
     def query_factor(self) -> float:

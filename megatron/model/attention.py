@@ -123,7 +123,10 @@ class SelfAttention(Attention):
         self.query_key_value = self._project(
             config, *[config.query_factor] * queries, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
         )
-        mpu.spec_of(self.query_key_value.weight).fused = mpu.FusedRows((queries, 1, 1), self.head_size)
+        others = (config.width_factor, config.key_value_growth)
+        growth = ((config.width_factor, config.width_factor), others, others)
+        fused = mpu.FusedRows((queries, 1, 1), self.head_size, growth)
+        mpu.spec_of(self.query_key_value.weight).fused = fused
 
     def forward(
         self,

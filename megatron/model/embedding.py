@@ -9,11 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, mup
+from megatron.config.mup import Growth
 
 from .block import Dropout, TransformerLayer, hidden_matrices
 from .layers import global_parameters
 from .masks import DocumentRole
+from .mixture import Expert
+from .mlp import ParallelMLP
 from .norm import build_norm
 
 
@@ -142,23 +145,35 @@ class StackNorm(nn.Module):
 def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = None) -> dict[nn.Parameter, float]:
     """Return muP's factor of the learning rate for each weight of the transformer layers; no other weight has one.
 
-    The factors are those for Adam (Yang et al. 2022, table 8): matrices map hidden states to hidden states, so their
-    learning rate is divided by the width. Embeddings, positions and the output matrix keep theirs.
-    muon: --muon-adjust-lr-fn if Muon steps the matrices, else None. The largest singular value of Muon's updates must
-    not depend on the width (Yang et al. 2023, https://arxiv.org/abs/2310.17813). With `original` it does not; with
-    `match_rms_adamw` it grows with the square root of the width.
+    Each matrix has the factor that follows from its own numbers of inputs and outputs, see `config.mup`. Vectors have
+    only the factor of the depth. Embeddings, positions and the output matrix keep their learning rates.
+    muon: --muon-adjust-lr-fn if Muon steps the matrices, else None.
     """
     if config.mup_base_hidden_size is None:
         return {}
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     of_muon = hidden_matrices(model) if muon else set()
-    power = 0.5 if muon == "match_rms_adamw" else 0.0
+    growth = _growth_of_mlps(model, config)
+    usual = Growth(config.width_factor, config.width_factor)
 
-    def of(p: nn.Parameter) -> float:
-        of_adam = 1.0 if len(mpu.spec_of(p).local_shape) > 1 else 0.0
-        return float(config.branch_factor / config.width_factor ** (power if p in of_muon else of_adam))
+    def divisor(p: nn.Parameter) -> float:
+        spec = mpu.spec_of(p)
+        if muon and p in of_muon:
+            return mup.muon_divisor(growth.get(p, usual), spec.matrices[0], muon)
+        return mup.adam_divisor(growth.get(p, usual)) if len(spec.local_shape) > 1 else 1.0
 
-    return {p: of(p) for layer in layers for p in layer.parameters()}
+    return {p: config.branch_factor / divisor(p) for layer in layers for p in layer.parameters()}
+
+
+def _growth_of_mlps(model: nn.Module, config: ModelConfig) -> dict[nn.Parameter, Growth]:
+    """Return how much larger the matrices of MLPs and experts are than in muP's base model."""
+    found = {}
+    for mlp in model.modules():
+        if isinstance(mlp, ParallelMLP):
+            inner = config.expert_ff_growth if isinstance(mlp, Expert) else config.ff_growth
+            found[mlp.dense_h_to_4h.weight] = Growth(config.width_factor, inner)
+            found[mlp.dense_4h_to_h.weight] = Growth(inner, config.width_factor)
+    return found
 
 
 def embedding_weights(model: nn.Module) -> set[nn.Parameter]:

@@ -57,10 +57,12 @@ class FusedRows(NamedTuple):
 
     The rows repeat this pattern: first `parts[0]` blocks of `width` rows of matrix 0, then `parts[1]` blocks of matrix
     1, and so on.
+    growth: for each matrix, its inputs and outputs divided by those in muP's base model; empty if all are equal.
     """
 
     parts: tuple[int, ...]
     width: int
+    growth: tuple[tuple[float, float], ...] = ()
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
         """View a whole weight [g * sum(parts) * width, i] as its matrices, [g, part, width, i] each."""
@@ -107,6 +109,13 @@ class ParamSpec:
         if self.dim is not None:
             shape[self.dim] = self.full_size
         return tuple(shape)
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Shapes of the whole matrices that this weight [o, i] fuses, or its own shape if it is one matrix."""
+        rows, columns = self.full_shape
+        parts = self.fused.parts if self.fused else (1,)
+        return [(rows // sum(parts) * part, columns) for part in parts]
 
     @property
     def rows(self) -> Rows:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import OptimConfig
+from megatron.config.mup import muon_divisor, muon_ratio
 from megatron.mpu import Options, ParamSpec, get_mesh, get_options, spec_of
 from megatron.mpu.linear import by_onednn
 from megatron.mpu.matmuls import matmul
@@ -48,13 +49,6 @@ def orthogonalise(matrix: Tensor, steps: int, options: Options = PLAIN) -> Tenso
         else:
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
-
-
-def lr_ratio(shape: tuple[int, ...], adjust_lr_fn: str) -> float:
-    """Return the factor on the learning rate of a matrix of this shape; adjust_lr_fn: --muon-adjust-lr-fn."""
-    if adjust_lr_fn == "original":
-        return math.sqrt(max(1.0, shape[0] / shape[1]))
-    return 0.2 * math.sqrt(max(shape))
 
 
 class _Piece(NamedTuple):
@@ -181,15 +175,22 @@ def _in_batches(pieces: Iterator[_Piece], ranks: int) -> Iterator[list[_Piece]]:
 
 
 def _ratios(spec: ParamSpec, adjust_lr_fn: str) -> float | Tensor:
-    """Return the factor on the learning rate, as a tensor [rows, 1] if the fused matrices have different factors."""
-    rows, columns = spec.full_shape
+    """Return the factor on the learning rate, as a tensor [rows, 1] if the fused matrices have different factors.
+
+    muP's factor of the first of the fused matrices is in the learning rate of the weight already.
+    """
+    shapes = spec.matrices
+    each = [muon_ratio(shape, adjust_lr_fn) for shape in shapes]
     if spec.fused is None:
-        return lr_ratio((rows, columns), adjust_lr_fn)
-    parts, width = spec.fused
-    groups = rows // (sum(parts) * width)
-    each = [lr_ratio((groups * part * width, columns), adjust_lr_fn) for part in parts]
+        return each[0]
+    parts, width, growth = spec.fused
+    if len(set(growth)) > 1:
+        divisors = [muon_divisor(*of, adjust_lr_fn) for of in zip(growth, shapes, strict=True)]
+        each = [ratio * divisors[0] / divisor for ratio, divisor in zip(each, divisors, strict=True)]
     if len(set(each)) == 1:
         return each[0]
     pattern = torch.tensor(each, dtype=torch.float64).repeat_interleave(torch.tensor(parts) * width)
+    rows = spec.full_shape[0]
+    groups = rows // len(pattern)
     _, begin, end = spec.rows if spec.dim == 0 else (0, 0, rows)
     return pattern.repeat(groups)[begin:end].unsqueeze(1)

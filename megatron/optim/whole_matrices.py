@@ -16,11 +16,7 @@ Function = Callable[[Tensor], Tensor]  # a matrix [o, i] -> a matrix of the same
 
 def work_of(spec: ParamSpec) -> int:
     """Return the relative work of orthogonalising a parameter: the multiply-adds of all its matrices' Gram matrices."""
-    rows, columns = spec.full_shape
-    if spec.fused is None:
-        return rows * columns * min(rows, columns)
-    each = rows // sum(spec.fused.parts)
-    return sum(each * part * columns * min(each * part, columns) for part in spec.fused.parts)
+    return sum(rows * columns * min(rows, columns) for rows, columns in spec.matrices)
 
 
 def by_matrix(function: Function, whole: Tensor, spec: ParamSpec) -> Tensor:

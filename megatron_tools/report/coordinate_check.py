@@ -21,6 +21,7 @@ from data_utils.cli import local_path, run
 from megatron.atomic import whole_file
 from megatron.config import Config
 from megatron.config.command_line import parse_of_any_family, with_values
+from megatron.config.mup import BASE_SIZES
 from megatron.model.attention import Attention
 from megatron.model.block import TransformerLayer, hidden_matrices
 from megatron.model.embedding import StackNorm, layer_lr_factors
@@ -68,8 +69,9 @@ def model_of(width: int, base: Config, grow: str, mup: bool) -> Config:
     else:
         values |= {"kv_hidden_size": m.head_size * factor}
     values |= {"mup_base_hidden_size": m.hidden_size if mup else None}
-    values |= {"mup_base_kv_hidden_size": m.head_size if mup and grow == "head-size" else None}
-    values |= {} if mup else {"mup_base_num_layers": None}
+    values |= {"mup_base_kv_hidden_size": m.head_size if grow == "head-size" else None}
+    if not mup:
+        values |= dict.fromkeys(BASE_SIZES)
     return with_values(base, values)
 
 

@@ -91,6 +91,11 @@ CASES: dict[str, Case] = {
     "init_method_std": Case("--init-method-std 0.5"),
     "mup_base_hidden_size": Case(WIDE),
     "mup_base_kv_hidden_size": Case("--mup-base-kv-hidden-size 2", WIDE),
+    "mup_base_ff_hidden_size": Case("--mup-base-ff-hidden-size 16", WIDE),
+    "mup_base_expert_ff_hidden_size": Case("--mup-base-expert-ff-hidden-size 16", f"{WIDE} {EXPERTS}"),
+    "mup_base_num_key_value_heads": Case(
+        "--mup-base-num-key-value-heads 2", f"{WIDE} {MUON} --num-key-value-heads 2", "llama"
+    ),
     "mup_base_num_layers": Case("--mup-base-num-layers 2", WIDE),
     # layout
     "model_parallel_size": Case("--model-parallel-size 2", ranks=2),
@@ -274,6 +279,7 @@ IDLE = (
     ("gpt2", "--reference-ops rope swiglu"),
     ("llama", "--router-aux-loss 0.1 --num-experts 4 --router-balance bias"),
     ("llama", "--router-bias-rate 0.1 --num-experts 4"),
+    ("llama", "--mup-base-num-key-value-heads 1 --mup-base-hidden-size 8"),
     ("gpt2", "--pipeline-schedule gpipe"),
     ("gpt2", "--virtual-pipeline-size 2 --pipeline-schedule interleaved"),
     ("gpt2", "--pipeline-timeout 9"),

@@ -19,6 +19,7 @@ MUP = {
     "mup_base_hidden_size": BASE_HIDDEN,
     "mup_base_kv_hidden_size": BASE_HEAD,
     "mup_base_num_layers": BASE_LAYERS,
+    "mup_base_ff_hidden_size": 4 * HIDDEN,  # as in the wide model
 }
 FLAGS = [word for name, value in MUP.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 SCALES = Scales(attention=math.sqrt(BASE_HEAD) / (HIDDEN // HEADS), logits=1 / WIDTH, branch=DEPTH)
@@ -29,7 +30,9 @@ def factors(name: str) -> Settings:
     found = {"eps": 1e-8 / WIDTH}
     if name.startswith("layers."):
         matrix = name.endswith("weight") and "layernorm" not in name
-        found |= {"lr_factor": DEPTH / WIDTH, "weight_decay": 0.01 * WIDTH / DEPTH} if matrix else {"lr_factor": DEPTH}
+        inputs = 1.0 if "dense_4h_to_h" in name else WIDTH
+        factor = DEPTH / inputs
+        found |= {"lr_factor": factor, "weight_decay": 0.01 / factor} if matrix else {"lr_factor": DEPTH}
     return found
 
 

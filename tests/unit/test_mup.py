@@ -179,16 +179,22 @@ def test_activations_of_every_family_have_one_size_with_both_optimizers(name: st
 
 @pytest.mark.full
 @pytest.mark.parametrize(("optimizer", "rate"), [("adam", "0.001"), ("muon", "0.01")])
-def test_a_fixed_number_of_key_value_heads_fits_adam_only(optimizer: str, rate: str) -> None:
+def test_a_fixed_number_of_key_value_heads_fits_muon_if_it_is_given(optimizer: str, rate: str) -> None:
     widths = (64, 128, 256, 512)
     flags = f"{SIZES} {LLAMA} --hidden-size 64 --num-attention-heads 8 --num-key-value-heads 1 --vocab-size 256"
     base = parse(f"{flags} --seq-length 32 --optimizer {optimizer} --lr {rate}".split())
-    changes = []
-    for width in widths:
-        config = with_values(model_of(width, base, "heads", True), {"num_key_value_heads": 1})
-        changes.append(sum(sizes_of(with_values(config, {"seed": seed}), 4)["attention"] for seed in (1, 2)))
-    exponent = slope(widths, changes)
-    assert abs(exponent) < 0.15 if optimizer == "adam" else exponent > 0.25
+
+    def exponent(heads: int | None) -> float:
+        fixed = {"num_key_value_heads": 1, "mup_base_num_key_value_heads": heads}
+        changes = []
+        for width in widths:
+            config = with_values(model_of(width, base, "heads", True), fixed)
+            changes.append(sum(sizes_of(with_values(config, {"seed": seed}), 4)["attention"] for seed in (1, 2)))
+        return slope(widths, changes)
+
+    assert abs(exponent(heads=1)) < 0.15
+    if optimizer == "muon":
+        assert exponent(heads=None) > 0.25
 
 
 GROWING = [("gpt2", "heads"), ("llama", "heads"), ("t5", "head-size")]

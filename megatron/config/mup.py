@@ -1,0 +1,78 @@
+"""muP: learning rates of matrices that are larger than those of the base model, and the note on the base's sizes.
+
+The rules are those of Yang et al. 2022 (table 8) for Adam, and of Yang et al. 2023 (https://arxiv.org/abs/2310.17813)
+for Muon. `ModelConfig.init_std` has the rule for initial values.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .model import ModelConfig
+
+# Settings that describe the base model and need its width, too.
+BASE_SIZES = (
+    "mup_base_kv_hidden_size",
+    "mup_base_ff_hidden_size",
+    "mup_base_expert_ff_hidden_size",
+    "mup_base_num_key_value_heads",
+    "mup_base_num_layers",
+)
+
+
+class Growth(NamedTuple):
+    """Numbers of inputs and outputs of a matrix, divided by those of the same matrix in the base model."""
+
+    inputs: float = 1.0
+    outputs: float = 1.0
+
+
+def adam_divisor(growth: Growth) -> float:
+    """Return the divisor of Adam's learning rate for a matrix, whose updates have one sign along many inputs."""
+    return growth.inputs
+
+
+def muon_divisor(growth: tuple[float, float], shape: tuple[int, ...], adjust_lr_fn: str) -> float:
+    """Return the divisor of Muon's learning rate for a matrix of this shape; adjust_lr_fn: --muon-adjust-lr-fn.
+
+    The largest singular value of an update must grow as sqrt(outputs / inputs). It equals the learning rate times
+    `muon_ratio`, which already depends on the shape.
+    """
+    inputs, outputs = growth
+    if inputs == outputs:  # exact, so that all these matrices share a parameter group
+        return math.sqrt(inputs) if adjust_lr_fn == "match_rms_adamw" else 1.0
+    base = muon_ratio((shape[0] / outputs, shape[1] / inputs), adjust_lr_fn)
+    return math.sqrt(inputs / outputs) * muon_ratio(shape, adjust_lr_fn) / base
+
+
+def muon_ratio(shape: tuple[float, ...], adjust_lr_fn: str) -> float:
+    """Return torch.optim.Muon's factor of the learning rate of a matrix of this shape, with muP and without."""
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1.0, shape[0] / shape[1]))
+    return 0.2 * math.sqrt(max(shape))
+
+
+def notes(m: "ModelConfig", muon: bool) -> Iterator[str]:
+    """Yield a note with the sizes that muP's factors take for granted in the base model, if they are not given.
+
+    muon: whether Muon steps the matrices. Only its factors depend on the number of key/value heads.
+    """
+    if {m.width_factor, m.ff_growth, m.expert_ff_growth, m.branch_factor} == {1.0}:
+        return
+    width = m.mup_base_kv_hidden_size or m.head_size
+    fewer_heads = m.head_size / width / m.width_factor
+    sizes = [f"--num-attention-heads {m.num_attention_heads * fewer_heads:g} of width {width}"]
+    if muon and m.num_key_value_heads and not m.mup_base_num_key_value_heads:
+        sizes.append(f"--num-key-value-heads {m.num_key_value_heads * fewer_heads:g}")
+    if not m.mup_base_ff_hidden_size:
+        sizes.append(f"--ff-hidden-size {m.ff_size / m.ff_growth:g}")
+    if m.expert_ff_hidden_size and not m.mup_base_expert_ff_hidden_size:
+        sizes.append(f"--expert-ff-hidden-size {m.expert_ff_size / m.expert_ff_growth:g}")
+    if m.family == "t5" and m.mup_base_num_layers:
+        sizes.append(f"--num-decoder-layers {m.decoder_layers * m.branch_factor**2:g}")
+    yield (
+        f"muP takes for granted that the base model has {', '.join(sizes)}: if its heads are narrower, give their "
+        "width as --mup-base-kv-hidden-size; give other sizes of its MLP and its key/value heads as "
+        "--mup-base-ff-hidden-size, --mup-base-expert-ff-hidden-size and --mup-base-num-key-value-heads"
+    )
