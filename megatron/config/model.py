@@ -169,6 +169,13 @@ class ModelConfig(DecoderConfig):
         "learning rates of their weights, are multiplied by sqrt(base / --num-layers)",
         at_least(1),
     )
+    mup_base_num_decoder_layers: int | None = opt(
+        None,
+        "muP for depth: --num-decoder-layers of the base model. If not given, its ratio to --num-layers is that of "
+        "this model",
+        at_least(1),
+        family=("t5",),
+    )
 
     def _problems(self) -> Iterator[str]:
         if self.kv_hidden_size is None and self.hidden_size % self.num_attention_heads:
@@ -258,8 +265,17 @@ class ModelConfig(DecoderConfig):
 
     @property
     def branch_factor(self) -> float:
-        """Factor of the outputs of attention and MLP before the residual addition; 1 without muP for depth."""
+        """Factor of the outputs of attention and MLP before the residual addition; 1 without muP for depth.
+
+        For T5 it is the factor of the encoder.
+        """
         return math.sqrt((self.mup_base_num_layers or self.num_layers) / self.num_layers)
+
+    @property
+    def decoder_branch_factor(self) -> float:
+        """The `branch_factor` of T5's decoder."""
+        base = self.mup_base_num_decoder_layers
+        return math.sqrt(base / self.decoder_layers) if base else self.branch_factor
 
     @property
     def ff_growth(self) -> float:
@@ -292,13 +308,14 @@ class ModelConfig(DecoderConfig):
         """Standard deviation of the initial values of matrices that multiply hidden states in attention and MLP."""
         return self.init_std(self.width_factor)
 
-    def output_std(self, branches: int, growth: float) -> float:
+    def output_std(self, branches: int, growth: float, decoder: bool = False) -> float:
         """Return the standard deviation of the initial output projections of a stack with `branches` residual branches.
 
         It is divided by the square root of the number of branches (Radford et al. 2019), in muP's base model.
-        growth: see `init_std`.
+        growth: see `init_std`. decoder: whether the stack is T5's decoder.
         """
-        return self.init_std(growth) / (math.sqrt(branches) * self.branch_factor)
+        factor = self.decoder_branch_factor if decoder else self.branch_factor
+        return self.init_std(growth) / (math.sqrt(branches) * factor)
 
     @property
     def query_factor(self) -> float:

@@ -8,17 +8,20 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from .fields import flag
+
 if TYPE_CHECKING:
     from .model import ModelConfig
 
-# Settings that describe the base model and need its width, too.
-BASE_SIZES = (
-    "mup_base_kv_hidden_size",
+# Settings whose defaults take for granted that the base model has the proportions of this model.
+OTHER_SIZES = (
     "mup_base_ff_hidden_size",
     "mup_base_expert_ff_hidden_size",
     "mup_base_num_key_value_heads",
-    "mup_base_num_layers",
+    "mup_base_num_decoder_layers",
 )
+# Settings that describe the base model and need its width, too.
+BASE_SIZES = ("mup_base_kv_hidden_size", "mup_base_num_layers", *OTHER_SIZES)
 
 
 class Growth(NamedTuple):
@@ -58,7 +61,7 @@ def notes(m: "ModelConfig", muon: bool) -> Iterator[str]:
 
     muon: whether Muon steps the matrices. Only its factors depend on the number of key/value heads.
     """
-    if {m.width_factor, m.ff_growth, m.expert_ff_growth, m.branch_factor} == {1.0}:
+    if {m.width_factor, m.ff_growth, m.expert_ff_growth, m.branch_factor, m.decoder_branch_factor} == {1.0}:
         return
     width = m.mup_base_kv_hidden_size or m.head_size
     fewer_heads = m.head_size / width / m.width_factor
@@ -69,10 +72,9 @@ def notes(m: "ModelConfig", muon: bool) -> Iterator[str]:
         sizes.append(f"--ff-hidden-size {m.ff_size / m.ff_growth:g}")
     if m.expert_ff_hidden_size and not m.mup_base_expert_ff_hidden_size:
         sizes.append(f"--expert-ff-hidden-size {m.expert_ff_size / m.expert_ff_growth:g}")
-    if m.family == "t5" and m.mup_base_num_layers:
+    if m.family == "t5" and m.mup_base_num_layers and not m.mup_base_num_decoder_layers:
         sizes.append(f"--num-decoder-layers {m.decoder_layers * m.branch_factor**2:g}")
     yield (
         f"muP takes for granted that the base model has {', '.join(sizes)}: if its heads are narrower, give their "
-        "width as --mup-base-kv-hidden-size; give other sizes of its MLP and its key/value heads as "
-        "--mup-base-ff-hidden-size, --mup-base-expert-ff-hidden-size and --mup-base-num-key-value-heads"
+        f"width as --mup-base-kv-hidden-size; give other sizes as {', '.join(map(flag, OTHER_SIZES))}"
     )

@@ -75,8 +75,9 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
-        output_std = config.output_std(branches, config.width_factor)
-        self.branch_factor = config.branch_factor
+        decoder = self.stack == 1
+        output_std = config.output_std(branches, config.width_factor, decoder)
+        self.branch_factor = config.decoder_branch_factor if decoder else config.branch_factor
         self.causal = causal
         self.sequence = mpu.sequence_axis()
         self.context = mpu.context_axis()
@@ -90,7 +91,7 @@ class TransformerLayer(nn.Module):
             self.cross_attention = build_cross_attention(config, name, output_std)
             self.cross_dropout = Dropout(config.hidden_dropout, f"{name}.cross_attention_output")
         self.post_attention_layernorm = build_norm(config)
-        self.mlp = build_mlp(config, name, branches)
+        self.mlp = build_mlp(config, name, branches, decoder)
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
         self.saving: Callable[[bool], AbstractContextManager[Any]] = nullcontext
         self.after_norm: Callable[..., tuple[Tensor, Tensor | None]] = after_norm
@@ -160,13 +161,16 @@ class TransformerLayer(nn.Module):
         return hidden + (branch if self.branch_factor == 1.0 else branch * self.branch_factor)
 
 
-def build_mlp(config: ModelConfig, name: str, branches: int) -> nn.Module:
-    """Return the MLP of the layer `name`, or the mixture of experts that takes its place. branches: see the layer."""
+def build_mlp(config: ModelConfig, name: str, branches: int, decoder: bool) -> nn.Module:
+    """Return the MLP of the layer `name`, or the mixture of experts that takes its place.
+
+    branches: see `TransformerLayer`. decoder: whether the layer is one of a T5's decoder.
+    """
     if config.num_experts is None or not config.has_experts(int(name.rpartition(".")[2])):
-        return ParallelMLP(config, config.output_std(branches, config.ff_growth))
+        return ParallelMLP(config, config.output_std(branches, config.ff_growth, decoder))
     from .mixture import Mixture
 
-    return Mixture(config, f"{name}.mlp", config.output_std(branches, config.expert_ff_growth))
+    return Mixture(config, f"{name}.mlp", config.output_std(branches, config.expert_ff_growth, decoder))
 
 
 def after_norm(norm: nn.Module, sublayer: Sublayer, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

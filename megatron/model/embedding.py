@@ -162,7 +162,7 @@ def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = N
             return mup.muon_divisor(growth.get(p, usual), spec.matrices[0], muon)
         return mup.adam_divisor(growth.get(p, usual)) if len(spec.local_shape) > 1 else 1.0
 
-    return {p: config.branch_factor / divisor(p) for layer in layers for p in layer.parameters()}
+    return {p: layer.branch_factor / divisor(p) for layer in layers for p in layer.parameters()}
 
 
 def _growth_of_mlps(model: nn.Module, config: ModelConfig) -> dict[nn.Parameter, Growth]:

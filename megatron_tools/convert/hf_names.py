@@ -106,7 +106,7 @@ def _factor(m: ModelConfig, name: str) -> float:
     if name.startswith(("final_norm.", "decoder.final_norm.")):
         return m.logits_scale / (m.hidden_size**-0.5 if m.scale_tied_logits else 1.0)
     if at in ("dense", "dense_4h_to_h"):
-        return m.branch_factor
+        return m.decoder_branch_factor if name.startswith("decoder.") else m.branch_factor
     with_queries = ("query_norm",) if m.qk_norm else ("query_key_value", "query")
     if at not in with_queries:
         return 1.0

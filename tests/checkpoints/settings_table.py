@@ -96,6 +96,7 @@ CASES: dict[str, Case] = {
     "mup_base_num_key_value_heads": Case(
         "--mup-base-num-key-value-heads 2", f"{WIDE} {MUON} --num-key-value-heads 2", "llama"
     ),
+    "mup_base_num_decoder_layers": Case("--mup-base-num-decoder-layers 1", WIDE, "t5-cpm"),
     "mup_base_num_layers": Case("--mup-base-num-layers 2", WIDE),
     # layout
     "model_parallel_size": Case("--model-parallel-size 2", ranks=2),

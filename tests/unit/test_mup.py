@@ -39,6 +39,7 @@ MODELS = {
     "qwen3": f"{LLAMA} --num-key-value-heads 2 --qk-norm",
     "t5": f"{T5} --no-scale-attention --scale-tied-logits",
     "t5-untied": f"{T5} --no-tie-embeddings",
+    "t5-deep-decoder": f"{T5} --mup-base-num-decoder-layers 1",
     "umt5": f"{T5} --no-scale-attention --scale-tied-logits --relative-attention-per-layer",
 }
 

@@ -12,7 +12,7 @@ from megatron.config import Config
 from megatron.config.command_line import parse, with_values
 from megatron.config.fields import ConfigError
 from megatron.model import global_parameters
-from megatron.model.block import hidden_matrices
+from megatron.model.block import TransformerLayer, hidden_matrices
 from megatron.model.embedding import layer_lr_factors
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.layers import LayerStack
@@ -149,3 +149,45 @@ def test_a_given_base_size_is_not_taken_for_granted() -> None:
     parse(f"{_flags('llama', 64)} --optimizer muon".split(), tell=notes.append)
     (note,) = [note for note in notes if "--mup-base-kv-hidden-size" in note]
     assert note.partition(" has ")[2].partition(":")[0] == "--num-attention-heads 4 of width 8"
+
+
+DEEP = f"{SIZES} {T5} --hidden-size {BASE}"
+
+
+def _deep(encoder: int, decoder: int, mup: str) -> tuple[Config, LayerStack]:
+    return _model(f"{DEEP} --num-layers {encoder} --num-decoder-layers {decoder} --mup-base-hidden-size {BASE} {mup}")
+
+
+@pytest.mark.parametrize("decoder", [2, 8])
+def test_each_stack_of_a_t5_has_the_factor_of_its_own_depth(decoder: int) -> None:
+    """Yang et al. 2023: branches and rates are multiplied by sqrt(base / layers); initial values keep their size."""
+    _, base = _deep(3, 2, "")
+    config, model = _deep(6, decoder, "--mup-base-num-layers 3 --mup-base-num-decoder-layers 2")
+    expected = {"encoder": math.sqrt(3 / 6), "decoder": math.sqrt(2 / decoder)}
+    factors = layer_lr_factors(model, config.model)
+    of_base = dict(global_parameters(base))
+    for key, p in global_parameters(model):
+        if ".layers." in key:
+            stack, _, number, rest = key.split(".", 3)
+            assert factors[p] == pytest.approx(expected[stack]), key
+            if p.dim() > 1:
+                std = of_base[f"{stack}.layers.{int(number) % 2}.{rest}"].std().item()
+                assert p.std().item() == pytest.approx(std, rel=0.1), key
+    for module in model.modules():
+        if isinstance(module, TransformerLayer):
+            assert module.branch_factor == pytest.approx(expected["decoder" if module.stack else "encoder"])
+
+
+def test_activations_have_one_size_in_every_depth_of_the_decoder() -> None:
+    """Without the base's decoder layers, the residual stream of a deeper decoder grows."""
+    depths = (2, 4, 8, 16)
+    found = []
+    wrong = []
+    for depth in depths:
+        layers = f"--num-layers 2 --num-decoder-layers {depth} --mup-base-num-layers 2"
+        config = parse(f"{DEEP} {layers} --mup-base-hidden-size {BASE} --lr 0.003".split())
+        wrong.append(sizes_of(config, 4)["residual stream"])
+        config = with_values(config, {"mup_base_num_decoder_layers": 2})
+        found.append(sizes_of(config, 4)["residual stream"])
+    assert abs(slope(depths, found)) < 0.2
+    assert slope(depths, wrong) > 0.6
