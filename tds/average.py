@@ -15,11 +15,17 @@ class WeightAverage:
     optimizer's state, beside the moments, so ZeRO shards it and checkpoints store it. Weights that never had a gradient
     have no average, as it would equal them. Create a WeightAverage before a SpikeGuard, whose hook restores the
     gradients of a skipped step.
+
+    A weight that is frozen after a resume has no optimizer state. `held` has its average from the checkpoint, on the
+    CPU of one rank and None on others. As the weight is constant, its average follows from the number of steps.
     """
 
     def __init__(self, engine: Any, decay: float) -> None:
         self._decay = decay
         self._initial: dict[Tensor, Tensor] = {}  # weights before their first step
+        self.held: dict[Tensor, Tensor | None] = {}
+        self._kept_here: set[Tensor] = set()
+        self._steps: int | Tensor = 0  # applied since the averages in `held` were loaded
         inner: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
         # A DistributedOptimizer steps its buckets in groups: only those of the current group have a gradient.
         self._in_groups = engine.distributed is not None
@@ -50,6 +56,30 @@ class WeightAverage:
             if skipped is not None:
                 rate = rate * (1 - skipped.to(weight.device, weight.dtype))  # a product in fp32 would round the rate
             state[AVERAGE].lerp_(weight.detach(), rate)
+
+    def hold(self, weight: Tensor, here: bool) -> None:
+        """Announce that a checkpoint has an average of the frozen `weight`; this rank keeps it if `here`."""
+        self.held[weight] = None
+        self._steps = 0
+        if here:
+            self._kept_here.add(weight)
+
+    def set_frozen(self, weight: Tensor, average: Tensor) -> None:
+        """Set the average of a weight that is announced by `hold`, in the shape of the weight."""
+        if weight in self._kept_here:
+            self.held[weight] = average.detach().to("cpu", copy=True)
+
+    def end_step(self, applied: bool | Tensor) -> None:
+        """Count a step for the averages of frozen weights. applied: whether it changed the weights, or a tensor []."""
+        if self.held:
+            self._steps = self._steps + applied
+
+    def of_frozen(self, weight: Tensor, value: Tensor) -> Tensor:
+        """Return the average of a frozen weight, whose value is `value`; where it is not kept, return `value`."""
+        held = self.held[weight]
+        if held is None:
+            return value
+        return value.to(held).lerp(held, self._decay ** int(self._steps))
 
 
 def _weights(inner: torch.optim.Optimizer) -> list[Tensor]:

@@ -142,8 +142,14 @@ def _is_moment(value: Any, owner: Tensor) -> bool:
 
 
 def moments_of(engine: Any, parameter: nn.Parameter, names: Sequence[str]) -> list[str]:
-    """Return which moments in `names` the optimizer has for `parameter`; [] if it is frozen or never had a gradient."""
-    if not parameter.requires_grad or not (_wrapped(parameter) or parameter in _inner(engine).state):
+    """Return which moments in `names` the optimizer has for `parameter`; [] if it never had a gradient.
+
+    A frozen parameter has only an average, if it was trained before this run.
+    """
+    if not parameter.requires_grad:
+        average = engine.weight_average
+        return [name for name in names if name == AVERAGE and average is not None and parameter in average.held]
+    if not (_wrapped(parameter) or parameter in _inner(engine).state):
         return []
     return _names_of(engine, parameter, names)
 
@@ -156,6 +162,8 @@ def _names_of(engine: Any, tensor: Tensor, names: Sequence[str]) -> list[str]:
 
 def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
     """Return the optimizer moment `name` of a parameter, in the parameter's shape."""
+    if not parameter.requires_grad:
+        return engine.weight_average.of_frozen(parameter, get_weight(parameter))  # type: ignore[no-any-return]
     if _wrapped(parameter):
         return _utils.safe_get_full_optimizer_state(parameter, name)  # type: ignore[no-any-return]
     return _inner(engine).state[parameter][name]  # type: ignore[no-any-return]
@@ -164,7 +172,9 @@ def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
 @torch.no_grad()
 def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -> None:
     """Set the optimizer moment `name` of a parameter to `value`, in the parameter's shape."""
-    if _wrapped(parameter):
+    if not parameter.requires_grad:
+        engine.weight_average.set_frozen(parameter, value)
+    elif _wrapped(parameter):
         _utils.safe_set_full_optimizer_state(parameter, value, name)
     else:
         _inner(engine).state[parameter][name].copy_(value)

@@ -26,6 +26,7 @@ from tds.average import AVERAGE
 from .checksums import SHA256
 from .files import BUFFER, INDEX, WEIGHT, CheckpointError, sums_file
 from .reader import CheckpointReader, load_buffers, plain_config
+from .share import parts_of
 from .state import TrainState
 
 # Settings that, besides the corpus and the seed, decide how a sample is made.
@@ -162,8 +163,6 @@ def _name_changes(reader: CheckpointReader, engine: Any) -> None:
     for names, now, then in ((frozen, "frozen", "trained"), (thawed, "trained", "frozen")):
         if names:
             print_rank_0(f"note: {now} from now on, but {then} before this checkpoint: {first_of(names)}")
-    if frozen and AVERAGE in reader.optimizer["moments"]:
-        print_rank_0("note: the averages of newly frozen weights are dropped; --ema uses the weights themselves")
 
 
 def refuse_contradictions(
@@ -268,6 +267,8 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
 def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None:
     """Load the weights, and the optimizer's state if `wanted.optimizer` is set."""
     moments = _moments(reader, engine) if wanted.optimizer else []
+    if AVERAGE in moments:
+        _hold_averages(reader, engine)
     if moments:
         zero_state.make_moments(engine, moments, reader.optimizer["step"], _steps(reader, engine, moments))
     keys = list(_wanted_keys(reader, engine, moments))
@@ -278,6 +279,13 @@ def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None
             zero_state.set_moment(engine, parameter, kind, value)
     if wanted.optimizer:
         zero_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])
+
+
+def _hold_averages(reader: CheckpointReader, engine: Any) -> None:
+    """Announce which frozen weights have an average in the checkpoint. The rank that saves a weight keeps it."""
+    for part in parts_of(engine, []):
+        if not part.parameter.requires_grad and f"{AVERAGE}.{part.name}" in reader.tensors:
+            engine.weight_average.hold(part.parameter, part.mine)
 
 
 def _moments(reader: CheckpointReader, engine: Any) -> list[str]:
@@ -292,13 +300,20 @@ def _moments(reader: CheckpointReader, engine: Any) -> list[str]:
 
 
 def _steps(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> dict[nn.Parameter, int | None]:
-    """Return each parameter's step count; None for a parameter without moments (frozen, or never had a gradient)."""
+    """Return each parameter's step count; None for a parameter without moments (frozen, or never had a gradient).
+
+    A parameter that was frozen and has only an average begins at 0.
+    """
     common = reader.optimizer["step"]
     others = reader.optimizer.get("steps", {})
-    return {
-        parameter: others.get(name, common) if any(f"{each}.{name}" in reader.tensors for each in moments) else None
-        for name, parameter in global_parameters(engine.module)
-    }
+    found = dict[nn.Parameter, int | None]()
+    for name, parameter in global_parameters(engine.module):
+        own = {each for each in moments if f"{each}.{name}" in reader.tensors}
+        if own == {AVERAGE}:
+            found[parameter] = 0
+        else:
+            found[parameter] = others.get(name, common) if own else None
+    return found
 
 
 Key = tuple[str, str, nn.Parameter]  # kind ("weight" or a moment's name), global name of the parameter, parameter

@@ -85,14 +85,15 @@ def list_moments(
 ) -> dict[str, Any]:
     """Return the entries of checkpoint.json that say which weights lack some of `moments`.
 
-    without_moments: names of the weights that have none, because they are frozen or never had a gradient. frozen: names
-    of the weights that are not trained. moments_of: name -> moments of each weight that has some of them, as with Muon.
+    without_moments: names of the weights that have none, because they are frozen or never had a gradient; a frozen
+    weight may still have an average, which `moments_of` lists. frozen: names of the weights that are not trained.
+    moments_of: name -> moments of each weight that has some of them, as with Muon.
     reports: results of `write_share` and `Buffers.write`.
     """
     names = (key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}."))
     found = {name: [moment for moment in moments if f"{moment}.{name}" in tensors] for name in names}
     some = {name: own for name, own in found.items() if 0 < len(own) < len(moments)}
-    without = sorted(name for name, own in found.items() if moments and not own)
+    without = sorted(name for name, own in found.items() if moments and not {*own} - {AVERAGE})
     frozen = sorted({name for report in reports for name in report.get("frozen", ())})
     return {"without_moments": without, "frozen": frozen} | ({"moments_of": some} if some else {})
 

@@ -87,7 +87,7 @@ def set_lr(engine: Any, lr: float) -> None:
 
 
 def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:
-    """Update the routers of experts, and return the result of the step."""
+    """Update the routers of experts and the average of the weights, and return the result of the step."""
     spike = engine.spike_guard.found if engine.spike_guard else None
     skipped = spike is not None or zero_state.was_skipped(engine)
     if spike:
@@ -99,5 +99,8 @@ def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) ->
     if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 returns a norm on the CPU if the optimizer is offloaded.
         norm = norm.to(loss.device)
     finite = norm.isfinite() if isinstance(norm, Tensor) else math.isfinite(norm)
-    update_routers(engine.module, not skipped and finite)
+    applied = not skipped and finite
+    update_routers(engine.module, applied)
+    if engine.weight_average is not None:
+        engine.weight_average.end_step(applied)
     return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux, spike)

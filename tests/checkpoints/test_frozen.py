@@ -79,3 +79,42 @@ def test_weights_that_were_frozen_learn_as_in_one_process(
         optimizer = json.loads(next(run_dir.glob("**/iter_0000006/checkpoint.json")).read_text())["optimizer"]
         assert optimizer["step"] == 6 and optimizer["frozen"] == []
         assert set(optimizer["steps"].values()) == {4} and "embedding.word_embeddings.weight" in optimizer["steps"]
+
+
+DECAY = 0.7
+# Flags of the run before weights are frozen, while they are frozen, after another resume, and once they are trained.
+LAYOUTS = {
+    "zero 0, 1 and 2": ["--zero-stage 0", "--zero-stage 1", "--zero-stage 2", "--zero-stage 1"],
+    "zero 3": ["--zero-stage 3", "--zero-stage 3", "--zero-stage 0", "--zero-stage 3"],
+    "pipeline": ["", "--pipe-parallel-size 2", "--pipe-parallel-size 2 --zero-stage 1", "--pipe-parallel-size 2"],
+    "tensor parallel": ["", "--model-parallel-size 2", "--model-parallel-size 2 --async-save", "--zero-stage 0"],
+    "sgd": ["--optimizer sgd", "--optimizer sgd", "--optimizer sgd --zero-stage 2", "--optimizer sgd"],
+    "muon": ["--optimizer muon", "--optimizer muon", "--optimizer muon --zero-stage 1", "--optimizer muon"],
+    "bf16": [*["--precision bf16 --zero-stage 1"] * 2, "--precision bf16 --zero-stage 2", ""],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", covering([*LAYOUTS], ["zero 3", "pipeline"].__contains__))
+def test_the_average_of_a_weight_that_is_frozen_continues(
+    name: str, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """Each step gives decay x average + (1 - decay) x weight, before, while and after weights are frozen."""
+    frozen = _file(tmp_path, "frozen.json", [{"pattern": "layers.0.*", "frozen": True}, *FROZEN[1:]])
+    thawed = _file(tmp_path, "thawed.json", FROZEN[2:])
+    shared = f"--precision fp32 --batch-size 2 --gas 2 --num-layers 2 --save-interval 1 --ema-decay {DECAY}"
+    phases = zip((thawed, frozen, frozen, thawed), LAYOUTS[name], (2, 4, 5, 7), strict=True)
+    run_dir = tmp_path / "run"
+    starts = [Start("gpt2", run_dir, f"{shared} {rules} {layout} --train-iters {end}") for rules, layout, end in phases]
+    on_ranks(2, run_all, starts, tiny_data, vocab_file)
+    before, *others = [whole_tensors(next(run_dir.glob(f"**/iter_000000{i}"))) for i in range(1, 8)]
+    rounding = 2**-8 if name == "bf16" else 0.0  # a frozen weight has no fp32 copy
+    for i, after in enumerate(others, 2):
+        averages = {key.replace("weight.", "ema.", 1): key for key in after if key.startswith("weight.")}
+        for key, weight in averages.items():
+            expected = DECAY * before[key].astype(np.float64) + (1 - DECAY) * after[weight].astype(np.float64)
+            atol = 1e-7 + rounding * np.abs(after[weight]).max()
+            np.testing.assert_allclose(after[key], expected, rtol=1e-6, atol=atol, err_msg=f"{key} at {i}")
+        before = after
+    last = json.loads(next(run_dir.glob("**/iter_0000007/checkpoint.json")).read_text())["optimizer"]
+    halfway = json.loads(next(run_dir.glob("**/iter_0000004/checkpoint.json")).read_text())["optimizer"]
+    assert last["frozen"] == [] and set(halfway["frozen"]) <= set(halfway["without_moments"])
