@@ -1,29 +1,24 @@
 """Inspect, verify, decode, merge, split and filter .bin/.idx pairs; show one sample as a training run reads it."""
 
 import argparse
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from data_utils.chat_templates import is_undated
-from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.config import Config
-from megatron.config.data import prefixes_of
 from megatron.data.corpora import prefixes_of as corpora_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.damage import find_damage, find_holes, sums_of
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
-from megatron.data.splits import PARTS, parse_split, split_documents
-from megatron.json_text import read_json
-from megatron.storage import is_url, place
+from megatron.data.splits import PARTS
+from megatron.storage import place
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import other_end
 
-from .cli import Parser, any_path, any_prefix, local_path, run, write_json
-from .merge_split import drop, merge, split
+from .cli import Parser, any_path, any_prefix, local_path, run
+from .pair_commands import ABOUT_TOKENS, drop_documents, merge_pairs, sidecar, split_pair, with_loss
 from .run_data import config_of, datasets_of
 
 EXAMPLES = """\
@@ -44,30 +39,6 @@ EXAMPLES = """\
 AT_ONCE = 1 << 22  # tokens checked per block
 PAIR = "path of the pair, without .bin or .idx"
 _PARTS_OF_TRIPLE = tuple(f"_{part}" for part in TRIPLE)  # endings of the pairs of a CPM corpus for T5
-# Sidecar entries that remain valid when corpora are merged or split.
-ABOUT_TOKENS = (
-    "tokenizer",
-    "fingerprint",
-    "vocab_size",
-    "eod",
-    "append_eod",
-    "objective",
-    "chat_template",
-    "chat_date",
-)
-
-
-def sidecar(prefix: str) -> dict[str, Any]:
-    """Return the content of a pair's sidecar, the PREFIX.json of the preprocessor; {} if there is no sidecar."""
-    # A CPM corpus for T5 has three pairs and a corpus of conversations two, but only one sidecar. To find it, remove
-    # the ending, such as _target, that distinguishes the prefixes of the pairs.
-    whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
-    for name in (prefix, whole):
-        path = place(f"{name}.json")
-        if path.is_file():
-            content: dict[str, Any] = read_json(path, dict)
-            return content
-    return {}
 
 
 def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
@@ -107,11 +78,6 @@ def info(args: argparse.Namespace) -> None:
         print(f"{key.ljust(width)}  {value}")
 
 
-def _with_loss(prefix: str) -> list[str]:
-    """Return the prefix of a pair and, if it exists, the prefix of the pair that holds its loss mask."""
-    return [prefix, prefix + LOSS] if place(f"{prefix}{LOSS}.idx").is_file() else [prefix]
-
-
 def verify(args: argparse.Namespace) -> None:
     """Run the command `verify`: check all .bin/.idx pairs of a corpus.
 
@@ -119,7 +85,7 @@ def verify(args: argparse.Namespace) -> None:
     Raises DatasetError with a list of all problems.
     """
     whole = place(f"{args.prefix}.idx").is_file() or not place(f"{args.prefix}{_PARTS_OF_TRIPLE[0]}.idx").is_file()
-    prefixes = _with_loss(args.prefix) if whole else [f"{args.prefix}{part}" for part in _PARTS_OF_TRIPLE]
+    prefixes = with_loss(args.prefix) if whole else [f"{args.prefix}{part}" for part in _PARTS_OF_TRIPLE]
     problems = []
     for prefix in prefixes:
         problems += _verify(prefix, args)
@@ -195,92 +161,6 @@ def decode(args: argparse.Namespace) -> None:
             ids += indexed[sequence].tolist()
         print(f"--- document {d}: {len(ids)} tokens")
         print(" ".join(map(str, ids)) if args.ids else tokenizer.decode(ids))
-
-
-def merge_pairs(args: argparse.Namespace) -> None:
-    """Run the command `merge`: concatenate several .bin/.idx pairs into one."""
-    prefixes = [*prefixes_of(args.prefixes)]
-    abouts = [sidecar(prefix) for prefix in prefixes]
-    known = list(filter(None, abouts))
-    pairs = [_with_loss(prefix) for prefix in prefixes]
-    _refuse_unlike(", ".join(prefixes), known, pairs)
-    about = dict(known[0]) if known else {}
-    dates = sorted({each["chat_date"] for each in known if each.get("chat_date")})
-    if dates:
-        about["chat_date"] = dates[-1]
-    if len(dates) > 1:
-        print(
-            f"note: the chat template rendered {len(dates)} different dates in these pairs; "
-            f"the new sidecar records the latest, {dates[-1]}"
-        )
-    if dates and any(map(is_undated, abouts)):
-        print(f"note: some pairs record no date of the chat template; the new sidecar records the date {dates[-1]}")
-    builders = []
-    for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False):
-        builders.append(merge(column, f"{args.output}{end}"))
-    _complete(builders, about)
-
-
-def _refuse_unlike(names: str, abouts: Sequence[dict[str, Any]], pairs: Sequence[Sequence[str]]) -> None:
-    """Raise ValueError if corpora cannot be merged.
-
-    names: their prefixes, for messages. abouts: their sidecars. pairs: the prefixes of each corpus's pairs.
-    """
-    if len({about["fingerprint"] for about in abouts}) > 1:
-        raise ValueError(f"{names} were made with different tokenizers; preprocess them again with the same tokenizer")
-    ends = set()
-    for about in abouts:
-        if "eod" in about and about.get("append_eod", True):
-            ends.add(about["eod"])
-    if len(ends) > 1:
-        raise ValueError(
-            f"{names} end their documents with different tokens ({', '.join(map(str, sorted(ends)))}); "
-            f"preprocess them again with the same tokenizer"
-        )
-    if len(set(map(len, pairs))) > 1:
-        raise ValueError(f"only some of {names} have a loss mask (PREFIX{LOSS}); merge pairs of the same --objective")
-    if len({about.get("chat_template") for about in abouts}) > 1:
-        raise ValueError(
-            f"{names} were made with different chat templates; preprocess them again with the same chat template"
-        )
-
-
-def split_pair(args: argparse.Namespace) -> None:
-    """Run the command `split`: divide a .bin/.idx pair into three, for training, validation and test."""
-    if not args.output and is_url(args.prefix):
-        raise ValueError(f"{args.prefix} is in object storage; give --output, a path on this machine")
-    indexed = IndexedDataset(args.prefix)
-    ranges = []
-    outputs = []
-    for documents, name in zip(split_documents(parse_split(args.split), indexed.num_documents), PARTS, strict=True):
-        if len(documents):
-            ranges.append(documents)
-            outputs.append(f"{args.output or args.prefix}_{name}")
-    made = []
-    for prefix, end in zip(_with_loss(args.prefix), ("", LOSS), strict=False):
-        made.append(split(prefix, ranges, [output + end for output in outputs]))
-    for builders in zip(*made, strict=True):
-        _complete(builders, sidecar(args.prefix))
-
-
-def drop_documents(args: argparse.Namespace) -> None:
-    """Run the command `drop`: write a .bin/.idx pair without some documents, and its loss mask if there is one."""
-    if Path(args.output).resolve() == place(args.prefix).resolve():
-        raise ValueError(f"--output {args.output} is the given pair; choose another name")
-    sources = _with_loss(args.prefix)
-    builders = [drop(source, args.documents, args.output + source.removeprefix(args.prefix)) for source in sources]
-    _complete(builders, sidecar(args.prefix))
-
-
-def _complete(builders: Sequence[IndexedDatasetBuilder], about: dict[str, Any]) -> None:
-    """Write one sidecar for all .bin/.idx pairs of a corpus, such as the tokens and their loss mask; report them."""
-    builder = builders[0]
-    content = {key: about[key] for key in ABOUT_TOKENS if key in about}
-    if content:
-        content |= {"documents": builder.documents, "sequences": builder.sequences, "tokens": builder.num_tokens}
-        content["sha256"] = {Path(each.prefix).name: each.checksums for each in builders}
-        write_json(f"{builder.prefix}.json", content)
-    print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {builder.prefix}.bin")
 
 
 def stages(args: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from .. import mpu
 from ..config import Config
-from ..model import pipe
+from ..model import pipe, t5_pipe
 from .models import decoder_inputs, settings, t5_inputs
 
 BatchFunction = Callable[[Any], tuple[Any, Any]]
@@ -67,8 +67,8 @@ class GPT2ModelPipe(_TakesMasks, pipe.GPT2ModelPipe):
         return decoder_inputs(inputs)
 
 
-class T5ModelPipe(_TakesMasks, pipe.T5ModelPipe):
-    """T5 over pipeline stages; see `megatron.model.pipe.T5ModelPipe`.
+class T5ModelPipe(_TakesMasks, t5_pipe.T5ModelPipe):
+    """T5 over pipeline stages; see `megatron.model.t5_pipe.T5ModelPipe`.
 
     config: by default, the settings of the run (`get_args().config`).
     """

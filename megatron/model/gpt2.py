@@ -42,7 +42,7 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
             WordEmbedding,
             (m, vocab_size),
             tied="embedding" if m.tie_embeddings else None,
-            puts_out=("hidden", "position_ids", "document_ids"),
+            outputs=("hidden", "position_ids", "document_ids"),
         ),
         Layer(start, DecoderStart, (m, config.positions, start, role)),
         *(_block(config, i, role) for i in range(m.num_layers)),
@@ -82,7 +82,7 @@ def output_layer(config: Config, vocab_size: int) -> Layer:
     work = (decoder or encoder) * m.hidden_size * vocab_size
     args = (m, vocab_size)
     logits = WordEmbedding.logits_and_loss if m.num_experts else WordEmbedding.logits
-    return Layer("head", WordEmbedding, args, tied=tied, call=logits, puts_out=("logits",), work=work)
+    return Layer("head", WordEmbedding, args, tied=tied, call=logits, outputs=("logits",), work=work)
 
 
 def vocab_size_of(config: Config) -> int:

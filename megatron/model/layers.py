@@ -25,7 +25,7 @@ class Layer:
     name: global name of the layer, a dotted path. `cls(*args)` builds it.
     tied: key of tied layers, or None. Layers with the same key share one module, which has the first layer's name.
     call: function that runs the layer as `call(module, inputs)`; None calls the module itself.
-    puts_out: names of the tensors that the layer returns. A stage boundary after the layer needs them.
+    outputs: names of the tensors that the layer returns. A stage boundary after the layer needs them.
     repeated: True for transformer layers, of which a stack has many; their activations may be recomputed.
     prelude: True for a layer that is recomputed with the layer after it, but not counted in `checkpoint_num_layers`.
     work: number of multiply-adds in the layer's forward pass over one sample, see work.py.
@@ -37,7 +37,7 @@ class Layer:
     args: tuple[Any, ...] = ()
     tied: str | None = None
     call: Callable[[Any, Any], Any] | None = None
-    puts_out: tuple[str, ...] = ("hidden", "document_ids")
+    outputs: tuple[str, ...] = ("hidden", "document_ids")
     repeated: bool = False
     prelude: bool = False
     work: int = 0
@@ -46,10 +46,10 @@ class Layer:
     @property
     def ids_at(self) -> int:
         """Index of the document ids of the layer's tokens among its inputs and among its outputs."""
-        if "encoded" in self.puts_out:
-            return self.puts_out.index("decoder_document_ids")
-        encodes = "encoder_document_ids" in self.puts_out
-        return self.puts_out.index("encoder_document_ids" if encodes else "document_ids")
+        if "encoded" in self.outputs:
+            return self.outputs.index("decoder_document_ids")
+        encodes = "encoder_document_ids" in self.outputs
+        return self.outputs.index("encoder_document_ids" if encodes else "document_ids")
 
     def build(self, seed: int) -> nn.Module:
         """Build the module; its constructor draws random numbers from a generator seeded by (seed, layer name).
@@ -68,9 +68,9 @@ def with_router_loss(layers: Sequence[Layer]) -> list[Layer]:
     first = next((i for i, layer in enumerate(layers) if layer.routes), len(layers))
     found = list(layers)
     for i in range(first, len(layers)):
-        *names, last = layers[i].puts_out
+        *names, last = layers[i].outputs
         kept = ("router_loss", last) if last == "table" else (last, "router_loss")
-        found[i] = replace(layers[i], puts_out=(*names, *kept))
+        found[i] = replace(layers[i], outputs=(*names, *kept))
     return found
 
 
@@ -88,47 +88,13 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
 Observer = Callable[[Layer, Callable[[Any], Any], Any], Any]
 
 
-def run(
-    steps: Sequence[tuple[Layer, Callable[[Any], Any]]],
-    inputs: Any,
-    chunk: int,
-    rng: mpu.RngStreams,
-    observe: Observer | None = None,
-) -> Any:
-    """Pass `inputs` through all steps in order.
-
-    steps: (layer, function that calls its module).
-    chunk: 0 saves all activations; n saves only the input of each group of n repeated layers and recomputes the
-    group in the backward pass.
-    rng: dropout streams from which the layers draw; a recomputed group draws the same masks again.
-    observe: runs each layer, or None.
-    """
-    if observe is not None:
-        steps = [(layer, partial(observe, layer, call)) for layer, call in steps]
-    at = 0
-    while at < len(steps):
-        end = _end_of_group([layer for layer, _ in steps], at, chunk)
-        if end > at + 1 or (chunk and steps[at][0].repeated):
-            inputs = mpu.checkpoint(partial(_run_all, [call for _, call in steps[at:end]]), inputs, rng=rng)
-        else:
-            inputs = steps[at][1](inputs)
-        at = end
-    return inputs
+Steps = Sequence[tuple[Layer, Callable[[Any], Any]]]  # (layer, function that calls its module)
 
 
-def _end_of_group(layers: Sequence[Layer], at: int, chunk: int) -> int:
-    """Return the end of the recomputed group that starts at layer `at` and has at most `chunk` repeated layers."""
-    end = at
-    count = 0
-    while end < len(layers) and count < chunk and (layers[end].repeated or layers[end].prelude):
-        count += layers[end].repeated
-        end += 1
-    return max(end, at + 1)
-
-
-def _run_all(calls: Iterable[Callable[[Any], Any]], inputs: Any) -> Any:
-    for call in calls:
-        inputs = call(inputs)
+def run(steps: Steps, inputs: Any, observe: Observer | None = None) -> Any:
+    """Pass `inputs` through all steps in order. observe: runs each layer, or None."""
+    for layer, call in steps:
+        inputs = call(inputs) if observe is None else observe(layer, call, inputs)
     return inputs
 
 
@@ -170,7 +136,9 @@ class LayerStack(AuxLossMixin, nn.Module):
         self, layers: Sequence[Layer], seed: int, checkpoint_num_layers: int = 0, own: Container[int] | None = None
     ) -> None:
         super().__init__()
-        self._chunk, self._rng, self._axis = checkpoint_num_layers, mpu.get_rng(), mpu.get_mesh().model
+        self._recomputed = checkpoint_num_layers
+        self._rng = mpu.get_rng()
+        self._axis = mpu.get_mesh().model
         self.steps: list[tuple[Layer, Callable[..., Any]]] = []
         self._built: list[tuple[str, nn.Module]] = []
         self.layer_names = global_names(layers)
@@ -208,7 +176,11 @@ class LayerStack(AuxLossMixin, nn.Module):
 
     def run(self, inputs: Any) -> Any:
         """Run all layers in order."""
-        return run(self.steps, inputs, self._chunk if self.training else 0, self._rng, self.observe)
+        if self.training and self._recomputed:
+            from .recomputed_groups import run_in_groups
+
+            return run_in_groups(self.steps, inputs, self._recomputed, self._rng, self.observe)
+        return run(self.steps, inputs, self.observe)
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:

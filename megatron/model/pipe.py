@@ -16,12 +16,12 @@ from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from .gpt2 import gpt2_layers, vocab_size_of
 from .layers import AuxLossMixin, Layer, Observer, global_names, init_weights, run
-from .loss import IsText, TokenLoss
+from .loss import TokenLoss
 from .masks import no_documents
-from .t5 import t5_layers
 
 # Work of a layer's forward and backward pass, in units of its forward pass: without and with recomputation.
-FORWARD_AND_BACKWARD, RECOMPUTED = 3, 4
+FORWARD_AND_BACKWARD = 3
+RECOMPUTED = 4
 
 # Hidden states are replicated on all model-parallel ranks, so each rank sends only its share of them. With
 # sequence parallelism each rank holds a different shard and sends all of it.
@@ -68,13 +68,14 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
             chunks=p.virtual_pipeline_size,
             example=example,
         )
-        self._chunk, self._rng = config.recomputed_layers, mpu.get_rng()
+        self._recomputed = config.recomputed_layers
+        self._rng = mpu.get_rng()
         self._layers = [layers[index] for index in self.indices]
         self.layer_names = global_names(layers)
         self._names = [self.layer_names[index] for index in self.indices]
-        puts_out = [_boundaries_after(layers[stop - 1]) for _, stop in self.bounds]
+        outputs = [_boundaries_after(layers[stop - 1]) for _, stop in self.bounds]
         takes_in = [_boundaries_after(layers[start - 1]) if start else None for start, _ in self.bounds]
-        self.boundaries: Any = puts_out if self.chunks > 1 else puts_out[0]
+        self.boundaries: Any = outputs if self.chunks > 1 else outputs[0]
         self.receives: Any = takes_in if self.chunks > 1 else takes_in[0]
         init_weights(self, config.train.seed)
 
@@ -89,7 +90,11 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
         steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
         # The engine passes a tensor, not a tuple, if only one tensor crosses a boundary; layers expect tuples.
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-        return run(steps, inputs, self._chunk if self.training else 0, self._rng, self.observe)
+        if self.training and self._recomputed:
+            from .recomputed_groups import run_in_groups
+
+            return run_in_groups(steps, inputs, self._recomputed, self._rng, self.observe)
+        return run(steps, inputs, self.observe)
 
 
 def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> list[int]:
@@ -123,7 +128,7 @@ def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
 
 def _boundaries_after(layer: Layer) -> list[Boundary]:
     """Return the tensors that cross a stage boundary after this layer."""
-    found = [BOUNDARIES[name] for name in layer.puts_out if name in BOUNDARIES]
+    found = [BOUNDARIES[name] for name in layer.outputs if name in BOUNDARIES]
     whole = mpu.sequence_axis().size > 1
     return [replace(b, split=False) for b in found] if whole else found
 
@@ -152,23 +157,3 @@ class GPT2ModelPipe(LayerStackPipe):
         example = tokens, positions, no_documents(tokens.device)
         loss = TokenLoss.by(config, vocab_size)
         super().__init__(gpt2_layers(config, vocab_size), config, TIED_WEIGHTS, loss, example)
-
-
-class T5ModelPipe(LayerStackPipe):
-    """T5 over pipeline stages.
-
-    Inputs: (encoder tokens [b, k], decoder tokens int32 [b, q], encoder and decoder document ids or empty).
-    Encoder stages exchange the encoder's hidden states, the decoder's tokens and the document ids (int16).
-    Decoder stages exchange the hidden states of encoder and decoder, and the document ids.
-    is_text: maps labels to a mask of those that are text, see TokenLoss.
-    """
-
-    def __init__(self, config: Config, is_text: IsText | None = None) -> None:
-        vocab_size = vocab_size_of(config)
-        b = config.train.batch_size
-        d = config.data
-        encoder = torch.zeros(b, d.enc_seq_length or d.seq_length).long()
-        decoder = torch.zeros(b, d.dec_seq_length or d.seq_length // 4).int()
-        example = encoder, decoder, *[no_documents(encoder.device)] * 2
-        loss = TokenLoss.by(config, vocab_size, is_text)
-        super().__init__(t5_layers(config, vocab_size), config, TIED_WEIGHTS, loss, example)

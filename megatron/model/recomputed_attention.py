@@ -24,7 +24,7 @@ from .rotary import Rotation
 def _projected(
     projection: mpu.ColumnParallelLinear, x: Tensor, recipe: Recipe | None, again: bool
 ) -> tuple[Tensor, Recipe | None]:
-    """Return `projection(x)`, and the recipe to recompute this output, or None unless `again`.
+    """Return `projection(x)` for x [s, b, h], and the recipe to recompute it; None for the latter unless `again`.
 
     recipe: how to recompute x; None if autograd saves x.
     """

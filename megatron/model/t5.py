@@ -167,7 +167,7 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
     if not config.is_t5:
         raise ValueError(f"a T5 cannot be built from settings of family {m.family}: pass --family t5")
 
-    def stack(name: str, block: type[nn.Module], count: int, puts_out: tuple[str, ...], *tokens: int) -> list[Layer]:
+    def stack(name: str, block: type[nn.Module], count: int, outputs: tuple[str, ...], *tokens: int) -> list[Layer]:
         layers = []
         for i in range(count):
             at = f"{name}.layers.{i}"
@@ -175,32 +175,32 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
                 tied = None if m.relative_attention_per_layer else f"{name}_positions"
                 table = f"{name}.relative_positions" + ("" if tied else f".{i}")
                 layers.append(
-                    Layer(table, RelativePositions, (m,), tied=tied, puts_out=(*puts_out, "table"), prelude=True)
+                    Layer(table, RelativePositions, (m,), tied=tied, outputs=(*outputs, "table"), prelude=True)
                 )
             work = block_work(m, tokens[0], i, *tokens[1:])
             routes = m.has_experts(i)
-            layers.append(Layer(at, block, (m, at), puts_out=puts_out, repeated=True, work=work, routes=routes))
+            layers.append(Layer(at, block, (m, at), outputs=outputs, repeated=True, work=work, routes=routes))
         return layers
 
     def start(stack: str, ids_at: int) -> Layer:
         name = f"{stack}.start"
-        puts_out = ENCODING if stack == "encoder" else DECODING
+        outputs = ENCODING if stack == "encoder" else DECODING
         args = m, config.positions, name, ids_at, config.data.reset_position_ids
-        return Layer(name, StackStart, args, puts_out=puts_out)
+        return Layer(name, StackStart, args, outputs=outputs)
 
-    def embedding(name: str, call: Any, puts_out: tuple[str, ...]) -> Layer:
-        return Layer(name, WordEmbedding, (m, vocab_size), tied="embedding", call=call, puts_out=puts_out)
+    def embedding(name: str, call: Any, outputs: tuple[str, ...]) -> Layer:
+        return Layer(name, WordEmbedding, (m, vocab_size), tied="embedding", call=call, outputs=outputs)
 
     encoder, decoder = lengths(config)
     layers = [
         embedding("embedding", embed_encoder, ENCODING),
         start("encoder", 2),
         *stack("encoder", EncoderBlock, m.num_layers, ENCODING, encoder),
-        Layer("encoder.final_norm", StackNorm, (m,), puts_out=("encoded", *ENCODING[1:])),
+        Layer("encoder.final_norm", StackNorm, (m,), outputs=("encoded", *ENCODING[1:])),
         embedding("decoder.embedding", embed_decoder, DECODING),
         start("decoder", 3),
         *stack("decoder", DecoderBlock, m.decoder_layers, DECODING, decoder, encoder),
-        Layer("decoder.final_norm", DecoderNorm, (m,), puts_out=("hidden",)),
+        Layer("decoder.final_norm", DecoderNorm, (m,), outputs=("hidden",)),
         output_layer(config, vocab_size),
     ]
     return with_router_loss(layers)

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from .._torch import onednn_is_there
 from . import mesh as _mesh
+from .accuracy import vocab_parallel_right
 from .context import all_gather_context, context_slices, gather_context, own_tokens, reduce_scatter_context
-from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses, vocab_parallel_right
+from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses
 from .data import broadcast_data
 from .dropout import Stream
 from .exchange import exchange_rows

@@ -13,20 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.fused import Fused
-
 from .mesh import Axis, current
 from .vocab_shards import largest, refuse_other_tokens, total
 
 # Number of logits per chunk: 64 MiB in fp32 on accelerators, and 4 MiB on a CPU, where a chunk should fit its cache.
-CHUNK, CPU_CHUNK = 1 << 24, 1 << 20
+CHUNK = 1 << 24
+CPU_CHUNK = 1 << 20
 
 
-# Compiled functions hold no logits in fp32. The limit, 1 GiB, is for functions that torch.compile leaves as they are.
-FUSED_CHUNK = 1 << 28
-
-
-def _chunks(logits: Tensor, size: int | None = None) -> list[slice]:
+def chunks_of(logits: Tensor, size: int | None = None) -> list[slice]:
     """Cut the n tokens of logits [n, v/t] into slices of at most `size` logits, by default CHUNK or CPU_CHUNK."""
     size = size or (CPU_CHUNK if logits.device.type == "cpu" else CHUNK)
     step = max(1, size // max(1, logits.shape[-1]))
@@ -37,8 +32,9 @@ def _chunks(logits: Tensor, size: int | None = None) -> list[slice]:
 
 def _losses_on_one_rank(x: Tensor, target: Tensor, dtype: torch.dtype, label_smoothing: float) -> tuple[Tensor, Tensor]:
     """Return each token's loss and log Z, [n] each, when this rank holds all logits x [n, v]. Z: sum of exp(logit)."""
-    loss, log_z = (torch.empty_like(target, dtype=dtype) for _ in range(2))
-    for chunk in _chunks(x):
+    loss = torch.empty_like(target, dtype=dtype)
+    log_z = torch.empty_like(loss)
+    for chunk in chunks_of(x):
         logs = torch.log_softmax(x[chunk], dim=-1, dtype=dtype)
         at = target[chunk].unsqueeze(-1)
         loss[chunk] = -logs.gather(-1, at).squeeze(-1)
@@ -64,18 +60,18 @@ def _losses_over_ranks(
     dtype = torch.promote_types(x.dtype, torch.float32)
     top = x.amax(dim=-1).to(dtype) if real else torch.full_like(target, -torch.inf, dtype=dtype)
     of_top = torch.ones_like(top)  # probability of this rank's largest logit among its own logits
-    for chunk in _chunks(x) if real else []:
+    for chunk in chunks_of(x) if real else []:
         of_top[chunk] = torch.softmax(x[chunk], dim=-1, dtype=dtype).amax(dim=-1)
 
     shift = largest(top, logits, axis)
     own_sum = (top - shift).exp() / of_top  # this rank's sum of exp(logit - shift)
     sum_exp = total(own_sum.clone(), axis)
     log_sum = sum_exp.log()
-    loss = _loss(x, target, shift, log_sum, label_smoothing, vocab_size, axis)
+    loss = loss_of(x, target, shift, log_sum, label_smoothing, vocab_size, axis)
     return own_sum / sum_exp, loss, log_sum + shift
 
 
-def _loss(
+def loss_of(
     x: Tensor, target: Tensor, top: Tensor, log_sum: Tensor, label_smoothing: float, vocab_size: int, axis: Axis
 ) -> Tensor:
     """Return each token's loss [n] from log sum exp(logit - top) over all ranks; see `_losses_over_ranks`."""
@@ -93,38 +89,6 @@ def _loss(
 def on_cuda(logits: Tensor) -> bool:
     """Return whether the fused functions compute the loss of logits [n, v/t] and its gradient."""
     return logits.is_cuda
-
-
-def _top_and_log_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [2, n] in `dtype` for logits x [n, v]: the largest logit of each row, and log sum exp(logit - largest)."""
-    x = x.to(dtype)
-    top = x.amax(dim=-1)
-    return torch.stack([top, (x - top.unsqueeze(-1)).exp().sum(dim=-1).log()])
-
-
-top_and_log_sum = Fused(
-    _top_and_log_sum, lambda x, dtype: torch.cat([_top_and_log_sum(x[chunk], dtype) for chunk in _chunks(x)], 1)
-)
-
-
-def _fused_losses(
-    logits: Tensor, real: int, target: Tensor, label_smoothing: float, vocab_size: int, axis: Axis
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's loss, and its largest logit and log sum exp(logit - largest) over all ranks, [n] each.
-
-    Arguments are those of `_losses_over_ranks`.
-    """
-    x = logits[:, :real]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    both = torch.zeros(2, len(target), dtype=dtype, device=x.device)
-    for chunk in _chunks(x, FUSED_CHUNK) if real else []:
-        both[:, chunk] = top_and_log_sum(x[chunk], dtype)
-    top, log_sum = both
-    if axis.size > 1:
-        own = top if real else top - torch.inf
-        top = largest(own, logits, axis)
-        log_sum = total((own - top + log_sum).exp(), axis).log()
-    return _loss(x, target, top, log_sum, label_smoothing, vocab_size, axis), top, log_sum
 
 
 class LossState(NamedTuple):
@@ -146,7 +110,7 @@ class LossState(NamedTuple):
     real: int
 
 
-def _on_this_rank(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -> tuple[Tensor, Tensor, int]:
+def on_this_rank(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -> tuple[Tensor, Tensor, int]:
     """Return each target's local row [...], whether this rank holds it [...], and the rank's number of unpadded rows.
 
     A target that another rank holds gets row 0 and False.
@@ -167,12 +131,14 @@ def compute_losses(
     logits: [n, v/t]. target: [n]. The z-loss is z_loss * (log Z)^2, where Z is the sum of exp(logit). Both
     losses are fp32 (fp64 for fp64 logits).
     """
-    local, mine, real = _on_this_rank(logits, target, vocab_size, axis)
+    local, mine, real = on_this_rank(logits, target, vocab_size, axis)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     share = top = log_sum = torch.ones_like(target, dtype=dtype)
     elsewhere = torch.where(mine, local, -1)
     if on_cuda(logits):
-        loss, top, log_sum = _fused_losses(logits, real, elsewhere, label_smoothing, vocab_size, axis)
+        from .fused_cross_entropy import fused_losses
+
+        loss, top, log_sum = fused_losses(logits, real, elsewhere, label_smoothing, vocab_size, axis)
         log_z = top + log_sum
     elif axis.size == 1:
         loss, log_z = _losses_on_one_rank(logits[:, :real], local, dtype, label_smoothing)
@@ -181,28 +147,6 @@ def compute_losses(
     if z_loss:
         share = share * (1 + 2 * z_loss * log_z)  # the gradient of (log Z)^2 is 2 log Z times the probabilities
     return loss, z_loss * log_z**2, LossState(share, top, log_sum, local, mine, real)
-
-
-def _write_gradient(
-    x: Tensor, top: Tensor, log_sum: Tensor, target: Tensor, factor: Tensor, of_target: Tensor, smoothed: Tensor
-) -> Tensor:
-    """Overwrite logits x [n, v] with factor * exp(x - top - log_sum) - smoothed, plus of_target at targets.
-
-    All other arguments are [n].
-    """
-    shifted = x.to(factor.dtype) - top.unsqueeze(-1) - log_sum.unsqueeze(-1)
-    d = shifted.exp() * factor.unsqueeze(-1) - smoothed.unsqueeze(-1)
-    is_target = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
-    return x.copy_(torch.where(is_target, d + of_target.unsqueeze(-1), d))
-
-
-def _write_in_chunks(x: Tensor, *of_tokens: Tensor) -> Tensor:
-    for chunk in _chunks(x):
-        _write_gradient(x[chunk], *(values[chunk] for values in of_tokens))
-    return x
-
-
-write_gradient = Fused(_write_gradient, _write_in_chunks)
 
 
 def gradient(
@@ -219,18 +163,14 @@ def gradient(
     smoothed: label_smoothing / vocabulary size, which label smoothing subtracts from the gradient of every logit.
     overwrite: write the result into the memory of the logits.
     """
-    real = found.real
     if on_cuda(logits):
-        out = logits if overwrite else logits.clone(memory_format=torch.contiguous_format)
-        out[:, real:] = 0.0
-        of_target = found.mine * grad * (label_smoothing - 1)
-        of_tokens = found.top, found.log_sum, found.target, grad * found.share, of_target, smoothed * grad
-        for chunk in _chunks(out, FUSED_CHUNK) if real else []:
-            write_gradient(out[chunk, :real], *(values[chunk] for values in of_tokens))
-        return out
+        from .fused_cross_entropy import fused_gradient
+
+        return fused_gradient(logits, found, grad, smoothed, label_smoothing, overwrite)
+    real = found.real
     out = logits if overwrite else torch.empty_like(logits, memory_format=torch.contiguous_format)
     out[:, real:] = 0.0
-    for chunk in _chunks(logits) if real else []:
+    for chunk in chunks_of(logits) if real else []:
         same = out.dtype == grad.dtype and not overwrite  # If True, softmax writes its result directly to `out`.
         d = torch.softmax(logits[chunk, :real], dim=-1, dtype=grad.dtype, out=out[chunk, :real] if same else None)
         d *= (grad[chunk] * found.share[chunk]).unsqueeze(-1)
@@ -326,29 +266,3 @@ def vocab_parallel_losses(
         flat, target.reshape(-1), vocab_size, label_smoothing, z_loss, axis, overwrite
     )
     return losses.view(target.shape), z.view(target.shape)
-
-
-@torch.no_grad()
-def vocab_parallel_right(
-    logits: Tensor, target: Tensor, vocab_size: int | None = None, axis: Axis | None = None
-) -> Tensor:
-    """Return whether each target has the largest logit, bool [...]; a tie counts as correct.
-
-    logits: [..., v/t]. target: [...] ids < vocab_size. vocab_size: number of rows without padding; by default no
-    row is padding.
-    """
-    refuse_other_tokens(logits, target)
-    axis = axis or current().model
-    local, mine, real = _on_this_rank(logits, target, vocab_size or logits.shape[-1] * axis.size, axis)
-    # best[0]: this rank's largest logit. best[1]: the target's logit, minus infinity if another rank holds it.
-    best = logits.new_full((2, *target.shape), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
-    if real:
-        x = logits[..., :real]
-        found = x.gather(-1, local.unsqueeze(-1)).squeeze(-1)
-        # The MAX of a backend may lose another rank's NaN, so a NaN counts as the largest logit, and as a wrong target.
-        here = x.amax(-1)
-        best[0] = torch.where(here.isnan(), torch.inf, here)
-        best[1] = torch.where(mine & ~found.isnan(), found, -torch.inf)
-    top, own = largest(best, logits.reshape(-1, logits.shape[-1]), axis)
-    right: Tensor = own == top
-    return right

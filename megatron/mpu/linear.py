@@ -19,13 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import accumulates
-from .fp8 import fp8_matmul
-from .matmuls import gradient_of_weight, matmul, needs_grad, transposed_matmul
+from .matmuls import gradient_of_weight, matmul, needs_grad
 from .mesh import Axis, Options
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
-from .traced import is_traced, traced_gather
 
 # Matmuls with fewer rows, as in decoding, are limited by reading the weights, so oneDNN would be no faster.
 FEWEST_ROWS = 32
@@ -37,14 +34,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     x: replicated on all ranks of `axis`, or with sequence parallelism this rank's shard [s/t, ..., i].
     weight: [o/t, i]. bias: [o/t]. `by_onednn` decides between oneDNN and torch's BLAS.
     """
-    onednn = by_onednn(x, options)
     if torch.compiler.is_compiling():
-        x = traced_gather(x, axis, options.sequence_parallel) if is_traced(axis) else x
-        if onednn:
-            return _in_graph(x, weight, bias)  # type: ignore[no-any-return]
-        if options.wgrad_in_graph and _accumulates_in_graph(x, weight):
-            return _AccumulatingLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
-        return F.linear(x, weight, bias)
+        from .compiled_linear import compiled_linear
+
+        return compiled_linear(x, weight, bias, axis, options)
+    onednn = by_onednn(x, options)
     accumulate = accumulate_wgrad(x, weight, options)
     if axis.size == 1 and not onednn and accumulate is None and not options.fp8:
         return F.linear(x, weight, bias)
@@ -72,92 +66,6 @@ def by_onednn(x: Tensor, options: Options) -> bool:
     return options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and rows >= FEWEST_ROWS
 
 
-# oneDNN matmuls are registered as custom operations so that torch.compile need not trace into them.
-
-
-@torch.library.custom_op("megatron::onednn_product", mutates_args=())
-def _in_graph(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return matmul(x, weight, bias, onednn=True)
-
-
-@torch.library.custom_op("megatron::onednn_transposed_product", mutates_args=())
-def _transposed_in_graph(x: Tensor, y: Tensor) -> Tensor:
-    return transposed_matmul(x, y, onednn=True)
-
-
-@_in_graph.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
-@_transposed_in_graph.register_fake
-def _(x: Tensor, y: Tensor) -> Tensor:
-    return x.new_empty(x.shape[1], y.shape[1])
-
-
-def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
-
-
-def _gradients_in_graph(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    of_x, of_weight, of_bias = ctx.needs_input_grad
-    flat = grad.reshape(-1, grad.shape[-1])
-    return (
-        _in_graph(grad, weight.t(), None) if of_x else None,
-        _transposed_in_graph(flat, x.reshape(-1, x.shape[-1])) if of_weight else None,
-        flat.sum(0) if of_bias else None,
-    )
-
-
-_in_graph.register_autograd(_gradients_in_graph, setup_context=_keep_factors)
-
-
-def _accumulates_in_graph(x: Tensor, weight: Tensor) -> bool:
-    """Return whether compiled code may use `_AccumulatingLinear`: both gradients are needed, and autocast is off."""
-    needed = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
-    return needed and not torch.is_autocast_enabled(x.device.type)
-
-
-class _AccumulatingLinear(torch.autograd.Function):
-    """Linear function for compiled code whose backward pass calls the weight's `ParamSpec.accumulate_wgrad`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        of_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return _accumulate_in_graph(grad, x, weight), None, of_bias
-
-
-# One operation computes both gradients, because the compiler would drop an operation without a result.
-@torch.library.custom_op("megatron::linear_backward", mutates_args=())
-def _accumulate_in_graph(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of x [..., i] from `grad` [..., o], and accumulate the gradient of `weight` [o, i]."""
-    of_x = torch.matmul(grad, weight)
-    accumulate = spec_of(weight).accumulate_wgrad
-    if accumulate is None:
-        raise RuntimeError("a compiled layer lost the accumulation of its weights' gradients; use --no-compile")
-    if accumulates(weight):
-        flat = grad.reshape(-1, grad.shape[-1])
-        if not accumulate(flat.t(), x.reshape(-1, x.shape[-1])):
-            raise RuntimeError(
-                f"a weight of shape {tuple(weight.shape)} has a gradient hook, which compiled layers cannot call; use "
-                "--no-compile"
-            )
-    return of_x
-
-
-@_accumulate_in_graph.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -180,7 +88,11 @@ class _Linear(torch.autograd.Function):
         ctx.fp8 = fp8
         ctx.save_for_backward(x, weight)
         whole = start_all_gather(x, sequence).wait() if sequence.size > 1 else x
-        return fp8_matmul(whole, weight, bias) if fp8 else matmul(whole, weight, bias, onednn)
+        if fp8:
+            from .fp8 import fp8_matmul
+
+            return fp8_matmul(whole, weight, bias)
+        return matmul(whole, weight, bias, onednn)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -209,6 +121,8 @@ class _Linear(torch.autograd.Function):
 def _gradient_of_input(ctx: Any, grad: Tensor, weight: Tensor) -> Tensor:
     """Return this rank's part of the gradient of x: grad [..., o/t] times weight [o/t, i]."""
     if ctx.fp8:
+        from .fp8 import fp8_matmul
+
         return fp8_matmul(grad, weight.t(), None)
     return matmul(grad, weight.t(), None, ctx.onednn)
 

@@ -92,7 +92,7 @@ class T5(Task):
         looks = partial(is_text, cast(SentinelTokenizer, tokenizer))
         if config.parallel.pipe_parallel_size == 0:
             return T5Model(config, is_text=looks)
-        from ..model.pipe import T5ModelPipe  # imported here: it imports DeepSpeed, which data tools do not need
+        from ..model.t5_pipe import T5ModelPipe  # imported here: it imports DeepSpeed, which data tools do not need
 
         model: nn.Module = T5ModelPipe(config, looks)
         return model

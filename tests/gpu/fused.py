@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron.fused import Fused, compiled
 from megatron.model import mixture
-from megatron.mpu import cross_entropy
+from megatron.mpu import fused_cross_entropy
 from tds import buckets
 
 TOKENS, VOCAB, PADDED = 7, 13, 16
@@ -43,8 +43,8 @@ def _of_experts(*names: str) -> Callable[[], list[Any]]:
 
 
 FUNCTIONS: dict[str, tuple[Fused, Callable[[], list[Any]]]] = {
-    "top_and_log_sum": (cross_entropy.top_and_log_sum, lambda: [_gradient_inputs()[0], torch.float32]),
-    "write_gradient": (cross_entropy.write_gradient, _gradient_inputs),
+    "top_and_log_sum": (fused_cross_entropy.top_and_log_sum, lambda: [_gradient_inputs()[0], torch.float32]),
+    "write_gradient": (fused_cross_entropy.write_gradient, _gradient_inputs),
     "adopt_changes": (Fused(buckets.adopt, buckets.adopt_in_slices), changed_weights),
     "sum_outputs": (mixture.sum_outputs, _of_experts("weights", "outputs")),
     "gradient_of_weights": (mixture.gradient_of_weights, _of_experts("grad", "outputs")),

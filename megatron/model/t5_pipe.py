@@ -1,0 +1,31 @@
+"""The pipeline version of a T5."""
+
+import torch
+
+from megatron.config import Config
+
+from .gpt2 import vocab_size_of
+from .loss import IsText, TokenLoss
+from .masks import no_documents
+from .pipe import TIED_WEIGHTS, LayerStackPipe
+from .t5 import t5_layers
+
+
+class T5ModelPipe(LayerStackPipe):
+    """T5 over pipeline stages.
+
+    Inputs: (encoder tokens [b, k], decoder tokens int32 [b, q], encoder and decoder document ids or empty).
+    Encoder stages exchange the encoder's hidden states, the decoder's tokens and the document ids (int16).
+    Decoder stages exchange the hidden states of encoder and decoder, and the document ids.
+    is_text: maps labels to a mask of those that are text, see TokenLoss.
+    """
+
+    def __init__(self, config: Config, is_text: IsText | None = None) -> None:
+        vocab_size = vocab_size_of(config)
+        b = config.train.batch_size
+        d = config.data
+        encoder = torch.zeros(b, d.enc_seq_length or d.seq_length).long()
+        decoder = torch.zeros(b, d.dec_seq_length or d.seq_length // 4).int()
+        example = encoder, decoder, *[no_documents(encoder.device)] * 2
+        loss = TokenLoss.by(config, vocab_size, is_text)
+        super().__init__(t5_layers(config, vocab_size), config, TIED_WEIGHTS, loss, example)
