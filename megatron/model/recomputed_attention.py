@@ -50,7 +50,7 @@ def recomputed_self_attention(kind: type[SelfAttention]) -> type[SelfAttention]:
             angles: Rotation | None = None,
             recipe: Recipe | None = None,
         ) -> tuple[Tensor, Tensor | None]:
-            """Apply self-attention, see `SelfAttention`. recipe: how to recompute `hidden`; None if it is saved."""
+            """Apply self-attention to [s, b, h]. recipe: how to recompute `hidden`; None if it is saved."""
             qkv, again = _projected(self.query_key_value, hidden, recipe, self.qkv_again)
             with save_recipe_for((again, qkv)):
                 query, key, value = self.split(qkv, angles)
@@ -84,7 +84,7 @@ class RecomputedCrossAttention(CrossAttention):
         cache: KeyValueCache | None = None,
         recipe: Recipe | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Apply cross-attention, see `CrossAttention`. recipe: how to recompute `hidden`; None if it is saved."""
+        """Apply cross-attention to [q, b, h]. recipe: how to recompute `hidden`; None if it is saved."""
         if cache is not None:  # text generation has no backward pass
             return super().forward(hidden, encoded, mask, cache)
         projected, again = _projected(self.query, hidden, recipe, self.qkv_again)
