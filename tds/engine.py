@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from deepspeed import checkpointing
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from . import evaluation, schedule
 from ._deepspeed import TRAIN_BATCH_TIMER, autocast, quietly
@@ -26,7 +25,7 @@ from .groups import of_hosts
 from .hooks import PipelineHooks
 from .losses import Losses
 from .measure import check_factor
-from .memory import alias, non_leaf_view, pop_grad
+from .memory import non_leaf_view, pop_grad
 from .messages import say
 from .mistakes import require_gradient, require_iterator, require_scalar_loss
 from .neighbours import connect_neighbours
@@ -245,13 +244,7 @@ class PipelineEngine(PipelineHooks):
         declared = self._contract.outputs[instruction.chunk]
         check(outputs, declared, f"stage {self.stage_id}, outputs", self.device)
         split = [each.split for each in declared] if declared else [False] * len(outputs)
-        learns = torch.is_grad_enabled()  # False in evaluation, where an output may be a weight with requires_grad
-        of = self._step.of(instruction.at)
-        for output, is_split in zip(outputs, split, strict=True):
-            has_grad = learns and output.requires_grad
-            of.to_send.append(BoundaryTensor(alias(output), has_grad, is_split))
-            if has_grad:
-                of.edges.append(get_gradient_edge(output))
+        self._step.of(instruction.at).keep(outputs, split)
 
     def _add_loss(self, instruction: Instruction, outputs: Any, labels: Any) -> None:
         """Compute the loss, on the last stage."""

@@ -7,8 +7,7 @@ all messages behind it in its group wait too. With CUDA_DEVICE_MAX_CONNECTIONS=1
 computation and messages alike, in the order of submission.
 
 This module models a step as a graph of operations, in which each operation waits for other operations. A message ends
-only after both its send and its receive have started. If the graph has no cycle, the step ends, and the graph gives
-the time at which it ends.
+only after both its send and its receive have started. If the graph has no cycle, the step ends.
 """
 
 from collections import defaultdict, deque
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .posting import COST, RECEIVES, SENDS, Points, receive_points
+from .posting import RECEIVES, SENDS, Points, receive_points
 from .schedule import (
     At,
     Instruction,
@@ -29,7 +28,6 @@ from .schedule import (
     ScheduleError,
     SendActivation,
     SendGrad,
-    chunks_of,
 )
 
 POSTED_AHEAD = 2  # number of receives posted in advance by a channel on CPUs
@@ -81,7 +79,6 @@ class Rules:
         each chunk has a header.
     queue: function (boundary, number of stages, whether the message goes to the next stage) -> key of the message's
         queue; None if the message does not wait for other messages.
-    message: duration of a message, in units of a stage's forward pass.
     device_waits: the host synchronizes the device wherever it allocates memory or computes, as when memory is short
         or a kernel is loaded.
     """
@@ -90,47 +87,37 @@ class Rules:
     one_hardware_queue: bool = False
     dynamic: bool = False
     queue: Callable[[int, int, bool], Hashable | None] = queue_of
-    message: float = 0.02
     device_waits: bool = False
 
 
 class Graph:
-    """A dependency graph of events; each happens `cost` after the last of the events that it waits for."""
+    """A dependency graph of events; each happens after all events that it waits for."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.costs: list[float] = []
         self.after: list[list[int]] = []
 
-    def add_event(self, name: str, cost: float, *after: int | None) -> int:
+    def add_event(self, name: str, *after: int | None) -> int:
         """Add an event and return its number. after: numbers of the events that it waits for; None is ignored."""
         self.names.append(name)
-        self.costs.append(cost)
         self.after.append([each for each in after if each is not None])
         return len(self.names) - 1
 
-    def finish(self) -> float:
-        """Return the time of the last event. Raises ScheduleError if the graph has a cycle."""
+    def refuse_cycle(self) -> None:
+        """Raise ScheduleError, which names the cycle, if some events wait for each other."""
         followers: list[list[int]] = [[] for _ in self.after]
         for event, before in enumerate(self.after):
             for each in before:
                 followers[each].append(event)
         left = [len(before) for before in self.after]  # for each event, how many events it still waits for
         ready = deque(event for event, count in enumerate(left) if not count)
-        time = [0.0] * len(left)
-        done = 0
         while ready:
-            event = ready.popleft()
-            done += 1
-            time[event] += self.costs[event]
-            for each in followers[event]:
-                time[each] = max(time[each], time[event])
+            for each in followers[ready.popleft()]:
                 left[each] -= 1
                 if not left[each]:
                     ready.append(each)
-        if done < len(left):
+        if any(left):
             raise ScheduleError(self._cycle(left))
-        return max(time, default=0.0)
 
     def _cycle(self, left: Sequence[int]) -> str:
         """Describe a cycle of the graph. left: for each event, how many events it still waits for."""
@@ -149,12 +136,11 @@ class Graph:
 class StageGraph:
     """Builder of the graph of one stage: its operations, in the order in which the engine submits them."""
 
-    def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, chunks: int, points: Points) -> None:
+    def __init__(self, graph: Graph, rules: Rules, stage: int, stages: int, points: Points) -> None:
         self.graph = graph
         self.rules = rules
         self.stage = stage
         self.stages = stages
-        self.chunks = chunks
         self._points = points
         self._passes = 0
         # Keys: (link, True if this stage is the sender). `ends`: start event and end event of a message. `headers`:
@@ -207,7 +193,7 @@ class StageGraph:
     def _compute(self, each: Instruction) -> None:
         name = f"{type(each).__name__}({each.micro}) of stage {self.stage}"
         self._synchronize(name)
-        self._computed = self._submit(name, COST[type(each)] / self.chunks, self._computed)[1]
+        self._computed = self._submit(name, self._computed)[1]
         self._passes += 1
 
     def _send(self, each: Instruction) -> None:
@@ -224,26 +210,23 @@ class StageGraph:
     def _synchronize(self, name: str) -> None:
         """Let the host wait for all operations submitted so far, if the rules say so. name: what comes next."""
         if self.rules.device_waits:
-            self._host = self.graph.add_event(
-                f"the device of stage {self.stage} before {name}", 0.0, self._host, *self._since_sync
-            )
+            name = f"the device of stage {self.stage} before {name}"
+            self._host = self.graph.add_event(name, self._host, *self._since_sync)
             self._since_sync = []
 
-    def _submit(self, name: str, cost: float, *after: int | None) -> tuple[int, int]:
+    def _submit(self, name: str, *after: int | None) -> tuple[int, int]:
         """Submit an operation that waits for the last submitted computation; return its start and end events."""
         first = self._last_start if self.rules.one_hardware_queue else None
-        start = self.graph.add_event(name, 0.0, *after, self._computed, self._host, first)
+        start = self.graph.add_event(name, *after, self._computed, self._host, first)
         self._last_start = start
-        end = self.graph.add_event(name, cost, start)
+        end = self.graph.add_event(name, start)
         self._since_sync.append(end)
         return start, end
 
     def _header(self, kind: type[Instruction], at: At) -> int:
         """Send or receive a header, which goes from host to host, so that only the receiving host waits."""
-        sends = kind is SendActivation
-        name = f"{kind.__name__}({at.micro}, header) of stage {self.stage}"
-        event = self.graph.add_event(name, 0.0 if sends else self.rules.message, self._host)
-        self.headers[self._link(kind, at), sends] = event
+        event = self.graph.add_event(f"{kind.__name__}({at.micro}, header) of stage {self.stage}", self._host)
+        self.headers[self._link(kind, at), kind is SendActivation] = event
         return event
 
     def _link(self, kind: type[Instruction], at: At) -> tuple[int, bool, At]:
@@ -257,7 +240,7 @@ class StageGraph:
         link = self._link(kind, at)
         queue = self.rules.queue(link[0], self.stages, link[1])
         name = f"{kind.__name__}({at.micro}) of stage {self.stage}"
-        start, end = self._submit(name, self.rules.message, None if queue is None else self._last.get(queue))
+        start, end = self._submit(name, None if queue is None else self._last.get(queue))
         self._last[queue] = end
         self.ends[link, kind in SENDS] = start, end
         return end
@@ -270,7 +253,7 @@ class StageGraph:
         if not self._posted[kind]:
             raise ScheduleError(f"stage {self.stage}: {kind.__name__} comes before the SendActivation that it answers")
         arrived = self._posted[kind].popleft()
-        self._computed = self._submit(f"what stage {self.stage} computes after {kind.__name__}", 0.0, arrived)[0]
+        self._computed = self._submit(f"what stage {self.stage} computes after {kind.__name__}", arrived)[0]
 
     def _post(self, kind: type[Instruction], messages: int = 0) -> None:
         """Post receives of known layout: all that are due, then others until `messages` receives are pending."""
@@ -287,11 +270,8 @@ class StageGraph:
         return at in points and points[at] <= self._passes
 
 
-def finish(plan: Plan, rules: Rules | None = None) -> float:
-    """Return the time when the last stage is done under these rules, in units of a stage's forward pass.
-
-    Raises ScheduleError for a deadlock and names its cycle.
-    """
+def refuse_deadlocks(plan: Plan, rules: Rules | None = None) -> None:
+    """Raise ScheduleError, which names the operations that wait for each other, if a plan deadlocks under `rules`."""
     rules = rules or Rules()
     graph = Graph()
     points: Sequence[Points] = [{}] * len(plan)
@@ -300,7 +280,7 @@ def finish(plan: Plan, rules: Rules | None = None) -> float:
     ends = dict[tuple[Any, bool], tuple[int, int]]()
     headers = dict[tuple[Any, bool], int]()
     for number, instructions in enumerate(plan):
-        stage = StageGraph(graph, rules, number, len(plan), chunks_of(plan), points[number])
+        stage = StageGraph(graph, rules, number, len(plan), points[number])
         stage.run(instructions)
         ends |= stage.ends
         headers |= stage.headers
@@ -313,4 +293,4 @@ def finish(plan: Plan, rules: Rules | None = None) -> float:
     for link, sends in headers:
         if sends:
             graph.after[headers[link, False]].append(headers[link, True])
-    return graph.finish()
+    graph.refuse_cycle()

@@ -3,13 +3,16 @@
 A `Microbatch` keeps tensors from the instruction that produces them until the instruction that uses them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .batches import Batches
 from .channel import BoundaryTensor
+from .memory import alias
 from .schedule import At
 from .split_backward import DeferredWeightGrads
 
@@ -44,6 +47,17 @@ class Microbatch:
     def inputs_that_learn(self) -> list[BoundaryTensor]:
         """The inputs that need a gradient."""
         return [each for each in self.received if each.grad]
+
+    def keep(self, outputs: Sequence[Tensor], split: Sequence[bool]) -> None:
+        """Keep the outputs until they are sent, and their graph edges until the backward pass. split: for each output.
+
+        In evaluation, an output may be a weight with requires_grad, but it has no gradient.
+        """
+        for output, is_split in zip(outputs, split, strict=True):
+            has_grad = torch.is_grad_enabled() and output.requires_grad
+            self.to_send.append(BoundaryTensor(alias(output), has_grad, is_split))
+            if has_grad:
+                self.edges.append(get_gradient_edge(output))
 
     def take_received(self) -> list[BoundaryTensor]:
         """Return the inputs and drop this object's references to them."""

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .queues import Rules, finish
+from .queues import Rules, refuse_deadlocks
 from .schedule import (
     Backward,
     BackwardInput,
@@ -49,7 +49,7 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     """Raise ScheduleError unless each chunk runs every micro-batch's passes once, messages match and no stage hangs.
 
     Each chunk must take the micro-batches in rising order. `times` finds deadlocks that do not depend on the transport.
-    `queues.finish` finds deadlocks that message queues cause, under `rules`.
+    `queues.refuse_deadlocks` finds deadlocks that message queues cause, under `rules`.
     """
     chunks = chunks_of(plan)
     backward = _backward_kinds(plan)
@@ -68,7 +68,7 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
             _check_counts(instructions, due, micros, stage, chunk)
     times(plan)
     if len(plan) > 1:  # a single stage sends no messages
-        finish(plan, rules)
+        refuse_deadlocks(plan, rules)
 
 
 def _backward_kinds(plan: Plan) -> tuple[type[Instruction], ...]:

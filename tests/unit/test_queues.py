@@ -1,6 +1,7 @@
 """Deadlocks of pipeline schedules under NCCL's message order are detected, and no built-in schedule has one."""
 
 from collections.abc import Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -8,9 +9,8 @@ import pytest
 
 from tds import schedule
 from tds.posting import receive_points
-from tds.queues import Rules, boundary_parity, finish
+from tds.queues import Rules, boundary_parity, refuse_deadlocks
 from tds.schedule import At, Plan, Schedule, ScheduleError
-from tds.timetable import times
 from tests.sentences import SENTENCES
 from tests.support import covering
 
@@ -25,6 +25,7 @@ SCHEDULES: dict[str, Schedule] = {
     "evaluation": schedule.forward_only,
     "evaluation of chunks": partial(schedule.forward_only, chunks=2),
 }
+SYNCHRONIZING = Rules(ahead=None, one_hardware_queue=True, device_waits=True)
 
 
 def plan_of(name: str, stages: int, micros: int) -> Plan:
@@ -38,7 +39,7 @@ def test_every_schedule_ends_whatever_stands_in_queues(stages: int) -> None:
         for micros in {1, stages + 1} if stages > 20 else {1, stages - 1, stages, stages + 1, 2 * stages + 1}:
             plan = plan_of(name, stages, micros)
             for dynamic in (False, True):
-                finish(plan, Rules(dynamic=dynamic))
+                refuse_deadlocks(plan, Rules(dynamic=dynamic))
 
 
 @pytest.mark.slow
@@ -53,20 +54,20 @@ def test_every_schedule_ends_wherever_stages_synchronize_their_devices(stages: i
             plan = plan_of(name, stages, micros)
             for dynamic in (False, True):
                 if not dynamic or ("interleaved" not in name and "chunks" not in name):
-                    finish(plan, Rules(ahead=None, one_hardware_queue=True, device_waits=True, dynamic=dynamic))
+                    refuse_deadlocks(plan, replace(SYNCHRONIZING, dynamic=dynamic))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_one_hardware_queue_is_enough(name: str) -> None:
     for stages in (2, 3, 4, 8):
         for micros in (1, stages, 2 * stages - 1, 4 * stages):
-            finish(plan_of(name, stages, micros), Rules(ahead=None, one_hardware_queue=True, device_waits=True))
+            refuse_deadlocks(plan_of(name, stages, micros), SYNCHRONIZING)
 
 
 def test_chunks_with_a_header_for_each_message_are_refused() -> None:
     """Interleaving deadlocks if shapes depend on the data and both stages synchronize; the error names a stage."""
     with pytest.raises(ScheduleError, match=SENTENCES["stages_that_synchronize"]):
-        finish(plan_of("interleaved", 2, 4), Rules(ahead=None, device_waits=True, dynamic=True))
+        refuse_deadlocks(plan_of("interleaved", 2, 4), Rules(ahead=None, device_waits=True, dynamic=True))
 
 
 def test_a_receive_is_posted_when_its_message_can_have_been_sent() -> None:
@@ -120,22 +121,9 @@ HANGS: list[tuple[str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "stages", "rules"), HANGS, ids=range(len(HANGS)))
 def test_what_hangs_is_found(name: str, stages: int, rules: dict[str, Any]) -> None:
     with pytest.raises(ScheduleError, match=SENTENCES["messages_would_deadlock_which_waits_for"]):
-        finish(plan_of(name, stages, 8), Rules(**rules))
+        refuse_deadlocks(plan_of(name, stages, 8), Rules(**rules))
 
 
 def test_what_hangs_with_two_groups_does_not_with_two_stages() -> None:
-    finish(plan_of("1f1b", 2, 8), Rules(queue=one_group))
-    finish(plan_of("gpipe", 4, 8), Rules(queue=one_group))
-
-
-# ----------------------------------------------------------- the cost of queues
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if "evaluation" not in name])
-def test_groups_by_boundary_parity_cost_no_time(name: str) -> None:
-    """Two process groups per direction, one for even and one for odd boundaries, are as fast as one per boundary."""
-    for stages, micros in ((2, 8), (3, 8), (4, 12), (8, 32)):
-        plan = plan_of(name, stages, micros)
-        apart = finish(plan, Rules(queue=lambda border, stages, right: (border, right)))
-        assert finish(plan) == pytest.approx(apart, rel=1e-3)
-        assert finish(plan, Rules(message=0.0)) == pytest.approx(max(span.end for span in times(plan)))
+    refuse_deadlocks(plan_of("1f1b", 2, 8), Rules(queue=one_group))
+    refuse_deadlocks(plan_of("gpipe", 4, 8), Rules(queue=one_group))
