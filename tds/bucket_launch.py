@@ -39,7 +39,7 @@ def pack(
     bucket_bytes: int | None = None,
     chunk_of: Mapping[nn.Parameter, int] | None = None,
     apart: Iterable[nn.Parameter] = (),
-    is_enough: Callable[[list[nn.Parameter]], bool] = lambda _: True,
+    is_enough: Callable[[list[nn.Parameter]], bool] | None = None,
 ) -> list[list[nn.Parameter]]:
     """Group parameters into buckets, last layer first, which is roughly the order in which their gradients arrive.
 
@@ -54,8 +54,10 @@ def pack(
     last = None
     apart = set(apart)
     for parameter in reversed(list(parameters)):
-        kind = ((chunk_of or {}).get(parameter, 0), parameter.dtype, parameter.device)
-        if kind != last or (left <= 0 and is_enough(packed[-1])) or parameter in apart:
+        chunk = chunk_of.get(parameter, 0) if chunk_of else 0
+        kind = (chunk, parameter.dtype, parameter.device)
+        is_full = left <= 0 and (is_enough is None or is_enough(packed[-1]))
+        if kind != last or is_full or parameter in apart:
             packed.append([])
             left = room
             last = kind
@@ -86,8 +88,15 @@ class BucketLauncher:
     """
 
     def __init__(self, buckets: Sequence[ReducibleBucket], chunk_of: Mapping[nn.Parameter, int] | None = None) -> None:
-        self._buckets, self._chunk_of = buckets, dict(chunk_of or {})
-        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        self._buckets = buckets
+        self._chunk_of = dict(chunk_of or {})
+        self._bucket_of: dict[nn.Parameter, ReducibleBucket] = {}
+        self._hooks: list[Any] = []
+        for bucket in buckets:
+            for parameter in bucket.parameters:
+                self._bucket_of[parameter] = bucket
+                hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
         # Number of gradients that each weight received in the previous step's last backward pass.
         self._expected: Counter[nn.Parameter] = Counter()
         # Number of gradients that each weight has received so far in this step's last backward pass.
@@ -97,10 +106,6 @@ class BucketLauncher:
         self._hooked: set[nn.Parameter] = set()
         self._armed: set[int] = set()  # chunks whose last backward pass of this step has begun or ended
         self._next = 0  # next bucket to reduce
-        self._hooks: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
-            for parameter in self._bucket_of
-        ]
 
     def close(self) -> None:
         """Remove all hooks."""

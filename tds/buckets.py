@@ -31,7 +31,8 @@ class Bucket:
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any, work: Work | None = None) -> None:
         self.group = group
-        self.replicas, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.replicas = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
         self.parameters, offsets, share = place(parameters, self.replicas, work)  # in the order of memory
         first = self.parameters[0]
         self.begin = self.rank * share
@@ -41,25 +42,33 @@ class Bucket:
         self.grads = torch.zeros(share * self.replicas, dtype=exact, device=first.device)
         self._grad_of: dict[nn.Parameter, Tensor] = {}
         self._view_of: dict[nn.Parameter, Tensor] = {}  # views of `weights`
-        self._offset_of: dict[nn.Parameter, int] = {}
-        for parameter, at in zip(self.parameters, offsets, strict=True):
+        self._offset_of = dict(zip(self.parameters, offsets, strict=True))
+        for parameter, at in self._offset_of.items():
             end = at + parameter.numel()
             view = self.weights[at:end].view_as(parameter)
             view.copy_(parameter.detach())
             parameter.data = view
             self._view_of[parameter] = view
-            self._grad_of[parameter], self._offset_of[parameter] = self.grads[at:end].view_as(parameter), at
+            self._grad_of[parameter] = self.grads[at:end].view_as(parameter)
         mine = self.weights[self.begin : self.end]
         self.copies = exact is not first.dtype
         # The optimizer steps this replica's share, in fp32 or wider.
         self.share = nn.Parameter(mine.to(exact) if self.copies else mine)
         self.share_grad = self.grads[self.begin : self.end]
         if work is not None:
-            own = [(p, begin) for p in self.parameters for begin, end in [self.slice_of(p)] if begin < end]
-            self.share.pieces = own  # type: ignore[attr-defined]
+            self.share.pieces = self._pieces()  # type: ignore[attr-defined]
         self._arrived: set[nn.Parameter] = set()  # parameters that have received a gradient in this step
         self.launched = False  # whether the reduction of this step's gradients has started
         self.work: dist.Work | None = None
+
+    def _pieces(self) -> list[tuple[nn.Parameter, int]]:
+        """Return the weights in this replica's share, each with the begin of its elements in the share."""
+        found = []
+        for parameter in self.parameters:
+            begin, end = self.slice_of(parameter)
+            if begin < end:
+                found.append((parameter, begin))
+        return found
 
     def slice_of(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return the range (begin, end) of `parameter` in this replica's share; empty if other replicas own it."""
@@ -177,8 +186,12 @@ class Bucket:
 
     def shares_of_grads(self) -> list[Tensor]:
         """Return this replica's slice `[n]` of each parameter's summed gradient, without empty slices."""
-        slices = [self.slice_of(parameter) for parameter in self.parameters]
-        return [self.share_grad[begin:end] for begin, end in slices if begin < end]
+        found = []
+        for parameter in self.parameters:
+            begin, end = self.slice_of(parameter)
+            if begin < end:
+                found.append(self.share_grad[begin:end])
+        return found
 
     def drop_grads(self) -> None:
         """Drop all gradients at the start of a step."""
@@ -191,20 +204,20 @@ class Bucket:
 
         counts: for each parameter, whether this rank includes its gradient in the global norm.
         """
-        joined: list[list[Any]] = []
+        ranges: list[list[Any]] = []  # [begin, end, whether it counts] of neighbouring weights that count alike
         for parameter in self.parameters:
             begin, end = self.slice_of(parameter)
             if begin == end:
                 continue
-            if joined and joined[-1][1] == begin and joined[-1][2] is counts[parameter]:
-                joined[-1][1] = end
+            if ranges and ranges[-1][1] == begin and ranges[-1][2] is counts[parameter]:
+                ranges[-1][1] = end
             else:
-                joined.append([begin, end, counts[parameter]])
-        return [
-            (self.share_grad[at : min(at + NORM_SLICE, end)], counted)
-            for begin, end, counted in joined
-            for at in range(begin, end, NORM_SLICE)
-        ]
+                ranges.append([begin, end, counts[parameter]])
+        found = []
+        for begin, end, is_counted in ranges:
+            for at in range(begin, end, NORM_SLICE):
+                found.append((self.share_grad[at : min(at + NORM_SLICE, end)], is_counted))
+        return found
 
 
 def adopt(exact: Tensor, seen: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from ._torch import has_hooks
 from .bucket_launch import BucketLauncher, pack, sort_buckets
 from .buckets import Bucket
 from .clip import clip_in_step, counts_here, squared_norm_of, steps_separately
-from .gathers import DeferredGathers, plain_layers
+from .gathers import DeferredGathers, layers_that_wait
 from .holders import by_holders
 from .messages import ways
 from .replaced import ADVICE, ReplacedWeightError
@@ -79,7 +79,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.bf16_groups: list[list[nn.Parameter]] = []  # DeepSpeed saves the shapes of these weights
         self.fp16_groups = self.bf16_groups
         self._launcher: BucketLauncher | None = None
-        self._overlap_gather, self._gathers = overlap_gather, DeferredGathers((), ())
+        self._overlap_gather = overlap_gather
+        self._gathers = DeferredGathers((), ())
         self._summed = self._linked = False
         self._counted: list[tuple[Tensor, bool]] | None = None
         self.norm: Tensor | None = None
@@ -104,37 +105,45 @@ class DistributedOptimizer(torch.optim.Optimizer):
         and reduce it in the same way.
         """
         self._refuse_unsteppable(module)
-        known = {p for p in module.parameters() if p.requires_grad}
+        self.dp_process_group = group
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        self.dp_process_group, chunk_of, apart = group, chunk_of or {}, set(apart)
+        self._name_of = {p: name for name, p in module.named_parameters()}
+        chunk_of = chunk_of or {}
+        self._make_buckets(module, chunk_of, set(apart))
+        self._launcher = BucketLauncher(self.buckets, chunk_of)
+        self._gathers = DeferredGathers(self.buckets, layers_that_wait(module) if self._overlap_gather else ())
+        for bucket in self.buckets:
+            bucket.count_views()
+            if bucket.accumulates_matmuls:
+                self._take_matmuls(bucket)
+
+    def _make_buckets(
+        self, module: nn.Module, chunk_of: Mapping[nn.Parameter, int], apart: Iterable[nn.Parameter]
+    ) -> None:
+        """Put the trainable weights of `module` into buckets, and let the wrapped optimizer step their shares."""
+        known = {p for p in module.parameters() if p.requires_grad}
         for settings in self.param_groups:
             mine = [p for p in settings["params"] if p in known]
             work = self._work_of_whole(mine)
-            for holders, own in by_holders(mine, group):
-                even = partial(is_even, replicas=dist.get_world_size(holders), work=work) if work else lambda _: True
-                for parameters in pack(own, holders, self.bucket_bytes, chunk_of, apart, even):
-                    self.buckets.append(Bucket(parameters, holders, work))
-                    link_shares(self.buckets[-1], len(self.buckets))
+            for holders, own in by_holders(mine, self.dp_process_group):
+                is_enough = partial(is_even, replicas=dist.get_world_size(holders), work=work) if work else None
+                for parameters in pack(own, holders, self.bucket_bytes, chunk_of, apart, is_enough):
+                    bucket = Bucket(parameters, holders, work)
+                    self.buckets.append(bucket)
+                    link_shares(bucket, len(self.buckets))
             self.bf16_groups.append(mine)
         sort_buckets(self.buckets, module.parameters(), chunk_of)
-        for settings in self.param_groups:
-            group_of = set(settings["params"])
-            settings["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in group_of]
-        self._bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self._name_of = {p: name for name, p in module.named_parameters()}
-        self._launcher = BucketLauncher(self.buckets, chunk_of)
-        layers = plain_layers(module) if self._overlap_gather else []
-        if self._overlap_gather and not layers:
-            raise ValueError(
-                f"tds.DistributedOptimizer(overlap_gather=True) needs a PipelineModule or a SequentialModule, not "
-                f"{type(module).__name__}: leave overlap_gather out"
-            )
-        self._gathers = DeferredGathers(self.buckets, layers)
         for bucket in self.buckets:
-            bucket.count_views()
-            for p in bucket.parameters if bucket.accumulates_matmuls else ():
-                if hasattr(p, "spec"):  # megatron.mpu sets `spec` on the weights of its layers
-                    p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
+            self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
+        for settings in self.param_groups:
+            given = set(settings["params"])
+            settings["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in given]
+
+    def _take_matmuls(self, bucket: Bucket) -> None:
+        """Let megatron.mpu's layers, whose weights have a `spec`, accumulate weight gradients into the bucket."""
+        for p in bucket.parameters:
+            if hasattr(p, "spec"):
+                p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
 
     def _work_of_whole(self, weights: Sequence[nn.Parameter]) -> Work | None:
         """Return the function `whole_work` of the optimizer, if it steps these weights as wholes, else None."""
@@ -158,31 +167,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _refuse_unsteppable(self, module: nn.Module) -> None:
         """Raise ValueError for weights that would silently not be trained."""
-        within = set(module.parameters())
-        given = [p for settings in self.param_groups for p in settings["params"]]
+        given = set[nn.Parameter]()
+        for settings in self.param_groups:
+            given.update(settings["params"])
+        outside = given.difference(module.parameters())
+        problem = None
         if self.state:
             problem = "already has states of unsharded weights: wrap it before its first step"
         elif any(hasattr(p, "_hp_mapping") for p in given):
             problem = "is given weights that are already sharded over replicas: build the model again"
-        elif within.intersection(given) and not within.issuperset(p for p in given if p.requires_grad):
+        elif len(outside) < len(given) and any(p.requires_grad for p in outside):
             problem = "has weights that are not in the model: register them in it"
-        else:
-            return  # even if no weight is in the model: a stage without weights needs a placeholder in its optimizer
-        raise ValueError(f"the optimizer in tds.DistributedOptimizer {problem}")
+        # It is allowed that no weight is in the model: a stage without weights needs a placeholder in its optimizer.
+        if problem:
+            raise ValueError(f"the optimizer in tds.DistributedOptimizer {problem}")
 
     def _refuse_changes(self) -> None:
         """Raise RuntimeError if weights were frozen or unfrozen since `attach`, which fixed the sharding."""
-        for verb, weights, learn in (
-            ("frozen", self._bucket_of, False),
-            ("unfrozen", self._frozen, True),
-        ):
-            changed = [p for p in weights if p.requires_grad is learn]
-            if changed:
-                raise RuntimeError(
-                    f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after "
-                    f"tds.initialize(), in which a DistributedOptimizer shards the trainable weights: call "
-                    f"tds.initialize() again, or train without this optimizer ({ways['no ZeRO']})"
-                )
+        verb = "frozen"
+        changed = [p for p in self._bucket_of if not p.requires_grad]
+        if not changed:
+            verb = "unfrozen"
+            changed = [p for p in self._frozen if p.requires_grad]
+        if changed:
+            raise RuntimeError(
+                f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after "
+                f"tds.initialize(), in which a DistributedOptimizer shards the trainable weights: call "
+                f"tds.initialize() again, or train without this optimizer ({ways['no ZeRO']})"
+            )
 
     def _adopt_replaced(self) -> None:
         """Copy weights whose storage a user replaced since the last step into the buckets.
@@ -193,10 +205,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             replaced = bucket.replaced()
             for p in replaced:
-                kinds = [(t.dtype, t.device, t.shape) for t in (p, bucket.view_of(p))]
-                shares = p.untyped_storage().data_ptr() in ours
-                if kinds[0] != kinds[1] or shares:
-                    became = "shares memory with another weight" if shares else "has another dtype, device or shape"
+                view = bucket.view_of(p)
+                became = None
+                if p.untyped_storage().data_ptr() in ours:
+                    became = "shares memory with another weight"
+                elif (p.dtype, p.device, p.shape) != (view.dtype, view.device, view.shape):
+                    became = "has another dtype, device or shape"
+                if became:
                     raise ReplacedWeightError(
                         f"the weight {self._name_of[p]} {became} since tds.initialize(): {ADVICE}"
                     )
@@ -233,8 +248,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         that only another rank counts in the norm. model_rank: tensor-parallel rank.
         """
         if self._counted is None:
+            self._counted = []
             counts = {p: counts_here(p, model_rank) for p in self._bucket_of}
-            self._counted = [piece for bucket in self.buckets for piece in bucket.norm_slices(counts)]
+            for bucket in self.buckets:
+                self._counted += bucket.norm_slices(counts)
         return squared_norm_of(self._counted, device)
 
     # ------------------------------------------------------------------ step
@@ -259,29 +276,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.wait()
         self._refuse_changes()
         self._adopt_replaced()
-        for p in self._bucket_of:
-            if p.grad is not None:
-                raise RuntimeError(
-                    f"the gradient of the weight {self._name_of[p]} was set after finish(), which reduces gradients: "
-                    f"set it before finish()"
-                )
-        if closure is not None or self.norm is None or not self._summed:
-            raise RuntimeError(
-                "step() of a DistributedOptimizer was called too early or with a closure: after the last backward "
-                "pass, call finish(), clip() and then step() without a closure"
-            )
+        norm = self._norm_of_step(closure is not None)
         for bucket in self.buckets:
             bucket.share.grad = bucket.share_grad
-        clip_in_step(self.optimizer, [bucket.share_grad for bucket in self.buckets], self.norm, self._limit)
-        self._global_grad_norm = self.norm
+        clip_in_step(self.optimizer, [bucket.share_grad for bucket in self.buckets], norm, self._limit)
+        self._global_grad_norm = norm
         self.norm = None
         grads = {bucket: bucket.share.grad for bucket in self.buckets}
         for bucket in self.buckets:
             bucket.share.grad = None
-        first_first = self.buckets[::-1]  # in the order in which the next forward pass uses the weights
-        apart = steps_separately(self.optimizer)
-        each = -(-len(first_first) // MOST_STEPS) if apart else len(first_first)
-        for group in (first_first[at : at + each] for at in range(0, len(first_first), max(each, 1))):
+        # For example, 20 buckets are stepped in groups of 3, in the order in which the next forward pass uses them.
+        first_first = self.buckets[::-1]
+        size = len(first_first)
+        if steps_separately(self.optimizer):
+            size = -(-len(first_first) // MOST_STEPS)
+        for at in range(0, len(first_first), max(size, 1)):
+            group = first_first[at : at + size]
             for bucket in group:
                 bucket.share.grad = grads[bucket]
             self.optimizer.step()
@@ -293,6 +303,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._lazy_init_hp_params_optimizer_state()
         if self.read_norm is not None:
             self.overflow = not math.isfinite(self.read_norm())
+
+    def _norm_of_step(self, has_closure: bool) -> Tensor:
+        """Return the norm that `clip` stored. Raises RuntimeError unless `finish` and `clip` ended the gradients."""
+        for p in self._bucket_of:
+            if p.grad is not None:
+                raise RuntimeError(
+                    f"the gradient of the weight {self._name_of[p]} was set after finish(), which reduces gradients: "
+                    f"set it before finish()"
+                )
+        if has_closure or self.norm is None or not self._summed:
+            raise RuntimeError(
+                "step() of a DistributedOptimizer was called too early or with a closure: after the last backward "
+                "pass, call finish(), clip() and then step() without a closure"
+            )
+        return self.norm
 
     def wait(self) -> None:
         """Wait until this replica has all weights of the last step; needed only with `overlap_gather`."""
@@ -367,7 +392,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         The items of other replicas may be None.
         """
-        rank = dist.get_rank(self.dp_process_group)
-        mine = states[rank] if len(states) == dist.get_world_size(self.dp_process_group) else None
-        shapes = [tuple(share.shape) for share in (mine or {}).get("shares", ())]
-        return mine if shapes == [tuple(bucket.share.shape) for bucket in self.buckets] else None
+        if len(states) != dist.get_world_size(self.dp_process_group):
+            return None
+        mine = states[dist.get_rank(self.dp_process_group)]
+        saved = [share.shape for share in mine.get("shares", ())] if mine else None
+        here = [bucket.share.shape for bucket in self.buckets]
+        return mine if saved == here else None

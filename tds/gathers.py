@@ -11,14 +11,21 @@ from ._torch import outside_graphs
 from .buckets import Bucket
 
 
-def plain_layers(model: Any) -> list[nn.Module]:
+def layers_that_wait(model: Any) -> list[nn.Module]:
     """Return the layers that `model` calls as modules, in the order of its forward pass.
 
     model: a PipelineModule, a SequentialModule, or another module with `layer_functions`, a list of callables. A layer
     that a function calls, such as a tied layer with a `forward_fn`, is left out.
+    Raises ValueError if there are no such layers, because no layer would then wait for its gathered weights.
     """
     functions: Any = getattr(model, "layer_functions", None) or getattr(model, "forward_funcs", ())
-    return [each for each in functions if isinstance(each, nn.Module)]
+    layers = [each for each in functions if isinstance(each, nn.Module)]
+    if not layers:
+        raise ValueError(
+            f"tds.DistributedOptimizer(overlap_gather=True) needs a PipelineModule or a SequentialModule, not "
+            f"{type(model).__name__}: leave overlap_gather out"
+        )
+    return layers
 
 
 class DeferredGathers:

@@ -33,22 +33,23 @@ class _GradBucket:
 
     def reduce(self) -> None:
         """Start the all-reduce; gradients become views of its buffer, so nothing is copied back."""
-        there = [p.grad is not None for p in self.parameters]
+        has_grad = [p.grad is not None for p in self.parameters]
         grads = [_dense_gradient(p) for p in self.parameters]
         if self._present is None:
             self._present = grads[0].new_ones(len(grads))
         present = self._present
-        if not all(there):
-            present = present * present.new_tensor(there)
-        pieces = [grad.reshape(-1) for grad in grads]
-        flat = torch.cat([*pieces, present])
+        if not all(has_grad):
+            present = present * present.new_tensor(has_grad)
+        flat = torch.cat([*(grad.reshape(-1) for grad in grads), present])
         self._work = dist.all_reduce(flat, group=self.group, async_op=True)
-        sizes = [piece.numel() for piece in pieces]
-        *parts, counts = torch.split(flat, [*sizes, len(grads)])
+        counts = flat[-len(grads) :]
         self._missing = []
-        for at, (p, part) in enumerate(zip(self.parameters, parts, strict=True)):
-            p.grad = part.view_as(p)
-            if not there[at]:
+        begin = 0
+        for at, p in enumerate(self.parameters):
+            end = begin + p.numel()
+            p.grad = flat[begin:end].view_as(p)
+            begin = end
+            if not has_grad[at]:
                 self._missing.append((p, counts[at]))
 
     def wait(self) -> None:
@@ -57,7 +58,8 @@ class _GradBucket:
         self._work.wait()
         self._work = None
         if self._missing:  # only in this case, the host waits for the device
-            for (p, _), count in zip(self._missing, torch.stack([c for _, c in self._missing]).tolist(), strict=True):
+            counts = torch.stack([count for _, count in self._missing]).tolist()
+            for (p, _), count in zip(self._missing, counts, strict=True):
                 if not count:
                     p.grad = None
         self._missing = []
@@ -99,19 +101,20 @@ class GradReducer:
     def _look(self) -> BucketLauncher:
         """Return the launcher; pack the weights into new buckets if any was frozen, unfrozen, replaced or converted."""
         self._sparse = sparse_weights(self._module)
-        learns = [p for p in self._module.parameters() if p.requires_grad and p not in set(self._sparse)]
+        sparse = set(self._sparse)
+        learns = [p for p in self._module.parameters() if p.requires_grad and p not in sparse]
         seen = [(id(p), p.dtype, p.device, p.shape) for p in learns]
-        if self._launcher is None or seen != self._seen:
-            if self._launcher:
-                self._launcher.close()
-            self._seen = seen
-            buckets = [
-                _GradBucket(bucket, group)
-                for group, own in by_holders(learns, self._group)
-                for bucket in pack(own, group, self._bucket_bytes, self._chunk_of)
-            ]
-            sort_buckets(buckets, learns, self._chunk_of)
-            self._launcher = BucketLauncher(buckets, self._chunk_of)
+        if self._launcher is not None and seen == self._seen:
+            return self._launcher
+        if self._launcher is not None:
+            self._launcher.close()
+        self._seen = seen
+        buckets = []
+        for group, own in by_holders(learns, self._group):
+            for parameters in pack(own, group, self._bucket_bytes, self._chunk_of):
+                buckets.append(_GradBucket(parameters, group))
+        sort_buckets(buckets, learns, self._chunk_of)
+        self._launcher = BucketLauncher(buckets, self._chunk_of)
         return self._launcher
 
     def arm(self, chunk: int = 0) -> None:

@@ -3,7 +3,7 @@
 They are reduced without a dense copy, or made dense if DeepSpeed flattens gradients.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -73,14 +73,18 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
     for weight in weights:
         grad = weight.grad
         rows = ABSENT if grad is None else _rows(grad)
-        counts = _gather(torch.tensor([rows], device=weight.device), group)
-        most = max(int(each) for each in counts)
-        if any(int(each) == DENSE for each in counts):
-            dense = torch.zeros_like(weight) if grad is None else grad.to_dense() if grad.is_sparse else grad
-            dist.all_reduce(dense, group=group)  # type: ignore[arg-type]
-            weight.grad = dense
-        elif most > ABSENT:
-            weight.grad = _sum_of_rows(empty_gradient(weight) if grad is None else grad, most, counts, group)
+        counts = torch.cat(_gather(torch.tensor([rows], device=weight.device), group)).tolist()
+        if DENSE in counts:
+            if grad is None:
+                grad = torch.zeros_like(weight)
+            elif grad.is_sparse:
+                grad = grad.to_dense()
+            dist.all_reduce(grad, group=group)  # type: ignore[arg-type]
+            weight.grad = grad
+        elif max(counts) > ABSENT:
+            if grad is None:
+                grad = empty_gradient(weight)
+            weight.grad = _sum_of_rows(grad, [max(count, 0) for count in counts], group)
 
 
 def _rows(grad: Tensor) -> int:
@@ -88,15 +92,21 @@ def _rows(grad: Tensor) -> int:
     return grad.coalesce().indices().shape[1] if grad.is_sparse and grad.sparse_dim() == 1 else DENSE
 
 
-def _sum_of_rows(grad: Tensor, most: int, counts: list[Tensor], group: object) -> Tensor:
-    """Return the sparse sum over the group. most: the largest number of rows on a rank. counts: rows on each rank."""
+def _sum_of_rows(grad: Tensor, counts: Sequence[int], group: object) -> Tensor:
+    """Return the sparse sum over the group. counts: number of rows on each rank."""
+    # For example, counts = [2, 1]: both ranks send 2 rows; the second row of rank 1 is padding, which is cut off.
     grad = grad.coalesce()
-    missing = most - grad.indices().shape[1]
+    missing = max(counts) - grad.indices().shape[1]
     indices = torch.cat([grad.indices()[0], grad.indices().new_zeros(missing)])
     values = torch.cat([grad.values(), grad.values().new_zeros(missing, *grad.shape[1:])])
-    ranks = [max(int(each), 0) for each in counts]
-    parts = [torch.cat([x[:n] for x, n in zip(_gather(t, group), ranks, strict=True)]) for t in (indices, values)]
-    return torch.sparse_coo_tensor(parts[0][None], parts[1], grad.shape).coalesce()
+    all_indices = _first_rows(_gather(indices, group), counts)
+    all_values = _first_rows(_gather(values, group), counts)
+    return torch.sparse_coo_tensor(all_indices[None], all_values, grad.shape).coalesce()
+
+
+def _first_rows(parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
+    """Return the first rows of each tensor `[rows, ...]`, concatenated."""
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 def _gather(x: Tensor, group: object) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Memory layout of a bucket whose weights are stepped as wholes: each replica owns some weights, with balanced work."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -32,12 +32,16 @@ def place(
     work: work of stepping a weight, if a replica must step whole weights. Each share then begins with a weight and may
     end with padding. None: shares may begin and end anywhere in a weight.
     """
+    # For example, weights of 100, 60 and 40 elements on 2 replicas: with work = elements, replica 0 owns the first
+    # weight, replica 1 the others, and a share has 128 elements, so the offsets are 0, 128 and 188.
     if work is None:
         owned = [list(parameters)]
-        share = aligned(-(-sum(p.numel() for p in parameters) // replicas))
+        share = aligned(-(-_elements(parameters) // replicas))
     else:
-        owned = [[parameters[at] for at in own] for own in balance([work(p) or 0 for p in parameters], replicas)]
-        share = aligned(max(sum(p.numel() for p in own) for own in owned))
+        owned = []
+        for indices in balance([work(p) or 0 for p in parameters], replicas):
+            owned.append([parameters[at] for at in indices])
+        share = aligned(max(_elements(own) for own in owned))
     ordered = list[nn.Parameter]()
     offsets = list[int]()
     for number, own in enumerate(owned):
@@ -49,6 +53,10 @@ def place(
     return ordered, offsets, share
 
 
+def _elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.numel() for p in parameters)
+
+
 def aligned(count: int) -> int:
     """Return `count` rounded up to a multiple of ALIGNMENT."""
     return -(-count // ALIGNMENT) * ALIGNMENT
@@ -57,4 +65,4 @@ def aligned(count: int) -> int:
 def is_even(parameters: Sequence[nn.Parameter], replicas: int, work: Work) -> bool:
     """Return whether a bucket of these weights, each stepped as a whole, has little padding."""
     _, _, share = place(parameters, replicas, work)
-    return share * replicas <= (1 + MOST_PADDING) * sum(p.numel() for p in parameters)
+    return share * replicas <= (1 + MOST_PADDING) * _elements(parameters)
