@@ -61,23 +61,33 @@ def model_of(width: int, base: Config, grow: str, mup: bool) -> Config:
     if width % m.hidden_size:
         raise ValueError(f"the width {width} is not a multiple of the smallest width {m.hidden_size}; change --widths")
     factor = width // m.hidden_size
-    values: dict[str, Any] = {"hidden_size": width, "ff_hidden_size": m.ff_size * factor}
-    values |= {"expert_ff_hidden_size": m.expert_ff_hidden_size and m.expert_ff_hidden_size * factor}
+    values: dict[str, Any] = {
+        "hidden_size": width,
+        "ff_hidden_size": m.ff_size * factor,
+        "kv_hidden_size": m.head_size,
+        "mup_base_hidden_size": None,
+        "mup_base_kv_hidden_size": None,
+    }
+    if m.expert_ff_hidden_size:
+        values["expert_ff_hidden_size"] = m.expert_ff_hidden_size * factor
     if grow == "heads":
-        values |= {"num_attention_heads": m.num_attention_heads * factor, "kv_hidden_size": m.head_size}
-        values |= {"num_key_value_heads": m.num_key_value_heads and m.num_key_value_heads * factor}
+        values["num_attention_heads"] = m.num_attention_heads * factor
+        if m.num_key_value_heads:
+            values["num_key_value_heads"] = m.num_key_value_heads * factor
     else:
-        values |= {"kv_hidden_size": m.head_size * factor}
-    values |= {"mup_base_hidden_size": m.hidden_size if mup else None}
-    values |= {"mup_base_kv_hidden_size": m.head_size if grow == "head-size" else None}
+        values["kv_hidden_size"] = m.head_size * factor
     if not mup:
-        values |= dict.fromkeys(BASE_SIZES)
+        return with_values(base, values | dict.fromkeys(BASE_SIZES))
+    values["mup_base_hidden_size"] = m.hidden_size
+    if grow == "head-size":
+        values["mup_base_kv_hidden_size"] = m.head_size
     return with_values(base, values)
 
 
 def sizes_of(config: Config, steps: int) -> Sizes:
     """Train the model for `steps` steps on one random batch, and return how much its activations have changed."""
-    model: Any = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False).eval()
+    kind_of_model: Any = T5Model if config.is_t5 else GPT2Model
+    model = kind_of_model(config, parallel_output=False).eval()
     keys = group_keys(model, config.optim, factors=layer_lr_factors(model, config.model, config.optim.muon_scale))
     hidden = hidden_matrices(model) if config.optim.muon_scale else ()
     optimizer = build_optimizer(keys, config.optim, hidden=hidden, width=config.model.width_factor)
@@ -89,14 +99,7 @@ def sizes_of(config: Config, steps: int) -> Sizes:
     labels = text[:, 1:]
     inputs = (tokens, tokens) if config.is_t5 else (tokens,)
     seen: defaultdict[str, list[Tensor]] = defaultdict(list)
-    parts = set[nn.Module]()
-    for mixture in model.modules():
-        if isinstance(mixture, Mixture):
-            parts |= {*mixture.modules()} - {mixture}
-    for module in model.modules():
-        for of, kind in KINDS.items():
-            if isinstance(module, of) and module not in parts:
-                module.register_forward_hook(partial(_keep, seen, kind))
+    _record(model, seen)
     first: dict[str, list[Tensor]] = {}
     for step in range(steps + 1):
         seen.clear()
@@ -107,8 +110,25 @@ def sizes_of(config: Config, steps: int) -> Sizes:
             optimizer.zero_grad()
             F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-    changes = {kind: [b - a for a, b in zip(first[kind], seen[kind], strict=True)] for kind in seen}
-    return {kind: float(torch.stack([t.square().mean() for t in each]).mean().sqrt()) for kind, each in changes.items()}
+    found = {}
+    for kind, tensors in seen.items():
+        squares = []
+        for before, after in zip(first[kind], tensors, strict=True):
+            squares.append((after - before).square().mean())
+        found[kind] = float(torch.stack(squares).mean().sqrt())
+    return found
+
+
+def _record(model: nn.Module, seen: Mapping[str, list[Tensor]]) -> None:
+    """Let the model's forward pass append the outputs of its modules to `seen`. A mixture of experts is one module."""
+    parts = set[nn.Module]()
+    for mixture in model.modules():
+        if isinstance(mixture, Mixture):
+            parts |= {*mixture.modules()} - {mixture}
+    for module in model.modules():
+        for of, kind in KINDS.items():
+            if isinstance(module, of) and module not in parts:
+                module.register_forward_hook(partial(_keep, seen, kind))
 
 
 def _keep(seen: Mapping[str, list[Tensor]], kind: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -126,27 +146,37 @@ def check(base: Config, widths: Sequence[int], grow: str, steps: int, seeds: int
         for width in widths:
             config = model_of(width, base, grow, mup)
             each = [sizes_of(with_values(config, {"seed": seed}), steps) for seed in range(1, seeds + 1)]
-            found[mup].append({kind: sum(sizes[kind] for sizes in each) / seeds for kind in each[0]})
+            means = {}
+            for kind in each[0]:
+                means[kind] = sum(sizes[kind] for sizes in each) / seeds
+            found[mup].append(means)
     return found
 
 
 def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
     """Return the exponent of the width with which the sizes grow, by least squares: 0 if they are flat."""
-    x, y = ([math.log(value) for value in values] for values in (widths, sizes))
+    x = list(map(math.log, widths))
+    y = list(map(math.log, sizes))
     mean_x = sum(x) / len(x)
     mean_y = sum(y) / len(y)
-    dot = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return dot / sum((a - mean_x) ** 2 for a in x)
+    products = 0.0
+    squares = 0.0
+    for a, b in zip(x, y, strict=True):
+        products += (a - mean_x) * (b - mean_y)
+        squares += (a - mean_x) ** 2
+    return products / squares
 
 
 def lines(widths: Sequence[int], found: Mapping[bool, Sequence[Sizes]]) -> list[str]:
     """Return a table of the sizes, and of the exponents with which they grow with the width."""
-    rows = [f"{'muP':<4} {'activations':<16}" + "".join(f"{width:>10}" for width in widths) + "  exponent"]
+    head = "".join(f"{width:>10}" for width in widths)
+    rows = [f"{'muP':<4} {'activations':<16}{head}  exponent"]
     for mup, of_width in found.items():
+        word = "with" if mup else "no"
         for kind in of_width[0]:
             sizes = [each[kind] for each in of_width]
             cells = "".join(f"{size:>10.4f}" for size in sizes)
-            rows.append(f"{'with' if mup else 'no':<4} {kind:<16}{cells}  {slope(widths, sizes):+8.2f}")
+            rows.append(f"{word:<4} {kind:<16}{cells}  {slope(widths, sizes):+8.2f}")
     return rows
 
 
@@ -178,10 +208,11 @@ def draw(path: Path, widths: Sequence[int], found: Mapping[bool, Sequence[Sizes]
 
 def main(args: argparse.Namespace) -> None:
     widths = sorted(set(args.widths))
-    if len(widths) < 2 or widths[0] < 1 or min(args.steps, args.seeds) < 1:
+    if len(widths) < 2 or min(widths[0], args.steps, args.seeds) < 1:
         raise ValueError("give at least two different --widths, and --steps and --seeds of at least 1")
+    given = {word.split("=")[0] for word in args.flags}
     for flag in ("--hidden-size", "--mup-base-hidden-size"):
-        if flag in {word.split("=")[0] for word in args.flags}:
+        if flag in given:
             raise ValueError(f"{flag} follows from --widths, of which the smallest is the base model: leave it out")
     base = parse_of_any_family([*DEFAULTS, *args.flags, "--hidden-size", str(widths[0])])
     found = check(base, widths, args.grow, args.steps, args.seeds)

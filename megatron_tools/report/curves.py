@@ -1,12 +1,12 @@
 """The charts of a report page as data, which page.js draws: metrics of the runs over their iterations."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import mul
 from typing import Any, NamedTuple
 
-from .layers import EVEN, LINEAR, TITLES, values_of
+from .layers import EVEN, LINEAR, TITLES, titled, values_of
 from .runs import Row, RunRead, named_splits
 
 MOST = 1500  # maximum number of points in a line; `thinned` shortens longer lines
@@ -36,6 +36,10 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> l
     """
     if len(points) <= most:
         return list(points)
+
+    def height(i: int) -> float:
+        return points[i][1] or 0.0
+
     size = math.ceil(4 * len(points) / most)
     kept = []
     for begin in range(0, len(points), size):
@@ -43,7 +47,7 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> l
         known = [i for i in part if points[i][1] is not None]
         ends = {part[0], part[-1]}
         if known:
-            ends |= {min(known, key=lambda i: points[i][1] or 0.0), max(known, key=lambda i: points[i][1] or 0.0)}
+            ends |= {min(known, key=height), max(known, key=height)}
         kept += [points[i] for i in sorted(ends)]
     return kept
 
@@ -54,10 +58,16 @@ def line(run: int, label: str, kind: str, points: Iterable[tuple[float, float | 
     run: index of the run. kind: style of the line: `raw` (thin, for many points), `dots` and `squares` (with
     markers, for few points), `parts` (with a colour for each label instead of each run), `dashed` or `plain`.
     """
-    finite = [(x, y if y is not None and math.isfinite(y) else None) for x, y in points]
-    kept = thinned(finite)
-    y = [None if value is None else float(f"{value:.6g}") for _, value in kept]
-    return {"run": run, "label": label, "kind": kind, "x": [x for x, _ in kept], "y": y}
+    finite = []
+    for at, value in points:
+        known = value is not None and math.isfinite(value)
+        finite.append((at, value if known else None))
+    x = []
+    y = []
+    for at, value in thinned(finite):
+        x.append(at)
+        y.append(None if value is None else float(f"{value:.6g}"))
+    return {"run": run, "label": label, "kind": kind, "x": x, "y": y}
 
 
 def _points(rows: Sequence[Row], key: str, scale: Callable[[float], float] = float) -> list[tuple[float, float | None]]:
@@ -73,42 +83,23 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
     ppl: list[dict[str, Any]] = []
     accuracy: list[dict[str, Any]] = []
     levels: list[dict[str, Any]] = []
-    marks = []
+    marks: list[dict[str, Any]] = []
     for i, run in enumerate(runs):
-        train, valid, test = (run.part(split) for split in ("train", "valid", "test"))
-        loss += [
-            line(i, "training", "raw", _points(train, "lm_loss")),
-            line(i, "validation", "dots", _points(valid, "lm_loss")),
-        ]
-        loss += [
-            line(i, "validation, masked text only", "dashed", _points(valid, "text_loss")),
-            line(i, "test", "squares", _points(test, "lm_loss")),
-        ]
-        ppl += [line(i, "training", "raw", _points(train, "lm_loss", _perplexity))]
-        ppl += [line(i, "validation", "dots", _points(valid, "lm_loss", _perplexity))]
-        accuracy.append(line(i, "accuracy", "dots", _points(valid, "text_accuracy", lambda share: 100 * share)))
+        train = run.part("train")
+        valid = run.part("valid")
+        loss.append(line(i, "training", "raw", _points(train, "lm_loss")))
+        loss.append(line(i, "validation", "dots", _points(valid, "lm_loss")))
+        loss.append(line(i, "validation, masked text only", "dashed", _points(valid, "text_loss")))
+        loss.append(line(i, "test", "squares", _points(run.part("test"), "lm_loss")))
+        ppl.append(line(i, "training", "raw", _points(train, "lm_loss", _perplexity)))
+        ppl.append(line(i, "validation", "dots", _points(valid, "lm_loss", _perplexity)))
+        accuracy.append(line(i, "accuracy", "dots", _points(valid, "text_accuracy", partial(mul, 100))))
         for of, nats in run.baselines.items():
             levels.append({"run": i, "label": f"unigram entropy of the {of}", "y": round(nats, 4)})
         for row in train:
-            marks += [
-                {"run": i, "x": spike["iteration"], "label": f"the loss jumped to {spike['lm_loss']:.3f}"}
-                for spike in row.get("spikes", [])
-                if spike.get("lm_loss") is not None
-            ]
-            marks += [
-                {"run": i, "x": spike["iteration"], "label": f"step skipped, {spike['name']} {spike['value']:.3f}"}
-                for spike in row.get("skipped_spikes", [])
-            ]
-    by_corpus = [
-        line(i, split, "parts", _points(run.part(split), "lm_loss"))
-        for i, run in enumerate(runs)
-        for split in named_splits(run.rows, "train", "valid", "test")
-    ]
-    tasks = [
-        line(i, split, "parts", _points(run.part(split), "accuracy", partial(mul, 100)))
-        for i, run in enumerate(runs)
-        for split in named_splits(run.rows, "eval")
-    ]
+            marks += _spikes(i, row)
+    by_corpus = _by_split(runs, "lm_loss", 1, "train", "valid", "test")
+    tasks = _by_split(runs, "accuracy", 100, "eval")
     shared = _once(levels, len(runs))
     of_ppl = [{**level, "y": float(f"{math.exp(level['y']):.5g}")} for level in shared]
     return [
@@ -120,6 +111,25 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
     ]
 
 
+def _spikes(run: int, row: Row) -> Iterator[dict[str, Any]]:
+    """Yield a mark for each jump of the loss in a row of metrics.jsonl, and for each skipped step."""
+    for spike in row.get("spikes", []):
+        if spike.get("lm_loss") is not None:
+            yield {"run": run, "x": spike["iteration"], "label": f"the loss jumped to {spike['lm_loss']:.3f}"}
+    for spike in row.get("skipped_spikes", []):
+        label = f"step skipped, {spike['name']} {spike['value']:.3f}"
+        yield {"run": run, "x": spike["iteration"], "label": label}
+
+
+def _by_split(runs: Sequence[RunRead], key: str, factor: float, *parts: str) -> list[dict[str, Any]]:
+    """Return a line of `key` times `factor` for each corpus or task of each run. parts: as for `named_splits`."""
+    found = []
+    for i, run in enumerate(runs):
+        for split in named_splits(run.rows, *parts):
+            found.append(line(i, split, "parts", _points(run.part(split), key, partial(mul, factor))))
+    return found
+
+
 def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
     """Return the horizontal lines `levels`. A line that all runs have in common appears once, with None as its run."""
     alike: dict[tuple[str, float], list[dict[str, Any]]] = {}
@@ -127,7 +137,10 @@ def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
         alike.setdefault((level["label"], level["y"]), []).append(level)
     found: list[dict[str, Any]] = []
     for same in alike.values():
-        found += [{**same[0], "run": None}] if len(same) == runs > 1 else same
+        if len(same) == runs > 1:
+            found.append({**same[0], "run": None})
+        else:
+            found += same
     return found
 
 
@@ -151,11 +164,13 @@ SHOWN_AT_ZERO = {"lr", "grad_norm", "tokens_per_second", "memory_mb"}
 def _training(runs: Sequence[RunRead]) -> list[Chart]:
     found = []
     for key, title, unit, log, factor in OF_TRAINING:
-        lines = [
-            line(i, title.lower(), "plain", _points(run.part("train"), key, partial(mul, factor)))
-            for i, run in enumerate(runs)
-        ]
-        if key in SHOWN_AT_ZERO or any(value for each in lines for value in each["y"]):
+        lines = []
+        shown = key in SHOWN_AT_ZERO
+        for i, run in enumerate(runs):
+            each = line(i, title.lower(), "plain", _points(run.part("train"), key, partial(mul, factor)))
+            lines.append(each)
+            shown = shown or any(each["y"])
+        if shown:
             found.append(Chart(key, title, unit, log, lines, [], [], not log))
     return found
 
@@ -165,11 +180,14 @@ def _timers(runs: Sequence[RunRead]) -> list[Chart]:
     found = []
     for i, run in enumerate(runs):
         rows = [row for row in run.part("train") if "timers_ms" in row]
-        names = sorted({name for row in rows for name in row["timers_ms"]})
-        lines = [
-            line(i, name, "parts", [(row["iteration"], row["timers_ms"].get(name)) for row in rows]) for name in names
-        ]
-        title = "Parts of an iteration" + (f": {run.name}" if len(runs) > 1 else "")
+        names: set[str] = set()
+        for row in rows:
+            names.update(row["timers_ms"])
+        lines = []
+        for name in sorted(names):
+            points = [(row["iteration"], row["timers_ms"].get(name)) for row in rows]
+            lines.append(line(i, name, "parts", points))
+        title = titled("Parts of an iteration", run.name, runs)
         found.append(Chart(f"timers{i}", title, "ms", False, lines, [], [], True))
     return found
 
@@ -180,8 +198,10 @@ def _by_layer(runs: Sequence[RunRead]) -> list[Chart]:
     for i, run in enumerate(runs):
         for metric, iterations, layers, _ in values_of(run):
             lines = [line(i, name, "parts", zip(iterations, values, strict=True)) for name, values in layers.items()]
-            title = TITLES[metric] + (f": {run.name}" if len(runs) > 1 else "")
-            levels = [{"run": i, "label": "equal shares", "y": EVEN[metric]}] if metric in EVEN else []
+            levels = []
+            if metric in EVEN:
+                levels.append({"run": i, "label": "equal shares", "y": EVEN[metric]})
+            title = titled(TITLES[metric], run.name, runs)
             found.append(Chart(f"{metric}{i}", title, "", metric not in LINEAR, lines, levels, []))
     return found
 
@@ -190,7 +210,7 @@ def charts(runs: Sequence[RunRead]) -> list[Chart]:
     """Return all charts that have values to show."""
     found = []
     for chart in [*_learning(runs), *_training(runs), *_by_layer(runs), *_timers(runs)]:
-        lines = [each for each in chart.lines if any(y is not None for y in each["y"])]
+        lines = [each for each in chart.lines if set(each["y"]) - {None}]
         if lines:
             found.append(chart._replace(lines=lines))
     return found

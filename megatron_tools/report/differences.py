@@ -26,14 +26,13 @@ class Setting(NamedTuple):
 def settings(configs: Sequence[Config]) -> list[Setting]:
     """Return every setting with its values in the runs, in the order of `--help`."""
     dicts: list[dict[str, dict[str, Any]]] = [config.to_dict() for config in configs]
-    defaults = Config().to_dict()
     found = []
-    for section, names in defaults.items():
+    for section, names in Config().to_dict().items():
         for name, default in names.items():
             values = [each[section][name] for each in dicts]
-            differs = any(value != values[0] for value in values) and name not in APART
+            differs = name not in APART and any(value != values[0] for value in values)
             changed = any(value != default for value in values)
-            found.append(Setting(section, flag(name), [_word(value) for value in values], differs, changed))
+            found.append(Setting(section, flag(name), list(map(_word, values)), differs, changed))
     return found
 
 
@@ -45,4 +44,8 @@ def _word(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value))
-    return f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)

@@ -30,7 +30,9 @@ def as_text(spans: list[Span], stages: int, unit: float) -> str:
     for span in sorted(spans, key=lambda s: s.begin):
         at = round(span.begin / unit)
         until = round(span.end / unit)
-        kind = f"{span.kind}{'abcdefgh'[span.chunk]}" if chunked else span.kind
+        kind = span.kind
+        if chunked:
+            kind += "abcdefgh"[span.chunk]
         label = f"{kind}{span.micro}".ljust(wide * (until - at) - 1, "-") + " "
         rows[span.stage] = rows[span.stage].ljust(wide * at) + label
     return "\n".join(f"stage {stage} | {row.rstrip()}" for stage, row in enumerate(rows))

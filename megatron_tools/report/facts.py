@@ -4,6 +4,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from data_utils.cli import aligned
+
 from .runs import RunRead
 
 Facts = list[tuple[str, str]]
@@ -22,20 +24,19 @@ def results(run: RunRead) -> Facts:
             ("training loss, first and last line", f"{train[0]['lm_loss']:.3f}, {train[-1]['lm_loss']:.3f} nats/token"),
         ]
     if valid:
+        first = valid[0]
+        last = valid[-1]
         best = min(valid, key=lambda row: float(row["lm_loss"]))
+        place = f"at iteration {best['iteration']} (perplexity {best['ppl']:.1f})"
         facts += [
-            ("validation loss, first and last", f"{valid[0]['lm_loss']:.3f}, {valid[-1]['lm_loss']:.3f} nats/token"),
-            (
-                "best validation loss",
-                f"{best['lm_loss']:.3f} at iteration {best['iteration']} (perplexity {best['ppl']:.1f})",
-            ),
+            ("validation loss, first and last", f"{first['lm_loss']:.3f}, {last['lm_loss']:.3f} nats/token"),
+            ("best validation loss", f"{best['lm_loss']:.3f} {place}"),
         ]
-    if valid and "text_loss" in valid[-1]:
-        text = [row["text_loss"] for row in valid]
-        facts += [
-            ("masked text only, first and last", f"{text[0]:.3f}, {text[-1]:.3f} nats/token"),
-            ("accuracy on masked text", f"{valid[-1]['text_accuracy']:.1%}"),
-        ]
+        if "text_loss" in last:
+            facts += [
+                ("masked text only, first and last", f"{first['text_loss']:.3f}, {last['text_loss']:.3f} nats/token"),
+                ("accuracy on masked text", f"{last['text_accuracy']:.1%}"),
+            ]
     for of, nats in run.baselines.items():
         facts.append((f"unigram entropy of the {of}", f"{nats:.3f} nats/token (perplexity {math.exp(nats):.1f})"))
     return facts
@@ -53,13 +54,18 @@ def machine(run: RunRead, parameters: int | None) -> Facts:
         rows = train[1:] or train
         memory = max(row.get("memory_mb") or 0.0 for row in train)
         facts.append(("peak memory of rank 0", f"{memory / 1e3:,.2f} GB"))
-        speed = f"{statistics.median(row.get('tflops') or 0.0 for row in rows):.3g} TFLOP/s"
+        speeds = [row.get("tflops") or 0.0 for row in rows]
+        speed = f"{statistics.median(speeds):.3g} TFLOP/s"
         shares = [row["mfu"] for row in rows if row.get("mfu")]
-        facts.append(("speed of a rank", speed + (f", MFU {statistics.median(shares):.1%}" if shares else "")))
+        if shares:
+            speed += f", MFU {statistics.median(shares):.1%}"
+        facts.append(("speed of a rank", speed))
         if skipped := sum(row.get("skipped_steps") or 0 for row in train):
             facts.append(("skipped steps", str(skipped)))
     if p.pipe_parallel_size:
-        schedule = p.pipeline_schedule + (f", {p.virtual_pipeline_size} chunks" if p.virtual_pipeline_size > 1 else "")
+        schedule = p.pipeline_schedule
+        if p.virtual_pipeline_size > 1:
+            schedule += f", {p.virtual_pipeline_size} chunks"
         facts.append(("schedule", schedule))
     return facts
 
@@ -93,21 +99,16 @@ def table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
 
     Facts keep the order of the first run in which they occur.
     """
+    columns = list(map(dict, runs))
     names: dict[str, None] = {}
-    for facts in runs:
-        names |= dict.fromkeys(name for name, _ in facts)
-    columns = [dict(facts) for facts in runs]
+    for column in columns:
+        names |= dict.fromkeys(column)
     return [(name, [column.get(name, "") for column in columns]) for name in names]
 
 
 def as_text(names: Sequence[str], runs: Sequence[Facts]) -> list[str]:
     """Return the lines of the table for a terminal. For a single run, the table has no header."""
-    rows = table(runs)
+    rows = [[name, *values] for name, values in table(runs)]
     if len(runs) > 1:
-        rows = [("", list(names)), *rows]
-    width = max(len(name) for name, _ in rows)
-    widths = [max(len(values[i]) for _, values in rows) for i in range(len(runs))]
-    return [
-        f"{name:{width}}  {'  '.join(value.ljust(w) for value, w in zip(values, widths, strict=True))}".rstrip()
-        for name, values in rows
-    ]
+        rows.insert(0, ["", *names])
+    return aligned(rows)

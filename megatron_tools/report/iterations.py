@@ -34,8 +34,12 @@ def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
 
     Each stage is represented by its first model-parallel rank.
     """
-    stages = {r.about["stage"]: r for r in ranks if r.about["replica"] == replica and r.about["model"] == 0}
-    missing = set(range(next(iter(stages.values())).about["stages"] if stages else 1)) - stages.keys()
+    stages = {}
+    for rank in ranks:
+        if rank.about["replica"] == replica and rank.about["model"] == 0:
+            stages[rank.about["stage"]] = rank
+    count = next(iter(stages.values())).about["stages"] if stages else 1
+    missing = set(range(count)) - stages.keys()
     if missing:
         raise ValueError(
             f"the timeline of stage {min(missing)} is missing: its rank wrote no timeline, or wrote it to another disk"
@@ -58,21 +62,22 @@ def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
     found = []
     seen = Counter[str]()
     for e in rank.named(iteration, ["part"]):
-        if e["name"] in ("forward", "backward"):
-            found.append({**e, "name": e["name"].title(), "args": {"micro": seen[e["name"]], "chunk": 0}})
-            seen[e["name"]] += 1
+        name = e["name"]
+        if name in ("forward", "backward"):
+            found.append({**e, "name": name.title(), "args": {"micro": seen[name], "chunk": 0}})
+            seen[name] += 1
     return found
 
 
 def _iteration(number: int, steps: dict[int, dict[str, Any]], stages: dict[int, RankTrace]) -> Iteration:
-    begin = min(e["ts"] for e in steps.values())
-    end = max(e["ts"] + e["dur"] for e in steps.values())
-    passes = [
-        (stage, e)
-        for stage, rank in stages.items()
-        for e in _passes(rank, number)
-        if steps[stage]["ts"] <= e["ts"] <= steps[stage]["ts"] + steps[stage]["dur"]
-    ]
+    begin = min(step["ts"] for step in steps.values())
+    end = max(step["ts"] + step["dur"] for step in steps.values())
+    passes = []
+    for stage, rank in stages.items():
+        step = steps[stage]
+        for e in _passes(rank, number):
+            if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]:
+                passes.append((stage, e))
     first = min((e["ts"] for _, e in passes), default=begin)
     spans = []
     for stage, e in passes:

@@ -37,16 +37,27 @@ class LayerValues(NamedTuple):
     axis: str = "iteration"
 
 
+def titled(title: str, name: str, runs: Sequence[RunRead]) -> str:
+    """Return a title, with the name of its run if there are several runs."""
+    return f"{title}: {name}" if len(runs) > 1 else title
+
+
 def values_of(run: RunRead) -> list[LayerValues]:
     """Return the values of each metric that the run logged by layer."""
     rows = [row for row in run.part("train") if row.get("layers")]
-    names = list(dict.fromkeys(name for row in rows for name in row["layers"]))
     iterations = [row["iteration"] for row in rows]
+    names: dict[str, None] = {}
+    for row in rows:
+        names |= dict.fromkeys(row["layers"])
     found = []
     for metric in TITLES:
-        lines = {name: [row["layers"].get(name, {}).get(metric) for row in rows] for name in names}
-        lines = {name: values for name, values in lines.items() if any(value is not None for value in values)}
-        found += [LayerValues(metric, iterations, lines)] if lines else []
+        lines = {}
+        for name in names:
+            values = [row["layers"].get(name, {}).get(metric) for row in rows]
+            if set(values) - {None}:
+                lines[name] = values
+        if lines:
+            found.append(LayerValues(metric, iterations, lines))
     return found
 
 
@@ -58,11 +69,16 @@ def shares_of(run: RunRead) -> LayerValues | None:
     """
     rows = [row for row in run.part("train") if row.get("expert_tokens")]
     layers = rows[-1]["expert_tokens"] if rows else {}
-    shares = {name: [n / sum(tokens) for n in tokens] for name, tokens in layers.items() if sum(tokens)}
+    shares = {}
+    for name, tokens in layers.items():
+        total = sum(tokens)
+        if total:
+            shares[name] = [n / total for n in tokens]
     if not shares:
         return None
     count = max(map(len, shares.values()))
-    return LayerValues("share", list(range(count)), {f"even share, 1/{count}": [1 / count] * count, **shares}, "expert")
+    even = {f"even share, 1/{count}": [1 / count] * count}
+    return LayerValues("share", list(range(count)), even | shares, "expert")
 
 
 def heat_map(values: LayerValues) -> str:
@@ -70,12 +86,18 @@ def heat_map(values: LayerValues) -> str:
 
     Colours are logarithmic, except for the metrics in `LINEAR`. Experts are columns, too, and all of them are shown.
     """
-    step = math.ceil(len(values.iterations) / COLUMNS) if values.axis == "iteration" else 1
+    step = 1
+    if values.axis == "iteration":
+        step = math.ceil(len(values.iterations) / COLUMNS)
     columns = range(0, len(values.iterations), step)
-    shown = {name: [_height(values.metric, of[at]) for at in columns] for name, of in values.layers.items()}
-    known = [each for of in shown.values() for each in of if each is not None]
+    shown = {}
+    known = []
+    for name, of in values.layers.items():
+        heights = [_height(values.metric, of[at]) for at in columns]
+        shown[name] = heights
+        known += [height for height in heights if height is not None]
     low = min(known, default=0.0)
-    span = max(max(known, default=0.0) - min(known, default=0.0), 1e-12)
+    span = max(max(known, default=0.0) - low, 1e-12)
     wide = (WIDTH - LEFT) / len(columns)
     tall = HEIGHT * len(shown) + 22
     parts = [f'<svg viewBox="0 0 {WIDTH} {tall}" width="{WIDTH}" role="img" font-size="11">']
@@ -102,14 +124,15 @@ def sections(runs: Sequence[RunRead]) -> str:
     """Return the HTML of the heat maps of all runs, one section for each run that logged layers."""
     parts = []
     for run in runs:
-        maps = "".join(
-            f'<h3>{TITLES[values.metric]}</h3><div class="wide">{heat_map(values)}</div>' for values in values_of(run)
-        )
+        maps = ""
+        for values in values_of(run):
+            maps += f'<h3>{TITLES[values.metric]}</h3><div class="wide">{heat_map(values)}</div>'
         shares = shares_of(run)
         if shares:
             maps += f'<h3>Share of tokens by expert in the last step</h3><div class="wide">{heat_map(shares)}</div>'
-        of = f": {html.escape(run.name)}" if len(runs) > 1 else ""
-        parts += [f"<section><h2>Layers{of}</h2>{maps}</section>"] if maps else []
+        if maps:
+            title = titled("Layers", html.escape(run.name), runs)
+            parts.append(f"<section><h2>{title}</h2>{maps}</section>")
     return "".join(parts)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from . import facts
 from .curves import Chart, charts
 from .differences import Setting, settings
-from .layers import sections
+from .layers import sections, titled
 from .runs import RunRead
 from .timetable import Timetable, as_svg
 
@@ -94,11 +94,10 @@ def _cards(runs: Sequence[RunRead], now: float | None) -> str:
 
 
 def _controls() -> str:
-    axes = "".join(
-        f'<label><input type="radio" name="x" value="{value}"{" checked" if value == "iteration" else ""}>'
-        f"{words}</label>"
-        for value, words in (("iteration", "iterations"), ("tokens", "tokens"), ("hours", "hours"))
-    )
+    axes = ""
+    for value, words in {"iteration": "iterations", "tokens": "tokens", "hours": "hours"}.items():
+        checked = " checked" if value == "iteration" else ""
+        axes += f'<label><input type="radio" name="x" value="{value}"{checked}>{words}</label>'
     return (
         f'<section class="controls"><span class="pick">{axes}</span>'
         '<label class="smooth">smooth <input type="range" id="smooth" min="0" max="0.98" step="0.01" value="0"></label>'
@@ -110,11 +109,10 @@ def _figures(runs: Sequence[RunRead], found: Sequence[Chart]) -> str:
     if not found:
         return '<p class="note">metrics.jsonl has no rows yet.</p>'
     about = {"names": [run.name for run in runs], "axes": [run.axes() for run in runs]}
-    figures = "".join(
-        f'<figure class="chart" id="chart-{chart.name}"><script type="application/json">'
-        f"{as_data(chart._asdict())}</script></figure>"
-        for chart in found
-    )
+    figures = ""
+    for chart in found:
+        data = f'<script type="application/json">{as_data(chart._asdict())}</script>'
+        figures += f'<figure class="chart" id="chart-{chart.name}">{data}</figure>'
     return (
         f'<script type="application/json" id="about">{as_data(about)}</script><section class="grid">{figures}</section>'
     )
@@ -127,22 +125,23 @@ def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
     """
     if not rows:
         return ""
-    head = "".join(f"<th>{_dot(i)}{escape(name)}</th>" for i, name in enumerate(names)) if len(names) > 1 else ""
-    lines = "".join(
-        f"<tr><th>{f'<code>{escape(name)}</code>' if code else escape(name)}</th>"
-        + "".join(f"<td>{escape(value)}</td>" for value in values)
-        + "</tr>"
-        for name, values in rows
-    )
-    top = f"<thead><tr><th></th>{head}</tr></thead>" if head else ""
+    top = ""
+    if len(names) > 1:
+        head = "".join(f"<th>{_dot(i)}{escape(name)}</th>" for i, name in enumerate(names))
+        top = f"<thead><tr><th></th>{head}</tr></thead>"
+    lines = ""
+    for name, values in rows:
+        shown = f"<code>{escape(name)}</code>" if code else escape(name)
+        cells = "".join(f"<td>{escape(value)}</td>" for value in values)
+        lines += f"<tr><th>{shown}</th>{cells}</tr>"
     words = f"<h2>{escape(title)}</h2>" if title else ""
     return f'<section>{words}<div class="wide"><table>{top}<tbody>{lines}</tbody></table></div></section>'
 
 
 def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
-    of = f": {_dot(run)}{escape(runs[run].name)}" if len(runs) > 1 else ""
+    title = titled("Pipeline timetable", _dot(run) + escape(runs[run].name), runs)
     return (
-        f'<section><h2>Pipeline timetable{of}</h2><div class="wide">{as_svg(table)}</div><p class="note">'
+        f'<section><h2>{title}</h2><div class="wide">{as_svg(table)}</div><p class="note">'
         f"Forward blue, backward orange, weight gradients green; numbers are micro-batches. The whole step took "
         f"{table.chosen.seconds * 1e3:.1f} ms; the median of {table.kept} steps is {table.usual * 1e3:.1f} ms."
         "</p></section>"
@@ -151,16 +150,23 @@ def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
 
 def _settings(runs: Sequence[RunRead], rows: Sequence[Setting]) -> str:
     names = [run.name for run in runs]
-    differ = [(row.flag, row.values) for row in rows if row.differs]
-    changed = [(row.flag, row.values) for row in rows if row.changed and not row.differs]
+    differ = []
+    changed = []
+    by_section: dict[str, list[tuple[str, list[str]]]] = {}
+    for row in rows:
+        by_section.setdefault(row.section, []).append((row.flag, row.values))
+        if row.differs:
+            differ.append((row.flag, row.values))
+        elif row.changed:
+            changed.append((row.flag, row.values[:1]))
+    shared = "Settings that are not defaults"
     parts = []
     if len(runs) > 1:
+        shared += ", equal in all runs"
         words = "Settings that differ" if differ else "No setting differs except the folders"
         parts.append(_table(words, names, differ, code=True) or f"<section><h2>{words}</h2></section>")
-    shared = "Settings that are not defaults" + (", equal in all runs" if len(runs) > 1 else "")
-    parts.append(_table(shared, names[:1], [(name, values[:1]) for name, values in changed], code=True))
-    for section in dict.fromkeys(row.section for row in rows):
-        own = [(row.flag, row.values) for row in rows if row.section == section]
+    parts.append(_table(shared, names[:1], changed, code=True))
+    for section, own in by_section.items():
         inside = _table("", names, own, code=True)
         parts.append(f'<details id="all-{section}"><summary>all settings of {section}</summary>{inside}</details>')
     return "".join(parts)

@@ -43,21 +43,24 @@ def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, floa
         return {} if text is None else {"validation text": text}
     if not train:
         return {}
-    batch = train[-1]["consumed_samples"] // train[-1]["iteration"]
-    both = of_targets(
-        relocated(from_file(str(run_dir / "config.json")), run_dir), batch * config["train"]["eval_iters"]
-    )
+    samples = train[-1]["consumed_samples"] // train[-1]["iteration"] * config["train"]["eval_iters"]
+    settings = from_file(str(run_dir / "config.json"))
+    both = of_targets(relocated(settings, run_dir), samples)
     return {} if both is None else {"targets": both.targets, "masked text": both.text}
 
 
 def stage_starts(run: RunRead) -> list[float]:
     """Return the iterations at which the data stages after the first begin, as far as the run has come."""
     stages = run.config.data.data_stages
+    if not stages:
+        return []
     found = []
-    for stage in parse_stages(stages)[1:] if stages else ():
+    for stage in parse_stages(stages)[1:]:
         done = f"consumed_{stage.unit}"
-        row = next((row for row in run.part("train") if row[done] >= stage.begin), None)
-        found += [row["iteration"] * stage.begin / row[done]] if row else []
+        for row in run.part("train"):
+            if row[done] >= stage.begin:
+                found.append(row["iteration"] * stage.begin / row[done])
+                break
     return found
 
 
@@ -74,18 +77,7 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: S
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=150)
-    splits = named_splits(rows, "train", "valid", "test")
-    colours = {name: f"C{i % 10}" for i, name in enumerate(sorted({split.partition("/")[2] for split in splits}))}
-    for split, key, label, colour, marker in (
-        ("train", "lm_loss", "training loss", "#9db7d5", None),
-        ("valid", "lm_loss", "validation loss", "#c2410c", "o"),
-        ("valid", "text_loss", "validation loss on masked text", "#15803d", "s"),
-        ("test", "lm_loss", "test loss", "#7c3aed", MARKERS["test"]),
-        *(
-            (split, "lm_loss", split, colours[split.partition("/")[2]], MARKERS[split.partition("/")[0]])
-            for split in splits
-        ),
-    ):
+    for split, key, label, colour, marker in _curves(rows):
         chosen = [row for row in rows if row.get("split") == split and key in row]
         if chosen:
             x = [row["iteration"] for row in chosen]
@@ -94,7 +86,8 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: S
             axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=0.8 if thin else 1.8, label=label)
     for at in stages:
         axes.axvline(at, color="#525252", linestyle=":", linewidth=1.0)
-    for (of, nats), style in zip(baselines.items(), (":", "--") if len(baselines) > 1 else ("--",), strict=False):
+    styles = (":", "--") if len(baselines) > 1 else ("--",)
+    for (of, nats), style in zip(baselines.items(), styles, strict=False):
         axes.axhline(nats, color="#525252", linestyle=style, linewidth=1.2, label=f"unigram entropy of the {of}")
     axes.set_xlabel("iteration")
     axes.set_ylabel("nats per token")
@@ -105,6 +98,22 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: S
     with whole_file(path) as there:
         figure.savefig(there, format="png")
     plt.close(figure)
+
+
+def _curves(rows: Sequence[Row]) -> list[tuple[str, str, str, str, str | None]]:
+    """Return (split, key, label, colour, marker) of each curve of the loss; a corpus has one colour in all splits."""
+    found: list[tuple[str, str, str, str, str | None]] = [
+        ("train", "lm_loss", "training loss", "#9db7d5", None),
+        ("valid", "lm_loss", "validation loss", "#c2410c", "o"),
+        ("valid", "text_loss", "validation loss on masked text", "#15803d", "s"),
+        ("test", "lm_loss", "test loss", "#7c3aed", MARKERS["test"]),
+    ]
+    splits = named_splits(rows, "train", "valid", "test")
+    names = sorted({split.partition("/")[2] for split in splits})
+    for split in splits:
+        part, _, name = split.partition("/")
+        found.append((split, "lm_loss", split, f"C{names.index(name) % 10}", MARKERS[part]))
+    return found
 
 
 def whole_page(runs: Sequence[RunRead]) -> str:
@@ -129,24 +138,27 @@ def _parameters(config: Config) -> int | None:
 
 
 def main(args: argparse.Namespace) -> None:
-    given = [*args.runs, *([args.run_dir] if args.run_dir else [])]
+    given = list(args.runs)
+    if args.run_dir:
+        given.append(args.run_dir)
     if not given:
         raise ValueError("give the folders of one or more runs")
     folders = [Path(each) for each in dict.fromkeys(given)]
     names = names_of(folders)
     runs = [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
-    print("\n".join(facts.as_text(names, [facts.results(each) for each in runs])), flush=True)
+    print("\n".join(facts.as_text(names, list(map(facts.results, runs)))), flush=True)
+    alone = len(runs) == 1 and not args.output  # a single run's page lies in its folder, with a plot beside it
     home = Path(args.output) if args.output else folders[0] / "report.html"
-    files = home.name if len(runs) > 1 or args.output else "loss.png and report.html"
+    files = "loss.png and report.html" if alone else home.name
     try:
-        if len(runs) == 1 and not args.output:
+        if alone:
             draw(runs[0].rows, dict(runs[0].baselines), home.with_name("loss.png"), stage_starts(runs[0]))
         home.parent.mkdir(parents=True, exist_ok=True)
         write_text(home, whole_page(runs))
     except (ValueError, OSError) as error:
         print(f"report.py: {files} were not written to {home.parent}: {describe(error)}", file=sys.stderr)
         return
-    if len(runs) > 1 or args.output:
+    if not alone:
         print(f"-> {home}")
 
 

@@ -36,8 +36,11 @@ def read_metrics(run_dir: Path) -> list[Row]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: {run_dir} is not a run directory")
     rows = _rows_of(path)
-    # metrics.jsonl contains null for a loss that is NaN.
-    return [row | {"lm_loss": math.nan} if row.get("lm_loss", 0) is None else row for row in rows]
+    for row in rows:
+        # metrics.jsonl contains null for a loss that is NaN.
+        if row.get("lm_loss", 0) is None:
+            row["lm_loss"] = math.nan
+    return rows
 
 
 def named_splits(rows: Sequence[Row], *parts: str) -> list[str]:
@@ -45,8 +48,9 @@ def named_splits(rows: Sequence[Row], *parts: str) -> list[str]:
 
     parts: what the splits begin with: `train`, `valid`, `test` or `eval`.
     """
+    begins = tuple(f"{part}/" for part in parts)
     found = {str(row.get("split")) for row in rows}
-    return sorted(split for split in found if split.startswith(tuple(f"{part}/" for part in parts)))
+    return sorted(split for split in found if split.startswith(begins))
 
 
 @dataclass(frozen=True)
@@ -101,14 +105,11 @@ class RunRead:
             tokens = float(row["consumed_tokens"])
             speed = row.get("tokens_per_second")
             spent = (tokens - at["tokens"][-1]) / speed / 3600 if speed else 0.0
-            for name, value in (
-                ("iteration", row["iteration"]),
-                ("tokens", tokens),
-                ("hours", at["hours"][-1] + spent),
-            ):
-                at[name].append(value)
-        step = max(1, math.ceil(len(at["iteration"]) / most))
+            at["iteration"].append(row["iteration"])
+            at["tokens"].append(tokens)
+            at["hours"].append(at["hours"][-1] + spent)
         last = len(at["iteration"]) - 1
+        step = max(1, math.ceil((last + 1) / most))
         kept = sorted({*range(0, last + 1, step), last})
         return {name: [values[i] for i in kept] for name, values in at.items()}
 
@@ -135,8 +136,9 @@ def read_run(folder: Path, name: str | None = None, baselines: Mapping[str, floa
 def names_of(folders: Sequence[Path]) -> list[str]:
     """Return short unique names of folders: the last parts of their paths, as many as necessary."""
     parts = [folder.resolve().parts for folder in folders]
-    for length in range(1, max(map(len, parts), default=1) + 1):
+    longest = max(map(len, parts), default=0)
+    for length in range(1, longest + 1):
         names = ["/".join(each[-length:]) for each in parts]
         if len(set(names)) == len(names):
             return names
-    return [str(folder) for folder in folders]
+    return list(map(str, folders))

@@ -10,6 +10,7 @@ from tds import timeline
 from tds.schedule import Plan, schedule_of
 from tds.timetable import PASSES, Span, bubble, times
 
+from .drawing import end_of
 from .iterations import Iteration, iterations
 
 WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a stage, width of its name
@@ -31,7 +32,8 @@ class Timetable(NamedTuple):
 
     def rows(self) -> dict[str, list[Span]]:
         """Return title -> passes, for the ideal and for the real timetable. The titles are shown above them."""
-        ideal, real = (max(span.end for span in spans) * 1e3 for spans in (self.ideal, self.chosen.spans))
+        ideal = end_of({"": self.ideal}) * 1e3
+        real = end_of({"": self.chosen.spans}) * 1e3
         return {
             f"ideal {self.schedule} of the same passes: {ideal:.1f} ms, bubble {bubble(self.ideal):.1%}": self.ideal,
             f"iteration {self.chosen.number}: {real:.1f} ms, bubble {self.chosen.bubble:.1%}": self.chosen.spans,
@@ -71,15 +73,16 @@ def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
     Each pass takes the median time of the passes in `spans` that have the same kind, stage and chunk.
     """
     stages = int(about["stages"])
-    chunks = int(about["chunks"])
-    chunks = chunks if stages > 1 else 1
+    chunks = int(about["chunks"]) if stages > 1 else 1
     plan = plan_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))
+    took: dict[tuple[str, int, int], list[float]] = {}
+    for span in spans:
+        took.setdefault((span.kind, span.stage, span.chunk), []).append(span.end - span.begin)
 
-    def usual(kind: str, stage: int, chunk: int) -> float:
-        took = [s.end - s.begin for s in spans if (s.kind, s.stage, s.chunk) == (kind, stage, chunk)]
-        return statistics.median(took) if took else 0.0
+    def usual(kind: Any, stage: int, chunk: int) -> float:
+        return statistics.median(took.get((PASSES[kind], stage, chunk), [0.0]))
 
-    found = times(plan, seconds=lambda kind, stage, chunk: usual(PASSES[kind], stage, chunk))
+    found = times(plan, seconds=usual)
     zero = min(span.begin for span in found)
     return [replace(span, begin=span.begin - zero, end=span.end - zero) for span in found]
 
@@ -101,7 +104,7 @@ def as_svg(table: Timetable) -> str:
     """
     rows = table.rows()
     stages = table.stages
-    scale = (WIDTH - LEFT - 4) / max(span.end for spans in rows.values() for span in spans)
+    scale = (WIDTH - LEFT - 4) / end_of(rows)
     tall = stages * HEIGHT + 32
     parts = [f'<svg class="timetable" viewBox="0 0 {WIDTH} {tall * len(rows)}" width="{WIDTH}" role="img">']
     for row, (words, spans) in enumerate(rows.items()):
