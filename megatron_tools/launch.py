@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -92,7 +92,8 @@ class Signals:
                 return
             say(f"{name} again: killing the ranks")
             self._end(128 + number)
-        self.asked, self._since = number, time.monotonic()
+        self.asked = number
+        self._since = time.monotonic()
         say(
             f"{name}: the ranks have {self.seconds:g} s to save and exit (--shutdown-timeout); "
             f"send it again to kill them at once"
@@ -153,11 +154,10 @@ def wait_for_others(args: Any) -> None:
     """
     if not _several(args) or args.rdzv_backend != "static":
         return
-    words = list(args.training_script_args)
-    for name, value in [*zip(words, words[1:], strict=False), *(word.split("=", 1) for word in words if "=" in word)]:
-        if name.replace("_", "-") == "--startup-timeout-minutes" and "timeout=" not in args.rdzv_conf:
-            with contextlib.suppress(ValueError):
-                args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"timeout={max(int(float(value) * 60), 1)}"]))
+    if "timeout=" not in args.rdzv_conf:
+        seconds = _startup_seconds(args.training_script_args)
+        if seconds is not None:
+            args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"timeout={seconds}"]))
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         # Python's own handler of Ctrl-C would only run after torch's socket has timed out.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -166,6 +166,19 @@ def wait_for_others(args: Any) -> None:
         socket.getaddrinfo(args.master_addr, None)
     except OSError:  # not fatal: the host name of a container may not resolve until that container runs
         say(f"the host {args.master_addr} does not resolve on this machine yet; check --master-addr (MASTER_ADDR=)")
+
+
+def _startup_seconds(words: Sequence[str]) -> int | None:
+    """Return --startup-timeout-minutes of a training command in seconds, None if it is missing or not a number."""
+    for at, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name.replace("_", "-") != "--startup-timeout-minutes":
+            continue
+        if word == name:
+            value = "".join(words[at + 1 : at + 2])
+        with contextlib.suppress(ValueError):
+            return max(int(float(value) * 60), 1)
+    return None
 
 
 def describe_rendezvous_error(error: Exception, args: Any) -> str:

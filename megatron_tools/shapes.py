@@ -39,8 +39,10 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
     """Raise CheckpointError unless the stored weights match the model that the settings describe."""
     where = reader.path / INDEX
     m = config.model
-    found = {key.removeprefix(f"{WEIGHT}."): tuple(entry["shape"]) for key, entry in reader.tensors.items()
-             if key.startswith(f"{WEIGHT}.")}  # fmt: skip
+    found = {}
+    for key, entry in reader.tensors.items():
+        if key.startswith(f"{WEIGHT}."):
+            found[key.removeprefix(f"{WEIGHT}.")] = tuple(entry["shape"])
     shapes = whole_shapes(config)
     for name, shape in shapes.items():
         if name not in found:

@@ -21,7 +21,7 @@ from megatron.model.layers import global_parameters
 from megatron.tokenizer.base import read_object
 from megatron_tools.shapes import whole_shapes
 
-from .hf_config import FAMILIES, notes_on_scale, read_config, settings_of, unread_keys
+from .hf_config import FAMILIES, check_tokenizer, notes_on_scale, read_config, settings_of, unread_keys
 from .hf_names import Match, matches_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -311,6 +311,10 @@ class Folder:
             if len(extra) > 5:
                 shown += f" and {len(extra) - 5} more"
             raise ValueError(f"{self.path} contains tensors that are not part of the model in config.json: {shown}")
+
+    def check_tokenizer(self, tokenizer: Any) -> list[str]:
+        """Compare a tokenizer with the model's config.json as `hf_config.check_tokenizer` does; return notes."""
+        return check_tokenizer(self.values, self.given, tokenizer, self.path / "config.json")
 
     @torch.no_grad()
     def load(self, model: Any) -> None:

@@ -18,7 +18,6 @@ from megatron.tokenizer.beside import generation_beside
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
 
-from .hf_config import check_tokenizer
 from .hf_folder import Folder, FolderReader
 from .upcycle import router_buffers
 
@@ -57,7 +56,7 @@ def _their_tokenizer(theirs: Folder, vocab_file: str | None) -> tuple[dict[str, 
         sentinels = len(own_sentinels(found, "t5")) or _extra_ids(file_of(path), free)
         settings["num_sentinels"] = sentinels
         tokenizer = SentinelTokenizer(found, sentinels, "t5")
-    print_notes(check_tokenizer(theirs.values, theirs.given, tokenizer, theirs.path / "config.json"))
+    print_notes(theirs.check_tokenizer(tokenizer))
     return settings, found.fingerprint
 
 

@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from data_utils.cli import aligned
+
 from .records import Place, Records, is_exact_split, join_parts
 
 # Largest allowed difference between two tensors, relative to their root mean square. Another order of summation gives
@@ -70,14 +72,14 @@ class Verdict:
     @property
     def agrees(self) -> bool:
         """True if all values agree with the values of the run in one process."""
-        found = self.initial_values, self.forward, self.backward, self.state, self.loss_differs_at, self.stopped
+        found = (self.initial_values, self.forward, self.backward, self.state, self.loss_differs_at, self.stopped)
         return all(each is None for each in found)
 
 
 def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
     """Return the RMS difference of two tensors [...], relative to the RMS of `like` or `floor`, whichever is larger."""
     if value.shape != like.shape:
-        return float("inf")
+        return math.inf
     if not like.numel():
         return 0.0
     a = value.double()
@@ -86,8 +88,9 @@ def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
     distance = (a - b).square().mean().sqrt().item()
     if distance == 0.0:
         return 0.0
-    relative = distance / max(size, floor) if max(size, floor) else float("inf")
-    return relative if relative == relative else float("inf")  # NaN counts as an infinite difference
+    scale = max(size, floor)
+    relative = distance / scale if scale else math.inf
+    return math.inf if math.isnan(relative) else relative
 
 
 class Comparison:
@@ -156,49 +159,54 @@ class Comparison:
                 "layer outputs, because context-parallel ranks hold different slices of the sequence"
             )
             return
-        if any(rank["cut_short"] for run in (self.one, self.other) for rank in run.ranks):
+        if any(rank["cut_short"] for rank in (*self.one.ranks, *self.other.ranks)):
             found.not_compared.append("outputs beyond the 2 GiB that a rank records; use a smaller model or batch")
         errors = self._errors_of_outputs(found)
         layers = set(self.one.layers)
-        bad = [place for place, error in errors.items() if error > self.tolerance]
-        bad_layers = [place for place in bad if place.name in layers]
-        of_layers = [error for place, error in errors.items() if place.name in layers]
-        found.forward_error = max(of_layers, default=None)
+        bad = []
+        bad_layers = []
+        for place, error in errors.items():
+            is_layer = place.name in layers
+            if is_layer:
+                found.forward_error = max(error, found.forward_error or 0.0)
+            if error > self.tolerance:
+                bad.append(place)
+                if is_layer:
+                    bad_layers.append(place)
         if not bad_layers and (found.loss_differs_at != 1 or not bad):
             return
         first = bad[0]
         if bad_layers:
             layer = bad_layers[0]
-            first = next(
-                place
-                for place in bad
-                if self.one.layer_of(place.name) == self.one.layer_of(layer.name) and place.micro == layer.micro
-            )
+            name = self.one.layer_of(layer.name)
+            inside = [place for place in bad if place.micro == layer.micro and self.one.layer_of(place.name) == name]
+            first = inside[0]
         found.forward = self._difference(first.name, errors[first], self._words(first, errors[first]))
 
     def _errors_of_outputs(self, found: Verdict) -> dict[Place, float]:
-        other = self.other.outputs
         errors = dict[Place, float]()
         unlike = dict[str, None]()
         divided = any(rank["expert"] > 1 for rank in self.other.ranks)
         if divided:
             found.not_compared.append("outputs inside experts, because expert-parallel ranks exchange their tokens")
         for place, (like, *_) in self.one.outputs.items():
-            parts = other.get(place)
-            if parts is None or divided and ".experts." in place.name:
+            parts = self.other.outputs.get(place)
+            if parts is None:
                 continue  # the run `other` did not record this micro-batch, or does not call this module
+            if divided and ".experts." in place.name:
+                continue
             wholes = join_parts(parts, like)
             if wholes is None:
                 if place.name in self.one.layers:
-                    errors[place] = float("inf")
+                    errors[place] = math.inf
                 else:
                     unlike[place.name] = None
                 continue
             error = max(error_of(whole, like) for whole in wholes)
             if error > self.tolerance and not is_exact_split(parts, like):
                 unlike[place.name] = None
-                continue
-            errors[place] = error
+            else:
+                errors[place] = error
         if unlike:
             found.not_compared.append(f"outputs of {', '.join(unlike)}, which cannot be combined over ranks")
         return errors
@@ -208,57 +216,55 @@ class Comparison:
         parts = self.other.outputs[place]
         wholes = join_parts(parts, like)
         if wholes is None:
-            shapes = ", ".join(str(list(part.shape)) for part in parts)
             return (
-                f"its output has shape {list(like.shape)} in one process but {shapes} in this layout, "
+                f"its output has shape {list(like.shape)} in one process but {_shapes(parts)} in this layout, "
                 "so the ranks hold neither copies nor shards of it"
             )
-        bad = [i for i, whole in enumerate(wholes) if error_of(whole, like) > self.tolerance]
-        of = (
-            ""
-            if len(wholes) == 1
-            else f" on model-parallel rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}"
-        )
+        where = ""
+        if len(wholes) > 1:
+            bad = [str(i) for i, whole in enumerate(wholes) if error_of(whole, like) > self.tolerance]
+            ranks = "ranks" if len(bad) > 1 else "rank"
+            where = f" on model-parallel {ranks} {', '.join(bad)}"
         return (
-            f"its output {list(like.shape)} differs by {error:.1e}{of} (micro-batch {place.micro}); "
+            f"its output {list(like.shape)} differs by {error:.1e}{where} (micro-batch {place.micro}); "
             f"all earlier outputs agree"
         )
 
     def _compare_gradients(self, found: Verdict) -> None:
         one = self.one.gradients()
         other = self.other.gradients()
-        total = sum(whole[0].double().square().sum().item() for whole in one.values())
-        floor = FLOOR * (total / max(sum(whole[0].numel() for whole in one.values()), 1)) ** 0.5
-        errors: dict[str, tuple[float, str]] = {}
+        total = 0.0
+        count = 0
+        for whole, *_ in one.values():
+            total += whole.double().square().sum().item()
+            count += whole.numel()
+        floor = FLOOR * (total / max(count, 1)) ** 0.5
+        words = {}
         for name in sorted(one, key=self._when):
-            errors[name] = _worst(one[name][0], other.get(name), "the gradient of this parameter", floor)
+            error, words[name] = _worst(one[name][0], other.get(name), "the gradient of this parameter", floor)
+            found.gradients[name] = error
         for name in other.keys() - one.keys():
-            errors[name] = float("inf"), "this parameter has a gradient in this layout but none in one process"
-        found.gradients = {name: error for name, (error, _) in errors.items()}
-        bad = [name for name, error in found.gradients.items() if error > self.tolerance]
+            found.gradients[name] = math.inf
+            words[name] = "this parameter has a gradient in this layout but none in one process"
         found.gradient_error = max(found.gradients.values(), default=None)
+        bad = [name for name, error in found.gradients.items() if error > self.tolerance]
         if bad:
             last = max(bad, key=self._when)
-            error, words = errors[last]
-            found.backward, found.others = (
-                self._difference(last, error, f"{words}; the gradients of all later parameters agree"),
-                len(bad) - 1,
-            )
+            why = f"{words[last]}; the gradients of all later parameters agree"
+            found.backward = self._difference(last, found.gradients[last], why)
+            found.others = len(bad) - 1
 
     def _compare_buffers(self, found: Verdict) -> None:
         one = self.one.buffers()
         other = self.other.buffers()
         for name in sorted(one, key=self._when):
             like = one[name][0]
-            copies = other.get(name, [])
-            errors = [error_of(_numbers(copy), _numbers(like)) for copy in copies] or [float("inf")]
-            worst = max(errors)
+            worst = math.inf
+            words = "a buffer is missing in this layout"
+            if name in other:
+                worst = max(error_of(_numbers(copy), _numbers(like)) for copy in other[name])
+                words = f"the buffer {name} differs by {worst:.1e} after the last step"
             if worst > self.tolerance:
-                words = (
-                    f"the buffer {name} differs by {worst:.1e} after the last step"
-                    if copies
-                    else "a buffer is missing in this layout"
-                )
                 words += "; all-reduce its inputs over the replicas or model-parallel ranks"
                 found.state = self._difference(name, worst, words)
                 return
@@ -274,42 +280,47 @@ def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: floa
     Returns (largest error, description of the error). what: name of the tensor in the description.
     """
     if not wholes:
-        return float("inf"), f"{what} is missing in this layout"
+        return math.inf, f"{what} is missing in this layout"
     if any(whole.shape != like.shape for whole in wholes):
         joined = join_parts(wholes, like)
         if joined is None:
-            shapes = ", ".join(str(list(whole.shape)) for whole in wholes)
-            return float(
-                "inf"
-            ), f"{what} is {list(like.shape)} in one process but {shapes} in this layout; declare how it is split"
+            shapes = f"{list(like.shape)} in one process but {_shapes(wholes)} in this layout"
+            return math.inf, f"{what} is {shapes}; declare how it is split"
         wholes = joined
     errors = [error_of(whole, like, floor) for whole in wholes]
     worst = max(errors)
-    each = "" if len(errors) == 1 else f" on copy {errors.index(worst)} of {len(errors)}"
-    note = (
-        ""
-        if len(wholes) == 1 or max(error_of(w, wholes[0], floor) for w in wholes) <= worst / 100
-        else ", and the copies differ from each other"
-    )
-    return worst, f"{what} differs by {worst:.1e}{each}{note}"
+    words = f"{what} differs by {worst:.1e}"
+    if len(wholes) > 1:
+        words += f" on copy {errors.index(worst)} of {len(errors)}"
+        apart = max(error_of(whole, wholes[0], floor) for whole in wholes)
+        if apart > worst / 100:
+            words += ", and the copies differ from each other"
+    return worst, words
+
+
+def _shapes(parts: Sequence[Tensor]) -> str:
+    return ", ".join(str(list(part.shape)) for part in parts)
 
 
 def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
     """Return a table with a row for each layout, followed by explanations of the differences."""
-
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.1e}"
-
     rows = [("layout", "losses", "outputs", "gradients", "")]
     for v in verdicts:
-        numbers = (number(v.loss), number(v.forward_error), number(v.gradient_error))
-        rows.append((v.layout, *numbers, "agrees" if v.agrees else "DIFFERS" if not v.stopped else "DID NOT RUN"))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += [f"largest relative differences from the run in one process (tolerance: {tolerance:g})"]
+        result = "DIFFERS"
+        if v.agrees:
+            result = "agrees"
+        elif v.stopped:
+            result = "DID NOT RUN"
+        rows.append((v.layout, _number(v.loss), _number(v.forward_error), _number(v.gradient_error), result))
+    lines = aligned(rows)
+    lines.append(f"largest relative differences from the run in one process (tolerance: {tolerance:g})")
     for v in verdicts:
         lines += [f"{v.layout}: {words}" for words in explained(v)]
     return "\n".join(lines)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
 
 
 def explained(v: Verdict) -> list[str]:

@@ -66,7 +66,7 @@ DEFAULT = ("pp 2", "tp 2", "pp 2, tp 2", "dp 2, zero 1")
 def read_layout(text: str) -> Layout:
     """Parse a layout such as `pp 2, tp 2, zero 1, sp, schedule zb-h1`. Raises ConfigError for invalid text."""
     values: dict[str, object] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    for part in filter(None, map(str.strip, text.split(","))):
         name, _, value = part.partition(" ")
         value = value.strip()
         if name == "sp" and not value:

@@ -34,8 +34,11 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     if named is not None:
         return list(named())
     tied = getattr(model, "tied_modules", nn.ModuleDict())
-    ties = [(f"tied_modules.{key}", module) for key, module in tied.items()]
-    return ties + [(name, module) for name, module in model.named_children() if module is not tied]
+    found = [(f"tied_modules.{key}", module) for key, module in tied.items()]
+    for name, module in model.named_children():
+        if module is not tied:
+            found.append((name, module))
+    return found
 
 
 def _modules(layers: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
@@ -72,30 +75,33 @@ class Recorder:
         self._at: tuple[int, int] | None = None  # (micro-batch, chunk) during a recorded forward pass
         self._calls: Counter[Any] = Counter()
         self._inside: list[str] = []  # names of the modules whose forward is running
-        self._bytes, self._hooks = 0, list[Any]()
+        self._bytes = 0
+        self._hooks = list[Any]()
 
     def attach(self, engine: Engine) -> Engine:
         """Attach the recorder to an engine, and return the engine."""
         self._model = engine.deepspeed.module
         mesh = mpu.get_mesh()
+        layers = named_layers(self._model)
+        modules = list(_modules(layers))
+        parameters = list(global_parameters(self._model))
+        weights = {}
+        for name, parameter in parameters:
+            weights[name] = zero_state.get_weight(parameter).detach().cpu().clone()
         self.record: dict[str, Any] = {
             "rank": dist.get_rank(), "pipe": mesh.pipe.rank, "data": mesh.data.rank, "model": mesh.model.rank,
             "share": tuple(mesh.share), "context": mesh.context.size, "expert": mesh.expert.size,
-            "layers": [name for name, _ in named_layers(self._model)],
-            "kinds": {name: type(module).__name__ for name, module in _modules(named_layers(self._model))},
-            "specs": {name: _plain(parameter) for name, parameter in global_parameters(self._model)},
-            "weights": {
-                name: zero_state.get_weight(p).detach().cpu().clone() for name, p in global_parameters(self._model)
-            },
+            "layers": [name for name, _ in layers],
+            "kinds": {name: type(module).__name__ for name, module in modules},
+            "specs": {name: _plain(parameter) for name, parameter in parameters},
+            "weights": weights,
         }  # fmt: skip
         self._initial_buffers = _buffers(self._model)
         self._listen(engine)
-        for name, module in _modules(named_layers(self._model)):
-            self._hooks += [
-                module.register_forward_pre_hook(partial(self._enter, name)),
-                module.register_forward_hook(partial(self._leave, name)),
-            ]
-        for name, parameter in global_parameters(self._model):
+        for name, module in modules:
+            self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
+            self._hooks.append(module.register_forward_hook(partial(self._leave, name)))
+        for name, parameter in parameters:
             if parameter.requires_grad:
                 hook = parameter.register_hook(partial(self._add_gradient, name))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
@@ -130,8 +136,10 @@ class Recorder:
         self.record["scale"] = engine.factor(1)
 
     def _pass(self, micro: int, chunk: int, run: Callable[[], Any]) -> Any:
-        wanted = self._model.training and not self.losses and (self.every or micro == 0)
-        self._at = (micro, chunk) if wanted else None
+        self._at = None
+        recorded = self._model.training and not self.losses
+        if recorded and (self.every or micro == 0):
+            self._at = (micro, chunk)
         try:
             return run()
         finally:

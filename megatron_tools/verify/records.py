@@ -70,15 +70,19 @@ class Records:
         The list holds one joined tensor [full] per replica and stage for a parameter that is split over ranks, and one
         tensor per rank for any other parameter. Stages that hold a tied parameter but do not use it are left out.
         """
-        learns = {name for rank in self.ranks for name in rank["gradients"]}
+        learns = set[str]()
+        for rank in self.ranks:
+            learns.update(rank["gradients"])
         found: dict[str, dict[Any, list[tuple[Any, Tensor]]]] = defaultdict(lambda: defaultdict(list))
         for rank in self.ranks:
             for name, value in rank["weights"].items():
                 if name in rank["gradients"] or name not in learns:
                     found[name][rank["pipe"], rank["data"]].append((rank["specs"][name], value))
-        return {
-            name: [whole for parts in copies.values() for whole in _wholes(parts)] for name, copies in found.items()
-        }
+        wholes: dict[str, list[Tensor]] = defaultdict(list)
+        for name, copies in found.items():
+            for parts in copies.values():
+                wholes[name] += _wholes(parts)
+        return dict(wholes)
 
     def gradients(self) -> dict[str, list[Tensor]]:
         """Return parameter name -> its gradient in fp64, summed over the replicas and stages that have the parameter.
@@ -88,9 +92,10 @@ class Records:
         """
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
         for rank in sorted(self.ranks, key=lambda rank: int(rank["model"])):
+            model = rank["model"]
             for name, value in rank["gradients"].items():
-                spec, before = sums[name].get(rank["model"], (rank["specs"][name], 0.0))
-                sums[name][rank["model"]] = spec, before + value / rank["scale"]
+                spec, before = sums[name].get(model, (rank["specs"][name], 0.0))
+                sums[name][model] = (spec, before + value / rank["scale"])
         return {name: _wholes(list(parts.values())) for name, parts in sums.items()}
 
     def buffers(self) -> dict[str, list[Tensor]]:
@@ -99,7 +104,9 @@ class Records:
         Buffers of a PipelineModule itself or of its loss are on every stage, but only some stages may use them. The
         result therefore has only the copies of ranks that changed the buffer, or all copies if no rank changed it.
         """
-        changed = {name for rank in self.ranks for name in rank["changed"]}
+        changed = set[str]()
+        for rank in self.ranks:
+            changed.update(rank["changed"])
         found: dict[str, list[Tensor]] = defaultdict(list)
         for rank in self.ranks:
             for name, value in rank["buffers"].items():
@@ -110,28 +117,31 @@ class Records:
     @cached_property
     def outputs(self) -> dict[Place, list[Tensor]]:
         """Output tensor -> its parts on the model-parallel ranks. Outputs have the order in which modules returned."""
-        found: dict[Place, dict[int, Tensor]] = {}
-        for share in sorted({rank["share"][0] for rank in self.ranks}):
-            line = [rank for rank in self.ranks if rank["share"][0] == share]
-            for model in range(self.model_ranks):
-                stages = sorted((rank for rank in line if rank["model"] == model), key=lambda rank: int(rank["pipe"]))
-                for place, value in self._outputs_of(stages):
-                    found.setdefault(place, {})[model] = value
-        return {place: [parts[model] for model in sorted(parts)] for place, parts in found.items()}
+        pipelines: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
+        for rank in sorted(self.ranks, key=lambda rank: int(rank["pipe"])):
+            pipelines[rank["share"][0], rank["model"]].append(rank)
+        found: dict[Place, dict[int, Tensor]] = defaultdict(dict)
+        for share, model in sorted(pipelines):
+            for place, value in self._outputs_of(pipelines[share, model]):
+                found[place][model] = value
+        return {place: list(parts.values()) for place, parts in found.items()}
 
     def _outputs_of(self, stages: Sequence[dict[str, Any]]) -> Iterator[tuple[Place, Tensor]]:
         """Yield each output that one pipeline recorded, with its Place. stages: records of the pipeline's ranks.
 
         The calls of a tied module are numbered stage by stage, from the first stage to the last stage.
         """
-        every = [(each["chunk"], rank["pipe"], each) for rank in stages for each in rank["outputs"]]
+        number, of = stages[0]["share"]
+        every = []
+        for rank in stages:
+            for each in rank["outputs"]:
+                every.append((each["chunk"], rank["pipe"], each))
         before: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
         for chunk, pipe, each in sorted(every, key=lambda item: item[:2]):
-            number, of = stages[0]["share"]
             micro = number * (self.micros // of) + each["micro"]
             calls = before[micro, each["name"]]
             calls[chunk, pipe] = max(calls.get((chunk, pipe), 0), each["call"] + 1)
-            earlier = sum(count for at, count in calls.items() if at != (chunk, pipe))
+            earlier = sum(calls.values()) - calls[chunk, pipe]
             yield Place(micro, each["name"], earlier + each["call"], each["number"]), each["value"]
 
 
@@ -140,13 +150,14 @@ def _wholes(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
 
     parts: (sharding, value) on each model-parallel rank.
     """
-    spec = parts[0][0]
-    if spec["dim"] is None:
+    first, value = parts[0]
+    if first["dim"] is None:
         return [value.reshape(spec["local"]) for spec, value in parts]
-    whole = torch.zeros(spec["full"], dtype=parts[0][1].dtype)
+    whole = torch.zeros(first["full"], dtype=value.dtype)
     for spec, value in parts:
         dim, begin, end = spec["rows"]
-        whole.narrow(dim, begin, end - begin).copy_(value.reshape(spec["local"]).narrow(dim, 0, end - begin))
+        rows = value.reshape(spec["local"]).narrow(dim, 0, end - begin)
+        whole.narrow(dim, begin, end - begin).copy_(rows)
     return [whole]
 
 
@@ -158,14 +169,18 @@ def join_parts(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
     """
     if all(part.shape == like.shape for part in parts):
         return list(parts)
-    if len({part.dim() for part in parts} | {like.dim()}) > 1:
+    if any(part.dim() != like.dim() for part in parts):
         return None
-    differing = [d for d in range(like.dim()) if any(part.shape[d] != like.shape[d] for part in parts)]
+    differing = set[int]()
+    for part in parts:
+        differing.update(d for d in range(like.dim()) if part.shape[d] != like.shape[d])
     if len(differing) != 1:
         return None
-    dim = differing[0]
+    dim = differing.pop()
     whole = torch.cat(list(parts), dim)
-    return [whole.narrow(dim, 0, like.shape[dim])] if whole.shape[dim] >= like.shape[dim] else None
+    if whole.shape[dim] < like.shape[dim]:
+        return None
+    return [whole.narrow(dim, 0, like.shape[dim])]
 
 
 def is_exact_split(parts: Sequence[Tensor], like: Tensor) -> bool:

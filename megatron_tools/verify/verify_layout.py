@@ -42,11 +42,12 @@ def start(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -
     """Train in `layout`; the ranks write records into `folder`. Return an error message, or None on success."""
     folder.mkdir()
     flags = flags_of_steps(args, layout, micros, folder / "run")
-    rank = ["megatron_tools.verify.verify_rank", str(folder), str(args.steps), args.script, *flags]
-    launcher = ["megatron_tools.launch", "--standalone", "--nproc-per-node", str(layout.ranks), "-m"]
-    command = [sys.executable, "-m", *(launcher if layout.ranks > 1 else []), *rank]
-    places = [str(Path(megatron.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, **NO_DEVICES, "PYTHONPATH": os.pathsep.join(places)}
+    command = [sys.executable, "-m"]
+    if layout.ranks > 1:
+        command += ["megatron_tools.launch", "--standalone", "--nproc-per-node", str(layout.ranks), "-m"]
+    command += ["megatron_tools.verify.verify_rank", str(folder), str(args.steps), args.script, *flags]
+    places = [str(Path(megatron.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    env = {**os.environ, **NO_DEVICES, "PYTHONPATH": os.pathsep.join(filter(None, places))}
     try:
         ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout, check=False)
     except subprocess.TimeoutExpired:
@@ -58,12 +59,19 @@ def start(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -
 
 def failure(folder: Path, code: int, stderr: str) -> str:
     """Return why a run wrote no records and, if known, in which module it stopped."""
+    lines = list(filter(str.strip, stderr.splitlines()))
+    parts = []
+    for line in lines:
+        if not line.startswith(("Traceback", " ", "warning", "W0", "W1")):
+            parts.append(line)
+            break
+    if lines and lines[-1] not in "".join(parts):
+        parts.append(lines[-1])
+    why = "; ".join(map(str.strip, parts)) or f"exited with code {code} without a record"
     where = sorted({path.read_text(encoding="utf-8") for path in folder.glob("stopped*")})
-    lines = [line for line in stderr.splitlines() if line.strip()]
-    words = next((line for line in lines if not line.startswith(("Traceback", " ", "warning", "W0", "W1"))), "")
-    last = lines[-1] if lines and lines[-1] not in words else ""
-    why = "; ".join(part.strip() for part in (words, last) if part) or f"exited with code {code} without a record"
-    return (f"stopped in layer {', '.join(where)}: " if where else "") + why
+    if where:
+        return f"stopped in layer {', '.join(where)}: {why}"
+    return why
 
 
 def compared(args: argparse.Namespace) -> bool:
@@ -182,7 +190,8 @@ def cli() -> None:
     ours, flags = split_flags(sys.argv[1:])
     parser = build_parser()
     parser.set_defaults(flags=flags)
-    strange = [word for word in parser.parse_known_args(ours)[1] if word.startswith("--")]
+    _, unknown = parser.parse_known_args(ours)
+    strange = [word for word in unknown if word.startswith("--")]
     if strange and not flags:
         parser.error(
             f"{strange[0]} is not a flag of this tool; put the script's flags after --, as in: "

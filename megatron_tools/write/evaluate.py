@@ -26,7 +26,6 @@ from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.load import folder_has_one, refuse_other_ids
 from megatron_tools.shapes import described
 
-from ..convert.hf_config import check_tokenizer
 from ..convert.hf_folder import Folder, is_hf_folder
 from .lm_eval import Harness, Subject
 
@@ -52,21 +51,23 @@ def _ours(args: argparse.Namespace, theirs: Folder | None, path: Path) -> Subjec
     config = theirs.config if theirs else described(path)
     if config.is_t5:
         raise ValueError(f"{path} is a T5, but evaluate.py scores left-to-right models; use tools/generate.py")
-    vocab_file = args.vocab_file or (str(path) if theirs else config.data.vocab_file)
+    own = str(path) if theirs else config.data.vocab_file
+    vocab_file = args.vocab_file or own
     if vocab_file is None:
         raise ValueError("there is no tokenizer; give --vocab-file")
     tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
     with mpu.skip_init():
         model = GPT2Model(config, parallel_output=False)
     if theirs:
-        for note in check_tokenizer(theirs.values, theirs.given, tokenizer, path / "config.json"):
+        for note in theirs.check_tokenizer(tokenizer):
             print(f"note: {note}", file=sys.stderr)
         theirs.load(model)
+        usual = config.positions
     else:
         load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint)
+        # The model was trained on samples of --seq-length tokens, even if it has more positions.
+        usual = min(config.positions, config.data.seq_length)
     here = device.current()
-    # The model was trained on samples of --seq-length tokens, even if it has more positions.
-    usual = config.positions if theirs else min(config.positions, config.data.seq_length)
     return Subject(model.eval().to(here), tokenizer, _window(args, usual, config.positions), here)
 
 
@@ -107,17 +108,20 @@ def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     tokenizer = subject.tokenizer
     longest = subject.longest + 1  # the last token of a window is a target, but not an input
     stride = args.stride or max(subject.longest // 2, 1)
-    for text in Progress(texts(args.input, args.json_key), desc="scoring", unit=" documents", disable=args.quiet):
+    documents = texts(args.input, args.json_key)
+    for text in Progress(documents, desc="scoring", unit=" documents", disable=args.quiet):
         ids = [*tokenizer.before, *tokenizer.encode(text), tokenizer.eod]
         nats = nats_of(ids, subject.logits_of, longest, stride, subject.device)
         score += Score(sum(nats), len(nats), len(text), len(text.encode()))
     if not score.tokens:
         raise ValueError(f"{', '.join(args.input)} contains no text")
+    loss = score.nats / score.tokens
+    bits = score.nats / math.log(2)
     return {
-        "loss": score.nats / score.tokens,
-        "perplexity": math.exp(min(score.nats / score.tokens, 700)),
-        "bits_per_byte": score.nats / math.log(2) / max(score.bytes, 1),
-        "bits_per_character": score.nats / math.log(2) / max(score.characters, 1),
+        "loss": loss,
+        "perplexity": math.exp(min(loss, 700)),
+        "bits_per_byte": bits / max(score.bytes, 1),
+        "bits_per_character": bits / max(score.characters, 1),
         "tokens": score.tokens, "characters": score.characters, "bytes": score.bytes, "window": subject.longest,
         "stride": stride,
     }  # fmt: skip
@@ -130,6 +134,18 @@ def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     return {"accuracy": right / len(requests), "right": right, "questions": len(requests)}
 
 
+def tasks(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the numbers that lm-eval computes for the tasks in --tasks, by task and metric."""
+    harness = Harness(subject.logits_of, subject.tokenizer, subject.longest, subject.device)
+    folders = [args.task_folder] if args.task_folder else []
+    found = {}
+    for task, row in evaluate_tasks(harness, args.tasks.split(","), args.limit, folders).items():
+        for name, value in row.items():
+            if isinstance(value, (int, float)):
+                found[f"{task} {name}"] = value
+    return found
+
+
 def main(args: argparse.Namespace) -> None:
     if bool(args.load) == bool(args.hf):
         raise ValueError("give either --load (a run) or --hf (a Hugging Face folder)")
@@ -139,15 +155,14 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError("give one of --input (text to score), --cloze (questions) and --tasks (tasks of lm-eval)")
     subject = ours(args) if args.load else hugging_face(args)
     if args.tasks:
-        harness = Harness(subject.logits_of, subject.tokenizer, subject.longest, subject.device)
-        folders = [args.task_folder] if args.task_folder else []
-        by_task = evaluate_tasks(harness, args.tasks.split(","), args.limit, folders)
-        found = {f"{task} {name}": value for task, row in by_task.items() for name, value in row.items()}
-        found = {name: value for name, value in found.items() if isinstance(value, (int, float))}
+        found = tasks(subject, args)
+    elif args.input:
+        found = perplexity(subject, args)
     else:
-        found = perplexity(subject, args) if args.input else cloze(subject, args)
+        found = cloze(subject, args)
     for key, value in found.items():
-        print(f"{key.ljust(20)} {value:,.4f}" if isinstance(value, float) else f"{key.ljust(20)} {value:,}")
+        number = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+        print(f"{key.ljust(20)} {number}")
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
 

@@ -17,6 +17,7 @@ from data_utils.cli import Parser, any_path, local_path, run
 from megatron import mpu
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
+from megatron.config import Config
 from megatron.model.gpt2 import GPT2Model, gpt2_layers, vocab_size_of
 from megatron.model.t5 import T5Model, t5_layers
 from megatron.ranks import device as device_module
@@ -26,12 +27,11 @@ from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron_tools.shapes import described
 
-from ..convert.hf_config import check_tokenizer
 from ..convert.hf_folder import Folder, is_hf_folder
 from .generation import Stages
 from .prompts import add_flags, as_json, prompts, reader_of, with_answer
 from .prompts import check as check_prompts
-from .questions import Conversation, Question, answer
+from .questions import Conversation, Prompt, Question, answer
 from .writer import OnTokens, Writer, answers
 
 EXAMPLES = """\
@@ -57,34 +57,50 @@ def load(args: argparse.Namespace) -> Writer:
 
 def _load(args: argparse.Namespace, path: Path | None) -> Writer:
     """Load the model of the checkpoint `path`, or of a Hugging Face folder if `path` is None."""
-    sizes = args.model_parallel_size, args.pipe_parallel_size
-    theirs = None if path else Folder(Path(args.load), *sizes)
-    if args.ema and theirs:
-        raise ValueError("--ema needs --load of a run with --ema-decay, not a Hugging Face folder")
-    config = theirs.config if theirs else described(path or Path(args.load), *sizes)
-    vocab_file = args.vocab_file or (str(theirs.path) if theirs else config.data.vocab_file)
+    sizes = (args.model_parallel_size, args.pipe_parallel_size)
+    several = args.model_parallel_size > 1 or args.pipe_parallel_size > 1
+    theirs = None
+    if path is None:
+        theirs = Folder(Path(args.load), *sizes)
+        if args.ema:
+            raise ValueError("--ema needs --load of a run with --ema-decay, not a Hugging Face folder")
+        config = theirs.config
+        own: str | None = str(theirs.path)
+        kind = "auto"
+    else:
+        config = described(path, *sizes)
+        own = config.data.vocab_file
+        kind = config.data.tokenizer_type
+    vocab_file = args.vocab_file or own
     if vocab_file is None:
         raise ValueError("there is no tokenizer; give --vocab-file")
-    tokenizer = load_tokenizer(vocab_file, "auto" if theirs else config.data.tokenizer_type)
-    if config.is_t5 and theirs:
-        raise ValueError(f"{theirs.path} is a T5; convert it first with tools/convert_checkpoint.py --from-hf")
+    tokenizer = load_tokenizer(vocab_file, kind)
     if theirs:
-        for note in check_tokenizer(theirs.values, theirs.given, tokenizer, theirs.path / "config.json"):
+        if config.is_t5:
+            raise ValueError(f"{theirs.path} is a T5; convert it first with tools/convert_checkpoint.py --from-hf")
+        for note in theirs.check_tokenizer(tokenizer):
             print(f"note: {note}", file=sys.stderr)
     if config.is_t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
-    several = args.model_parallel_size > 1 or args.pipe_parallel_size > 1
     device = initialize_megatron(config) if several else device_module.current()
-    layers = (t5_layers if config.is_t5 else gpt2_layers)(config, vocab_size_of(config))
-    stages = Stages(layers) if args.pipe_parallel_size > 1 else None
-    own = stages.own if stages else None
-    with mpu.skip_init():
-        model = (T5Model if config.is_t5 else GPT2Model)(config, parallel_output=False, own=own).eval()
-    if path:
-        load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint)
-    elif theirs:
+    model, stages = _model(config)
+    if theirs:
         theirs.load(model)
+    elif path:
+        load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint)
     return Writer(model.to(device), tokenizer, config, stages, reader_of(args, config, tokenizer, vocab_file))
+
+
+def _model(config: Config) -> tuple[GPT2Model | T5Model, Stages | None]:
+    """Return this rank's layers of the model, without weights, and the stages of its pipeline if it has one."""
+    kind: type[GPT2Model | T5Model] = T5Model if config.is_t5 else GPT2Model
+    layers_of = t5_layers if config.is_t5 else gpt2_layers
+    stages = None
+    if config.parallel.pipe_parallel_size > 1:
+        stages = Stages(layers_of(config, vocab_size_of(config)))
+    with mpu.skip_init():
+        model = kind(config, parallel_output=False, own=stages.own if stages else None)
+    return model.eval(), stages
 
 
 def token_printer(tokenizer: Tokenizer, question: Question) -> OnTokens:
@@ -104,15 +120,25 @@ def token_printer(tokenizer: Tokenizer, question: Question) -> OnTokens:
 
 def print_texts(writer: Writer, args: argparse.Namespace) -> None:
     """Print the generated texts of each prompt after they are complete."""
-    for asked, texts in answers(writer, prompts(args), args, args.batch_size if args.input else 1):
-        for text in texts if is_rank_0() else []:
-            whole = {**as_json(asked), "text": text} if args.input else {"text": text}
-            line = text.replace("\n", " ") if args.input else text
-            print(json.dumps(whole, ensure_ascii=False) if args.json else line, flush=True)
+    size = args.batch_size if args.input else 1
+    for asked, texts in answers(writer, prompts(args), args, size):
+        if is_rank_0():
+            for text in texts:
+                _print_text(asked, text, args)
         if args.top_lift:
             line = writer.top_lift(writer.question(asked), args.top_lift)
             if is_rank_0():
                 print(f"    {line}", flush=True)
+
+
+def _print_text(asked: Prompt, text: str, args: argparse.Namespace) -> None:
+    """Print a text: in one line for --input, with its prompt in JSON."""
+    if args.json:
+        about = as_json(asked) if args.input else {}
+        line = json.dumps({**about, "text": text}, ensure_ascii=False)
+    else:
+        line = text.replace("\n", " ") if args.input else text
+    print(line, flush=True)
 
 
 def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
@@ -161,12 +187,13 @@ def check(args: argparse.Namespace) -> None:
 
 def streams(args: argparse.Namespace, is_t5: bool) -> bool:
     """Return whether to print text while it is generated. Raises ValueError for flags that conflict with streaming."""
-    stream = args.stream or (args.interactive and not (args.json or args.num_beams or is_t5))
+    complete = args.json or args.num_beams or is_t5  # such texts are printed when they are complete
+    stream = args.stream or (args.interactive and not complete)
     if args.top_lift and (args.json or stream):
         raise ValueError("--top-lift cannot be combined with --json or --stream")
     if args.chat and args.interactive and not stream:
         raise ValueError("--chat --interactive streams one answer; omit --num-beams and --json")
-    if stream and (is_t5 or args.num_beams or args.json or args.num_samples > 1):
+    if stream and (complete or args.num_samples > 1):
         raise ValueError("--stream prints one text of a GPT-2 or Llama; omit --num-beams, --json and --num-samples")
     return bool(stream)
 

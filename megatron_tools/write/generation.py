@@ -19,6 +19,8 @@ from megatron.model.layers import Layer
 from megatron.model.masks import begun_by_prefix, no_documents
 from megatron.model.t5 import StackStart, T5Model
 
+from .beams import Beam, Found
+
 Prompts = Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -59,8 +61,12 @@ class Stages:
         size = self.group.size
         if len(blocks) < size:
             raise ValueError(f"--pipe-parallel-size {size} exceeds the model's {len(blocks)} layers")
-        cuts = [0, *(blocks[len(blocks) * i // size] for i in range(1, size)), len(layers)]
-        self.layer_ranges = [range(a, b) for a, b in itertools.pairwise(cuts)]
+        # Blocks 1 to 5 of seven layers are cut for 2 stages before block 3: layers 0 to 2 and 3 to 6.
+        cuts = [0]
+        for stage in range(1, size):
+            cuts.append(blocks[len(blocks) * stage // size])
+        cuts.append(len(layers))
+        self.layer_ranges = [range(begin, end) for begin, end in itertools.pairwise(cuts)]
 
     @property
     def own(self) -> range:
@@ -69,12 +75,16 @@ class Stages:
 
     def from_stage(self, stage: int, outputs: tuple[Tensor, ...] | Tensor) -> Any:
         """Broadcast the outputs of `stage` to all stages."""
-        source, group = self.group.ranks[stage], self.group.group
+        source = self.group.ranks[stage]
+        group = self.group.group
         if group is None:
             return outputs
         mine = stage == self.group.rank
         tensors = list(outputs) if isinstance(outputs, tuple) else [outputs]
-        about: list[Any] = [([(t.shape, t.dtype) for t in tensors], isinstance(outputs, tuple)) if mine else None]
+        about: list[Any] = [None]
+        if mine:
+            shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+            about = [(shapes, isinstance(outputs, tuple))]
         dist.broadcast_object_list(about, source, group)
         shapes, several = about[0]
         if not mine:
@@ -110,15 +120,18 @@ class _Stepper:
 
     def _run(self, inputs: tuple[Tensor, ...], seen: int, begin: int = 0, end: int | None = None) -> tuple[Tensor, ...]:
         """Run the layers `begin` to `end`, with their caches, on new tokens that follow `seen` tokens."""
-        end = len(self.model.steps) if end is None else end
+        if end is None:
+            end = len(self.model.steps)
         if self.stages is None:
             return _run(self.model, inputs, self.caches, seen, begin, end)
         for stage, own in enumerate(self.stages.layer_ranges):
-            low, high = max(begin, own.start), min(end, own.stop)
-            if low < high:
-                if stage == self.stages.group.rank:
-                    inputs = _run(self.model, inputs, self.caches, seen, low, high)
-                inputs = self.stages.from_stage(stage, inputs)
+            low = max(begin, own.start)
+            high = min(end, own.stop)
+            if low >= high:
+                continue
+            if stage == self.stages.group.rank:
+                inputs = _run(self.model, inputs, self.caches, seen, low, high)
+            inputs = self.stages.from_stage(stage, inputs)
         return inputs
 
 
@@ -135,7 +148,10 @@ class GPT2Stepper(_Stepper):
         prefix: bool = False,
     ) -> None:
         """Prepare to read `prompt`. prefix: bidirectional attention in the prompt, as with --objective prefix-lm."""
-        self.model, self.positions, self.cached, self.prefix = model, positions, cached, prefix
+        self.model = model
+        self.positions = positions
+        self.cached = cached
+        self.prefix = prefix
         self.prompts = _as_rows(prompt)
         self.stages = stages
 
@@ -203,7 +219,9 @@ class T5Stepper(_Stepper):
         cached: bool = True,
         stages: "Stages | None" = None,
     ) -> None:
-        self.model, self.start, self.cached = model, start, cached
+        self.model = model
+        self.start = start
+        self.cached = cached
         self.sources = _as_rows(source)
         self.stages = stages
 
@@ -224,8 +242,9 @@ class T5Stepper(_Stepper):
             logits: Tensor = self.model(self.encoder_tokens, self.tokens)[:, -1]
             return logits
         empty = no_documents(new.device)
-        inputs = (self.encoded, new, empty, empty)
-        return _whole(self.model, self._run(inputs, self.tokens.shape[1] - new.shape[1], begin=self.cut))
+        seen = self.tokens.shape[1] - new.shape[1]
+        found = self._run((self.encoded, new, empty, empty), seen, begin=self.cut)
+        return _whole(self.model, found)
 
 
 def _as_rows(prompt: Prompts) -> list[list[int]]:
@@ -243,11 +262,11 @@ def _repeated(rows: list[list[int]], times: int, device: torch.device) -> Tensor
 
 def _caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
     """Return layer name -> empty cache, for the causal layers. An encoder reads all tokens at once and needs none."""
-    return {
-        name: Caches()
-        for name, module in model.named_layers()
-        if isinstance(module, TransformerLayer) and module.causal
-    }
+    found = {}
+    for name, module in model.named_layers():
+        if isinstance(module, TransformerLayer) and module.causal:
+            found[name] = Caches()
+    return found
 
 
 def _run(
@@ -283,11 +302,12 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     if top_p < 1:
+        # Of the probabilities 0.5, 0.3 and 0.2, top_p 0.7 keeps two: 0, 0.5 and 0.8 come before them.
         ordered, order = logits.sort(dim=-1, descending=True)
-        before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)
-        logits = torch.full_like(logits, -torch.inf).scatter(
-            -1, order, ordered.masked_fill(before >= top_p, -torch.inf)
-        )
+        shares = ordered.softmax(dim=-1)
+        before = shares.cumsum(dim=-1) - shares
+        kept = ordered.masked_fill(before >= top_p, -torch.inf)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, order, kept)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(-1)
 
 
@@ -314,60 +334,22 @@ def sample(
     ended = torch.zeros(count, dtype=torch.bool)
     found: list[Tensor] = []
     while len(found) < max_new_tokens:
-        of_prompts = zip(logits.float().cpu().chunk(len(generators)), generators, strict=True)
-        new = torch.cat([choose(own, sampling, generator) for own, generator in of_prompts])
-        found.append(new.masked_fill(ended, end))
+        by_prompt = logits.float().cpu().chunk(len(generators))
+        chosen = []
+        for own, generator in zip(by_prompt, generators, strict=True):
+            chosen.append(choose(own, sampling, generator))
+        new = torch.cat(chosen).masked_fill(ended, end)
+        found.append(new)
         if on_tokens is not None:
-            on_tokens(found[-1].tolist())
-        ended |= found[-1] == end
+            on_tokens(new.tolist())
+        ended |= new == end
         if ended.all() or len(found) == max_new_tokens:
             break
-        logits = stepper.next(found[-1].to(logits.device))
-    rows = torch.stack(found, dim=1).tolist() if found else [[] for _ in range(count)]
+        logits = stepper.next(new.to(logits.device))
+    if not found:
+        return [[] for _ in range(count)]
+    rows = torch.stack(found, dim=1).tolist()
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
-
-
-Found = tuple[float, list[int]]  # score (log-probability / length ** length_penalty), tokens
-
-
-class _Beam:
-    """Beam search for one prompt. After a step, beam i continues the previous beam order[i] with the token new[i]."""
-
-    def __init__(self, beams: int, max_new_tokens: int, end: int, length_penalty: float) -> None:
-        self.beams, self.longest, self.end, self.length_penalty = beams, max_new_tokens, end, length_penalty
-        # All beams start with the same text. The first step extends only one of them, or all beams would stay equal.
-        self.total = torch.tensor([0.0] + [-torch.inf] * (beams - 1))
-        self.rows: list[list[int]] = [[] for _ in range(beams)]
-        self.done: list[Found] = []
-        self.unfinished: list[Found] = []
-        self.order, self.new = torch.arange(beams), torch.zeros(beams, dtype=torch.int64)
-        self.over = max_new_tokens < 1
-
-    def step(self, scores: Tensor) -> None:
-        """Extend the beams by one token. scores: log-probabilities of the next token, [beams, v]."""
-        length = len(self.rows[0]) + 1
-        share = length**self.length_penalty
-        best, at = (self.total.unsqueeze(1) + scores).flatten().topk(2 * self.beams)
-        kept: list[tuple[float, int, int]] = []
-        for rank, (score, flat) in enumerate(zip(best.tolist(), at.tolist(), strict=True)):
-            row, token = divmod(flat, scores.shape[1])
-            if token == self.end and rank < self.beams:
-                self.done.append((score / share, [*self.rows[row], token]))
-            elif token != self.end and len(kept) < self.beams:
-                kept.append((score, row, token))
-        self.done = sorted(self.done, reverse=True)[: self.beams]
-        self.total = torch.tensor([score for score, _, _ in kept])
-        self.order, self.new = torch.tensor([row for _, row, _ in kept]), torch.tensor([token for _, _, token in kept])
-        self.rows = [[*self.rows[row], token] for _, row, token in kept]
-        beaten = len(self.done) == self.beams and self.done[-1][0] >= kept[0][0] / share
-        if length == self.longest or beaten:
-            self.over = True
-            self.unfinished = [(score / share, row) for (score, _, _), row in zip(kept, self.rows, strict=True)]
-            # While searches for other prompts go on, the model still computes this search's rows. They are ignored.
-            self.order, self.new = torch.arange(self.beams), torch.zeros_like(self.new)
-
-    def found(self) -> list[Found]:
-        return sorted([*self.done, *self.unfinished], reverse=True)[: self.beams]
 
 
 @torch.no_grad()
@@ -380,16 +362,20 @@ def beam_searches(
     and no unfinished one can get a better score than the worst of these, as in Hugging Face with early_stopping=False.
     """
     logits = stepper.first(beams)
-    device, count = logits.device, logits.shape[0] // beams
-    searches = [_Beam(beams, max_new_tokens, end, length_penalty) for _ in range(count)]
+    device = logits.device
+    count = logits.shape[0] // beams
+    searches = [Beam(beams, max_new_tokens, end, length_penalty) for _ in range(count)]
     while not all(search.over for search in searches):
-        for search, scores in zip(searches, logits.float().cpu().log_softmax(-1).chunk(count), strict=True):
+        by_prompt = logits.float().cpu().log_softmax(-1).chunk(count)
+        for search, scores in zip(searches, by_prompt, strict=True):
             if not search.over:
                 search.step(scores)
-        if not all(search.over for search in searches):
-            order = torch.cat([search.order + i * beams for i, search in enumerate(searches)])
-            stepper.reorder(order.to(device))
-            logits = stepper.next(torch.cat([search.new for search in searches]).to(device))
+        if all(search.over for search in searches):
+            break
+        order = torch.cat([search.order + i * beams for i, search in enumerate(searches)])
+        new = torch.cat([search.new for search in searches])
+        stepper.reorder(order.to(device))
+        logits = stepper.next(new.to(device))
     return [search.found() for search in searches]
 
 

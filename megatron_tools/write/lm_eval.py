@@ -35,7 +35,8 @@ class Harness(Subject, LogLikelihoods):
         for request in requests:
             context, options = request.args
             stops = options.get("until") or []
-            stops = [stops] if isinstance(stops, str) else stops
+            if isinstance(stops, str):
+                stops = [stops]
             if options.get("do_sample"):
                 raise ValueError("this lm-eval task needs sampling, but only greedy decoding is supported")
             most = options.get("max_gen_toks", 256)
@@ -43,14 +44,21 @@ class Harness(Subject, LogLikelihoods):
             # lm-eval leaves room for the longest answer. Where there is none, which it refuses, the window slides.
             if most < self.longest:
                 ids = ids[most - self.longest :]
-            written: list[int] = []
-            text = ""
-            while len(written) < most and not any(stop in text for stop in stops):
-                tokens = torch.tensor([[*ids, *written][-self.longest :]], dtype=torch.int64, device=self.device)
-                best = int(self.logits_of(tokens)[0, -1].argmax())
-                if best == self.tokenizer.eod:
-                    break
-                written.append(best)
-                text = self.tokenizer.decode(written)
-            found.append(text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))])
+            found.append(self._continue(ids, stops, most))
         return found
+
+    def _continue(self, ids: list[int], stops: Sequence[str], most: int) -> str:
+        """Return the greedy continuation of `ids`, of at most `most` tokens, cut before the first stop word."""
+        written: list[int] = []
+        text = ""
+        while len(written) < most:
+            tokens = torch.tensor([[*ids, *written][-self.longest :]], dtype=torch.int64, device=self.device)
+            best = int(self.logits_of(tokens)[0, -1].argmax())
+            if best == self.tokenizer.eod:
+                break
+            written.append(best)
+            text = self.tokenizer.decode(written)
+            ends = [text.find(stop) for stop in stops if stop in text]
+            if ends:
+                return text[: min(ends)]
+        return text

@@ -78,17 +78,13 @@ def check(args: argparse.Namespace) -> None:
 
 def reader_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Reader:
     """Return the encoder of prompts for this model. Raises ValueError for flags that the model does not support."""
-    if config.is_t5:
-        given = [
-            name
-            for name in ("special_tokens", "chat", "suffix", "fim_tokens")
-            if getattr(args, name) not in (None, False)
-        ]
-        if given:
-            raise ValueError(f"--{given[0].replace('_', '-')} is not supported for a T5; omit it")
-        return Reader(tokenizer, continues_text=config.objective == "prefix-lm")
-    template = _template(args.chat_template, config, tokenizer, vocab_file) if args.chat else None
-    return Reader(tokenizer, template, _marks(args.fim_tokens, config, tokenizer), args.special_tokens)
+    if not config.is_t5:
+        template = _template(args.chat_template, config, tokenizer, vocab_file) if args.chat else None
+        return Reader(tokenizer, template, _marks(args.fim_tokens, config, tokenizer), args.special_tokens)
+    for name in ("special_tokens", "chat", "suffix", "fim_tokens"):
+        if getattr(args, name) not in (None, False):
+            raise ValueError(f"--{name.replace('_', '-')} is not supported for a T5; omit it")
+    return Reader(tokenizer, continues_text=config.objective == "prefix-lm")
 
 
 def _template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Template:
@@ -107,9 +103,14 @@ def _template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file
 
 def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tuple[Template, str]:
     """Return (chat template, words for its origin): that of the training data, else the tokenizer's, else ChatML."""
-    for prefix, about in of_conversations(config):
-        date = about.get("chat_date")
-        when = f", of {date}" if date else ", without a date" if is_undated(about) else ""
+    abouts = of_conversations(config)
+    if abouts:
+        prefix, about = abouts[0]
+        when = ""
+        if date := about.get("chat_date"):
+            when = f", of {date}"
+        elif is_undated(about):
+            when = ", without a date"
         return template_of_corpus(about, tokenizer, vocab_file), f"the corpus {prefix}{when}"
     if source := own_template(vocab_file):
         return template_from(source, tokenizer, vocab_file), "the tokenizer"
@@ -118,8 +119,8 @@ def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tu
 
 def _marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> Marks | None:
     trained = bool(config.data.fim_rate)
-    names = names or (list(config.data.fim_tokens) if config.data.fim_tokens else None)
-    if names is None:
+    names = names or list(config.data.fim_tokens or ())
+    if not names:
         return None
     if missing := [name for name in names if name not in tokenizer.marks]:
         known = ", ".join(tokenizer.marks)
@@ -137,22 +138,25 @@ def prompts(args: argparse.Namespace) -> Iterator[Prompt]:
             for number, line in enumerate(file, 1):
                 yield _prompt_of(line, args.chat, f"{args.input}, line {number}")
     elif args.interactive:
-        while True:
-            asked: list[Any] = [None]
-            if is_rank_0():
-                print("> ", end="", flush=True, file=sys.stderr)
-                asked[0] = sys.stdin.readline()
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                dist.broadcast_object_list(asked)
-            if not asked[0]:
-                return
-            text = asked[0].rstrip("\n")
+        while line := _read_line():
+            text = line.rstrip("\n")
             if text or not args.chat:
                 yield _prompt(text, args.chat)
     elif args.suffix is not None:
         yield Infill(args.prompt, args.suffix)
     else:
         yield _prompt(args.prompt, args.chat)
+
+
+def _read_line() -> str:
+    """Read a line from the terminal of rank 0; return it on all ranks, "" at the end of the input."""
+    line: list[Any] = [None]
+    if is_rank_0():
+        print("> ", end="", flush=True, file=sys.stderr)
+        line[0] = sys.stdin.readline()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(line)
+    return str(line[0])
 
 
 def _prompt(text: str, chat: bool) -> Prompt:
@@ -163,21 +167,26 @@ def _prompt_of(line: str, chat: bool, where: str) -> Prompt:
     """Return the prompt in a line of --input: text, or JSON with "prompt", "text" or, with --chat, "messages"."""
     if not line.startswith("{"):
         return _prompt(line.rstrip("\n"), chat)
-    wanted = '"messages" or a "prompt"' if chat else '"prompt"'
+    keys = ["prompt", "text"]
+    wanted = '"prompt"'
+    if chat:
+        keys.insert(0, "messages")
+        wanted = '"messages" or a "prompt"'
     try:
         content = parse_json(line, where, dict)
-        found = next(
-            content[key] for key in ("messages", "prompt", "text") if key in content and (chat or key != "messages")
-        )
     except JsonBoundError:
         raise
-    except (ValueError, StopIteration):
-        raise ValueError(f"{where} is not a JSON object with a {wanted}") from None
-    if chat and not isinstance(found, str):
-        return _conversation(found, where)
+    except ValueError:
+        content = {}
+    found = [content[key] for key in keys if key in content]
+    if not found:
+        raise ValueError(f"{where} is not a JSON object with a {wanted}")
+    asked = found[0]
+    if chat and not isinstance(asked, str):
+        return _conversation(asked, where)
     if isinstance(content.get("suffix"), str) and not chat:
-        return Infill(str(found), str(content["suffix"]))
-    return _prompt(str(found), chat)
+        return Infill(str(asked), str(content["suffix"]))
+    return _prompt(str(asked), chat)
 
 
 def _conversation(turns: object, where: str) -> Conversation:

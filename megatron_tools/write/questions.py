@@ -80,17 +80,16 @@ class Reader:
 
     def question(self, asked: Prompt) -> Question:
         """Encode a prompt. Raises ValueError for a kind of prompt that this model does not support."""
-        if isinstance(self.tokenizer, SentinelTokenizer):
+        tokenizer = self.tokenizer
+        if isinstance(tokenizer, SentinelTokenizer):
             if not isinstance(asked, str):
                 raise ValueError("a T5 fills masked spans in its prompt, such as <extra_id_0>; omit the suffix")
-            return (
-                _t5_continuation(asked, self.tokenizer) if self.continues_text else _t5_question(asked, self.tokenizer)
-            )
+            encode = _t5_continuation if self.continues_text else _t5_question
+            return encode(asked, tokenizer)
         if isinstance(asked, Conversation):
             return self._of_conversation(asked)
         if isinstance(asked, Infill):
             return self._of_infill(asked)
-        tokenizer = self.tokenizer
         # A prompt is encoded like corpus text. The name of an added token in it becomes this token, unless the token is
         # special; names of special tokens become tokens only if `self.names` is True.
         found = tokenizer.encode_names(asked) if self.names else tokenizer.encode(asked)
@@ -104,10 +103,15 @@ class Reader:
         none. The shown answer contains no special tokens.
         """
         assert self.template is not None
-        tokens, _ = ChatEncoder(self.tokenizer, append_eod=False).encode(self.template.asking(asked.messages))
+        pieces = self.template.asking(asked.messages)
+        tokens, _ = ChatEncoder(self.tokenizer, append_eod=False).encode(pieces)
+        hidden = set(self.tokenizer.specials.values())
         end = turn_end(self.template, self.tokenizer)
-        hidden = frozenset(self.tokenizer.specials.values()) | ({end} if end is not None else set())
-        return Question(asked, tokens, self.tokenizer.eod if end is None else end, hidden=hidden)
+        if end is None:
+            end = self.tokenizer.eod
+        else:
+            hidden.add(end)
+        return Question(asked, tokens, end, hidden=frozenset(hidden))
 
     def _of_infill(self, asked: Infill) -> Question:
         assert self.marks is not None
@@ -116,13 +120,15 @@ class Reader:
         start = list(tokenizer.start)
         tail = tokenizer.encode_content(asked.suffix, inside=True)
         head = tokenizer.encode_names(asked.prefix) if self.names else tokenizer.encode_content(asked.prefix)
-        first = [prefix, *start] if inside else [*start, prefix]
-        tokens = [*first, *head, suffix, *tail, middle]
-        if spm:
-            tokens = (
-                [prefix, suffix, *tail, middle, *start, *head] if inside else [*first, suffix, *tail, middle, *head]
-            )
-        return Question(asked, tokens, self.tokenizer.eod, asked.prefix, asked.suffix)
+        if spm and inside:
+            tokens = [prefix, suffix, *tail, middle, *start, *head]
+        elif spm:
+            tokens = [*start, prefix, suffix, *tail, middle, *head]
+        elif inside:
+            tokens = [prefix, *start, *head, suffix, *tail, middle]
+        else:
+            tokens = [*start, prefix, *head, suffix, *tail, middle]
+        return Question(asked, tokens, tokenizer.eod, asked.prefix, asked.suffix)
 
 
 def _t5_question(asked: str, tokenizer: SentinelTokenizer) -> Question:

@@ -57,16 +57,21 @@ class Writer:
         longest = args.max_new_tokens
         if self.config.is_t5 and self.config.model.position_embedding == "learned":
             longest = min(longest, self.config.positions)
+        found = []
         if args.num_beams:
-            searched = beam_searches(stepper, args.num_beams, longest, end)
-            found = [[ids for _, ids in best[:each]] for best in searched]
+            for best in beam_searches(stepper, args.num_beams, longest, end):
+                found.append([ids for _, ids in best[:each]])
         else:
             sampling = Sampling(args.temperature, args.top_k, args.top_p)
             # Equal seeds would draw equal random numbers for all prompts, so similar prompts would get equal texts.
             seeds = [mpu.derive_seed(args.seed, "prompt", *question.tokens) for question in asked]
             rows = sample(stepper, each, longest, end, sampling, seeds, on_tokens)
-            found = [rows[i : i + each] for i in range(0, len(rows), each)]
-        return [[self.text(q, ids) for ids in own] for q, own in zip(asked, found, strict=True)]
+            for i in range(0, len(rows), each):
+                found.append(rows[i : i + each])
+        texts = []
+        for question, own in zip(asked, found, strict=True):
+            texts.append([self.text(question, ids) for ids in own])
+        return texts
 
     def top_lift(self, question: Question, count: int) -> str:
         """Return a line with the tokens whose probability most exceeds their frequency in the training text.
@@ -82,21 +87,30 @@ class Writer:
             logits = stepper.next(torch.tensor([tokenizer.sentinels[0]], device=logits.device))
         p = logits[0].double().softmax(-1).cpu()[: tokenizer.vocab_size]
         p[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = 0  # special tokens are no candidates
-        found = counted(list(self.config.data.data_path or []), self.config.data.split, logits.shape[-1])
-        shares = None if found is None else torch.from_numpy(found[0][: len(p)] + 1) / (found[0].sum() + len(p))
-        best = (p if shares is None else torch.special.xlogy(p, p / shares)).topk(count).indices.tolist()
-        times = ["" if shares is None else f" ({p[i] / shares[i]:.1f} times its share)" for i in best]
-        tokens = [f"{tokenizer.decode([i])!r} {p[i]:.1%}{more}" for i, more in zip(best, times, strict=True)]
-        return "top lift: " + ", ".join(tokens)
+        shares = None
+        ranking = p
+        counts = counted(list(self.config.data.data_path or []), self.config.data.split, logits.shape[-1])
+        if counts is not None:
+            train = counts[0]
+            shares = torch.from_numpy(train[: len(p)] + 1) / (train.sum() + len(p))
+            ranking = torch.special.xlogy(p, p / shares)
+        words = []
+        for i in ranking.topk(count).indices.tolist():
+            word = f"{tokenizer.decode([i])!r} {p[i]:.1%}"
+            if shares is not None:
+                word += f" ({p[i] / shares[i]:.1f} times its share)"
+            words.append(word)
+        return "top lift: " + ", ".join(words)
 
     def text(self, question: Question, ids: list[int]) -> str:
         """Return the text to print for the generated `ids`: an answer in a chat, else the prompt and its completion."""
-        if isinstance(self.tokenizer, SentinelTokenizer):
-            kept = ids[:-1] if ids[-1:] == [question.end] else ids
-            if self.reader.continues_text:
-                return question.before + answer(self.tokenizer, question, kept)
-            return fill(str(question.prompt), self.tokenizer, kept)
-        return question.before + answer(self.tokenizer, question, ids) + question.after
+        if not isinstance(self.tokenizer, SentinelTokenizer):
+            return question.before + answer(self.tokenizer, question, ids) + question.after
+        if ids[-1:] == [question.end]:
+            ids = ids[:-1]
+        if self.reader.continues_text:
+            return question.before + answer(self.tokenizer, question, ids)
+        return fill(str(question.prompt), self.tokenizer, ids)
 
 
 def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
@@ -105,7 +119,8 @@ def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
     for i, question in enumerate(asked):
         alike.setdefault((len(question.tokens), question.end), []).append(i)
     for numbers in alike.values():
-        yield from (numbers[i : i + size] for i in range(0, len(numbers), size))
+        for at in range(0, len(numbers), size):
+            yield numbers[at : at + size]
 
 
 def answers(
@@ -113,12 +128,14 @@ def answers(
 ) -> Iterator[tuple[Prompt, list[str]]]:
     """Yield each prompt with its generated texts, in the order of the prompts."""
     stream = iter(prompts)
-    while asked := [writer.question(prompt) for prompt in itertools.islice(stream, size * WINDOW if size > 1 else 1)]:
-        texts: list[list[str]] = [[] for _ in asked]
+    window = size * WINDOW if size > 1 else 1
+    while asked := [writer.question(prompt) for prompt in itertools.islice(stream, window)]:
+        texts: dict[int, list[str]] = {}
         for numbers in batches(asked, size):
-            for i, found in zip(numbers, writer.write([asked[i] for i in numbers], args, None), strict=True):
-                texts[i] = found
-        yield from ((question.prompt, found) for question, found in zip(asked, texts, strict=True))
+            written = writer.write([asked[i] for i in numbers], args, None)
+            texts.update(zip(numbers, written, strict=True))
+        for i, question in enumerate(asked):
+            yield question.prompt, texts[i]
 
 
 def fill(prompt: str, tokenizer: SentinelTokenizer, ids: list[int]) -> str:
@@ -133,5 +150,7 @@ def fill(prompt: str, tokenizer: SentinelTokenizer, ids: list[int]) -> str:
             spans.setdefault(token, [])
         elif last is not None:
             spans[last].append(token)
-    source = tokenizer.encode(prompt)
-    return tokenizer.decode([t for token in source for t in (spans.get(token) or [token])])
+    filled: list[int] = []
+    for token in tokenizer.encode(prompt):
+        filled += spans.get(token) or [token]
+    return tokenizer.decode(filled)
