@@ -91,6 +91,10 @@ def _mistake(text: str) -> str | None:
     if bare != text or not _URL.match(bare) or empty_bucket:
         around = " without the spaces or quotes around it" if bare != text else ""
         return f"it is not one; did you mean {scheme}://{rest}{around}?"
+    parts = rest.removesuffix("/").split("/")
+    names = [part for part in parts if part not in ("", ".")]
+    if names != parts:  # a path drops these parts, so it would name another object
+        return f"its path has an empty part or a dot; did you mean {scheme}://{'/'.join(names)}?"
     return None
 
 

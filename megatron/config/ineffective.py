@@ -199,6 +199,13 @@ ROWS = (
     ),
     # checkpoints
     Row(
+        "save",
+        lambda c, ranks, value: str(value).lower().startswith("memory://"),
+        "",
+        note="{said} keeps checkpoints only in the memory of each process, so they are lost when the run ends; give a "
+        "folder or the URL of object storage to keep them",
+    ),
+    Row(
         "load_optim load_rng",
         lambda c, ranks, value: c.checkpoint.finetune,
         "--finetune loads only the weights",

@@ -106,8 +106,15 @@ def test_every_row_of_the_table_has_a_case() -> None:
     noted = {line.split()[0].replace("--no-", "--") for _, line in IDLE} | {
         "--rope-scaling-factor",
         "--experts-per-token",
+        "--save",
     }
     assert {flag(name) for row in ROWS for name in row.names.split()} <= noted
+
+
+def test_checkpoints_that_end_with_the_process_get_a_note() -> None:
+    for place, noted in (("memory://bucket/run", True), ("Memory://b/x", True), ("runs/memory", False)):
+        notes = notes_of("gpt2", f"--save {place} --run-dir runs/mine")
+        assert bool([note for note in notes if note.startswith(f"--save {place} ")]) == noted
 
 
 def test_what_asks_for_nothing_gets_no_note() -> None:

@@ -25,6 +25,7 @@ from tests.support import ROOT
 MISTAKES = [
     "s3:/bucket/run", "s3:bucket/run", "s3//bucket/run", "s3:///bucket/run", "s3://", "s3:", "://bucket/run",
     "S3:/bucket/run", "gs:/bucket/run", "memory:/bucket", "https:/host/x", " s3://bucket/run", "'s3://bucket/run'",
+    "s3://bucket//run", "S3://bucket/./run", "gs://bucket/a//b", "memory://bucket//",
     "file:///home/x", "file:/home/x", "local:///home/x", "sftp//host/x", "hdfs//name/x",
 ]  # fmt: skip
 # Settings and arguments of text that is no path.
@@ -57,6 +58,12 @@ def test_a_folder_whose_name_looks_like_a_url(text: str) -> None:
     assert not is_url(found) and found.is_absolute() and found == Path.cwd() / text
     # A path is often turned into text and read again.
     assert place(str(found)) == found and local(str(found)) == str(found)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/a//b", "s3://bucket/./a/b", "s3://bucket//a/./b/"])
+def test_the_url_that_a_path_would_name_is_suggested(url: str) -> None:
+    with pytest.raises(PlaceError, match=r"did you mean s3://bucket/a/b\?"):
+        place(url)
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/Run", "S3://bucket/Run", "GS://b/x", "Memory://b/x"])
