@@ -134,11 +134,12 @@ def moment_names(engine: Any) -> list[str]:
     """
     _link_moments(engine)
     states = [(owner, _inner(engine).state.get(owner, {})) for owner in owners(engine)]
-    return sorted({k for owner, state in states for k, v in state.items() if _is_moment(v, owner)})
+    return sorted({k for owner, state in states for k, v in state.items() if _is_moment(k, v, owner)})
 
 
-def _is_moment(value: Any, owner: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == owner.shape and value.dim() > 0
+def _is_moment(name: str, value: Any, owner: Tensor) -> bool:
+    """Return whether `value` has the shape of the weight `owner`. Adam's step count is a tensor without dimensions."""
+    return isinstance(value, Tensor) and value.shape == owner.shape and name != "step"
 
 
 def moments_of(engine: Any, parameter: nn.Parameter, names: Sequence[str]) -> list[str]:

@@ -135,7 +135,6 @@ SENTENCES = {
     "does_not_hold_weight_x": "b.safetensors does not hold 'weight.x'",
     "lists_unknown_weights": "checkpoint\\.json lists weights that this model does not have: weight\\.layers\\.1\\.",
     "forward_step_reads_a_second_batch": "forward_step reads a second batch",
-    "the_parameter_factor_is_a_single_number": "the parameter factor is a single number, which no checkpoint can store",
     "did_you_mean_hidden_size": "did you mean hidden_size",
     "sets_gas_more_than_once": "a.json sets 'gas' more than once: 8 and 4",
     "config_json_is_not_an_object": "config\\.json(, line 1: | must hold a JSON object)",

@@ -140,7 +140,7 @@ def write_share(
     for name, parameter, kinds, *_ in (part for part in parts if part.mine):
         spec = mpu.spec_of(parameter)
         dim, begin, end = spec.rows
-        shape = list(spec.local_shape)
+        shape = list(spec.stored_shape)
         shape[dim] = end - begin
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         for kind in kinds:

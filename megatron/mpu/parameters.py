@@ -103,9 +103,14 @@ class ParamSpec:
         return self.dim is not None and self.size > 1
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part, padding included; a parameter without dimensions is stored as [1]."""
+        return self.local_shape or (1,)
+
+    @property
     def full_shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter, as on one rank and without padding."""
-        shape = list(self.local_shape)
+        """Shape of the whole parameter, as on one rank and without padding; [1] for one without dimensions."""
+        shape = list(self.stored_shape)
         if self.dim is not None:
             shape[self.dim] = self.full_size
         return tuple(shape)
@@ -121,14 +126,14 @@ class ParamSpec:
     def rows(self) -> Rows:
         """Rows of the whole parameter that this rank holds, without padding: all rows if it holds a copy."""
         if self.dim is None:
-            return Rows(0, 0, self.local_shape[0])
+            return Rows(0, 0, self.stored_shape[0])
         length = self.local_shape[self.dim]
         return Rows(self.dim, *(min(rows * length, self.full_size) for rows in (self.rank, self.rank + 1)))
 
     def without_padding(self, part: Tensor) -> Tensor:
         """Return a view [rows, ...], without padding rows, of `part`, this rank's part (perhaps flattened)."""
         dim, begin, end = self.rows
-        return part.view(self.local_shape).narrow(dim, 0, end - begin)
+        return part.view(self.stored_shape).narrow(dim, 0, end - begin)
 
     def with_padding(self, rows: Tensor) -> Tensor:
         """Pad this rank's `rows` [rows, ...] with zeros to `local_shape`; return `rows` itself if it has this shape."""
@@ -143,7 +148,7 @@ class ParamSpec:
         """Copy this rank's rows of a `whole` parameter [full] into `parameter` [local]; padding becomes zero."""
         dim, begin, end = self.rows
         parameter.zero_()
-        parameter.narrow(dim, 0, end - begin).copy_(whole.narrow(dim, begin, end - begin))
+        self.without_padding(parameter).copy_(whole.narrow(dim, begin, end - begin))
 
     def fill(self, parameter: nn.Parameter, seed: int | None = None) -> None:
         """Draw the initial values of `parameter`, this rank's part.
@@ -169,6 +174,7 @@ class ParamSpec:
         shape = list(self.full_shape)
         step = max(AT_ONCE * shape[dim] // max(math.prod(shape), 1), 1)
         parameter.zero_()
+        part = parameter.view(self.stored_shape)
         for at in range(begin - begin % step, end, step):
             shape[dim] = min(step, self.full_shape[dim] - at)
             stretch = torch.empty(shape, dtype=parameter.dtype, device="cpu")
@@ -176,7 +182,7 @@ class ParamSpec:
                 init_method(stretch)
             low = max(at, begin)
             high = min(at + shape[dim], end)
-            parameter.narrow(dim, low - begin, high - low).copy_(stretch.narrow(dim, low - at, high - low))
+            part.narrow(dim, low - begin, high - low).copy_(stretch.narrow(dim, low - at, high - low))
 
 
 def spec_of(parameter: Tensor) -> ParamSpec:

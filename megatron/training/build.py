@@ -157,13 +157,8 @@ def _checked(model: nn.Module, task: Task, config: Config) -> bool:
 
 
 def refuse_what_no_checkpoint_holds(model: nn.Module) -> None:
-    """Raise ValueError for a weight without dimensions, and for a shard whose place in the whole weight is unknown."""
+    """Raise ValueError for a shard whose place in the whole weight is unknown."""
     for name, parameter in global_parameters(model):
-        if not parameter.dim():
-            raise ValueError(
-                f"the parameter {name} is a single number, which no checkpoint can store: give it one dimension, as "
-                "in torch.ones(1)"
-            )
         unknown = mpu.is_split(parameter) and mpu.spec_of(parameter).dim is None
         if unknown and mpu.get_mesh().model.size > 1:
             raise ValueError(

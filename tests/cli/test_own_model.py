@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,9 @@ from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.tokenizer import load_tokenizer
 from megatron.training import pretrain
 from tds.pipe import LayerSpec, PipelineModule, SequentialModule, StockPipelineModule, seeded_layers
+from tests.checkpoints.runs import whole_tensors
 from tests.sentences import SENTENCES
-from tests.support import FULL, ROOT, RankFailure, command, losses, on_ranks, train
+from tests.support import FULL, ROOT, RankFailure, command, covering, losses, on_ranks, train
 
 SHAPE = {"--num-layers": 3, "--hidden-size": 16, "--num-attention-heads": 2, "--seq-length": 16}
 # (number of ranks, number of stages, tensor-parallel size, --gas, further flags)
@@ -340,7 +342,38 @@ class _Scalar(_Odd):
         self.factor = nn.Parameter(torch.tensor(1.0))
 
 
-def test_what_deepspeed_cannot_hold_is_refused(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
-    argv = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, 0, 1, 4, 3)]
-    with pytest.raises(RankFailure, match=SENTENCES["the_parameter_factor_is_a_single_number"]):
+NUMBERS = [
+    "",
+    "--zero-stage 1",
+    "--zero-stage 1 --no-overlap-grad-reduce",
+    "--zero-stage 2",
+    "--precision bf16",
+    "--optimizer sgd",
+    "--async-save --ema-decay 0.5 --skip-step-sigma 9",
+]
+
+
+@pytest.mark.parametrize("more", covering(NUMBERS, ["", "--zero-stage 1"].__contains__))
+def test_a_weight_without_dimensions_is_trained_and_resumed(
+    more: str, tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    """The losses are those of the same model with a weight of one element, also after a resume."""
+
+    def flags(name: str, iterations: int) -> list[str]:
+        return ["--run-dir", str(tmp_path / name), *_flags(tiny_data, vocab_file, 0, 1, 2, iterations, more)]
+
+    expected = on_ranks(2, _losses_of, _Odd, flags("expected", 6))[0][1]
+    on_ranks(2, _losses_of, _Scalar, flags("number", 3))
+    assert on_ranks(2, _losses_of, _Scalar, flags("number", 6))[0][1] == pytest.approx(expected, rel=1e-6)
+    wanted = whole_tensors(tmp_path / "expected/checkpoints/iter_0000006")
+    found = whole_tensors(tmp_path / "number/checkpoints/iter_0000006")
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-5, atol=1e-7, err_msg=key)
+    assert found["weight.factor"].shape == (1,) and found["weight.factor"] != 1.0
+
+
+def test_zero_3_refuses_a_weight_without_dimensions(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    argv = ["--run-dir", str(tmp_path), *_flags(tiny_data, vocab_file, 0, 1, 4, 3, "--zero-stage 3")]
+    with pytest.raises(RankFailure, match="factor.*ZeRO 0, 1 or 2"):
         on_ranks(1, _losses_of, _Scalar, argv)
