@@ -12,17 +12,35 @@ A checkpoint is written into a folder with a temporary name, which is renamed wh
 `latest` is updated last. So `latest` always names a complete checkpoint, even after a crash.
 """
 
-from .files import CheckpointError, find_checkpoint, latest_checkpoint
-from .load import Wanted, load_checkpoint
-from .reader import CheckpointReader, each_weight, load_weights, plain_config
-from .resume import find_start, start_or_resume
-from .retention import prune
-from .retry import RetryingSaver
-from .save import Saver, save_checkpoint
-from .state import TrainState
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .files import CheckpointError, find_checkpoint, latest_checkpoint
+    from .load import Wanted, load_checkpoint
+    from .reader import CheckpointReader, each_weight, load_weights, plain_config
+    from .resume import find_start, start_or_resume
+    from .retention import prune
+    from .retry import RetryingSaver
+    from .save import Saver, save_checkpoint
+    from .state import TrainState
+
+# Name -> module. The names are imported lazily, as most programs need few of them.
+_HOMES = {
+    "CheckpointError": "files", "CheckpointReader": "reader", "RetryingSaver": "retry", "Saver": "save",
+    "TrainState": "state", "Wanted": "load", "each_weight": "reader", "find_checkpoint": "files",
+    "find_start": "resume", "latest_checkpoint": "files", "load_checkpoint": "load", "load_weights": "reader",
+    "plain_config": "reader", "prune": "retention", "save_checkpoint": "save", "start_or_resume": "resume",
+}  # fmt: skip
 
 __all__ = [
     "CheckpointError", "CheckpointReader", "RetryingSaver", "Saver", "TrainState", "Wanted", "each_weight",
     "find_checkpoint", "find_start", "latest_checkpoint", "load_checkpoint", "load_weights", "plain_config", "prune",
     "save_checkpoint", "start_or_resume",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -19,9 +19,9 @@ from tds.average import AVERAGE
 from . import schema
 from .bounds import refuse_absurd_sizes
 from .checksums import checksum_of
-from .files import BUFFER, FORMAT, INDEX, WEIGHT, CheckpointError, check_file, open_tensors, read_sums
-from .remote import TENSORS
+from .files import BUFFER, FORMAT, INDEX, WEIGHT, CheckpointError, open_tensors
 from .stream import CODES, FLOATS, stored
+from .sums import check_file, read_sums
 
 
 class CheckpointReader:
@@ -70,7 +70,7 @@ class CheckpointReader:
         for name in sorted(used - self.sums.keys()):
             raise CheckpointError(f"{self.path / self._checksum.file} does not list {name}: it is damaged")
         for name in sorted(self.sums)[rank::ranks]:
-            if isinstance(self.path, RemotePath) and name.endswith(TENSORS):
+            if isinstance(self.path, RemotePath) and name.endswith(".safetensors"):
                 open_tensors(self.path / name)
                 continue
             check_file(self.path / name, self._checksum, self.sums[name])

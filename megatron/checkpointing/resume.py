@@ -22,7 +22,8 @@ from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 from megatron.storage import place
 
 from .data_plan import difference, stages_of
-from .files import CheckpointError, find_checkpoint, latest_checkpoint, numbered_checkpoints, recover
+from .files import CheckpointError, find_checkpoint, latest_checkpoint, numbered_checkpoints
+from .leftovers import recover
 from .load import Wanted, load_checkpoint
 from .reader import CheckpointReader, plain_config
 from .state import TrainState

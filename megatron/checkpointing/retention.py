@@ -6,9 +6,8 @@ from pathlib import Path
 from megatron.config.fields import describe
 from megatron.storage import RemotePath
 
-from .files import INDEX, latest_name, numbered_checkpoints
+from .files import INDEX, aside, latest_name, numbered_checkpoints
 from .forks import Forks, without_abandoned
-from .remote import delete
 from .whole import is_complete
 
 
@@ -32,28 +31,42 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None, forks: Fo
 
 
 def _prune(folder: Path, keep_last: int, keep_every: int | None, forks: Forks) -> list[str]:
+    notes = [_delete(folder / name) for name in _dropped(folder, keep_last, keep_every, forks)]
+    return [note for note in notes if note]
+
+
+def _dropped(folder: Path, keep_last: int, keep_every: int | None, forks: Forks) -> list[str]:
+    """Return the names of the checkpoints to delete; see `prune`."""
     latest = latest_name(folder)
-    names = [path.name for path in numbered_checkpoints(folder).values()]
+    numbered = {path.name: number for number, path in numbered_checkpoints(folder).items()}
     if latest is not None and latest[5:].isdigit():
-        names = [name for name in names if int(name[5:]) <= int(latest[5:])]
-    own = [path.name for path in without_abandoned([folder / name for name in names], forks)]
+        newest = int(latest[5:])
+        numbered = {name: number for name, number in numbered.items() if number <= newest}
+    own = [path.name for path in without_abandoned([folder / name for name in numbered], forks)]
     spared = {latest, *own[-keep_last:]}
-    dropped = [name for name in names if name not in spared and not (keep_every and int(name[5:]) % keep_every == 0)]
-    if dropped:
-        whole = next((name for name in reversed(own) if is_complete(folder / name)), None)
-        dropped = [name for name in dropped if name != whole]
-    notes = []
-    for name in dropped:
-        if isinstance(old := folder / name, RemotePath):
-            delete(old, INDEX)
-            continue
-        doomed = folder / f"{name}.old.tmp"
-        shutil.rmtree(doomed, ignore_errors=True)
-        try:
-            (folder / name).rename(doomed)
-            shutil.rmtree(doomed)
-        except OSError as error:
-            notes.append(
-                f"the old checkpoint {folder / name} could not be deleted ({describe(error)}): delete it by hand"
-            )
-    return notes
+    dropped = []
+    for name, number in numbered.items():
+        is_milestone = bool(keep_every) and number % keep_every == 0
+        if name not in spared and not is_milestone:
+            dropped.append(name)
+    if not dropped:
+        return []
+    whole = next((name for name in reversed(own) if is_complete(folder / name)), None)
+    return [name for name in dropped if name != whole]
+
+
+def _delete(checkpoint: Path) -> str | None:
+    """Delete a checkpoint; return a note if that fails on this machine."""
+    if isinstance(checkpoint, RemotePath):
+        from .remote import delete
+
+        delete(checkpoint, INDEX)
+        return None
+    doomed = aside(checkpoint)
+    shutil.rmtree(doomed, ignore_errors=True)
+    try:
+        checkpoint.rename(doomed)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        return f"the old checkpoint {checkpoint} could not be deleted ({describe(error)}): delete it by hand"
+    return None

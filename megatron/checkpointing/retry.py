@@ -2,7 +2,8 @@
 
 from megatron.ranks.rank_0 import print_rank_0
 
-from .save import SaveError, Saver
+from .failures import SaveError
+from .save import Saver
 from .state import TrainState
 
 

@@ -1,7 +1,7 @@
 """One rank's share of a checkpoint: parameters with their moments, written as one file."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,24 +40,37 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
     The data-parallel ranks that hold a parameter divide such parameters evenly by size.
     """
     mesh = mpu.get_mesh()
-    every = list(global_parameters(engine.module))
-    loads: dict[mpu.Axis, list[int]] = {}
-    writes = {}
-    for name, parameter in sorted(every, key=lambda item: -math.prod(mpu.spec_of(item[1]).local_shape)):
-        axis = mpu.replicas_of(parameter)
-        load = loads.setdefault(axis, [0] * axis.size)
-        writer = load.index(min(load))
-        writes[name] = writer == axis.rank
-        load[writer] += math.prod(mpu.spec_of(parameter).local_shape)
+    parameters = list(global_parameters(engine.module))
+    written = _divide(parameters)
+    is_last_stage = mesh.pipe.rank == mesh.pipe.size - 1
     parts = []
-    for name, parameter in every:
+    for name, parameter in parameters:
         _, begin, end = mpu.spec_of(parameter).rows  # begin == end if this shard is only vocabulary padding
-        mine = writes[name] and mpu.counts_here(parameter, mesh.model.rank) and begin < end
+        mine = name in written and mpu.counts_here(parameter, mesh.model.rank) and begin < end
         if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last stage trains it
-            mine = mine and mesh.pipe.rank == mesh.pipe.size - 1
+            mine = mine and is_last_stage
         kinds = [WEIGHT, *zero_state.moments_of(engine, parameter, moments)]
         parts.append(Part(name, parameter, kinds, mine, _is_on_every_stage(engine.module, name)))
     return parts
+
+
+def _divide(parameters: Iterable[tuple[str, nn.Parameter]]) -> set[str]:
+    """Return the names of the parameters that this data-parallel rank writes.
+
+    From the largest to the smallest, each one goes to the rank with the least to write so far: sizes 5, 3, 2 and 1
+    give 5 + 1 to rank 0 and 3 + 2 to rank 1.
+    """
+    sizes = {name: math.prod(mpu.spec_of(parameter).local_shape) for name, parameter in parameters}
+    loads: dict[mpu.Axis, list[int]] = {}
+    written = set()
+    for name, parameter in sorted(parameters, key=lambda item: -sizes[item[0]]):
+        axis = mpu.replicas_of(parameter)
+        load = loads.setdefault(axis, [0] * axis.size)
+        writer = load.index(min(load))
+        load[writer] += sizes[name]
+        if writer == axis.rank:
+            written.add(name)
+    return written
 
 
 def _is_on_every_stage(model: Any, name: str) -> bool:
@@ -73,29 +86,11 @@ def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
 
     These tensors are all weights of `parts`, and the moments that this rank writes.
     """
-    return {
-        f"{kind}.{part.name}": list(mpu.spec_of(part.parameter).full_shape)
-        for part in parts
-        for kind in (part.kinds if part.mine else [WEIGHT])
-    }
-
-
-def list_moments(
-    reports: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any], moments: Sequence[str]
-) -> dict[str, Any]:
-    """Return the entries of checkpoint.json that say which weights lack some of `moments`.
-
-    without_moments: names of the weights that have none, because they are frozen or never had a gradient; a frozen
-    weight may still have an average, which `moments_of` lists. frozen: names of the weights that are not trained.
-    moments_of: name -> moments of each weight that has some of them, as with Muon.
-    reports: results of `write_share` and `Buffers.write`.
-    """
-    names = (key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}."))
-    found = {name: [moment for moment in moments if f"{moment}.{name}" in tensors] for name in names}
-    some = {name: own for name, own in found.items() if 0 < len(own) < len(moments)}
-    without = sorted(name for name, own in found.items() if moments and not {*own} - {AVERAGE})
-    frozen = sorted({name for report in reports for name in report.get("frozen", ())})
-    return {"without_moments": without, "frozen": frozen} | ({"moments_of": some} if some else {})
+    shapes = {}
+    for part in parts:
+        for kind in part.kinds if part.mine else [WEIGHT]:
+            shapes[f"{kind}.{part.name}"] = list(mpu.spec_of(part.parameter).full_shape)
+    return shapes
 
 
 def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
@@ -113,12 +108,15 @@ def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
 
     With ZeRO, reading a tensor is a collective, so every rank must consume the iterator to its end.
     """
-    for name, parameter, kinds, mine, _ in parts:
-        for kind in kinds:
-            weight = kind == WEIGHT
-            value = zero_state.get_weight(parameter) if weight else zero_state.get_moment(engine, parameter, kind)
-            if mine:
-                yield f"{kind}.{name}", mpu.spec_of(parameter).without_padding(value)
+    for part in parts:
+        spec = mpu.spec_of(part.parameter)
+        for kind in part.kinds:
+            if kind == WEIGHT:
+                value = zero_state.get_weight(part.parameter)
+            else:
+                value = zero_state.get_moment(engine, part.parameter, kind)
+            if part.mine:
+                yield f"{kind}.{part.name}", spec.without_padding(value)
 
 
 def write_share(
@@ -132,59 +130,55 @@ def write_share(
     Raises OSError, and ValueError for a weight that is not finite.
     """
     values = iter(values)
-    learned = {part.name for part in parts if part.parameter.requires_grad}
-    shared = {part.name for part in parts if part.shared}
-    slots = []
-    places = {}
+    mine = {part.name: part for part in parts if part.mine}
     learns = set()
-    for name, parameter, kinds, *_ in (part for part in parts if part.mine):
-        spec = mpu.spec_of(parameter)
-        dim, begin, end = spec.rows
-        shape = list(spec.stored_shape)
-        shape[dim] = end - begin
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        for kind in kinds:
-            slots.append(Slot(f"{kind}.{name}", tuple(shape), dtype))
-            places[f"{kind}.{name}"] = {
-                "dim": dim,
-                "begin": begin,
-                "end": end,
-                "shape": list(spec.full_shape),
-            }
     try:
-        if not slots:
+        if not mine:
             return None
-        with StreamWriter(path, slots, checksum) as writer:
+        with StreamWriter(path, _slots(mine.values()), checksum) as writer:
             for key, value in values:
                 writer.add(key, value)
                 kind, name = key.split(".", 1)
-                if kind == WEIGHT and name in learned and not _finite(value):
+                part = mine[name]
+                if kind == WEIGHT and part.parameter.requires_grad and not _finite(value):
                     raise ValueError(f"the weight {name} is not finite")
-                if name in shared and kind not in (WEIGHT, AVERAGE) and value.count_nonzero():
+                if part.shared and kind not in (WEIGHT, AVERAGE) and value.count_nonzero():
                     learns.add(name)
     finally:
         for _ in values:  # reading a value may be a collective, so read all of them for the other ranks
             pass
-    frozen = [part.name for part in parts if part.mine and part.name not in learned]
+    frozen = [name for name, part in mine.items() if not part.parameter.requires_grad]
+    places = _places(mine.values())
     return {"file": path.name, "sum": writer.sum, "tensors": places, "learns": learns, "frozen": frozen}
+
+
+def _slots(parts: Iterable[Part]) -> Iterator[Slot]:
+    """Yield name, shape and dtype of each tensor in the file of `parts`."""
+    for part in parts:
+        spec = mpu.spec_of(part.parameter)
+        dim, begin, end = spec.rows
+        shape = list(spec.stored_shape)
+        shape[dim] = end - begin
+        dtype = torch.float64 if part.parameter.dtype == torch.float64 else torch.float32
+        for kind in part.kinds:
+            yield Slot(f"{kind}.{part.name}", tuple(shape), dtype)
+
+
+def _places(parts: Iterable[Part]) -> dict[str, Any]:
+    """Return key -> full shape and stored rows of each tensor in the file of `parts`."""
+    places = {}
+    for part in parts:
+        spec = mpu.spec_of(part.parameter)
+        dim, begin, end = spec.rows
+        for kind in part.kinds:
+            place = {"dim": dim, "begin": begin, "end": end, "shape": list(spec.full_shape)}
+            places[f"{kind}.{part.name}"] = place
+    return places
 
 
 def _finite(x: Tensor) -> bool:
     """Return whether all elements are finite, without allocating a boolean tensor of the size of `x`."""
-    return not x.numel() or all(map(math.isfinite, (each.item() for each in torch.aminmax(x))))
-
-
-def merge(reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the reports of all files; return key -> full shape, split dimension and pieces of each tensor.
-
-    Several stages hold and write the parameters of the PipelineModule itself, and those parameters of a tied module
-    that are not tied. For such a parameter, the result names the file of the stage on which it gets gradients.
-    """
-    merged: dict[str, Any] = {}
-    for report in reports:
-        for key, place in report["tensors"].items():
-            entry = merged.setdefault(key, {"shape": place["shape"], "dim": place["dim"], "pieces": {}})
-            if place["begin"] not in entry["pieces"] or key.split(".", 1)[1] in report["learns"]:
-                piece = {"file": report["file"], "begin": place["begin"], "end": place["end"]}
-                entry["pieces"][place["begin"]] = piece
-    return {key: {**entry, "pieces": list(entry["pieces"].values())} for key, entry in merged.items()}
+    if not x.numel():
+        return True
+    low, high = torch.aminmax(x)
+    return math.isfinite(low.item()) and math.isfinite(high.item())

@@ -9,8 +9,8 @@ from megatron.atomic import remove
 from megatron.config import Config
 
 from .checksums import preferred
-from .files import publish
-from .save import index_text, temporary_of
+from .files import publish, temporary_of
+from .index import index_text
 from .state import TrainState
 from .stream import Entry, write_entries
 

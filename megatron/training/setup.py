@@ -12,7 +12,7 @@ import torch.distributed as dist
 from .. import mpu
 from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.data_plan import with_consumed_data
-from ..checkpointing.files import clear
+from ..checkpointing.leftovers import clear
 from ..checkpointing.load import step_lags
 from ..config import Config
 from ..config.command_line import with_values

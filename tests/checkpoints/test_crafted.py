@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, plain_config
+from megatron.checkpointing.index import index_text
 from megatron.checkpointing.load import Wanted, refuse_contradictions
-from megatron.checkpointing.save import index_text
 from megatron.checkpointing.state import TrainState
 from megatron.config.command_line import parse
 from tests.sentences import SENTENCES

@@ -208,7 +208,7 @@ def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> N
 
 def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: Path) -> None:
     """The old checkpoint of this iteration is restored if a run crashes while it saves an iteration again."""
-    from megatron.checkpointing.files import clear, recover
+    from megatron.checkpointing.leftovers import clear, recover
 
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved, folder)
@@ -253,7 +253,7 @@ def test_all_ranks_start_from_one_checkpoint(saved: Path, tmp_path: Path, tiny_d
 
 def test_a_crash_before_latest_gets_the_checksum_of_the_new_save(saved: Path, tmp_path: Path) -> None:
     """The new save of an iteration is complete, but `latest` still has the checksum of the earlier one."""
-    from megatron.checkpointing.files import clear, recover
+    from megatron.checkpointing.leftovers import clear, recover
 
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved, folder)

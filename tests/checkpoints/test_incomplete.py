@@ -25,6 +25,7 @@ from megatron.checkpointing import (
 )
 from megatron.checkpointing import save as save_module
 from megatron.checkpointing.stream import StreamWriter
+from megatron.checkpointing.survey import Share
 from megatron.checkpointing.whole import check_complete, is_complete
 from megatron.config.command_line import parse
 from megatron.ranks.errors import RunError
@@ -73,10 +74,10 @@ class _NoThread(threading.Thread):
 FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "memory in a thread": (StreamWriter, "add", _memory, "rank 1: MemoryError"),
     "no thread to hash": (ThreadPoolExecutor, "submit", _thread, "rank 1: RuntimeError can't start new thread"),
-    "no thread to write": (save_module.threading, "Thread", _NoThread, "rank 1: RuntimeError can't start new thread"),
+    "no thread to write": (threading, "Thread", _NoThread, "rank 1: RuntimeError can't start new thread"),
     "memory to read": (save_module, "values_of", _unreadable, "rank 1: MemoryError"),
     "memory for the copy": (torch.Tensor, "to", _no_copy, "rank 1: MemoryError"),
-    "no word": (save_module.Saver, "_write", _nothing, "no rank has written"),
+    "no word": (Share, "write", _nothing, "no rank has written"),
 }
 
 

@@ -14,9 +14,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from megatron import storage
-from megatron.checkpointing import CheckpointError, CheckpointReader, latest_checkpoint, remote, save
-from megatron.checkpointing.files import make_room, open_tensors
+from megatron.checkpointing import CheckpointError, CheckpointReader, latest_checkpoint, remote, uploads
+from megatron.checkpointing.files import open_tensors
 from megatron.checkpointing.remote import TENSORS
+from megatron.checkpointing.uploads import make_room
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.storage import RemotePath, StorageError, place
@@ -248,7 +249,7 @@ def _killed(env: dict[str, str], start: Start, when: str, data: str, vocab_file:
 
     write = RemotePath.write_bytes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "upload", upload)
+        patch.setattr(uploads, "upload", upload)
         patch.setattr(RemotePath, "write_bytes", write_bytes)
         _train(env, [start], data, vocab_file)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing import RetryingSaver, TrainState, prune
-from megatron.checkpointing.save import SaveError
+from megatron.checkpointing.failures import SaveError
 from megatron.training import metrics
 from megatron.training.metrics import MetricsWriter
 from tests.sentences import SENTENCES

@@ -15,7 +15,8 @@ from data_utils import jinja_sandbox as sandbox
 from data_utils.chat_templates import Message, template_from
 from data_utils.documents import InputError, texts
 from data_utils.tokenizer_training import train_byte_bpe
-from megatron.checkpointing import save, schema
+from megatron.checkpointing import schema, slow, survey
+from megatron.checkpointing.checksums import SHA256
 from megatron.config.command_line import read_json
 from megatron.config.fields import ConfigError
 from megatron.rows import RowError, row_of
@@ -198,11 +199,11 @@ def test_a_run_refuses_a_rank_beyond_the_world(tiny_data: str, vocab_file: str) 
 def test_a_save_that_hangs_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(save, "SLOW_SECONDS", 0.05)
-    saver: Any = SimpleNamespace(_buffers=SimpleNamespace(write=lambda *_: None), _checksum=None)
+    monkeypatch.setattr(slow, "SLOW_SECONDS", 0.05)
+    buffers: Any = SimpleNamespace(write=lambda *_: None)
     for name, seconds in (("iter_0000002", 0.5), ("iter_0000004", 0.0)):
-        monkeypatch.setattr(save, "write_share", lambda *_, seconds=seconds: time.sleep(seconds))
-        save.Saver._write(saver, tmp_path / f"{name}.tmp" / "share.safetensors", [], [])
+        monkeypatch.setattr(survey, "write_share", lambda *_, seconds=seconds: time.sleep(seconds))
+        survey.Share(tmp_path / f"{name}.tmp" / "share.safetensors", [], buffers, SHA256, {}).write([])
     time.sleep(0.2)
     said = capsys.readouterr().out
     assert "rank 0" in said and "iter_0000002.tmp" in said and "iter_0000004" not in said

@@ -22,7 +22,7 @@ from data_utils import clean_corpus, inspect_data
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.streams import InputError, open_bytes
 from megatron.atomic import own_folder, remove, whole_folder, write_text
-from megatron.checkpointing.files import clear
+from megatron.checkpointing.leftovers import clear
 from megatron.config.command_line import parse
 from megatron.data.indexed_dataset import DatasetError
 from megatron.training.run_folder import accept

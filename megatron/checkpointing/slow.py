@@ -1,0 +1,28 @@
+"""A note about writing that takes too long, as on a hanging disk."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+SLOW_SECONDS = 300.0  # writing time after which a note is printed; enough for a large share on a slow disk
+
+
+@contextlib.contextmanager
+def named_if_slow(path: Path) -> Iterator[None]:
+    """Print a note if the `with` block, which writes `path`, takes more than `SLOW_SECONDS`, as on a hanging disk."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    words = (
+        f"note: rank {rank} has been writing {path} for {SLOW_SECONDS:g} s; if the disk hangs, this checkpoint never "
+        "becomes valid, and the next save waits for it"
+    )
+    timer = threading.Timer(SLOW_SECONDS, lambda: print(words, flush=True))
+    timer.daemon = True
+    with contextlib.suppress(RuntimeError):  # failing to start a thread for the note must not fail the save
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

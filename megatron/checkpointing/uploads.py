@@ -1,0 +1,97 @@
+"""Checkpoints saved to object storage: upload of each rank's files, and publication without renaming."""
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.atomic import remove
+from megatron.ranks.rank_0 import is_rank_0
+from megatron.storage import RemotePath
+
+from .checksums import Checksum
+from .files import INDEX, is_checkpoint, latest_name, point_latest_to, sums_text
+from .remote import delete, upload
+from .slow import named_if_slow
+from .survey import Share
+
+
+class Uploads:
+    """Files of this rank on their way to object storage. staging: folder on this machine for them."""
+
+    def __init__(self, staging: Path) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.folder = staging / f"rank-{rank:05d}"
+
+    def prepare(self, final: Path) -> Path:
+        """Return the empty folder into which this rank writes its files; rank 0 makes room for the checkpoint `final`.
+
+        Raises OSError.
+        """
+        assert isinstance(final, RemotePath)
+        if is_rank_0():
+            make_room(final)
+        remove(self.folder)
+        self.folder.mkdir(parents=True)
+        return self.folder
+
+    def start(self, share: Share, final: Path) -> threading.Thread | None:
+        """Upload the share in a thread and return the thread; if threads are exhausted, upload here and return None."""
+        thread = threading.Thread(target=self.send, args=(share, final), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            self.send(share, final)
+            return None
+        return thread
+
+    def send(self, share: Share, final: Path) -> None:
+        """Upload the written files of `share` to the checkpoint `final`, and delete them here."""
+        if share.problem is not None:
+            return
+        assert isinstance(final, RemotePath)
+        files = [self.folder / report["file"] for report in share.written]
+        try:
+            with named_if_slow(final):
+                upload(files, final)
+                remove(self.folder)
+        except Exception as error:
+            share.fail(error)
+
+
+def publish_remote(final: RemotePath, index: str, checksum: Checksum, sums: Mapping[str, str]) -> None:
+    """Turn the uploaded tensor files in `final` into a checkpoint, and make `latest` name it.
+
+    The checkpoint counts as one as soon as checkpoint.json, which is written last, is there.
+    """
+    data = index.encode()
+    digest = checksum.new()
+    digest.update(data)
+    every = {INDEX: digest.hexdigest(), **sums}
+    (final / checksum.file).write_bytes(sums_text(every).encode())
+    (final / INDEX).write_bytes(data)
+    point_latest_to(final)
+    for copy in final.parent.glob("iter_*.old.tmp"):  # see make_room
+        delete(copy, INDEX)
+
+
+def make_room(final: RemotePath) -> None:
+    """Delete what is at `final`, such as an earlier save of the same iteration.
+
+    If `latest` names this checkpoint, it first gets the name of the newest of the other complete ones. If there is no
+    other one, this checkpoint is copied, so that a run can always resume; `publish_remote` deletes the copy.
+    """
+    folder = final.parent
+    if latest_name(folder) == final.name:
+        others = [path for path in folder.glob("iter_*") if path != final and is_checkpoint(path)]
+        point_latest_to(others[-1] if others else _copy_aside(final))
+    delete(final, INDEX)
+
+
+def _copy_aside(checkpoint: RemotePath) -> RemotePath:
+    copy = checkpoint.with_name(checkpoint.name + ".old.tmp")
+    delete(copy, INDEX)
+    for path in sorted(checkpoint.glob("*"), key=lambda path: path.name == INDEX):  # the index is copied last
+        path.copy_to(copy / path.name)
+    return copy
