@@ -9,10 +9,9 @@ from typing import Any
 
 __path__ = extend_path(__path__, __name__)  # also find `megatron.core` if megatron-core is installed elsewhere
 
-from .compat import moved, names  # noqa: E402  # must follow the change of __path__, which decides where modules are found
+from .compat import names  # noqa: E402  # must follow the change of __path__, which decides where modules are found
 
 names.install()
-moved.install()
 _HOMES = {
     "get_args": "megatron.training.global_vars",
     "get_timers": "megatron.training.global_vars",

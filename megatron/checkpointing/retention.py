@@ -46,7 +46,7 @@ def _dropped(folder: Path, keep_last: int, keep_every: int | None, forks: Forks)
     spared = {latest, *own[-keep_last:]}
     dropped = []
     for name, number in numbered.items():
-        is_milestone = bool(keep_every) and number % keep_every == 0
+        is_milestone = keep_every is not None and keep_every > 0 and number % keep_every == 0
         if name not in spared and not is_milestone:
             dropped.append(name)
     if not dropped:

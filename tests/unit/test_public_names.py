@@ -1,6 +1,5 @@
 """public_names.txt lists all public names, so that adding or removing a name is a deliberate decision."""
 
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -44,7 +43,3 @@ def test_old_names_work_with_one_warning_that_names_the_new_one() -> None:
     with pytest.warns(DeprecationWarning, match="skip_init") as given:
         assert mpu.undrawn is mpu.skip_init  # type: ignore[attr-defined]
     assert len(given) == 1
-    sys.modules.pop("megatron.mpu.original", None)
-    with pytest.warns(DeprecationWarning, match="megatron_compat") as given:
-        original = import_module("megatron.mpu.original")
-    assert original.divide is mpu.divide and len(given) == 1
