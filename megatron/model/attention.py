@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from .attention_kernels import Call, Mask, attend
+from .attention_kernels import Call, Kernel, Mask, attend
 from .cache import KeyValueCache
 from .heads import split_heads
 
@@ -31,6 +31,7 @@ def _fill_heads(std: float, head_size: int, factors: Sequence[float], weight: Te
 class Attention(nn.Module):
     """Common part of self- and cross-attention (Vaswani et al. 2017): softmax(q k^T + bias) v, output projection.
 
+    kernel: function that computes a `Call`; `attend` takes the first of the table KERNELS whose condition holds.
     watch: function that is called with each attention call before it is computed, or None.
     """
 
@@ -45,6 +46,7 @@ class Attention(nn.Module):
         self.inner = config.num_attention_heads * config.head_size
         self.dropout = config.attention_dropout
         self.rng = mpu.get_rng()
+        self.kernel: Kernel = attend
         self.stream = mpu.Stream(self.rng, stream, split=True)
         self.recompute = config.checkpoint_attention
         self.call: Callable[..., Call] = partial(
@@ -100,7 +102,7 @@ class Attention(nn.Module):
         call = self.call(*inputs, p)
         if self.watch is not None:
             self.watch(call)
-        return attend(call)
+        return self.kernel(call)
 
     def _computed_again(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return mpu.checkpoint(call, *inputs, rng=self.rng)  # type: ignore[no-any-return]

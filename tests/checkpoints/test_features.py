@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from megatron.config import feature_table
 from megatron.config.command_line import parse
@@ -15,6 +17,8 @@ from megatron.config.feature_settings import FeatureSettings, with_features
 from megatron.config.feature_table import TABLE, Row
 from megatron.config.fields import ConfigError, at_least, opt
 from megatron.config.train import TrainConfig
+from megatron.model.attention import Attention
+from megatron.model.attention_kernels import Call
 from megatron.ranks.errors import RunError
 from megatron.training import Feature, Run, train
 from megatron.training.feature import Interval
@@ -212,3 +216,42 @@ def test_files_of_features_with_settings_import_no_torch() -> None:
             elif isinstance(node, (ast.Import, ast.ImportFrom)):
                 names = [node.module] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
                 assert not {str(name).split(".")[0] for name in names} & {"torch", "tds", "numpy", "deepspeed"}
+
+
+def _plain(call: Call) -> Any:
+    """The kernel that docs/own_model.md shows, for calls without bias, dropout and grouped heads."""
+    mask, causal = call.added()
+    scores = call.scale * call.query @ call.key.mT
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    if mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1) @ call.value
+
+
+class PlainAttention(Feature):
+    """Feature that replaces the kernel of all attention layers."""
+
+    def model(self, model: Any, plan: Any) -> None:
+        self.replaced = 0
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.kernel = _plain
+                self.replaced += 1
+
+
+def _losses(folder: str, data: str, vocab_file: str, own: bool) -> tuple[list[float], int]:
+    features = [PlainAttention()] if own else []
+    start = Start("gpt2", Path(folder), "--precision fp64 --train-iters 3 --save-interval 0 --reset-attention-mask")
+    with make(start, data, vocab_file, features) as run:
+        train(run)
+    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [row["lm_loss"] for row in rows], features[0].replaced if own else 0
+
+
+def test_a_feature_replaces_the_attention_kernel(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    usual = on_ranks(1, _losses, str(tmp_path / "usual"), tiny_data, vocab_file, False)[0]
+    plain = on_ranks(1, _losses, str(tmp_path / "plain"), tiny_data, vocab_file, True)[0]
+    assert plain[1] == 4, "each of the four layers has the new kernel"
+    assert np.allclose(plain[0], usual[0], rtol=1e-12)
