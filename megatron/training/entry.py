@@ -105,17 +105,24 @@ def _complain(error: BaseException, config: Config | None, everywhere: bool) -> 
     """
     text = os.environ.get("RANK", "0")
     rank = int(text) if text.isdecimal() else 0
-    if rank != 0 and everywhere and not isinstance(error, KeyboardInterrupt):
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    if rank != 0 and everywhere:
+        if is_interrupt:
+            return
         # The launcher ends all ranks when the first rank exits. So this rank gives rank 0 time to print the error and
         # exit. If this rank still runs after the wait, rank 0 has no error, so this rank prints the error.
         time.sleep(10)
-    if rank == 0 or not isinstance(error, KeyboardInterrupt) or not everywhere:
-        where = "" if rank == 0 else f" (rank {rank})"
-        text = str(error) if isinstance(error, ConfigError) else complaint(error)
-        if isinstance(error, KeyboardInterrupt):
-            text = "interrupted (Ctrl-C)"
-        elif lack := out_of_memory(error):
-            text = f"{lack}; {Watchdog.advice}"
-        elif ended := describe_end(error):
-            text = "; ".join(filter(None, [_damage_of(config), ended]))
-        print(f"{Path(sys.argv[0]).name}{where}: {text}", file=sys.stderr)
+    where = "" if rank == 0 else f" (rank {rank})"
+    print(f"{Path(sys.argv[0]).name}{where}: {_words(error, config)}", file=sys.stderr)
+
+
+def _words(error: BaseException, config: Config | None) -> str:
+    """Return what went wrong and what to do, for the errors that `run` expects."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted (Ctrl-C)"
+    if lack := out_of_memory(error):
+        return f"{lack}; {Watchdog.advice}"
+    if ended := describe_end(error):
+        damage = _damage_of(config)
+        return f"{damage}; {ended}" if damage else ended
+    return str(error) if isinstance(error, ConfigError) else complaint(error)

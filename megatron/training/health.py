@@ -121,12 +121,9 @@ class Health:
         """Return a summary of the steps added since the last call, and set `fault` if the run cannot continue."""
         unread = self._unread
         self._unread = []
-        values = [value for step, _, _ in unread for value in (step.loss, step.grad_norm)]
-        tensors = [value.double() for value in values if isinstance(value, Tensor)]
-        known = iter(torch.stack(tensors).tolist() if tensors else [])
-        numbers = [next(known) if isinstance(value, Tensor) else value for value in values]
         found = Interval([], [], 0, [])
-        for (step, samples, state), loss, norm in zip(unread, numbers[::2], numbers[1::2], strict=True):
+        numbers = _on_the_host([(step.loss, step.grad_norm) for step, _, _ in unread])
+        for (step, samples, state), (loss, norm) in zip(unread, numbers, strict=True):
             applied = math.isfinite(norm) and not step.skipped
             self._update(step, samples, loss, applied)
             if math.isfinite(loss):
@@ -141,9 +138,8 @@ class Health:
         return found
 
     def _update(self, step: Step, samples: SampleRange, loss: float, applied: bool) -> None:
-        overflowed = not applied and step.spike is None
-        stays_least = self._least is not None and self._scale == step.loss_scale == self._least
-        at_the_end = overflowed and stays_least
+        """Count skipped steps, and set `fault` after a step that ends the run."""
+        has_least_scale = self._least is not None and self._scale == step.loss_scale == self._least
         self._scale = step.loss_scale
         if applied:
             self._starts = False
@@ -151,11 +147,15 @@ class Health:
         # At first, fp16 skips steps to lower its high initial loss scale; these do not count.
         elif step.spike or not self._starts:
             self._streak += 1
+        if self.fault is not None:
+            return
+        overflowed = not applied and step.spike is None
+        if overflowed and has_least_scale:
+            self.fault = Fault(samples, self._streak, loss, self._least, step.spike)
+            return
         diverged = applied and not math.isfinite(loss)
-        too_many = self._streak >= self._most
-        if self.fault is None and (at_the_end or too_many or diverged):
-            least = self._least if at_the_end else None
-            self.fault = Fault(samples, self._streak, loss, least, step.spike)
+        if diverged or self._streak >= self._most:
+            self.fault = Fault(samples, self._streak, loss, None, step.spike)
 
     def _spikes(self, samples: SampleRange, loss: float) -> list[Spike]:
         """Return [spike] if `loss` exceeds the median of recent losses by much more than their noise, else [].
@@ -170,3 +170,12 @@ class Health:
                 found = [Spike(samples, loss, median)]
         self._before.append(loss)
         return found
+
+
+def _on_the_host(steps: list[tuple[Tensor | float, Tensor | float]]) -> list[tuple[float, float]]:
+    """Return (loss, gradient norm) of each step as numbers; all tensors are copied from the device at once."""
+    values = [value for step in steps for value in step]
+    tensors = [value.double() for value in values if isinstance(value, Tensor)]
+    copied = iter(torch.stack(tensors).tolist() if tensors else [])
+    numbers = [next(copied) if isinstance(value, Tensor) else value for value in values]
+    return list(zip(numbers[::2], numbers[1::2], strict=True))

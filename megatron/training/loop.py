@@ -1,6 +1,7 @@
 """The training loop. It runs the remaining iterations, and calls the features of the run around each of them."""
 
 from collections.abc import Callable
+from typing import Any
 
 from tqdm import tqdm
 
@@ -41,17 +42,14 @@ def train(run: Run) -> None:
     skips = _skips(run)
     run.log = TrainingLog(run)
     parts, saves = _parts(run)
-    bar = tqdm(total=last, initial=min(state.iteration, last), disable=not is_rank_0() or None, unit="it", leave=False)
+    bar = _progress_bar(state.iteration, last)
     batches = _batches(run, skips) if state.iteration < last else None  # forks data workers before signals change
     with bar, run.signals, run.features.running(run), saves:
         while state.iteration < last and not run.stop:
             for part in parts:
                 part.before_step(state.iteration + 1)
-            step = None
-            if not (skips and skips(state.consumed_samples)):
-                mpu.get_rng().begin(state.iteration)
-                lr = run.lr(state.iteration, state.consumed_samples)
-                step = run.engine.train_batch(batches, lr, run.micro_batches(state.consumed_samples))
+            is_skipped = skips is not None and skips(state.consumed_samples)
+            step = None if is_skipped else _step(run, batches)
             samples = _advance(run)
             bar.update()
             for part in parts:
@@ -62,6 +60,20 @@ def train(run: Run) -> None:
         return
     for part in parts:
         part.end()
+
+
+def _step(run: Run, batches: Batches | None) -> Step:
+    """Take an optimizer step on the next global batch."""
+    state = run.state
+    mpu.get_rng().begin(state.iteration)
+    lr = run.lr(state.iteration, state.consumed_samples)
+    return run.engine.train_batch(batches, lr, run.micro_batches(state.consumed_samples))
+
+
+def _progress_bar(done: int, last: int) -> Any:
+    """Return a progress bar on rank 0, if its output is a terminal."""
+    disable = None if is_rank_0() else True  # None: only if the output is no terminal
+    return tqdm(total=last, initial=min(done, last), disable=disable, unit="it", leave=False)
 
 
 def _parts(run: Run) -> tuple[list[Feature], Saves]:

@@ -24,6 +24,19 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a row, those of layers under names such as layers/LAYER/METRIC."""
+    numbers = {}
+    for name, value in row.items():
+        if isinstance(value, (int, float)) and name != "iteration":
+            numbers[name] = value
+    for layer, metrics in row.get("layers", {}).items():
+        for name, value in metrics.items():
+            if value is not None:
+                numbers[f"layers/{layer}/{name}"] = value
+    return numbers
+
+
 class Writer(Protocol):
     """Protocol of a writer to one destination of metrics besides metrics.jsonl.
 
@@ -99,11 +112,7 @@ class MetricsWriter:
         if self._path is not None:
             self._waiting.append(json.dumps(_plain(row), allow_nan=False) + "\n")
             self._append(self._path)
-        numbers = {
-            name: value for name, value in row.items() if isinstance(value, (int, float)) and name != "iteration"
-        }
-        for layer, metrics in row.get("layers", {}).items():
-            numbers |= {f"layers/{layer}/{name}": value for name, value in metrics.items() if value is not None}
+        numbers = _numbers(row)
         for other in list(self._others):
             self._late.setdefault(other.name, []).append((row.get("split", "train"), row["iteration"], numbers))
             self._forward(other)

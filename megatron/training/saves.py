@@ -32,10 +32,11 @@ class Saves(Feature):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Complete a background save if an error ends the run and all ranks have this error, since it is collective."""
-        alone = dist.get_world_size() == 1 and isinstance(error, Exception)
-        if not self._run.saver.pending or not (alone or isinstance(error, RunError)):
+        if not self._run.saver.pending:
             return
-        if self._places.find_lost():
+        is_alone = dist.get_world_size() == 1 and isinstance(error, Exception)
+        is_everywhere = is_alone or isinstance(error, RunError)
+        if not is_everywhere or self._places.find_lost():
             return
         try:
             self._run.saver.finish()
@@ -43,17 +44,18 @@ class Saves(Feature):
             print_rank_0(f"note: {failure}")
 
     def after_step(self, step: Step | None, samples: SampleRange) -> None:
-        saver = self._run.saver
-        c = self._run.config.checkpoint
-        asked, written = self._run.signals.agree(saver.pending and not saver.busy)
-        self._run.stop = asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, c.exit_interval or 0)
+        run = self._run
+        settings = run.config.checkpoint
+        asked, is_written = run.signals.agree(run.saver.pending and not run.saver.busy)
+        run.stop = asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, settings.exit_interval or 0)
         # `agree` returns what the ranks reported at its previous call. So in the iteration after a save began,
-        # `written` is still a report from before this save.
-        if saver.pending and written and samples.iteration > self._began + 1:
+        # `is_written` is still a report from before this save.
+        if run.saver.pending and is_written and samples.iteration > self._began + 1:
             self._finish()
-        if self._run.stop or asked is StopSignal.SAVE or due(samples.iteration, c.save_interval):
+        is_due = asked is StopSignal.SAVE or due(samples.iteration, settings.save_interval)
+        if run.stop or is_due:
             self._began = samples.iteration
-            self._save(must=self._run.stop)
+            self._save(must=run.stop)
 
     def complete(self) -> None:
         """Complete a background save, and repeat the last save if it failed.
@@ -61,11 +63,11 @@ class Saves(Feature):
         If all iterations are done, save the final state unless it is already saved.
         """
         run = self._run
-        c = self._run.config
         if run.saver.pending:
             self._finish()
-        unsaved = run.state.iteration >= c.train.train_iters and run.state.iteration != self._saved
-        if run.saver.failures or (unsaved and c.checkpoint.save_at_end):
+        is_done = run.state.iteration >= run.config.train.train_iters
+        is_unsaved = is_done and run.state.iteration != self._saved and run.config.checkpoint.save_at_end
+        if run.saver.failures or is_unsaved:
             self._save(must=True)
 
     def _finish(self) -> None:
