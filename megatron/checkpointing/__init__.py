@@ -17,18 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .files import CheckpointError, find_checkpoint, latest_checkpoint
-    from .load import Wanted, load_checkpoint
+    from .load import load_checkpoint
     from .reader import CheckpointReader, each_weight, load_weights, plain_config
     from .resume import find_start, start_or_resume
     from .retention import prune
     from .retry import RetryingSaver
     from .save import Saver, save_checkpoint
     from .state import TrainState
+    from .wanted import Wanted
 
 # Name -> module. The names are imported lazily, as most programs need few of them.
 _HOMES = {
     "CheckpointError": "files", "CheckpointReader": "reader", "RetryingSaver": "retry", "Saver": "save",
-    "TrainState": "state", "Wanted": "load", "each_weight": "reader", "find_checkpoint": "files",
+    "TrainState": "state", "Wanted": "wanted", "each_weight": "reader", "find_checkpoint": "files",
     "find_start": "resume", "latest_checkpoint": "files", "load_checkpoint": "load", "load_weights": "reader",
     "plain_config": "reader", "prune": "retention", "save_checkpoint": "save", "start_or_resume": "resume",
 }  # fmt: skip

@@ -19,8 +19,9 @@ from megatron.ranks.objects import from_rank_0
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
 from megatron.storage import place
 
-from .load import Wanted, settings_of_samples
+from .contradictions import settings_of_samples
 from .reader import CheckpointReader, plain_config
+from .wanted import Wanted
 
 Blends = list[Stage]
 

@@ -24,9 +24,10 @@ from megatron.storage import place
 from .data_plan import difference, stages_of
 from .files import CheckpointError, find_checkpoint, latest_checkpoint, numbered_checkpoints
 from .leftovers import recover
-from .load import Wanted, load_checkpoint
+from .load import load_checkpoint
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
+from .wanted import Wanted
 
 MANY = 10**8  # Comparing more samples than this takes more than a few seconds.
 

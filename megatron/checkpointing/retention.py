@@ -46,8 +46,9 @@ def _dropped(folder: Path, keep_last: int, keep_every: int | None, forks: Forks)
     spared = {latest, *own[-keep_last:]}
     dropped = []
     for name, number in numbered.items():
-        is_milestone = keep_every is not None and keep_every > 0 and number % keep_every == 0
-        if name not in spared and not is_milestone:
+        if keep_every and number % keep_every == 0:
+            continue
+        if name not in spared:
             dropped.append(name)
     if not dropped:
         return []

@@ -103,8 +103,9 @@ def checkpoint(
     fingerprint: SHA-256 of the run's tokenizer. quick: skip the check that the checkpoint is intact.
     again: check the newest checkpoint once more if a run deletes this one meanwhile.
     """
+    from megatron.checkpointing import Wanted
+    from megatron.checkpointing.contradictions import refuse_contradictions
     from megatron.checkpointing.files import CheckpointError, find_checkpoint, latest_checkpoint
-    from megatron.checkpointing.load import Wanted, refuse_contradictions
     from megatron.checkpointing.pruned import was_deleted
     from megatron.checkpointing.reader import CheckpointReader
     from megatron.training.run_folder import save_dir_of

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, plain_config
+from megatron.checkpointing import CheckpointError, CheckpointReader, Wanted, find_checkpoint, plain_config
+from megatron.checkpointing.contradictions import refuse_contradictions
 from megatron.checkpointing.index import index_text
-from megatron.checkpointing.load import Wanted, refuse_contradictions
 from megatron.checkpointing.state import TrainState
 from megatron.config.command_line import parse
 from tests.sentences import SENTENCES

@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, plain_config
-from megatron.checkpointing.load import refuse_contradictions
+from megatron.checkpointing.contradictions import refuse_contradictions
 from megatron.checkpointing.stream import Entry
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config

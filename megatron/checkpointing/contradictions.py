@@ -1,0 +1,162 @@
+"""Refusal of a checkpoint whose model, tokenizer, optimizer or samples contradict the settings of the run."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron.config import Config
+from megatron.config.command_line import refuse_removed
+from megatron.config.fields import ConfigError, first_of, flag
+from megatron.model.layers import global_parameters
+from megatron.ranks.objects import gather_objects
+from megatron.ranks.rank_0 import print_rank_0
+
+from .files import INDEX, WEIGHT, CheckpointError
+from .reader import CheckpointReader, plain_config
+from .wanted import ALL, Wanted
+
+# Settings that, besides the corpus and the seed, decide how a sample is made.
+SAMPLE_SETTINGS = (
+    "seq_length", "enc_seq_length", "dec_seq_length", "objective", "span_convention", "noise_density",
+    "mean_span_length", "num_sentinels", "fim_rate", "fim_spm_rate", "fim_tokens",
+)  # fmt: skip
+LARGE_BATCH = 1 << 22  # global batch size (samples per iteration) that no run exceeds
+
+Values = dict[str, Any]  # setting of the model -> its value
+
+
+def refuse_contradictions(
+    reader: CheckpointReader, config: Config, fingerprint: str | None, wanted: Wanted = ALL
+) -> None:
+    """Raise CheckpointError if the checkpoint's model, tokenizer, optimizer or sample settings differ from this run's.
+
+    The message shows the value in the checkpoint and the value in this run.
+    """
+    saved = plain_config(reader)
+    _refuse_other_model(reader, saved, config)
+    if wanted.same_tokenizer:
+        reader.check_tokenizer(fingerprint, "; pass --override-tokenizer to continue with this run's tokenizer")
+    before = reader.config["optim"]["optimizer"]
+    if wanted.optimizer and reader.optimizer["moments"] and before != config.optim.optimizer:
+        raise CheckpointError(
+            f"{reader.path} has the state of --optimizer {before}, but this run uses "
+            f"{config.optim.optimizer}; pass --no-load-optim to continue with new optimizer state"
+        )
+    _refuse_impossible_counts(reader, saved)
+    if wanted.same_data and reader.state["consumed_samples"]:
+        _refuse_other_samples(reader, saved, config)
+
+
+def _refuse_other_model(reader: CheckpointReader, saved: Config, config: Config) -> None:
+    """Raise CheckpointError if the checkpoint holds another model; --finetune may change the reach of attention."""
+    there = _architecture(saved, reader.positions)
+    here = _architecture(config, config.positions)
+    if there["family"] is None or here["family"] is None:
+        there["family"] = here["family"]  # a custom model has no known family, so do not compare families
+    differing = _differences(there, here)
+    extends = _only_reach(there, here)
+    if not differing or (config.checkpoint.finetune and extends):
+        return
+    advice = "; pass --finetune to continue with this run's values" if extends else ""
+    settings = Path(reader.path).parent / "settings.json"
+    if settings.is_file():
+        advice += f"; --config {settings} sets the checkpoint's values"
+    raise CheckpointError(f"{reader.path} holds another model: {differing}{advice}")
+
+
+def _refuse_other_samples(reader: CheckpointReader, saved: Config, config: Config) -> None:
+    """Raise CheckpointError if the settings of this run make other samples than those of the checkpoint."""
+    way_out = "pass --override-data to continue with this run's samples"
+    try:
+        refuse_removed(reader.config, reader.path / INDEX)
+    except ConfigError as error:
+        raise CheckpointError(f"{error}; {way_out}") from None
+    differing = _differences(settings_of_samples(saved), settings_of_samples(config))
+    if differing:
+        raise CheckpointError(f"{reader.path} was trained on samples made with other settings: {differing}; {way_out}")
+
+
+def settings_of_samples(config: Config) -> Values:
+    """Return the settings that decide how a sample is made from a corpus."""
+    values = {name: getattr(config.data, name) for name in SAMPLE_SETTINGS}
+    values["objective"] = config.objective
+    return values
+
+
+def _refuse_impossible_counts(reader: CheckpointReader, saved: Config) -> None:
+    """Raise CheckpointError if the checkpoint counts more samples than its iterations can have consumed."""
+    iteration = reader.state["iteration"]
+    samples = reader.state["consumed_samples"]
+    most = iteration * max(saved.train.batch_size * saved.train.gas, LARGE_BATCH)
+    if samples > most:
+        raise CheckpointError(
+            f"{reader.path / INDEX}: consumed_samples is {samples}, more than {iteration} iterations can have read "
+            f"({most})"
+        )
+
+
+def _architecture(config: Config, positions: int) -> Values:
+    """Return the settings that decide which model it is, with defaults that follow from other settings filled in."""
+    m = config.model
+    values = {f.name: getattr(m, f.name) for f in fields(m) if not f.metadata["free"]}
+    if m.position_embedding != "relative":
+        values["relative_attention_num_buckets"] = None
+        values["relative_attention_max_distance"] = None
+    values["max_position_embeddings"] = positions if m.position_embedding == "learned" else 0
+    values["num_key_value_heads"] = m.key_value_heads
+    values["qkv_bias"] = m.has_qkv_bias
+    values["kv_hidden_size"] = m.head_size
+    values["ff_hidden_size"] = m.ff_size
+    values["num_decoder_layers"] = m.decoder_layers if config.is_t5 else 0
+    values["expert_ff_hidden_size"] = m.expert_ff_size if m.num_experts else None
+    values["moe_layer_frequency"] = _layers_with_experts(config)
+    return values
+
+
+def _layers_with_experts(config: Config) -> str | None:
+    """Return a 1 for each layer with experts and a 0 for each other layer, such as `0 1 0 1`; None without experts."""
+    m = config.model
+    if not m.num_experts:
+        return None
+    layers = max(m.num_layers, m.decoder_layers) if config.is_t5 else m.num_layers
+    flags = [str(int(m.has_experts(i))) for i in range(layers)]
+    return " ".join(flags) or None
+
+
+def _only_reach(there: Values, here: Values) -> bool:
+    """Return whether the models differ only in rotary settings and window size, as after long-context extension.
+
+    there, here: settings of the checkpoint's model and of this run's model, by name.
+    """
+    differing = [name for name in there if there[name] != here[name]]
+    return all(name.startswith("rope_") or name == "sliding_window" for name in differing)
+
+
+def _differences(there: Values, here: Values) -> str:
+    differing = []
+    for name, value in there.items():
+        if value != here[name]:
+            differing.append(f"{flag(name)} is {value} in the checkpoint and {here[name]} in this run")
+    return "; ".join(differing)
+
+
+def unread_weights(reader: CheckpointReader, engine: Any) -> list[str]:
+    """Return the keys of the checkpoint's weights for which no rank has a parameter. All ranks must call this."""
+    unread = {key for key in reader.tensors if key.startswith(f"{WEIGHT}.")}
+    for names in gather_objects([name for name, _ in global_parameters(engine.module)]):
+        unread.difference_update(f"{WEIGHT}.{name}" for name in names)
+    return sorted(unread)
+
+
+def refuse_unread(reader: CheckpointReader, unread: Sequence[str], wanted: Wanted) -> None:
+    """Raise CheckpointError if a resumed run would drop the weights `unread`.
+
+    If the run only starts with the weights of the checkpoint, print a note instead.
+    """
+    if not unread:
+        return
+    shown = first_of(unread, 3)
+    if wanted.position:
+        raise CheckpointError(f"{reader.path / INDEX} lists weights that this model does not have: {shown}")
+    print_rank_0(f"note: {reader.path} holds weights that this model does not have: {shown}")
