@@ -1,4 +1,4 @@
-"""Measurements of a run: timers, number of floating-point operations, and the file `metrics.jsonl`."""
+"""The file `metrics.jsonl`, and the forwarding of its rows to other writers."""
 
 import json
 import math
