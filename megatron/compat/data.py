@@ -1,14 +1,10 @@
 """Data-set builders with CPM-Pretrain's arguments; samples of T5 also have CPM-Pretrain's keys."""
 
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.utils.data import Dataset
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -> Any:
@@ -21,26 +17,7 @@ def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -
     return with_values(get_args().config, values)
 
 
-def by_original_keywords(family: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that lets a data-set builder also accept CPM-Pretrain's keywords.
-
-    A call with the keyword `data_prefix` returns CPM-Pretrain's result: the training, validation and test data sets.
-    family: model family of the data sets, a key of `_BUILDERS`.
-    """
-
-    def decorate(build: Callable[P, R]) -> Callable[P, R]:
-        @wraps(build)
-        def either(*args: Any, **kwargs: Any) -> Any:
-            if "data_prefix" not in kwargs:
-                return build(*args, **kwargs)
-            return _BUILDERS[family](*args, **kwargs)
-
-        return either
-
-    return decorate
-
-
-def _gpt2(
+def gpt2_datasets(
     data_prefix: Any,
     splits_string: str,
     seq_length: int,
@@ -88,9 +65,6 @@ def build_train_valid_test_datasets(
     datasets, notes = T5().datasets(config, tokenizer)
     print_notes(notes)
     return tuple(None if dataset is None else T5Samples(dataset) for dataset in datasets)
-
-
-_BUILDERS: dict[str, Callable[..., Any]] = {"gpt2": _gpt2}
 
 
 class T5Samples(Dataset[dict[str, Tensor]]):

@@ -5,9 +5,10 @@ name that this project lacks raises ImportError, and the message says what to us
 docs/reference/imports.md shows the tables.
 """
 
+import functools
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -302,6 +303,20 @@ class _Names(Loader):
             module.__dict__["__all__"] = [each for each in dir(importlib.import_module(home)) if each[0] != "_"]
 
 
+def _with_original_keywords(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a data-set builder that also accepts CPM-Pretrain's keywords, of which a call has `data_prefix`."""
+
+    @functools.wraps(build)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        if "data_prefix" not in kwargs:
+            return build(*args, **kwargs)
+        from .data import gpt2_datasets
+
+        return gpt2_datasets(*args, **kwargs)
+
+    return either
+
+
 class _Extended(Loader):
     """Loader of a module of this project, which adds CPM-Pretrain's names to the module."""
 
@@ -317,6 +332,9 @@ class _Extended(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
+        if module.__name__ == "megatron.data.gpt2_dataset":
+            build: Any = vars(module)["build_train_valid_test_datasets"]
+            vars(module)["build_train_valid_test_datasets"] = _with_original_keywords(build)
         own = module.__dict__.get("__getattr__")
 
         def found(name: str) -> Any:

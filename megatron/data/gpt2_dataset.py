@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..compat.data import by_original_keywords
 from .blend import BlendedDataset
 from .corpora import Make, Paths, build_datasets
 from .corpus_dataset import CorpusDataset
@@ -57,7 +56,6 @@ class GPT2Dataset(CorpusDataset):
 AnyDataset = GPT2Dataset | BlendedDataset | None
 
 
-@by_original_keywords("gpt2")
 def build_train_valid_test_datasets(
     data_path: Paths,
     split: str,

@@ -4,18 +4,21 @@ Other code gets settings, tokenizer and timers as arguments.
 """
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..compat.args import Args
 from ..config import Config
 from ..timers import Timers
 from ..tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ..compat.args import Args
 
 T = TypeVar("T")
 
 
 class _Current:
-    args: Args | None = None
+    config: Config | None = None
+    args: "Args | None" = None
     tokenizer: Tokenizer | None = None
     timers: Timers | None = None
     own_flags: Mapping[str, Any] = {}  # values of the script's own flags, which `get_args()` has, too
@@ -23,7 +26,8 @@ class _Current:
 
 def publish(config: Config, tokenizer: Tokenizer | None, timers: Timers) -> None:
     """Set the objects that `get_args()`, `get_tokenizer()` and `get_timers()` return."""
-    _Current.args = Args(config, _Current.own_flags)
+    _Current.config = config
+    _Current.args = None
     _Current.tokenizer = tokenizer
     _Current.timers = timers
 
@@ -39,9 +43,13 @@ def _known(value: T | None, what: str) -> T:
     return value
 
 
-def get_args() -> Args:
+def get_args() -> "Args":
     """Return the settings of this run as one flat, read-only object: `args.hidden_size`."""
-    return _known(_Current.args, "settings")
+    if _Current.args is None:
+        from ..compat.args import Args
+
+        _Current.args = Args(_known(_Current.config, "settings"), _Current.own_flags)
+    return _Current.args
 
 
 def get_tokenizer() -> Tokenizer:

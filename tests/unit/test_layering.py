@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "megatron.mpu.grads": {"tds", "megatron.mpu", "megatron.mpu.mesh"},
     "megatron.mpu.mesh": {"tds", "megatron.mpu"},
     "megatron.tokenizer": {"megatron.atomic"},
-    "megatron.data": {"megatron.atomic", "megatron.storage", "megatron.compat.data", "megatron.config"},
+    "megatron.data": {"megatron.atomic", "megatron.storage", "megatron.config"},
     "megatron.kernels": set(),
     "megatron.model": {"megatron._torch", "megatron.fused", "megatron.mpu", "megatron.config", "megatron.kernels"},
     "megatron.model.pipe": {"tds", "megatron.mpu", "megatron.config", "megatron.model"},
