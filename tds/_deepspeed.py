@@ -287,12 +287,14 @@ class Bf16Sum(NamedTuple):
 
 def bf16_sums(optimizer: Any) -> dict[torch.Tensor, Bf16Sum]:
     """Map each weight that DeepSpeed's bf16 optimizer trains to its fp32 gradient sum."""
-    groups = optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients
-    return {
-        weight: Bf16Sum(gradient, flags, at)
-        for weights, gradients, flags in zip(*groups, strict=True)
-        for at, (weight, gradient) in enumerate(zip(weights, gradients, strict=True))
-    }
+    found = {}
+    groups = zip(
+        optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
+    )
+    for weights, gradients, flags in groups:
+        for at, weight in enumerate(weights):
+            found[weight] = Bf16Sum(gradients[at], flags, at)
+    return found
 
 
 def flat_groups(optimizer: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .clip import weights_of
+
 AVERAGE = "ema"  # name of the average among a parameter's optimizer tensors
 
 
@@ -34,13 +36,13 @@ class WeightAverage:
         engine.weight_average = self
 
     def _before(self, inner: torch.optim.Optimizer) -> None:
-        for weight in _weights(inner):
+        for weight in weights_of(inner):
             if weight.grad is not None and AVERAGE not in inner.state.get(weight, {}):
                 self._initial[weight] = weight.detach().clone()
 
     @torch.no_grad()
     def _after(self, inner: torch.optim.Optimizer) -> None:
-        weights = _weights(inner)
+        weights = weights_of(inner)
         stepped = [weight for weight in weights if weight.grad is not None]
         if not stepped:  # skipped, unless the optimizer has found an Inf on the device
             return
@@ -80,7 +82,3 @@ class WeightAverage:
         if held is None:
             return value
         return value.to(held).lerp(held, self._decay ** int(self._steps))
-
-
-def _weights(inner: torch.optim.Optimizer) -> list[Tensor]:
-    return [weight for group in inner.param_groups for weight in group["params"]]

@@ -50,7 +50,7 @@ def pack(
     """
     packed: list[list[nn.Parameter]] = []
     room = bucket_bytes or max(BUCKET_BYTES, BYTES_A_REPLICA * dist.get_world_size(group))
-    left = 0
+    left = room
     last = None
     apart = set(apart)
     for parameter in reversed(list(parameters)):

@@ -149,16 +149,19 @@ class Sender:
 
     def _payload(self, tensors: Sequence[BoundaryTensor]) -> Tensor | None:
         """Return the bytes of a message; None if no tensor has elements."""
-        full = [each for each in tensors if each.tensor.numel()]
-        if not full:
-            return None
-        # Before `_slice` makes views: another user of the tensor could change it while it is sent.
-        is_shared = users(full[0].tensor) > 1
-        parts = [_padded_bytes(self._slice(each)) for each in full]
-        if len(parts) > 1 or (is_shared and _same_memory(parts[0], full[0].tensor)):
+        parts: list[Tensor] = []
+        must_copy = False
+        for each in tensors:
+            if each.tensor.numel():
+                # Before `_slice` makes views: another user of the tensor could change it while it is sent.
+                is_shared = users(each.tensor) > 1
+                part = _padded_bytes(self._slice(each))
+                must_copy = bool(parts) or (is_shared and _same_memory(part, each.tensor))
+                parts.append(part)
+        if must_copy:
             size = sum(part.numel() for part in parts)
             return torch.cat(parts, out=self.link.pool.take(size))
-        return parts[0]
+        return parts[0] if parts else None
 
     def _copy(self, parts: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(parts), out=self.link.pool.take(sum(part.numel() for part in parts)))

@@ -16,6 +16,14 @@ from .sparse import numbers_of
 ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
+def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors that a torch optimizer steps, in the order of its groups."""
+    found: list[Tensor] = []
+    for group in optimizer.param_groups:
+        found += group["params"]
+    return found
+
+
 def is_split(parameter: nn.Parameter) -> bool:
     """Return whether tensor-parallel ranks hold different shards of `parameter`.
 
@@ -51,13 +59,19 @@ def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.devi
     The result is NaN or Inf if any gradient contains NaN or Inf, counted or not.
     gradients: (gradient, whether it is counted) pairs.
     """
+    counted: list[Tensor] = []
+    others: list[Tensor] = []
+    for gradient, is_counted in gradients:
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        if is_counted:
+            counted.append(wide)
+        else:
+            others.append(wide)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    there = list(gradients)
-    for counted in (True, False):
-        grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g, counts in there if counts is counted]
-        if grads:
-            squares = torch.stack(norms(grads)).double().square().sum()
-            total += squares if counted else 0 * squares  # 0 * squares is NaN if a gradient is NaN or Inf
+    if counted:
+        total += torch.stack(norms(counted)).double().square().sum()
+    if others:
+        total += 0 * torch.stack(norms(others)).double().square().sum()  # NaN if a gradient has NaN or Inf, else 0
     return total
 
 
@@ -110,11 +124,12 @@ def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> N
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
     """Drop all gradients, so that the next `optimizer.step()` is a no-op, step counts included."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
+    for parameter in weights_of(optimizer):
+        parameter.grad = None
+    if steps_separately(optimizer):
+        return
     inner = adam_of(optimizer)
-    for group in [] if steps_separately(optimizer) else inner.param_groups:
+    for group in inner.param_groups:
         if "step" in group or type(inner).__module__.startswith("apex."):  # counts a step even without gradients
             group["step"] = group.get("step", 0) - 1
 

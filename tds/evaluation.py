@@ -1,6 +1,6 @@
 """Results of `eval_batch` for DeepSpeed's arguments `reduce_output`, `bcast_loss` and `compute_loss`."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,15 +35,22 @@ def result(engine: Any, loss: Tensor | None, reduce_output: str | None, bcast_lo
 def _mean(engine: Any) -> Any:
     """Return the mean of the outputs over micro-batches and replicas, in the shapes of one micro-batch's outputs."""
     outputs = [as_tuple(each) for each in engine.fwd_outputs]
-    shapes = {tuple(t.shape for t in each) for each in outputs}
-    if len(shapes) > 1:
-        raise ValueError(
-            "eval_batch(compute_loss=False) averages the outputs of micro-batches, but here their shapes differ: "
-            "use reduce_output=None to get the list of outputs"
-        )
-    sums = [torch.stack(each).sum(0) for each in zip(*outputs, strict=True)]
+    sums = []
+    for tensors in zip(*outputs, strict=False):
+        if any(t.shape != tensors[0].shape for t in tensors):
+            _refuse_shapes()
+        sums.append(torch.stack(tensors).sum(0))
+    if any(len(each) != len(sums) for each in outputs):
+        _refuse_shapes()
     count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=engine.device)
     if engine.dp_world_size > 1:  # replicas may have different numbers of micro-batches
         for each in [*sums, count]:
             dist.all_reduce(each, group=engine.grid.get_data_parallel_group())
     return unwrap(tuple(each / count.to(each.dtype) for each in sums))
+
+
+def _refuse_shapes() -> NoReturn:
+    raise ValueError(
+        "eval_batch(compute_loss=False) averages the outputs of micro-batches, but here their shapes differ: "
+        "use reduce_output=None to get the list of outputs"
+    )

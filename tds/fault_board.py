@@ -29,12 +29,12 @@ def _name_dead_ranks(fault: str, dead: list[int]) -> str:
     lost = _LOST.search(fault)
     if not dead or not lost:
         return fault
-    whose, be = ("its process is", "does") if len(dead) == 1 else ("their processes are", "do")
-    ranks = f"rank{'s' if len(dead) > 1 else ''} {', '.join(map(str, dead))}"
-    return (
-        f"{ranks} {be} not answer: {whose} dead or stopped; {fault.split(' raised ')[0]} lost the connection "
-        f"({lost[0]})"
-    )
+    ranks = ", ".join(map(str, dead))
+    if len(dead) == 1:
+        silent = f"rank {ranks} does not answer: its process is dead or stopped"
+    else:
+        silent = f"ranks {ranks} do not answer: their processes are dead or stopped"
+    return f"{silent}; {fault.split(' raised ')[0]} lost the connection ({lost[0]})"
 
 
 def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[str]:
@@ -44,17 +44,19 @@ def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[st
     """
     alike: dict[str, list[int]] = {}
     for rank in range(world):
-        alike.setdefault(reports[rank]["stack"] if rank in reports else "", []).append(rank)
+        stack = reports[rank]["stack"] if rank in reports else ""
+        alike.setdefault(stack, []).append(rank)
     lines = []
     for stack, ranks in alike.items():
         for rank in ranks:
-            if rank not in reports:
+            if rank in reports:
+                report = reports[rank]
+                lines.append(f"--- rank {rank}, {report['what']}, for {report['since']:.1f} s")
+                lines += [f"    {line}" for line in report.get("more", [])]
+            else:
                 lines.append(f"--- rank {rank} does not answer: its process is dead or was stopped")
-                continue
-            report = reports[rank]
-            lines.append(f"--- rank {rank}, {report['what']}, for {report['since']:.1f} s")
-            lines += [f"    {line}" for line in report.get("more", [])]
-        lines += [stack] if stack else []
+        if stack:
+            lines.append(stack)
     return lines
 
 
@@ -78,7 +80,9 @@ class FaultBoard:
     def __init__(self, name: str) -> None:
         store = default_store()
         self._store = store.clone() if hasattr(store, "clone") else store  # a separate connection
-        self.name, self.rank, self.world = name, dist.get_rank(), dist.get_world_size()
+        self.name = name
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         self.ticks = ticks_between_queries(self.rank, self.world)
         self.delay = POLL_SECONDS * (math.ceil(self.world / RANKS_PER_TICK) - 1)
 

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -15,7 +16,7 @@ from ._deepspeed import finish
 from .memory import non_leaf_view
 from .nested import as_tuple, each_tensor, in_full, to_device
 
-ROUNDS = 5  # passes per layer; the first one is a warm-up and is not counted
+ROUNDS = 4  # measured passes per layer, after a warm-up
 
 
 def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> list[float]:
@@ -33,9 +34,10 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
                 module.to(device)
             call = module
             if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
-                call = lambda x, module=module, forward=layer.forward_fn: forward(module, x)  # noqa: E731
+                call = partial(layer.forward_fn, module)
+            _measure(call, inputs, device)  # warm-up
             rounds = [_measure(call, inputs, device) for _ in range(ROUNDS)]
-            seconds.append(statistics.median(took for took, _ in rounds[1:]))
+            seconds.append(statistics.median(took for took, _ in rounds))
             inputs = rounds[-1][1]
             if isinstance(module, nn.Module):
                 module.zero_grad(set_to_none=True)
@@ -77,12 +79,12 @@ def _cut(seconds: Sequence[float], groups: int, join: Callable[[float, float], f
     total = [0.0, *accumulate(seconds)]
     best = {0: (0.0, [0])}  # number of layers in the groups so far -> (their minimum cost, their cuts)
     for left in reversed(range(groups)):
-        best = {
-            end: min(
-                (join(cost, total[end] - total[start]), [*cuts, end])
-                for start, (cost, cuts) in best.items()
-                if start < end
-            )
-            for end in range(groups - left, count - left + 1)
-        }
+        longer = {}
+        for end in range(groups - left, count - left + 1):
+            ways = []
+            for start, (cost, cuts) in best.items():
+                if start < end:
+                    ways.append((join(cost, total[end] - total[start]), [*cuts, end]))
+            longer[end] = min(ways)
+        best = longer
     return best[count]

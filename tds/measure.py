@@ -92,21 +92,26 @@ class _PlainProbe(Engine):
 def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
     """Return a ds_config with the settings of `engine` that affect gradient scaling."""
     given = engine._config._param_dict
-    zero = given.get("zero_optimization")
-    stage = int(engine.zero_optimization_stage())
-    zero = {key: zero[key] for key in COPIED_OF_ZERO if isinstance(zero, dict) and key in zero} | {"stage": stage}
     # DeepSpeed allows bf16 with fp32 accumulation only under ZeRO. But if the caller reduces gradients itself, the
     # measurement runs without ZeRO, so leave both settings out.
-    names = [key for key in COPIED if not (own_reduction and key in ("bf16", "data_types"))]
-    settings = {key: given[key] for key in names if key in given}
+    left_out = ("bf16", "data_types") if own_reduction else ()
+    settings = {key: given[key] for key in COPIED if key in given and key not in left_out}
+    zero: dict[str, Any] = {"stage": 0}
+    if not own_reduction:
+        given_zero = given.get("zero_optimization")
+        if isinstance(given_zero, dict):
+            zero |= {key: given_zero[key] for key in COPIED_OF_ZERO if key in given_zero}
+        zero["stage"] = int(engine.zero_optimization_stage())
     settings |= {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micros,
-        "zero_optimization": {"stage": 0} if own_reduction else zero,
+        "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }
-    return settings | ({"fp16": {"enabled": True, "initial_scale_power": 8}} if engine.fp16_enabled() else {})
+    if engine.fp16_enabled():
+        settings["fp16"] = {"enabled": True, "initial_scale_power": 8}
+    return settings
 
 
 def _learned(engine: Any, settings: dict[str, Any], factor: float, own_reduction: bool, pipeline: bool) -> float:

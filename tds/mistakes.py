@@ -1,7 +1,6 @@
 """Checks for mistakes in a user's loop or model that torch reports far from their origin, or not at all."""
 
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -54,23 +53,25 @@ def warn_of_untied(module: Any) -> None:
     """Warn, on rank 0, about each module or weight that layers on different stages share without a tie."""
     if module.num_stages == 1 or module.global_rank:
         return
-    places: dict[int, list[int]] = defaultdict(list)
+    places: dict[int, list[int]] = {}  # id of a module or weight -> the layers that use it
     names: dict[int, str] = {}
     for index, layer in enumerate(module._layer_specs):
         for name, thing in _things(layer):
-            if index not in places[id(thing)]:
-                places[id(thing)].append(index)
+            users = places.setdefault(id(thing), [])
+            if index not in users:
+                users.append(index)
             names.setdefault(id(thing), f"{index}{name and '.'}{name}")
-    warned: set[tuple[int, ...]] = set()
+    warned: list[list[int]] = []
     for key, indices in places.items():
         stages = sorted({module.stage_owner(index) for index in indices})
-        if len(stages) > 1 and tuple(indices) not in warned:
-            warned.add(tuple(indices))
-            warnings.warn(
-                f"{names[key]} is shared by the layers {', '.join(map(str, indices))}, which lie on the stages "
-                f"{', '.join(map(str, stages))}: each stage trains a separate copy; use TiedLayerSpec to tie them",
-                stacklevel=3,
-            )
+        if len(stages) == 1 or indices in warned:
+            continue
+        warned.append(indices)
+        warnings.warn(
+            f"{names[key]} is shared by the layers {', '.join(map(str, indices))}, which lie on the stages "
+            f"{', '.join(map(str, stages))}: each stage trains a separate copy; use TiedLayerSpec to tie them",
+            stacklevel=3,
+        )
 
 
 def note_of_narrow_sums(engine: Any) -> str | None:
@@ -82,18 +83,20 @@ def note_of_narrow_sums(engine: Any) -> str | None:
     autocast = engine._config.torch_autocast_enabled
     if engine.device.type != "cpu" or not (autocast or engine.bfloat16_enabled() or engine.fp16_enabled()):
         return None
-    # Under autocast, embeddings look up rows in fp32.
-    kinds = (nn.LayerNorm,) if autocast else (nn.LayerNorm, nn.Embedding, nn.EmbeddingBag)
-    here = set()
+    kinds: list[type[nn.Module]] = [nn.LayerNorm]
+    if not autocast:  # under autocast, embeddings look up rows in fp32
+        kinds += [nn.Embedding, nn.EmbeddingBag]
+    found = set()
     for module in engine.module.modules():
         for kind in kinds:
             if isinstance(module, kind) and module.weight is not None and _runs_forward_of(kind, module):
-                here.add(f"nn.{kind.__name__}")
-    everywhere = set().union(*gather_objects(here)) if torch.distributed.is_initialized() else here
-    if not everywhere:
+                found.add(f"nn.{kind.__name__}")
+    if torch.distributed.is_initialized():
+        found = set().union(*gather_objects(found))
+    if not found:
         return None
     return (
-        f"{' and '.join(sorted(everywhere))} in half precision on a CPU: torch adds gradients of their weights over "
+        f"{' and '.join(sorted(found))} in half precision on a CPU: torch adds gradients of their weights over "
         "all tokens in half precision, so they are wrong by up to 90 %; train in fp32, or use mpu.LayerNorm and "
         "mpu.VocabParallelEmbedding, which add in fp32"
     )

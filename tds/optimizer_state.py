@@ -5,7 +5,7 @@ its parameter, which is this rank's tensor-parallel shard. With ZeRO, reading is
 must read the same parameters in the same order.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ._deepspeed import BF16_Optimizer, DeepSpeedOptimizer, Zero3Optimizer, Zero12Optimizer
 from ._torch import norms
 from .average import AVERAGE
-from .clip import adam_of
+from .clip import adam_of, weights_of
 from .distributed_optimizer import DistributedOptimizer
 
 LINKS_MOMENTS = BF16_Optimizer, Zero12Optimizer, DistributedOptimizer
@@ -41,23 +41,29 @@ def owners(engine: Any) -> list[Tensor]:
     if engine.zero_optimization_stage() == 3 and engine.optimizer is not _inner(engine):
         # ZeRO-3 puts these shards into param_groups only while it steps them.
         return list(engine.optimizer.fp32_partitioned_groups_flat)
-    return [p for group in _inner(engine).param_groups for p in group["params"]]
+    return weights_of(_inner(engine))
 
 
 def _owner_of(engine: Any) -> dict[nn.Parameter, Tensor]:
     """Map each parameter to the tensor that the torch optimizer steps for it: the parameter, or ZeRO's flat shard."""
     own = optimizer = engine.optimizer
+    found: dict[Any, Tensor] = {}
+    groups: Iterable[tuple[Any, Any]]
     if isinstance(own, DistributedOptimizer):
-        return {p: bucket.share for bucket in own.buckets for p in bucket.parameters}
+        for bucket in own.buckets:
+            found.update(dict.fromkeys(bucket.parameters, bucket.share))
+        return found
     if isinstance(optimizer, BF16_Optimizer):
-        flat = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
+        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
     elif isinstance(optimizer, Zero3Optimizer):
-        flat = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
+        groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     elif isinstance(optimizer, Zero12Optimizer):
-        flat = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
+        groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
     else:
-        return {p: p for p in owners(engine)}  # type: ignore[misc]
-    return {p: shard for parameters, shard in zip(*flat, strict=True) for p in parameters}
+        groups = (([p], p) for p in owners(engine))
+    for parameters, shard in groups:
+        found.update(dict.fromkeys(parameters, shard))
+    return found
 
 
 def complete_weights(engine: Any) -> None:
@@ -133,8 +139,12 @@ def moment_names(engine: Any) -> list[str]:
     The list is empty as long as no weight of this rank has had a gradient in a step.
     """
     _link_moments(engine)
-    states = [(owner, _inner(engine).state.get(owner, {})) for owner in owners(engine)]
-    return sorted({k for owner, state in states for k, v in state.items() if _is_moment(k, v, owner)})
+    names = set[str]()
+    for owner in owners(engine):
+        for name, value in _inner(engine).state.get(owner, {}).items():
+            if _is_moment(name, value, owner):
+                names.add(name)
+    return sorted(names)
 
 
 def _is_moment(name: str, value: Any, owner: Tensor) -> bool:
@@ -158,7 +168,10 @@ def moments_of(engine: Any, parameter: nn.Parameter, names: Sequence[str]) -> li
 def _names_of(engine: Any, tensor: Tensor, names: Sequence[str]) -> list[str]:
     """Return which moments in `names` belong to `tensor`, a weight or an owner, if the optimizer distinguishes them."""
     of = getattr(_inner(engine), "moments_of", None)
-    return list(names) if of is None else [name for name in names if name == AVERAGE or name in of(tensor)]
+    if of is None:
+        return list(names)
+    own = {AVERAGE, *of(tensor)}
+    return [name for name in names if name in own]
 
 
 def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
@@ -184,9 +197,10 @@ def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -
 def get_step(engine: Any) -> int:
     """Return the optimizer's step count (Adam's t), the highest one on this rank."""
     inner = _inner(engine)
-    counted = [step for owner in owners(engine) if (step := inner.state.get(owner, {}).get("step")) is not None]
-    counted += [group.get("step", 0) for group in inner.param_groups]  # apex's Adam has one count per group
-    return max(map(int, counted), default=0)
+    highest = max((int(group.get("step", 0)) for group in inner.param_groups), default=0)  # apex's Adam counts by group
+    for owner in owners(engine):
+        highest = max(highest, int(inner.state.get(owner, {}).get("step") or 0))
+    return highest
 
 
 def step_counts(engine: Any) -> dict[nn.Parameter, int]:
@@ -195,9 +209,15 @@ def step_counts(engine: Any) -> dict[nn.Parameter, int]:
     A parameter that was frozen or had no gradient in some steps has a lower count than the other parameters.
     """
     inner = _inner(engine)
-    by_group = {owner: group.get("step") for group in inner.param_groups for owner in group["params"]}  # apex's Adam
-    found = {p: inner.state.get(each, {}).get("step", by_group.get(each)) for p, each in _owner_of(engine).items()}
-    return {p: int(step) for p, step in found.items() if step is not None}
+    by_group: dict[Tensor, Any] = {}
+    for group in inner.param_groups:
+        by_group.update(dict.fromkeys(group["params"], group.get("step")))  # apex's Adam
+    found = {}
+    for parameter, owner in _owner_of(engine).items():
+        step = inner.state.get(owner, {}).get("step", by_group.get(owner))
+        if step is not None:
+            found[parameter] = int(step)
+    return found
 
 
 def make_moments(
@@ -209,26 +229,40 @@ def make_moments(
     gradient; it gets no state. If ZeRO flattens parameters into a shard, the shard gets their highest count.
     """
     inner = _inner(engine)
-    counts = dict[Tensor, int | None]()
     adam = adam_of(inner)
-    for parameter, owner in _owner_of(engine).items():
-        own = (of or {}).get(parameter, step)
-        counts[owner] = own if counts.get(owner) is None else max(counts[owner] or 0, own or 0)
-    # Fused and capturable kernels read the step count on the device of the weights; torch's `load_state_dict` moves it
-    # there, too.
-    there = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
+    counts = _counts_of_owners(engine, step, of or {})
     for owner in owners(engine):
-        own = counts.get(owner, step)
-        if own is None and not reads_copies(engine):
+        count = counts.get(owner, step)
+        if count is None and not reads_copies(engine):
             continue
         state: dict[str, Any] = {name: torch.zeros_like(owner) for name in _names_of(engine, owner, names)}
         if isinstance(adam, torch.optim.AdamW) and "exp_avg" in state:
-            state["step"] = torch.tensor(float(own or 0), dtype=torch.float32, device=owner.device if there else None)
+            state["step"] = torch.tensor(float(count or 0), dtype=torch.float32, device=_device_of_counts(inner, owner))
         inner.state[owner] = state
     if not isinstance(adam, (torch.optim.AdamW, torch.optim.SGD)):
         for group in inner.param_groups:
             group["step"] = max((counts.get(owner, step) or 0 for owner in group["params"]), default=step)
     _link_moments(engine)
+
+
+def _counts_of_owners(engine: Any, step: int, of: Mapping[nn.Parameter, int | None]) -> dict[Tensor, int | None]:
+    """Return the step count of each tensor that the torch optimizer steps, see `make_moments`."""
+    counts = dict[Tensor, int | None]()
+    for parameter, owner in _owner_of(engine).items():
+        own = of.get(parameter, step)
+        before = counts.get(owner)
+        counts[owner] = own if before is None else max(before, own or 0)
+    return counts
+
+
+def _device_of_counts(inner: torch.optim.Optimizer, owner: Tensor) -> torch.device | None:
+    """Return the device of a step count; None for the CPU.
+
+    Fused and capturable kernels read the count on the device of the weights, and torch's `load_state_dict` moves it
+    there, too.
+    """
+    on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
+    return owner.device if on_device else None
 
 
 def _link_moments(engine: Any) -> None:
@@ -330,13 +364,21 @@ def _with_copies(optimizer: Any, original: Any, for_clipping: bool = False) -> A
         return found
     counted, experts = found
     known = {id(grad) for grad in counted}
-    rest = [grad for grads in optimizer.fp32_groups_gradients for grad in grads if id(grad) not in known]
-    return [*counted, *([0 * torch.stack(norms(rest)).sum().float()] if rest else [])], experts
+    rest: list[Tensor] = []
+    for grads in optimizer.fp32_groups_gradients:
+        rest += [grad for grad in grads if id(grad) not in known]
+    if rest:
+        counted = [*counted, 0 * torch.stack(norms(rest)).sum().float()]
+    return counted, experts
 
 
 def _invalid_if_any_is(optimizer: Any, original: Any) -> list[Any]:
+    """Return ZeRO 3's norms, plus infinity if any gradient contains NaN or Inf, which skips the step."""
     optimizer.check_overflow()
-    return [*original(), *([float("inf")] if optimizer.overflow else [])]
+    found = list(original())
+    if optimizer.overflow:
+        found.append(float("inf"))
+    return found
 
 
 def use_fp64(engine: Any) -> None:

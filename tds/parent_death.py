@@ -64,18 +64,25 @@ def refuse_impossible_ranks() -> None:
     Also raise it if one of these environment variables is not a number. With such values, ranks would hang.
     """
     for name, total in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        given = {key: os.environ[key] for key in (name, total) if os.environ.get(key)}
-        for key, text in given.items():
-            if not re.fullmatch(r"[0-9]{1,9}", text) or (key == total and not int(text)):
-                raise ImpossibleRanks(
-                    f"{key}={text[:40]} in the environment is not a valid number: unset it, or use a launcher"
-                )
-        if len(given) == 2 and int(given[name]) >= int(given[total]):
+        rank = _number(name, 0)
+        ranks = _number(total, 1)
+        if rank is not None and ranks is not None and rank >= ranks:
             raise ImpossibleRanks(
-                f"{name}={given[name]} in the environment is beyond {total}={given[total]}: ranks count from 0, so "
-                "the last one is "
-                f"{int(given[total]) - 1}"
+                f"{name}={os.environ[name]} in the environment is beyond {total}={os.environ[total]}: ranks count from "
+                f"0, so the last one is {ranks - 1}"
             )
+
+
+def _number(name: str, least: int) -> int | None:
+    """Return the number in an environment variable, or None if it is unset. Raises ImpossibleRanks below `least`."""
+    text = os.environ.get(name)
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+        raise ImpossibleRanks(
+            f"{name}={text[:40]} in the environment is not a valid number: unset it, or use a launcher"
+        )
+    return int(text)
 
 
 def _is_gone() -> Callable[[], bool] | None:

@@ -88,11 +88,12 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
             self.chunks = 1  # a single stage has nothing to interleave
         self.cuts = self._cuts(method)
         self.bounds = list(pairwise(self.cuts))[self.stage_id :: self.num_stages]  # bounds of this stage's chunks
-        self.indices = [index for start, stop in self.bounds for index in range(start, stop)]
-        ends = [0]
+        self.indices: list[int] = []
+        self.chunk_slices: list[tuple[int, int]] = []  # range of each chunk in this stage's list of layers
         for start, stop in self.bounds:
-            ends.append(ends[-1] + stop - start)
-        self.chunk_slices = list(pairwise(ends))  # range of each chunk in this stage's list of layers
+            begin = len(self.indices)
+            self.indices += range(start, stop)
+            self.chunk_slices.append((begin, len(self.indices)))
         self.parts = self.cuts
         self._set_bounds(*self.bounds[0])
 
@@ -152,7 +153,10 @@ def is_pipeline(model: nn.Module) -> bool:
 
 def tied_weights(model: Any) -> list[nn.Parameter]:
     """Return this stage's weights that other stages also hold; empty if `model` is not a PipelineModule."""
-    return [weight for _, _, weights in ties(model) for weight in weights.values()]
+    found: list[nn.Parameter] = []
+    for _, _, weights in ties(model):
+        found += weights.values()
+    return found
 
 
 def ties(model: Any) -> Iterator[tuple[str, Any, dict[str, nn.Parameter]]]:

@@ -110,9 +110,9 @@ class Graph:
             for each in before:
                 followers[each].append(event)
         left = [len(before) for before in self.after]  # for each event, how many events it still waits for
-        ready = deque(event for event, count in enumerate(left) if not count)
+        ready = [event for event, count in enumerate(left) if not count]
         while ready:
-            for each in followers[ready.popleft()]:
+            for each in followers[ready.pop()]:
                 left[each] -= 1
                 if not left[each]:
                     ready.append(each)

@@ -77,28 +77,36 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
     """
     sparse = set() if gradient else set(sparse_weights(module))
     for key, group, weights in ties(module):
-        grads = [gradient(w) if gradient else w.grad for w in weights.values()]
+        grads = [gradient(weight) if gradient else weight.grad for weight in weights.values()]
         learned = _anywhere([grad is not None for grad in grads], group)
         for (name, weight), grad, learns in zip(weights.items(), grads, learned, strict=True):
             if not learns:
                 continue
-            if not weight.requires_grad:
-                raise RuntimeError(
-                    f"the tied weight {key}.{name} is frozen on stage {stage} but trained on another stage: freeze it "
-                    "on all "
-                    f"of its stages or on none"
-                )
-            if grad is None and gradient is not None:
-                raise RuntimeError(
-                    f"the tied weight {key}.{name} is in the optimizer of another stage but not in that of stage "
-                    f"{stage}: pass the weight to the optimizers of both stages"
-                )
+            _refuse_untrained(weight, f"{key}.{name}", stage, grad is None and gradient is not None)
             if weight in sparse:
                 sum_sparse([weight], group)
                 continue
             if grad is None:
-                grad = weight.grad = torch.zeros_like(weight)
+                weight.grad = torch.zeros_like(weight)
+                grad = weight.grad
             dist.all_reduce(grad, group=group)
+
+
+def _refuse_untrained(weight: nn.Parameter, name: str, stage: int, is_elsewhere: bool) -> None:
+    """Raise RuntimeError if a tied weight that another stage trains is not trained on this stage.
+
+    is_elsewhere: whether only the optimizers of other stages have the weight.
+    """
+    if not weight.requires_grad:
+        raise RuntimeError(
+            f"the tied weight {name} is frozen on stage {stage} but trained on another stage: freeze it on all of its "
+            f"stages or on none"
+        )
+    if is_elsewhere:
+        raise RuntimeError(
+            f"the tied weight {name} is in the optimizer of another stage but not in that of stage {stage}: pass the "
+            f"weight to the optimizers of both stages"
+        )
 
 
 class Reduction:
@@ -115,7 +123,9 @@ class Reduction:
     averages = True  # whether gradients are averaged over the replicas, not summed
 
     def __init__(self, engine: Any) -> None:
-        self._engine, self._module, self._replicas = engine, engine.module, engine.grid.get_data_parallel_group()
+        self._engine = engine
+        self._module = engine.module
+        self._replicas = engine.grid.get_data_parallel_group()
 
     def plan(self, instructions: Sequence[Instruction]) -> None:
         """Prepare for steps that run these instructions of this stage."""
@@ -174,9 +184,10 @@ class Bf16(Reduction):
         reduce_tied_grads(self._module, self._engine.stage_id, lambda w: sums[w].gradient if w in sums else None)
         for _, group, weights in ties(self._module):
             tied = [sums[weight] for weight in weights.values() if weight in sums]
+            learned = _anywhere([each.flags[each.at] for each in tied], group)
             # A weight with a gradient on one stage must be counted and clipped on all of its stages.
-            for each, learned in zip(tied, _anywhere([s.flags[s.at] for s in tied], group), strict=True):
-                each.flags[each.at] = learned
+            for each, learns in zip(tied, learned, strict=True):
+                each.flags[each.at] = learns
 
 
 class Zero(Reduction):

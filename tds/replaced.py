@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ._deepspeed import flat_groups
+from .clip import weights_of
 
 ADVICE = (
     "copy into the weight instead (p.data.copy_(new), load_state_dict without assign), or call tds.initialize() again"
@@ -36,7 +37,8 @@ class KnownModel:
             before = self._layers.get(name)
             if before is None or before is layer:
                 continue
-            self._layers[name], self._replaced = layer, True
+            self._layers[name] = layer
+            self._replaced = True
             functions: list[Any] = self._module.forward_funcs  # type: ignore[assignment]
             places = [at for at, function in enumerate(functions) if _layer_of(function) is before]
             if not places:
@@ -55,10 +57,10 @@ class KnownModel:
         the Parameter has left the flat memory into which ZeRO or a half-precision optimizer writes new weights, e.g.
         after `p.data = new` or `module.to(dtype)`.
         """
-        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        known = self._weights.union(weights_of(optimizer))
         names: dict[Tensor, str] = {p: name for name, p in self._module.named_parameters()}
         for p, name in names.items():
-            if p.requires_grad and p not in self._weights and p not in stepped:
+            if p.requires_grad and p not in known:
                 raise ReplacedWeightError(
                     f"the weight {name} was replaced after tds.initialize() by a Parameter that no optimizer steps: "
                     f"{ADVICE}"

@@ -53,13 +53,20 @@ class PipelineState:
         self._begun = {name: value.clone() for name, value in here if not name.startswith("tied_modules.")}
 
     def _state(self) -> dict[str, Tensor]:
+        """Return the state outside the layers that DeepSpeed does not save, by name."""
         module: Any = self._module
         saved = [f"{name}." for name in module.fwd_map]
-        saved += [f"tied_modules.{key}." for key, tied in module.tied_modules.items() if tied in module.forward_funcs]
-        found = {name: value for name, value in module.state_dict().items() if not name.startswith(tuple(saved))}
-        for name in [name for name, value in found.items() if not isinstance(value, Tensor)]:
-            warnings.warn(f"{name} is not a tensor, so it is not saved: keep such state in buffers", stacklevel=4)
-            del found[name]
+        for key, tied in module.tied_modules.items():
+            if tied in module.forward_funcs:
+                saved.append(f"tied_modules.{key}.")
+        found = {}
+        for name, value in module.state_dict().items():
+            if name.startswith(tuple(saved)):
+                continue
+            if isinstance(value, Tensor):
+                found[name] = value
+            else:
+                warnings.warn(f"{name} is not a tensor, so it is not saved: keep such state in buffers", stacklevel=4)
         return found
 
     def save(self, folder: Path) -> None:
@@ -71,14 +78,17 @@ class PipelineState:
         if not grid.get_global_rank():
             (folder / f"{NOTE}.tmp").write_text(json.dumps(layout_of(self._module)), encoding="utf-8")
             os.replace(folder / f"{NOTE}.tmp", folder / NOTE)
-        state = {name: value.detach().cpu() for name, value in self._state().items()}
+        state = {}
+        changed = []
+        for name, value in self._state().items():
+            # Without clone(), torch.save would write all of the flat memory that a view lies in.
+            state[name] = value.detach().cpu().clone()
+            if name in self._begun and not torch.equal(self._begun[name].cpu(), state[name]):
+                changed.append(name)
         if not state:
             return
-        before = {name: value.cpu() for name, value in self._begun.items()}
-        changed = [name for name, value in before.items() if name in state and not torch.equal(value, state[name])]
         path = folder / FILE.format(stage=grid.get_stage_id(), model=grid.get_slice_parallel_rank())
-        # Without clone(), torch.save would write all of the flat memory that a view lies in.
-        torch.save({"state": {k: v.clone() for k, v in state.items()}, "changed": changed}, f"{path}.tmp")
+        torch.save({"state": state, "changed": changed}, f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
 
     def load(self, folder: Path, tag: Any, with_optimizer: bool) -> None:
@@ -90,36 +100,43 @@ class PipelineState:
         loaded too (`with_optimizer`) and the checkpoint has another partition of the layers.
         """
         path = _folder_of(folder, tag)
-        if path and with_optimizer:
+        if path is None:
+            return
+        if with_optimizer:
             _refuse_another_cut(path, layout_of(self._module))
-        here = self._state() if path else None
-        if not path or not here:
+        here = self._state()
+        if not here:
             return
         model = self._grid.get_slice_parallel_rank()
-        paths = sorted(path.glob(FILE.format(stage=0, model=model).replace("stage00", "stage*")))
-        files = [torch.load(each, map_location="cpu", weights_only=True) for each in paths]
-        found = {name: value for name in here if (value := _chosen(files, name, self._grid)) is not None}
+        files = []
+        for each in sorted(path.glob(FILE.format(stage=0, model=model).replace("stage00", "stage*"))):
+            files.append(torch.load(each, map_location="cpu", weights_only=True))
+        found = {}
+        missing = []
+        for name in sorted(here):
+            having = [each for each in files if name in each["state"]]
+            if having:
+                found[name] = self._chosen(files, having, name)["state"][name]
+            else:
+                missing.append(name)
         self._module.load_state_dict(found, strict=False)
         self._remember()
-        missing = sorted(here.keys() - found.keys())
         if missing and not self._grid.get_global_rank():
             warnings.warn(f"{path} does not hold {', '.join(missing)}, which keep their initial values", stacklevel=3)
+
+    def _chosen(self, files: list[Any], having: list[Any], name: str) -> Any:
+        """Return the file from which this stage loads `name`. files: of all stages. having: those that hold `name`."""
+        if len(having) == len(files) == self._grid.get_pipe_parallel_world_size():
+            return having[self._grid.get_stage_id()]
+        if name.startswith("loss_fn."):
+            return having[-1]
+        changed = [each for each in having if name in each["changed"]]
+        return (changed or having)[0]
 
 
 def layout_of(module: Any) -> dict[str, Any]:
     """Return the partition of the layers: `cuts` (first layer of each group) and `chunks` (groups per stage)."""
     return {"cuts": [int(cut) for cut in getattr(module, "cuts", module.parts)], "chunks": getattr(module, "chunks", 1)}
-
-
-def _chosen(files: list[Any], name: str, grid: Any) -> Tensor | None:
-    having = [each for each in files if name in each["state"]]
-    if not having:
-        return None
-    if len(files) == grid.get_pipe_parallel_world_size() and len(having) == len(files):
-        return having[grid.get_stage_id()]["state"][name]  # type: ignore[no-any-return]
-    if name.startswith("loss_fn."):
-        return having[-1]["state"][name]  # type: ignore[no-any-return]
-    return next((each for each in having if name in each["changed"]), having[0])["state"][name]  # type: ignore[no-any-return]
 
 
 def _folder_of(folder: Path, tag: Any) -> Path | None:
@@ -186,9 +203,14 @@ def _differing_buffers(module: nn.Module, group: Any) -> str:
     if dist.get_world_size(group) == 1:
         return ""
     weights = {id(p) for p in module.parameters()}
-    state = module.state_dict(keep_vars=True).items()
-    buffers = {name: value for name, value in state if isinstance(value, Tensor) and id(value) not in weights}
-    mine = {name: hashlib.sha256(raw_bytes(value)).hexdigest() for name, value in buffers.items()}
+    mine = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and id(value) not in weights:
+            mine[name] = hashlib.sha256(raw_bytes(value)).hexdigest()
     copies = gather_objects(mine, group)
-    differing = sorted({name for each in copies for name in each if each[name] != copies[0].get(name)})
-    return "" if dist.get_rank(group) else ", ".join(differing)
+    if dist.get_rank(group):
+        return ""
+    differing = set[str]()
+    for copy in copies:
+        differing.update(name for name in copy if copy[name] != copies[0].get(name))
+    return ", ".join(sorted(differing))

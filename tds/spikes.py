@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._deepspeed import DeepSpeedOptimizer
-from .clip import leave_out_unless_finite
+from .clip import leave_out_unless_finite, weights_of
 from .groups import max_with_nan
 
 Number = TypeVar("Number", Tensor, float)
@@ -79,13 +79,14 @@ class SpikeGuard:
         # The maximum makes the numbers bitwise equal on all ranks, on which all decisions depend.
         loss = self._loss.detach().double()
         numbers = torch.stack([loss, torch.as_tensor(norm, dtype=torch.float64, device=loss.device)])
-        self._asked, step = True, tuple(max_with_nan(numbers).tolist())
-        self.norm = step[1]
-        if all(map(math.isfinite, step)):
-            columns = zip(("loss", "gradient norm"), step, zip(*self.recent, strict=True), strict=False)
-            self.found = next(filter(None, (self._deviation(*column) for column in columns)), None)
+        global_loss, self.norm = max_with_nan(numbers).tolist()
+        self._asked = True
+        if math.isfinite(global_loss) and math.isfinite(self.norm):
+            self.found = self._deviation("loss", global_loss, [loss for loss, _ in self.recent])
             if self.found is None:
-                self.recent.append(step)
+                self.found = self._deviation("gradient norm", self.norm, [norm for _, norm in self.recent])
+            if self.found is None:
+                self.recent.append((global_loss, self.norm))
         if self.found is None:
             return norm
         return torch.full_like(norm, math.inf) if isinstance(norm, Tensor) else math.inf
@@ -106,7 +107,7 @@ class SpikeGuard:
         elif self.found:
             norm = torch.full_like(norm, math.inf)
         if self.found:
-            self._held = [(p, p.grad) for group in inner.param_groups for p in group["params"]]
+            self._held = [(p, p.grad) for p in weights_of(inner)]
         leave_out_unless_finite(inner, norm)
 
     def _after(self) -> None:

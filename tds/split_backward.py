@@ -16,7 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,16 +38,23 @@ class DeferredWeightGrads:
     def __init__(self) -> None:
         self._noted: list[tuple[Fork, Sequence[Tensor | None]]] = []
 
+    def _note(self, fork: Fork, arrived: Sequence[Tensor | None]) -> None:
+        """Record the gradients that arrive at a fork in the first pass."""
+        self._noted.append((fork, arrived))
+
     def run(self) -> None:
         """Accumulate the gradients of the weights into their `.grad`. Call it once."""
         for fork, grads in self._noted:
-            arrived = [(GradientEdge(fork.node, i), g) for i, g in enumerate(grads) if g is not None]
+            edges = []
+            arrived = []
+            for number, grad in enumerate(grads):
+                if grad is not None:
+                    edges.append(GradientEdge(fork.node, number))
+                    arrived.append(grad)
             # Hooks on this node's tensors run again here; this prehook restores the gradients of the first pass.
             handle = fork.node.register_prehook(partial(_instead, tuple(grads)))
             try:
-                torch.autograd.backward(  # type: ignore[call-overload]
-                    [edge for edge, _ in arrived], [g for _, g in arrived], retain_graph=True, inputs=fork.weights
-                )
+                torch.autograd.backward(edges, arrived, retain_graph=True, inputs=fork.weights)  # type: ignore[call-overload]
             finally:
                 handle.remove()
         self._noted = []
@@ -73,8 +80,11 @@ def backward_input(
     if not inputs:
         torch.autograd.backward(outputs, grads)
         return deferred
-    edges = [get_gradient_edge(out) if isinstance(out, Tensor) else out for out in outputs]
-    order = _children_first([edge.node for edge in edges])
+    roots = []
+    for output in outputs:
+        edge = get_gradient_edge(output) if isinstance(output, Tensor) else output
+        roots.append(edge.node)
+    order = _children_first(roots)
     if any(node.name().startswith(REENTRANT) for node in order):
         warnings.warn(
             "a layer recomputes activations with a re-entrant torch.utils.checkpoint, so zb-h1 cannot defer weight "
@@ -83,12 +93,8 @@ def backward_input(
         )
         torch.autograd.backward(outputs, grads)
         return deferred
-    forks, early = _forks([edge.node for edge in edges], inputs, order)
-
-    def note(fork: Fork) -> Any:
-        return lambda arrived: deferred._noted.append((fork, arrived))
-
-    handles = [fork.node.register_prehook(note(fork)) for fork in forks]
+    forks, early = _forks(roots, inputs, order)
+    handles = [fork.node.register_prehook(partial(deferred._note, fork)) for fork in forks]
     try:
         torch.autograd.backward(outputs, grads, retain_graph=True, inputs=[*inputs, *early])
     finally:
@@ -102,29 +108,48 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node
 
     order: all nodes, each after the nodes that its edges lead to.
     """
+    leads, below = _paths(inputs, order)
+    uses: Counter[int] = Counter()  # id of a weight -> number of forks that lead to it
+    weights: dict[int, Tensor] = {}
+    for node in order:
+        if node in leads:
+            uses.update(below[node].keys())
+            weights |= below[node]
+    # No fork leads to the weights of outputs that do not depend on the inputs, and a compiled layer is no fork.
+    aside = [node for node in roots if node not in leads]
+    aside += [node for node in order if node in leads and node.name().startswith(COMPILED)]
+    for node in aside:
+        uses.update(dict.fromkeys(below[node], 2))
+        weights |= below[node]
+    forks = []
+    for node in order:
+        own = [weight for key, weight in below[node].items() if uses[key] == 1]
+        if node in leads and own:
+            forks.append(Fork(node, own))
+    return forks, [weight for key, weight in weights.items() if uses[key] > 1]
+
+
+def _paths(inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[set[Node], dict[Node, dict[int, Tensor]]]:
+    """Return the nodes from which a path leads to the inputs, and the weights below each node, by id.
+
+    The weights below a node are those to which it leads without passing a node that leads to the inputs.
+    """
     wanted = {id(t) for t in inputs}
-    leads: set[Node] = set()  # nodes from which a path leads to the inputs
-    below: dict[Node, dict[int, Tensor]] = {}  # weights that a node leads to without passing a node in `leads`
+    leads = set[Node]()
+    below: dict[Node, dict[int, Tensor]] = {}
     for node in order:
         leaf = getattr(node, "variable", None)
-        children = [child for child, _ in node.next_functions if child is not None]
-        if id(leaf) in wanted or any(child in leads for child in children):
+        below[node] = {}
+        if id(leaf) in wanted:
             leads.add(node)
-        below[node] = {} if leaf is None or id(leaf) in wanted else {id(leaf): leaf}
-        for child in children:
-            if child not in leads:
+        elif leaf is not None:
+            below[node][id(leaf)] = leaf
+        for child, _ in node.next_functions:
+            if child in leads:
+                leads.add(node)
+            elif child is not None:
                 below[node] |= below[child]
-    ways = [below[node] for node in order if node in leads]
-    aside = [below[node] for node in roots if node not in leads]
-    aside += [below[node] for node in order if node in leads and node.name().startswith(COMPILED)]
-    uses = Counter(key for weights in (*ways, *aside, *aside) for key in weights)
-    forks = [
-        Fork(node, own)
-        for node in order
-        if node in leads and (own := [weight for key, weight in below[node].items() if uses[key] == 1])
-    ]
-    early = {key: weight for weights in (*ways, *aside) for key, weight in weights.items() if uses[key] > 1}
-    return forks, list(early.values())
+    return leads, below
 
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:
@@ -133,11 +158,13 @@ def _children_first(roots: Sequence[Node]) -> list[Node]:
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(node, False) for node in roots]
     while stack:
-        node, done = stack.pop()
-        if done:
+        node, is_done = stack.pop()
+        if is_done:
             order.append(node)
         elif node not in seen:
             seen.add(node)
             stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
+            for child, _ in node.next_functions:
+                if child is not None and child not in seen:
+                    stack.append((child, False))
     return order

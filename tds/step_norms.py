@@ -1,6 +1,6 @@
 """Squared norms of the weights, gradients and updates of a step by layer, for any optimizer and ZeRO stage."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import Zero3Optimizer
 from ._torch import norms
+from .clip import weights_of
 from .holders import is_first_holder
 from .optimizer_state import local_piece, owners
 
@@ -53,7 +54,8 @@ class StepNorms:
     def begin(self) -> None:
         """Measure the next step."""
         self._slices = list(self._find())
-        self._gradients, self._updates = (self._zeros() for _ in range(2))
+        self._gradients = self._zeros()
+        self._updates = self._zeros()
 
     def take(self) -> Tensor:
         """Return the squared norms of weights, gradients and updates, [3, layers] in fp64, after the step.
@@ -62,23 +64,29 @@ class StepNorms:
         """
         assert self._slices is not None, "begin() comes first"
         weights = self._sums([(each.layer, each.of(each.owner)) for each in self._slices])
-        frozen = [
-            p for p in self._layers if not p.requires_grad and (is_first_holder(p, self._first) or hasattr(p, "ds_id"))
-        ]
-        weights += self._sums([(self._layers[p], local_piece(p).detach().view(-1)[: _unpadded(p)]) for p in frozen])
+        frozen = []
+        for p, layer in self._layers.items():
+            if not p.requires_grad and (hasattr(p, "ds_id") or is_first_holder(p, self._first)):
+                frozen.append((layer, local_piece(p).detach().view(-1)[: _unpadded(p)]))
+        weights += self._sums(frozen)
         self._slices = None
         return torch.stack([weights, self._gradients, self._updates])
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self._count, dtype=torch.float64, device=self._engine.device)
 
-    def _sums(self, pieces: list[tuple[int, Tensor]]) -> Tensor:
+    def _sums(self, pieces: Iterable[tuple[int, Tensor]]) -> Tensor:
         """Return the sums of squares by layer of (layer, tensor) pairs."""
         total = self._zeros()
-        pieces = [(index, piece) for index, piece in pieces if piece.numel()]
-        if pieces:
-            squares = torch.stack([norm.to(total.device) for norm in norms([p for _, p in pieces])]).double().square()
-            total.index_add_(0, torch.tensor([index for index, _ in pieces], device=total.device), squares)
+        layers = []
+        tensors = []
+        for layer, piece in pieces:
+            if piece.numel():
+                layers.append(layer)
+                tensors.append(piece)
+        if tensors:
+            lengths = torch.stack([norm.to(total.device) for norm in norms(tensors)])
+            total.index_add_(0, torch.tensor(layers, device=total.device), lengths.double().square())
         return total
 
     def _find(self) -> Iterator[_Slice]:
@@ -103,7 +111,7 @@ class StepNorms:
     def _pre(self, inner: torch.optim.Optimizer) -> None:
         if self._slices is None:
             return
-        stepped = {p for group in inner.param_groups for p in group["params"] if p.grad is not None}
+        stepped = {p for p in weights_of(inner) if p.grad is not None}
         slices = [each for each in self._slices if each.owner in stepped]
         self._gradients += self._sums([(each.layer, each.of(_dense(each.owner.grad))) for each in slices])
         self._before = {each.owner: each.owner.detach().clone() for each in slices}
@@ -112,9 +120,12 @@ class StepNorms:
     def _post(self) -> None:
         for owner, before in self._before.items():
             before.sub_(owner.detach())
-        found = [each for each in self._slices or () if each.owner in self._before]
-        if found:
-            self._updates += self._sums([(each.layer, each.of(self._before[each.owner])) for each in found])
+        updates = []
+        for each in self._slices or ():
+            if each.owner in self._before:
+                updates.append((each.layer, each.of(self._before[each.owner])))
+        if updates:
+            self._updates += self._sums(updates)
         self._before = {}
 
 

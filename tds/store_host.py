@@ -23,13 +23,17 @@ def prepare_store_host() -> None:
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if world == 1:
         return
-    if (ticks := ticks_between_queries(1, world)) > 1:
+    ticks = ticks_between_queries(1, world)
+    if ticks > 1:
         os.environ.setdefault(NCCL_QUERIES, str(1000 * ticks))
-    if os.environ.get("RANK") == "0":
-        hosts = [os.getpid(), *([os.getppid()] if "TORCHELASTIC_RUN_ID" in os.environ else [])]
-        for problem in dict.fromkeys(raise_open_files(pid, world) for pid in hosts):
-            if problem:
-                say(f"warning: {problem}", error=True)
+    if os.environ.get("RANK") != "0":
+        return
+    hosts = [os.getpid()]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        hosts.append(os.getppid())
+    for problem in dict.fromkeys(raise_open_files(pid, world) for pid in hosts):
+        if problem:
+            say(f"warning: {problem}", error=True)
 
 
 def raise_open_files(pid: int, world: int) -> str | None:

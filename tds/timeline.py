@@ -65,10 +65,14 @@ def _aligned(about: dict[str, Any], events: list[dict[str, Any]]) -> RankTrace:
     clock = about["clock"]
     if not clock:
         return RankTrace(about, events, float("inf"))
-    (when, begin, first), (until, end, last) = clock[0], clock[-1]
+    when, begin, first_error = clock[0]
+    until, end, last_error = clock[-1]
     drift = (end - begin) / (until - when) if until > when else 0.0
-    shifted = [{**e, "ts": e["ts"] - (begin + drift * (e["ts"] * 1e3 - when)) / 1e3} for e in events]
-    return RankTrace(about, shifted, max(first, last) / 1e3)
+    shifted = []
+    for event in events:
+        ahead = begin + drift * (event["ts"] * 1e3 - when)  # ns by which the clock of this rank is ahead of rank 0's
+        shifted.append({**event, "ts": event["ts"] - ahead / 1e3})
+    return RankTrace(about, shifted, max(first_error, last_error) / 1e3)
 
 
 def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
@@ -78,12 +82,14 @@ def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
     """
     ranks = ranks or read(folder)
     path = folder / MERGED
-    events = [e for rank in ranks for e in rank.events]
-    names = [
-        {"ph": "M", "name": "process_name", "pid": r.about["rank"], "args": {"name": r.about["name"]}} for r in ranks
-    ]
-    zero = min((e["ts"] for e in events), default=0.0)
-    events = [{**e, "ts": round(e["ts"] - zero, 3)} for e in [*events, *_arrows(ranks)]]
+    names = []
+    spans: list[dict[str, Any]] = []
+    for rank in ranks:
+        about = rank.about
+        names.append({"ph": "M", "name": "process_name", "pid": about["rank"], "args": {"name": about["name"]}})
+        spans += rank.events
+    zero = min((event["ts"] for event in spans), default=0.0)
+    events = [{**event, "ts": round(event["ts"] - zero, 3)} for event in [*spans, *_arrows(ranks)]]
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     aside.write_text(json.dumps({"traceEvents": [*names, *events]}, separators=(",", ":")), encoding="utf-8")
     os.replace(aside, path)
@@ -92,19 +98,22 @@ def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
 
 def _arrows(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
     """Yield flow events from the end of each send to the end of its receive."""
-    ends: dict[tuple[Any, ...], dict[str, Any]] = {}
+    receives: dict[tuple[Any, ...], dict[str, Any]] = {}
     for rank in ranks:
-        for e in rank.events:
-            if e["cat"] == "message" and e["name"].startswith("Recv"):
-                ends[_key(rank, e, e["name"], 0)] = e
+        for event in rank.events:
+            if event["cat"] == "message" and event["name"].startswith("Recv"):
+                receives[_key(rank, event, event["name"], 0)] = event
     for rank in ranks:
-        for e in rank.events:
-            if e["name"] in PAIRS and (arrived := ends.get(_key(rank, e, *PAIRS[e["name"]]))):
-                number = f"{e['pid']}-{e['ts']}"
-                common = {"name": "message", "cat": "flow", "id": number}
-                yield {**common, "ph": "s", "pid": e["pid"], "tid": e["tid"], "ts": e["ts"]}
-                end = arrived["ts"] + arrived["dur"]
-                yield {**common, "ph": "f", "bp": "e", "pid": arrived["pid"], "tid": arrived["tid"], "ts": end}
+        for event in rank.events:
+            if event["name"] not in PAIRS:
+                continue
+            arrived = receives.get(_key(rank, event, *PAIRS[event["name"]]))
+            if arrived is None:
+                continue
+            common = {"name": "message", "cat": "flow", "id": f"{event['pid']}-{event['ts']}"}
+            yield {**common, "ph": "s", "pid": event["pid"], "tid": event["tid"], "ts": event["ts"]}
+            end = arrived["ts"] + arrived["dur"]
+            yield {**common, "ph": "f", "bp": "e", "pid": arrived["pid"], "tid": arrived["tid"], "ts": end}
 
 
 def _key(rank: RankTrace, event: dict[str, Any], name: str, hop: int) -> tuple[Any, ...]:

@@ -74,7 +74,9 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
 def _backward_kinds(plan: Plan) -> tuple[type[Instruction], ...]:
     """Return the kinds of backward passes in a plan. Raises ScheduleError if whole and split passes are mixed."""
     split = (BackwardInput, BackwardWeight)
-    kinds = {type(each) for stage in plan for each in stage}
+    kinds = set[type[Instruction]]()
+    for instructions in plan:
+        kinds.update(type(each) for each in instructions)
     if kinds.isdisjoint(split):
         return (Backward,) if Backward in kinds else ()
     if Backward in kinds:

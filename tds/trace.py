@@ -99,7 +99,9 @@ class Tracer:
         first: int | None = None,
         last: int | None = None,
     ) -> None:
-        self.path, self.about, self.clock = path, dict(about), list[tuple[int, float, float]]()
+        self.path = path
+        self.about = dict(about)
+        self.clock: list[tuple[int, float, float]] = []
         self._on_cpu = device.type == "cpu"
         self._device = device
         self._first = first
@@ -146,7 +148,10 @@ class Tracer:
         """End a span. mark: the result of `begin`."""
         if mark is None:
             return
-        size, self.size = self.size if kind == "message" else 0, 0 if kind == "message" else self.size
+        size = 0
+        if kind == "message":
+            size = self.size
+            self.size = 0
         now: Any
         if self._on_cpu:
             now = time.perf_counter_ns()
@@ -162,9 +167,9 @@ class Tracer:
         wait: wait for an accelerator to finish all spans; if False, omit unfinished ones.
         """
         for _, pieces in self._kept:
-            pieces[:] = [
-                self._settled(each) for each in pieces if wait or isinstance(each.end, int) or each.end.query()
-            ]
+            if not wait:
+                pieces[:] = [each for each in pieces if isinstance(each.end, int) or each.end.query()]
+            pieces[:] = map(self._settled, pieces)
         if self._zero is not None and wait:
             # Renew the reference event: times between events are 32-bit floats, which are precise only for short times.
             self._zero = self._meet_device()
@@ -189,10 +194,10 @@ class Tracer:
         """Write the file of this rank atomically. wait: wait for the device; otherwise unfinished spans are omitted."""
         self._since_write = 0
         rank = self.about.get("rank", 0)
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": self.about.get("name", f"rank {rank}")}}
-        ]
-        events += [_event(each, rank, number) for number, pieces in self.pieces(wait) for each in pieces]
+        name = self.about.get("name", f"rank {rank}")
+        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}]
+        for number, pieces in self.pieces(wait):
+            events += [_event(each, rank, number) for each in pieces]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         aside = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}.tmp")
         content = {"traceEvents": events, "otherData": {**self.about, "clock": self.clock}}
@@ -206,11 +211,16 @@ TRACKS = {"step": 0, "part": 1, "pass": 2, "message": 2, "collective": 3}  # kin
 def _event(piece: Piece, rank: int, iteration: int) -> dict[str, Any]:
     """Return a complete event of the Trace Event Format, with times in microseconds."""
     args: dict[str, Any] = {"iteration": iteration}
-    args |= {} if piece.micro < 0 else {"micro": piece.micro, "chunk": piece.chunk}
-    args |= {"bytes": piece.size} if piece.size else {}
+    if piece.micro >= 0:
+        args["micro"] = piece.micro
+        args["chunk"] = piece.chunk
+    if piece.size:
+        args["bytes"] = piece.size
     found = {"ph": "X", "name": piece.name, "cat": piece.kind, "pid": rank, "tid": TRACKS[piece.kind]}
     found |= {"ts": piece.begin / 1e3, "dur": (piece.end - piece.begin) / 1e3, "args": args}
-    return found | ({"tdur": piece.work / 1e3} if piece.work >= 0 else {})
+    if piece.work >= 0:
+        found["tdur"] = piece.work / 1e3
+    return found
 
 
 # ------------------------------------------------------------------ the recorder of this process
