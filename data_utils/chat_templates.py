@@ -219,14 +219,17 @@ class JinjaTemplate:
 
     def _marked(self, messages: Sequence[Message], whole: str, blocks: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:
         """Return the rendered conversation `whole` in pieces that begin and end with its blocks."""
-        if not any(begin < end for begin, end in blocks):
-            raise ValueError("the chat template marks no text of this conversation with {% generation %}")
         prompts = self._prompt_lengths(messages, whole)
-        borders = {0, len(whole), *itertools.chain(*blocks)}
+        borders = {0, len(whole)}
+        learned: set[int] = set()  # characters that the blocks mark
+        for begin, end in blocks:
+            borders |= {begin, end}
+            learned.update(range(begin, end))
+        if not learned:
+            raise ValueError("the chat template marks no text of this conversation with {% generation %}")
         found = []
         for begin, end in itertools.pairwise(sorted(borders)):
-            counts = any(first <= begin < last for first, last in blocks)
-            found.append(Piece(whole[begin:end], counts, True, joined=begin not in prompts))
+            found.append(Piece(whole[begin:end], begin in learned, True, joined=begin not in prompts))
         return tuple(found)
 
     def _prompt_lengths(self, messages: Sequence[Message], whole: str) -> set[int]:

@@ -98,6 +98,7 @@ def _parts(chunk: Chunk, found: list[tuple[Any, ...]]) -> list[Part]:
 
 
 def _encoded(texts: list[str]) -> Part:
+    """Encode the texts of one chunk for one output pair."""
     pieces: list[str] = []
     counts = []
     for text in texts:

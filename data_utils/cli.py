@@ -197,7 +197,10 @@ def aligned(rows: Sequence[Sequence[Any]], left: int | None = None) -> list[str]
         width = max(map(len, cells))
         pad = str.ljust if left is None or number < left else str.rjust
         columns.append([pad(cell, width) for cell in cells])
-    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+    lines = []
+    for row in zip(*columns, strict=True):
+        lines.append("  ".join(row).rstrip())
+    return lines
 
 
 def run(
@@ -211,6 +214,7 @@ def run(
 
 @contextlib.contextmanager
 def _named_stdout() -> Iterator[None]:
+    """Let errors of stdout name it while the enclosed code runs."""
     before = sys.stdout
     if before is not None:
         sys.stdout = Named(before)  # type: ignore[assignment]
@@ -226,6 +230,7 @@ def _give_up_stdout() -> None:
 
 
 def _run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Run a tool's `main`; exit with 1 and one sentence on stderr if it raises an expected error."""
     try:
         refuse_missing(args)
         main(args)

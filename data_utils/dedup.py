@@ -15,8 +15,11 @@ def _beside_letters() -> re.Pattern[str]:
 
     Combining marks count as letters because Hindi and Thai write vowels as combining marks.
     """
-    codes = [*range(0x300, 0x1F000), *range(0xE0100, 0xE01F0)]
-    marks = "".join(char for char in map(chr, codes) if category(char).startswith("M"))
+    marks = ""
+    for code in (*range(0x300, 0x1F000), *range(0xE0100, 0xE01F0)):
+        char = chr(code)
+        if category(char).startswith("M"):
+            marks += char
     return re.compile(f"[^\\w{marks}]+|_+")
 
 

@@ -131,6 +131,7 @@ def chunks(source: Source, size: int = CHUNK_BYTES, largest: int = LARGEST_DOCUM
 
 
 def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
+    """Cut an uncompressed UTF-8 file into byte ranges that end at document boundaries."""
     path = source.path
     start = 0
     total = os.path.getsize(path)
@@ -197,6 +198,7 @@ def _last_boundary(file: BinaryIO, path: str, start: int, size: int) -> int:
 
 
 def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
+    """Cut a file that can only be read sequentially into chunks that carry their bytes."""
     delimiter = _delimiter(source.path)
     held = b""
     line = 1
@@ -234,6 +236,7 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
 
 
 def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
+    """Collect the records of a CSV, Parquet or JSON file into chunks, one record per line."""
     held: list[bytes] = []
     lines: list[int] = []
     bad: list[tuple[int, BadLine]] = []
@@ -335,8 +338,13 @@ def texts(
 
     on_bad: called with each bad line. Without `on_bad`, the first bad line raises InputError.
     """
-    names = [each for each in inputs if isinstance(each, str)]
-    sources = [each for each in inputs if isinstance(each, Source)]
+    sources = []
+    names = []
+    for each in inputs:
+        if isinstance(each, Source):
+            sources.append(each)
+        else:
+            names.append(each)
     if names:
         sources += find_files(names)
     for source in sources:

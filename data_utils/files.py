@@ -197,6 +197,7 @@ def _abbreviate(paths: Sequence[Path | str]) -> str:
 
 
 def _weight(given: str) -> tuple[str, float]:
+    """Split an input `NAME@WEIGHT` into its name and weight; the weight is 1 if none is given."""
     name, at, weight = given.rpartition("@")
     if not at or os.path.exists(given):
         return given, 1.0

@@ -75,16 +75,21 @@ class IndexedDatasetBuilder:
         ids: concatenated tokens. lengths: tokens of each sequence. sequences_per_document: number of sequences
         of each document.
         """
-        if int(lengths.sum()) != len(ids) or int(sequences_per_document.sum()) != len(lengths):
+        tokens = int(lengths.sum())
+        sequences = int(sequences_per_document.sum())
+        if tokens != len(ids) or sequences != len(lengths):
             raise ValueError(
                 "lengths do not sum to the number of tokens, or sequences_per_document to the number of lengths"
             )
-        if len(lengths) and (int(lengths.max()) > np.iinfo(np.int32).max or int(lengths.min()) < 0):
-            raise ValueError(f"a sequence of {int(lengths.max())} tokens is too long for the format; split it")
+        if len(lengths):
+            longest = int(lengths.max())
+            if longest > np.iinfo(np.int32).max or int(lengths.min()) < 0:
+                raise ValueError(f"a sequence of {longest} tokens is too long for the format; split it")
+        ends = self.sequences + np.cumsum(sequences_per_document, dtype=np.int64)
         self._tokens.write(little(fit(ids, self.dtype, f"{self.prefix}.bin")))
         self._sizes.write(little(lengths.astype(np.int32)))
-        self._documents.write(little(self.sequences + np.cumsum(sequences_per_document, dtype=np.int64)))
-        self.sequences += len(lengths)
+        self._documents.write(little(ends))
+        self.sequences += sequences
         self.documents += len(sequences_per_document)
 
     def state(self) -> dict[str, Any]:
@@ -188,6 +193,7 @@ class _Log:
         self._hash(content)
 
     def _hash(self, content: bytes) -> None:
+        """Add bytes to the checksums, each of which covers BLOCK bytes of the file."""
         view = memoryview(content)
         at = self._position
         while view:

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config import Config
-from megatron.data.corpora import prefixes_of as corpora_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.damage import find_damage, find_holes, sums_of
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
@@ -18,8 +16,9 @@ from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import other_end
 
 from .cli import Parser, any_path, any_prefix, local_path, run
-from .pair_commands import ABOUT_TOKENS, drop_documents, merge_pairs, sidecar, split_pair, with_loss
+from .merge_commands import drop_documents, merge_pairs, split_pair
 from .run_data import config_of, datasets_of
+from .sidecars import ABOUT_TOKENS, sidecar, with_loss
 
 EXAMPLES = """\
   python tools/inspect_data.py info data/corpus_text_document
@@ -39,22 +38,6 @@ EXAMPLES = """\
 AT_ONCE = 1 << 22  # tokens checked per block
 PAIR = "path of the pair, without .bin or .idx"
 _PARTS_OF_TRIPLE = tuple(f"_{part}" for part in TRIPLE)  # endings of the pairs of a CPM corpus for T5
-
-
-def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
-    """Return the corpora of a fine-tuning run (--objective sft), each as (prefix, sidecar).
-
-    Corpora whose sidecar records no chat template are omitted.
-    """
-    data = config.data
-    if config.objective != "sft" or not data.names_corpora:
-        return []
-    found = []
-    for prefix in corpora_of(data.paths):
-        about = sidecar(prefix)
-        if about.get("chat_template"):
-            found.append((prefix, about))
-    return found
 
 
 def info(args: argparse.Namespace) -> None:

@@ -48,13 +48,18 @@ def refuse_large(operator: str, left: Any, right: Any) -> None:
     """
     if operator == "%" and isinstance(left, str) and re.search(r"\d{6}|%[^a-zA-Z%]*\*", left):
         raise EndlessTemplate(f"the chat template uses the format {left[:40]!r}, whose result has no length limit")
-    numbers = [value for value in (left, right) if isinstance(value, int)]
+    numbers = []
+    sizes = []
+    for value in (left, right):
+        if isinstance(value, int):
+            numbers.append(value)
+        elif isinstance(value, (str, list, tuple, bytes)):
+            sizes.append(len(value))
     bits = max(map(int.bit_length, numbers), default=0)
     if operator == "**" and len(numbers) == 2:
         bits = left.bit_length() * right if abs(left) > 1 else 0
     if bits > MOST_BITS:
         raise EndlessTemplate(f"the chat template computes a number of {bits} bits, which is too large")
-    sizes = [len(value) for value in (left, right) if isinstance(value, (str, list, tuple, bytes))]
     items = sum(sizes)
     if operator == "*" and sizes and numbers:
         items = sizes[0] * numbers[0]

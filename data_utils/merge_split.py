@@ -18,7 +18,7 @@ def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
 
     Raises DatasetError if the dtypes of the pairs differ.
     """
-    opened = [IndexedDataset(prefix) for prefix in prefixes]
+    opened = list(map(IndexedDataset, prefixes))
     first = opened[0]
     for each in opened[1:]:
         if each.dtype != first.dtype:
@@ -73,13 +73,15 @@ def drop(prefix: str, words: Sequence[str], output: str) -> IndexedDatasetBuilde
 def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuilder) -> None:
     """Append `documents` of the corpus `indexed` to `builder`, a few million tokens at a time."""
     for some in _runs(indexed, documents):
-        first = int(indexed.document_index[some.start])
-        last = int(indexed.document_index[some.stop])
-        sizes = indexed.sizes[first:last]
+        index = indexed.document_index[some.start : some.stop + 1]  # number of the first sequence of each document
+        first = int(index[0])
+        sizes = indexed.sizes[first : int(index[-1])]
         total = int(sizes.sum(dtype=np.int64))
-        begin = int(indexed.pointers[first]) // indexed.dtype.itemsize if total else 0
-        counts = np.diff(indexed.document_index[some.start : some.stop + 1])
-        builder.add_batch(indexed.tokens[begin : begin + total], sizes, counts)
+        begin = 0
+        if total:
+            begin = int(indexed.pointers[first]) // indexed.dtype.itemsize
+        tokens = indexed.tokens[begin : begin + total]
+        builder.add_batch(tokens, sizes, np.diff(index))
 
 
 def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
@@ -87,7 +89,9 @@ def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
     at = documents.start
     while at < documents.stop:
         window = range(at, min(at + AT_ONCE // 16, documents.stop))
+        # Documents of 3, 4 and 5 tokens end at 3, 7 and 12, so the first two have at most 8 tokens.
         ends = np.cumsum(indexed.document_sizes(window), dtype=np.int64)
-        count = max(int(ends.searchsorted(AT_ONCE, side="right")), 1)
+        fitting = int(ends.searchsorted(AT_ONCE, side="right"))
+        count = max(fitting, 1)
         yield range(at, min(at + count, documents.stop))
         at += count

@@ -84,6 +84,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
+    """Raise ValueError for flags that contradict each other."""
     if args.objective == "cpm-t5" and not args.append_eod:
         raise ValueError("--objective cpm-t5 needs an end-of-document token in every document; remove --no-append-eod")
     if args.objective == "cpm-t5" and args.split_sentences:
@@ -175,13 +176,17 @@ class _Output:
             dtypes[LOSS] = np.uint8
         elif args.objective == "cpm-t5":
             dtypes = {f"_{part}": np.int32 for part in PARTS}
-        pairs = [(prefix + ending, dtype) for prefix in self.prefixes for ending, dtype in dtypes.items()]
-        self.names = [name for name, _ in pairs]
+        self.names = []
+        kinds = []
+        for prefix in self.prefixes:
+            for ending, dtype in dtypes.items():
+                self.names.append(prefix + ending)
+                kinds.append(dtype)
         if not self._is_usable(state):
             state = {}
-        states = state.get("builders", [None] * len(pairs))
+        states = state.get("builders", [None] * len(self.names))
         self.builders = []
-        for (name, dtype), builder in zip(pairs, states, strict=True):
+        for name, dtype, builder in zip(self.names, kinds, states, strict=True):
             self.builders.append(IndexedDatasetBuilder(name, dtype, "part", builder))
         zero = dict.fromkeys(("chunks", "source_bytes", "documents", "tokens", "targets", "bad_lines", "empty"), 0)
         self.count: dict[str, int] = {**zero, **state.get("count", {})}
@@ -206,6 +211,7 @@ class _Output:
         return True
 
     def add(self, tokens: Tokens) -> None:
+        """Append the tokens of one chunk to all output pairs."""
         self._whole = False
         for builder, part in zip(self.builders, tokens.parts, strict=True):
             builder.add_batch(*part)
@@ -240,6 +246,7 @@ class _Output:
         return self._journaled
 
     def finish(self) -> None:
+        """Write the sidecars, give all files their final names, and print a summary."""
         for builder in self.builders:
             builder.prepare()
         for prefix in self.prefixes:

@@ -123,10 +123,17 @@ def collapse_phrases(line: str) -> str:
     """Reduce each phrase that occurs ten or more times in a row to one copy; return the line."""
     if len(line) < PROBE * MIN_REPEATS:
         return line
-    for place in (len(line) // 4, len(line) // 2, 3 * len(line) // 4):
-        if line.count(line[place : place + PROBE]) >= MIN_REPEATS // 2:
-            return _REPEATED_PHRASE.sub(lambda found: found[0] if _is_ruler(found[1]) else found[1], line)
+    for quarter in (1, 2, 3):
+        place = quarter * len(line) // 4
+        probe = line[place : place + PROBE]
+        if line.count(probe) >= MIN_REPEATS // 2:
+            return _REPEATED_PHRASE.sub(_one_copy, line)
     return line
+
+
+def _one_copy(found: re.Match[str]) -> str:
+    """Return one copy of a repeated phrase, or the whole match if the phrase draws a line."""
+    return found[0] if _is_ruler(found[1]) else found[1]
 
 
 def _is_ruler(phrase: str) -> bool:

@@ -82,6 +82,7 @@ class _Lines:
 
 
 def _csv_rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLine]:
+    """Yield each row as (line number, JSON object), or a BadLine for a row that does not fit the header."""
     csv.field_size_limit(largest)
     lines = _Lines(path, encoding, largest)
     reader = csv.reader(lines, strict=True)
@@ -222,6 +223,7 @@ class _Array:
         self._line = 1
 
     def items(self) -> Iterator[Record | BadLine]:
+        """Yield each element as (line number, JSON in one line), or a BadLine for an unreadable one."""
         self._skip(_SPACE)
         self._move(self._at + 1)  # skip the bracket that is_array found
         while self._skip(_BETWEEN):

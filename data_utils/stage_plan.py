@@ -61,6 +61,7 @@ def uses(plan: Plan) -> list[Use]:
 
 
 def _rows(stage: str, plan: Plan, begin: int, end: int) -> list[Use]:
+    """Return what one stage reads of each corpus; corpora that it does not read are left out."""
     before = plan.consumed(begin)
     after = plan.consumed(end)
     epochs = plan.epochs(end)
@@ -90,16 +91,18 @@ def draw(plan: Plan, path: Path) -> None:
     except ImportError:
         raise ValueError("--png needs the package matplotlib: pip install matplotlib") from None
     edges = plan.edges
-    samples = plan.edges[-1]
+    samples = edges[-1]
     points = sorted({*edges, *(samples * i // 60 for i in range(61))})
-    epochs = [plan.epochs(n) for n in points]
-    counts = [plan.consumed(n) for n in edges]
+    epochs = list(map(plan.epochs, points))
+    counts = list(map(plan.consumed, edges))
     figure = Figure(figsize=(7.6, 5.4), dpi=150, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     floor = [0.0] * (len(edges) - 1)
     for i, name in enumerate(plan.names):
-        read = [after[i] - before[i] for before, after in pairwise(counts)]
-        top = [low + n / (end - begin) for low, n, (begin, end) in zip(floor, read, pairwise(edges), strict=True)]
+        top = []
+        for stage, low in enumerate(floor):
+            read = counts[stage + 1][i] - counts[stage][i]
+            top.append(low + read / (edges[stage + 1] - edges[stage]))
         above.stairs(top, edges, baseline=floor, fill=True, alpha=0.75, label=name)
         below.plot(points, [each[i] for each in epochs], label=name, linewidth=1.8)
         floor = top

@@ -87,6 +87,7 @@ def _pieces(texts: Iterable[str]) -> Iterator[str]:
 def _sentencepiece(
     given: Sequence[str], lines: Sequence[str], vocab_size: int, model_type: str, options: dict[str, Any]
 ) -> bytes:
+    """Train a sentencepiece model and return its file's content. options: of the trainer."""
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()

@@ -85,6 +85,7 @@ class Signals:
                 os.kill(pid, number)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
+        """Ask the ranks to save and exit; kill them if the signal comes again or the time is up."""
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         if self.asked:
             # A second signal within half a second is the same request, delivered twice.

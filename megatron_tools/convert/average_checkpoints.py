@@ -61,8 +61,9 @@ def shares(number: int, weights: Sequence[float] | None, decay: float | None) ->
         if not 0 < decay < 1:
             raise ValueError(f"--decay {decay:g} must lie between 0 and 1, without these")
         # Three checkpoints and a decay of 0.9 have the weights 0.81, 0.09 and 0.1.
-        parts = [(1 - decay) * decay ** (number - 1 - at) for at in range(number)]
-        parts[0] = decay ** (number - 1)
+        parts = [decay ** (number - 1)]
+        for at in range(1, number):
+            parts.append((1 - decay) * decay ** (number - 1 - at))
         return parts
     given = list(weights or [1.0] * number)
     total = sum(given)
@@ -104,6 +105,7 @@ def _read(reader: CheckpointReader, key: str) -> Tensor:
 
 
 def _mean(readers: Sequence[CheckpointReader], parts: Sequence[float], key: str) -> Tensor:
+    """Return the weighted sum of a tensor over checkpoints, in fp64."""
     total = torch.zeros((), dtype=torch.float64)
     for reader, part in zip(readers, parts, strict=True):
         value = _read(reader, key).double()

@@ -115,9 +115,14 @@ def _cuts_as_qwen2(source: Path) -> bool:
     Qwen2Tokenizer ignores the normaliser and the pre-tokenizer in the file, and always uses its own.
     """
     content = read_object(source)
+    if content.get("normalizer") != {"type": "NFC"}:
+        return False
     words = content.get("pre_tokenizer") or {}
-    patterns = [each.get("pattern", {}).get("Regex") for each in words.get("pretokenizers", [])]
-    return content.get("normalizer") == {"type": "NFC"} and patterns[:1] == [QWEN2_WORDS]
+    parts = words.get("pretokenizers", [])
+    if not parts:
+        return False
+    pattern = parts[0].get("pattern", {})
+    return bool(pattern.get("Regex") == QWEN2_WORDS)
 
 
 def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is_t5: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from data_utils.chat_encoder import missing_marks, turn_end
 from data_utils.chat_templates import NAMED, ChatML, is_undated, own_template, template_of_corpus
-from data_utils.inspect_data import of_conversations
+from data_utils.sidecars import of_conversations
 from megatron.config import Config
 from megatron.data.corpora import prefixes_of
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
@@ -79,6 +79,7 @@ def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
 
 
 def _skipped_templates(vocab_file: str) -> list[str]:
+    """Return a note that names further chat templates beside the tokenizer, if there are any."""
     path = file_of(vocab_file)
     several = settings_beside(path).get("chat_template")
     names = []
@@ -144,11 +145,14 @@ def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> d
     """
     if not isinstance(base, SentencePieceTokenizer):
         return {}
+    settings = dict(base.settings)
     if source.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer) and is_t5_model(base):
-        given = {key: value for key, value in base.settings.items() if key not in REPLACED}
-        return {**given, "tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}
+        for key in REPLACED:
+            settings.pop(key, None)
+        return {**settings, "tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}
     if base.is_llama and source.name == "tokenizer.model":
-        return {key: value for key, value in base.settings.items() if key != "chat_template"}
+        settings.pop("chat_template", None)
+        return settings
     return {}
 
 
@@ -164,11 +168,14 @@ def _write_json(
     described: dict[str, Any] = {}
     added: list[str] = []
     if isinstance(tokenizer, SentinelTokenizer):
-        order = sorted((id_, f"<extra_id_{i}>") for i, id_ in enumerate(tokenizer.sentinels))
-        sentinels = [name for _, name in order]
-        names = ["<pad>", *sentinels]
-        added = [name for name in names if name not in tokenizer.base.specials]
-        theirs.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+        numbers = {id_: i for i, id_ in enumerate(tokenizer.sentinels)}
+        sentinels = [f"<extra_id_{numbers[id_]}>" for id_ in sorted(numbers)]
+        tokens = []
+        for name in ("<pad>", *sentinels):
+            tokens.append(AddedToken(name, special=True, normalized=False))
+            if name not in tokenizer.base.specials:
+                added.append(name)
+        theirs.add_special_tokens(tokens)
         more = settings.get("extra_special_tokens")
         if isinstance(more, list):
             sentinels = list(dict.fromkeys([*more, *sentinels]))
@@ -181,6 +188,7 @@ def _write_json(
 
 
 def _write_template(folder: Path, tokenizer: Tokenizer, chat: Chat) -> list[str]:
+    """Write chat_template.jinja, if transformers can render the template alike; return notes."""
     notes = list(chat.notes)
     source = chat.source
     if source is None:

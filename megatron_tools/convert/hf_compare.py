@@ -43,12 +43,17 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
     other = _their_model(config, folder)
     tokens = _tokens(config, max(_length(config), _their_length(config, other.config)))
 
+    def ours(dtype: torch.dtype) -> Tensor:
+        return _logits(config, weight, tokens, dtype)
+
     def theirs(dtype: torch.dtype) -> Tensor:
-        model = other.to(dtype)
-        found: Tensor = (model(input_ids=tokens, decoder_input_ids=tokens) if config.is_t5 else model(tokens)).logits
+        inputs = {"input_ids": tokens}
+        if config.is_t5:
+            inputs["decoder_input_ids"] = tokens
+        found: Tensor = other.to(dtype)(**inputs).logits
         return found
 
-    _refuse_difference(lambda dtype: _logits(config, weight, tokens, dtype), theirs, folder)
+    _refuse_difference(ours, theirs, folder)
 
 
 def _transformers() -> Any:
@@ -84,10 +89,13 @@ def compare_ours(
     """Compare logits of two models of this project as `compare` does. path: the checkpoint of the second model."""
     tokens = _tokens(config, max(_length(config), _length(other)))
 
+    def ours(dtype: torch.dtype) -> Tensor:
+        return _logits(config, weight, tokens, dtype)
+
     def theirs(dtype: torch.dtype) -> Tensor:
         return _logits(other, other_weight, tokens, dtype)
 
-    _refuse_difference(lambda dtype: _logits(config, weight, tokens, dtype), theirs, path)
+    _refuse_difference(ours, theirs, path)
 
 
 def _length(config: Config) -> int:
@@ -124,6 +132,7 @@ def _tokens(config: Config, length: int) -> Tensor:
 
 
 def _logits(config: Config, weight: Callable[[str], Tensor], tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the logits [b, s, v] of our model with these weights."""
     kind: Any = T5Model if config.is_t5 else GPT2Model
     model = kind(config, parallel_output=False).eval().to(dtype)
     for name, parameter in global_parameters(model):

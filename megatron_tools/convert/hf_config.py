@@ -137,7 +137,11 @@ def unread_keys(content: Mapping[str, Any]) -> list[str]:
     """
     family = FAMILIES[content["model_type"]]
     known = {*family.defaults, *family.aliases, *MUST, *HARMLESS}
-    return [key for key, value in content.items() if key not in known and not is_off(key, value)]
+    found = []
+    for key, value in content.items():
+        if key not in known and not is_off(key, value):
+            found.append(key)
+    return found
 
 
 def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:

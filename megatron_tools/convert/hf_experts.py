@@ -100,11 +100,11 @@ def expert_config(m: ModelConfig, kind: str) -> dict[str, Any]:
     """Return the keys of config.json that describe the mixtures of `m`; none for a model without experts."""
     if m.num_experts is None:
         return {}
-    layers = [i for i in range(m.num_layers) if m.has_experts(i)]
+    dense = [i for i in range(m.num_layers) if not m.has_experts(i)]
     factor = m.router_aux_loss if m.has_aux_loss else 0.0
     found: dict[str, Any] = {
         "num_experts_per_tok": m.experts_per_token,
-        "router_aux_loss_coef": factor * len(layers) / m.experts_per_token,
+        "router_aux_loss_coef": factor * (m.num_layers - len(dense)) / m.experts_per_token,
         "output_router_logits": False,
     }
     if kind == "mixtral":
@@ -114,7 +114,7 @@ def expert_config(m: ModelConfig, kind: str) -> dict[str, Any]:
         "moe_intermediate_size": m.expert_ff_size,
         "norm_topk_prob": m.normalize_expert_weights,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [i for i in range(m.num_layers) if i not in layers],
+        "mlp_only_layers": dense,
     }
     if kind == "qwen2_moe":
         found["shared_expert_intermediate_size"] = m.num_shared_experts * m.expert_ff_size

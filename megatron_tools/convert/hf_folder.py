@@ -278,19 +278,22 @@ class Folder:
 
     def _tied(self) -> bool:
         """Return whether input and output embedding are tied, judged by the tensors rather than tie_word_embeddings."""
-        there = [name for name in EMBEDDINGS if self.tensors.holds(name)]
-        first = next((name for name in there if name != HEAD), None)
-        for name in there:
-            if first and name != HEAD and not torch.equal(self.tensors.read(name), self.tensors.read(first)):
+        holds_head = self.tensors.holds(HEAD)
+        first = None
+        for name in EMBEDDINGS:
+            if name == HEAD or not self.tensors.holds(name):
+                continue
+            first = first or name
+            if not torch.equal(self.tensors.read(name), self.tensors.read(first)):
                 raise ValueError(
                     f"{self.path}: {name} and {first} differ, but this project's models have one input embedding"
                 )
-        if first and HEAD in there:
+        if first and holds_head:
             return torch.equal(self.tensors.read(HEAD), self.tensors.read(first))
         if not self.values["tie_word_embeddings"]:
+            missing = HEAD if first else "embedding"
             raise ValueError(
-                f"{self.path}/config.json has tie_word_embeddings false, but the files contain no "
-                f"{HEAD if first else 'embedding'}"
+                f"{self.path}/config.json has tie_word_embeddings false, but the files contain no {missing}"
             )
         return True
 

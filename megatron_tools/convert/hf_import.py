@@ -92,6 +92,8 @@ def _extra_ids(vocab_file: Path, free: int) -> int:
 
 
 def _entry(match: Any, theirs: FolderReader) -> Entry:
+    """Return the tensor to write for one of our weights, joined from theirs when it is written."""
+
     def make() -> Tensor:
         tensor: Tensor = match.join([theirs.read(name) for name in match.theirs])
         if not tensor.isfinite().all():

@@ -92,9 +92,11 @@ def matches_of(m: ModelConfig) -> Iterator[Match]:
     Hugging Face's models have no factors of muP and fixed factors of attention scores, so the weights that a match
     converts are multiplied by the factors of our model.
     """
-    matches = {"gpt2": gpt2_matches, "llama": llama_matches, "t5": t5_matches}[m.family or "gpt2"]
+    by_family = {"gpt2": gpt2_matches, "llama": llama_matches, "t5": t5_matches}
+    matches = by_family[m.family or "gpt2"]
     for match in matches(m):
-        yield _folded(match, _factor(m, match.ours), m)
+        factor = _factor(m, match.ours)
+        yield _folded(match, factor, m)
 
 
 def _factor(m: ModelConfig, name: str) -> float:
@@ -104,14 +106,16 @@ def _factor(m: ModelConfig, name: str) -> float:
     """
     at = name.rsplit(".", 2)[-2]
     if name.startswith(("final_norm.", "decoder.final_norm.")):
-        return m.logits_scale / (m.hidden_size**-0.5 if m.scale_tied_logits else 1.0)
+        theirs = m.hidden_size**-0.5 if m.scale_tied_logits else 1.0
+        return m.logits_scale / theirs
     if at in ("dense", "dense_4h_to_h"):
         return m.decoder_branch_factor if name.startswith("decoder.") else m.branch_factor
     with_queries = ("query_norm",) if m.qk_norm else ("query_key_value", "query")
     if at not in with_queries:
         return 1.0
     divides = m.scale_attention and m.family != "t5"  # Hugging Face's T5 never divides scores by sqrt(head size)
-    return m.attention_scale / (m.head_size**-0.5 if divides else 1.0)
+    theirs = m.head_size**-0.5 if divides else 1.0
+    return m.attention_scale / theirs
 
 
 def _folded(match: Match, factor: float, m: ModelConfig) -> Match:
@@ -123,12 +127,16 @@ def _folded(match: Match, factor: float, m: ModelConfig) -> Match:
         if ".query_key_value." not in match.ours:
             return t * by
         heads = t.reshape(m.key_value_heads, -1, m.head_size, *t.shape[1:])  # queries of a group, its key, its value
-        return torch.cat([heads[:, :-2] * by, heads[:, -2:]], 1).reshape(t.shape)
+        queries = heads[:, :-2] * by
+        return torch.cat([queries, heads[:, -2:]], 1).reshape(t.shape)
 
     def split(t: Tensor) -> Sequence[Tensor]:
         return match.split(scaled(t, factor))
 
-    return Match(match.ours, match.theirs, split, lambda ts: scaled(match.join(ts), 1 / factor))
+    def join(ts: Sequence[Tensor]) -> Tensor:
+        return scaled(match.join(ts), 1 / factor)
+
+    return Match(match.ours, match.theirs, split, join)
 
 
 def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
@@ -191,9 +199,11 @@ def _gated_mlp(
 
 def _mixture(m: ModelConfig, at: str, layer: str) -> Iterator[Match]:
     """Yield the matches of a mixture of experts, with the names of Qwen or, for the settings of Mixtral, Mixtral's."""
-    mixtral = not m.qk_norm and not m.num_shared_experts
-    its = f"{layer}.block_sparse_moe" if mixtral else f"{layer}.mlp"
-    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    its = f"{layer}.mlp"
+    names = ("gate_proj", "up_proj", "down_proj")
+    if not m.qk_norm and not m.num_shared_experts:
+        its = f"{layer}.block_sparse_moe"
+        names = ("w1", "w3", "w2")
     yield Match(f"{at}.router.weight", (f"{its}.gate.weight",))
     for e in range(m.num_experts or 0):
         yield from _gated_mlp(f"{at}.experts.{e}", f"{its}.experts.{e}", m.expert_ff_size, names=names)
@@ -221,6 +231,7 @@ def t5_matches(m: ModelConfig) -> Iterator[Match]:
 
 
 def _t5_block(m: ModelConfig, stack: str, i: int) -> Iterator[Match]:
+    """Yield the matches of layer `i` of the encoder or decoder."""
     at = f"{stack}.layers.{i}"
     its = f"{stack}.block.{i}.layer"
     heads = m.num_attention_heads

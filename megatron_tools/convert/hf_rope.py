@@ -102,6 +102,7 @@ def _usual_theta(values: Mapping[str, Any]) -> float:
 
 
 def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: Path) -> float:
+    """Return rope_theta, which may stand inside or outside the rotary settings."""
     inside = rope.get("rope_theta")
     outside = values["rope_theta"]
     if None not in (inside, outside) and inside != outside:

@@ -40,6 +40,7 @@ def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
 
 
 def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
+    """Return the same model for `tokenizers`, or None for a kind of model that it lacks."""
     sp = tokenizer._sp
     facts = tokenizer.facts
     if facts.algorithm not in ("bpe", "unigram") or facts.of_type(UNUSED):
@@ -119,6 +120,7 @@ def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
 
 
 def _is_like_t5(tokenizer: SentencePieceTokenizer) -> bool:
+    """Return whether a model normalises, segments and numbers text as a T5's does."""
     sp = tokenizer._sp
     facts = tokenizer.facts
     return (
@@ -156,7 +158,7 @@ def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, 
     therefore all splits of a piece into two pieces, sorted by the score of the whole piece.
     """
     ids = {piece: i for i, piece in enumerate(pieces)}
-    merges = []
+    by_score: dict[float, list[tuple[str, str]]] = {}
     for piece, i in ids.items():
         if piece in BYTES:
             continue
@@ -164,10 +166,11 @@ def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, 
             left = piece[:at]
             right = piece[at:]
             if left in ids and right in ids:
-                merges.append((-scores[i], (left, right)))
-    merges.sort(key=lambda merge: merge[0])
-    pairs = [pair for _, pair in merges]
-    return tokenizers.models.BPE(ids, pairs, unk_token=unknown, byte_fallback=bytes_, fuse_unk=True)
+                by_score.setdefault(scores[i], []).append((left, right))
+    merges = []
+    for score in sorted(by_score, reverse=True):
+        merges += by_score[score]
+    return tokenizers.models.BPE(ids, merges, unk_token=unknown, byte_fallback=bytes_, fuse_unk=True)
 
 
 def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
@@ -177,8 +180,11 @@ def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
     """
     dice = random.Random(0)
     usable = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.marks.values()))
+    texts = []
+    for _ in range(count):
+        ids = dice.choices(usable, k=30)
+        texts.append(tokenizer.decode(ids))
     names = any_of(tokenizer.marks)
-    texts = [tokenizer.decode(dice.choices(usable, k=30)) for _ in range(count)]
     return [text for text in (*texts, *_PROBES) if MARK not in text and not names.search(text)]
 
 

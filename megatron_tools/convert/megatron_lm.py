@@ -210,9 +210,10 @@ class RankFiles:
         dim = _split_dim(name)
         if dim is None:
             return parts[0].float()
+        shards = [part.float() for part in parts]
         if "query_key_value" in name:
-            parts = [by_heads(part, heads // self.ranks, self.version) for part in parts]
-        return torch.cat([part.float() for part in parts], dim)
+            shards = [by_heads(shard, heads // self.ranks, self.version) for shard in shards]
+        return torch.cat(shards, dim)
 
     def _part(self, name: str) -> list[Tensor]:
         if name not in self._parts:
@@ -329,7 +330,9 @@ def by_heads(part: Tensor, heads: int, version: float) -> Tensor:
     """
     rest = part.shape[1:]
     if version < 1:
-        return part.view(3, heads, -1, *rest).transpose(0, 1).reshape(part.shape)
+        by_kind = part.view(3, heads, -1, *rest)
+        return by_kind.transpose(0, 1).reshape(part.shape)
     if version < 2:
-        return part.view(heads, -1, 3, *rest).transpose(1, 2).reshape(part.shape)
+        by_feature = part.view(heads, -1, 3, *rest)
+        return by_feature.transpose(1, 2).reshape(part.shape)
     return part

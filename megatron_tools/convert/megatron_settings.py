@@ -60,6 +60,7 @@ def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
 
 
 def _heads(theirs: RankFiles, given: int | None) -> int:
+    """Return the number of attention heads: the saved one, else --num-attention-heads."""
     saved = theirs.settings.get("num_attention_heads")
     if saved is not None and type(saved) is not int:
         raise ValueError(f"{theirs.folder}: num_attention_heads is {saved!r}, not a number")
@@ -88,13 +89,20 @@ def _activation(args: Mapping[str, Any], where: str) -> str:
 
 
 def _number(theirs: RankFiles, names: tuple[str, ...], default: float) -> float:
-    found = {name: theirs.settings[name] for name in names if theirs.settings.get(name) is not None}
-    for name, value in found.items():
+    """Return the saved value under one of several names, or `default` if none is saved."""
+    found = None
+    for name in names:
+        value = theirs.settings.get(name)
+        if value is None:
+            continue
         if type(value) not in (int, float):
             raise ValueError(f"{theirs.folder}: {name} is {value!r}, not a number")
-    if len(set(found.values())) > 1:
-        raise ValueError(f"{theirs.folder}: the saved args contradict each other: {found}")
-    return float(next(iter(found.values()), default))
+        if found is None:
+            found = float(value)
+        elif found != value:
+            given = {name: theirs.settings[name] for name in names if theirs.settings.get(name) is not None}
+            raise ValueError(f"{theirs.folder}: the saved args contradict each other: {given}")
+    return default if found is None else found
 
 
 def check_complete(theirs: RankFiles, config: Config) -> None:

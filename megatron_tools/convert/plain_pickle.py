@@ -109,6 +109,7 @@ def _reason_of_rejection(path: Path) -> str:
 
 
 def _pickled(path: Path) -> bytes:
+    """Return the pickle in a file of torch.save: the file itself, or data.pkl in its ZIP archive."""
     if not zipfile.is_zipfile(path):
         with open(path, "rb") as file:
             return file.read(MOST_READ)

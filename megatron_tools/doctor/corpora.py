@@ -58,6 +58,7 @@ def _check_content(prefix: str, quick: bool) -> Iterator[Finding]:
 
 
 def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Iterator[Finding]:
+    """Check that the corpus was made with the run's tokenizer and fits its vocabulary."""
     from megatron.data.corpora import made_with
     from megatron.tokenizer.base import other_end
 

@@ -84,6 +84,7 @@ class Examination:
         return max((host.slots for host in self.hosts), default=self.ranks)
 
     def _installation(self) -> Iterator[Finding]:
+        """Check Python, the packages and their imports."""
         yield from machine.python()
         yield from machine.packages()
         found = list(machine.imports("torch"))
@@ -95,6 +96,7 @@ class Examination:
         yield from machine.hidden_package(Path(megatron.__file__).parent, [*given, *sys.path])
 
     def _network(self) -> Iterator[Finding]:
+        """Read the hostfile, and check names, interfaces, ports and the launcher's variables."""
         if self.args.hostfile:
             yield from network.hostfile(self.args.hostfile)
             try:
@@ -115,6 +117,7 @@ class Examination:
         yield from findings_of("port", network.port_is_free)
 
     def _settings(self) -> Iterator[Finding]:
+        """Parse the flags, or read the saved settings of the run, and check the layout."""
         flags = list(self.flags)
         written = None
         if self.run_dir is not None:
@@ -129,6 +132,7 @@ class Examination:
             yield from settings.layout(self.config, self.ranks)
 
     def _machine(self) -> Iterator[Finding]:
+        """Check devices, compiler, threads, open files and shared memory of this machine."""
         usable = False
         if self.torch_is_there:
             from megatron.ranks import device
@@ -163,6 +167,7 @@ class Examination:
         yield ok("tokenizer", f"{config.data.vocab_file}: {self.tokenizer.vocab_size} tokens")
 
     def _size_and_resume(self, config: Config) -> Iterator[Finding]:
+        """Estimate the memory, and check the disk and the checkpoint to resume from."""
         from megatron.config.command_line import with_values
 
         settled, found = settings.resolved(config, self.ranks)
@@ -183,6 +188,7 @@ class Examination:
             yield from findings_of("checkpoint", lambda: run_dir.checkpoint(whole, where, fingerprint, self.args.quick))
 
     def _memory(self, config: Config, settled: settings.Settled) -> Iterator[Finding]:
+        """Check that the model fits in memory, and its checkpoints on the disk."""
         from megatron.ranks import device
         from megatron.training.run_folder import save_dir_of
 
@@ -194,6 +200,7 @@ class Examination:
             )
 
     def _hosts(self) -> Iterator[Finding]:
+        """Check over ssh that all hosts have equal versions and share the run directory."""
         if not self.hosts:
             return
         versions = [".".join(map(str, sys.version_info[:2]))]

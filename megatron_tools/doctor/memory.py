@@ -13,7 +13,8 @@ def checkpoint_bytes(config: Config) -> float:
 
     count = count_layers(layers_of(config), config)
     p = config.parallel
-    hidden = (count.hidden + count.expert_matrices * (p.expert_parallel_size - 1)) * p.model_parallel_size
+    elsewhere = count.expert_matrices * (p.expert_parallel_size - 1)  # experts of other ranks
+    hidden = (count.hidden + elsewhere) * p.model_parallel_size
     whole = Count(count.whole, count.whole, hidden=hidden)
     return 4.0 * (count.whole + moments_of(whole, config))
 

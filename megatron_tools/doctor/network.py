@@ -58,8 +58,9 @@ def hostfile(path: str) -> Iterator[Finding]:
         text = f"cannot read {path}: {error.strerror}" if isinstance(error, OSError) else str(error)
         yield failed("hostfile", text, "write one line for each host, 'name slots=N' (see scripts/hostfile.example)")
         return
-    yield ok("hostfile", f"{len(hosts)} hosts, {sum(host.slots for host in hosts)} ranks")
-    if len({host.slots for host in hosts}) > 1:
+    slots = [host.slots for host in hosts]
+    yield ok("hostfile", f"{len(hosts)} hosts, {sum(slots)} ranks")
+    if len(set(slots)) > 1:
         yield warning(
             "hostfile",
             "hosts have different numbers of slots",

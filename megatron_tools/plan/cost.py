@@ -128,8 +128,9 @@ def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int)
     steady = name in ("1f1b", "gpipe", "interleaved")
     if steady and micros > 6 * stages * (1 + extra) and micros % stages == 0:
         few = 4 * stages * (1 + extra)
-    spans = times([list(schedule(stage, stages, few)) for stage in range(stages)], FORWARD, BACKWARD)
-    return max(span.end for span in spans) / (FORWARD + BACKWARD) + micros - few
+    plan = [list(schedule(stage, stages, few)) for stage in range(stages)]
+    end = max(span.end for span in times(plan, FORWARD, BACKWARD))
+    return end / (FORWARD + BACKWARD) + micros - few
 
 
 def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> float:
@@ -148,9 +149,11 @@ def expert_bytes(x: Shapes, layer: Layer) -> float:
 
     A micro-batch needs two all-to-alls in its forward pass, and two in its backward pass.
     """
+    if not layer.routes:
+        return 0.0
     m = x.config.model
     ranks = x.config.parallel.expert_parallel_size
-    rows = x.of_layer(layer) * m.experts_per_token if layer.routes else 0
+    rows = x.of_layer(layer) * m.experts_per_token
     return rows * m.hidden_size * x.width * (ranks - 1) / ranks
 
 
@@ -181,7 +184,8 @@ def _touched(x: Shapes, layer: Layer, e: Efficiency) -> float:
         # what arrives, too.
         copies = 4 if x.config.parallel.expert_parallel_size == 1 else 8
         found += copies * tokens * m.experts_per_token * m.hidden_size * x.width
-    scores = batch * m.num_attention_heads / x.ranks * (tokens / batch) ** 2 * x.width
+    length = tokens / batch
+    scores = batch * m.num_attention_heads / x.ranks * length**2 * x.width
     return found + e.score_passes * scores
 
 

@@ -123,6 +123,7 @@ class Wanted:
 
 
 def _choices(wanted: Wanted) -> dict[str, list[Any]]:
+    """Return the values of each setting that the search combines. Settings in `wanted.fixed` keep theirs."""
     c = wanted.config
     n = wanted.devices
     divisors = [d for d in range(1, n + 1) if n % d == 0]

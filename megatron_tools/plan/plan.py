@@ -171,23 +171,23 @@ def draw(layout: Layout, cluster: Cluster, path: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 4.2), layout="constrained")
+    stages = range(len(layout.memory))
     below = [0.0] * len(layout.memory)
-    for kind, colour in zip(
-        KINDS, ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d9d9d", "#eeca3b"), strict=True
-    ):
+    colours = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d9d9d", "#eeca3b")
+    for kind, colour in zip(KINDS, colours, strict=True):
         sizes = [getattr(memory, kind) / 1e9 for memory in layout.memory]
-        axes.bar(range(len(sizes)), sizes, 0.7, below, label=kind, color=colour)
-        below = [low + size for low, size in zip(below, sizes, strict=True)]
-    axes.axhline(
-        cluster.memory, color="black", linestyle="--", linewidth=1, label=f"{cluster.name}: {cluster.memory:g} GB"
-    )
+        axes.bar(stages, sizes, 0.7, below, label=kind, color=colour)
+        for stage, size in enumerate(sizes):
+            below[stage] += size
+    words = f"{cluster.name}: {cluster.memory:g} GB"
+    axes.axhline(cluster.memory, color="black", linestyle="--", linewidth=1, label=words)
+    size_in_words = in_words(parameters(layout.config))
     axes.set(
         xlabel="pipeline stage",
         ylabel="GB per rank",
-        title=f"{in_words(parameters(layout.config))} parameters, {layout.name}, "
-        f"micro-batch {layout.config.train.batch_size}",
+        title=f"{size_in_words} parameters, {layout.name}, micro-batch {layout.config.train.batch_size}",
     )
-    axes.set_xticks(range(len(below)))
+    axes.set_xticks(stages)
     figure.legend(loc="outside right upper", frameon=False)
     figure.savefig(path, dpi=110)
     print(f"wrote {Path(path)}")

@@ -83,6 +83,7 @@ def _ds_config(layout: Layout) -> str:
 
 
 def _script(layout: Layout, cluster: Cluster) -> str:
+    """Return the run script: its launch command, with the data and addresses from the environment."""
     per_node = next(
         n for n in range(cluster.devices_per_node, 0, -1) if layout.devices % n == 0
     )  # every node runs the same number of ranks

@@ -79,6 +79,7 @@ def _perplexity(loss: float) -> float:
 
 
 def _learning(runs: Sequence[RunRead]) -> list[Chart]:
+    """Return the charts of losses, perplexity and accuracy."""
     loss: list[dict[str, Any]] = []
     ppl: list[dict[str, Any]] = []
     accuracy: list[dict[str, Any]] = []
@@ -162,6 +163,7 @@ SHOWN_AT_ZERO = {"lr", "grad_norm", "tokens_per_second", "memory_mb"}
 
 
 def _training(runs: Sequence[RunRead]) -> list[Chart]:
+    """Return the charts of OF_TRAINING that have values other than zero."""
     found = []
     for key, title, unit, log, factor in OF_TRAINING:
         lines = []

@@ -27,12 +27,18 @@ def settings(configs: Sequence[Config]) -> list[Setting]:
     """Return every setting with its values in the runs, in the order of `--help`."""
     dicts: list[dict[str, dict[str, Any]]] = [config.to_dict() for config in configs]
     found = []
-    for section, names in Config().to_dict().items():
-        for name, default in names.items():
-            values = [each[section][name] for each in dicts]
-            differs = name not in APART and any(value != values[0] for value in values)
-            changed = any(value != default for value in values)
-            found.append(Setting(section, flag(name), list(map(_word, values)), differs, changed))
+    for section, defaults in Config().to_dict().items():
+        for name, default in defaults.items():
+            first = dicts[0][section][name]
+            words = []
+            differs = False
+            changed = False
+            for each in dicts:
+                value = each[section][name]
+                words.append(_word(value))
+                differs |= value != first and name not in APART
+                changed |= value != default
+            found.append(Setting(section, flag(name), words, differs, changed))
     return found
 
 

@@ -1,5 +1,6 @@
 """Conversion of the timelines that a run recorded to the pipeline schedules that it executed."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -70,17 +71,23 @@ def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
 
 
 def _iteration(number: int, steps: dict[int, dict[str, Any]], stages: dict[int, RankTrace]) -> Iteration:
+    """Return the timeline of one iteration. steps: stage -> event of its training step."""
     begin = min(step["ts"] for step in steps.values())
     end = max(step["ts"] + step["dur"] for step in steps.values())
     passes = []
+    first = math.inf
     for stage, rank in stages.items():
         step = steps[stage]
         for e in _passes(rank, number):
             if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]:
                 passes.append((stage, e))
-    first = min((e["ts"] for _, e in passes), default=begin)
+                first = min(first, e["ts"])
+    if not passes:
+        first = begin
     spans = []
     for stage, e in passes:
         at = (e["ts"] - first) / 1e6
-        spans.append(Span(stage, e["args"]["micro"], e["args"]["chunk"], LETTERS[e["name"]], at, at + e["dur"] / 1e6))
+        until = at + e["dur"] / 1e6
+        place = e["args"]
+        spans.append(Span(stage, place["micro"], place["chunk"], LETTERS[e["name"]], at, until))
     return Iteration(number, (end - begin) / 1e6, (first - begin) / 1e6, spans)

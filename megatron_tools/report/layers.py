@@ -67,9 +67,10 @@ def shares_of(run: RunRead) -> LayerValues | None:
     The first line holds the even share, for comparison; a line for each layer follows. Here, the field `iterations`
     holds the indices of the experts. Returns None if the run has no experts.
     """
-    rows = [row for row in run.part("train") if row.get("expert_tokens")]
-    layers = rows[-1]["expert_tokens"] if rows else {}
-    shares = {}
+    layers: dict[str, list[int]] = {}
+    for row in run.part("train"):
+        layers = row.get("expert_tokens") or layers
+    shares: dict[str, list[float | None]] = {}
     for name, tokens in layers.items():
         total = sum(tokens)
         if total:
@@ -77,8 +78,9 @@ def shares_of(run: RunRead) -> LayerValues | None:
     if not shares:
         return None
     count = max(map(len, shares.values()))
-    even = {f"even share, 1/{count}": [1 / count] * count}
-    return LayerValues("share", list(range(count)), even | shares, "expert")
+    lines: dict[str, list[float | None]] = {f"even share, 1/{count}": [1 / count] * count}
+    lines |= shares
+    return LayerValues("share", list(range(count)), lines, "expert")
 
 
 def heat_map(values: LayerValues) -> str:

@@ -80,6 +80,7 @@ def _dot(run: int) -> str:
 
 
 def _cards(runs: Sequence[RunRead], now: float | None) -> str:
+    """Return the HTML of one card for each run, with its progress and last loss."""
     found = []
     for i, run in enumerate(runs):
         words, share = facts.progress(run, now)
@@ -94,6 +95,7 @@ def _cards(runs: Sequence[RunRead], now: float | None) -> str:
 
 
 def _controls() -> str:
+    """Return the HTML of the controls that all charts share."""
     axes = ""
     for value, words in {"iteration": "iterations", "tokens": "tokens", "hours": "hours"}.items():
         checked = " checked" if value == "iteration" else ""
@@ -106,6 +108,7 @@ def _controls() -> str:
 
 
 def _figures(runs: Sequence[RunRead], found: Sequence[Chart]) -> str:
+    """Return the HTML of the charts, which page.js draws from the data in it."""
     if not found:
         return '<p class="note">metrics.jsonl has no rows yet.</p>'
     about = {"names": [run.name for run in runs], "axes": [run.axes() for run in runs]}
@@ -139,6 +142,7 @@ def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
 
 
 def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
+    """Return the HTML of a run's pipeline timetable."""
     title = titled("Pipeline timetable", _dot(run) + escape(runs[run].name), runs)
     return (
         f'<section><h2>{title}</h2><div class="wide">{as_svg(table)}</div><p class="note">'
@@ -149,6 +153,7 @@ def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
 
 
 def _settings(runs: Sequence[RunRead], rows: Sequence[Setting]) -> str:
+    """Return the HTML of the tables of settings: those that differ, those that were changed, and all."""
     names = [run.name for run in runs]
     differ = []
     changed = []

@@ -49,8 +49,12 @@ def named_splits(rows: Sequence[Row], *parts: str) -> list[str]:
     parts: what the splits begin with: `train`, `valid`, `test` or `eval`.
     """
     begins = tuple(f"{part}/" for part in parts)
-    found = {str(row.get("split")) for row in rows}
-    return sorted(split for split in found if split.startswith(begins))
+    found = set()
+    for row in rows:
+        split = str(row.get("split"))
+        if split.startswith(begins):
+            found.add(split)
+    return sorted(found)
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,12 @@ def tokens_at(axes: Mapping[str, Sequence[float]], iteration: float) -> float:
     """Return the number of training tokens up to `iteration`, interpolated from `axes`, the result of RunRead.axes."""
     x = axes["iteration"]
     y = axes["tokens"]
-    i = min(max(bisect_left(x, iteration), 1), len(x) - 1)
-    if len(x) == 1 or x[i] == x[i - 1]:
+    right = min(max(bisect_left(x, iteration), 1), len(x) - 1)
+    left = right - 1
+    if len(x) == 1 or x[right] == x[left]:
         return y[-1]
-    return y[i - 1] + (y[i] - y[i - 1]) * (iteration - x[i - 1]) / (x[i] - x[i - 1])
+    rise = (y[right] - y[left]) * (iteration - x[left])
+    return y[left] + rise / (x[right] - x[left])
 
 
 def read_run(folder: Path, name: str | None = None, baselines: Mapping[str, float] | None = None) -> RunRead:
@@ -130,7 +136,8 @@ def read_run(folder: Path, name: str | None = None, baselines: Mapping[str, floa
     given = from_file(str(folder / "config.json"))
     config = relocated(given, folder)
     written = (folder / "metrics.jsonl").stat().st_mtime
-    return RunRead(name or folder.resolve().name, folder, config, given, rows, baselines or {}, written)
+    name = name or folder.resolve().name
+    return RunRead(name, folder, config, given, rows, baselines or {}, written)
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:

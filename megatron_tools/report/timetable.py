@@ -57,12 +57,12 @@ def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = No
     usual = statistics.median(each.seconds for each in found)
     chosen = min(found, key=lambda each: abs(each.seconds - usual))
     if iteration is not None:
-        named = [each for each in found if each.number == iteration]
-        if not named:
+        by_number = {each.number: each for each in found}
+        if iteration not in by_number:
             raise ValueError(
                 f"--iteration {iteration} is not in the timeline, which has {found[0].number} to {found[-1].number}"
             )
-        chosen = named[0]
+        chosen = by_number[iteration]
     about = ranks[0].about
     return Timetable(about["stages"], about["schedule"], chosen, ideal_of(about, chosen.spans), usual, len(found))
 
@@ -77,10 +77,12 @@ def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
     plan = plan_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))
     took: dict[tuple[str, int, int], list[float]] = {}
     for span in spans:
-        took.setdefault((span.kind, span.stage, span.chunk), []).append(span.end - span.begin)
+        place = (span.kind, span.stage, span.chunk)
+        took.setdefault(place, []).append(span.end - span.begin)
 
     def usual(kind: Any, stage: int, chunk: int) -> float:
-        return statistics.median(took.get((PASSES[kind], stage, chunk), [0.0]))
+        place = (PASSES[kind], stage, chunk)
+        return statistics.median(took.get(place, [0.0]))
 
     found = times(plan, seconds=usual)
     zero = min(span.begin for span in found)
@@ -116,6 +118,7 @@ def as_svg(table: Timetable) -> str:
 
 
 def _bar(span: Span, scale: float, y: int) -> str:
+    """Return the SVG of one pass. scale: pixels per second. y: top of the stage's row."""
     x = LEFT + span.begin * scale
     w = (span.end - span.begin) * scale
     what = {"F": "forward", "B": "backward", "W": "weight gradients"}[span.kind]

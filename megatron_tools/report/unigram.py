@@ -54,11 +54,14 @@ def of_text(config: dict[str, Any]) -> float | None:
     Returns None if the run has no validation text or does not have exactly one corpus. config: settings of the run.
     """
     counts = counted(config["data"]["data_path"], config["data"]["split"], config["model"]["vocab_size"])
-    if counts is None or not counts[1].sum():
+    if counts is None:
         return None
-    seen = counts[0] + 1
-    asked = counts[1]
-    return float(-(asked * np.log(seen / seen.sum())).sum() / asked.sum())
+    train, asked = counts
+    if not asked.sum():
+        return None
+    seen = train + 1
+    nats = -np.log(seen / seen.sum())
+    return float((asked * nats).sum() / asked.sum())
 
 
 def of_targets(config: Config, samples: int) -> OfTargets | None:

@@ -140,6 +140,7 @@ class Comparison:
         found.loss_differs_at = next((i + 1 for i, error in enumerate(errors) if not error <= self.tolerance), None)
 
     def _compare_initial_values(self, found: Verdict) -> None:
+        """Find the first parameter whose initial values differ."""
         one = self.one.initial_values()
         other = self.other.initial_values()
         for name in sorted(one, key=self._when):
@@ -184,6 +185,7 @@ class Comparison:
         found.forward = self._difference(first.name, errors[first], self._words(first, errors[first]))
 
     def _errors_of_outputs(self, found: Verdict) -> dict[Place, float]:
+        """Return the relative error of each output that both runs recorded."""
         errors = dict[Place, float]()
         unlike = dict[str, None]()
         divided = any(rank["expert"] > 1 for rank in self.other.ranks)
@@ -212,6 +214,7 @@ class Comparison:
         return errors
 
     def _words(self, place: Place, error: float) -> str:
+        """Describe the difference of an output: its shape or error, and the ranks that differ."""
         like = self.one.outputs[place][0]
         parts = self.other.outputs[place]
         wholes = join_parts(parts, like)
@@ -231,6 +234,7 @@ class Comparison:
         )
 
     def _compare_gradients(self, found: Verdict) -> None:
+        """Find the last parameter, in network order, whose gradient differs."""
         one = self.one.gradients()
         other = self.other.gradients()
         total = 0.0
@@ -255,6 +259,7 @@ class Comparison:
             found.others = len(bad) - 1
 
     def _compare_buffers(self, found: Verdict) -> None:
+        """Find the first buffer that differs after the last step."""
         one = self.one.buffers()
         other = self.other.buffers()
         for name in sorted(one, key=self._when):

@@ -90,6 +90,8 @@ def common_micros(layouts: Sequence[Layout]) -> int:
 
     Each replica gets at least two micro-batches, and at least as many as it has pipeline stages.
     """
-    least = math.lcm(*(layout.dp for layout in layouts))
+    # Two layouts with 2 and 3 replicas, the first of 4 stages, need 2 x 4 = 8 and 3 x 2 = 6 micro-batches: 12 fit both.
+    replicas = [layout.dp for layout in layouts]
+    least = math.lcm(*replicas)
     wanted = max(layout.dp * max(2, layout.pp) for layout in layouts)
     return least * math.ceil(wanted / least)

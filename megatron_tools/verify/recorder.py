@@ -136,6 +136,7 @@ class Recorder:
         self.record["scale"] = engine.factor(1)
 
     def _pass(self, micro: int, chunk: int, run: Callable[[], Any]) -> Any:
+        """Run a forward pass, and record its outputs if they are wanted."""
         self._at = None
         recorded = self._model.training and not self.losses
         if recorded and (self.every or micro == 0):
@@ -149,6 +150,7 @@ class Recorder:
         self._inside.append(name)
 
     def _leave(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Record a module's outputs; called after its forward."""
         if self._inside:
             self._inside.pop()
         if self._at is None or self._bytes > MOST_BYTES:
@@ -169,6 +171,7 @@ class Recorder:
             self.gradients[name] = self.gradients[name] + value if name in self.gradients else value.clone()
 
     def _train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> Step:
+        """Run a training step and record its loss; write everything after the last step."""
         try:
             step = self._original(batches, lr, gas)
         except Exception:
@@ -181,6 +184,7 @@ class Recorder:
         return step
 
     def _write(self) -> None:
+        """Write the record of this rank."""
         for hook in self._hooks:
             hook.remove()
         found = {**self.record, "losses": self.losses, "outputs": self.outputs, "gradients": self.gradients}

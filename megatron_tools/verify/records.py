@@ -92,10 +92,14 @@ class Records:
         """
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
         for rank in sorted(self.ranks, key=lambda rank: int(rank["model"])):
-            model = rank["model"]
             for name, value in rank["gradients"].items():
-                spec, before = sums[name].get(model, (rank["specs"][name], 0.0))
-                sums[name][model] = (spec, before + value / rank["scale"])
+                of_ranks = sums[name]
+                spec = rank["specs"][name]
+                total = value / rank["scale"]
+                if rank["model"] in of_ranks:
+                    spec, before = of_ranks[rank["model"]]
+                    total = before + total
+                of_ranks[rank["model"]] = (spec, total)
         return {name: _wholes(list(parts.values())) for name, parts in sums.items()}
 
     def buffers(self) -> dict[str, list[Tensor]]:
@@ -132,17 +136,19 @@ class Records:
         The calls of a tied module are numbered stage by stage, from the first stage to the last stage.
         """
         number, of = stages[0]["share"]
+        first = number * (self.micros // of)  # number of the pipeline's first micro-batch
         every = []
         for rank in stages:
             for each in rank["outputs"]:
                 every.append((each["chunk"], rank["pipe"], each))
         before: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
         for chunk, pipe, each in sorted(every, key=lambda item: item[:2]):
-            micro = number * (self.micros // of) + each["micro"]
+            micro = first + each["micro"]
+            call = each["call"]
             calls = before[micro, each["name"]]
-            calls[chunk, pipe] = max(calls.get((chunk, pipe), 0), each["call"] + 1)
+            calls[chunk, pipe] = max(calls.get((chunk, pipe), 0), call + 1)
             earlier = sum(calls.values()) - calls[chunk, pipe]
-            yield Place(micro, each["name"], earlier + each["call"], each["number"]), each["value"]
+            yield Place(micro, each["name"], earlier + call, each["number"]), each["value"]
 
 
 def _wholes(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:

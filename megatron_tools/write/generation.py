@@ -162,18 +162,20 @@ class GPT2Stepper(_Stepper):
         return self._logits(self.tokens)
 
     def _logits(self, new: Tensor) -> Tensor:
+        """Return the logits [b, v] after the tokens `new`, which `self.tokens` already contains."""
         length = self.tokens.shape[1]
+        visible = self.tokens[:, -self.positions :]
         if not self.cached:
-            visible = self.tokens[:, -self.positions :]
             return self.model(visible, None, self._documents(visible))[:, -1]  # type: ignore[no-any-return]
         if length > self.positions:
             self.caches = _caches(self.model)
-            new = self.tokens[:, -self.positions :]
+            new = visible
             length = new.shape[1]
         seen = length - new.shape[1]
         place = torch.arange(seen, length, device=new.device).expand_as(new)
         documents = no_documents(new.device) if seen else self._documents(new)
-        return _whole(self.model, self._run((new, place, documents), seen))
+        found = self._run((new, place, documents), seen)
+        return _whole(self.model, found)
 
     def _documents(self, visible: Tensor) -> Tensor:
         """Return document ids of `visible` [b, s] for bidirectional attention in the prompt; empty without `prefix`."""
@@ -229,15 +231,18 @@ class T5Stepper(_Stepper):
         """Start b = sources * `batch` decoder texts, grouped by source. Return logits [b, v] of their first tokens."""
         device = next(self.model.parameters()).device
         self.encoder_tokens = _repeated(self.sources, batch, device)
-        self.tokens = torch.full((len(self.encoder_tokens), 1), self.start, device=device)
+        count = len(self.encoder_tokens)
+        self.tokens = torch.full((count, 1), self.start, device=device)
         self.caches = _caches(self.model)
         names = [layer.name for layer, _ in self.model.steps]
         self.cut = names.index("decoder.embedding")
         empty = no_documents(device)
-        self.encoded = self._run((self.encoder_tokens, self.tokens, empty, empty), 0, end=self.cut)[0]
+        inputs = (self.encoder_tokens, self.tokens, empty, empty)
+        self.encoded, *_ = self._run(inputs, 0, end=self.cut)
         return self._logits(self.tokens)
 
     def _logits(self, new: Tensor) -> Tensor:
+        """Return the logits [b, v] after the tokens `new`, which `self.tokens` already contains."""
         if not self.cached:
             logits: Tensor = self.model(self.encoder_tokens, self.tokens)[:, -1]
             return logits
@@ -277,6 +282,7 @@ def _run(
     begin: int,
     end: int,
 ) -> tuple[Tensor, ...]:
+    """Run the layers `begin` to `end` on this rank, with their caches, on tokens that follow `seen` tokens."""
     for layer, call in model.steps[begin:end]:
         if layer.name in caches:
             inputs = call(inputs, caches[layer.name])
@@ -365,18 +371,21 @@ def beam_searches(
     device = logits.device
     count = logits.shape[0] // beams
     searches = [Beam(beams, max_new_tokens, end, length_penalty) for _ in range(count)]
-    while not all(search.over for search in searches):
+    while True:
+        running = [search for search in searches if not search.over]
+        if not running:
+            return [search.found() for search in searches]
         by_prompt = logits.float().cpu().log_softmax(-1).chunk(count)
-        for search, scores in zip(searches, by_prompt, strict=True):
+        order = []
+        new = []
+        for i, (search, scores) in enumerate(zip(searches, by_prompt, strict=True)):
             if not search.over:
                 search.step(scores)
-        if all(search.over for search in searches):
-            break
-        order = torch.cat([search.order + i * beams for i, search in enumerate(searches)])
-        new = torch.cat([search.new for search in searches])
-        stepper.reorder(order.to(device))
-        logits = stepper.next(new.to(device))
-    return [search.found() for search in searches]
+            order.append(search.order + i * beams)
+            new.append(search.new)
+        if any(not search.over for search in running):
+            stepper.reorder(torch.cat(order).to(device))
+            logits = stepper.next(torch.cat(new).to(device))
 
 
 def beam_search(

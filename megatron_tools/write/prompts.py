@@ -19,7 +19,7 @@ from data_utils.chat_templates import (
     turns_of,
 )
 from data_utils.cli import local_path
-from data_utils.inspect_data import of_conversations
+from data_utils.sidecars import of_conversations
 from megatron.config import Config
 from megatron.json_text import JsonBoundError, parse_json
 from megatron.ranks.rank_0 import is_rank_0
@@ -88,6 +88,7 @@ def reader_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vo
 
 
 def _template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Template:
+    """Return the template that --chat-template names, else the one known for the model; print notes."""
     if name is None:
         found, source = _known_template(config, tokenizer, vocab_file)
         print(f"note: using the chat template of {source}", file=sys.stderr)
@@ -118,6 +119,7 @@ def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tu
 
 
 def _marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> Marks | None:
+    """Return the fill-in-the-middle tokens of --fim-tokens, else those of the run, or None."""
     trained = bool(config.data.fim_rate)
     names = names or list(config.data.fim_tokens or ())
     if not names:
@@ -190,6 +192,7 @@ def _prompt_of(line: str, chat: bool, where: str) -> Prompt:
 
 
 def _conversation(turns: object, where: str) -> Conversation:
+    """Return a conversation that ends with a message to answer. Raises ValueError for any other."""
     try:
         found = turns_of(turns)
     except ValueError as error:

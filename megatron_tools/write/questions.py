@@ -114,6 +114,7 @@ class Reader:
         return Question(asked, tokens, end, hidden=frozenset(hidden))
 
     def _of_infill(self, asked: Infill) -> Question:
+        """Encode a prefix and a suffix as fill-in-the-middle training does."""
         assert self.marks is not None
         prefix, middle, suffix, inside, spm = self.marks
         tokenizer = self.tokenizer
@@ -132,6 +133,7 @@ class Reader:
 
 
 def _t5_question(asked: str, tokenizer: SentinelTokenizer) -> Question:
+    """Encode a text with masked spans as in training."""
     source = tokenizer.encode(asked)
     if tokenizer.convention == "t5":
         return Question(asked, [*source, tokenizer.eod], tokenizer.eod)

@@ -42,12 +42,14 @@ class Writer:
 
     def stepper(self, sources: list[list[int]]) -> Stepper:
         """Return a stepper that continues `sources`, which are encoded prompts of equal length."""
-        if isinstance(self.model, GPT2Model):
+        model = self.model
+        tokenizer = self.tokenizer
+        if isinstance(model, GPT2Model):
             prefix = self.config.objective == "prefix-lm"
-            return GPT2Stepper(self.model, sources, self.config.positions, stages=self.stages, prefix=prefix)
-        assert isinstance(self.tokenizer, SentinelTokenizer)
-        start = self.tokenizer.pad if self.tokenizer.convention == "t5" else self.tokenizer.sentinels[0]
-        return T5Stepper(self.model, sources, start, stages=self.stages)
+            return GPT2Stepper(model, sources, self.config.positions, stages=self.stages, prefix=prefix)
+        assert isinstance(tokenizer, SentinelTokenizer)
+        start = tokenizer.pad if tokenizer.convention == "t5" else tokenizer.sentinels[0]
+        return T5Stepper(model, sources, start, stages=self.stages)
 
     def write(self, asked: Sequence[Question], args: argparse.Namespace, on_tokens: OnTokens | None) -> list[list[str]]:
         """Return the generated texts of each prompt. The prompts must have equal length and the same end token."""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from data_utils.documents import texts
-from data_utils.inspect_data import sidecar
 from data_utils.journal import Journal
+from data_utils.sidecars import sidecar
 from megatron.checkpointing import schema
 from megatron.config import settings
 from megatron.config.command_line import from_file, parse, with_values

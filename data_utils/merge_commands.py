@@ -1,60 +1,28 @@
 """Commands of tools/inspect_data.py that write .bin/.idx pairs: merge, split and drop."""
 
 import argparse
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_utils.chat_templates import is_undated
-from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.config.data import prefixes_of
-from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import LOSS, IndexedDataset
 from megatron.data.splits import PARTS, parse_split, split_documents
-from megatron.json_text import read_json
 from megatron.storage import is_url, place
 
+from .chat_templates import is_undated
 from .cli import write_json
+from .indexed_writer import IndexedDatasetBuilder
 from .merge_split import drop, merge, split
-
-# Sidecar entries that remain valid when corpora are merged or split.
-ABOUT_TOKENS = (
-    "tokenizer",
-    "fingerprint",
-    "vocab_size",
-    "eod",
-    "append_eod",
-    "objective",
-    "chat_template",
-    "chat_date",
-)
-
-
-def sidecar(prefix: str) -> dict[str, Any]:
-    """Return the content of a pair's sidecar, the PREFIX.json of the preprocessor; {} if there is no sidecar."""
-    # A CPM corpus for T5 has three pairs and a corpus of conversations two, but only one sidecar. To find it, remove
-    # the ending, such as _target, that distinguishes the prefixes of the pairs.
-    whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
-    for name in (prefix, whole):
-        path = place(f"{name}.json")
-        if path.is_file():
-            content: dict[str, Any] = read_json(path, dict)
-            return content
-    return {}
-
-
-def with_loss(prefix: str) -> list[str]:
-    """Return the prefix of a pair and, if it exists, the prefix of the pair that holds its loss mask."""
-    return [prefix, prefix + LOSS] if place(f"{prefix}{LOSS}.idx").is_file() else [prefix]
+from .sidecars import ABOUT_TOKENS, sidecar, with_loss
 
 
 def merge_pairs(args: argparse.Namespace) -> None:
     """Run the command `merge`: concatenate several .bin/.idx pairs into one."""
     prefixes = [*prefixes_of(args.prefixes)]
-    abouts = [sidecar(prefix) for prefix in prefixes]
+    abouts = list(map(sidecar, prefixes))
     known = list(filter(None, abouts))
-    pairs = [with_loss(prefix) for prefix in prefixes]
+    pairs = list(map(with_loss, prefixes))
     _refuse_unlike(", ".join(prefixes), known, pairs)
     about = dict(known[0]) if known else {}
     dates = sorted({each["chat_date"] for each in known if each.get("chat_date")})
@@ -78,12 +46,16 @@ def _refuse_unlike(names: str, abouts: Sequence[dict[str, Any]], pairs: Sequence
 
     names: their prefixes, for messages. abouts: their sidecars. pairs: the prefixes of each corpus's pairs.
     """
-    if len({about["fingerprint"] for about in abouts}) > 1:
-        raise ValueError(f"{names} were made with different tokenizers; preprocess them again with the same tokenizer")
+    tokenizers = set()
     ends = set()
+    templates = set()
     for about in abouts:
+        tokenizers.add(about["fingerprint"])
+        templates.add(about.get("chat_template"))
         if "eod" in about and about.get("append_eod", True):
             ends.add(about["eod"])
+    if len(tokenizers) > 1:
+        raise ValueError(f"{names} were made with different tokenizers; preprocess them again with the same tokenizer")
     if len(ends) > 1:
         raise ValueError(
             f"{names} end their documents with different tokens ({', '.join(map(str, sorted(ends)))}); "
@@ -91,7 +63,7 @@ def _refuse_unlike(names: str, abouts: Sequence[dict[str, Any]], pairs: Sequence
         )
     if len(set(map(len, pairs))) > 1:
         raise ValueError(f"only some of {names} have a loss mask (PREFIX{LOSS}); merge pairs of the same --objective")
-    if len({about.get("chat_template") for about in abouts}) > 1:
+    if len(templates) > 1:
         raise ValueError(
             f"{names} were made with different chat templates; preprocess them again with the same chat template"
         )

@@ -1,0 +1,57 @@
+"""Sidecars of corpora: the PREFIX.json that the preprocessor writes beside the .bin/.idx pairs of a corpus."""
+
+import re
+from typing import Any
+
+from megatron.config import Config
+from megatron.data.corpora import prefixes_of as corpora_of
+from megatron.data.cpm_masking import PARTS as TRIPLE
+from megatron.data.indexed_dataset import LOSS
+from megatron.json_text import read_json
+from megatron.storage import place
+
+# Sidecar entries that remain valid when corpora are merged or split.
+ABOUT_TOKENS = (
+    "tokenizer",
+    "fingerprint",
+    "vocab_size",
+    "eod",
+    "append_eod",
+    "objective",
+    "chat_template",
+    "chat_date",
+)
+
+
+def sidecar(prefix: str) -> dict[str, Any]:
+    """Return the content of a pair's sidecar, the PREFIX.json of the preprocessor; {} if there is no sidecar."""
+    # A CPM corpus for T5 has three pairs and a corpus of conversations two, but only one sidecar. To find it, remove
+    # the ending, such as _target, that distinguishes the prefixes of the pairs.
+    whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
+    for name in (prefix, whole):
+        path = place(f"{name}.json")
+        if path.is_file():
+            content: dict[str, Any] = read_json(path, dict)
+            return content
+    return {}
+
+
+def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Return the corpora of a fine-tuning run (--objective sft), each as (prefix, sidecar).
+
+    Corpora whose sidecar records no chat template are omitted.
+    """
+    data = config.data
+    if config.objective != "sft" or not data.names_corpora:
+        return []
+    found = []
+    for prefix in corpora_of(data.paths):
+        about = sidecar(prefix)
+        if about.get("chat_template"):
+            found.append((prefix, about))
+    return found
+
+
+def with_loss(prefix: str) -> list[str]:
+    """Return the prefix of a pair and, if it exists, the prefix of the pair that holds its loss mask."""
+    return [prefix, prefix + LOSS] if place(f"{prefix}{LOSS}.idx").is_file() else [prefix]
