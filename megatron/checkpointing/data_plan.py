@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.config.data_stages import Stage, Staged, parse_stages, prefixes_in, text_of
-from megatron.data.corpora import content_fingerprint, parse_blend
-from megatron.data.cpm_triples import is_triple
+from megatron.data.corpus_paths import parse_blend
+from megatron.data.fingerprints import content_fingerprint
 from megatron.ranks.agreement import all_ranks
 from megatron.ranks.objects import from_rank_0
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
@@ -35,30 +35,40 @@ def with_consumed_data(config: Config, path: Path | None, wanted: Wanted, reads_
     """
     if path is None or not wanted.position:
         return config
-    found: tuple[str, str] = "", ""
+    found = ("", "")
     with all_ranks():
-        if is_rank_0():
-            reader = CheckpointReader(path)
-            saved = plain_config(reader)
-            samples = reader.state["consumed_samples"]
-            if samples and reads_corpora and is_in_order(saved, config):
-                tokens = reader.state["consumed_tokens"] // samples
-                found = joined(saved, config, samples, tokens, not wanted.same_data)
+        if is_rank_0() and reads_corpora:
+            found = _stages_after(path, config, override=not wanted.same_data)
     text, note = from_rank_0(found)
     if note:
         print_rank_0(f"note: {note}")
     if not text:
         return config
-    d = config.data
-    separate = d.train_data_path is not None and d.valid_data_path is None and d.test_data_path is None
-    valid = () if separate else d.valid_data_path
-    return replace(config, data=replace(d, data_stages=(text,), train_data_path=None, valid_data_path=valid))
+    data = config.data
+    separate = data.train_data_path is not None and data.valid_data_path is None and data.test_data_path is None
+    valid = () if separate else data.valid_data_path
+    staged = replace(data, data_stages=(text,), train_data_path=None, valid_data_path=valid)
+    return replace(config, data=staged)
+
+
+def _stages_after(path: Path, config: Config, override: bool) -> tuple[str, str]:
+    """Return the result of `joined` for the checkpoint `path`."""
+    reader = CheckpointReader(path)
+    saved = plain_config(reader)
+    samples = reader.state["consumed_samples"]
+    if not samples or not is_in_order(saved, config):
+        return "", ""
+    tokens = reader.state["consumed_tokens"] // samples
+    return joined(saved, config, samples, tokens, override)
 
 
 def is_in_order(saved: Config, config: Config) -> bool:
     """Return whether each corpus gives its samples in the same order with the settings of both runs."""
-    same = settings_of_samples(saved) == settings_of_samples(config) and saved.train.seed == config.train.seed
-    return same and saved.data.names_corpora and config.data.names_corpora and saved.data.split == config.data.split
+    if not saved.data.names_corpora or not config.data.names_corpora:
+        return False
+    if saved.train.seed != config.train.seed or saved.data.split != config.data.split:
+        return False
+    return settings_of_samples(saved) == settings_of_samples(config)
 
 
 def joined(saved: Config, config: Config, samples: int, tokens: int, override: bool) -> tuple[str, str]:
@@ -67,38 +77,46 @@ def joined(saved: Config, config: Config, samples: int, tokens: int, override: b
     saved: settings of the checkpoint. samples: number of samples that it has consumed. tokens: tokens of a sample.
     override: whether --override-data is given.
     """
-    there, here = _plans(saved, config, tokens)
-    before = _split(there, samples)
-    after = _split(here, samples)
+    plans = _plans(saved, config, tokens)
+    before = _split(plans.there, samples)
+    after = _split(plans.here, samples)
     if any(_cannot_be_read(stage) for stage in before.past):
         return "", ""
     if before.past == after.past:
         changed = before.future != after.future
         return "", f"the data stages after sample {samples} are not those of the checkpoint" if changed else ""
     if before.future == after.future:
-        return text_of(there), ""
+        return text_of(plans.there), ""
     if not override:
         return "", ""
     words = " ".join(after.future[0].words)
     return text_of(before.past + after.future), f"--override-data: a stage with {words} begins at sample {samples}"
 
 
-def _plans(saved: Config, config: Config, tokens: int) -> tuple[Blends, Blends]:
+class _Plans(NamedTuple):
+    """The stages of the checkpoint and those of this run."""
+
+    there: Blends
+    here: Blends
+
+
+def _plans(saved: Config, config: Config, tokens: int) -> _Plans:
     """Return the stages of both settings, which begin at samples of `tokens` tokens.
 
     They name each corpus by one prefix, even if it has several prefixes, such as `a` and `./a`: by the first one in
     `config`. Copies of a corpus have the same content, so they count as one corpus.
     """
-    here, there = (stages_of(each) for each in (config, saved))
-    identities = {prefix: _identity(prefix) for prefix in prefixes_in([*here, *there])}
-    spelling: dict[str, str] = {}
-    for prefix, identity in identities.items():
-        spelling.setdefault(identity, prefix)
+    here = stages_of(config)
+    there = stages_of(saved)
+    first: dict[str, str] = {}  # identity of a corpus -> its first prefix
+    spelling = {}
+    for prefix in prefixes_in([*here, *there]):
+        spelling[prefix] = first.setdefault(_identity(prefix), prefix)
 
     def plain(stages: Blends) -> Blends:
-        return [each.in_samples(tokens).renamed(lambda prefix: spelling[identities[prefix]]) for each in stages]
+        return [stage.in_samples(tokens).renamed(spelling.__getitem__) for stage in stages]
 
-    return plain(there), plain(here)
+    return _Plans(plain(there), plain(here))
 
 
 def _identity(prefix: str) -> str:
@@ -106,27 +124,37 @@ def _identity(prefix: str) -> str:
 
 
 def _is_there(prefix: str) -> bool:
-    return place(f"{prefix}.idx").is_file() or is_triple(prefix)
+    """Return whether a corpus exists: a .bin/.idx pair, or the three pairs of a corpus of CPM-2."""
+    if place(f"{prefix}.idx").is_file():
+        return True
+    from megatron.data.cpm_triples import is_triple
+
+    return is_triple(prefix)
 
 
 def _cannot_be_read(stage: Stage) -> bool:
     """Return whether a run cannot read on after this stage: a corpus is gone, or is in the blend twice."""
     prefixes = [prefix for _, prefix in stage.blend]
-    return len(set(prefixes)) < len(prefixes) or not all(map(_is_there, prefixes))
+    if len(set(prefixes)) < len(prefixes):
+        return True
+    return not all(map(_is_there, prefixes))
 
 
 def difference(saved: Config, config: Config, samples: int, tokens: int) -> str:
     """Return a sentence on how the stages of `config` differ from the ones that the checkpoint has consumed, or ""."""
     if not saved.data.names_corpora or not config.data.names_corpora:
         return ""
-    past = [_split(stages, samples).past for stages in _plans(saved, config, tokens)]
-    if past[0] == past[1]:
-        return ""
-    for there, here in zip(*past, strict=False):
+    plans = _plans(saved, config, tokens)
+    past_there = _split(plans.there, samples).past
+    past_here = _split(plans.here, samples).past
+    for there, here in zip(past_there, past_here, strict=False):
         if there != here:
             return f"{there.name} was {' '.join(there.words)} and is now {' '.join(here.words)}"
-    extra = max(past, key=len)[min(map(len, past))]
-    return f"{extra.name} is only in {'the checkpoint' if len(past[0]) > len(past[1]) else 'this run'}"
+    if len(past_there) > len(past_here):
+        return f"{past_there[len(past_here)].name} is only in the checkpoint"
+    if len(past_there) < len(past_here):
+        return f"{past_here[len(past_there)].name} is only in this run"
+    return ""
 
 
 def stages_of(config: Config) -> Blends:

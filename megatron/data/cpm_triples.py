@@ -15,7 +15,8 @@ from .. import storage
 from .corpora import Make, Paths, build_datasets, prefixes_of
 from .cpm_masking import PARTS
 from .indexed_dataset import DatasetError, IndexedDataset
-from .sample_order import SampleOrder, Sizes
+from .sample_order import SampleOrder
+from .sizes import Sizes
 from .spans import SpanPlan
 from .t5_dataset import Datasets, Specials, T5Samples
 

@@ -1,16 +1,19 @@
 """Dataset for a left-to-right language model: a sample is seq_length + 1 tokens of the concatenated documents."""
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from .blend import BlendedDataset
 from .corpora import Make, Paths, build_datasets
 from .corpus_dataset import CorpusDataset
-from .fim import FillInTheMiddle
 from .indexed_dataset import DatasetError, IndexedDataset
-from .prefixes import Prefixes
 from .windows import Windows
+
+if TYPE_CHECKING:
+    from .fim import FillInTheMiddle
+    from .prefixes import Prefixes
 
 
 class GPT2Dataset(CorpusDataset):
@@ -32,28 +35,27 @@ class GPT2Dataset(CorpusDataset):
         seed: int,
         part: str,
         vocab_size: int | None = None,
-        fim: FillInTheMiddle | None = None,
-        prefixes: Prefixes | None = None,
+        fim: "FillInTheMiddle | None" = None,
+        prefixes: "Prefixes | None" = None,
     ) -> None:
         self.fim = fim
         self.prefixes = prefixes
         self.seq_length = seq_length
-        self.seed = [seed, *f"{part} {'prefixes' if prefixes else 'gaps'}".encode()]
+        stream = "prefixes" if prefixes else "gaps"
+        self.seed = [seed, *f"{part} {stream}".encode()]
         self.windows = Windows(indexed, documents, seq_length, seed, part, vocab_size=vocab_size)
         self.order = self.windows.order
         self.documents = documents
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         text, sizes = self.windows.read(int(n))
+        seed = [*self.seed, int(n)]
         if self.fim:
-            text = self.fim.window(text, sizes, [*self.seed, int(n)])
+            text = self.fim.window(text, sizes, seed)
         sample = {"text": torch.from_numpy(text)}
         if self.prefixes:
-            sample["prefixes"] = torch.from_numpy(self.prefixes.of(text[:-1], [*self.seed, int(n)]))
+            sample["prefixes"] = torch.from_numpy(self.prefixes.of(text[:-1], seed))
         return sample
-
-
-AnyDataset = GPT2Dataset | BlendedDataset | None
 
 
 def build_train_valid_test_datasets(
@@ -62,9 +64,9 @@ def build_train_valid_test_datasets(
     seq_length: int,
     seed: int,
     vocab_size: int | None = None,
-    fim: FillInTheMiddle | None = None,
-    prefixes: Prefixes | None = None,
-) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
+    fim: "FillInTheMiddle | None" = None,
+    prefixes: "Prefixes | None" = None,
+) -> tuple[tuple[Any, Any, Any], list[str]]:
     """Return ((training, validation, test) datasets, notes on empty datasets) of one or several `.bin/.idx` pairs.
 
     Raises DatasetError if a pair is damaged, if a pair has ids outside the vocabulary, or if the training documents
@@ -73,9 +75,10 @@ def build_train_valid_test_datasets(
 
     def open_(prefix: str) -> tuple[int, Make]:
         indexed = open_corpus(prefix, vocab_size)
-        make = lambda documents, part: GPT2Dataset(  # noqa: E731
-            indexed, documents, seq_length, seed, part, vocab_size, fim, prefixes
-        )
+
+        def make(documents: range, part: str) -> GPT2Dataset:
+            return GPT2Dataset(indexed, documents, seq_length, seed, part, vocab_size, fim, prefixes)
+
         return indexed.num_documents, make
 
     return build_datasets(open_, data_path, split)

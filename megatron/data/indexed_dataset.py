@@ -20,21 +20,24 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..storage import RemotePath, place
-from .order_file import release_pages
-from .remote_tokens import RemoteTokens, folder_of, local_copy
 
-MAGIC, VERSION, HEADER = b"MMIDIDX\x00\x00", 1, struct.Struct("<9sQBQQ")
+if TYPE_CHECKING:
+    from .remote_tokens import RemoteTokens
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
 LOSS = "_loss"  # PREFIX_loss.bin/.idx holds the loss mask of a fine-tuning corpus (sft_dataset.py)
-AT_ONCE = 1 << 18  # number of index entries that are read and checked at a time
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 
@@ -64,10 +67,6 @@ def checked_once(found: dict[str, bool]) -> Iterator[None]:
         _checked.reset(token)
 
 
-def _entries(path: str, at: int, count: int) -> NDArray[np.int64]:
-    return np.fromfile(path, "<i8", max(count, 0), offset=at)
-
-
 class IndexedDataset:
     """Read access to a `.bin/.idx` pair through memory maps; `dataset[i]` is sequence i.
 
@@ -85,54 +84,77 @@ class IndexedDataset:
     def _open(self, prefix: str, checked: dict[str, bool] | None, stamp: tuple[int, str] | None = None) -> None:
         self.prefix = prefix
         self.orders = f"{prefix}.orders"
+        self.tokens: NDArray[Any]
+        self._remote: RemoteTokens | None = None
         self._stamp: tuple[int, str] | None = None
         self._maps: list[tuple[str, Any, int]] = []  # path, memory map and size of each file when it was opened
-        index_path = self.prefix + ".idx"
-        data_path = self.prefix + ".bin"
-        for path in (index_path, data_path):
+        for path in (f"{prefix}.idx", f"{prefix}.bin"):
             if not place(path).is_file():
                 raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes the .bin and .idx of a corpus")
-        index = place(index_path)
-        data = place(data_path)
-        self._index = os.fspath(local_copy(index) if isinstance(index, RemotePath) else index)
-        size = os.path.getsize(self._index)
-        if size < HEADER.size:
-            raise DatasetError(
-                f"{index_path} is truncated: it has {size} bytes, fewer than its header of {HEADER.size}"
-            )
-        raw = np.memmap(self._index, mode="r", dtype=np.uint8)
-        magic, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size].tobytes())
-        if magic != MAGIC or version != VERSION or code not in DTYPES:
-            raise DatasetError(f"{index_path} is not an integer index in Megatron's MMIDIDX format, version 1")
-        expected = HEADER.size + 12 * sequences + 8 * documents
-        if size not in (expected, expected + sequences):  # multimodal index files add a mode byte per sequence
-            raise DatasetError(f"{index_path} is damaged: it has {size} bytes, but its header implies {expected}")
-        self.dtype = np.dtype(DTYPES[code])
-        at = HEADER.size
-        self.sizes: NDArray[np.int32] = np.frombuffer(raw, np.int32, sequences, at)
-        self.pointers: NDArray[np.int64] = np.frombuffer(raw, np.int64, sequences, at + 4 * sequences)
-        self.document_index: NDArray[np.int64] = np.frombuffer(raw, np.int64, documents, at + 12 * sequences)
+        data = place(f"{prefix}.bin")
+        self._map_index()
         if checked is not None and prefix in checked:
             self._one_each = checked[prefix]
         else:
-            self._check_against(data_path)
+            self._check_against(data)
         if checked is not None:
             checked[prefix] = self._one_each
-        self.tokens: NDArray[Any]
-        self._remote = RemoteTokens(data, self.dtype, stamp) if isinstance(data, RemotePath) else None
-        if isinstance(data, RemotePath) and self._remote is not None:
-            self.tokens = cast(NDArray[Any], self._remote)
-            self._stamp = self._remote.stamp
-            self.orders = os.fspath(folder_of(data, self._remote.stamp) / "orders")
-            return
-        self._maps.append((index_path, raw.base, size))
-        # numpy closes the memory map when no array refers to it, so this class needs no close().
-        if os.path.getsize(data_path) == 0:
+        if isinstance(data, RemotePath):
+            self._open_remote(data, stamp)
+        else:
+            self._map_tokens()
+
+    def _map_index(self) -> None:
+        """Map the .idx file and its three arrays. Raises DatasetError if its size contradicts its header."""
+        path = f"{self.prefix}.idx"
+        self._index = self._local_index()
+        size = os.path.getsize(self._index)
+        if size < HEADER.size:
+            raise DatasetError(f"{path} is truncated: it has {size} bytes, fewer than its header of {HEADER.size}")
+        raw = np.memmap(self._index, mode="r", dtype=np.uint8)
+        magic, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size].tobytes())
+        if magic != MAGIC or version != VERSION or code not in DTYPES:
+            raise DatasetError(f"{path} is not an integer index in Megatron's MMIDIDX format, version 1")
+        expected = HEADER.size + 12 * sequences + 8 * documents
+        if size not in (expected, expected + sequences):  # multimodal index files add a mode byte per sequence
+            raise DatasetError(f"{path} is damaged: it has {size} bytes, but its header implies {expected}")
+        self.dtype = np.dtype(DTYPES[code])
+        at = HEADER.size
+        self.sizes: NDArray[np.int32] = np.frombuffer(raw, np.int32, sequences, at)
+        at += self.sizes.nbytes
+        self.pointers: NDArray[np.int64] = np.frombuffer(raw, np.int64, sequences, at)
+        at += self.pointers.nbytes
+        self.document_index: NDArray[np.int64] = np.frombuffer(raw, np.int64, documents, at)
+        if self._index == path:
+            self._maps.append((path, raw.base, size))
+
+    def _local_index(self) -> str:
+        """Return the path of the .idx file on this machine; of an index in object storage, that of a copy."""
+        index = place(f"{self.prefix}.idx")
+        if not isinstance(index, RemotePath):
+            return f"{self.prefix}.idx"
+        from .remote_tokens import local_copy
+
+        return os.fspath(local_copy(index))
+
+    def _map_tokens(self) -> None:
+        """Map the .bin file. numpy closes the map when no array refers to it, so this class needs no close()."""
+        path = f"{self.prefix}.bin"
+        if os.path.getsize(path) == 0:
             self.tokens = np.empty(0, self.dtype)
             return
-        mapped = np.memmap(data_path, mode="r", dtype=self.dtype)
+        mapped = np.memmap(path, mode="r", dtype=self.dtype)
         self.tokens = mapped.view(np.ndarray)  # slicing an np.memmap is slow
-        self._maps.append((data_path, mapped.base, mapped.nbytes))
+        self._maps.append((path, mapped.base, mapped.nbytes))
+
+    def _open_remote(self, data: RemotePath, stamp: tuple[int, str] | None) -> None:
+        """Read the .bin in object storage through a cache. stamp: its version when another process opened it."""
+        from .remote_tokens import RemoteTokens, folder_of
+
+        self._remote = RemoteTokens(data, self.dtype, stamp)
+        self._stamp = self._remote.stamp
+        self.tokens = cast(NDArray[Any], self._remote)
+        self.orders = os.fspath(folder_of(data, self._stamp) / "orders")
 
     def refresh(self) -> None:
         """Let `tokens` follow the cache of a corpus in object storage; see `RemoteTokens.refresh`."""
@@ -152,44 +174,13 @@ class IndexedDataset:
                     "again, and do not change the files of a corpus that a run reads"
                 )
 
-    def _check_against(self, data_path: str) -> None:
-        needed = int(self.sizes.sum(dtype=np.int64)) * self.dtype.itemsize
-        found = place(data_path).stat().st_size
-        if found != needed:
-            raise DatasetError(f"{data_path} has {found} bytes, but {self.prefix}.idx requires {needed}")
-        documents = self.document_index
-        if not len(documents) or documents[0] != 0 or documents[-1] != len(self.sizes):
-            raise DatasetError(
-                f"{self.prefix}.idx is damaged: its documents do not cover its {len(self.sizes)} sequences"
-            )
-        self._check_order()
+    def _check_against(self, data: Path) -> None:
+        """Check the index against the .bin file. Raises DatasetError."""
+        from .index_check import IndexCheck
 
-    def _check_order(self) -> None:
-        """Raise DatasetError for an index whose sequences or documents are out of order.
-
-        Such an index would silently give wrong tokens later. The check reads the offsets from the file because pages of
-        the memory map would count as memory of this process.
-        """
-        count = len(self.sizes)
-        ends_at = len(self.document_index)
-        path = self.prefix + ".idx"
-        begin = 0
-        self._one_each = True
-        local = self._index
-        for at in range(0, max(count, ends_at), AT_ONCE):
-            sizes = self.sizes[at : at + AT_ONCE]
-            pointers = _entries(local, HEADER.size + 4 * count + 8 * at, min(AT_ONCE, count - at))
-            documents = _entries(local, HEADER.size + 12 * count + 8 * at, min(AT_ONCE + 1, ends_at - at))
-            ends = begin + np.cumsum(sizes, dtype=np.int64) * self.dtype.itemsize
-            starts = np.concatenate([[begin], ends])[: len(sizes)]
-            if (sizes < 0).any() or (pointers != starts).any():
-                raise DatasetError(f"{path} is damaged: its sequences are not consecutive in the .bin")
-            counts = np.diff(documents)
-            self._one_each &= bool((counts == 1).all())
-            if (counts < 0).any():
-                raise DatasetError(f"{path} is damaged: a document ends before it begins")
-            begin = int(ends[-1]) if len(ends) else begin
-        release_pages(self.sizes)
+        check = IndexCheck(self.prefix, self.sizes, self.document_index, self.dtype.itemsize)
+        check.sizes_fit(data)
+        self._one_each = check.is_in_order(self._index)
 
     def __getstate__(self) -> tuple[str, bool, tuple[int, str] | None]:
         return self.prefix, self._one_each, self._stamp
@@ -244,7 +235,8 @@ class IndexedDataset:
         if self._one_each:
             return self.sizes[documents.start : documents.stop]
         bounds = self.document_index[documents.start : documents.stop + 1]
-        ends = np.concatenate([[0], np.cumsum(self.sizes[bounds[0] : bounds[-1]], dtype=np.int64)])
+        sequences = self.sizes[bounds[0] : bounds[-1]]
+        ends = np.concatenate([[0], np.cumsum(sequences, dtype=np.int64)])
         sizes: NDArray[np.int64] = np.diff(ends[bounds - bounds[0]])
         return sizes
 

@@ -7,7 +7,6 @@ everything that determines the content. The file gets this name when it is compl
 
 import contextlib
 import fcntl
-import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -18,30 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..atomic import own_folder, temporary_name, whole_file
+from .pages import Arrays
 
-AT_ONCE = 1 << 20  # length of the slices in which large arrays are processed
-Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
-
-
-def release_pages(array: NDArray[Any]) -> None:
-    """Release the resident pages of the memory map behind `array`; until then they count as memory of this process."""
-    base: Any = array
-    while isinstance(base, (np.ndarray, memoryview)):
-        base = base.obj if isinstance(base, memoryview) else base.base
-    if hasattr(base, "release_pages"):  # the tokens of a corpus in object storage
-        base.release_pages()
-    if isinstance(base, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
-        base.madvise(mmap.MADV_DONTNEED)
+Make = Callable[[dict[str, NDArray[Any]]], None]  # function that fills new arrays
 
 
-def pieces(count: int) -> Iterator[slice]:
-    """Yield slices that cover range(count), each at most `AT_ONCE` long."""
-    yield from (slice(at, min(at + AT_ONCE, count)) for at in range(0, count, AT_ONCE))
+def map_or_none(folder: str, name: str, arrays: Arrays, make: Make) -> dict[str, NDArray[Any]] | None:
+    """Return the result of `map_arrays`; None if the file can be written nowhere, with a message on stderr."""
+    try:
+        return map_arrays(folder, name, arrays, make)
+    except OSError as error:
+        where = "every process keeps a copy in memory; to save memory, set TMPDIR to a folder with free space"
+        print(f"cannot write the sample order to a file ({error.strerror}), so {where}", file=sys.stderr)
+        return None
 
 
-def map_arrays(
-    folder: str | os.PathLike[str], name: str, arrays: Arrays, make: Callable[[dict[str, NDArray[Any]]], None]
-) -> dict[str, NDArray[Any]]:
+def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, make: Make) -> dict[str, NDArray[Any]]:
     """Return the arrays in the file `folder/name`, read-only. If the file does not exist, create it and call `make`.
 
     arrays: name, length and dtype of each array. make: fills the new arrays.
@@ -49,13 +40,11 @@ def map_arrays(
     """
     places = [Path(folder) / name, scratch() / name]
     size = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays.values())
-    found = next((path for path in places if _is_whole(path, size)), None)
-    if found is None:
+    path = _find(places, size)
+    if path is None:
         with _node_lock(name):
-            found = next((path for path in places if _is_whole(path, size)), None) or _create(
-                places, arrays, size, make
-            )
-    return _views(found, arrays, "r")
+            path = _find(places, size) or _create(places, arrays, size, make)
+    return _views(path, arrays, "r")
 
 
 def remove(folder: str | os.PathLike[str], name: str) -> None:
@@ -70,11 +59,13 @@ def scratch() -> Path:
     return own_folder("sample-orders")
 
 
-def _is_whole(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except OSError:
-        return False
+def _find(places: list[Path], size: int) -> Path | None:
+    """Return the first of `places` that is a file of this size; None if there is none."""
+    for path in places:
+        with contextlib.suppress(OSError):
+            if path.stat().st_size == size:
+                return path
+    return None
 
 
 @contextlib.contextmanager
@@ -88,17 +79,12 @@ def _node_lock(name: str) -> Iterator[None]:
         yield
 
 
-def _create(places: list[Path], arrays: Arrays, size: int, make: Callable[[dict[str, NDArray[Any]]], None]) -> Path:
+def _create(places: list[Path], arrays: Arrays, size: int, make: Make) -> Path:
     for path in places:
         temporary = temporary_name(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb") as file:
-                # Without reserved space, writing to the map on a full disk would kill the process with SIGBUS.
-                os.posix_fallocate(file.fileno(), 0, size)
+            _reserve(temporary, size)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             if path == places[-1]:
                 raise
             print(
@@ -111,6 +97,21 @@ def _create(places: list[Path], arrays: Arrays, size: int, make: Callable[[dict[
             make(_views(there, arrays, "r+"))
         return path
     raise AssertionError("unreachable")
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Create a file of this size. Raises OSError and leaves no file if the disk has no space for it.
+
+    Without reserved space, writing to the map on a full disk would kill the process with SIGBUS.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
 
 
 def _views(path: Path, arrays: Arrays, mode: Any) -> dict[str, NDArray[Any]]:

@@ -10,14 +10,14 @@ computed in memory on first use. The order of a large epoch is stored in a file 
 """
 
 import hashlib
-import sys
 from collections import OrderedDict
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import order_file
+from .pages import Arrays, release_pages, slices_of
+from .sizes import Sizes
 
 SMALL = 1 << 20  # the order of an epoch is kept in memory if documents + samples <= SMALL, else in a file
 
@@ -30,29 +30,9 @@ class Epoch(NamedTuple):
     samples: NDArray[np.integer]  # [samples] shuffled sample indices
 
 
-_NONE: tuple[int, Epoch] = -1, Epoch(*[np.empty(0, np.int64)] * 3)
-
-
-Piece = tuple[int, int, int]
-
-
-class HasSizes(Protocol):
-    """Protocol of a corpus that provides the lengths of its documents, such as `IndexedDataset`."""
-
-    def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]:
-        """Return the number of tokens of each document in the range."""
-        ...
-
-
-class Sizes(NamedTuple):
-    """Lengths of the documents in a range, read from the corpus on demand so that a process needs no copy."""
-
-    indexed: HasSizes
-    documents: range
-
-    def read(self) -> NDArray[np.integer[Any]]:
-        """Return the number of tokens of each document in the range."""
-        return self.indexed.document_sizes(self.documents)
+_EMPTY = np.empty(0, np.int64)
+_NO_EPOCH: tuple[int, Epoch] = (-1, Epoch(_EMPTY, _EMPTY, _EMPTY))
+Piece = tuple[int, int, int]  # document, first token, last token + 1
 
 
 class SampleOrder:
@@ -74,7 +54,9 @@ class SampleOrder:
         self.overlap = overlap
         self.shuffle = shuffle
         self.seed = [seed, *stream.encode()]
-        tokens, self.documents, self._digest = self._read_sizes()
+        lengths = self.sizes()
+        self.documents = len(lengths)
+        tokens = self._count_tokens(lengths)
         self.per_epoch = max((tokens - overlap) // length, 0)
         if not self.per_epoch:
             raise ValueError(
@@ -82,105 +64,104 @@ class SampleOrder:
                 f"use a larger corpus or a smaller --seq-length"
             )
         self._epochs: OrderedDict[int, Epoch] = OrderedDict()
-        self._latest = _NONE
+        self._latest = _NO_EPOCH
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""
-        return {**self.__dict__, "_epochs": OrderedDict(), "_latest": _NONE}
+        return {**self.__dict__, "_epochs": OrderedDict(), "_latest": _NO_EPOCH}
 
     def sizes(self) -> NDArray[np.integer]:
         """Return the number of tokens of each document, int [documents]."""
         return self._sizes.read() if isinstance(self._sizes, Sizes) else self._sizes
 
-    def _read_sizes(self) -> tuple[int, int, str]:
-        """Return (number of tokens, number of documents, hash of all document lengths).
-
-        The hash becomes part of the names of order files.
-        """
-        sizes = self.sizes()
+    def _count_tokens(self, sizes: NDArray[np.integer]) -> int:
+        """Return the number of tokens of all documents, and keep a hash of all lengths for the names of order files."""
         tokens = 0
         digest = hashlib.blake2b(digest_size=16)
-        for piece in order_file.pieces(len(sizes)):
+        for piece in slices_of(len(sizes)):
             tokens += int(sizes[piece].sum(dtype=np.int64))
             if self._folder:
                 digest.update(sizes[piece].astype(np.int64).tobytes())
             if len(sizes) > SMALL:
-                order_file.release_pages(sizes)
-        return tokens, len(sizes), digest.hexdigest()
+                release_pages(sizes)
+        self._digest = digest.hexdigest()
+        return tokens
 
     def epoch(self, number: int) -> Epoch:
         """Return the order of epoch `number`, computed on first use."""
         if number == self._latest[0]:
             return self._latest[1]
         if number not in self._epochs:
-            small = self.documents + self.per_epoch <= SMALL
-            self._latest = _NONE  # free the memory of the previous epoch before the next epoch is allocated
-            while len(self._epochs) >= (2 if small else 1):
-                self._epochs.popitem(last=False)
-            self._epochs[number] = self._in_memory(number) if small or not self._folder else self._in_file(number)
+            self._epochs[number] = self._make_epoch(number)
         self._epochs.move_to_end(number)
-        self._latest = number, self._epochs[number]
+        self._latest = (number, self._epochs[number])
         return self._latest[1]
+
+    def _make_epoch(self, number: int) -> Epoch:
+        is_small = self.documents + self.per_epoch <= SMALL
+        kept = 2 if is_small else 1  # number of epochs in memory, with the new one
+        self._latest = _NO_EPOCH  # free the memory of the previous epoch before the next epoch is allocated
+        while len(self._epochs) >= kept:
+            self._epochs.popitem(last=False)
+        if is_small or not self._folder:
+            return self._in_memory(number)
+        return self._in_file(number, self._folder)
 
     def release_pages(self) -> None:
         """Release the resident pages of the current epoch's order in this process, if the order is memory-mapped."""
         for array in self._latest[1]:
-            order_file.release_pages(array)
+            release_pages(array)
 
     def _in_memory(self, number: int) -> Epoch:
         arrays = {name: np.empty(count, dtype) for name, (count, dtype) in self._shapes().items()}
         self._fill(number, arrays)
-        return Epoch(arrays["order"], arrays["ends"], arrays["samples"])
+        return Epoch(**arrays)
 
-    def _in_file(self, number: int) -> Epoch:
-        assert self._folder
-        try:
-            made = order_file.map_arrays(
-                self._folder, self._name(number), self._shapes(), lambda arrays: self._fill(number, arrays)
-            )
-        except OSError as error:
-            where = "every process keeps a copy in memory; to save memory, set TMPDIR to a folder with free space"
-            print(f"cannot write the sample order to a file ({error.strerror}), so {where}", file=sys.stderr)
+    def _in_file(self, number: int, folder: str) -> Epoch:
+        from . import order_file
+
+        arrays = order_file.map_or_none(
+            folder, self._name(number), self._shapes(), lambda arrays: self._fill(number, arrays)
+        )
+        if arrays is None:
             return self._in_memory(number)
-        for array in made.values():
-            order_file.release_pages(array)
+        for array in arrays.values():
+            release_pages(array)
         # The file of the epoch before the previous one is deleted, as an order file takes 12 or more bytes a document.
-        order_file.remove(self._folder, self._name(number - 2))
-        return Epoch(made["order"], made["ends"], made["samples"])
+        order_file.remove(folder, self._name(number - 2))
+        return Epoch(**arrays)
 
     def _name(self, number: int) -> str:
         """Return the name of the order file: a hash of everything that determines the order of epoch `number`."""
         facts = (self._digest, self.documents, self.length, self.overlap, self.shuffle, self.seed, number)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest() + ".order"
 
-    def _shapes(self) -> order_file.Arrays:
+    def _shapes(self) -> Arrays:
         """Return length and dtype of the arrays of an epoch; dtype is int32 where it suffices, else int64."""
-
-        def numbers(count: int) -> type[np.integer[Any]]:
-            return np.int32 if count < 2**31 else np.int64
-
-        documents = self.documents
-        samples = self.per_epoch
         return {
-            "ends": (documents, np.int64), "order": (documents, numbers(documents)),
-            "samples": (samples, numbers(samples)),
-        }  # fmt: skip
+            "ends": (self.documents, np.int64),
+            "order": (self.documents, _dtype_for(self.documents)),
+            "samples": (self.per_epoch, _dtype_for(self.per_epoch)),
+        }
 
     def _fill(self, number: int, arrays: dict[str, NDArray[Any]]) -> None:
-        """Fill the arrays of an epoch without large temporary arrays."""
+        """Fill the arrays of an epoch without large temporary arrays.
+
+        Documents of 5, 2 and 3 tokens in the order 2, 0, 1 have the ends 3, 8 and 10.
+        """
         sizes = self.sizes()
         order = arrays["order"]
         ends = arrays["ends"]
         self._permute(order, number, 0)
         self._permute(arrays["samples"], number, 1)
         total = 0
-        for piece in order_file.pieces(len(order)):
+        for piece in slices_of(len(order)):
             ends[piece] = total + np.cumsum(sizes[order[piece]], dtype=np.int64)
             total = int(ends[piece][-1])
-        order_file.release_pages(sizes)
+        release_pages(sizes)
 
     def _permute(self, array: NDArray[Any], epoch: int, stream: int) -> None:
-        for piece in order_file.pieces(len(array)):
+        for piece in slices_of(len(array)):
             array[piece] = np.arange(piece.start, piece.stop)
         if self.shuffle:
             np.random.default_rng([*self.seed, epoch, stream]).shuffle(array)
@@ -202,16 +183,9 @@ class SampleOrder:
 
     def containing(self, documents: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         """Return the numbers of the samples of an epoch that contain tokens of `documents`, in ascending order."""
-        order, ends, samples = self.epoch(epoch)
-        place = _where_in(order, documents)
-        stop = np.asarray(ends[place], np.int64)
-        begin = np.where(place > 0, ends[place - 1], 0)
-        stop, begin = stop[stop > begin], begin[stop > begin]
-        # Sample j of the text, before the samples are shuffled, begins at token j * length.
-        first = np.maximum((begin - self.length - self.overlap) // self.length + 1, 0)
-        count = np.maximum(np.minimum((stop - 1) // self.length, self.per_epoch - 1) - first + 1, 0)
-        inside = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
-        return epoch * self.per_epoch + _where_in(samples, np.unique(np.repeat(first, count) + inside))
+        from .containing import samples_containing
+
+        return samples_containing(self, documents, epoch)
 
     def pieces(self, n: int) -> list[Piece]:
         """Return (document, first token, last token + 1) of each document in sample n, in order.
@@ -224,7 +198,7 @@ class SampleOrder:
         order, ends, samples = self.epoch(number)
         begin = samples.item(at) * self.length
         end = begin + self.length + self.overlap
-        place = int(ends.searchsorted(begin, side="right"))
+        place = int(ends.searchsorted(begin, side="right"))  # the document that contains token `begin` of the text
         base = ends.item(place - 1) if place else 0  # position of the first document in the text of the epoch
         skipped = begin - base
         found = []
@@ -236,13 +210,11 @@ class SampleOrder:
             place += 1
         # Correct the first and the last entry: of these two documents, the sample may contain only a part.
         document, _, stop = found[0]
-        found[0] = document, skipped, stop
+        found[0] = (document, skipped, stop)
         document, start, stop = found[-1]
-        found[-1] = document, start, stop - (base - end)
+        found[-1] = (document, start, stop - (base - end))
         return found
 
 
-def _where_in(array: NDArray[Any], values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the indices at which a large array has one of `values`, in ascending order."""
-    found = [piece.start + np.flatnonzero(np.isin(array[piece], values)) for piece in order_file.pieces(len(array))]
-    return np.concatenate(found, dtype=np.int64)
+def _dtype_for(count: int) -> type[np.integer[Any]]:
+    return np.int32 if count < 2**31 else np.int64

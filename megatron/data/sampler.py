@@ -1,17 +1,11 @@
 """Assignment of samples to ranks and iterations, computed from the number of consumed samples."""
 
-import pickle
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from .workers import block_signals, end_all_at_exit, end_with_parent
-
-THREADS, AHEAD = 4, 8  # threads that read a remote corpus, and micro-batches that they read ahead
 
 
 class ConsecutiveSampler(Sampler[list[int]]):
@@ -48,15 +42,15 @@ class ConsecutiveSampler(Sampler[list[int]]):
         start = self.consumed_samples
         while True:
             gas = self.gas(start) if callable(self.gas) else self.gas
-            share = self.batch_size * gas
-            if not (self.is_skipped and self.is_skipped(start)):
-                for micro in range(gas):
-                    first = start + self.data_rank * share + micro * self.batch_size
+            share = self.batch_size * gas  # samples of a rank in this iteration
+            if self.is_skipped is None or not self.is_skipped(start):
+                begin = start + self.data_rank * share
+                for first in range(begin, begin + share, self.batch_size):
                     yield list(range(first, first + self.batch_size))
             start += share * self.data_size
 
 
-class _Endless(Dataset[Any]):
+class Endless(Dataset[Any]):
     """Wrapper of a dataset that replaces an IndexError by a ValueError: a dataset must have a sample for any n >= 0."""
 
     def __init__(self, dataset: Any) -> None:
@@ -78,31 +72,6 @@ class _Loader(DataLoader[Any]):
             return super().__iter__()
 
 
-def _read_ahead(dataset: Dataset[Any], sampler: ConsecutiveSampler) -> Iterator[Any]:
-    """Yield micro-batches in the order of `sampler`; threads read the next ones meanwhile.
-
-    Each thread has a copy of the data set, because data sets may not be used by several threads.
-    """
-    here = threading.local()
-    pickled = pickle.dumps(_Endless(dataset))
-
-    def unpickle() -> None:
-        here.dataset = pickle.loads(pickled)
-
-    def make(numbers: list[int]) -> Any:
-        return default_collate([here.dataset[n] for n in numbers])
-
-    pool = ThreadPoolExecutor(THREADS, "read-ahead", unpickle)
-    waiting = deque[Future[Any]]()
-    try:
-        for numbers in sampler:
-            waiting.append(pool.submit(make, numbers))
-            if len(waiting) > AHEAD:
-                yield waiting.popleft().result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-
-
 def build_loader(
     dataset: Dataset[Any], sampler: ConsecutiveSampler, num_workers: int = 0, read_ahead: bool = False
 ) -> Iterable[Any]:
@@ -112,11 +81,13 @@ def build_loader(
     take long to arrive. Workers read ahead anyway.
     """
     if read_ahead and not num_workers:
-        return _read_ahead(dataset, sampler)
+        from .read_ahead import read_ahead_of
+
+        return read_ahead_of(Endless(dataset), sampler)
     if num_workers:
         end_all_at_exit()
     return _Loader(
-        _Endless(dataset),
+        Endless(dataset),
         batch_sampler=sampler,
         num_workers=num_workers,
         # Unlike forked workers, spawned workers do not inherit threads or accelerator state. Unlike workers of a

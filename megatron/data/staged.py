@@ -7,7 +7,7 @@ up to n.
 
 import copy
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from ..config.data_stages import Stage
 from .blend import BlendedDataset
+from .fingerprints import content_fingerprint, corpus_fingerprint
+from .indexed_dataset import DatasetError
 
 MOST_CORPORA = 1 << 16
 
@@ -130,3 +133,24 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
     def samples_per_epoch(self) -> int:
         """Number of samples of the first stage's blend until one of its corpora has been read completely."""
         return self._parts[0].blend.samples_per_epoch
+
+
+def build_staged(trained: Mapping[str, Any], stages: Sequence[Stage], tokens: int) -> StagedDataset:
+    """Return the training data set of `stages`.
+
+    trained: prefix -> data set of a corpus. tokens: tokens of a sample.
+    Raises DatasetError if the begin of a stage is not after that of the stage before it.
+    """
+    numbers = {prefix: i for i, prefix in enumerate(trained)}
+    blends = []
+    for stage in stages:
+        weights = {}
+        for weight, prefix in stage.blend:
+            weights[numbers[prefix]] = weight or str(trained[prefix].samples_per_epoch)
+        blends.append((stage.in_samples(tokens).begin, weights))
+    salts = [int(content_fingerprint(prefix), 16) for prefix in trained]
+    former_salts = [int(corpus_fingerprint(prefix), 16) for prefix in trained]
+    try:
+        return StagedDataset(list(trained.values()), blends, salts, former_salts)
+    except ValueError as error:
+        raise DatasetError(f"--data-stages: {error}; a sample has {tokens} tokens") from None

@@ -3,9 +3,10 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from . import order_file
 from .indexed_dataset import DatasetError, IndexedDataset
-from .sample_order import SMALL, SampleOrder, Sizes
+from .pages import release_pages
+from .sample_order import SMALL, SampleOrder
+from .sizes import Sizes
 
 OFTEN = 256  # number of documents after whose reading memory-mapped pages and files are released
 
@@ -32,9 +33,10 @@ class Windows:
         self._start_of = indexed.document_start
         limits = np.iinfo(indexed.dtype)
         self._checked = vocab_size is not None and vocab_size <= limits.max
-        self._read, self._large = 0, len(documents) > SMALL
         self._vocab_size = vocab_size or 0
         self._signed = limits.min < 0
+        self._read = 0  # documents read since the last release of pages
+        self._large = len(documents) > SMALL
         sizes = Sizes(indexed, documents)
         self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=indexed.orders)
 
@@ -42,18 +44,26 @@ class Windows:
         """Return (tokens of window n, number of tokens of each document in the window)."""
         self._indexed.refuse_shrunk()
         tokens = self._indexed.tokens
-        start_of = self._start_of
-        first = self._first
         pieces = self.order.pieces(n)
         self._read += len(pieces)
         if self._read > OFTEN:
             self._release()
-        raw = np.concatenate(
-            [tokens[(base := start_of(first + document)) + start : base + stop] for document, start, stop in pieces]
-        )
-        if self._checked and (np.maximum.reduce(raw) >= self._vocab_size or (self._signed and raw.min() < 0)):
+        texts = []
+        sizes = []
+        for document, start, stop in pieces:
+            base = self._start_of(self._first + document)
+            texts.append(tokens[base + start : base + stop])
+            sizes.append(stop - start)
+        raw = np.concatenate(texts)
+        if self._checked and self._is_outside(raw):
             self._refuse(n, raw)
-        return raw.astype(np.int64), [stop - start for _, start, stop in pieces]
+        return raw.astype(np.int64), sizes
+
+    def _is_outside(self, raw: NDArray[np.integer]) -> bool:
+        """Return whether one of the token ids is outside the vocabulary."""
+        if np.maximum.reduce(raw) >= self._vocab_size:  # faster than raw.max() for short arrays
+            return True
+        return self._signed and bool(raw.min() < 0)
 
     def _release(self) -> None:
         """Release what reading has mapped: reading one place of a large file keeps 64 kB or more of it in memory."""
@@ -63,7 +73,7 @@ class Windows:
             return
         self.order.release_pages()
         for array in (self._indexed.tokens, self._indexed.sizes):
-            order_file.release_pages(array)
+            release_pages(array)
 
     def _refuse(self, n: int, raw: NDArray[np.integer]) -> None:
         bad = int(raw.max()) if raw.max() >= self._vocab_size else int(raw.min())

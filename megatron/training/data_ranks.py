@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from .. import mpu
 from ..config import Config
-from ..data.corpora import content_fingerprint, corpus_fingerprint, made_with, prefixes_of
+from ..data.corpora import made_with, prefixes_of
 from ..data.damage import problems_of
+from ..data.fingerprints import content_fingerprint, corpus_fingerprint
 from ..data.indexed_dataset import checked_once
 from ..data.sampler import ConsecutiveSampler, build_loader
 from ..engines.engine import Batches

@@ -11,10 +11,10 @@ import pytest
 
 from data_utils import inspect_data
 from data_utils.indexed_writer import IndexedDatasetBuilder
-from megatron.checkpointing import resume
+from megatron.checkpointing import consumed, data_plan
 from megatron.config.command_line import parse
-from megatron.data.corpora import content_fingerprint, corpus_fingerprint
 from megatron.data.damage import find_damage, find_holes, problems_of, sums_of
+from megatron.data.fingerprints import content_fingerprint, corpus_fingerprint
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_hash import extend
 from megatron.data.staged import StagedDataset
@@ -145,7 +145,7 @@ class Samples:
 def test_checkpoints_of_earlier_versions_still_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash that was computed before: SHA-256 of the fingerprints of the ends, and these as salts of stages."""
     prefixes = [corpus(tmp_path / name, 5000, seed) for seed, name in enumerate("ab")]
-    monkeypatch.setattr(resume, "difference", lambda *_: "")
+    monkeypatch.setattr(data_plan, "difference", lambda *_: "")
     stages = [(0, {0: "1"}), (50, {0: "1", 1: "1"})]
     ends = [int(corpus_fingerprint(prefix), 16) for prefix in prefixes]
     salts = [int(content_fingerprint(prefix), 16) for prefix in prefixes]
@@ -157,9 +157,9 @@ def test_checkpoints_of_earlier_versions_still_fit(tmp_path: Path, monkeypatch: 
 
     def resumed(stored: int) -> int:
         state: Any = SimpleNamespace(sample_hash=stored, consumed_samples=80, consumed_tokens=0)
-        return resume._hash_samples(resume._corpora(config), state, config, config, dataset, wanted)
+        return consumed.hash_samples(consumed.initial_hash(config), state, config, config, dataset, wanted)
 
-    now = extend(resume._corpora(config), dataset, 0, 80)
+    now = extend(consumed.initial_hash(config), dataset, 0, 80)
     assert resumed(then) == resumed(now) == now != then
     with pytest.raises(ValueError, match="--override-data"):
         resumed(then + 1)

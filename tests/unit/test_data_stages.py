@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.checkpointing.consumed import _other_documents
 from megatron.checkpointing.data_plan import difference
-from megatron.checkpointing.resume import _other_documents
 from megatron.config import Config
 from megatron.config.command_line import parse
 from megatron.config.data_stages import Stage, parse_stages, text_of

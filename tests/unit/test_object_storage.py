@@ -17,8 +17,9 @@ import pytest
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron import storage
 from megatron.data import cpm_triples, remote_tokens, sft_dataset, t5_dataset
-from megatron.data.corpora import corpus_fingerprint, made_with
+from megatron.data.corpora import made_with
 from megatron.data.cpm_masking import PARTS, mask_document
+from megatron.data.fingerprints import corpus_fingerprint
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
 from megatron.data.sampler import ConsecutiveSampler, build_loader

@@ -15,7 +15,7 @@ from megatron.checkpointing.relocation import (
     with_kept_tokenizer,
 )
 from megatron.config.command_line import parse
-from megatron.data.corpora import ENDS, corpus_fingerprint
+from megatron.data.fingerprints import ENDS, corpus_fingerprint
 from megatron.tokenizer.beside import ends_beside
 from megatron_tools.convert.hf_folder import is_hf_folder
 

@@ -1,0 +1,103 @@
+"""The samples that a run has consumed: their hash, and the check that a resumed run would have consumed the same."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.config import Config
+from megatron.config.data_stages import prefixes_in
+from megatron.data.fingerprints import content_fingerprint, corpus_fingerprint
+from megatron.data.sample_hash import extend
+from megatron.ranks.rank_0 import print_rank_0
+
+from .data_plan import stages_of
+from .files import CheckpointError
+from .state import TrainState
+from .wanted import Wanted
+
+MANY = 10**8  # Comparing more samples than this takes more than a few seconds.
+
+
+def initial_hash(config: Config, fingerprint: Callable[[str], str] = content_fingerprint) -> int:
+    """Return the initial value of the sample hash: a hash of the training corpora's content, not of their paths.
+
+    Corpora that only later stages use do not count, because later stages may change.
+    fingerprint: function that returns a hash of the content of a corpus.
+    """
+    if not config.data.names_corpora:
+        return 0  # a custom entry script provides the data sets, so there are no corpora to hash
+    first_stage = stages_of(config)[:1]
+    corpora = " ".join(map(fingerprint, prefixes_in(first_stage)))
+    return int.from_bytes(hashlib.sha256(corpora.encode()).digest()[:8])
+
+
+def hash_samples(begin: int, state: TrainState, saved: Config, config: Config, dataset: Any, wanted: Wanted) -> int:
+    """Return the hash of the first `state.consumed_samples` samples of `dataset`.
+
+    Raises CheckpointError if these are not the samples that the checkpoint has consumed. With --override-data, prints a
+    note instead.
+    begin: initial value of the hash. saved: settings of the checkpoint.
+    """
+    samples = state.consumed_samples
+    if samples > MANY:
+        print(f"comparing the {samples} samples consumed so far with those that the data produces", flush=True)
+    found = extend(begin, dataset, 0, samples)
+    others = samples > 0 and _other_documents(saved, config)
+    if not others and (state.sample_hash == found or state.sample_hash in _former_hashes(config, dataset, samples)):
+        return found
+    differ = f"the {samples} samples consumed so far differ from what this data, --split and --seed produce"
+    if wanted.same_data:
+        from .data_plan import difference
+
+        change = difference(saved, config, samples, state.consumed_tokens // max(samples, 1))
+        where = f" ({change})" if change else ""
+        raise CheckpointError(f"{differ}{where}; pass --override-data to continue")
+    print_rank_0(f"note: --override-data: {differ}, so samples may be skipped and repeated")
+    return found
+
+
+def _former_hashes(config: Config, dataset: Any, samples: int) -> Iterator[int]:
+    """Yield the hashes of the first `samples` samples by which earlier versions would describe `dataset`.
+
+    The initial value was a hash of the ends of the corpora only, and before that 0.
+    """
+    from megatron.data.staged import StagedDataset
+
+    former = dataset.with_former_ids() if isinstance(dataset, StagedDataset) else dataset
+    for begin in (initial_hash(config, corpus_fingerprint), 0):
+        yield extend(begin, former, 0, samples)
+
+
+def _other_documents(saved: Config, config: Config) -> bool:
+    """Return whether --split selects other training documents than in the checkpoint.
+
+    The sample hash alone can miss a changed split: of the split, only the number of samples in an epoch enters the
+    hash, and two splits can have the same number. Existing checkpoints contain such hashes, so their definition must
+    not change.
+    """
+    if saved.data.split == config.data.split:
+        return False
+    both = (saved.data, config.data)
+    if not all(data.names_corpora for data in both):
+        return False
+    if any(isinstance(data.paths, dict) for data in both):  # --split has no effect
+        return False
+    return _training_documents_differ(saved, config)
+
+
+def _training_documents_differ(saved: Config, config: Config) -> bool:
+    """Return whether the --split of the checkpoint and that of this run give other training documents."""
+    from megatron.data.corpora import prefixes_of
+    from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+    from megatron.data.splits import parse_split, split_documents
+
+    there = parse_split(saved.data.split)
+    here = parse_split(config.data.split)
+    for prefix in prefixes_of(config.data.paths):
+        try:
+            documents = IndexedDataset(prefix).num_documents
+        except (DatasetError, OSError):  # no indexed dataset at this prefix
+            return there[0] != here[0]
+        if split_documents(there, documents)[0] != split_documents(here, documents)[0]:
+            return True
+    return False

@@ -1,0 +1,66 @@
+"""Fingerprints of corpora: hashes of their content, wherever their files are."""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from ..storage import RemotePath, place
+from .indexed_dataset import LOSS
+
+ENDS = 1 << 16  # number of bytes hashed at the start and at the end of a file
+SAMPLES, SAMPLED = 256, 4096  # number and bytes of the blocks of a file that are hashed in addition
+REQUESTS = 16  # requests to object storage at the same time
+
+
+def corpus_fingerprint(prefix: str) -> str:
+    """Return a hash that identifies the corpus `prefix`.
+
+    The hash covers the size, start and end of each .bin and .idx file of the corpus and of its loss mask, if any.
+    """
+    digest = hashlib.sha256()
+    for path in _files_of(prefix):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            digest.update(f"{path.suffix} {size} ".encode() + file.read(ENDS))
+            file.seek(max(size - ENDS, 0))
+            digest.update(file.read(ENDS))
+    return digest.hexdigest()[:12]
+
+
+def content_fingerprint(prefix: str) -> str:
+    """Return a hash that identifies the corpus `prefix`, also if only its middle differs from another corpus.
+
+    The hash covers what `corpus_fingerprint` covers, and evenly spaced blocks of each file.
+    """
+    digest = hashlib.sha256(corpus_fingerprint(prefix).encode())
+    for path in _files_of(prefix):
+        last = max(path.stat().st_size - SAMPLED, 0)
+        starts = np.linspace(0, last, SAMPLES).astype(np.int64)
+        for block in _blocks(path, np.unique(starts).tolist()):
+            digest.update(block)
+    return digest.hexdigest()[:12]
+
+
+def _files_of(prefix: str) -> Iterator[Path]:
+    """Yield the .bin and .idx files of a corpus and of its loss mask that exist."""
+    for base in (prefix, prefix + LOSS):
+        for end in (".bin", ".idx"):
+            path = place(base + end)
+            if path.is_file():
+                yield path
+
+
+def _blocks(path: Path, starts: Sequence[int]) -> Iterator[bytes]:
+    """Yield `SAMPLED` bytes of a file from each start on."""
+    if isinstance(path, RemotePath):
+        size = path.stat().st_size
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            yield from pool.map(lambda at: path.read_range(at, min(at + SAMPLED, size)), starts)
+        return
+    with path.open("rb") as file:
+        for at in starts:
+            file.seek(at)
+            yield file.read(SAMPLED)

@@ -1,0 +1,73 @@
+"""Check of an index file against its .bin file, made once by one process (see `checked_once`)."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .indexed_dataset import HEADER, DatasetError
+from .pages import release_pages
+
+AT_ONCE = 1 << 18  # number of index entries that are read and checked at a time
+
+
+class IndexCheck(NamedTuple):
+    """The arrays of an index, to be checked; see `IndexedDataset`. itemsize: bytes of a token."""
+
+    prefix: str
+    sizes: NDArray[np.int32]
+    document_index: NDArray[np.int64]
+    itemsize: int
+
+    def sizes_fit(self, data: Path) -> None:
+        """Raise DatasetError if the .bin file or the documents have another size than the sequences."""
+        needed = int(self.sizes.sum(dtype=np.int64)) * self.itemsize
+        found = data.stat().st_size
+        if found != needed:
+            raise DatasetError(f"{self.prefix}.bin has {found} bytes, but {self.prefix}.idx requires {needed}")
+        documents = self.document_index
+        if not len(documents) or documents[0] != 0 or documents[-1] != len(self.sizes):
+            raise DatasetError(
+                f"{self.prefix}.idx is damaged: its documents do not cover its {len(self.sizes)} sequences"
+            )
+
+    def is_in_order(self, index: str) -> bool:
+        """Return whether each document is one sequence.
+
+        Raises DatasetError for an index whose sequences or documents are out of order, as it would silently give wrong
+        tokens later. The check reads the offsets from the file because pages of the memory map would count as memory
+        of this process.
+        index: path of the .idx file on this machine.
+        """
+        sequences = len(self.sizes)
+        documents = len(self.document_index)
+        pointers_at = HEADER.size + 4 * sequences
+        documents_at = pointers_at + 8 * sequences
+        begin = 0
+        one_each = True
+        for at in range(0, max(sequences, documents), AT_ONCE):
+            pointers = _read(index, pointers_at + 8 * at, min(AT_ONCE, sequences - at))
+            begin = self._check_sequences(self.sizes[at : at + AT_ONCE], pointers, begin)
+            firsts = _read(index, documents_at + 8 * at, min(AT_ONCE + 1, documents - at))
+            counts = np.diff(firsts)
+            if (counts < 0).any():
+                raise DatasetError(f"{self.prefix}.idx is damaged: a document ends before it begins")
+            one_each &= bool((counts == 1).all())
+        release_pages(self.sizes)
+        return one_each
+
+    def _check_sequences(self, sizes: NDArray[np.int32], pointers: NDArray[np.int64], begin: int) -> int:
+        """Return the byte at which the next sequence begins. Raises DatasetError if there are gaps between sequences.
+
+        sizes, pointers: tokens and offsets of consecutive sequences, which begin at byte `begin` of the .bin file.
+        """
+        ends = begin + np.cumsum(sizes, dtype=np.int64) * self.itemsize
+        starts = np.concatenate([[begin], ends])[: len(sizes)]
+        if (sizes < 0).any() or (pointers != starts).any():
+            raise DatasetError(f"{self.prefix}.idx is damaged: its sequences are not consecutive in the .bin")
+        return int(ends[-1]) if len(ends) else begin
+
+
+def _read(path: str, at: int, count: int) -> NDArray[Any]:
+    return np.fromfile(path, "<i8", max(count, 0), offset=at)

@@ -1,0 +1,38 @@
+"""Reading of micro-batches ahead by threads, for corpora in object storage, whose blocks take long to arrive."""
+
+import pickle
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch.utils.data import Dataset, default_collate
+
+THREADS = 4  # threads that read a remote corpus
+AHEAD = 8  # micro-batches that they read ahead
+
+
+def read_ahead_of(dataset: Dataset[Any], sampler: Iterable[list[int]]) -> Iterator[Any]:
+    """Yield micro-batches in the order of `sampler`; threads read the next ones meanwhile.
+
+    Each thread has a copy of the data set, because data sets may not be used by several threads.
+    """
+    here = threading.local()
+    pickled = pickle.dumps(dataset)
+
+    def unpickle() -> None:
+        here.dataset = pickle.loads(pickled)
+
+    def make(numbers: list[int]) -> Any:
+        return default_collate([here.dataset[n] for n in numbers])
+
+    pool = ThreadPoolExecutor(THREADS, "read-ahead", unpickle)
+    waiting = deque[Future[Any]]()
+    try:
+        for numbers in sampler:
+            waiting.append(pool.submit(make, numbers))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
