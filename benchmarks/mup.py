@@ -16,8 +16,8 @@ from _alternate import new_parser
 
 from megatron.config.command_line import parse
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.model.embedding import layer_lr_factors
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.lr_factors import layer_lr_factors
 from megatron.optim import build_optimizer, group_keys
 
 HEAD, SEQ, BATCH, WARMUP = 16, 64, 8, 0.1  # width of a head, tokens of a sample, samples of a step, share of the steps

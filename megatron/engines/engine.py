@@ -13,8 +13,6 @@ from torch import Tensor
 from tds import optimizer_state as zero_state
 from tds.spikes import Deviation
 
-from ..model.router import update_routers
-
 Batches = Iterator[dict[str, Tensor]]
 
 
@@ -96,11 +94,16 @@ def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) ->
         norm = math.inf
     elif norm is None:
         norm = 0.0
-    if isinstance(norm, Tensor):  # DeepSpeed's ZeRO 3 returns a norm on the CPU if the optimizer is offloaded.
-        norm = norm.to(loss.device)
-    finite = norm.isfinite() if isinstance(norm, Tensor) else math.isfinite(norm)
+    if isinstance(norm, Tensor):
+        norm = norm.to(loss.device)  # DeepSpeed's ZeRO 3 returns a norm on the CPU if the optimizer is offloaded.
+        finite = norm.isfinite()
+    else:
+        finite = math.isfinite(norm)
     applied = not skipped and finite
-    update_routers(engine.module, applied)
+    if any(hasattr(module, "bias_steps") for module in engine.module.modules()):
+        from ..model.router import update_routers
+
+        update_routers(engine.module, applied)
     if engine.weight_average is not None:
         engine.weight_average.end_step(applied)
     return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux, spike)

@@ -11,7 +11,7 @@ from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved
 from ..config.param_groups import ParamRule, match_rules
-from ..model.embedding import embedding_weights, layer_lr_factors
+from ..model.embedding import embedding_weights
 from ..model.layers import PLACEHOLDER, global_parameters
 from ..optim import GroupKey, group_keys
 from ..ranks.objects import gather_objects
@@ -33,14 +33,26 @@ def keys_of_groups(
     lags: by how many steps the step counts of weights, by name, are lower than the optimizer's; see `step_lags`.
     """
     spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
-    factors = layer_lr_factors(model, config.model, config.optim.muon_scale)
+    factors: dict[nn.Parameter, float] = {}
+    if config.model.mup_base_hidden_size is not None:
+        from ..model.lr_factors import layer_lr_factors
+
+        factors = layer_lr_factors(model, config.model, config.optim.muon_scale)
     behind = {p: lags[name] for name, p in global_parameters(model) if name in lags}
     keys = group_keys(model, config.optim, spared, rules_of(model, resolved.param_rules), factors, behind)
-    needs_all = tds.pipe.is_pipeline(model) and resolved.zero_stage and not resolved.distributed_optimizer
-    if (resolved.param_rules or config.model.mup_base_hidden_size or lags) and needs_all:
-        stages = gather_objects(set(keys.values()), mpu.get_mesh().pipe)
-        for at, key in enumerate(sorted(set().union(*stages) - set(keys.values()))):
-            placeholder = nn.Parameter(torch.zeros(1))
-            model.register_parameter(f"{PLACEHOLDER}{at}", placeholder)
-            keys[placeholder] = key
+    deepspeeds_zero = resolved.zero_stage and not resolved.distributed_optimizer
+    differ = resolved.param_rules or config.model.mup_base_hidden_size or lags
+    if deepspeeds_zero and differ and tds.pipe.is_pipeline(model):
+        _add_placeholders(model, keys)
     return keys
+
+
+def _add_placeholders(model: nn.Module, keys: dict[nn.Parameter, GroupKey]) -> None:
+    """Add a placeholder to `model` and `keys` for each group of which only other stages have weights."""
+    own = set(keys.values())
+    stages = gather_objects(own, mpu.get_mesh().pipe)
+    missing = set().union(*stages) - own
+    for at, key in enumerate(sorted(missing)):
+        placeholder = nn.Parameter(torch.zeros(1))
+        model.register_parameter(f"{PLACEHOLDER}{at}", placeholder)
+        keys[placeholder] = key

@@ -9,7 +9,6 @@ from ..config import Config, ModelConfig
 from ..model.gpt2 import gpt2_layers, vocab_size_of
 from ..model.layers import Layer
 from ..model.pipe import balanced_cuts
-from ..model.t5 import t5_layers
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,11 @@ def layers_of(config: Config) -> list[Layer]:
     Raises ValueError if the vocabulary size is unknown.
     """
     vocabulary = vocab_size_of(config)
-    return t5_layers(config, vocabulary) if config.is_t5 else gpt2_layers(config, vocabulary)
+    if not config.is_t5:
+        return gpt2_layers(config, vocabulary)
+    from ..model.t5 import t5_layers
+
+    return t5_layers(config, vocabulary)
 
 
 def count_layers(layers: Sequence[Layer], config: Config) -> Count:

@@ -5,7 +5,6 @@ from typing import Any
 
 from .gpt2 import gpt2_layers
 from .layers import Layer, LayerStack, global_parameters
-from .t5 import t5_layers
 
 # Entry scripts import these models from `megatron.model`. The models in `megatron.compat` accept Megatron-LM's
 # arguments. Pipeline models import DeepSpeed, which takes seconds, so each name below is imported on first use.
@@ -15,6 +14,7 @@ _HOMES = {
     "LayerStackPipe": "megatron.model.pipe",
     "T5Model": "megatron.compat.models",
     "T5ModelPipe": "megatron.compat.pipes",
+    "t5_layers": "megatron.model.t5",
 }
 
 

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.config import ModelConfig, mup
-from megatron.config.mup import Growth
+from megatron.config import ModelConfig
 
-from .block import Dropout, TransformerLayer, hidden_matrices
+from .block import Dropout
 from .layers import global_parameters
 from .masks import DocumentRole
-from .mixture import Expert
-from .mlp import ParallelMLP
 from .norm import build_norm
 
 
@@ -77,7 +74,8 @@ class ModelStart(nn.Module):
 
     def __init__(self, config: ModelConfig, positions: int, name: str) -> None:
         super().__init__()
-        self.positions, self.sequence = positions, mpu.sequence_axis()
+        self.positions = positions
+        self.sequence = mpu.sequence_axis()
         self.weight: nn.Parameter | None = None
         if config.position_embedding == "learned":
             weight = nn.Parameter(torch.empty(positions, config.hidden_size))
@@ -108,7 +106,8 @@ class DecoderStart(ModelStart):
 
     def __init__(self, config: ModelConfig, positions: int, name: str, role: DocumentRole) -> None:
         super().__init__(config, positions, name)
-        self.role, self.context = role, mpu.context_axis()
+        self.role = role
+        self.context = mpu.context_axis()
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Add positions: (hidden [s, b, h], position ids [b, s], document ids) -> (hidden, document ids).
@@ -142,43 +141,10 @@ class StackNorm(nn.Module):
         return self.norm(hidden), *rest
 
 
-def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = None) -> dict[nn.Parameter, float]:
-    """Return muP's factor of the learning rate for each weight of the transformer layers; no other weight has one.
-
-    Each matrix has the factor that follows from its own numbers of inputs and outputs, see `config.mup`. Vectors have
-    only the factor of the depth. Embeddings, positions and the output matrix keep their learning rates.
-    muon: --muon-adjust-lr-fn if Muon steps the matrices, else None.
-    """
-    if config.mup_base_hidden_size is None:
-        return {}
-    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    of_muon = hidden_matrices(model) if muon else set()
-    growth = _growth_of_mlps(model, config)
-    usual = Growth(config.width_factor, config.width_factor)
-
-    def divisor(p: nn.Parameter) -> float:
-        spec = mpu.spec_of(p)
-        if muon and p in of_muon:
-            return mup.muon_divisor(growth.get(p, usual), spec.matrices[0], muon)
-        return mup.adam_divisor(growth.get(p, usual)) if len(spec.local_shape) > 1 else 1.0
-
-    return {p: layer.branch_factor / divisor(p) for layer in layers for p in layer.parameters()}
-
-
-def _growth_of_mlps(model: nn.Module, config: ModelConfig) -> dict[nn.Parameter, Growth]:
-    """Return how much larger the matrices of MLPs and experts are than in muP's base model."""
-    found = {}
-    for mlp in model.modules():
-        if isinstance(mlp, ParallelMLP):
-            inner = config.expert_ff_growth if isinstance(mlp, Expert) else config.ff_growth
-            found[mlp.dense_h_to_4h.weight] = Growth(config.width_factor, inner)
-            found[mlp.dense_4h_to_h.weight] = Growth(inner, config.width_factor)
-    return found
-
-
 def embedding_weights(model: nn.Module) -> set[nn.Parameter]:
     """Return the token and position tables, including an output weight that is tied to one of them."""
-    kinds = nn.Embedding, mpu.VocabParallelEmbedding, ModelStart
-    tables = [module for module in model.modules() if isinstance(module, kinds)]
-    found = {p for table in tables for p in table.parameters(recurse=False)}
+    found: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, mpu.VocabParallelEmbedding, ModelStart)):
+            found.update(module.parameters(recurse=False))
     return found - {p for name, p in global_parameters(model) if name.startswith("head.")}

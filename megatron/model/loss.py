@@ -28,9 +28,17 @@ def split_loss(logits: Any) -> tuple[Logits, Tensor | None]:
     return logits if isinstance(logits, tuple) else (logits, None)
 
 
-def targets_of(labels: Tensor, loss_mask: Tensor, others: Mapping[str, Tensor]) -> Targets:
+def targets_of(labels: Tensor, loss_mask: Tensor, others: Mapping[str, Tensor] | None = None) -> Targets:
     """Return `Targets` of labels and loss mask, both [b, s], without the dict of other tensors if it is empty."""
     return (labels, loss_mask, others) if others else (labels, loss_mask)
+
+
+def summed_loss(model: Any, inputs: tuple[Tensor, ...], targets: Targets) -> Tensor:
+    """Return the loss of `model` summed over the targets, a scalar. The model is one without a pipeline."""
+    labels, loss_mask, *others = targets
+    more = others[0] if others else {}
+    total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **more)
+    return total
 
 
 def count_targets(targets: Targets) -> Tensor:

@@ -12,8 +12,6 @@ from megatron.config.param_groups import ParamRule
 from megatron.kernels import adamw
 from megatron.mpu import spec_of
 
-from .muon import Muon
-
 
 class GroupKey(NamedTuple):
     """Settings that the weights of a parameter group have in common. An optimizer's groups are sorted by them.
@@ -49,13 +47,18 @@ def group_keys(
     lags = lags or {}
     found = {}
     for p in module.parameters():
-        if p.requires_grad:
-            rule = rules.get(p, ParamRule("*"))
-            is_spared = not _is_matrix(p) or p in spared
-            decay = (0.0 if is_spared else config.weight_decay) if rule.weight_decay is None else rule.weight_decay
-            lr_factor = 1.0 if rule.lr_factor is None else rule.lr_factor
-            factor = factors.get(p, 1.0)
-            found[p] = GroupKey(is_spared, lr_factor * factor, decay / factor, lags.get(p, 0))
+        if not p.requires_grad:
+            continue
+        is_spared = not _is_matrix(p) or p in spared
+        decay = 0.0 if is_spared else config.weight_decay
+        lr_factor = 1.0
+        rule = rules.get(p, ParamRule("*"))
+        if rule.weight_decay is not None:
+            decay = rule.weight_decay
+        if rule.lr_factor is not None:
+            lr_factor = rule.lr_factor
+        factor = factors.get(p, 1.0)
+        found[p] = GroupKey(is_spared, lr_factor * factor, decay / factor, lags.get(p, 0))
     return found
 
 
@@ -78,14 +81,18 @@ def build_optimizer(
     None: that of the weights. width: width of the model over the width of muP's base model. It divides Adam's epsilon,
     as it divides the gradients of all weights.
     """
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in keys if keys[p] == key], "weight_decay": key.weight_decay, "lr_factor": key.lr_factor}
-        for key in sorted(set(keys.values()))
-    ]
-    # A pipeline stage may have no parameters, but torch's optimizers need at least one.
-    groups = groups or [{"params": [nn.Parameter(torch.zeros(1))]}]
+    groups: list[dict[str, Any]] = []
+    for key in sorted(set(keys.values())):
+        members = [p for p in keys if keys[p] == key]
+        groups.append({"params": members, "weight_decay": key.weight_decay, "lr_factor": key.lr_factor})
+    if not groups:  # A pipeline stage may have no parameters, but torch's optimizers need at least one.
+        groups.append({"params": [nn.Parameter(torch.zeros(1))]})
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
     betas = config.adam_beta1, config.adam_beta2
     adam = partial(adamw, kernels=kernels, lr=config.lr, betas=betas, eps=config.adam_eps / width)
-    return Muon(groups, hidden, config, adam, ns_dtype) if config.optimizer == "muon" else adam(groups)
+    if config.optimizer == "muon":
+        from .muon import Muon
+
+        return Muon(groups, hidden, config, adam, ns_dtype)
+    return adam(groups)

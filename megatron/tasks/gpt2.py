@@ -2,23 +2,19 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron import mpu
 
 from ..config import Config
 from ..config.defaults import DEFAULTS
-from ..data.fim import FillInTheMiddle
 from ..data.gpt2_dataset import build_train_valid_test_datasets
-from ..data.prefixes import Prefixes
 from ..model.gpt2 import GPT2Model
-from ..model.loss import Targets, targets_of
+from ..model.loss import Targets, summed_loss, targets_of
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets, Task
 from ..utils import get_ltor_documents_and_position_ids
-from . import by_corpus, sft
-from .prefix import with_prefixes
+from .batches import broadcast_batch
 
 
 class GPT2(Task):
@@ -36,16 +32,22 @@ class GPT2(Task):
         has the keys tokens, labels, loss_mask and document_ids, each [s].
         """
         if config.objective == "sft":
+            from . import sft
+
             return sft.datasets(config, tokenizer)
         data = config.data
+        fim: Any = None
+        prefixes: Any = None
+        if data.fim_rate:
+            from .fill_in_the_middle import fill_in_the_middle
+
+            fim = fill_in_the_middle(config, tokenizer)
+        if config.objective == "prefix-lm":
+            from ..data.prefixes import Prefixes
+
+            prefixes = Prefixes(tokenizer.eod, data.reset_attention_mask)
         return build_train_valid_test_datasets(
-            data.paths,
-            data.split,
-            data.seq_length,
-            config.train.seed,
-            tokenizer.vocab_size,
-            fill_in_the_middle(config, tokenizer),
-            Prefixes(tokenizer.eod, data.reset_attention_mask) if config.objective == "prefix-lm" else None,
+            data.paths, data.split, data.seq_length, config.train.seed, tokenizer.vocab_size, fim, prefixes
         )
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
@@ -68,22 +70,29 @@ class GPT2(Task):
         With c context-parallel ranks, tokens, labels and loss mask are this rank's shard, [b, s/c]. Positions and
         document ids cover the whole sequence on every rank.
         """
-        data = by_corpus.with_numbers(data, config, config.train.batch_size)
-        (tokens, *positions), (labels, loss_mask, *others) = self._whole_batch(data, config, tokenizer)
-        tokens, labels, loss_mask = (mpu.own_tokens(x, 1, mpu.context_axis()) for x in (tokens, labels, loss_mask))
-        return (tokens, *positions), targets_of(labels, loss_mask, others[0] if others else {})
-
-    def _whole_batch(
-        self, data: Batch | None, config: Config, tokenizer: Tokenizer | None
-    ) -> tuple[tuple[Tensor, ...], Targets]:
         if config.objective == "sft":
-            return sft.batch(data, config)
-        assert tokenizer is not None, "batches of GPT-2 need the tokenizer's end-of-document id"
-        size = config.train.batch_size, config.data.seq_length + 1
-        sizes: dict[str, tuple[int, ...]] = {"text": size, **{key: size[:1] for key in by_corpus.keys(config)}}
+            from . import sft
+
+            inputs, targets = sft.batch(data, config)
+        else:
+            assert tokenizer is not None, "batches of GPT-2 need the tokenizer's end-of-document id"
+            inputs, targets = self._windows(data, config, tokenizer)
+        tokens, *places = inputs
+        labels, loss_mask, *others = targets
+        context = mpu.context_axis()
+        tokens = mpu.own_tokens(tokens, 1, context)
+        labels = mpu.own_tokens(labels, 1, context)
+        loss_mask = mpu.own_tokens(loss_mask, 1, context)
+        return (tokens, *places), targets_of(labels, loss_mask, *others)
+
+    def _windows(self, data: Batch | None, config: Config, tokenizer: Tokenizer) -> tuple[tuple[Tensor, ...], Targets]:
+        """Return the result of `batch` for windows of the corpus, for the whole sequence on every rank."""
+        b = config.train.batch_size
+        s = config.data.seq_length
+        sizes = {"text": (b, s + 1)}
         if config.objective == "prefix-lm":
-            sizes["prefixes"] = size[0], size[1] - 1
-        found = mpu.broadcast_data(list(sizes), data, torch.int64, sizes=sizes)
+            sizes["prefixes"] = (b, s)
+        found, others = broadcast_batch(data, list(sizes), config, sizes)
         text = found["text"]
         tokens = text[:, :-1].contiguous()
         labels = text[:, 1:].contiguous()
@@ -95,18 +104,18 @@ class GPT2(Task):
             config.data.eod_mask_loss,
         )
         if "prefixes" in found:
+            from .prefix import with_prefixes
+
             document_ids, loss_mask = with_prefixes(found["prefixes"], document_ids, loss_mask)
-        inputs = tokens, position_ids, document_ids
-        return inputs, targets_of(labels, loss_mask, by_corpus.corpora_of(found, config))
+        return (tokens, position_ids, document_ids), targets_of(labels, loss_mask, others)
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
         """Return the summed loss, a scalar.
 
         The model computes the loss because it may compute the logits in chunks.
         """
-        inputs, (labels, loss_mask, *others) = batch
-        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **(others[0] if others else {}))
-        return total
+        inputs, targets = batch
+        return summed_loss(model, inputs, targets)
 
 
 class Llama(GPT2):
@@ -117,23 +126,3 @@ class Llama(GPT2):
 
     name = "llama"
     defaults = DEFAULTS["llama"]
-
-
-def fill_in_the_middle(config: Config, tokenizer: Tokenizer) -> FillInTheMiddle | None:
-    """Return the fill-in-the-middle settings, or None without --fim-rate.
-
-    Raises ValueError if the tokenizer lacks one of the --fim-tokens.
-    """
-    data = config.data
-    if not data.fim_rate:
-        return None
-    names = data.fim_tokens or ()
-    missing = [name for name in names if name not in tokenizer.marks]
-    if missing:
-        raise ValueError(
-            f"--fim-tokens: {data.vocab_file} has no special token {' or '.join(missing)}, only "
-            f"{', '.join(tokenizer.marks)}; train a tokenizer with tools/train_tokenizer.py --special-tokens, or add "
-            f"the tokens to a Hugging Face tokenizer with add_special_tokens() and save_pretrained()"
-        )
-    prefix, middle, suffix = (tokenizer.marks[name] for name in names)
-    return FillInTheMiddle(data.fim_rate, data.fim_spm_rate, prefix, middle, suffix, tokenizer.eod)

@@ -3,7 +3,6 @@
 Tokens attend only to tokens of their own record. Positions start at 0 in each record.
 """
 
-import torch
 from torch import Tensor
 
 from megatron import mpu
@@ -14,7 +13,7 @@ from ..model.loss import Targets, targets_of
 from ..model.masks import positions_in_documents, text_count
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets
-from . import by_corpus
+from .batches import broadcast_batch
 
 KEYS = ("tokens", "labels", "loss_mask", "document_ids")
 
@@ -38,14 +37,9 @@ def batch(data: Batch | None, config: Config) -> tuple[tuple[Tensor, ...], Targe
     --reset-position-ids and --reset-attention-mask have no effect here: records are always separate documents.
     """
     size = config.train.batch_size, config.data.seq_length
-    sizes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(KEYS, size),
-        **{key: size[:1] for key in by_corpus.keys(config)},
-    }
-    found = mpu.broadcast_data(list(sizes), data, torch.int64, sizes=sizes)
+    found, others = broadcast_batch(data, KEYS, config, dict.fromkeys(KEYS, size))
     positions = positions_in_documents(found["document_ids"])
     inputs = found["tokens"], positions, found["document_ids"].int()
-    others = by_corpus.corpora_of(found, config)
     if config.model.num_experts is not None:
         others["text"] = text_count(found["tokens"], found["document_ids"], mpu.context_axis())
     return inputs, targets_of(found["labels"], found["loss_mask"].float(), others)

@@ -13,12 +13,12 @@ from ..config.defaults import DEFAULTS
 from ..data import cpm_triples
 from ..data.corpora import prefixes_of
 from ..data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
-from ..model.loss import Targets, targets_of
+from ..model.loss import Targets, summed_loss, targets_of
 from ..model.masks import no_documents, text_count
 from ..model.t5 import T5Model
 from ..tokenizer import SentinelTokenizer, Tokenizer
 from ..training.task import Batch, Datasets, Task
-from . import by_corpus
+from .batches import broadcast_batch
 
 KEYS = ["encoder", "decoder", "labels", "encoder_document_ids", "decoder_document_ids", "loss_mask"]
 
@@ -51,6 +51,11 @@ def _needs_ids(batch: Batch, config: Config) -> bool:
     counted = config.model.num_experts is not None or config.log.log_layers
     sides = ("encoder", "decoder") if counted else ("encoder",)
     return any(mpu.pad_sequence(batch[side], 0).shape != batch[side].shape for side in sides)
+
+
+def _short(ids: Tensor) -> Tensor:
+    """Return document ids [b, s] as int16; empty ids as `no_documents` makes them."""
+    return ids.short() if ids.numel() else no_documents(ids.device)
 
 
 class T5(Task):
@@ -110,26 +115,20 @@ class T5(Task):
         words = cast(SentinelTokenizer, tokenizer)
         if data is not None and not config.data.reset_attention_mask:
             data = _without_needless_ids(data)
-        data = by_corpus.with_numbers(data, config, config.train.batch_size)
-        sent = mpu.broadcast_data([*KEYS, *by_corpus.keys(config)], data, torch.int64)
-        batch = {key: sent[key] for key in KEYS}
-        plain = not batch["encoder_document_ids"].numel()
-        if plain and _needs_ids(batch, config):
-            plain = False
-            batch |= {f"{side}_document_ids": torch.ones_like(batch[side]) for side in ("encoder", "decoder")}
-        fillers = {"encoder": words.pad, "decoder": words.pad, "labels": words.pad}
+        batch, others = broadcast_batch(data, KEYS, config)
+        if not batch["encoder_document_ids"].numel() and _needs_ids(batch, config):
+            for side in ("encoder", "decoder"):
+                batch[f"{side}_document_ids"] = torch.ones_like(batch[side])
+        fillers = dict.fromkeys(("encoder", "decoder", "labels"), words.pad)
         batch = {key: mpu.pad_sequence(each, fillers.get(key, 0)) for key, each in batch.items()}
         labels = batch["labels"]
         loss_mask = batch["loss_mask"].float()
         if config.data.eod_mask_loss:
             loss_mask = loss_mask.masked_fill(batch["decoder"] == words.eod, 0.0)
         labels = labels.masked_fill(loss_mask == 0, words.pad)
-        encoder_ids, decoder_ids = (
-            no_documents(labels.device) if plain else batch[f"{side}_document_ids"].short()
-            for side in ("encoder", "decoder")
-        )
+        encoder_ids = _short(batch["encoder_document_ids"])
+        decoder_ids = _short(batch["decoder_document_ids"])
         inputs = batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids
-        others = by_corpus.corpora_of(sent, config)
         if config.model.num_experts is not None:
             alone = mpu.context_axis()
             in_encoder = text_count(batch["encoder"], encoder_ids, alone)
@@ -142,6 +141,5 @@ class T5(Task):
 
         The model computes the loss because it may compute the logits in chunks.
         """
-        inputs, (labels, loss_mask, *others) = batch
-        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **(others[0] if others else {}))
-        return total
+        inputs, targets = batch
+        return summed_loss(model, inputs, targets)

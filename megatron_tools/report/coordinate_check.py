@@ -24,8 +24,9 @@ from megatron.config.command_line import parse_of_any_family, with_values
 from megatron.config.mup import BASE_SIZES
 from megatron.model.attention import Attention
 from megatron.model.block import TransformerLayer, hidden_matrices
-from megatron.model.embedding import StackNorm, layer_lr_factors
+from megatron.model.embedding import StackNorm
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.lr_factors import layer_lr_factors
 from megatron.model.mixture import Mixture
 from megatron.model.mlp import ParallelMLP
 from megatron.model.t5 import T5Model

@@ -15,7 +15,7 @@ from megatron.config.fields import ConfigError
 from megatron.data.fim import FillInTheMiddle
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.tasks.gpt2 import fill_in_the_middle
+from megatron.tasks.fill_in_the_middle import fill_in_the_middle
 from megatron.tokenizer import load_tokenizer
 from tests.support import losses, train_gpt2
 

@@ -13,9 +13,9 @@ from megatron.config.command_line import parse, with_values
 from megatron.config.fields import ConfigError
 from megatron.model import global_parameters
 from megatron.model.block import TransformerLayer, hidden_matrices
-from megatron.model.embedding import layer_lr_factors
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.layers import LayerStack
+from megatron.model.lr_factors import layer_lr_factors
 from megatron.model.t5 import T5Model
 from megatron.optim.muon import _ratios
 from megatron_tools.report.coordinate_check import sizes_of, slope

@@ -1,0 +1,45 @@
+"""muP's factors of the learning rate (Yang et al. 2022) for the weights of a model."""
+
+from torch import nn
+
+from megatron import mpu
+from megatron.config import ModelConfig, mup
+from megatron.config.mup import Growth
+
+from .block import TransformerLayer, hidden_matrices
+from .mixture import Expert
+from .mlp import ParallelMLP
+
+
+def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = None) -> dict[nn.Parameter, float]:
+    """Return muP's factor of the learning rate for each weight of the transformer layers; no other weight has one.
+
+    Each matrix has the factor that follows from its own numbers of inputs and outputs, see `config.mup`. Vectors have
+    only the factor of the depth. Embeddings, positions and the output matrix keep their learning rates.
+    muon: --muon-adjust-lr-fn if Muon steps the matrices, else None.
+    """
+    if config.mup_base_hidden_size is None:
+        return {}
+    layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    of_muon = hidden_matrices(model) if muon else set()
+    growth = _growth_of_mlps(model, config)
+    usual = Growth(config.width_factor, config.width_factor)
+
+    def divisor(p: nn.Parameter) -> float:
+        spec = mpu.spec_of(p)
+        if muon and p in of_muon:
+            return mup.muon_divisor(growth.get(p, usual), spec.matrices[0], muon)
+        return mup.adam_divisor(growth.get(p, usual)) if len(spec.local_shape) > 1 else 1.0
+
+    return {p: layer.branch_factor / divisor(p) for layer in layers for p in layer.parameters()}
+
+
+def _growth_of_mlps(model: nn.Module, config: ModelConfig) -> dict[nn.Parameter, Growth]:
+    """Return how much larger the matrices of MLPs and experts are than in muP's base model."""
+    found = {}
+    for mlp in model.modules():
+        if isinstance(mlp, ParallelMLP):
+            inner = config.expert_ff_growth if isinstance(mlp, Expert) else config.ff_growth
+            found[mlp.dense_h_to_4h.weight] = Growth(config.width_factor, inner)
+            found[mlp.dense_4h_to_h.weight] = Growth(inner, config.width_factor)
+    return found

@@ -1,0 +1,38 @@
+"""Broadcast of the batches of all tasks over the model-parallel ranks."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from megatron import mpu
+
+from ..config import Config
+from ..config.data import DataConfig
+from ..data.corpora import prefixes_of
+from ..training.task import Batch
+
+
+@lru_cache(4)
+def _number_of_corpora(data: DataConfig) -> int:
+    return len(prefixes_of(data.paths)) if data.names_corpora else 0
+
+
+def broadcast_batch(
+    data: Batch | None,
+    keys: Sequence[str],
+    config: Config,
+    sizes: Mapping[str, Sequence[int]] | None = None,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return (the tensors `keys` of a batch, int64, the dict of further tensors of `Targets`) on all ranks.
+
+    data: batch of the first model-parallel rank. sizes: shapes of the tensors, see `mpu.broadcast_data`.
+    With several corpora the further tensors have the corpus of each sample.
+    """
+    corpora = _number_of_corpora(config.data)
+    if corpora > 1:
+        from .by_corpus import broadcast_with_corpora
+
+        return broadcast_with_corpora(data, keys, corpora, config.train.batch_size, sizes)
+    return mpu.broadcast_data(keys, data, torch.int64, sizes=sizes), {}
