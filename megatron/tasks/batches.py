@@ -25,7 +25,7 @@ def broadcast_batch(
     config: Config,
     sizes: Mapping[str, Sequence[int]] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return (the tensors `keys` of a batch, int64, the dict of further tensors of `Targets`) on all ranks.
+    """Return (the tensors `keys` of a batch, int64 [b, ...], the dict of further tensors of `Targets`) on all ranks.
 
     data: batch of the first model-parallel rank. sizes: shapes of the tensors, see `mpu.broadcast_data`.
     With several corpora the further tensors have the corpus of each sample.

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import mpu
-from megatron.model import attention_kernels, packed_attention
+from megatron.model import attention_kernels, context_attention, packed_attention
 from megatron.model.attention_kernels import Call, Mask, attend, choose_kernel, slice_by_slice
 from megatron.model.context_attention import Views
 from megatron.model.masks import Documents, no_documents
@@ -101,7 +101,7 @@ def context_kernels_agree() -> str:
             wanted = [out[:, :, rows], of_query[:, :, rows], *others]
             learns = [x.to(here, torch.bfloat16).requires_grad_() for x in (query[:, :, rows], key, value)]
             views = Views(ids.to(here), apart, window, slices, mpu.Axis(None, (0,), 0))
-            with patch.object(attention_kernels, "gather_keys_and_values", lambda key, value, axis: (key, value)):
+            with patch.object(context_attention, "gather_keys_and_values", lambda key, value, axis: (key, value)):
                 ours = slice_by_slice(_call(*learns, views))
             of_rows = grad[:, :, rows].to(here, torch.bfloat16)
             found = [ours.detach(), *torch.autograd.grad(ours, learns, of_rows)]

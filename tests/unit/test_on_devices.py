@@ -70,7 +70,11 @@ def test_a_norm_on_the_cpu_goes_to_the_loss() -> None:
     A single copy to the CPU can then fetch norm and loss together.
     """
     engine = SimpleNamespace(
-        optimizer=SimpleNamespace(), fp16_enabled=lambda: False, spike_guard=None, module=torch.nn.Module()
+        optimizer=SimpleNamespace(),
+        fp16_enabled=lambda: False,
+        spike_guard=None,
+        weight_average=None,
+        module=torch.nn.Module(),
     )
     step = end_step(engine, torch.zeros((), device="meta"), torch.ones(()), {})
     assert isinstance(step.grad_norm, torch.Tensor) and step.grad_norm.device == step.loss.device
