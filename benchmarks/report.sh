@@ -23,4 +23,4 @@ train pretrain_gpt2.py gpt2 --lr 2e-3 --pipe-parallel-size 2 --gas 4 --trace
 train pretrain_gpt2.py gpt2-careful --lr 5e-4 --pipe-parallel-size 0 --gas 2
 train pretrain_llama.py llama --lr 2e-3 --pipe-parallel-size 2 --gas 4 --pipeline-schedule zb-h1 --trace
 
-python tools/report.py "$folder/gpt2" "$folder/gpt2-careful" "$folder/llama" --prompt "春天" --prompt "The river" --output "$folder/report.html"
+python tools/report.py "$folder/gpt2" "$folder/gpt2-careful" "$folder/llama" --output "$folder/report.html"

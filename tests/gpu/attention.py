@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import mpu
-from megatron.model import attention_kernels, context_attention, packed_attention
+from megatron.model import context_attention, packed_attention
 from megatron.model.attention_kernels import Call, Mask, attend, choose_kernel, slice_by_slice
 from megatron.model.context_attention import Views
 from megatron.model.masks import Documents, no_documents

@@ -1,5 +1,6 @@
 """Output of the benchmarks is parsed into tables, bars and a plot."""
 
+import argparse
 import importlib
 import json
 import re
@@ -9,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from docs.site.results import results
+from megatron.config.command_line import build_parser
 from tests.sentences import SENTENCES
 from tests.support import ROOT, command
 
@@ -75,3 +77,25 @@ def test_results_name_commands_that_exist(suite: ModuleType) -> None:
             assert set(sections.split()) <= set(suite.SECTIONS)
         for script in re.findall(r"python ([\w/]+\.py)", "\n".join(cells)):
             assert (ROOT / script).is_file()
+
+
+def _options(tool: str) -> set[str]:
+    """Return the flags of a tool and of its commands."""
+    module = re.findall(r"from (\S+) import cli", (ROOT / "tools" / f"{tool}.py").read_text())[0]
+    found = set[str]()
+    parsers = [importlib.import_module(module).build_parser()]
+    for parser in parsers:
+        for action in parser._actions:
+            found.update(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                parsers.extend(action.choices.values())
+    return found
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("benchmarks/*.sh")), ids=lambda path: path.name)
+def test_scripts_pass_flags_that_tools_have(path: Path) -> None:
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    settings = set(build_parser()._option_string_actions)
+    for tool, words in re.findall(r"tools/(\w+)\.py(.*)", text):
+        known = settings | _options(tool) if tool != "launch" else settings | {"--standalone", "--nproc-per-node"}
+        assert set(re.findall(r"(?<=\s)--[a-z][\w-]*", words)) <= known, tool
