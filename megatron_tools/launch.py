@@ -125,7 +125,8 @@ def install_signals(args: Any) -> Signals:
     )
 
     def start(group: Any, start_with_torch: Callable[[Any], None]) -> None:
-        before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)}
+        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+        before = dict(zip(numbers, map(signal.getsignal, numbers), strict=True))
         signals.listen(group)
         start_with_torch(group)
         for number, handler in before.items():

@@ -195,10 +195,12 @@ def _write_settings(path: Path, config: Config) -> None:
     Training continues from the imported checkpoint with `--config path`.
     """
     content = config.to_dict()
-    data = content["data"]
-    kept = ("vocab_file", "tokenizer_type", "seq_length", "enc_seq_length", "span_convention", "num_sentinels")
-    known = {key: data[key] for key in kept if data[key] is not None}
-    write_json(str(path), {"model": content["model"], "data": known})
+    data = {}
+    for key in ("vocab_file", "tokenizer_type", "seq_length", "enc_seq_length", "span_convention", "num_sentinels"):
+        value = content["data"][key]
+        if value is not None:
+            data[key] = value
+    write_json(str(path), {"model": content["model"], "data": data})
 
 
 def from_dense(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:

@@ -125,13 +125,17 @@ def _cuts_as_qwen2(source: Path) -> bool:
     return bool(pattern.get("Regex") == QWEN2_WORDS)
 
 
+def _trained_ids(trained: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: trained[key] for key in ROLES if key in trained}
+
+
 def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is_t5: bool) -> dict[str, Any]:
     """Return the special-token ids for config.json, such as {"eos_token_id": 1}.
 
     trained: the ids used in training, under the same keys.
     """
     given = ids_beside(source)
-    ids = {key: trained[key] for key in ROLES if key in trained}
+    ids = _trained_ids(trained)
     ends = given.get("eos_token_id")
     if ends == tokenizer.eod or (isinstance(ends, list) and tokenizer.eod in ends):
         ids["eos_token_id"] = ends
@@ -157,7 +161,7 @@ def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[dict[str, Any]
     The ids (eos_token_id, ...) belong in config.json. The generation settings are the content of
     generation_config.json.
     """
-    ids = {key: trained[key] for key in ROLES if key in trained} | ids_beside(source)
+    ids = _trained_ids(trained) | ids_beside(source)
     generation = ids | generation_beside(source)
     return ids, generation
 

@@ -166,19 +166,22 @@ def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
 def llama_matches(m: ModelConfig) -> Iterator[Match]:
     """Yield one Match for each parameter of a Llama, Qwen, Mistral or Mixtral."""
     yield Match("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
+    of_qkv = ("weight", "bias") if m.has_qkv_bias else ("weight",)
+    of_others = ("weight", "bias") if m.hidden_bias else ("weight",)
     for i in range(m.num_layers):
         at = f"layers.{i}"
         its = f"model.layers.{i}"
+        attention = f"{its}.self_attn"
         for norm in ("input_layernorm", "post_attention_layernorm"):
             yield Match(f"{at}.{norm}.weight", (f"{its}.{norm}.weight",))
-        for kind in ("weight", "bias") if m.has_qkv_bias else ("weight",):
-            heads = tuple(f"{its}.self_attn.{x}_proj.{kind}" for x in "qkv")
+        for kind in of_qkv:
+            heads = (f"{attention}.q_proj.{kind}", f"{attention}.k_proj.{kind}", f"{attention}.v_proj.{kind}")
             yield _grouped_heads(f"{at}.attention.query_key_value.{kind}", heads, m.key_value_heads, m.head_size)
         if m.qk_norm:
-            yield Match(f"{at}.attention.query_norm.weight", (f"{its}.self_attn.q_norm.weight",))
-            yield Match(f"{at}.attention.key_norm.weight", (f"{its}.self_attn.k_norm.weight",))
-        for kind in ("weight", "bias") if m.hidden_bias else ("weight",):
-            yield Match(f"{at}.attention.dense.{kind}", (f"{its}.self_attn.o_proj.{kind}",))
+            yield Match(f"{at}.attention.query_norm.weight", (f"{attention}.q_norm.weight",))
+            yield Match(f"{at}.attention.key_norm.weight", (f"{attention}.k_norm.weight",))
+        for kind in of_others:
+            yield Match(f"{at}.attention.dense.{kind}", (f"{attention}.o_proj.{kind}",))
             if not m.has_experts(i):
                 yield from _gated_mlp(f"{at}.mlp", f"{its}.mlp", m.ff_size, kind)
         if m.has_experts(i):

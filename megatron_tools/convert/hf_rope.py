@@ -57,7 +57,8 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
     if kind != "linear":
         found["rope_original_length"] = int(original)
     if kind == "llama3":
-        found |= {f"rope_{key}": number(key) for key in ("low_freq_factor", "high_freq_factor")}
+        found["rope_low_freq_factor"] = number("low_freq_factor")
+        found["rope_high_freq_factor"] = number("high_freq_factor")
     if kind == "yarn":
         found |= {
             "rope_beta_fast": number("beta_fast", 32.0) or 32.0,

@@ -45,11 +45,15 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     facts = tokenizer.facts
     if facts.algorithm not in ("bpe", "unigram") or facts.of_type(UNUSED):
         return None
-    if any(sp.normalize(text) != text.replace(" ", MARK) for text in _PROBES):
-        return None
+    for text in _PROBES:
+        if sp.normalize(text) != text.replace(" ", MARK):
+            return None
     tokenizers = library()
-    pieces = [sp.id_to_piece(i) for i in range(sp.vocab_size())]
-    scores = [sp.get_score(i) for i in range(sp.vocab_size())]
+    pieces = []
+    scores = []
+    for i in range(sp.vocab_size()):
+        pieces.append(sp.id_to_piece(i))
+        scores.append(sp.get_score(i))
     bytes_ = sp.is_byte(sp.piece_to_id(BYTES[0]))
     if facts.algorithm == "bpe":
         theirs = tokenizers.Tokenizer(_bpe(tokenizers, pieces, scores, pieces[sp.unk_id()], bytes_))
@@ -91,8 +95,9 @@ def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
     sp = tokenizer._sp
     facts = tokenizer.facts
     tokenizers = library()
-    names = {id_: name for name, id_ in tokenizer.specials.items()}
-    vocab = [(names.get(i, sp.id_to_piece(i)), sp.get_score(i)) for i in range(sp.vocab_size())]
+    vocab = [(sp.id_to_piece(i), sp.get_score(i)) for i in range(sp.vocab_size())]
+    for name, i in tokenizer.specials.items():
+        vocab[i] = (name, sp.get_score(i))
     unigram = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bool(facts.of_type(BYTE)))
     theirs = tokenizers.Tokenizer(unigram)
     forms = tokenizers.normalizers
@@ -184,8 +189,9 @@ def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
     for _ in range(count):
         ids = dice.choices(usable, k=30)
         texts.append(tokenizer.decode(ids))
+    texts += _PROBES
     names = any_of(tokenizer.marks)
-    return [text for text in (*texts, *_PROBES) if MARK not in text and not names.search(text)]
+    return [text for text in texts if MARK not in text and not names.search(text)]
 
 
 def _encode_alike(ours: SentencePieceTokenizer, theirs: Any) -> bool:

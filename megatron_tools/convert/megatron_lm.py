@@ -55,17 +55,17 @@ class RankFiles:
         stages = sorted({stage for stage, _ in found})
         self.ranks = 1 + max(rank for _, rank in found)
         self._refuse_missing(found, stages if self.by_layer else range(stages[-1] + 1))
-        contents = {place: load_plain(path) for place, path in found.items()}
+        headers = list(map(load_plain, found.values()))
+        contents = dict(zip(found, headers, strict=True))
         self._parts: dict[str, dict[int, Tensor]] = {}
         self._theirs: set[str] = set()
         blocks: list[int] = []
         for rank in range(self.ranks):
             files = [(stage, contents[stage, rank], found[stage, rank]) for stage in stages]
             blocks = self._add_rank(rank, files)
-        headers = list(contents.values())
         if self.by_layer:
             # The settings (args) of files by layer are in DeepSpeed's mp_rank_* files, and reading one suffices.
-            headers = [load_plain(path) for path in list(nearby.values())[:1]]
+            headers = list(map(load_plain, list(nearby.values())[:1]))
         known = headers[0].get("args") if headers else None
         self.settings: dict[str, Any] = vars(known) if isinstance(known, argparse.Namespace) else {}
         self._check_layers(layers, not self.by_layer or _as_cpm_pretrain(stages, blocks))

@@ -90,19 +90,17 @@ def _activation(args: Mapping[str, Any], where: str) -> str:
 
 def _number(theirs: RankFiles, names: tuple[str, ...], default: float) -> float:
     """Return the saved value under one of several names, or `default` if none is saved."""
-    found = None
+    found = {}
     for name in names:
         value = theirs.settings.get(name)
         if value is None:
             continue
         if type(value) not in (int, float):
             raise ValueError(f"{theirs.folder}: {name} is {value!r}, not a number")
-        if found is None:
-            found = float(value)
-        elif found != value:
-            given = {name: theirs.settings[name] for name in names if theirs.settings.get(name) is not None}
-            raise ValueError(f"{theirs.folder}: the saved args contradict each other: {given}")
-    return default if found is None else found
+        found[name] = value
+    if len(set(found.values())) > 1:
+        raise ValueError(f"{theirs.folder}: the saved args contradict each other: {found}")
+    return float(found.popitem()[1]) if found else default
 
 
 def check_complete(theirs: RankFiles, config: Config) -> None:

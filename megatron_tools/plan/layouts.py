@@ -125,18 +125,28 @@ class Wanted:
 def _choices(wanted: Wanted) -> dict[str, list[Any]]:
     """Return the values of each setting that the search combines. Settings in `wanted.fixed` keep theirs."""
     c = wanted.config
-    n = wanted.devices
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
     layers = c.model.num_layers
     if c.is_t5:
         layers += c.model.decoder_layers
+    tensor = []
+    pipes = [0]
+    experts = []
+    for d in range(1, wanted.devices + 1):
+        if wanted.devices % d:
+            continue
+        if d <= wanted.cluster.devices_per_node:
+            tensor.append(d)
+        if 1 < d <= layers:
+            pipes.append(d)
+        if (c.model.num_experts or 1) % d == 0:
+            experts.append(d)
     mixed = c.train.dtype in ("bf16", "fp16")
     found: dict[str, list[Any]] = {
-        "model_parallel_size": [d for d in divisors if d <= wanted.cluster.devices_per_node],
-        "pipe_parallel_size": [0, *(d for d in divisors if 1 < d <= layers)],
+        "model_parallel_size": tensor,
+        "pipe_parallel_size": pipes,
         "virtual_pipeline_size": [1, 2, 4],
         "zero_stage": [1, 2, 3] if mixed else [0, 1, 2, 3],
-        "expert_parallel_size": [d for d in divisors if (c.model.num_experts or 1) % d == 0],
+        "expert_parallel_size": experts,
     }
     for name in found:
         value = getattr(c.parallel, name)
@@ -241,7 +251,9 @@ def _devices_for(wanted: Wanted, leanest: Layout) -> int:
     The model is taken to fit if each device's equal share of weights, gradients and optimizer state fits beside the
     activations of the leanest layout.
     """
-    total = sum(m.weights + m.gradients + m.optimizer for m in leanest.memory)
+    total = 0.0
+    for stage in leanest.memory:
+        total += stage.weights + stage.gradients + stage.optimizer
     whole = total * leanest.devices / len(leanest.memory)
     memory = wanted.cluster.memory * 1e9
     room = max(USABLE * memory - leanest.worst.activations, 0.25 * memory)

@@ -29,14 +29,14 @@ def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -
     assert layout.cost is not None
     steps = max(round(tokens / layout.cost.tokens), 1) if tokens else None
     texts = {
-        "config.json": _settings(layout.config, steps),
-        "ds_config.json": _ds_config(layout),
-        "run.sh": _script(layout, cluster),
+        into / "config.json": _settings(layout.config, steps),
+        into / "ds_config.json": _ds_config(layout),
+        into / "run.sh": _script(layout, cluster),
     }
-    for name, text in texts.items():
-        write_text(into / name, text)
+    for path, text in texts.items():
+        write_text(path, text)
     (into / "run.sh").chmod(0o755)
-    return [into / name for name in texts]
+    return list(texts)
 
 
 def _settings(config: Config, steps: int | None) -> str:

@@ -146,11 +146,11 @@ def check(base: Config, widths: Sequence[int], grow: str, steps: int, seeds: int
         found[mup] = []
         for width in widths:
             config = model_of(width, base, grow, mup)
-            each = [sizes_of(with_values(config, {"seed": seed}), steps) for seed in range(1, seeds + 1)]
-            means = {}
-            for kind in each[0]:
-                means[kind] = sum(sizes[kind] for sizes in each) / seeds
-            found[mup].append(means)
+            sums: Sizes = {}
+            for seed in range(1, seeds + 1):
+                for kind, size in sizes_of(with_values(config, {"seed": seed}), steps).items():
+                    sums[kind] = sums.get(kind, 0.0) + size
+            found[mup].append({kind: total / seeds for kind, total in sums.items()})
     return found
 
 
@@ -176,7 +176,9 @@ def lines(widths: Sequence[int], found: Mapping[bool, Sequence[Sizes]]) -> list[
         word = "with" if mup else "no"
         for kind in of_width[0]:
             sizes = [each[kind] for each in of_width]
-            cells = "".join(f"{size:>10.4f}" for size in sizes)
+            cells = ""
+            for size in sizes:
+                cells += f"{size:>10.4f}"
             rows.append(f"{word:<4} {kind:<16}{cells}  {slope(widths, sizes):+8.2f}")
     return rows
 

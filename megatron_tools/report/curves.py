@@ -199,7 +199,9 @@ def _by_layer(runs: Sequence[RunRead]) -> list[Chart]:
     found = []
     for i, run in enumerate(runs):
         for metric, iterations, layers, _ in values_of(run):
-            lines = [line(i, name, "parts", zip(iterations, values, strict=True)) for name, values in layers.items()]
+            lines = []
+            for name, values in layers.items():
+                lines.append(line(i, name, "parts", zip(iterations, values, strict=True)))
             levels = []
             if metric in EVEN:
                 levels.append({"run": i, "label": "equal shares", "y": EVEN[metric]})

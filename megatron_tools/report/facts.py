@@ -50,18 +50,25 @@ def machine(run: RunRead, parameters: int | None) -> Facts:
     if parameters is not None:
         facts.append(("parameters", f"{parameters / 1e6:,.2f} million"))
     facts.append(("layout", layout(run)))
+    memory = 0.0
+    skipped = 0
+    speeds = []
+    shares = []
+    for row in train:
+        memory = max(memory, row.get("memory_mb") or 0.0)
+        skipped += row.get("skipped_steps") or 0
+        speeds.append(row.get("tflops") or 0.0)
+        shares.append(row.get("mfu") or 0.0)
     if train:
-        rows = train[1:] or train
-        memory = max(row.get("memory_mb") or 0.0 for row in train)
         facts.append(("peak memory of rank 0", f"{memory / 1e3:,.2f} GB"))
-        speeds = [row.get("tflops") or 0.0 for row in rows]
-        speed = f"{statistics.median(speeds):.3g} TFLOP/s"
-        shares = [row["mfu"] for row in rows if row.get("mfu")]
-        if shares:
-            speed += f", MFU {statistics.median(shares):.1%}"
+        begin = 1 if len(train) > 1 else 0  # without the first row, if there are others
+        speed = f"{statistics.median(speeds[begin:]):.3g} TFLOP/s"
+        known = list(filter(None, shares[begin:]))
+        if known:
+            speed += f", MFU {statistics.median(known):.1%}"
         facts.append(("speed of a rank", speed))
-        if skipped := sum(row.get("skipped_steps") or 0 for row in train):
-            facts.append(("skipped steps", str(skipped)))
+    if skipped:
+        facts.append(("skipped steps", str(skipped)))
     if p.pipe_parallel_size:
         schedule = p.pipeline_schedule
         if p.virtual_pipeline_size > 1:
@@ -103,7 +110,10 @@ def table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
     names: dict[str, None] = {}
     for column in columns:
         names |= dict.fromkeys(column)
-    return [(name, [column.get(name, "") for column in columns]) for name in names]
+    rows = []
+    for name in names:
+        rows.append((name, [column.get(name, "") for column in columns]))
+    return rows
 
 
 def as_text(names: Sequence[str], runs: Sequence[Facts]) -> list[str]:

@@ -44,16 +44,20 @@ def titled(title: str, name: str, runs: Sequence[RunRead]) -> str:
 
 def values_of(run: RunRead) -> list[LayerValues]:
     """Return the values of each metric that the run logged by layer."""
-    rows = [row for row in run.part("train") if row.get("layers")]
-    iterations = [row["iteration"] for row in rows]
+    rows = []
+    iterations = []
     names: dict[str, None] = {}
-    for row in rows:
-        names |= dict.fromkeys(row["layers"])
+    for row in run.part("train"):
+        layers = row.get("layers")
+        if layers:
+            rows.append(layers)
+            iterations.append(row["iteration"])
+            names |= dict.fromkeys(layers)
     found = []
     for metric in TITLES:
         lines = {}
         for name in names:
-            values = [row["layers"].get(name, {}).get(metric) for row in rows]
+            values = [layers.get(name, {}).get(metric) for layers in rows]
             if set(values) - {None}:
                 lines[name] = values
         if lines:

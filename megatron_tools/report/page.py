@@ -58,20 +58,27 @@ def _body(
     now: float | None,
 ) -> str:
     """Return the page's content, without its head and scripts."""
-    columns = [[*facts.results(run), *facts.machine(run, count)] for run, count in zip(runs, parameters, strict=True)]
+    names = []
+    given = []
+    columns = []
+    for run, count in zip(runs, parameters, strict=True):
+        names.append(run.name)
+        given.append(run.given)
+        columns.append([*facts.results(run), *facts.machine(run, count)])
     at = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
-    title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     parts = [
         f'<header><h1>{escape(title)}</h1><span class="when">{at}</span>'
         '<button id="theme" title="light or dark" aria-label="light or dark">◐</button></header>',
         _cards(runs, now),
         _controls(),
         _figures(runs, charts(runs)),
-        _table("Results", [run.name for run in runs], facts.table(columns)),
+        _table("Results", names, facts.table(columns)),
         sections(runs),
-        "".join(_timetable(runs, i, table) for i, table in timetables.items()),
-        _settings(runs, settings([run.given for run in runs])),
     ]
+    for i, table in timetables.items():
+        parts.append(_timetable(runs, i, table))
+    parts.append(_settings(runs, settings(given)))
     return "".join(parts)
 
 
@@ -111,14 +118,17 @@ def _figures(runs: Sequence[RunRead], found: Sequence[Chart]) -> str:
     """Return the HTML of the charts, which page.js draws from the data in it."""
     if not found:
         return '<p class="note">metrics.jsonl has no rows yet.</p>'
-    about = {"names": [run.name for run in runs], "axes": [run.axes() for run in runs]}
+    names = []
+    axes = []
+    for run in runs:
+        names.append(run.name)
+        axes.append(run.axes())
     figures = ""
     for chart in found:
         data = f'<script type="application/json">{as_data(chart._asdict())}</script>'
         figures += f'<figure class="chart" id="chart-{chart.name}">{data}</figure>'
-    return (
-        f'<script type="application/json" id="about">{as_data(about)}</script><section class="grid">{figures}</section>'
-    )
+    about = as_data({"names": names, "axes": axes})
+    return f'<script type="application/json" id="about">{about}</script><section class="grid">{figures}</section>'
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], code: bool = False) -> str:
@@ -130,8 +140,9 @@ def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
         return ""
     top = ""
     if len(names) > 1:
-        head = "".join(f"<th>{_dot(i)}{escape(name)}</th>" for i, name in enumerate(names))
-        top = f"<thead><tr><th></th>{head}</tr></thead>"
+        for i, name in enumerate(names):
+            top += f"<th>{_dot(i)}{escape(name)}</th>"
+        top = f"<thead><tr><th></th>{top}</tr></thead>"
     lines = ""
     for name, values in rows:
         shown = f"<code>{escape(name)}</code>" if code else escape(name)

@@ -78,10 +78,13 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: S
 
     figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=150)
     for split, key, label, colour, marker in _curves(rows):
-        chosen = [row for row in rows if row.get("split") == split and key in row]
-        if chosen:
-            x = [row["iteration"] for row in chosen]
-            y = [row[key] for row in chosen]
+        x = []
+        y = []
+        for row in rows:
+            if row.get("split") == split and key in row:
+                x.append(row["iteration"])
+                y.append(row[key])
+        if x:
             thin = "/" in split and marker is None
             axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=0.8 if thin else 1.8, label=label)
     for at in stages:

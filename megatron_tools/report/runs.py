@@ -115,7 +115,10 @@ class RunRead:
         last = len(at["iteration"]) - 1
         step = max(1, math.ceil((last + 1) / most))
         kept = sorted({*range(0, last + 1, step), last})
-        return {name: [values[i] for i in kept] for name, values in at.items()}
+        found = {}
+        for name, values in at.items():
+            found[name] = [values[i] for i in kept]
+        return found
 
 
 def tokens_at(axes: Mapping[str, Sequence[float]], iteration: float) -> float:

@@ -84,9 +84,12 @@ def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
         place = (PASSES[kind], stage, chunk)
         return statistics.median(took.get(place, [0.0]))
 
-    found = times(plan, seconds=usual)
-    zero = min(span.begin for span in found)
-    return [replace(span, begin=span.begin - zero, end=span.end - zero) for span in found]
+    ideal = times(plan, seconds=usual)
+    zero = min(span.begin for span in ideal)
+    found = []
+    for span in ideal:
+        found.append(replace(span, begin=span.begin - zero, end=span.end - zero))
+    return found
 
 
 def read_timetable(run_dir: Path) -> Timetable | None:

@@ -310,6 +310,7 @@ def _shapes(parts: Sequence[Tensor]) -> str:
 def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
     """Return a table with a row for each layout, followed by explanations of the differences."""
     rows = [("layout", "losses", "outputs", "gradients", "")]
+    explanations = [f"largest relative differences from the run in one process (tolerance: {tolerance:g})"]
     for v in verdicts:
         result = "DIFFERS"
         if v.agrees:
@@ -317,11 +318,9 @@ def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
         elif v.stopped:
             result = "DID NOT RUN"
         rows.append((v.layout, _number(v.loss), _number(v.forward_error), _number(v.gradient_error), result))
-    lines = aligned(rows)
-    lines.append(f"largest relative differences from the run in one process (tolerance: {tolerance:g})")
-    for v in verdicts:
-        lines += [f"{v.layout}: {words}" for words in explained(v)]
-    return "\n".join(lines)
+        for words in explained(v):
+            explanations.append(f"{v.layout}: {words}")
+    return "\n".join([*aligned(rows), *explanations])
 
 
 def _number(value: float | None) -> str:
@@ -343,15 +342,19 @@ def explained(v: Verdict) -> list[str]:
             "outside modules"
         )
     if v.backward:
-        more = f" ({v.others} earlier parameters differ as well)" if v.others else ""
-        more += "; it may result from the forward difference" if v.forward else ""
-        lines.append(f"backward: the last layer whose gradients differ is {v.backward}{more}")
-    elif v.loss_differs_at is not None and v.loss_differs_at > 1 and not v.forward:
+        words = f"backward: the last layer whose gradients differ is {v.backward}"
+        if v.others:
+            words += f" ({v.others} earlier parameters differ as well)"
+        if v.forward:
+            words += "; it may result from the forward difference"
+        lines.append(words)
+    elif not v.forward and (v.loss_differs_at or 0) > 1:
         lines.append(
             f"step 1 agrees, but the loss of step {v.loss_differs_at} differs; check all-reduces over replicas, the "
             f"optimizer, and buffers or other state that the model changes in a step"
         )
     if v.state:
         lines.append(f"state: {v.state}")
-    lines += [f"not compared: {what}" for what in v.not_compared]
+    for what in v.not_compared:
+        lines.append(f"not compared: {what}")
     return lines

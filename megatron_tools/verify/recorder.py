@@ -82,29 +82,26 @@ class Recorder:
         """Attach the recorder to an engine, and return the engine."""
         self._model = engine.deepspeed.module
         mesh = mpu.get_mesh()
-        layers = named_layers(self._model)
-        modules = list(_modules(layers))
-        parameters = list(global_parameters(self._model))
-        weights = {}
-        for name, parameter in parameters:
-            weights[name] = zero_state.get_weight(parameter).detach().cpu().clone()
         self.record: dict[str, Any] = {
             "rank": dist.get_rank(), "pipe": mesh.pipe.rank, "data": mesh.data.rank, "model": mesh.model.rank,
             "share": tuple(mesh.share), "context": mesh.context.size, "expert": mesh.expert.size,
-            "layers": [name for name, _ in layers],
-            "kinds": {name: type(module).__name__ for name, module in modules},
-            "specs": {name: _plain(parameter) for name, parameter in parameters},
-            "weights": weights,
+            "layers": [], "kinds": {}, "specs": {}, "weights": {},
         }  # fmt: skip
-        self._initial_buffers = _buffers(self._model)
-        self._listen(engine)
-        for name, module in modules:
+        layers = named_layers(self._model)
+        for name, _ in layers:
+            self.record["layers"].append(name)
+        for name, module in _modules(layers):
+            self.record["kinds"][name] = type(module).__name__
             self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
             self._hooks.append(module.register_forward_hook(partial(self._leave, name)))
-        for name, parameter in parameters:
+        for name, parameter in global_parameters(self._model):
+            self.record["specs"][name] = _plain(parameter)
+            self.record["weights"][name] = zero_state.get_weight(parameter).detach().cpu().clone()
             if parameter.requires_grad:
                 hook = parameter.register_hook(partial(self._add_gradient, name))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
+        self._initial_buffers = _buffers(self._model)
+        self._listen(engine)
         self._original = engine.train_batch
         engine.train_batch = self._train_batch  # type: ignore[method-assign]
         return engine
@@ -187,13 +184,13 @@ class Recorder:
         """Write the record of this rank."""
         for hook in self._hooks:
             hook.remove()
-        found = {**self.record, "losses": self.losses, "outputs": self.outputs, "gradients": self.gradients}
         buffers = _buffers(self._model)
-        found["buffers"] = buffers
-        found["changed"] = [
-            name for name, value in buffers.items() if not torch.equal(value, self._initial_buffers[name])
-        ]
-        found["cut_short"] = self._bytes > MOST_BYTES
+        changed = []
+        for name, value in buffers.items():
+            if not torch.equal(value, self._initial_buffers[name]):
+                changed.append(name)
+        found = {**self.record, "losses": self.losses, "outputs": self.outputs, "gradients": self.gradients}
+        found |= {"buffers": buffers, "changed": changed, "cut_short": self._bytes > MOST_BYTES}
         torch.save(found, self.folder / f"rank{dist.get_rank()}.pt")
 
 

@@ -173,14 +173,16 @@ def join_parts(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
     Shards are concatenated to one tensor, and padding at its end is cut off. If the ranks hold copies, all copies are
     returned. Returns None if the parts are neither copies nor shards.
     """
-    if all(part.shape == like.shape for part in parts):
-        return list(parts)
-    if any(part.dim() != like.dim() for part in parts):
-        return None
     differing = set[int]()
     for part in parts:
-        differing.update(d for d in range(like.dim()) if part.shape[d] != like.shape[d])
-    if len(differing) != 1:
+        if part.dim() != like.dim():
+            return None
+        for dim in range(like.dim()):
+            if part.shape[dim] != like.shape[dim]:
+                differing.add(dim)
+    if not differing:
+        return list(parts)
+    if len(differing) > 1:
         return None
     dim = differing.pop()
     whole = torch.cat(list(parts), dim)

@@ -3,7 +3,6 @@
 Shapes: b batch, s tokens so far, v vocabulary, t model-parallel ranks.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -62,11 +61,13 @@ class Stages:
         if len(blocks) < size:
             raise ValueError(f"--pipe-parallel-size {size} exceeds the model's {len(blocks)} layers")
         # Blocks 1 to 5 of seven layers are cut for 2 stages before block 3: layers 0 to 2 and 3 to 6.
-        cuts = [0]
+        self.layer_ranges = []
+        begin = 0
         for stage in range(1, size):
-            cuts.append(blocks[len(blocks) * stage // size])
-        cuts.append(len(layers))
-        self.layer_ranges = [range(begin, end) for begin, end in itertools.pairwise(cuts)]
+            end = blocks[len(blocks) * stage // size]
+            self.layer_ranges.append(range(begin, end))
+            begin = end
+        self.layer_ranges.append(range(begin, len(layers)))
 
     @property
     def own(self) -> range:
@@ -81,20 +82,18 @@ class Stages:
             return outputs
         mine = stage == self.group.rank
         tensors = list(outputs) if isinstance(outputs, tuple) else [outputs]
-        about: list[Any] = [None]
-        if mine:
-            shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-            about = [(shapes, isinstance(outputs, tuple))]
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        about: list[Any] = [(shapes, isinstance(outputs, tuple)) if mine else None]
         dist.broadcast_object_list(about, source, group)
         shapes, several = about[0]
-        if not mine:
-            device = tensors[0].device
-            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-        for i, tensor in enumerate(tensors):
-            tensors[i] = tensor.contiguous()
+        device = tensors[0].device
+        found = []
+        for i, (shape, dtype) in enumerate(shapes):
+            tensor = tensors[i].contiguous() if mine else torch.empty(shape, dtype=dtype, device=device)
             if tensor.numel():
-                dist.broadcast(tensors[i], source, group)
-        return tuple(tensors) if several else tensors[0]
+                dist.broadcast(tensor, source, group)
+            found.append(tensor)
+        return tuple(found) if several else found[0]
 
 
 class _Stepper:

@@ -124,12 +124,19 @@ def _marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> Mar
     names = names or list(config.data.fim_tokens or ())
     if not names:
         return None
-    if missing := [name for name in names if name not in tokenizer.marks]:
+    ids = []
+    missing = []
+    for name in names:
+        if name in tokenizer.marks:
+            ids.append(tokenizer.marks[name])
+        else:
+            missing.append(name)
+    if missing:
         known = ", ".join(tokenizer.marks)
         raise ValueError(
             f"--fim-tokens: {' and '.join(missing)} is not a special token of the tokenizer, which has {known}"
         )
-    prefix, middle, suffix = (tokenizer.marks[name] for name in names)
+    prefix, middle, suffix = ids
     return Marks(prefix, middle, suffix, inside=trained, spm=trained and config.data.fim_spm_rate == 1)
 
 
