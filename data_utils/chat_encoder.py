@@ -103,9 +103,11 @@ class ChatEncoder:
 
     def _parts(self, piece: Piece) -> list[str]:
         """Split a piece into text (even indices) and token names (odd indices)."""
-        if not piece.markup and not piece.counts:
-            return [piece.text]
-        return (self._marks if piece.markup else self._own).split(piece.text)
+        if piece.markup:
+            return self._marks.split(piece.text)
+        if piece.counts:
+            return self._own.split(piece.text)
+        return [piece.text]
 
 
 def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:

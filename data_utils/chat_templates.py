@@ -321,7 +321,8 @@ def template_from(source: str, tokenizer: Tokenizer, vocab_file: str, date: str 
 
     date: time to render as the current time, in ISO 8601; default: now. Raises TokenizerError for an invalid template.
     """
-    return _template(source, tokenizer, vocab_file, datetime.fromisoformat(date) if date else datetime.now())
+    now = datetime.fromisoformat(date) if date else datetime.now()
+    return _template(source, tokenizer, vocab_file, now)
 
 
 def template_of_corpus(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str) -> Template:

@@ -110,7 +110,8 @@ def _delimiter(path: str) -> re.Pattern[bytes]:
 
 
 def _too_long(path: str, line: int, largest: int, hint: str = "") -> BadLine:
-    return BadLine(path, line, too_long(largest, "a blank line" if kind(path) == ".txt" else "a line break") + hint)
+    delimiter = "a blank line" if kind(path) == ".txt" else "a line break"
+    return BadLine(path, line, too_long(largest, delimiter) + hint)
 
 
 def chunks(source: Source, size: int = CHUNK_BYTES, largest: int = LARGEST_DOCUMENT) -> Iterator[Chunk]:
@@ -232,7 +233,8 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         line += content.count(b"\n")
         start += cut
     if held:
-        yield Chunk(source, start, len(held), b"" if skipping else held, line)
+        last = b"" if skipping else held
+        yield Chunk(source, start, len(held), last, line)
 
 
 def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:

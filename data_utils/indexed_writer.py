@@ -66,7 +66,9 @@ class IndexedDatasetBuilder:
 
     def add_document(self, ids: Sequence[int] | NDArray[Any], lengths: Sequence[int] | None = None) -> None:
         """Append one document of one sequence, or of several sequences of the given lengths."""
-        sizes = np.array([len(ids)] if lengths is None else lengths, dtype=np.int64)
+        if lengths is None:
+            lengths = [len(ids)]
+        sizes = np.array(lengths, dtype=np.int64)
         self.add_batch(np.asarray(ids), sizes, np.array([len(sizes)]))
 
     def add_batch(self, ids: NDArray[Any], lengths: NDArray[Any], sequences_per_document: NDArray[Any]) -> None:

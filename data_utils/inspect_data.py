@@ -103,7 +103,8 @@ def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
         checked.append("tokenizer")
     if is_masked:
         vocab_size = None
-    problems += _find_bad_ids(indexed, 2 if is_loss else vocab_size)
+    limit = 2 if is_loss else vocab_size
+    problems += _find_bad_ids(indexed, limit)
     checked.append(f"ids below {vocab_size}" if vocab_size else "no negative ids")
     if not is_loss and not is_masked:
         problems += find_holes(indexed, about.get("eod"))
@@ -143,7 +144,8 @@ def decode(args: argparse.Namespace) -> None:
         for sequence in range(first, last):
             ids += indexed[sequence].tolist()
         print(f"--- document {d}: {len(ids)} tokens")
-        print(" ".join(map(str, ids)) if args.ids else tokenizer.decode(ids))
+        text = " ".join(map(str, ids)) if args.ids else tokenizer.decode(ids)
+        print(text)
 
 
 def stages(args: argparse.Namespace) -> None:
@@ -155,8 +157,12 @@ def stages(args: argparse.Namespace) -> None:
 
     if bool(args.run_dir) == bool(args.flags):
         raise ValueError("give either --run-dir, or -- and the flags of a training command")
-    config = config_of(args.run_dir) if args.run_dir else parse_of_any_family(args.flags)
-    iterations = Iterations(config, Path(args.run_dir) if args.run_dir else None)
+    if args.run_dir:
+        config = config_of(args.run_dir)
+        iterations = Iterations(config, Path(args.run_dir))
+    else:
+        config = parse_of_any_family(args.flags)
+        iterations = Iterations(config, None)
     samples = args.samples or iterations.total
     _, (dataset, *_) = datasets_of(config)
     plan = stage_plan.plan_of(dataset, config, samples)

@@ -144,19 +144,20 @@ def draw(tables: dict[str, Columns], masks: dict[str, Tensor], title: str, path:
         top.imshow(mask.int(), cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest", aspect="auto")
         top.set_title(f"{name}: query (row) attends to key (column)", fontsize=10)
         top.set_ylabel("query index")
+        top.set_xticks([])
         table = tables[of_columns[name]]
+        lowest = strip
         strip.imshow([table["document"]], cmap="tab20", interpolation="nearest", aspect="auto")
         strip.set_ylabel("document", rotation=0, ha="right", va="center", fontsize=8)
         if "loss" in table:
+            lowest = loss
             loss.imshow([table["loss"]], cmap="Greens", vmin=0, vmax=1.4, interpolation="nearest", aspect="auto")
             loss.set_ylabel("loss", rotation=0, ha="right", va="center", fontsize=8)
+            strip.set_xticks([])
         else:
             loss.set_visible(False)
-        for axis in (strip, loss):
-            axis.set_yticks([])
-        top.set_xticks([])
-        if "loss" in table:
-            strip.set_xticks([])
-        (loss if "loss" in table else strip).set_xlabel("key index")
+        strip.set_yticks([])
+        loss.set_yticks([])
+        lowest.set_xlabel("key index")
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=110)

@@ -57,17 +57,20 @@ def train_sentencepiece(
     Raises TokenizerError if the text is too small for `vocab_size`.
     """
     lines = list(_lines(texts))
-    more: dict[str, Any] = {}
+    given = lines
+    options: dict[str, Any] = {"add_dummy_prefix": False, "user_defined_symbols": ["\n"], "split_digits": True}
+    options["control_symbols"] = [EOD, *specials]
     if word_borders:
         cut = segmenter(word_borders)
-        more["pretokenization_delimiter"] = "\x1f"
-        given = [cut(line).replace("\x1f", "").replace(SEPARATOR, "\x1f") for line in lines]
-    else:
-        given = lines
-    options = {"add_dummy_prefix": False, "user_defined_symbols": ["\n"], "split_digits": True, **more}
-    options["control_symbols"] = [EOD, *specials]
+        options["pretokenization_delimiter"] = "\x1f"
+        given = []
+        for line in lines:
+            words = cut(line).replace("\x1f", "")
+            given.append(words.replace(SEPARATOR, "\x1f"))
     content = _sentencepiece(given, lines, vocab_size, model_type, options)
-    _write(model_file, with_rounded_scores(content, STEP) if model_type == "unigram" else content)
+    if model_type == "unigram":
+        content = with_rounded_scores(content, STEP)
+    _write(model_file, content)
 
 
 def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type: str = "unigram") -> None:

@@ -119,10 +119,10 @@ def install_signals(args: Any) -> Signals:
     """Replace torch's signal handling with that of the class Signals."""
     from megatron import _torch
 
-    given = getattr(args, "shutdown_timeout", None)  # torch 2.11 has no flag --shutdown-timeout
-    signals = Signals(
-        float(given if given is not None else os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS))
-    )
+    seconds: Any = getattr(args, "shutdown_timeout", None)  # torch 2.11 has no flag --shutdown-timeout
+    if seconds is None:
+        seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    signals = Signals(float(seconds))
 
     def start(group: Any, start_with_torch: Callable[[Any], None]) -> None:
         numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -187,10 +187,10 @@ def describe_rendezvous_error(error: Exception, args: Any) -> str:
     """Return one sentence that explains why the rendezvous failed."""
     text = " ".join(str(error).split())
     if "EADDRINUSE" in text:
-        return (
-            f"port {args.master_port} of this machine is in use by another process; set another --master-port "
-            f"(MASTER_PORT=){', or check that no other node has --node-rank 0 (NODE_RANK=)' if _several(args) else ''}"
-        )
+        advice = "set another --master-port (MASTER_PORT=)"
+        if _several(args):
+            advice += ", or check that no other node has --node-rank 0 (NODE_RANK=)"
+        return f"port {args.master_port} of this machine is in use by another process; {advice}"
     return (
         f"node {args.node_rank} of {args.nnodes} did not reach the other nodes at "
         f"{args.master_addr}:{args.master_port} ({text[:150]}); start the missing nodes with the same --master-addr "
@@ -201,9 +201,10 @@ def describe_rendezvous_error(error: Exception, args: Any) -> str:
 def describe_signal(number: int) -> str:
     """Return the name of a signal that killed a rank, with its usual cause."""
     known = {int(each): each.name for each in signal.Signals}
-    name = known.get(number, "unknown")
-    cause = CAUSES.get(number)
-    return f"signal {number} ({name}){f': {cause}' if cause else ''}"
+    words = f"signal {number} ({known.get(number, 'unknown')})"
+    if number in CAUSES:
+        words += f": {CAUSES[number]}"
+    return words
 
 
 def main(argv: list[str]) -> int:

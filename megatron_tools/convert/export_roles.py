@@ -47,7 +47,9 @@ def named_roles(tokenizer: Tokenizer, source: Path) -> dict[str, Any]:
 
 
 def _name_of(token: Any) -> str:
-    return str(token.get("content") if isinstance(token, dict) else token or "")
+    if isinstance(token, dict):
+        return str(token.get("content"))
+    return str(token or "")
 
 
 def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:

@@ -212,7 +212,9 @@ def _scales_logits(values: Mapping[str, Any]) -> bool:
     if values["model_type"] == "mt5":
         return False
     scaled = values["scale_decoder_outputs"]
-    return bool(scaled if scaled is not None else values["tie_word_embeddings"] is not False)
+    if scaled is None:
+        return values["tie_word_embeddings"] is not False
+    return bool(scaled)
 
 
 def notes_on_scale(m: ModelConfig) -> list[str]:

@@ -195,8 +195,8 @@ def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str)
             "max_window_layers": 0 if slides else m.num_layers,
         }
     if kind == "qwen2_moe":
-        found |= {"qkv_bias": m.has_qkv_bias}
-        found |= {"layer_types": ["sliding_attention" if slides else "full_attention"] * m.num_layers}
+        attention = "sliding_attention" if slides else "full_attention"
+        found |= {"qkv_bias": m.has_qkv_bias, "layer_types": [attention] * m.num_layers}
     return found | expert_config(m, kind)
 
 

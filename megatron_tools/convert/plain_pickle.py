@@ -135,7 +135,8 @@ def _globals_of(file: BinaryIO) -> tuple[int, list[str]]:
         elif "UNICODE" in opcode.name:
             texts.append(str(argument))
         elif opcode.name == "MEMOIZE" or "PUT" in opcode.name:
-            memo[len(memo) if argument is None else int(str(argument))] = texts[-1] if texts else ""
+            place = len(memo) if argument is None else int(str(argument))
+            memo[place] = texts[-1] if texts else ""
         elif opcode.name in ("BINGET", "LONG_BINGET", "GET"):
             texts.append(memo.get(int(str(argument)), ""))
     return protocol, names

@@ -48,7 +48,9 @@ def upcycled_config(
         "compile": None,
         "precision": dense.train.dtype,
     }
-    return with_values(dense, values | ({"moe_layer_frequency": tuple(frequency)} if frequency else {}))
+    if frequency:
+        values["moe_layer_frequency"] = tuple(frequency)
+    return with_values(dense, values)
 
 
 def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[Entry]:

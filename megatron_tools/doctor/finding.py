@@ -20,7 +20,10 @@ class Finding:
     remedy: str = ""
 
     def __str__(self) -> str:
-        return f"{self.state:8}{self.check}: {self.words}" + (f"\n{'':8}  -> {self.remedy}" if self.remedy else "")
+        line = f"{self.state:8}{self.check}: {self.words}"
+        if self.remedy:
+            line += f"\n{'':8}  -> {self.remedy}"
+        return line
 
 
 def ok(check: str, words: str) -> Finding:

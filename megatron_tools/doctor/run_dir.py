@@ -29,10 +29,10 @@ def writable(run_dir: Path) -> Iterator[Finding]:
             "run directory", f"cannot write to {there}: {error.strerror}", "give a --run-dir that you can write to"
         )
     else:
-        yield ok(
-            "run directory",
-            f"{there} is writable" + ("" if there == run_dir.absolute() else f"; {run_dir} will be created"),
-        )
+        words = f"{there} is writable"
+        if there != run_dir.absolute():
+            words += f"; {run_dir} will be created"
+        yield ok("run directory", words)
 
 
 def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
@@ -78,7 +78,8 @@ def disk(save_dir: Path, run_dir: Path, one: float, config: Config) -> Iterator[
         yield ok("disk", "no checkpoint is saved")
         return
     remote = isinstance(save_dir, RemotePath)
-    free = shutil.disk_usage(nearest_folder(run_dir if remote else save_dir)).free
+    folder = nearest_folder(run_dir if remote else save_dir)
+    free = shutil.disk_usage(folder).free
     if remote:
         words = f"{free / 1e9:.1f} GB free for the upload of a checkpoint, which takes {one / 1e9:.2g} GB"
         yield ok("disk", words) if free >= one else failed("disk", words, "free space, or give another --run-dir")
@@ -133,8 +134,10 @@ def checkpoint(
             "write the name of an earlier intact checkpoint into the file latest, or use another --run-dir",
         )
         return
-    state = f", iteration {reader.state['iteration']}"
-    yield ok("checkpoint", f"{path}, not verified (--quick)" if quick else f"{path} is intact{state}")
+    words = f"{path} is intact, iteration {reader.state['iteration']}"
+    if quick:
+        words = f"{path}, not verified (--quick)"
+    yield ok("checkpoint", words)
     try:
         refuse_contradictions(reader, config, fingerprint, wanted)
     except CheckpointError as error:

@@ -81,9 +81,9 @@ def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
         return Settled(config), [
             failed("ds_config", str(error), "change the ds_config, or the flag that contradicts it")
         ]
-    words = f"{found.precision}, ZeRO {found.zero_stage}" + (
-        f", from {config.train.deepspeed_config}" if config.train.deepspeed_config else ""
-    )
+    words = f"{found.precision}, ZeRO {found.zero_stage}"
+    if config.train.deepspeed_config:
+        words += f", from {config.train.deepspeed_config}"
     return Settled(config, found), [ok("ds_config", words)]
 
 

@@ -288,7 +288,8 @@ def _add_block(
         reduced += 2
     found.memory += len(m.recompute_modules) * 2 * (x.hidden(tokens) + _inner_bytes(x, layer) / 3) / hbm
     found.memory += repeats * _touched(x, layer, e) / hbm
-    found.attention += attentions * scores / (peak * (e.matmul / 2 if e.score_passes else e.attention))
+    reached = e.matmul / 2 if e.score_passes else e.attention
+    found.attention += attentions * scores / (peak * reached)
     found.expert_parallel += exchanges * _exchange_seconds(x, layer, cluster.link(p.expert_parallel_size, x.ranks), e)
     states = tokens * m.hidden_size * x.width
     found.tensor_parallel += reduced * all_reduce_seconds(states, x.ranks, cluster.link(x.ranks, 1), e)
@@ -367,8 +368,10 @@ def _updates(
 
     parts: result of `Count.by_replicas`. exact: bytes of an element of a gradient.
     """
-    sums = share = 0.0
+    sums = 0.0
+    share = 0.0
     for count, replicas in parts:
         sums += all_reduce_seconds(count.held * exact, replicas, cluster.link(replicas, x.ranks), e)
-        share += count.held / (replicas if resolved.zero_stage else 1)
+        shards = replicas if resolved.zero_stage else 1
+        share += count.held / shards
     return sums, share

@@ -222,7 +222,9 @@ def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
             good.append(Layout(config, layout.resolved, layout.devices, layout.stages, layout.memory, cost))
     if good:
         return sorted(good, key=_rank)
-    raise ValueError(_explain_no_layout(wanted) if leanest is None else _explain_too_large(wanted, leanest))
+    if leanest is None:
+        raise ValueError(_explain_no_layout(wanted))
+    raise ValueError(_explain_too_large(wanted, leanest))
 
 
 def _rank(layout: Layout) -> tuple[float, float]:

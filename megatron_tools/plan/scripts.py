@@ -67,12 +67,14 @@ def _settings(config: Config, steps: int | None) -> str:
 
 
 def _ds_config(layout: Layout) -> str:
-    given = layout.config.train.deepspeed_config
-    content: dict[str, Any] = {
-        **(read_json(given) if given else {}),
+    train = layout.config.train
+    content: dict[str, Any] = {}
+    if train.deepspeed_config:
+        content |= read_json(train.deepspeed_config)
+    content |= {
         "train_batch_size": layout.config.train_batch_size(layout.devices),
-        "train_micro_batch_size_per_gpu": layout.config.train.batch_size,
-        "gradient_accumulation_steps": layout.config.train.gas,
+        "train_micro_batch_size_per_gpu": train.batch_size,
+        "gradient_accumulation_steps": train.gas,
         "steps_per_print": "auto",
         "gradient_clipping": "auto",
     }
@@ -84,9 +86,9 @@ def _ds_config(layout: Layout) -> str:
 
 def _script(layout: Layout, cluster: Cluster) -> str:
     """Return the run script: its launch command, with the data and addresses from the environment."""
-    per_node = next(
-        n for n in range(cluster.devices_per_node, 0, -1) if layout.devices % n == 0
-    )  # every node runs the same number of ranks
+    per_node = cluster.devices_per_node
+    while layout.devices % per_node:  # every node runs the same number of ranks
+        per_node -= 1
     nodes = layout.devices // per_node
     assert layout.config.model.family and layout.config.model.vocab_size
     launch = f"--standalone --nproc-per-node {per_node}"
@@ -100,17 +102,20 @@ def _script(layout: Layout, cluster: Cluster) -> str:
     in_checkout = (CHECKOUT / "tools/launch.py").is_file()
     start = f'"$PYTHON" "$ROOT/tools/launch.py" {launch} "$ROOT/pretrain_{family}.py"'
     home = f"\nROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}\nPYTHON=${{PYTHON:-python}}"
-    size = layout.config.model.vocab_size
+    data = GIVEN
+    if layout.config.model.vocab_size >= LEAST:
+        data = _corpus(layout.config.model.vocab_size)
     # If this project is installed as a package, its commands are on PATH, and there is no sample corpus.
     if not in_checkout:
         home = ""
         start = f"megatron-launch {launch} -m pretrain_{family}"
+        data = GIVEN
     return f"""#!/usr/bin/env bash
 # Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}.
 # Flags given to this script are passed to the run.
 set -euo pipefail
 HERE=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd){home}
-{_corpus(size) if in_checkout and size >= LEAST else GIVEN}
+{data}
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
 {start} \\
     --config "$HERE/config.json" --deepspeed-config "$HERE/ds_config.json" \\

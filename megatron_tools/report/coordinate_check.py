@@ -135,8 +135,9 @@ def _record(model: nn.Module, seen: Mapping[str, list[Tensor]]) -> None:
 def _keep(seen: Mapping[str, list[Tensor]], kind: str, module: nn.Module, inputs: Any, output: Any) -> None:
     """Keep the output of `module`, a tensor, or a tuple that begins with hidden states and perhaps their bias."""
     hidden, *rest = output if isinstance(output, tuple) else (output,)
-    bias = rest[0] if isinstance(module, (Attention, ParallelMLP)) else None
-    seen[kind].append((hidden if bias is None else hidden + bias).detach())
+    if isinstance(module, (Attention, ParallelMLP)) and rest[0] is not None:
+        hidden = hidden + rest[0]  # the bias
+    seen[kind].append(hidden.detach())
 
 
 def check(base: Config, widths: Sequence[int], grow: str, steps: int, seeds: int) -> dict[bool, list[Sizes]]:

@@ -60,8 +60,10 @@ def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
     for row, (words, spans) in enumerate(rows.items()):
         top = row * per_row + HEAD
         parts.append(f'<text x="4" y="{top - 8}" font-weight="bold">{words}</text>')
-        parts += [f'<text x="4" y="{top + s * HEIGHT + 22}">stage {s}</text>' for s in range(stages)]
-        parts += [_bar(span, scale, top + span.stage * HEIGHT + 4) for span in spans]
+        for stage in range(stages):
+            parts.append(f'<text x="4" y="{top + stage * HEIGHT + 22}">stage {stage}</text>')
+        for span in spans:
+            parts.append(_bar(span, scale, top + span.stage * HEIGHT + 4))
     y = per_row * len(rows) + 6
     factor = 1e3 if unit == "ms" else 1.0
     for tick in ticks(end_of(rows) * factor):
@@ -70,7 +72,8 @@ def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
             f'<path d="M{x:.1f} {y}v4" stroke="#777"/><text x="{x:.1f}" y="{y + 16}" text-anchor="middle" '
             f'fill="#555" font-size="10">{tick:g}</text>'
         )
-    parts.append(f'<text x="4" y="{y + 16}" fill="#555" font-size="10">{f"time, {unit}" if unit else "time"}</text>')
+    label = f"time, {unit}" if unit else "time"
+    parts.append(f'<text x="4" y="{y + 16}" fill="#555" font-size="10">{label}</text>')
     for place, kind in enumerate(kinds_of(rows)):
         x = LEFT + place * 90
         parts.append(

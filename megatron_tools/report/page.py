@@ -91,11 +91,13 @@ def _cards(runs: Sequence[RunRead], now: float | None) -> str:
     found = []
     for i, run in enumerate(runs):
         words, share = facts.progress(run, now)
-        last = run.part("train")[-1:]
-        loss = f"training loss {last[0]['lm_loss']:.3f}" if last else "–"
+        dot = _dot(i) if len(runs) > 1 else ""
+        loss = "–"
+        for row in run.part("train")[-1:]:
+            loss = f"training loss {row['lm_loss']:.3f}"
         found.append(
             f'<button class="card" data-run="{i}" aria-pressed="true" title="{escape(run.folder)}">'
-            f'<b>{_dot(i) if len(runs) > 1 else ""}{escape(run.name)}</b><span class="loss">{loss}</span>'
+            f'<b>{dot}{escape(run.name)}</b><span class="loss">{loss}</span>'
             f'<small>{escape(words)}</small><span class="bar"><span style="width:{share:.1%}"></span></span></button>'
         )
     return f'<section class="cards">{"".join(found)}</section>'

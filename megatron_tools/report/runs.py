@@ -95,8 +95,9 @@ class RunRead:
         """Return "finished", "running" or "stopped", depending on the last logged iteration and when it was logged."""
         if self.iteration >= self.config.train.train_iters:
             return "finished"
-        silence = (time.time() if now is None else now) - self.written
-        return "running" if silence < QUIET else "stopped"
+        if now is None:
+            now = time.time()
+        return "running" if now - self.written < QUIET else "stopped"
 
     def axes(self, most: int = 400) -> dict[str, list[float]]:
         """Return {"iteration": [...], "tokens": [...], "hours": [...]} for about `most` of the logged iterations.

@@ -34,10 +34,12 @@ class Difference:
     words: str
 
     def __str__(self) -> str:
+        where = f"layer {self.layer}"
         inside = self.name.removeprefix(self.layer).strip(".")
-        where = (
-            f"layer {self.layer}" + (f", module {inside}" if inside else "") + (f" ({self.kind})" if self.kind else "")
-        )
+        if inside:
+            where += f", module {inside}"
+        if self.kind:
+            where += f" ({self.kind})"
         return f"{where}: {self.words}"
 
 
@@ -135,9 +137,14 @@ class Comparison:
         return Difference(self.one.layer_of(name), name, kind, error, words)
 
     def _compare_losses(self, found: Verdict) -> None:
-        errors = [abs(a - b) / max(abs(a), 1e-30) for a, b in zip(self.one.losses, self.other.losses, strict=True)]
-        found.loss = max(math.inf if math.isnan(error) else error for error in errors)
-        found.loss_differs_at = next((i + 1 for i, error in enumerate(errors) if not error <= self.tolerance), None)
+        found.loss = 0.0
+        for step, (a, b) in enumerate(zip(self.one.losses, self.other.losses, strict=True), start=1):
+            error = abs(a - b) / max(abs(a), 1e-30)
+            if math.isnan(error):
+                error = math.inf
+            found.loss = max(found.loss, error)
+            if error > self.tolerance and found.loss_differs_at is None:
+                found.loss_differs_at = step
 
     def _compare_initial_values(self, found: Verdict) -> None:
         """Find the first parameter whose initial values differ."""

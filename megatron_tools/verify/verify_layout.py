@@ -112,10 +112,10 @@ def compared(args: argparse.Namespace) -> bool:
                 verdicts.append(Verdict(str(layout), stopped=error))
             else:
                 verdicts.append(Comparison(expected, Records.read(where, micros), tolerance).verdict(str(layout)))
-    print(
-        f"{args.script}, {args.steps} steps of {micros} micro-batches in {args.precision}"
-        + ("" if args.keep_dropout else ", without dropout")
-    )
+    what = f"{args.script}, {args.steps} steps of {micros} micro-batches in {args.precision}"
+    if not args.keep_dropout:
+        what += ", without dropout"
+    print(what)
     print(as_table(verdicts, tolerance))
     print_identity(args.script, source)
     return all(each.agrees for each in verdicts)

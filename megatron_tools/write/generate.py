@@ -96,10 +96,12 @@ def _model(config: Config) -> tuple[GPT2Model | T5Model, Stages | None]:
     kind: type[GPT2Model | T5Model] = T5Model if config.is_t5 else GPT2Model
     layers_of = t5_layers if config.is_t5 else gpt2_layers
     stages = None
+    own = None
     if config.parallel.pipe_parallel_size > 1:
         stages = Stages(layers_of(config, vocab_size_of(config)))
+        own = stages.own
     with mpu.skip_init():
-        model = kind(config, parallel_output=False, own=stages.own if stages else None)
+        model = kind(config, parallel_output=False, own=own)
     return model.eval(), stages
 
 
