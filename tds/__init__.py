@@ -16,11 +16,11 @@ step.py       state of a stage during a step
 buckets.py    weights and gradients in flat memory
 zero_settings.py settings of ZeRO that DeepSpeed refuses without naming their keys
 layout.py     weights whose memory layout DeepSpeed's broadcasts do not accept
-whole.py      places weights in buckets, sharded anywhere or stepped as wholes
+flat_matrices.py places weights in buckets, sharded anywhere or stepped as wholes
 distributed_optimizer.py steps the weights in these buckets, sharded over the replicas
 engine_classes.py the engines that deepspeed.initialize may choose
 base_engine.py the engine for models without a pipeline
-apart.py      sharding of each layer over the replicas while a model is built (ZeRO-3)
+zero3_partition.py sharding of each layer over the replicas while a model is built (ZeRO-3)
 trace.py      recorder of a rank's timeline; align.py compares the ranks' clocks, timeline.py merges timelines
 timetable.py  checks a schedule before it runs and predicts its timeline
 parent_death.py ends ranks whose launcher died

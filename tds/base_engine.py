@@ -15,13 +15,13 @@ from torch import Tensor
 from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, configure_compression, is_tested
 from .average import WeightAverage
 from .distributed_optimizer import DistributedOptimizer
-from .holders import by_holders, holders_of
 from .layout import flat_scalars, flat_where_needed, make_rows_contiguous
+from .module_changes import KnownModel
 from .optimizer_state import complete_weights, drop_skipped_gradients
 from .optimizers import refuse_closures
+from .param_replicas import by_holders, holders_of
 from .pipe import chunk_of_weights, tied_weights
 from .reductions import keep_missing_grads
-from .replaced import KnownModel
 from .saving import refuse_url, warn_of_copies
 from .sparse import make_dense, refuse_sparse, sparse_weights
 from .spikes import SpikeGuard

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._torch import compiled_on_cuda, copy_widened, gather_shares, scatter_sum, users
-from .whole import Work, place
+from .flat_matrices import Work, place
 
 NORM_SLICE = 2**20  # elements per partial norm, which is in fp32; the squares of these norms are summed in fp64
 
@@ -26,7 +26,7 @@ class Bucket:
     `gather` distributes the stepped weights.
 
     parameters: weights of one dtype on one device. group: process group of the replicas. work: if each weight must be
-    wholly in one share, the work of stepping a weight, see `whole.py`.
+    wholly in one share, the work of stepping a weight, see `flat_matrices.py`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any, work: Work | None = None) -> None:

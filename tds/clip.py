@@ -32,7 +32,7 @@ def is_split(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False) or getattr(parameter, "model_parallel", False))
 
 
-def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
+def is_unique_param(parameter: nn.Parameter, model_rank: int) -> bool:
     """Return whether this rank counts `parameter` in a sum over all parameters of the model.
 
     A parameter sharded over the tensor-parallel ranks counts on each of them. A replicated parameter counts on
@@ -49,7 +49,7 @@ def squared_norm_here(parameters: Iterable[nn.Parameter], model_rank: int, devic
     The result is NaN or Inf if any gradient on this rank contains NaN or Inf. This includes gradients of replicated
     weights that another rank counts.
     """
-    there = [(numbers_of(p), counts_here(p, model_rank)) for p in parameters if p.grad is not None]
+    there = [(numbers_of(p), is_unique_param(p, model_rank)) for p in parameters if p.grad is not None]
     return squared_norm_of(there, device)
 
 

@@ -19,12 +19,12 @@ from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
 from .bucket_launch import BucketLauncher, pack, sort_buckets
 from .buckets import Bucket
-from .clip import clip_in_step, counts_here, squared_norm_of, steps_separately
+from .clip import clip_in_step, is_unique_param, squared_norm_of, steps_separately
+from .flat_matrices import Work, is_even
 from .gathers import DeferredGathers, layers_that_wait
-from .holders import by_holders
 from .messages import ways
-from .replaced import ADVICE, ReplacedWeightError
-from .whole import Work, is_even
+from .module_changes import ADVICE, ReplacedWeightError
+from .param_replicas import by_holders
 
 # Largest number of groups. While a group is stepped, the weights of the previous group are gathered. Each call of the
 # wrapped optimizer costs host time for all of its parameters, so more groups would cost more than they hide.
@@ -249,7 +249,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._counted is None:
             self._counted = []
-            counts = {p: counts_here(p, model_rank) for p in self._bucket_of}
+            counts = {p: is_unique_param(p, model_rank) for p in self._bucket_of}
             for bucket in self.buckets:
                 self._counted += bucket.norm_slices(counts)
         return squared_norm_of(self._counted, device)

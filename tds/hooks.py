@@ -11,9 +11,9 @@ from torch import Tensor
 from ._deepspeed import StockPipelineEngine
 from .base_engine import Engine
 from .clip import clip_by_norm, drop_gradients
-from .holders import squared_norm_of_replica
 from .losses import Losses
 from .observers import Observers
+from .param_replicas import squared_norm_of_replica
 from .reductions import Reduction
 from .saving import PipelineState, refuse_url
 from .schedule import Schedule

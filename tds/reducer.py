@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .bucket_launch import BucketLauncher, pack, sort_buckets
-from .holders import by_holders
+from .param_replicas import by_holders
 from .sparse import sparse_weights, sum_sparse
 
 
@@ -75,7 +75,7 @@ def _dense_gradient(p: nn.Parameter) -> Tensor:
 class GradReducer:
     """Gradient reduction: call `arm()` before a step's last backward pass and `finish()` after it.
 
-    After `finish()`, each `.grad` is the sum over the replicas that hold the weight (see holders.py).
+    After `finish()`, each `.grad` is the sum over the replicas that hold the weight (see param_replicas.py).
 
     module: its weights may be frozen, replaced or converted between steps. group: process group of the replicas.
     bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas. chunk_of: for a

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ._deepspeed import Zero3Optimizer
 from ._torch import norms
 from .clip import weights_of
-from .holders import is_first_holder
 from .optimizer_state import local_piece, owners
+from .param_replicas import is_first_holder
 
 
 class _Slice(NamedTuple):

@@ -46,7 +46,7 @@ def parts_of(engine: Any, moments: list[str]) -> list[Part]:
     parts = []
     for name, parameter in parameters:
         _, begin, end = mpu.spec_of(parameter).rows  # begin == end if this shard is only vocabulary padding
-        mine = name in written and mpu.counts_here(parameter, mesh.model.rank) and begin < end
+        mine = name in written and mpu.is_unique_param(parameter, mesh.model.rank) and begin < end
         if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last stage trains it
             mine = mine and is_last_stage
         kinds = [WEIGHT, *zero_state.moments_of(engine, parameter, moments)]

@@ -49,7 +49,7 @@ class LayerLog(Feature):
         self.names = list(dict.fromkeys([*in_order, *sorted(every)]))
         self._at = {name: at for at, name in enumerate(self.names)}
         mesh = mpu.get_mesh()
-        counted = {p: self._at[layer_of[name]] for name, p in parameters if mpu.counts_here(p, mesh.model.rank)}
+        counted = {p: self._at[layer_of[name]] for name, p in parameters if mpu.is_unique_param(p, mesh.model.rank)}
         self._norms = StepNorms(self._engine, counted, len(self.names), mesh.data.rank == 0)
         compiled = any(map(is_compiled, self._model.modules()))
         self._attentions = [] if compiled else list(self._attention_modules(built))
@@ -87,7 +87,7 @@ class LayerLog(Feature):
             return call(inputs)
         ids = inputs[layer.ids_at]
         context = mpu.context_axis()
-        queries = text_tokens(ids, mpu.ALONE, context)
+        queries = text_tokens(ids, mpu.TRIVIAL_AXIS, context)
         self._text = None if queries is None else queries.mask.t()
         outputs = call(inputs)
         hidden = outputs[0].detach()  # [s, b, h]

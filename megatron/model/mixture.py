@@ -34,7 +34,7 @@ class Expert(ParallelMLP):
         if down.bias is not None:  # each rank adds its part of the bias, so the parts of the gradient are summed
             down.bias = mpu.declare(nn.Parameter(torch.zeros(config.hidden_size)), sequence=axis)
         self.ranks = axis.size
-        self.dense_h_to_4h.axis = down.axis = mpu.ALONE
+        self.dense_h_to_4h.axis = down.axis = mpu.TRIVIAL_AXIS
 
     def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
         """Apply the expert: [n, h] -> this rank's partial sums [n, h]."""

@@ -17,7 +17,7 @@ from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses
 from .data import broadcast_data
 from .dropout import Stream
 from .exchange import exchange_rows
-from .grads import clip_grad_norm, counts_here, grad_norm, is_split
+from .grads import clip_grad_norm, grad_norm, is_split, is_unique_param
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, padded_vocab_size
 from .linear_cross_entropy import DeferredLogits, whole_logits
 from .mappings import (
@@ -39,7 +39,7 @@ from .megatron_compat import (
     split_tensor_along_last_dim,
 )
 from .mesh import (
-    ALONE,
+    TRIVIAL_AXIS,
     Axis,
     Mesh,
     Options,
@@ -234,6 +234,8 @@ def _group(axis: Axis) -> dist.ProcessGroup:
 
 
 _HOMES = {
+    "ALONE": "TRIVIAL_AXIS",
+    "counts_here": "is_unique_param",
     "filled_later": "defer_init",
     "is_asked_for": "needs_grad",
     "stretches": "context_slices",
@@ -253,7 +255,7 @@ if not TYPE_CHECKING:
 
 
 __all__ = [
-    "ALONE",
+    "TRIVIAL_AXIS",
     "Axis",
     "ColumnParallelLinear",
     "Coord",
@@ -279,7 +281,7 @@ __all__ = [
     "context_axis",
     "context_slices",
     "copy_to_model_parallel_region",
-    "counts_here",
+    "is_unique_param",
     "declare",
     "defer_init",
     "derive_seed",

@@ -22,7 +22,7 @@ def is_split(parameter: nn.Parameter) -> bool:
     return clip.is_split(parameter)
 
 
-def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
+def is_unique_param(parameter: nn.Parameter, model_rank: int) -> bool:
     """Return whether this rank counts `parameter` in sums over all parameters of the model.
 
     A sharded parameter counts on every model-parallel rank, and a replicated parameter on model-parallel rank 0 only. A
@@ -30,7 +30,7 @@ def counts_here(parameter: nn.Parameter, model_rank: int) -> bool:
     """
     from tds import clip
 
-    return clip.counts_here(parameter, model_rank)
+    return clip.is_unique_param(parameter, model_rank)
 
 
 def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> Tensor:
@@ -39,7 +39,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
     The gradients must already be reduced over the data-parallel ranks. The norm is NaN or Inf if any
     gradient on any rank of the model is NaN or Inf.
     """
-    from tds.holders import squared_norm_of_replica
+    from tds.param_replicas import squared_norm_of_replica
 
     mesh = mesh or current()
     parameters = list(parameters)

@@ -18,7 +18,7 @@ from .mappings import (
     gather_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )
-from .mesh import ALONE, Axis, Options, parallel_context
+from .mesh import TRIVIAL_AXIS, Axis, Options, parallel_context
 from .parameters import NORMAL, InitMethod, declare, spec_of
 from .sequence import reduce_scatter_to_sequence_parallel_region
 from .traced import is_traced, traced_reduce
@@ -230,7 +230,7 @@ class RowParallelLinear(_Sharded):
         """Apply the layer: x [..., i/t] (without input_is_parallel [..., i]) -> [..., o], or its shard [s/t, b, o]."""
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
-        partial = linear(x, self.weight, None, ALONE, self.options)
+        partial = linear(x, self.weight, None, TRIVIAL_AXIS, self.options)
         y = _sum(partial, self.axis, self.options)
         if self.skip_bias_add:
             return y, self.bias

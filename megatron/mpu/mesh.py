@@ -44,7 +44,7 @@ class Axis:
         return self.group.group_name if self.group is not None else ""
 
 
-ALONE = Axis(None, (0,), 0)
+TRIVIAL_AXIS = Axis(None, (0,), 0)
 
 
 def neighbours(axis: Axis, count: int) -> Axis:
@@ -80,7 +80,7 @@ class Options:
 
     def sequence_axis(self, axis: Axis) -> Axis:
         """Return the ranks that shard a sequence between layers: `axis` with sequence parallelism, else this rank."""
-        return axis if self.sequence_parallel else ALONE
+        return axis if self.sequence_parallel else TRIVIAL_AXIS
 
 
 class Share(NamedTuple):
@@ -103,13 +103,13 @@ class Mesh:
     """
 
     topology: Topology = Topology()
-    pipe: Axis = ALONE
-    data: Axis = ALONE
-    model: Axis = ALONE
-    replica: Axis = ALONE
-    context: Axis = ALONE
-    expert: Axis = ALONE
-    expert_replicas: Axis = ALONE
+    pipe: Axis = TRIVIAL_AXIS
+    data: Axis = TRIVIAL_AXIS
+    model: Axis = TRIVIAL_AXIS
+    replica: Axis = TRIVIAL_AXIS
+    context: Axis = TRIVIAL_AXIS
+    expert: Axis = TRIVIAL_AXIS
+    expert_replicas: Axis = TRIVIAL_AXIS
 
     @property
     def share(self) -> Share:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .mappings import all_reduce
-from .mesh import ALONE, Axis, parallel_context
+from .mesh import TRIVIAL_AXIS, Axis, parallel_context
 from .random import derive_seed, seeded
 
 InitMethod = Callable[[Tensor], object]  # fills a whole weight in place, like the functions of torch.nn.init
@@ -231,7 +231,7 @@ def declare(
     of the sequence or of the heads. Weights of norms, biases added after a reduce-scatter, and learned positions need
     this argument.
     """
-    axis = ALONE if dim is None else axis or parallel_context().mesh.model
+    axis = TRIVIAL_AXIS if dim is None else axis or parallel_context().mesh.model
     size = axis.size
     if dim is not None and full_size is None:
         full_size = parameter.shape[dim] * size

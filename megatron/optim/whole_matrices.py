@@ -44,7 +44,7 @@ def by_whole_matrices(
         found[at] = by_matrix(function, shards[at], specs[at])
     if not split:
         return found
-    from tds.whole import balance  # imports DeepSpeed, which a single process does not need
+    from tds.flat_matrices import balance  # imports DeepSpeed, which a single process does not need
 
     orders = [[split[index] for index in own] for own in balance([work_of(specs[at]) for at in split], axis.size)]
     outgoing = [[shards[at] for at in order] for order in orders]

@@ -11,7 +11,7 @@ from torch import nn
 
 import tds
 from tds import optimizer_state as zero_state
-from tds.apart import zero3_partitioner
+from tds.zero3_partition import zero3_partitioner
 
 from .. import mpu
 from ..config import Config

@@ -319,7 +319,7 @@ def test_the_auxiliary_loss_of_padded_windows_is_that_of_transformers() -> None:
     router = Router(parse(settings.split()).model, "router").train()
     hidden = torch.randn(29, 4, 16, generator=torch.Generator().manual_seed(3))
     ids = _windows(29)[1]
-    text = text_tokens(ids, mpu.ALONE, mpu.ALONE)
+    text = text_tokens(ids, mpu.TRIVIAL_AXIS, mpu.TRIVIAL_AXIS)
     router(hidden, text)
     router.end_step(router.seen)  # The next loss uses the shares of this step, as that of transformers does.
     found = router(hidden, text).loss

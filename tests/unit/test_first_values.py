@@ -67,7 +67,7 @@ def test_a_sharded_dimension_lies_on_the_model_axis(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(parameters, "parallel_context", lambda: ParallelContext(Mesh(model=axis)))
     parameter = mpu.declare(nn.Parameter(torch.ones(4, 3)), mpu.ones, dim=1)
     assert mpu.spec_of(parameter).rows == (1, 6, 9) and mpu.is_split(parameter)
-    for copy in (mpu.declare(nn.Parameter(torch.ones(4, 3))), mpu.declare(parameter, dim=1, axis=mpu.ALONE)):
+    for copy in (mpu.declare(nn.Parameter(torch.ones(4, 3))), mpu.declare(parameter, dim=1, axis=mpu.TRIVIAL_AXIS)):
         assert not mpu.is_split(copy)
 
 
@@ -126,7 +126,7 @@ def test_what_nobody_declared_is_a_copy_and_keeps_its_values() -> None:
     assert spec.rows == (0, 0, 4) and spec.full_shape == (4, 3) and not mpu.is_split(parameter)
     assert torch.equal(parameter, torch.ones(4, 3))
     parameter.model_parallel = True  # Megatron-LM's attribute for sharded weights
-    assert mpu.is_split(parameter) and mpu.counts_here(parameter, 1)
+    assert mpu.is_split(parameter) and mpu.is_unique_param(parameter, 1)
 
 
 class _Mixed(nn.Module):

@@ -20,7 +20,7 @@ def test_losses_and_gradient_equal_torch(
     values, weight = draw(TOKENS, PADDED).mul(3), draw(TOKENS, seed=1)
     target = torch.randint(VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(2))
     logits, plain = values.clone().requires_grad_(), values.clone().requires_grad_()
-    loss, z = mpu.vocab_parallel_losses(logits, target, VOCAB, smoothing, z_loss, mpu.ALONE)
+    loss, z = mpu.vocab_parallel_losses(logits, target, VOCAB, smoothing, z_loss, mpu.TRIVIAL_AXIS)
     (loss * weight).sum().backward()
     real = plain[:, :VOCAB]
     expected = F.cross_entropy(real, target, reduction="none", label_smoothing=smoothing)
@@ -41,14 +41,14 @@ def test_the_loss_of_a_sure_token_is_exact(monkeypatch: pytest.MonkeyPatch) -> N
     """The largest logit is subtracted before anything is rounded, so large logits do no harm."""
     monkeypatch.setattr(cross_entropy, "on_cuda", lambda _: True)
     logits = torch.tensor([[1000.0, 990.0], [-1000.0, -1010.0]])
-    loss, _ = mpu.vocab_parallel_losses(logits, torch.tensor([0, 0]), axis=mpu.ALONE)
+    loss, _ = mpu.vocab_parallel_losses(logits, torch.tensor([0, 0]), axis=mpu.TRIVIAL_AXIS)
     torch.testing.assert_close(loss, F.cross_entropy(logits.double(), torch.tensor([0, 0]), reduction="none").float())
 
 
 def test_no_tokens_have_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cross_entropy, "on_cuda", lambda _: True)
     logits = torch.zeros(0, 5, requires_grad=True)
-    mpu.vocab_parallel_cross_entropy(logits, torch.zeros(0, dtype=torch.int64), axis=mpu.ALONE).sum().backward()
+    mpu.vocab_parallel_cross_entropy(logits, torch.zeros(0, dtype=torch.int64), axis=mpu.TRIVIAL_AXIS).sum().backward()
     assert logits.grad is not None and logits.grad.shape == (0, 5)
 
 

@@ -16,7 +16,7 @@ from megatron.model.biased_attention import biased_attention
 from megatron.model.gated_activations import gated_gelu
 from megatron.model.norm import RMSNorm
 from megatron.mpu.linear import linear
-from megatron.mpu.mesh import ALONE, Options
+from megatron.mpu.mesh import TRIVIAL_AXIS, Options
 from megatron.ranks import cpu_matmul
 from megatron.ranks.cpu_matmul import by_onednn, remembered, this_cpu
 from tds.split_backward import backward_input
@@ -80,7 +80,7 @@ class _Multiplies(nn.Module):
         self.weight = nn.Parameter(torch.randn(6, 4))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x.repeat(2, 1, 1, 1), self.weight, None, ALONE, Options(onednn=True))
+        return linear(x.repeat(2, 1, 1, 1), self.weight, None, TRIVIAL_AXIS, Options(onednn=True))
 
 
 needs_onednn = pytest.mark.skipif(not mpu.onednn_is_there(), reason="this build of torch has no oneDNN")
@@ -151,7 +151,7 @@ def test_linear_by_onednn_is_fp32_to_its_last_bits(out: int, with_bias: bool) ->
     grad = torch.randn(out, 65, 7).transpose(0, 2)
     wide = [each.detach().double().requires_grad_() for each in inputs]
     ours, exact = (
-        linear(inputs[0], inputs[1], inputs[2] if with_bias else None, ALONE, Options(onednn=True)),
+        linear(inputs[0], inputs[1], inputs[2] if with_bias else None, TRIVIAL_AXIS, Options(onednn=True)),
         F.linear(*wide),
     )
     assert type(ours.grad_fn).__name__ == "_LinearBackward"
@@ -166,7 +166,8 @@ def test_what_onednn_does_not_do_is_torchs() -> None:
     for rows, dtype in ((4, torch.float32), (64, torch.float64), (64, torch.bfloat16)):
         x = torch.randn(rows, 4, dtype=dtype, requires_grad=True)
         assert (
-            type(linear(x, weight.to(dtype), None, ALONE, Options(onednn=True)).grad_fn).__name__ != "_LinearBackward"
+            type(linear(x, weight.to(dtype), None, TRIVIAL_AXIS, Options(onednn=True)).grad_fn).__name__
+            != "_LinearBackward"
         )
 
 

@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import tds
 from tds import optimizer_state
-from tds.replaced import ReplacedWeightError
+from tds.module_changes import ReplacedWeightError
 from tests.support import on_ranks
 
 WIDTH, MICROS, STEPS = 6, 2, 3

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tds.whole import MOST_PADDING, balance, is_even, place
+from tds.flat_matrices import MOST_PADDING, balance, is_even, place
 
 
 def _layer(h: int) -> list[nn.Parameter]:
