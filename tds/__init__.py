@@ -7,7 +7,8 @@ boundary.py   tensors that cross from one stage to the next
 channel.py    point-to-point transport of tensors between stages
 neighbours.py neighbours of a stage and their process groups
 groups.py     cheap creation of process groups in a large world
-queues.py     proof that a schedule cannot deadlock
+queues.py     order in which a device moves messages
+deadlocks.py  proof that a schedule cannot deadlock
 recompute.py  the function by which a stage recomputes activations
 batches.py    micro-batches of a step, read when the schedule needs them
 engine.py     the pipeline engine: runs the instructions of a schedule as one training step

@@ -7,7 +7,7 @@ With three stages, this deadlocks.
 Therefore the two directions of a stage boundary use different groups. The two boundaries of a stage also use different
 groups: boundaries are numbered 0 and 1 in turn, which is their parity. If an odd number of stages forms a ring, one
 boundary has the number 2. All chunks of a pipeline share one group per parity and direction, so a pipeline of any
-length needs 2 to 6 groups. queues.py proves that no rank deadlocks. On gloo, messages do not wait for each other, so
+length needs 2 to 6 groups. deadlocks.py proves that no rank deadlocks. On gloo, messages do not wait for each other, so
 all boundaries share two groups.
 """
 

@@ -6,8 +6,7 @@ that is posted too late blocks the sender, and a receive that is posted too earl
 
 The right points are found by a simulation in which each stage waits for all of its messages before each pass. A
 receiver posts a receive when its message has been sent and the receiver is between two passes. In this simulation,
-time only moves forward, so with these points no stage can wait for its own later work. `queues.refuse_deadlocks` checks
-this.
+time only moves forward, so with these points no stage can wait for its own later work. deadlocks.py checks this.
 """
 
 from collections import deque

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from ._torch import keep_saved_tensors
 from .boundary import Contract, check_match, contract_of
+from .deadlocks import Rules
 from .distributed_optimizer import DistributedOptimizer
 from .groups import gather_objects
 from .messages import ways, words_of
-from .queues import Rules, in_queues, posted_ahead
+from .queues import in_queues, posted_ahead
 from .schedule import Backward, BackwardInput, Plan, Schedule, ScheduleError, forward_only, schedule_of
 from .timetable import check
 

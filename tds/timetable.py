@@ -4,7 +4,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .queues import Rules, refuse_deadlocks
+from .deadlocks import Rules, refuse_deadlocks
 from .schedule import (
     Backward,
     BackwardInput,
@@ -49,7 +49,7 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     """Raise ScheduleError unless each chunk runs every micro-batch's passes once, messages match and no stage hangs.
 
     Each chunk must take the micro-batches in rising order. `times` finds deadlocks that do not depend on the transport.
-    `queues.refuse_deadlocks` finds deadlocks that message queues cause, under `rules`.
+    `deadlocks.refuse_deadlocks` finds deadlocks that message queues cause, under `rules`.
     """
     chunks = chunks_of(plan)
     backward = _backward_kinds(plan)

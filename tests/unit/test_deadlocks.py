@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tds import schedule
+from tds.deadlocks import Rules, refuse_deadlocks
 from tds.posting import receive_points
-from tds.queues import Rules, boundary_parity, refuse_deadlocks
+from tds.queues import boundary_parity
 from tds.schedule import At, Plan, Schedule, ScheduleError
 from tests.sentences import SENTENCES
 from tests.support import covering
