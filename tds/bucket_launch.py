@@ -145,10 +145,8 @@ class BucketLauncher:
         if bucket.launched:
             raise RuntimeError(
                 f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its bucket was reduced over "
-                "the replicas: "
-                "the weight is used more often than in the previous step. Turn the overlap of reduction and "
-                "backward pass off: "
-                f"{ways['overlap']}"
+                "the replicas: the weight is used more often than in the previous step. Turn the overlap of reduction "
+                f"and backward pass off: {ways['overlap']}"
             )
         add(parameter)
         if self._chunk_of.get(parameter, 0) in self._armed:

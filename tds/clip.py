@@ -59,19 +59,14 @@ def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.devi
     The result is NaN or Inf if any gradient contains NaN or Inf, counted or not.
     gradients: (gradient, whether it is counted) pairs.
     """
-    counted: list[Tensor] = []
-    others: list[Tensor] = []
+    sorted_out: dict[bool, list[Tensor]] = {True: [], False: []}
     for gradient, is_counted in gradients:
-        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-        if is_counted:
-            counted.append(wide)
-        else:
-            others.append(wide)
+        sorted_out[is_counted].append(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    if counted:
-        total += torch.stack(norms(counted)).double().square().sum()
-    if others:
-        total += 0 * torch.stack(norms(others)).double().square().sum()  # NaN if a gradient has NaN or Inf, else 0
+    for is_counted, grads in sorted_out.items():
+        if grads:
+            squares = torch.stack(norms(grads)).double().square().sum()
+            total += squares if is_counted else 0 * squares  # 0 * squares is NaN if a gradient is NaN or Inf
     return total
 
 

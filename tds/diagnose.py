@@ -257,8 +257,7 @@ class Watchdog(Observer):
             if silent and doing is not None and now - doing[1] > self.timeout + silence:
                 self._leave(
                     f"rank {self._board.rank}, {self._where()}, for {now - doing[1]:.1f} s; the process that hosts "
-                    "the ranks' store "
-                    f"(rank 0, or the launcher) does not answer: it is dead or was stopped"
+                    "the ranks' store (rank 0, or the launcher) does not answer: it is dead or was stopped"
                 )
 
     def _stop(self) -> None:

@@ -116,17 +116,16 @@ class Losses:
         is_new = not self._sums.keys() <= {*known}
         is_double = self.dtype is torch.float64
         present = [key in self._sums for key in known]
-        flags = to_device([float(flag) for flag in (is_new, is_double, *present)], self.device)
-        micros = torch.full((1,), float(self._own), dtype=torch.float64, device=self.device)
+        flags = [is_new, is_double, *present]
+        head = to_device([*map(float, flags), float(self._own)], self.device)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        totals = torch.stack([self._sums.get(key, zero) for key in known])
-        numbers = torch.cat([flags, micros, totals])
+        numbers = torch.cat([head, torch.stack([self._sums.get(key, zero) for key in known])])
         if dist.get_world_size(replicas) > 1:
             dist.all_reduce(numbers, group=replicas)
-        flags, micros, totals = torch.split(numbers, [len(flags), 1, len(known)])
+        counts, micros, totals = torch.split(numbers, [len(flags), 1, len(known)])
         targets = micros if self._divisor is None else self._divisor.view(1)
         divisors = torch.cat([targets if kind == TRAINED else micros for kind, _ in known])
-        self._numbers = torch.cat([targets, micros, flags, totals / divisors])
+        self._numbers = torch.cat([targets, micros, counts, totals / divisors])
 
     def share(self, source: int, stages: Any, with_sum: tuple[bool, Tensor, Any] | None = None) -> None:
         """Broadcast the losses from rank `source` to the other stages. Collective over the group `stages`.

@@ -5,7 +5,7 @@ its parameter, which is this rank's tensor-parallel shard. With ZeRO, reading is
 must read the same parameters in the same order.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -48,20 +48,19 @@ def _owner_of(engine: Any) -> dict[nn.Parameter, Tensor]:
     """Map each parameter to the tensor that the torch optimizer steps for it: the parameter, or ZeRO's flat shard."""
     own = optimizer = engine.optimizer
     found: dict[Any, Tensor] = {}
-    groups: Iterable[tuple[Any, Any]]
     if isinstance(own, DistributedOptimizer):
         for bucket in own.buckets:
             found.update(dict.fromkeys(bucket.parameters, bucket.share))
         return found
     if isinstance(optimizer, BF16_Optimizer):
-        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True)
+        flat = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
     elif isinstance(optimizer, Zero3Optimizer):
-        groups = zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+        flat = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
     elif isinstance(optimizer, Zero12Optimizer):
-        groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups, strict=True)
+        flat = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
     else:
-        groups = (([p], p) for p in owners(engine))
-    for parameters, shard in groups:
+        return {p: p for p in owners(engine)}  # type: ignore[misc]
+    for parameters, shard in zip(*flat, strict=True):
         found.update(dict.fromkeys(parameters, shard))
     return found
 
@@ -231,13 +230,17 @@ def make_moments(
     inner = _inner(engine)
     adam = adam_of(inner)
     counts = _counts_of_owners(engine, step, of or {})
+    # Fused and capturable kernels read the step count on the device of the weights; torch's `load_state_dict` moves it
+    # there, too.
+    on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
     for owner in owners(engine):
         count = counts.get(owner, step)
         if count is None and not reads_copies(engine):
             continue
         state: dict[str, Any] = {name: torch.zeros_like(owner) for name in _names_of(engine, owner, names)}
         if isinstance(adam, torch.optim.AdamW) and "exp_avg" in state:
-            state["step"] = torch.tensor(float(count or 0), dtype=torch.float32, device=_device_of_counts(inner, owner))
+            device = owner.device if on_device else None
+            state["step"] = torch.tensor(float(count or 0), dtype=torch.float32, device=device)
         inner.state[owner] = state
     if not isinstance(adam, (torch.optim.AdamW, torch.optim.SGD)):
         for group in inner.param_groups:
@@ -253,16 +256,6 @@ def _counts_of_owners(engine: Any, step: int, of: Mapping[nn.Parameter, int | No
         before = counts.get(owner)
         counts[owner] = own if before is None else max(before, own or 0)
     return counts
-
-
-def _device_of_counts(inner: torch.optim.Optimizer, owner: Tensor) -> torch.device | None:
-    """Return the device of a step count; None for the CPU.
-
-    Fused and capturable kernels read the count on the device of the weights, and torch's `load_state_dict` moves it
-    there, too.
-    """
-    on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
-    return owner.device if on_device else None
 
 
 def _link_moments(engine: Any) -> None:

@@ -178,9 +178,8 @@ def warn_of_copies(module: nn.Module, replicas: Any) -> None:
     differing = _differing_buffers(module, replicas)
     if differing:
         warnings.warn(
-            f"the buffers {differing} differ between replicas, and a checkpoint holds only the first "
-            f"replica's: reduce them over the replicas, or register them with persistent=False if they need not be "
-            "saved",
+            f"the buffers {differing} differ between replicas, and a checkpoint holds only the first replica's: reduce "
+            "them over the replicas, or register them with persistent=False if they need not be saved",
             stacklevel=4,
         )
     for key, stages, _ in ties(module):

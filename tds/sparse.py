@@ -26,8 +26,7 @@ def refuse_sparse(module: nn.Module, optimizer: object) -> None:
         name = next(name for name, p in module.named_parameters() if p is weights[0])
         raise ValueError(
             f"the weight {name} has sparse gradients, which torch's {type(optimizer).__name__} does not support: build "
-            "the embedding with "
-            f"sparse=False, or use SGD, Adagrad, SparseAdam, or ZeRO stage 1"
+            "the embedding with sparse=False, or use SGD, Adagrad, SparseAdam, or ZeRO stage 1"
         )
 
 

@@ -18,6 +18,7 @@ from .schedule import (
     SendActivation,
     SendGrad,
     chunks_of,
+    with_messages,
 )
 
 # For each receive, the distance in virtual stages to the sender, and the sender's instruction.
@@ -51,23 +52,16 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     Each chunk must take the micro-batches in rising order. `times` finds deadlocks that do not depend on the transport.
     `deadlocks.refuse_deadlocks` finds deadlocks that message queues cause, under `rules`.
     """
+    stages = len(plan)
     chunks = chunks_of(plan)
-    backward = _backward_kinds(plan)
+    passes: tuple[type[Instruction], ...] = (Forward, *_backward_kinds(plan))
     for stage, instructions in enumerate(plan):
         for chunk in range(chunks):
-            virtual_stage = chunk * len(plan) + stage
-            due: list[type[Instruction]] = [Forward, *backward]
-            if virtual_stage > 0:
-                due.append(RecvActivation)
-            if virtual_stage > 0 and backward:
-                due.append(SendGrad)
-            if virtual_stage < chunks * len(plan) - 1:
-                due.append(SendActivation)
-            if virtual_stage < chunks * len(plan) - 1 and backward:
-                due.append(RecvGrad)
+            order = [kind(0, chunk) for kind in passes]
+            due = [type(each) for each in with_messages(order, stage, stages, chunks)]
             _check_counts(instructions, due, micros, stage, chunk)
     times(plan)
-    if len(plan) > 1:  # a single stage sends no messages
+    if stages > 1:  # a single stage sends no messages
         refuse_deadlocks(plan, rules)
 
 
@@ -93,7 +87,7 @@ def _check_counts(
     """Raise ScheduleError unless a chunk has each kind of instruction in `due` once for every micro-batch."""
     after = [pair for pair in AFTER if {*pair} <= {*due}]
     done = _in_order(instructions, stage, chunk, after)
-    for kind in dict.fromkeys([*due, *done]):  # in a fixed order, so that all ranks report the same error
+    for kind in dict.fromkeys([*PASSES, *due, *done]):  # in a fixed order, so that all ranks report the same error
         wanted = micros if kind in due else 0
         if done[kind] != wanted:
             raise ScheduleError(
