@@ -96,9 +96,11 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
     """
     warmup = min((stages - 1 - stage) * (1 + extra_warmup), micros)
     order: list[Instruction] = [Forward(i) for i in range(warmup)]
-    for i in range(micros - warmup):
-        order += [Forward(i + warmup), Backward(i)]
-    return with_messages([*order, *(Backward(i) for i in range(micros - warmup, micros))], stage, stages)
+    for i in range(micros):
+        if i + warmup < micros:
+            order.append(Forward(i + warmup))
+        order.append(Backward(i))
+    return with_messages(order, stage, stages)
 
 
 def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
@@ -110,7 +112,9 @@ def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
         stage 1 |    F0 F1 F2 F3       B0 B1 B2 B3
         stage 2 |       F0 F1 F2 F3 B0 B1 B2 B3
     """
-    return with_messages([*(Forward(i) for i in range(micros)), *(Backward(i) for i in range(micros))], stage, stages)
+    order: list[Instruction] = [Forward(i) for i in range(micros)]
+    order += [Backward(i) for i in range(micros)]
+    return with_messages(order, stage, stages)
 
 
 def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterator[Instruction]:
@@ -125,10 +129,11 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterat
     group = -(-micros // max(micros // stages, 1))
     warmup = min((stages - 1 - stage) * 2 + (chunks - 1) * group, micros * chunks)
     order: list[Instruction] = [Forward(*each) for each in forward[:warmup]]
-    for forward_at, backward_at in zip(forward[warmup:], backward, strict=False):
-        order += [Forward(*forward_at), Backward(*backward_at)]
-    rest = backward[len(forward) - warmup :]
-    return with_messages([*order, *(Backward(*each) for each in rest)], stage, stages, chunks)
+    for i in range(len(backward)):
+        if i + warmup < len(forward):
+            order.append(Forward(*forward[i + warmup]))
+        order.append(Backward(*backward[i]))
+    return with_messages(order, stage, stages, chunks)
 
 
 def zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Instruction]:

@@ -87,7 +87,8 @@ def _check_counts(
     """Raise ScheduleError unless a chunk has each kind of instruction in `due` once for every micro-batch."""
     after = [pair for pair in AFTER if {*pair} <= {*due}]
     done = _in_order(instructions, stage, chunk, after)
-    for kind in dict.fromkeys([*PASSES, *due, *done]):  # in a fixed order, so that all ranks report the same error
+    kinds: list[type[Instruction]] = [*PASSES, *due, *done]  # in a fixed order, so that all ranks report the same error
+    for kind in kinds:
         wanted = micros if kind in due else 0
         if done[kind] != wanted:
             raise ScheduleError(
