@@ -12,12 +12,13 @@ import tds
 
 from ..json_text import brief, shown
 from ..storage import PlaceError, local
-from .command_line import nearest, read_json
 from .conflicts import conflicts_with_compile
 from .ds_notes import keys_for_zero, notes_on_keys
 from .fields import ConfigError, refuse
+from .names import nearest
 from .param_groups import ParamRule, read_param_rules
 from .sections import Config
+from .settings_files import read_json
 
 # Keys that configure gradient reduction in DeepSpeed. If one is given, DeepSpeed must do the reduction.
 REDUCES = {"prescale_gradients", "gradient_predivide_factor", "communication_data_type"}

@@ -44,6 +44,16 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def written(name: str, value: Any) -> str:
+    """Return a flag and its value as typed on a command line."""
+    if isinstance(value, bool):
+        return name if value else f"--no-{name[2:]}"
+    if value is None:
+        return f"{name} none"
+    words = value if isinstance(value, (list, tuple)) else [value]
+    return " ".join([name, *map(str, words)])
+
+
 def at_least(low: float) -> Callable[[Any], str | None]:
     """Return a check that gives an error text for values below `low`, else None."""
     return lambda value: None if value >= low else f"must be at least {low:g}"

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import flag
-from .foreign.translate import written
+from .fields import flag, written
 from .sections import Config, settings
 
 Condition = Callable[[Config, int, Any], bool]

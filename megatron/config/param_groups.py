@@ -10,8 +10,9 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from ..json_text import brief, shown
-from .command_line import nearest, read_json
 from .fields import ConfigError
+from .names import nearest
+from .settings_files import read_json
 
 
 class ParamRule(NamedTuple):

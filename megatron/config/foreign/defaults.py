@@ -9,9 +9,8 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from ..defaults import DEFAULTS
-from ..fields import flag
+from ..fields import flag, written
 from ..sections import Config, settings
-from .translate import written
 
 # A command line with one of these flags is taken for one of Megatron-LM.
 MARKS = (

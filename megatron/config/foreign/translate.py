@@ -2,18 +2,18 @@
 
 import argparse
 import difflib
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from ...json_text import brief
-from ..fields import flag
+from ..fields import flag, written
 from ..sections import Config, settings
+from ..source import Change, Source
 from .core import BALANCING, EXPERT_BIAS, with_expert_bias
 from .flags import FLAGS, IMPLIED, VALUES
 from .outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused
 
-Change = Callable[[Config, Mapping[str, Any]], Config]
 _USUAL = {f.name: f.default for _, _, f in settings()}
 
 SAID = {"true": True, "false": False}  # some launchers write these words after a flag that takes no value
@@ -118,26 +118,15 @@ def _is_switch(name: str) -> bool:
     return row.takes in (None, object) and isinstance(row.outcome, Means) and {*row.outcome.settings.values()} == {True}
 
 
-def written(name: str, value: Any) -> str:
-    """Return a flag and its value as typed on a command line."""
-    if isinstance(value, bool):
-        return name if value else f"--no-{name[2:]}"
-    if value is None:
-        return f"{name} none"
-    return " ".join([name, *map(str, value if isinstance(value, (list, tuple)) else [value])])
-
-
-class Translation:
+class Translation(Source):
     """Translation of one source (file or command line): resulting settings, notes and problems.
 
     own: settings that the source gives under this project's names. `values` starts with them; the settings to which
     foreign flags translate are added to it.
     """
 
-    def __init__(self, own: Mapping[str, Any]) -> None:
-        self.values = dict(own)
-        self.notes: list[str] = []
-        self.problems: list[str] = []
+    def __init__(self, own: Mapping[str, Any], where: str = "") -> None:
+        super().__init__(own, where)
         self._said_by: dict[str, str] = {}
         self._waiting: dict[str, Any] = {}
         self._open: list[tuple[str, dict[str, Any], Means]] = []

@@ -1,0 +1,67 @@
+"""Names of settings: the section of each one, renamed and removed settings, and suggestions for misspelled names."""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .fields import ConfigError, flag
+from .sections import settings
+
+HOME = {f.name: section for section, _, f in settings()}  # name of a setting -> name of its section
+# Former name of a setting -> its new name. Flags, files, checkpoints and `get_args()` accept both for one version.
+RENAMED = {"failed_saves": "max_failed_saves", "unfused": "reference_ops"}
+# Former setting, which files of earlier versions contain -> what replaces it; "" if training never depended on it.
+REMOVED = {
+    "certificate": "",
+    "without": "write a corpus without the documents with `tools/inspect_data.py drop` and name it in --data-path",
+}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `; did you mean X?` for the entry of `known` closest to `name`, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def with_new_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return `argv` with renamed flags replaced by their new names, and a note for each renamed flag."""
+    new_names = {flag(former): flag(name) for former, name in RENAMED.items()}
+    words = []
+    notes = []
+    for word in argv:
+        old, equals, value = word.partition("=")
+        new = new_names.get(old, old)
+        if new != old:
+            notes.append(f"{old} is now {new}; the next version drops the old name")
+        words.append(new + equals + value)
+    return words, notes
+
+
+def unknown_arguments(words: Sequence[str]) -> list[str]:
+    """Return an error for each unknown flag among the words that the parser did not consume."""
+    if not words:
+        return []
+    from .foreign.translate import suggestion
+
+    known = ["--config", *map(flag, HOME)]
+    removed = {flag(name): removal(name) for name in REMOVED}
+    names = [word.split("=")[0] for word in words if word.startswith("--")] or list(words[:1])
+    return [removed.get(name) or f"unknown argument {name}{suggestion(name, known)}" for name in names]
+
+
+def removal(name: str) -> str:
+    """Return an error for a removed setting."""
+    advice = REMOVED[name] or "leave it out"
+    return f"{flag(name)} has been removed: {advice}"
+
+
+def refuse_removed(saved: Mapping[str, Any], where: Path) -> None:
+    """Raise ConfigError if the settings of a run changed its samples by a setting that has been removed.
+
+    saved: section -> the settings that the run saved, by name. where: the file that holds them, for the message.
+    """
+    sections = [values for values in saved.values() if isinstance(values, Mapping)]
+    for name, advice in REMOVED.items():
+        if advice and any(values.get(name) is not None for values in sections):
+            raise ConfigError(f"{where}: {removal(name)}")

@@ -1,0 +1,110 @@
+"""Settings in JSON files, under the names of this project or of another framework."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .. import json_text, presets
+from ..json_text import brief
+from ..storage import PlaceError, local
+from .fields import ConfigError, flag, types_of
+from .names import HOME, REMOVED, RENAMED, nearest, removal
+from .sections import SECTIONS, settings
+from .source import Source, new_source
+
+
+def _nothing() -> dict[str, Any]:
+    """Return setting -> the value that the word `none` stands for in a file: None, or the default of a tuple."""
+    found: dict[str, Any] = {}
+    for _, section, f in settings():
+        kinds = types_of(section, f.name)
+        if type(None) in kinds:
+            found[f.name] = None
+        if tuple in kinds:
+            found[f.name] = f.default
+    return found
+
+
+_NOTHING = _nothing()
+
+
+def read_json(path: str, kind: type = dict) -> Any:
+    """Return the content of the JSON file `path`: an object (dict), or a list if `kind` is list.
+
+    Raises ConfigError, which names the file and line.
+    """
+    try:
+        return json_text.read_json(Path(local(path)), kind)
+    except (PlaceError, json_text.JsonError) as error:
+        raise ConfigError(str(error)) from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}{_there_are(path)}") from None
+
+
+def _there_are(path: str) -> str:
+    """Return a hint that lists files named like `path` up to the last `_`, such as other sizes; "" if `path` exists."""
+    wanted = Path(path)
+    if "_" not in wanted.stem or wanted.exists():
+        return ""
+    folder = presets.folder("models") if wanted.parent == Path("configs/models") else wanted.parent
+    beside = sorted(each.name for each in folder.glob(f"{wanted.stem.rpartition('_')[0]}_*.json"))
+    return f"; there are {', '.join(beside)}" if beside else ""
+
+
+@dataclass
+class _Content:
+    """The settings of a file, sorted by kind: this project's, those of other frameworks, and removed ones."""
+
+    where: str
+    values: dict[str, Any] = field(default_factory=dict)
+    foreign: dict[str, Any] = field(default_factory=dict)
+    removed: list[str] = field(default_factory=list)
+
+    def add(self, name: str, value: Any, section: str | None) -> None:
+        """Add a setting. section: the section in which it stands, or None. Raises ConfigError for an unknown one."""
+        name = RENAMED.get(name, name)
+        names = list(HOME) if section is None else [f.name for f in fields(SECTIONS[section])]
+        if name in names:
+            self.values[name] = _NOTHING[name] if value == "none" and name in _NOTHING else value
+            return
+        from .foreign.translate import flag_of
+
+        foreign = flag_of(name)
+        if foreign:
+            # Other frameworks write null for flags that were not given.
+            if value is not None:
+                self.foreign[foreign] = value
+        elif name in REMOVED:
+            if value is not None:
+                self.removed.append(name)
+        elif section is not None:
+            raise ConfigError(
+                f"{self.where}: section {section!r} has no setting {brief(repr(name))}{nearest(name, names)}"
+            )
+        else:
+            raise ConfigError(f"{self.where}: unknown setting {brief(repr(name))}{nearest(name, [*HOME, *SECTIONS])}")
+
+
+def named(content: Mapping[str, Any], where: str) -> Source:
+    """Read settings, which may have the names of this project or of another framework.
+
+    content: sections that contain settings, settings without a section, or both.
+    where: the file's name, for messages.
+    """
+    found = _Content(where)
+    for key, value in content.items():
+        if key in SECTIONS and isinstance(value, Mapping):
+            for name, each in value.items():
+                found.add(name, each, key)
+        else:
+            found.add(key, value, None)
+    source = new_source(found.values, found.foreign, where)
+    for name in found.removed:
+        if REMOVED[name]:
+            source.problems.append(removal(name))
+        else:
+            source.notes.append(f"{flag(name)} has been removed and has no effect")
+    source.add_all(found.foreign)
+    source.problems += [f"{name} depends on other settings; give it as a flag" for name in source.waiting()]
+    return source

@@ -1,0 +1,107 @@
+"""The settings of one source (entry script, file or command line), and how sources are merged."""
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+from .decoder import unread
+from .fields import OneOf, flag, written
+from .model import without_t5s_objective
+from .names import HOME
+from .sections import Config, settings
+
+Change = Callable[[Config, Mapping[str, Any]], Config]
+# Setting -> its choices. Other words may be those of another framework.
+_CHOICES = {f.name: f.metadata["check"].choices for _, _, f in settings() if isinstance(f.metadata["check"], OneOf)}
+
+
+class Source:
+    """Settings of one source, with notes and problems for the user.
+
+    where: name of the source for messages. own: settings under this project's names.
+    The subclass `Translation` also translates flags of other frameworks; a source without such flags has no others to
+    follow or to settle.
+    """
+
+    def __init__(self, own: Mapping[str, Any], where: str = "") -> None:
+        self.where = where
+        self.values = dict(own)
+        self.notes: list[str] = []
+        self.problems: list[str] = []
+
+    def add_all(self, flags: Mapping[str, Any]) -> None:
+        """Translate all foreign flags of the source: name -> value."""
+
+    def waiting(self) -> list[str]:
+        """Return the foreign flags whose translation is deferred to `settle`."""
+        return []
+
+    def follow(self, values: Mapping[str, Any], said: Container[str] = ()) -> dict[str, Any]:
+        """Return the further settings that translated flags imply; see `Translation.follow`."""
+        return {}
+
+    def settle(self, config: Config, ranks: int, change: Change) -> Config:
+        """Apply the deferred flags to `config` and return the result; see `Translation.settle`."""
+        return config
+
+
+def new_source(own: Mapping[str, Any], foreign: Mapping[str, Any], where: str = "") -> Source:
+    """Return a source with the settings `own`, to which flags of other frameworks, `foreign`, can be added."""
+    if not foreign and not any(_is_strange(name, value) for name, value in own.items()):
+        return Source(own, where)
+    from .foreign.translate import Translation
+
+    return Translation(own, where)
+
+
+def _is_strange(name: str, value: Any) -> bool:
+    return isinstance(value, str) and name in _CHOICES and value not in _CHOICES[name]
+
+
+def merge(sources: Sequence[Source], line: Source) -> tuple[dict[str, Any], list[str]]:
+    """Merge the settings of files and of the command line; return the merged settings and notes on dropped settings.
+
+    The command line overrides files, and later files override earlier files.
+    sources: the entry script, and the files in their order. line: the command line.
+    """
+    values: dict[str, Any] = {}
+    source_of: dict[str, str] = {}
+    notes: list[str] = []
+    for source in (*sources, line):
+        new = source.values if source is line else without_t5s_objective(source.values)
+        notes += _drop_unread(values, new, source_of)
+        values |= new
+        source_of |= dict.fromkeys(new, source.where)
+    for source in sources:
+        values |= source.follow(values, line.values)
+    return values | line.follow(values, given_in_files(sources[1:])), notes
+
+
+def _drop_unread(values: dict[str, Any], new: Mapping[str, Any], source_of: Mapping[str, str]) -> list[str]:
+    """Drop from `values` the parameters that only an old --rope-scaling method uses, if `new` changes the method.
+
+    They are dropped with a note, which is returned, not refused. source_of: source of each setting in `values`.
+    """
+    before = values.get("rope_scaling")
+    scaling = new.get("rope_scaling", before)
+    if scaling == before:
+        return []
+    notes = []
+    for name in unread(values, scaling):
+        if name in new:
+            continue
+        unused = written(flag(name), values.pop(name))
+        why = f"{written('--rope-scaling', scaling)} does not use it"
+        notes.append(f"{source_of[name]}: {unused} has no effect: {why}")
+    return notes
+
+
+def given_in_files(sources: Sequence[Source]) -> dict[str, Any]:
+    """Return the settings that the user's --config files give, without those of files that a run has saved.
+
+    A file that a run has saved contains all settings. In a shorter file, a default value was chosen, too.
+    """
+    given: dict[str, Any] = {}
+    for source in sources:
+        if len(source.values) < len(HOME) / 2:
+            given |= source.values
+    return given
