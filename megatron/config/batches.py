@@ -64,8 +64,10 @@ class BatchSchedule:
     sizes: tuple[int, ...]
 
     def __str__(self) -> str:
-        later = zip(self.sizes[1:], self.starts[1:], strict=True)
-        return ", ".join([str(self.sizes[0]), *(f"{size} from sample {start} on" for size, start in later)])
+        words = [str(self.sizes[0])]
+        for size, start in zip(self.sizes[1:], self.starts[1:], strict=True):
+            words.append(f"{size} from sample {start} on")
+        return ", ".join(words)
 
     def size_at(self, first: int) -> int:
         """Return the number of samples of the iteration whose first sample is `first`."""
@@ -93,6 +95,15 @@ class BatchSchedule:
         """Yield (first sample, size, number) for each range of iterations of one size, from sample `first` on."""
         at = bisect_right(self.starts, first) - 1
         for size, end in itertools.zip_longest(self.sizes[at:], self.starts[at + 1 :]):
-            count = sys.maxsize if end is None else max(-(-(end - first) // size), 0)
+            count = sys.maxsize  # the last size has no end
+            if end is not None:
+                count = max(-(-(end - first) // size), 0)
             yield first, size, count
             first += count * size
+
+
+def schedule_of(text: str, tokens: int) -> BatchSchedule:
+    """Return the schedule in `text`, see `parse_entries`. tokens: tokens of a sample, for starts in tokens."""
+    entries = parse_entries(text)
+    starts = [each.start if each.in_samples else each.start // tokens for each in entries]
+    return BatchSchedule(tuple(starts), tuple(each.size for each in entries))

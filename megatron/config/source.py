@@ -5,8 +5,8 @@ from typing import Any
 
 from .decoder import unread
 from .fields import OneOf, flag, written
-from .model import without_t5s_objective
 from .names import HOME
+from .old_files import without_t5s_objective
 from .sections import Config, settings
 
 Change = Callable[[Config, Mapping[str, Any]], Config]

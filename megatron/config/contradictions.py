@@ -1,0 +1,126 @@
+"""Contradictions between sections: sizes that do not fit the ranks, the batches, the stages or the positions."""
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from .batches import BatchSchedule, parse_entries, schedule_of
+from .fields import flag
+
+if TYPE_CHECKING:
+    from .sections import Config
+
+
+def contradictions(config: "Config") -> Iterator[str]:
+    """Yield an error text for each contradiction between the sections of `config`."""
+    yield from _splits_over_ranks(config)
+    yield from _settings_of_other_families(config)
+    yield from _sizes_of_batches(config)
+    yield from _stages_without_layers(config)
+    yield from _positions(config)
+
+
+def _splits_over_ranks(config: "Config") -> Iterator[str]:
+    m = config.model
+    ranks = config.parallel.model_parallel_size
+    split = f"cannot be split over --model-parallel-size {ranks}"
+    heads = m.key_value_heads  # if there are fewer key/value heads than ranks, several ranks share one
+    if m.num_attention_heads % ranks:
+        yield f"--num-attention-heads {m.num_attention_heads} {split}"
+    if heads % ranks and ranks % heads:
+        yield f"--num-key-value-heads {heads} {split}: one must be a multiple of the other"
+    if ranks > heads and 2 * heads * m.head_size % ranks:
+        yield f"--num-key-value-heads {heads} x 2 x --kv-hidden-size {m.head_size} {split}; it must be a multiple"
+    if m.ff_size % ranks:
+        yield f"--ff-hidden-size {m.ff_size} {split}"
+    if m.num_experts and m.expert_ff_size % ranks:
+        yield f"--expert-ff-hidden-size {m.expert_ff_size} {split}"
+
+
+def _settings_of_other_families(config: "Config") -> Iterator[str]:
+    """Yield an error text if the user changed settings that only other model families read."""
+    from .sections import settings
+
+    family = config.model.family
+    if family is None:
+        return
+    ignored = []
+    readers: tuple[str, ...] = ()
+    for section, _, f in settings():
+        families = f.metadata["family"]
+        if families is None or family in families:
+            continue
+        if getattr(getattr(config, section), f.name) != f.default:
+            ignored.append(flag(f.name))
+            readers = readers or families
+    if ignored:
+        them = "them" if len(ignored) > 1 else "it"
+        yield (
+            f"{', '.join(ignored)}: used by {' and '.join(readers)} only, but this model is a {family}; leave {them} "
+            "out"
+        )
+
+
+def _sizes_of_batches(config: "Config") -> Iterator[str]:
+    given = config.train.batch_size_schedule
+    if given is None:
+        return
+    if config.is_t5 and any(each.start and not each.in_samples for each in parse_entries(given)):
+        yield (
+            f"--batch-size-schedule {given}: the number of tokens in a sample of a t5 follows from its data; count "
+            f"samples instead, such as 5000_samples:64"
+        )
+        return
+    starts = schedule_of(given, config.data.seq_length).starts
+    if any(later <= start for start, later in itertools.pairwise(starts)):
+        yield (
+            f"--batch-size-schedule {given}: the starts do not ascend; in samples of --seq-length "
+            f"{config.data.seq_length} tokens, they are {', '.join(map(str, starts))}"
+        )
+
+
+def unfit_sizes(train: Any, batches: BatchSchedule, replicas: int) -> Iterator[str]:
+    """Yield an error text for each batch that the replicas cannot share, and if --train-samples is below one batch.
+
+    train: a `TrainConfig`.
+    """
+    unit = train.batch_size * replicas
+    for size in batches.sizes:
+        if size % unit:
+            yield (
+                f"--batch-size-schedule {train.batch_size_schedule}: the size {size} is not a multiple of {unit} = "
+                f"--batch-size {train.batch_size} x {replicas} replicas; change one of them. A resumed run needs only "
+                f"the sizes that lie ahead: begin with 0:SIZE"
+            )
+    first = batches.sizes[0]
+    if train.train_samples is not None and train.train_samples < first:
+        yield f"--train-samples {train.train_samples} is less than one global batch of {first} samples"
+
+
+def _stages_without_layers(config: "Config") -> Iterator[str]:
+    m = config.model
+    p = config.parallel
+    if m.family is None:
+        return  # a custom model may have more layers than --num-layers says
+    layers = m.num_layers
+    flags = f"--num-layers {m.num_layers}"
+    if config.is_t5:
+        layers += m.decoder_layers
+        flags += f" + --num-decoder-layers {m.decoder_layers}"
+    if p.stages * p.virtual_pipeline_size > layers:
+        chunks = f" x --virtual-pipeline-size {p.virtual_pipeline_size}" if p.virtual_pipeline_size > 1 else ""
+        stages = f"--pipe-parallel-size {p.pipe_parallel_size}{chunks}"
+        yield f"{stages} is more than {flags}: some stages would have no layer"
+
+
+def _positions(config: "Config") -> Iterator[str]:
+    d = config.data
+    positions = config.model.max_position_embeddings
+    if positions is None:
+        return
+    lengths: dict[str, int | None] = {"--seq-length": d.seq_length}
+    if config.is_t5 and d.enc_seq_length:
+        lengths = {"--enc-seq-length": d.enc_seq_length, "--dec-seq-length": d.dec_seq_length}
+    for name, length in lengths.items():
+        if length is not None and length > positions:
+            yield f"{name} {length} exceeds --max-position-embeddings {positions}; raise the latter"

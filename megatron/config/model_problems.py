@@ -1,0 +1,76 @@
+"""Settings of a model's layers that contradict each other."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from .fields import flag
+
+if TYPE_CHECKING:
+    from .model import ModelConfig
+
+# Position embeddings that each family supports.
+POSITIONS = {"gpt2": ("learned",), "llama": ("rope",), "t5": ("learned", "relative")}
+# Advice for positions that another script supports.
+SCRIPTS = {
+    "rope": "; use pretrain_llama.py, for a GPT-2 with rotary positions with --normalization layernorm "
+    "--activation gelu-tanh --hidden-bias --tie-embeddings --hidden-dropout 0.1 --attention-dropout 0.1",
+    "learned": "; use pretrain_gpt2.py",
+}
+
+
+def problems_of_heads(m: "ModelConfig") -> Iterator[str]:
+    """Yield an error text for each contradiction between the sizes of attention."""
+    if m.kv_hidden_size is None and m.hidden_size % m.num_attention_heads:
+        yield (
+            f"--hidden-size {m.hidden_size} cannot be split among --num-attention-heads "
+            f"{m.num_attention_heads}; choose a multiple or give --kv-hidden-size"
+        )
+    if m.num_attention_heads % m.key_value_heads:
+        yield (
+            f"--num-attention-heads {m.num_attention_heads} must be a multiple of --num-key-value-heads "
+            f"{m.key_value_heads}"
+        )
+
+
+def problems_of_positions(m: "ModelConfig") -> Iterator[str]:
+    """Yield an error text for positions that the family does not have, and for rotary positions of odd size."""
+    kind = m.position_embedding
+    if m.family and kind not in POSITIONS[m.family]:
+        known = " or ".join(POSITIONS[m.family])
+        yield f"--position-embedding {kind}: a {m.family} has {known} positions{SCRIPTS.get(kind, '')}"
+    if kind == "rope" and (m.rotary_size % 2 or not m.rotary_size):
+        yield (
+            f"rotary positions rotate pairs of dimensions: --rotary-percent {m.rotary_percent:g} of "
+            f"--kv-hidden-size {m.head_size} must be an even number of dimensions, not {m.rotary_size}"
+        )
+
+
+def problems_of_layers(m: "ModelConfig") -> Iterator[str]:
+    """Yield an error text for each contradiction of experts, muP and relative positions with the other settings."""
+    stacks = [m.num_layers, m.decoder_layers] if m.family == "t5" else [m.num_layers]
+    given = len(m.moe_layer_frequency)
+    if m.num_experts and given > 1 and any(given != layers for layers in stacks):
+        yield (
+            f"--moe-layer-frequency has {given} numbers, but a stack has {max(stacks)} layers; give one for each "
+            "layer, or one number in all"
+        )
+    if m.mup_base_hidden_size is None:
+        yield from _problems_of_base(m)
+    if m.relative_attention_per_layer and m.position_embedding != "relative":
+        yield f"--relative-attention-per-layer needs relative positions, not {m.position_embedding}"
+    exact = m.relative_attention_num_buckets // 2
+    if m.position_embedding == "relative" and m.relative_attention_max_distance <= exact:
+        yield (
+            f"--relative-attention-max-distance {m.relative_attention_max_distance} must be more "
+            f"than {exact}: that many of --relative-attention-num-buckets {m.relative_attention_num_buckets} "
+            "hold one distance each"
+        )
+
+
+def _problems_of_base(m: "ModelConfig") -> Iterator[str]:
+    """Yield an error text for each size of muP's base model without its width."""
+    from .mup import BASE_SIZES
+
+    for name in BASE_SIZES:
+        if getattr(m, name) is not None:
+            yield f"{flag(name)} needs --mup-base-hidden-size, too; {m.hidden_size} leaves the width unscaled"

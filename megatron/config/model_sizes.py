@@ -1,0 +1,152 @@
+"""Sizes and scales of a model that follow from its settings; scales also depend on muP's base model."""
+
+import math
+
+GATED = ("gated-gelu", "swiglu")
+
+
+class ModelSizes:
+    """Properties of `ModelConfig`, which has the settings named here."""
+
+    hidden_size: int
+    num_layers: int
+    num_decoder_layers: int | None
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    kv_hidden_size: int | None
+    ff_hidden_size: int | None
+    expert_ff_hidden_size: int | None
+    activation: str
+    hidden_bias: bool
+    qkv_bias: bool | None
+    rotary_percent: float
+    init_method_std: float
+    scale_attention: bool
+    scale_tied_logits: bool
+    mup_base_hidden_size: int | None
+    mup_base_kv_hidden_size: int | None
+    mup_base_ff_hidden_size: int | None
+    mup_base_num_key_value_heads: int | None
+    mup_base_num_layers: int | None
+    mup_base_num_decoder_layers: int | None
+    mup_base_expert_ff_hidden_size: int | None
+
+    @property
+    def decoder_layers(self) -> int:
+        """Number of layers in T5's decoder."""
+        return self.num_decoder_layers or self.num_layers
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.kv_hidden_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """Number of key/value heads. If it is below the number of attention heads, attention is grouped-query."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Number of dimensions of each head that rotary positions rotate."""
+        return int(self.head_size * self.rotary_percent)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """True if the projections to queries, keys and values have biases."""
+        return self.hidden_bias if self.qkv_bias is None else self.qkv_bias
+
+    @property
+    def gated(self) -> bool:
+        """True if the MLP is gated: the product of a gate and a value projection."""
+        return self.activation in GATED
+
+    @property
+    def ff_size(self) -> int:
+        """Width of the MLP's inner layer."""
+        return self.ff_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_ff_size(self) -> int:
+        """Width of an expert's inner layer."""
+        return self.expert_ff_hidden_size or self.ff_size
+
+    @property
+    def width_factor(self) -> float:
+        """Width of this model divided by the width of muP's base model; 1 without muP."""
+        return self.hidden_size / (self.mup_base_hidden_size or self.hidden_size)
+
+    @property
+    def branch_factor(self) -> float:
+        """Factor of the outputs of attention and MLP before the residual addition; 1 without muP for depth.
+
+        For T5 it is the factor of the encoder.
+        """
+        return math.sqrt((self.mup_base_num_layers or self.num_layers) / self.num_layers)
+
+    @property
+    def decoder_branch_factor(self) -> float:
+        """The `branch_factor` of T5's decoder."""
+        base = self.mup_base_num_decoder_layers
+        return math.sqrt(base / self.decoder_layers) if base else self.branch_factor
+
+    @property
+    def ff_growth(self) -> float:
+        """Inner width of the MLP divided by the inner width in muP's base model; 1 without muP."""
+        return self.ff_size / self.mup_base_ff_hidden_size if self.mup_base_ff_hidden_size else self.width_factor
+
+    @property
+    def expert_ff_growth(self) -> float:
+        """Inner width of an expert divided by the inner width in muP's base model; 1 without muP."""
+        base = self.mup_base_expert_ff_hidden_size
+        return self.expert_ff_size / base if base else self.ff_growth
+
+    @property
+    def key_value_growth(self) -> float:
+        """Width of all keys of a token divided by their width in muP's base model; 1 without muP."""
+        if self.mup_base_num_key_value_heads is None:
+            return self.width_factor
+        base = self.mup_base_num_key_value_heads * (self.mup_base_kv_hidden_size or self.head_size)
+        return self.key_value_heads * self.head_size / base
+
+    def init_std(self, growth: float) -> float:
+        """Return the standard deviation of the initial values of a matrix in attention or MLP.
+
+        growth: number of inputs of the matrix divided by the number in muP's base model.
+        """
+        return self.init_method_std / math.sqrt(growth)
+
+    @property
+    def hidden_std(self) -> float:
+        """Standard deviation of the initial values of matrices that multiply hidden states in attention and MLP."""
+        return self.init_std(self.width_factor)
+
+    def output_std(self, branches: int, growth: float, decoder: bool = False) -> float:
+        """Return the standard deviation of the initial output projections of a stack with `branches` residual branches.
+
+        It is divided by the square root of the number of branches (Radford et al. 2019), in muP's base model.
+        growth: see `init_std`. decoder: whether the stack is T5's decoder.
+        """
+        factor = self.decoder_branch_factor if decoder else self.branch_factor
+        return self.init_std(growth) / (math.sqrt(branches) * factor)
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of the initial query weights.
+
+        A model that does not divide scores by sqrt(d) multiplies the initial query weights instead (Raffel et al.
+        2020).
+        """
+        return 1.0 if self.scale_attention else 1 / math.sqrt(self.mup_base_kv_hidden_size or self.head_size)
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the attention scores."""
+        base = self.mup_base_kv_hidden_size or self.head_size
+        return (1 / math.sqrt(base) if self.scale_attention else 1.0) * (base / self.head_size)
+
+    @property
+    def logits_scale(self) -> float:
+        """Factor of the hidden states from which logits are computed."""
+        base = self.mup_base_hidden_size or self.hidden_size
+        return (base**-0.5 if self.scale_tied_logits else 1.0) / self.width_factor
