@@ -6,7 +6,7 @@ from torch import nn
 
 from ..config.param_groups import ParamRule, describe_rules
 from ..engines.param_groups import rules_of
-from ..model.layers import sizes_of_parameters
+from ..model.parameter_counts import sizes_of_parameters
 from ..ranks.agreement import all_ranks
 from ..ranks.rank_0 import print_rank_0
 from ..training.feature import Feature, Plan

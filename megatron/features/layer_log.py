@@ -19,7 +19,7 @@ from ..model.attention import Attention
 from ..model.attention_kernels import Call
 from ..model.attention_logits import largest_logit
 from ..model.layers import Layer, global_parameters
-from ..model.masks import text_tokens
+from ..model.text_tokens import text_tokens
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
 from ..training.feature import Feature, Interval
@@ -85,7 +85,7 @@ class LayerLog(Feature):
     def _observe(self, layer: Layer, call: Callable[[Any], Any], inputs: Any) -> Any:
         if not (layer.repeated and self._model.training):
             return call(inputs)
-        ids = inputs[layer.ids_at]
+        ids = inputs[_place_of_ids(layer)]
         context = mpu.context_axis()
         queries = text_tokens(ids, mpu.TRIVIAL_AXIS, context)
         self._text = None if queries is None else queries.mask.t()
@@ -159,3 +159,11 @@ def _layer_of(name: str, layers: list[str]) -> str:
     """Return the layer of the parameter `name`; for a model without layers, the module that holds the parameter."""
     found = max((layer for layer in layers if name.startswith(f"{layer}.")), key=len, default=None)
     return name.rpartition(".")[0] or name if found is None else found
+
+
+def _place_of_ids(layer: Layer) -> int:
+    """Return the index of the document ids of the layer's tokens among its inputs and among its outputs."""
+    if "encoded" in layer.outputs:
+        return layer.outputs.index("decoder_document_ids")
+    encodes = "encoder_document_ids" in layer.outputs
+    return layer.outputs.index("encoder_document_ids" if encodes else "document_ids")

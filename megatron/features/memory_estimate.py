@@ -12,8 +12,8 @@ from tds.diagnose import Watchdog
 
 from ..config import Config
 from ..config.ds_config import Resolved
-from ..model.block import hidden_matrices
-from ..model.layers import count_parameters
+from ..model.hidden_matrices import hidden_matrices
+from ..model.parameter_counts import count_parameters
 from ..ranks import device as device_module
 from ..ranks.initialize import ranks_here
 from ..ranks.rank_0 import print_rank_0
@@ -39,7 +39,9 @@ class MemoryEstimate(Feature):
     def engine(self, engine: Any, plan: Plan) -> None:
         model = engine.module
         parameters = count_parameters(model)
-        of_muon = count_parameters(model, hidden_matrices(model)) if plan.config.optim.muon_scale else 0
+        of_muon = 0
+        if plan.config.optim.muon_scale:
+            of_muon = count_parameters(model, hidden_matrices(model))
         Watchdog.advice = memory_advice(parameters, plan.config, plan.resolved.precision, of_muon)
 
     def start(self, run: Run) -> None:

@@ -15,10 +15,10 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 from .attention_kernels import Call, Kernel, Mask, attend
-from .cache import KeyValueCache
 from .heads import split_heads
 
 if TYPE_CHECKING:
+    from .cache import KeyValueCache
     from .rotary import Rotation
 
 
@@ -135,7 +135,7 @@ class SelfAttention(Attention):
         hidden: Tensor,
         mask: Mask,
         bias: Tensor | None = None,
-        cache: KeyValueCache | None = None,
+        cache: "KeyValueCache | None" = None,
         angles: "Rotation | None" = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Apply self-attention: [s, b, h] -> ([s, b, h], output bias, which the caller must add).

@@ -1,4 +1,4 @@
-"""Choice of the kernel that computes an attention call, by its mask, bias, dropout and device.
+"""Attention calls, and torch's kernel, which computes most of them; special_kernels.py has the others.
 
 Shapes: q queries, k keys, b batch, n query heads and g key-value heads of this rank, d width of a head.
 """
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .pieces import Pieces
 
 Mask = Union[Documents, "Views", Tensor, None]  # see `Call`
+Kernel = Callable[["Call"], Tensor]  # function that computes a call -> [b, n, q, d]
 
 
 class Call(NamedTuple):
@@ -74,81 +75,19 @@ class Call(NamedTuple):
         # A mask built from documents already hides later keys if attention is causal. A single query, as in decoding,
         # sees all keys.
         hides = self.causal and mask is None and q > 1
-        if hides and (self.bias is not None or q != k or (self.p > 0 and self.on_cpu)):
+        needs_mask = self.bias is not None or q != k or (self.p > 0 and self.on_cpu)
+        if hides and needs_mask:
             return causal_mask(q, k, self.query.device), False
         return mask, hides
 
     def added(self) -> tuple[Tensor | None, bool]:
         """Return the tensor to add to scores, [1 or b, 1 or n, q, k] or None, and if the kernel hides later keys."""
         mask, hides = self.visible()
-        if self.bias is not None:
-            return self.bias if mask is None else self.bias.masked_fill(~mask, -torch.inf), hides
-        return None if mask is None else added_mask(mask, self.query.dtype), hides
-
-
-def flash_in_pieces(c: Call) -> Tensor:
-    """Run torch's flash attention for CPUs on one block of queries and keys after another -> [b, n, q, d]."""
-    from .flash_attention import flash_attention
-
-    assert c.pieces is not None
-    axis = c.views.axis if c.views else None
-    return flash_attention(c.query, c.key, c.value, c.pieces, c.scale, axis)
-
-
-def slice_by_slice(c: Call) -> Tensor:
-    """Attend from each slice of this context rank to the gathered keys -> [b, n, q, d]."""
-    from .context_attention import gather_keys_and_values
-
-    views = c.views
-    assert views is not None
-    found = []
-    key, value = gather_keys_and_values(c.key, c.value, views.axis)
-    for at, own in enumerate(torch.split(c.query, views.each, 2)):
-        begin, end = views.keys(at)
-        keys = key[:, :, begin:end]
-        values = value[:, :, begin:end]
-        if views.masked or c.p or c.on_cpu or torch.compiler.is_compiling():
-            found.append(attend(c._replace(query=own, key=keys, value=values, mask=views.mask(at), turn=at)))
-        else:  # torch's `causal_lower_right` needs no mask tensor
-            from torch.nn.attention.bias import causal_lower_right  # imported late, because it loads torch.compile
-
-            keys, values = repeat_heads(own, keys, values)
-            last: Any = causal_lower_right(own.shape[2], end)
-            found.append(F.scaled_dot_product_attention(own, keys, values, attn_mask=last, scale=c.scale))
-    return torch.cat(found, 2)
-
-
-def biased(c: Call) -> Tensor:
-    """Attend with a learned bias, recomputing the probabilities in the backward pass -> [b, n, q, d]."""
-    from .biased_attention import biased_attention
-
-    assert c.bias is not None
-    sees = c.visible()[0] if c.pieces is None else c.pieces
-    return biased_attention(c.query, c.key, c.value, c.bias, sees, c.scale)
-
-
-def dropout_in_pieces(c: Call) -> Tensor:
-    """Attend with dropout document by document -> [b, n, q, d]."""
-    from .attention_dropout import by_document
-
-    assert c.pieces is not None
-    return by_document(c.query, c.key, c.value, c.pieces, c.scale, c.p, c.stream)
-
-
-def dropout(c: Call) -> Tensor:
-    """Attend with dropout by torch's matmul, softmax and dropout operations -> [b, n, q, d]."""
-    from .attention_dropout import attention_with_dropout
-
-    added, _ = c.added()
-    return attention_with_dropout(c.query, c.key, c.value, added, c.scale, c.p, c.stream, c.turn)
-
-
-def packed(c: Call) -> Tensor:
-    """Run torch's kernel for packed documents on CUDA -> [b, n, q, d]."""
-    from .packed_attention import packed_attention
-
-    assert isinstance(c.mask, Documents)
-    return packed_attention(c.query, c.key, c.value, c.mask, c.scale)
+        if mask is None:
+            return self.bias, hides
+        if self.bias is None:
+            return added_mask(mask, self.query.dtype), hides
+        return self.bias.masked_fill(~mask, -torch.inf), hides
 
 
 def torchs(c: Call) -> Tensor:
@@ -158,7 +97,8 @@ def torchs(c: Call) -> Tensor:
     key = c.key
     value = c.value
     grouped = key.shape[1] < query.shape[1]
-    if grouped and query.device.type == "cuda" and (added is not None or query.dtype == torch.float32):
+    unsupported = added is not None or query.dtype == torch.float32
+    if grouped and unsupported and query.device.type == "cuda":
         # torch's CUDA kernels for grouped heads support neither masks nor fp32.
         key, value = repeat_heads(query, key, value)
         grouped = False
@@ -178,48 +118,18 @@ def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[No
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def _packs(c: Call) -> bool:
-    if not (c.by_document and c.packs and isinstance(c.mask, Documents)):
-        return False
-    from .packed_attention import serves
-
-    return serves(c.query, c.mask)
-
-
-def _differentiates_bias(c: Call) -> bool:
-    if not c.fused_bias or c.bias is None:
-        return False
-    from .biased_attention import serves
-
-    return serves(c.query, c.bias)
-
-
-Kernel = Callable[[Call], Tensor]
-# (condition, kernel): the first kernel whose condition holds computes the call. The mask is a `Views` only with context
-# parallelism, which does not support a bias.
-KERNELS: tuple[tuple[Callable[[Call], Any], Kernel], ...] = (
-    (lambda c: c.pieces and not c.p and c.bias is None, flash_in_pieces),
-    (lambda c: c.views, slice_by_slice),
-    (lambda c: c.pieces and not c.p and c.fused_bias, biased),
-    (lambda c: c.pieces and c.pieces.once and c.bias is None, dropout_in_pieces),
-    (lambda c: not c.p and c.bias is None and _packs(c), packed),
-    (lambda c: not c.p and _differentiates_bias(c), biased),
-    (lambda c: c.p and c.on_cpu, dropout),
-    (lambda c: True, torchs),
-)
-TAKE_GROUPED_HEADS = flash_in_pieces, slice_by_slice, torchs
-
-
 def choose_kernel(c: Call) -> Kernel:
-    """Return the first kernel of KERNELS whose condition holds for the call."""
-    for serves, kernel in KERNELS:
-        if serves(c):
-            return kernel
-    raise AssertionError("the last kernel of KERNELS must accept every call")
+    """Return the kernel of the call: torch's, unless documents, a bias, context parallelism or dropout need another."""
+    special = isinstance(c.mask, Documents) or c.views or c.bias is not None or (c.p and c.on_cpu)
+    if not special:
+        return torchs
+    from .special_kernels import choose_special_kernel
+
+    return choose_special_kernel(c)
 
 
 def attend(c: Call) -> Tensor:
-    """Compute the call by the first kernel of KERNELS whose condition holds -> [b, n, q, d].
+    """Compute the call by the kernel that `choose_kernel` returns -> [b, n, q, d].
 
     Raises ValueError if a token has no document id.
     """
@@ -229,8 +139,4 @@ def attend(c: Call) -> Tensor:
         from .pieces import pieces_for
 
         c = c._replace(pieces=pieces_for(c.query, c.mask))  # type: ignore[arg-type]
-    kernel = choose_kernel(c)
-    if kernel not in TAKE_GROUPED_HEADS:
-        key, value = repeat_heads(c.query, c.key, c.value)
-        c = c._replace(key=key, value=value)
-    return kernel(c)
+    return choose_kernel(c)(c)

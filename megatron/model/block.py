@@ -3,13 +3,11 @@
 Shapes: s sequence, b batch, h hidden.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
@@ -17,13 +15,15 @@ from megatron.config import ModelConfig
 
 from .attention import build_self_attention
 from .attention_kernels import Mask
-from .cache import Caches
-from .masks import DocumentRole, Documents, Text, build_mask, text_tokens
+from .masks import DocumentRole, build_mask
 from .mlp import ParallelMLP
 from .norm import build_norm
 
 if TYPE_CHECKING:
+    from .cache import Caches
+    from .cross_attention import Encoded
     from .rotary import Rotation
+    from .routing import Routing
 
 
 class Dropout(nn.Module):
@@ -40,26 +40,8 @@ class Dropout(nn.Module):
         return self.stream.drop(x, self.p) if self.training and self.p else x
 
 
-class Encoded(NamedTuple):
-    """Encoder output [k, b, h] to which a decoder layer attends, and the documents that restrict this attention."""
-
-    states: Tensor
-    mask: Documents | None
-
-
 # normalised hidden states [s, b, h] -> (output, output bias or None)
 Sublayer = Callable[..., tuple[Tensor, Tensor | None]]
-
-
-class Routing(NamedTuple):
-    """What a layer with experts shares with the others of its stack.
-
-    losses: losses of routers so far, [n] each for the n stacks of the model, 0 except for a layer's own stack.
-    text: which tokens are text; routers leave out padding. None for all, or in evaluation.
-    """
-
-    losses: list[Tensor]
-    text: Text | None
 
 
 class TransformerLayer(nn.Module):
@@ -109,10 +91,10 @@ class TransformerLayer(nn.Module):
         hidden: Tensor,
         mask: Mask,
         bias: Tensor | None = None,
-        encoded: Encoded | None = None,
-        caches: Caches | None = None,
+        encoded: "Encoded | None" = None,
+        caches: "Caches | None" = None,
         angles: "Rotation | None" = None,
-        routing: Routing | None = None,
+        routing: "Routing | None" = None,
     ) -> Tensor:
         """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
 
@@ -138,27 +120,34 @@ class TransformerLayer(nn.Module):
                 self.post_attention_layernorm, self.mlp_dropout, lambda x, **_: self._run_mlp(x, routing), hidden
             )
 
-    def _run_mlp(self, x: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor | None]:
+    def _run_mlp(self, x: Tensor, routing: "Routing | None") -> tuple[Tensor, Tensor | None]:
         """Apply the MLP or the mixture: [s, b, h] -> ([s, b, h], bias). The mixture adds its loss to `routing`."""
         if isinstance(self.mlp, ParallelMLP):
             return self.mlp(x)  # type: ignore[no-any-return]
-        if routing is None:
-            raise ValueError("a layer with experts needs `routing`, which takes the loss of its router")
-        added, bias, loss = self.mlp(x, routing.text)
-        routing.losses.append(F.pad(loss, (self.stack, self.stacks - 1 - self.stack)))
-        return added, bias
+        from .routing import run_mixture
 
-    def routing(self, losses: list[Tensor], document_ids: Tensor) -> Routing:
-        """Return what the router of this layer needs. losses: of the layers before it. document_ids: [b, s]."""
-        if isinstance(self.mlp, ParallelMLP) or not self.training:
-            return Routing(losses, None)
-        return Routing(losses, text_tokens(document_ids, self.sequence, self.context))
+        return run_mixture(self, x, routing)
+
+    def routing(self, losses: list[Tensor], document_ids: Tensor) -> "Routing | None":
+        """Return what the router of this layer needs; None without experts.
+
+        losses: the routers' loss so far, or []; `layer` replaces it. document_ids: [b, s].
+        """
+        if isinstance(self.mlp, ParallelMLP):
+            return None
+        from .routing import routing_of
+
+        return routing_of(self, losses, document_ids)
 
     def _add(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
         """Add the residual branch to the hidden states [s, b, h]: hidden + factor * dropout(sublayer(norm(hidden)))."""
         added, bias = self.after_norm(norm, sublayer, hidden)
-        branch: Tensor = dropout(added if bias is None else added + bias)
-        return hidden + (branch if self.branch_factor == 1.0 else branch * self.branch_factor)
+        if bias is not None:
+            added = added + bias
+        branch: Tensor = dropout(added)
+        if self.branch_factor != 1.0:
+            branch = branch * self.branch_factor
+        return hidden + branch
 
 
 def build_mlp(config: ModelConfig, name: str, branches: int, decoder: bool) -> nn.Module:
@@ -166,7 +155,8 @@ def build_mlp(config: ModelConfig, name: str, branches: int, decoder: bool) -> n
 
     branches: see `TransformerLayer`. decoder: whether the layer is one of a T5's decoder.
     """
-    if config.num_experts is None or not config.has_experts(int(name.rpartition(".")[2])):
+    number = int(name.rpartition(".")[2])
+    if not config.has_experts(number):
         return ParallelMLP(config, config.output_std(branches, config.ff_growth, decoder))
     from .mixture import Mixture
 
@@ -176,22 +166,6 @@ def build_mlp(config: ModelConfig, name: str, branches: int, decoder: bool) -> n
 def after_norm(norm: nn.Module, sublayer: Sublayer, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
     """Apply `sublayer` to the normalised hidden states, [s, b, h] -> ([s, b, h], bias or None)."""
     return sublayer(norm(hidden))
-
-
-def summed(losses: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return a tuple with the sum [n] of routers' losses [n], or an empty tuple if there are none."""
-    return (torch.stack(list(losses)).sum(0),) if losses else ()
-
-
-def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the matrices that Muon orthogonalises: the weights of the linear layers inside transformer layers.
-
-    The attribute `use_muon` of a weight, True or False, overrides this choice; DeepSpeed reads the same attribute.
-    """
-    kinds = nn.Linear, mpu.ColumnParallelLinear, mpu.RowParallelLinear
-    layers = [layer for layer in model.modules() if isinstance(layer, TransformerLayer)]
-    inside = {module.weight for layer in layers for module in layer.modules() if isinstance(module, kinds)}
-    return {p for p in model.parameters() if p.requires_grad and getattr(p, "use_muon", p in inside)}
 
 
 class Block(TransformerLayer):
@@ -210,7 +184,7 @@ class Block(TransformerLayer):
 
             self.rotation = partial(rotation, config, context=self.context)
 
-    def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
+    def forward(self, inputs: tuple[Tensor, ...], caches: "Caches | None" = None) -> tuple[Tensor, ...]:
         """Run the layer: (hidden [s, b, h], document ids [b, s] or empty) -> (new hidden states, the same ids).
 
         caches: keys and values of the text generated so far; positions continue after the cached tokens. With
@@ -219,17 +193,12 @@ class Block(TransformerLayer):
         If an earlier layer has experts, the last input is the summed loss [n] of its router; the last output adds the
         loss of this layer's router.
         """
-        if caches and self.context.size > 1:
-            raise ValueError(
-                "text generation does not support context parallelism: "
-                "build the model with a context-parallel size of 1"
-            )
         hidden, document_ids = inputs[:2]
         losses = list(inputs[2:])  # not `*losses`, which torch 2.11 compiles as a tuple
         s = mpu.whole_length(hidden, self.sequence) * self.context.size
-        seen = caches.own.length if caches else 0
+        seen = caches.before(self.context.size) if caches else 0
         mask = self.mask(document_ids, s, seen)
         restart = self.role.positions and not caches
         angles = self.rotation(document_ids, s, seen, restart) if self.rotation else None
         hidden = self.layer(hidden, mask, caches=caches, angles=angles, routing=self.routing(losses, document_ids))
-        return hidden, document_ids, *summed(losses)
+        return hidden, document_ids, *losses

@@ -31,7 +31,8 @@ class KeyValueCache:
     def reorder(self, rows: Tensor) -> None:
         """Replace row i of the batch by row rows[i], for beam search; rows: [b]."""
         if self.key is not None and self.value is not None:
-            self.key, self.value = self.key[rows], self.value[rows]
+            self.key = self.key[rows]
+            self.value = self.value[rows]
 
 
 class Caches:
@@ -40,3 +41,12 @@ class Caches:
     def __init__(self) -> None:
         self.own = KeyValueCache()
         self.cross = KeyValueCache()
+
+    def before(self, context_ranks: int) -> int:
+        """Return the number of cached tokens. Raises ValueError if there are several context-parallel ranks."""
+        if context_ranks > 1:
+            raise ValueError(
+                "text generation does not support context parallelism: "
+                "build the model with a context-parallel size of 1"
+            )
+        return self.own.length

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron import mpu
 
-from .masks import Documents, cached_on, causal_window
+from .masks import Documents, cached_on
+from .window_masks import causal_window
 
 
 class Views(NamedTuple):

@@ -3,6 +3,8 @@
 Shapes: q query tokens, k key tokens, b batch, h hidden.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from megatron import mpu
@@ -12,6 +14,13 @@ from .attention import Attention
 from .cache import KeyValueCache
 from .heads import split_heads
 from .masks import Documents
+
+
+class Encoded(NamedTuple):
+    """Encoder output [k, b, h] to which a decoder layer attends, and the documents that restrict this attention."""
+
+    states: Tensor
+    mask: Documents | None
 
 
 class CrossAttention(Attention):

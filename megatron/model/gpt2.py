@@ -18,7 +18,7 @@ from megatron.config import Config
 
 from .block import Block
 from .embedding import DecoderStart, StackNorm, WordEmbedding
-from .layers import Layer, LayerStack, with_router_loss
+from .layers import Layer, LayerStack
 from .loss import IsText, TokenLoss, split_loss
 from .masks import DocumentRole, no_documents
 from .work import block_work, lengths
@@ -49,6 +49,10 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
         Layer("final_norm", StackNorm, (m,)),
         output_layer(config, vocab_size),
     ]
+    if m.num_experts is None:
+        return layers
+    from .routing import with_router_loss
+
     return with_router_loss(layers)
 
 
@@ -77,7 +81,8 @@ def output_layer(config: Config, vocab_size: int) -> Layer:
 
     The layer uses the token embedding's weight, or, with --no-tie-embeddings, a separate weight.
     """
-    m, (encoder, decoder) = config.model, lengths(config)
+    m = config.model
+    encoder, decoder = lengths(config)
     tied = "embedding" if m.tie_embeddings else None
     work = (decoder or encoder) * m.hidden_size * vocab_size
     args = (m, vocab_size)
@@ -114,6 +119,7 @@ class LanguageModel(LayerStack):
         super().__init__(list_layers(config, vocab_size), config.train.seed, config.recomputed_layers, own)
         self.vocab_size = vocab_size
         self.parallel_output = parallel_output
+        self.axis = mpu.get_mesh().model
         self.loss_fn: TokenLoss = TokenLoss.by(config, vocab_size, is_text)
 
     def compute(
@@ -132,7 +138,10 @@ class LanguageModel(LayerStack):
         if labels is not None:
             return self.loss_fn.of_labels(logits, labels, loss_mask, others)
         logits, _ = split_loss(logits)
-        return self.output(logits, self.vocab_size, self.parallel_output)
+        logits = mpu.whole_logits(logits).transpose(0, 1)
+        if self.parallel_output:
+            return logits
+        return mpu.gather_from_model_parallel_region(logits, self.axis)[..., : self.vocab_size]
 
 
 class GPT2Model(LanguageModel):

@@ -3,13 +3,11 @@
 Names are global: `layers.3.attention.dense.weight` is the same parameter in every layout.
 """
 
-import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron import mpu
@@ -29,7 +27,7 @@ class Layer:
     repeated: True for transformer layers, of which a stack has many; their activations may be recomputed.
     prelude: True for a layer that is recomputed with the layer after it, but not counted in `checkpoint_num_layers`.
     work: number of multiply-adds in the layer's forward pass over one sample, see work.py.
-    routes: whether the layer has a mixture of experts, see `with_router_loss`.
+    routes: whether the layer has a mixture of experts, see routing.py.
     """
 
     name: str
@@ -43,14 +41,6 @@ class Layer:
     work: int = 0
     routes: bool = False
 
-    @property
-    def ids_at(self) -> int:
-        """Index of the document ids of the layer's tokens among its inputs and among its outputs."""
-        if "encoded" in self.outputs:
-            return self.outputs.index("decoder_document_ids")
-        encodes = "encoder_document_ids" in self.outputs
-        return self.outputs.index("encoder_document_ids" if encodes else "document_ids")
-
     def build(self, seed: int) -> nn.Module:
         """Build the module; its constructor draws random numbers from a generator seeded by (seed, layer name).
 
@@ -58,20 +48,6 @@ class Layer:
         """
         with mpu.defer_init(), mpu.seeded(mpu.derive_seed(seed, "layer", self.name)):
             return self.cls(*self.args)
-
-
-def with_router_loss(layers: Sequence[Layer]) -> list[Layer]:
-    """Add the routers' loss to what layers return, from the first layer with a mixture of experts on.
-
-    It is the last tensor, but before a table of relative positions.
-    """
-    first = next((i for i, layer in enumerate(layers) if layer.routes), len(layers))
-    found = list(layers)
-    for i in range(first, len(layers)):
-        *names, last = layers[i].outputs
-        kept = ("router_loss", last) if last == "table" else (last, "router_loss")
-        found[i] = replace(layers[i], outputs=(*names, *kept))
-    return found
 
 
 def attach(root: nn.Module, path: str, module: nn.Module) -> None:
@@ -138,7 +114,6 @@ class LayerStack(AuxLossMixin, nn.Module):
         super().__init__()
         self._recomputed = checkpoint_num_layers
         self._rng = mpu.get_rng()
-        self._axis = mpu.get_mesh().model
         self.steps: list[tuple[Layer, Callable[..., Any]]] = []
         self._built: list[tuple[str, nn.Module]] = []
         self.layer_names = global_names(layers)
@@ -154,7 +129,8 @@ class LayerStack(AuxLossMixin, nn.Module):
         module = layer.build(seed)
         attach(self, name, module)
         self._built.append((name, module))
-        _fill(((f"{name}.{path}", p) for path, p in module.named_parameters()), seed)
+        named = [(f"{name}.{path}", p) for path, p in module.named_parameters()]
+        _fill(named, seed)
         then = mpu.parallel_context().after_layer
         if then is not None:
             then(module)
@@ -168,11 +144,6 @@ class LayerStack(AuxLossMixin, nn.Module):
     def layer_functions(self) -> list[Callable[..., Any]]:
         """The layers and functions that `run` calls, in this order; see `tds.DistributedOptimizer`."""
         return [call for _, call in self.steps]
-
-    def output(self, logits: Tensor | mpu.DeferredLogits, vocab_size: int, parallel: bool) -> Tensor:
-        """Transpose logits [s, b, v/t] to [b, s, v/t] (parallel), or gather them without padding to [b, s, v]."""
-        logits = mpu.whole_logits(logits).transpose(0, 1)
-        return logits if parallel else mpu.gather_from_model_parallel_region(logits, self._axis)[..., :vocab_size]
 
     def run(self, inputs: Any) -> Any:
         """Run all layers in order."""
@@ -205,13 +176,15 @@ def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _by_layer(model: Any, named: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
     """Apply `named` to each layer, then to the model for tensors outside of its layers, e.g. in its loss."""
+    layers = model.named_layers() if hasattr(model, "named_layers") else ()
     seen: set[int] = set()
-    for layer_name, layer in model.named_layers() if hasattr(model, "named_layers") else ():
+    for layer_name, layer in layers:
         for name, tensor in named(layer):
             seen.add(id(tensor))
             yield f"{layer_name}.{name}", tensor
     for name, tensor in named(model):
-        if id(tensor) not in seen and not name.startswith(PLACEHOLDER):
+        outside = id(tensor) not in seen
+        if outside and not name.startswith(PLACEHOLDER):
             yield name, tensor
 
 
@@ -227,24 +200,3 @@ def init_weights(model: Any, seed: int) -> None:
     keep the values that their module gave them.
     """
     _fill(global_parameters(model), seed)
-
-
-def sizes_of_parameters(model: Any, among: Collection[nn.Parameter] | None = None) -> dict[str, int]:
-    """Return name -> number of elements, without padding, of each parameter of the whole model, tied parameters once.
-
-    Collective over the stages and the expert-parallel ranks. among: count only these weights.
-    """
-    mesh = mpu.get_mesh()
-    found = global_parameters(model)
-    sizes = {name: math.prod(mpu.spec_of(p).full_shape) for name, p in found if among is None or p in among}
-    for axis in (mesh.pipe, mesh.expert):
-        if axis.group is not None:
-            every: list[Any] = [None] * axis.size
-            dist.all_gather_object(every, sizes, axis.group)
-            sizes = dict(item for each in every for item in each.items())
-    return sizes
-
-
-def count_parameters(model: Any, among: Collection[nn.Parameter] | None = None) -> int:
-    """Return the number of parameters of the whole model. Collective, see `sizes_of_parameters`."""
-    return sum(sizes_of_parameters(model, among).values())

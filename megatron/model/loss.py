@@ -4,17 +4,16 @@ Shapes: s sequence, b batch, v vocabulary, t model-parallel ranks.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Union
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import mpu
 from megatron.config import Config
 
 IsText = Callable[[Tensor], Tensor]
-Logits = Tensor | mpu.DeferredLogits
+Logits = Union[Tensor, "mpu.DeferredLogits"]
 # Labels and loss mask, both [b, s], and perhaps a dict of further tensors:
 # - `corpora`: float [b, c], 1 at the corpus of each sample and else 0;
 # - `text`: fp64 [n], the number of text tokens of the micro-batch in each of the model's n stacks of layers, divided by
@@ -51,20 +50,6 @@ def count_targets(targets: Targets) -> Tensor:
     return found if text is None else torch.cat([found.view(1), text])
 
 
-def _by_corpus(losses: Tensor, loss_mask: Tensor, corpora: Tensor) -> dict[str, Tensor]:
-    """Return the sums of losses [b, s] and the numbers of targets by corpus: name -> scalar in fp64.
-
-    corpora: [b, c], 1 at the corpus of each sample.
-    """
-    # [2, c]: the rows are summed losses and numbers of targets
-    sums = torch.stack([losses.sum(1, dtype=torch.float64), loss_mask.sum(1, dtype=torch.float64)]) @ corpora.double()
-    return {
-        f"{name}/{i}": value
-        for name, row in zip((CORPUS_LOSS, CORPUS_TARGETS), sums, strict=True)
-        for i, value in enumerate(row)
-    }
-
-
 class TokenLoss:
     """Loss summed over a micro-batch's target tokens; the engine divides it by the global batch's number of targets.
 
@@ -95,9 +80,9 @@ class TokenLoss:
         self.consumes_logits = consumes_logits
         self.axis = mpu.get_mesh().model
         # Mean over the micro-batches of this step of `count_targets`, which the engine sets; without an engine, the
-        # micro-batch's own number is used. See `_of_routers`.
+        # micro-batch's own number is used. See `of_routers`.
         self.mean_targets: Tensor | None = None
-        # Values of the last micro-batch. Evaluation: sums over text tokens (`_of_text`). Training: the summed z-loss.
+        # Values of the last micro-batch. Evaluation: sums over text tokens (`of_text`). Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}
         # If this is a list, evaluation appends a tensor [2, b] for each micro-batch: for each sample, the summed loss
         # and the number of targets with a logit below the largest.
@@ -118,7 +103,8 @@ class TokenLoss:
         """
         if loss_mask is None:
             return self.per_token(logits, labels)
-        return self(logits, (labels, loss_mask, {name: each for name, each in others.items() if each is not None}))
+        given = {name: each for name, each in others.items() if each is not None}
+        return self(logits, (labels, loss_mask, given))
 
     def per_token(self, logits: Any, labels: Tensor) -> Tensor:
         """Return the loss [b, s] of logits [s, b, v/t] and labels [b, s], in nats, fp32 (fp64 for fp64 logits).
@@ -126,17 +112,19 @@ class TokenLoss:
         Without gradients, deferred logits are computed in chunks. With gradients, all logits are computed at once,
         because each token's loss may be weighted differently.
         """
-        return self._per_token(split_loss(logits)[0], labels)[0]
+        logits, _ = split_loss(logits)
+        return self._per_token(logits, labels)[0]
 
     def _per_token(self, logits: Logits, labels: Tensor) -> Tensor:
         """Return [1, b, s], the loss of every token; if `samples` is a list, [2, b, s], with 1 for a wrong token."""
-        if isinstance(logits, mpu.DeferredLogits) and not torch.is_grad_enabled():
-            across = labels.t()
-            tokens = across.reshape(1, -1)
-            found = [self._seen(chunk.unsqueeze(1), tokens[:, rows]) for rows, chunk in logits.chunks()]
-            self.aux = {name: torch.stack([aux[name] for _, aux in found]).sum() for name in found[0][1]}
-            return torch.cat([values for values, _ in found], dim=2).view(-1, *across.shape).transpose(1, 2)
-        values, self.aux = self._seen(mpu.whole_logits(logits), labels)
+        if isinstance(logits, Tensor):
+            values, self.aux = self._seen(logits, labels)
+        elif torch.is_grad_enabled():
+            values, self.aux = self._seen(logits.in_full(), labels)
+        else:
+            from .extra_losses import in_chunks
+
+            values, self.aux = in_chunks(self._seen, logits, labels)
         return values
 
     def _seen(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -146,8 +134,11 @@ class TokenLoss:
         if self.samples is not None:
             right = mpu.vocab_parallel_right(logits, labels.t(), self.vocab_size, axis=self.axis).t()
             values = torch.stack([losses, (~right).to(losses.dtype)])
-        looks = self.is_text is not None and not torch.is_grad_enabled()
-        return values, self._of_text(logits, labels, losses) if looks else {}
+        if self.is_text is None or torch.is_grad_enabled():
+            return values, {}
+        from .extra_losses import of_text
+
+        return values, of_text(logits, labels, losses, self.is_text(labels), self.vocab_size, self.axis)
 
     def _both(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cross entropy and the z-loss of every token, [b, s] each.
@@ -157,27 +148,14 @@ class TokenLoss:
         """
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
         if not self.fused:
-            return self._gathered(logits, labels, z_loss)
+            from .extra_losses import reference_losses
+
+            return reference_losses(logits, labels, self.vocab_size, self.axis, z_loss)
         across = labels.t().contiguous()
         losses, z = mpu.vocab_parallel_losses(
             logits, across, self.vocab_size, z_loss=z_loss, axis=self.axis, overwrite=self.consumes_logits
         )
         return losses.t(), z.t()
-
-    def _of_text(self, logits: Tensor, labels: Tensor, losses: Tensor) -> dict[str, Tensor]:
-        assert self.is_text is not None
-        text = self.is_text(labels)
-        right = mpu.vocab_parallel_right(logits, labels.t(), self.vocab_size, axis=self.axis).t()
-        found = {"text_loss": losses * text, "text_right": right & text, "text_tokens": text}
-        return {name: each.sum(dtype=torch.float64) for name, each in found.items()}
-
-    def _gathered(self, logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-        """Compute cross entropy and z-loss by torch's functions, from a copy of all logits on every rank."""
-        whole = mpu.gather_from_model_parallel_region(logits, self.axis)[..., : self.vocab_size]
-        wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
-        losses = F.cross_entropy(wide.permute(1, 2, 0), labels, reduction="none")
-        z = z_loss * wide.logsumexp(-1).t() ** 2 if z_loss else torch.zeros_like(losses)
-        return losses + (z - z.detach()) if z_loss else losses, z.detach()
 
     def __call__(self, logits: Any, targets: Targets) -> Tensor:
         """Return the loss summed over targets, a scalar.
@@ -186,43 +164,40 @@ class TokenLoss:
         a gradient but is not shown in the sum.
         targets: (labels [b, s], loss mask [b, s]), perhaps with a dict, see `Targets`.
         """
-        labels, loss_mask = targets[:2]
-        others = targets[2] if len(targets) > 2 else {}
+        labels, loss_mask, *others = targets
         logits, router_loss = split_loss(logits)
-        if not torch.is_grad_enabled():
-            values = self._per_token(logits, labels) * loss_mask
-            losses = values[0]
-            total = losses.sum()
-            if self.samples is not None:
-                self.samples.append(values.sum(2, dtype=torch.float64))
-        elif isinstance(logits, mpu.DeferredLogits):
-            total, z, losses = logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size, self.z_loss)
-            losses = losses.t()
-            self.aux = {"z_loss": z} if self.z_loss else {}
-        else:
-            losses, z = (each * loss_mask for each in self._both(logits, labels))
-            total = losses.sum()
-            self.aux = {"z_loss": z.sum()} if self.z_loss else {}
+        total, losses = self._summed(logits, labels, loss_mask)
         if router_loss is not None:
-            router_loss = self._of_routers(router_loss, targets)
+            from .extra_losses import of_routers
+
+            router_loss = of_routers(router_loss, count_targets(targets), self.mean_targets)
             total = total + (router_loss - router_loss.detach())
             self.aux = self.aux | {"router_loss": router_loss.detach()}
-        if "corpora" in others:
-            self.aux = self.aux | _by_corpus(losses.detach(), loss_mask, others["corpora"])
+        if others and "corpora" in others[0]:
+            from .extra_losses import by_corpus
+
+            self.aux = self.aux | by_corpus(losses.detach(), loss_mask, others[0]["corpora"])
         return total
 
-    def _of_routers(self, losses: Tensor, targets: Targets) -> Tensor:
-        """Return the routers' loss, a scalar, in the units of the sum over targets, by which the engine divides it.
-
-        losses: [n], for each stack of layers the mean over the text tokens of this micro-batch. A micro-batch with more
-        text than others counts more, so that the loss of a step is the mean over all of its text tokens.
-        """
-        own = count_targets(targets)
-        means = own if self.mean_targets is None else self.mean_targets
-        if own.dim():
-            losses = losses * (own[1:] / means[1:].clamp(min=1.0)).to(losses)
-            means = means[0]
-        return means.to(losses) * losses.sum()
+    def _summed(self, logits: Logits, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the summed loss, a scalar, and the loss of each target, [b, s], 0 for other tokens; set `aux`."""
+        if not torch.is_grad_enabled():
+            values = self._per_token(logits, labels) * loss_mask
+            if self.samples is not None:
+                self.samples.append(values.sum(2, dtype=torch.float64))
+            return values[0].sum(), values[0]
+        self.aux = {}
+        if isinstance(logits, Tensor):
+            losses, z = self._both(logits, labels)
+            losses = losses * loss_mask
+            total = losses.sum()
+            if self.z_loss:
+                self.aux = {"z_loss": (z * loss_mask).sum()}
+            return total, losses
+        total, z, losses = logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size, self.z_loss)
+        if self.z_loss:
+            self.aux = {"z_loss": z}
+        return total, losses.t()
 
     def count_targets(self, targets: Targets) -> Tensor:
         """Return the number of targets, a scalar by which the engine divides."""

@@ -6,7 +6,8 @@ from megatron import mpu
 from megatron.config import ModelConfig, mup
 from megatron.config.mup import Growth
 
-from .block import TransformerLayer, hidden_matrices
+from .block import TransformerLayer
+from .hidden_matrices import hidden_matrices
 from .mixture import Expert
 from .mlp import ParallelMLP
 

@@ -6,7 +6,6 @@ directions (Raffel et al. 2020).
 """
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -39,50 +38,13 @@ class Documents(NamedTuple):
         """
         of_key = self.queries if self.keys is None else self.keys
         for name, ids, tokens in (("queries", self.queries, query), ("keys", of_key, key)):
-            if tuple(ids.shape) != (tokens.shape[0], tokens.shape[2]):
+            b, _, length, _ = tokens.shape
+            if tuple(ids.shape) != (b, length):
                 raise ValueError(
-                    f"document ids {list(ids.shape)} do not fit {name} [{tokens.shape[0]} samples, "
-                    f"{tokens.shape[2]} tokens]: give an id for each token, or an empty tensor for one document "
+                    f"document ids {list(ids.shape)} do not fit {name} [{b} samples, "
+                    f"{length} tokens]: give an id for each token, or an empty tensor for one document "
                     "without padding"
                 )
-
-
-class Text(NamedTuple):
-    """Mask and number of the tokens of a micro-batch that are text, not padding.
-
-    mask: bool [s, b], True where a token of this rank's shard is text. total: scalar in fp64, the number of text tokens
-    of the whole micro-batch, divided by the number of context-parallel ranks.
-    """
-
-    mask: Tensor
-    total: Tensor
-
-
-def text_tokens(document_ids: Tensor, sequence: mpu.Axis, context: mpu.Axis) -> Text | None:
-    """Return which tokens are text by the document ids [b, s] of the whole sequence; None for empty ids: all are text.
-
-    sequence, context: the ranks over which sequence and context parallelism shard the tokens.
-    """
-    if not document_ids.numel():
-        return None
-
-    def make() -> Text:
-        is_text = document_ids != 0
-        own = mpu.own_tokens(is_text.t(), 0, context)
-        total = is_text.sum(dtype=torch.float64) / context.size
-        return Text(mpu.local_shard(own, 0, sequence), total)
-
-    return cached_on(document_ids, ("text", sequence.size, context.size), None, make)
-
-
-def text_count(tokens: Tensor, document_ids: Tensor, context: mpu.Axis) -> Tensor:
-    """Return the number of text tokens of tokens [b, s] with document ids [b, s] or [0], as fp64 [1].
-
-    It is divided by the number of context-parallel ranks, see `Text`.
-    """
-    if not document_ids.numel():
-        return torch.full((1,), float(tokens.numel()), dtype=torch.float64, device=tokens.device)
-    return (document_ids != 0).sum(dtype=torch.float64).view(1) / context.size
 
 
 class DocumentRole(NamedTuple):
@@ -142,9 +104,11 @@ def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     The result is cached on `mask`, so that all layers share it. Otherwise each layer would save a copy for the
     backward pass.
     """
-    return cached_on(
-        mask, ("added", dtype), None, lambda: torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
-    )
+
+    def make() -> Tensor:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+
+    return cached_on(mask, ("added", dtype), None, make)
 
 
 def cached_on(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: Callable[[], Found]) -> Found:
@@ -163,11 +127,12 @@ def cached_on(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: C
 
 def _mask(queries: Tensor, keys: Tensor | None, causal: bool) -> Tensor:
     others = queries if keys is None else keys
+    own = queries.unsqueeze(2)  # [b, q, 1]
+    other = others.unsqueeze(1)  # [b, 1, k]
+    same = own == other
     if causal:
-        same = queries.abs().unsqueeze(2) == others.abs().unsqueeze(1)
-        same = same.tril() | ((queries < 0).unsqueeze(2) & (queries.unsqueeze(2) == others.unsqueeze(1)))
-    else:
-        same = queries.unsqueeze(2) == others.unsqueeze(1)
+        in_prefix = (own < 0) & same
+        same = (own.abs() == other.abs()).tril() | in_prefix
     if keys is not None:
         same = same | ~same.any(-1, keepdim=True)
     return same.unsqueeze(1)
@@ -176,26 +141,6 @@ def _mask(queries: Tensor, keys: Tensor | None, causal: bool) -> Tensor:
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """Return a mask [1, 1, q, k]: the last `queries` of `keys` tokens attend to themselves and to earlier tokens."""
     return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-
-
-def window_mask(
-    document_ids: Tensor, queries: int, seen: int, window: int, mask: Documents | None
-) -> Documents | Tensor | None:
-    """Restrict a causal `mask` to the last `window` tokens, the query's own token included.
-
-    mask: None if attention is not restricted to documents. queries: q. seen: number of cached tokens before the
-    queries, k - q.
-    Returns `mask` itself if the window covers all keys, otherwise a bool mask [1 or b, 1, q, k], True where a query
-    may attend. Layers that receive the same ids share the result.
-    """
-    keys = seen + queries
-    if keys <= window:
-        return mask
-    near = causal_window(queries, keys, window, document_ids.device)
-    if mask is None:
-        return near
-    key = "window", queries, seen, window, mask.causal
-    return cached_on(mask.queries, key, mask.keys, lambda: near & mask.mask())
 
 
 def build_mask(window: int | None, role: DocumentRole, context: mpu.Axis) -> Callable[[Tensor, int, int], Any]:
@@ -208,21 +153,15 @@ def build_mask(window: int | None, role: DocumentRole, context: mpu.Axis) -> Cal
     def documents(ids: Tensor, length: int, seen: int) -> Any:
         return document_scope(ids, causal=True) if role.attention else None
 
-    def windows(ids: Tensor, length: int, seen: int) -> Any:
-        assert window is not None
-        return window_mask(ids, length, seen, window, documents(ids, length, seen))
+    if context.size > 1:
+        from .context_attention import views_of
 
-    if context.size == 1:
-        return documents if window is None else windows
-    from .context_attention import views_of
+        return lambda ids, length, seen: views_of(ids, length, window, documents(ids, length, seen), context)
+    if window is not None:
+        from .window_masks import window_mask
 
-    return lambda ids, length, seen: views_of(ids, length, window, documents(ids, length, seen), context)
-
-
-@lru_cache(maxsize=2)
-def causal_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Return a causal mask [1, 1, q, k] of the last `window` tokens. The mask is cached because it is large."""
-    return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
+        return lambda ids, length, seen: window_mask(ids, length, seen, window, documents(ids, length, seen))
+    return documents
 
 
 def positions_in_documents(document_ids: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from megatron.config import ModelConfig
 from megatron.fused import Fused
 
 from .dispatch import through_experts
-from .masks import Text
 from .mlp import ParallelMLP
 from .router import Router
+from .text_tokens import Text
 
 
 class Expert(ParallelMLP):

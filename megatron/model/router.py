@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from .masks import Text
+from .text_tokens import Text
 
 
 class Routing(NamedTuple):

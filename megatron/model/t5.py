@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import Config, ModelConfig
 
-from .block import Encoded, TransformerLayer, summed
+from .block import TransformerLayer
 from .cache import Caches
+from .cross_attention import Encoded
 from .embedding import ModelStart, StackNorm, WordEmbedding
 from .gpt2 import LanguageModel, output_layer
-from .layers import Layer, with_router_loss
+from .layers import Layer
 from .loss import IsText
 from .masks import document_scope, no_documents, positions_in_documents
 from .relative import RelativePositions, position_bias
+from .routing import with_router_loss
 from .work import block_work, lengths
 
 ENCODING = ("hidden", "decoder_tokens", "encoder_document_ids", "decoder_document_ids")
@@ -114,7 +116,7 @@ class EncoderBlock(TransformerLayer):
         bias = position_bias(table, s, s, self.config, causal=False) if table is not None else None
         routing = self.routing(losses, encoder_ids)
         hidden = self.layer(hidden, document_scope(encoder_ids), bias, routing=routing)
-        return hidden, tokens, encoder_ids, decoder_ids, *summed(losses)
+        return hidden, tokens, encoder_ids, decoder_ids, *losses
 
 
 class DecoderBlock(TransformerLayer):
@@ -146,7 +148,7 @@ class DecoderBlock(TransformerLayer):
         cross = document_scope(decoder_ids, encoder_ids)
         memory = Encoded(encoded, cross)
         hidden = self.layer(hidden, mask, bias, memory, caches, routing=self.routing(losses, decoder_ids))
-        return hidden, encoded, encoder_ids, decoder_ids, *summed(losses)
+        return hidden, encoded, encoder_ids, decoder_ids, *losses
 
 
 class DecoderNorm(StackNorm):

@@ -28,7 +28,7 @@ def broadcast_batch(
     """Return (the tensors `keys` of a batch, int64 [b, ...], the dict of further tensors of `Targets`) on all ranks.
 
     data: batch of the first model-parallel rank. sizes: shapes of the tensors, see `mpu.broadcast_data`.
-    With several corpora the further tensors have the corpus of each sample.
+    With several corpora, the further tensors are {"corpora": float [b, c], 1 at the corpus of each sample}.
     """
     corpora = _number_of_corpora(config.data)
     if corpora > 1:

@@ -10,7 +10,8 @@ from megatron import mpu
 from ..config import Config
 from ..data.sft_dataset import build_train_valid_test_datasets
 from ..model.loss import Targets, targets_of
-from ..model.masks import positions_in_documents, text_count
+from ..model.masks import positions_in_documents
+from ..model.text_tokens import text_count
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets
 from .batches import broadcast_batch

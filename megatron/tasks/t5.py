@@ -14,8 +14,9 @@ from ..data import cpm_triples
 from ..data.corpora import prefixes_of
 from ..data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
 from ..model.loss import Targets, summed_loss, targets_of
-from ..model.masks import no_documents, text_count
+from ..model.masks import no_documents
 from ..model.t5 import T5Model
+from ..model.text_tokens import text_count
 from ..tokenizer import SentinelTokenizer, Tokenizer
 from ..training.task import Batch, Datasets, Task
 from .batches import broadcast_batch

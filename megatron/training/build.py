@@ -19,7 +19,7 @@ from ..config.ds_config import Resolved, resolve
 from ..engines.engine import Engine
 from ..engines.param_groups import keys_of_groups
 from ..engines.with_pipeline import PipeEngine
-from ..model.block import hidden_matrices
+from ..model.hidden_matrices import hidden_matrices
 from ..model.layers import global_parameters
 from ..optim import build_optimizer
 from ..ranks import device as device_module

@@ -18,7 +18,7 @@ from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved
 from ..locks.run_lock import RunLock
-from ..model.layers import count_parameters
+from ..model.parameter_counts import count_parameters
 from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks, same_everywhere
 from ..ranks.initialize import initialize_megatron, use_step_timeout

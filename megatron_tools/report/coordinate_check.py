@@ -23,9 +23,10 @@ from megatron.config import Config
 from megatron.config.command_line import parse_of_any_family, with_values
 from megatron.config.mup import BASE_SIZES
 from megatron.model.attention import Attention
-from megatron.model.block import TransformerLayer, hidden_matrices
+from megatron.model.block import TransformerLayer
 from megatron.model.embedding import StackNorm
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.hidden_matrices import hidden_matrices
 from megatron.model.lr_factors import layer_lr_factors
 from megatron.model.mixture import Mixture
 from megatron.model.mlp import ParallelMLP

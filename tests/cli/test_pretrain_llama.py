@@ -159,7 +159,7 @@ def test_presets_say_what_these_models_are() -> None:
 
     from megatron.config.command_line import parse, with_values
     from megatron.model import GPT2Model
-    from megatron.model.layers import count_parameters
+    from megatron.model.parameter_counts import count_parameters
 
     sizes = {
         "llama_1b": (128256, 1_235_814_400),

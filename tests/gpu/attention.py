@@ -9,9 +9,10 @@ from torch import Tensor
 
 from megatron import mpu
 from megatron.model import context_attention, packed_attention
-from megatron.model.attention_kernels import Call, Mask, attend, choose_kernel, slice_by_slice
+from megatron.model.attention_kernels import Call, Mask, attend, choose_kernel
 from megatron.model.context_attention import Views
 from megatron.model.masks import Documents, no_documents
+from megatron.model.special_kernels import slice_by_slice
 from megatron.ranks import device
 
 B, HEADS, GROUPS, D = 2, 4, 2, 64

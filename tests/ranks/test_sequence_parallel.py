@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron import mpu
 from megatron.config import ModelConfig
-from megatron.model.block import Block, Encoded, TransformerLayer
+from megatron.model.block import Block, TransformerLayer
+from megatron.model.cross_attention import Encoded
 from tests.support import on_ranks
 
 from .test_mpu import draw

@@ -14,9 +14,9 @@ from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model
 from megatron.model import mixture as mixture_module
 from megatron.model.loss import count_targets
-from megatron.model.masks import text_tokens
 from megatron.model.mixture import Mixture
 from megatron.model.router import Router, update_routers
+from megatron.model.text_tokens import text_tokens
 
 COMMON = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 4 --ff-hidden-size 24 --seq-length 12 --hidden-dropout 0 "

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model
-from megatron.model.masks import Documents, added_mask, document_mask, window_mask
+from megatron.model.masks import Documents, added_mask, document_mask
+from megatron.model.window_masks import window_mask
 
 LAYERS, SEQ = 4, 32
 FLAGS = (

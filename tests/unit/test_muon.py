@@ -17,7 +17,7 @@ from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import moments_of
 from megatron.estimate.sizes import count_layers, layers_of
 from megatron.model import GPT2Model, T5Model, global_parameters
-from megatron.model.block import hidden_matrices
+from megatron.model.hidden_matrices import hidden_matrices
 from megatron.optim import build_optimizer, group_keys
 from megatron.optim.muon import Muon, orthogonalise
 from tds.clip import leave_out_unless_finite, steps_separately

@@ -12,8 +12,9 @@ from megatron.config import Config
 from megatron.config.command_line import parse, with_values
 from megatron.config.fields import ConfigError
 from megatron.model import global_parameters
-from megatron.model.block import TransformerLayer, hidden_matrices
+from megatron.model.block import TransformerLayer
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.hidden_matrices import hidden_matrices
 from megatron.model.layers import LayerStack
 from megatron.model.lr_factors import layer_lr_factors
 from megatron.model.t5 import T5Model

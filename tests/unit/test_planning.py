@@ -20,7 +20,7 @@ from megatron.estimate.activations import Shapes, kept_by
 from megatron.estimate.per_rank import in_flight, states
 from megatron.estimate.sizes import count_layers, layers_of, parameters, stages_of
 from megatron.model import GPT2Model, T5Model
-from megatron.model.layers import count_parameters
+from megatron.model.parameter_counts import count_parameters
 from megatron_tools.plan import plan, scripts
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.plan.cost import pipeline_units

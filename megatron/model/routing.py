@@ -1,0 +1,58 @@
+"""Routing in layers with experts: the loss of their routers, and the tokens that count in it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .block import TransformerLayer
+from .layers import Layer
+from .text_tokens import Text, text_tokens
+
+
+class Routing(NamedTuple):
+    """What a layer with experts shares with the others of its stack.
+
+    losses: a list of the summed loss of the routers so far, [n] for the n stacks of the model, or an empty list.
+    text: which tokens are text; routers leave out padding. None for all, or in evaluation.
+    """
+
+    losses: list[Tensor]
+    text: Text | None
+
+
+def routing_of(layer: TransformerLayer, losses: list[Tensor], document_ids: Tensor) -> Routing:
+    """Return what the router of `layer` needs, see `TransformerLayer.routing`. document_ids: [b, s]."""
+    if not layer.training:
+        return Routing(losses, None)
+    return Routing(losses, text_tokens(document_ids, layer.sequence, layer.context))
+
+
+def run_mixture(layer: TransformerLayer, x: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor | None]:
+    """Apply the mixture of `layer`: [s, b, h] -> ([s, b, h], bias); add the loss of its router to `routing`."""
+    if routing is None:
+        raise ValueError("a layer with experts needs `routing`, which takes the loss of its router")
+    added, bias, loss = layer.mlp(x, routing.text)
+    own = F.pad(loss, (layer.stack, layer.stacks - 1 - layer.stack))  # 0 except for the layer's own stack
+    routing.losses[:] = [torch.stack([*routing.losses, own]).sum(0)]
+    return added, bias
+
+
+def with_router_loss(layers: Sequence[Layer]) -> list[Layer]:
+    """Add the routers' loss to what layers return, from the first layer with a mixture of experts on.
+
+    It is the last tensor, but before a table of relative positions.
+    """
+    found = []
+    routed = False
+    for layer in layers:
+        routed = routed or layer.routes
+        if routed:
+            *names, last = layer.outputs
+            kept = ("router_loss", last) if last == "table" else (last, "router_loss")
+            layer = replace(layer, outputs=(*names, *kept))
+        found.append(layer)
+    return found

@@ -1,0 +1,51 @@
+"""Which tokens of a micro-batch are text, not padding, for routers and --log-layers.
+
+Shapes: s sequence, b batch, n stacks of layers.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron import mpu
+
+from .masks import cached_on
+
+
+class Text(NamedTuple):
+    """Mask and number of the tokens of a micro-batch that are text, not padding.
+
+    mask: bool [s, b], True where a token of this rank's shard is text. total: scalar in fp64, the number of text tokens
+    of the whole micro-batch, divided by the number of context-parallel ranks.
+    """
+
+    mask: Tensor
+    total: Tensor
+
+
+def text_tokens(document_ids: Tensor, sequence: mpu.Axis, context: mpu.Axis) -> Text | None:
+    """Return which tokens are text by the document ids [b, s] of the whole sequence; None for empty ids: all are text.
+
+    sequence, context: the ranks over which sequence and context parallelism shard the tokens.
+    """
+    if not document_ids.numel():
+        return None
+
+    def make() -> Text:
+        is_text = document_ids != 0
+        own = mpu.own_tokens(is_text.t(), 0, context)
+        total = is_text.sum(dtype=torch.float64) / context.size
+        return Text(mpu.local_shard(own, 0, sequence), total)
+
+    return cached_on(document_ids, ("text", sequence.size, context.size), None, make)
+
+
+def text_count(tokens: Tensor, document_ids: Tensor, context: mpu.Axis) -> Tensor:
+    """Return the number of text tokens of tokens [b, s] with document ids [b, s] or [0], as fp64 [1].
+
+    It is divided by the number of context-parallel ranks, see `Text`.
+    """
+    if not document_ids.numel():
+        return torch.full((1,), float(tokens.numel()), dtype=torch.float64, device=tokens.device)
+    return (document_ids != 0).sum(dtype=torch.float64).view(1) / context.size
