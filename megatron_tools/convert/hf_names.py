@@ -35,6 +35,7 @@ def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match
     rows, then all k rows, then all v rows.
     """
 
+    # Two heads: our rows q0 k0 v0 q1 k1 v1 are q0 q1 k0 k1 v0 v1 in Hugging Face's tensor.
     def split(t: Tensor) -> list[Tensor]:
         by_head = t.view(heads, 3, -1, *t.shape[1:])
         stacked = by_head.transpose(0, 1).reshape(t.shape)
@@ -54,6 +55,7 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
     groups: number of groups. A group is a head (for query, key and value) or a feature (for gate and up projection).
     """
 
+    # Two groups of two tensors: our rows a0 b0 a1 b1 are a0 a1 and b0 b1 in Hugging Face's tensors.
     def split(t: Tensor) -> list[Tensor]:
         parts = t.view(groups, len(theirs), -1, *t.shape[1:])
         return [part.reshape(-1, *t.shape[1:]) for part in parts.unbind(1)]
@@ -72,6 +74,7 @@ def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -
     of groups. size: number of rows of one head.
     """
 
+    # Four query heads in two groups: our heads q0 q1 k0 v0 q2 q3 k1 v1 are q0 q1 q2 q3, k0 k1 and v0 v1 in theirs.
     def split(t: Tensor) -> list[Tensor]:
         heads = t.view(groups, -1, size, *t.shape[1:])
         queries = heads[:, :-2]

@@ -230,6 +230,7 @@ def _as_cpm_pretrain(items: Sequence[int], blocks: Sequence[int]) -> bool:
     Its pipeline layers are, numbered from 0: cast, embedding, transpose, the transformer blocks, two layers without
     weights, final norm, output head.
     """
+    # Two blocks: the layers 1 (embedding), 3 and 4 (blocks), 6 (norm) and 7 (head) have weights.
     last = len(blocks) + 5
     return list(items) == [1, *range(3, last - 2), last - 1, last]
 

@@ -168,8 +168,8 @@ def candidates(wanted: Wanted) -> Iterator[Config]:
         shards = replicas * c.parallel.context_parallel_size
         if wanted.devices % cell or shards % ep:
             continue
-        # Pipelines and expert parallelism run with ZeRO 0 and 1. Without replicas ZeRO has nothing to shard, so only
-        # the lowest stage that the precision allows is tried.
+        # ZeRO 2 and 3 support neither pipelines nor expert parallelism. Without replicas ZeRO has nothing to shard, so
+        # only the lowest stage that the precision allows is tried.
         if zero > 1 and (pp or ep > 1 or shards == 1):
             continue
         if chunks > 1 and not pp:

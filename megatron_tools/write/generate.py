@@ -145,6 +145,7 @@ def _print_text(asked: Prompt, text: str, args: argparse.Namespace) -> None:
 
 def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
     """Print the generated text of each prompt token by token. With --chat --interactive, each prompt is a new turn."""
+    first = is_rank_0()
     before: tuple[Message, ...] = ()
     for asked in prompts(args):
         if isinstance(asked, Conversation):
@@ -154,14 +155,15 @@ def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
         except ValueError as error:
             if not args.interactive:
                 raise
-            if is_rank_0():
+            if first:
                 print(f"invalid prompt: {error}", flush=True)
             continue
-        if is_rank_0():
+        on_tokens = None
+        if first:
             print(question.before, end="", flush=True)
-        on_tokens = token_printer(writer.tokenizer, question) if is_rank_0() else None
+            on_tokens = token_printer(writer.tokenizer, question)
         ((text,),) = writer.write([question], args, on_tokens)
-        if is_rank_0():
+        if first:
             print(question.after, flush=True)
         if isinstance(asked, Conversation) and args.interactive:
             before = with_answer(asked, text)
