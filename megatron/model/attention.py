@@ -31,7 +31,7 @@ def _fill_heads(std: float, head_size: int, factors: Sequence[float], weight: Te
 class Attention(nn.Module):
     """Common part of self- and cross-attention (Vaswani et al. 2017): softmax(q k^T + bias) v, output projection.
 
-    kernel: function that computes a `Call`; `attend` takes the first of the table KERNELS whose condition holds.
+    kernel: function that computes a `Call`; `attend` lets `choose_kernel` choose.
     watch: function that is called with each attention call before it is computed, or None.
     """
 
