@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron.config import SECTIONS, settings
 from megatron.config.defaults import DEFAULTS
-from megatron.config.ds_config import INSTEAD, PASSED_ON, RESOLVED
+from megatron.config.ds_file import INSTEAD, PASSED_ON, RESOLVED
 from megatron.config.fields import OneOf, flag, types_of
 
 from .imports import imports_page
