@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "megatron.atomic": set(),
     "megatron.storage": set(),
     "megatron.config": {"megatron.storage"},
-    "megatron.config.ds_config": {"tds", "megatron.storage"},
+    "megatron.config.ds_config": {"tds", "megatron.storage", "megatron.config.ds_file"},
     "megatron.config.ds_file": {"tds", "megatron.storage"},
     "megatron.config.schedules": {"tds"},
     "megatron.fused": {"megatron._torch"},  # functions that CUDA runs compiled
