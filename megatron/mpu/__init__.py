@@ -176,14 +176,24 @@ def get_model_parallel_src_rank() -> int:
     return _mesh.current().model.first
 
 
-def get_data_parallel_rank() -> int:
-    """Return this rank's index on the data axis; ranks of one context-parallel group have consecutive indices."""
-    return _mesh.current().data.rank
+def get_data_parallel_rank(with_context_parallel: bool = True) -> int:
+    """Return this rank's index on the data axis; ranks of one context-parallel group have consecutive indices.
+
+    with_context_parallel: False for the index of this rank's replica, as by default in Megatron-core. The default here
+    is what DeepSpeed, which calls this function without arguments, needs to sum gradients.
+    """
+    mesh = _mesh.current()
+    return mesh.data.rank if with_context_parallel else mesh.share.number
 
 
-def get_data_parallel_world_size() -> int:
-    """Return the number of ranks on the data axis, including context-parallel ranks."""
-    return _mesh.current().data.size
+def get_data_parallel_world_size(with_context_parallel: bool = True) -> int:
+    """Return the number of ranks on the data axis, including context-parallel ranks.
+
+    with_context_parallel: False for the number of replicas, each of which reads samples of its own, as by default in
+    Megatron-core. See `get_data_parallel_rank`.
+    """
+    mesh = _mesh.current()
+    return mesh.data.size if with_context_parallel else mesh.share.of
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:

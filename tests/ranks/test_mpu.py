@@ -502,3 +502,15 @@ def _two_meshes() -> None:
 
 def test_two_models_on_two_meshes_in_one_process() -> None:
     on_ranks(2, _two_meshes)
+
+
+def _data_axis() -> tuple[int, ...]:
+    mpu.initialize_model_parallel(1, 1, context_parallel_size=2)
+    size = mpu.get_data_parallel_world_size
+    rank = mpu.get_data_parallel_rank
+    return size(), rank(), size(with_context_parallel=False), rank(with_context_parallel=False)
+
+
+def test_the_data_axis_with_and_without_context_ranks() -> None:
+    """Megatron-core's argument: without it, context ranks count, as DeepSpeed needs."""
+    assert on_ranks(4, _data_axis) == [(4, 0, 2, 0), (4, 1, 2, 0), (4, 2, 2, 1), (4, 3, 2, 1)]
