@@ -170,7 +170,7 @@ class _Output:
         self.sft = args.objective == "sft"
         level = "sentence" if args.split_sentences else "document"
         self.prefixes = [f"{args.output_prefix}_{key}_{level}" for key in args.keys]
-        dtypes: dict[str, Any] = {"": best_dtype(tokenizer.vocab_size)}  # of the pairs of a prefix, by their endings
+        dtypes: dict[str, Any] = {"": best_dtype(tokenizer.vocab_size)}  # ending of a pair -> its dtype
         if self.sft:
             self.prefixes = [f"{args.output_prefix}_sft"]
             dtypes[LOSS] = np.uint8

@@ -40,7 +40,7 @@ def newest(load: str, number: int) -> list[Path]:
     last = find_checkpoint(load)
     if latest_checkpoint(last.parent) != last:
         raise ValueError(f"--last needs a run directory or a folder of checkpoints, not the checkpoint --load {load}")
-    newest_iteration = int(last.name[5:])  # of iter_0001000
+    newest_iteration = int(last.name[5:])  # 1000 for the folder iter_0001000
     earlier = []
     for iteration, path in numbered_checkpoints(last.parent).items():
         if iteration <= newest_iteration:

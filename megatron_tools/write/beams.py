@@ -50,7 +50,7 @@ class Beam:
         if length == self.longest or beaten:
             self.over = True
             self.unfinished = [(score / share, row) for score, row in zip(totals, self.rows, strict=True)]
-            # While searches for other prompts go on, the model still computes this search's rows. They are ignored.
+            # While searches for other prompts continue, the model still computes this search's rows. They are ignored.
             self.order = torch.arange(self.beams)
             self.new = torch.zeros_like(self.new)
 

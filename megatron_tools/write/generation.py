@@ -307,7 +307,7 @@ def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Te
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
     if top_p < 1:
-        # Of the probabilities 0.5, 0.3 and 0.2, top_p 0.7 keeps two: 0, 0.5 and 0.8 come before them.
+        # With probabilities 0.5, 0.3 and 0.2, top_p 0.7 keeps two: the sums before them are 0, 0.5 and 0.8.
         ordered, order = logits.sort(dim=-1, descending=True)
         shares = ordered.softmax(dim=-1)
         before = shares.cumsum(dim=-1) - shares
