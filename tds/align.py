@@ -6,6 +6,7 @@ enter - leave_0 <= d <= leave - enter_0.
 Several collectives narrow the bound. This works on any backend and world size.
 """
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -17,8 +18,13 @@ ROUNDS = 12
 
 def narrow(mine: Sequence[Sequence[int]], zeros: Sequence[Sequence[int]]) -> tuple[float, float]:
     """Return (offset, error bound) in ns. mine, zeros: (enter, leave) of each collective, on this rank and rank 0."""
-    low = max(enter - leave for (enter, _), (_, leave) in zip(mine, zeros, strict=True))
-    high = min(leave - enter for (_, leave), (enter, _) in zip(mine, zeros, strict=True))
+    # For example, mine = [(105, 140)] and zeros = [(0, 30)]: the offset is 105 - 30 = 75 at least and 140 - 0 = 140 at
+    # most, so it is 107.5 +- 32.5.
+    low = -math.inf
+    high = math.inf
+    for (enter, leave), (enter_0, leave_0) in zip(mine, zeros, strict=True):
+        low = max(low, enter - leave_0)
+        high = min(high, leave - enter_0)
     return (low + high) / 2, (high - low) / 2
 
 

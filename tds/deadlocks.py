@@ -88,13 +88,15 @@ class Graph:
 
     def _cycle(self, left: Sequence[int]) -> str:
         """Describe a cycle of the graph. left: for each event, how many events it still waits for."""
-        event = next(i for i, count in enumerate(left) if count)
         path = list[int]()
+        event = next(i for i, count in enumerate(left) if count)
         while event not in path:
             path.append(event)
             event = next(each for each in self.after[event] if left[each])
-        cycle = path[path.index(event) :]
-        names = list(dict.fromkeys(self.names[each] for each in cycle))
+        names = []
+        for each in path[path.index(event) :]:
+            if self.names[each] not in names:
+                names.append(self.names[each])
         if len(names) > 8:
             names[7:] = ["..."]
         return "messages would deadlock: " + ", which waits for ".join(names)

@@ -42,6 +42,8 @@ INTERRUPTED = 130  # exit code that a shell gives to a process ended by Ctrl-C
 def _print_once() -> None:
     """Install an excepthook that prints an uncaught error unless rank 0's report already contains the error."""
     before = sys.excepthook
+    if hasattr(before, "once"):
+        return
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         latest = Watchdog._latest
@@ -51,8 +53,7 @@ def _print_once() -> None:
             before(kind, error, trace)
 
     hook.once = True  # type: ignore[attr-defined]
-    if not hasattr(before, "once"):
-        sys.excepthook = hook
+    sys.excepthook = hook
 
 
 CHANNELS = {

@@ -299,7 +299,8 @@ class PipelineEngine(PipelineHooks):
             same_until = self._step.batches.same_until(at.micro)
         if self.module.training:  # before the send, since `expect` may allocate the gradient's buffer
             due = [BoundaryTensor(each.tensor, split=each.split) for each in outputs if each.grad]
-            neighbours.from_next.expect(at, layout_of(due) if due else None)
+            layout = layout_of(due) if due else None
+            neighbours.from_next.expect(at, layout)
         neighbours.to_next.send_next(at, same_until, outputs, f"stage {self.stage_id}")
 
     def _recv_activation(self, instruction: Instruction) -> None:

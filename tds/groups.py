@@ -129,17 +129,19 @@ def parallel_groups(line: Sequence[int], topology: Any) -> list[list[int]]:
     # are [0, 1], [2, 3], [4, 5] and [6, 7], one for each stage and replica.
     coords = [topology.get_coord(rank) for rank in line]
     axes = [axis for axis in AXES if axis in topology.get_axis_names()]
-    choices = []  # coordinates along each axis, as one group
+    choices = []  # for each axis, the sets of coordinates that a group may have along it
     for axis in axes:
-        taken = sorted({getattr(coord, axis) for coord in coords})
+        taken = {getattr(coord, axis) for coord in coords}
         if len(taken) > 1:
-            choices.append([taken])
+            choices.append([sorted(taken)])
         else:
             choices.append([[value] for value in range(topology.get_dim(axis))])
     found = []
     for group in product(*choices):
-        members = product(*group)
-        found.append(sorted(topology.get_rank(**dict(zip(axes, coord, strict=True))) for coord in members))
+        ranks = []
+        for coord in product(*group):
+            ranks.append(topology.get_rank(**dict(zip(axes, coord, strict=True))))
+        found.append(sorted(ranks))
     return found
 
 

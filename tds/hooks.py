@@ -116,7 +116,8 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         """
         root = self._take_norm()
         clip_by_norm(self.module.parameters(), root, self.gradient_clipping())
-        norm = self._global_grad_norm = self._read_norm() if self._norm_is_shared else root.item()
+        norm = self._read_norm() if self._norm_is_shared else root.item()
+        self._global_grad_norm = norm
         if self.torch_autocast_z0_gradscaler:
             return
         if self.spike_guard:

@@ -24,10 +24,12 @@ def require_iterator(data: Any, stage: int) -> None:
 
 def require_scalar_loss(outputs: Any, stage: int) -> None:
     """Raise TypeError if there is no loss_fn and the last layer does not return a scalar loss."""
-    values = outputs.values() if isinstance(outputs, Mapping) else (outputs,)
+    values = outputs.values() if isinstance(outputs, Mapping) else [outputs]
     if all(isinstance(each, Tensor) and each.numel() == 1 for each in values):
         return
-    found = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, Tensor) else type(outputs).__name__
+    found = type(outputs).__name__
+    if isinstance(outputs, Tensor):
+        found = f"a tensor of shape {list(outputs.shape)}"
     raise TypeError(
         f"stage {stage}: the PipelineModule has no loss_fn, and its last layer returns {found}, not a scalar loss: "
         f"build it with PipelineModule(..., loss_fn=f), where f(outputs, labels) returns a scalar tensor"
