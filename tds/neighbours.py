@@ -118,18 +118,17 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
     pool = Pool(device)
     slices = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
 
-    def connect(side: str, boundary: int, peer_stage: int, out: Any, back: Any) -> None:
-        peer = grid.stage_to_global(stage_id=peer_stage)
+    def connect(side: str, peer: int, out: Any, back: Any) -> None:
         found.senders[side] = Sender(Link(peer, out, hosts or out, pool, *slices))
         found.receivers[side] = Receiver(Link(peer, back, hosts or back, pool, *slices), posted_ahead(device))
 
     previous = (stage - 1) % stages
     if stage < boundaries:
         parity = boundary_parity(stage, stages) % len(down)
-        connect(NEXT, stage, (stage + 1) % stages, down[parity], up[parity])
+        connect(NEXT, grid.stage_to_global(stage_id=(stage + 1) % stages), down[parity], up[parity])
     if previous < boundaries:
         parity = boundary_parity(previous, stages) % len(down)
-        connect(PREVIOUS, previous, previous, up[parity], down[parity])
+        connect(PREVIOUS, grid.stage_to_global(stage_id=previous), up[parity], down[parity])
     _meet(found, device, parities)
     return found
 
