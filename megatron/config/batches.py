@@ -33,8 +33,10 @@ def parse_entries(text: str) -> list[Entry]:
         samples = _NUMBER.fullmatch(size)
         if begin is None or samples is None or samples[3]:
             raise ValueError(f"{word} is not START:SIZE")
-        entries.append(Entry(_whole(begin), (begin[3] or "").lower() == "_samples", _whole(samples)))
-    if not entries or entries[0].start or any(not each.size for each in entries):
+        unit = (begin[3] or "").lower()
+        entries.append(Entry(_whole(begin), unit == "_samples", _whole(samples)))
+    sizes = [entry.size for entry in entries]
+    if not entries or entries[0].start or 0 in sizes:
         raise ValueError("no entry starts at 0, or a size is 0")
     return entries
 

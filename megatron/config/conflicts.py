@@ -1,10 +1,11 @@
 """Settings of optional parts that exclude each other or need each other."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..storage import is_url
 from .data import objectives_of
+from .fields import where
 from .optim import share_of
 
 if TYPE_CHECKING:
@@ -27,30 +28,42 @@ def _of_recomputation(config: "Config") -> Iterator[str]:
     m = config.model
     p = config.parallel
     splits = p.splits_backward(config.train.gas)
-    if splits and p.checkpoint_activations:
-        yield (
-            f"--pipeline-schedule {p.pipeline_schedule} would recompute activations for each half of the backward "
-            "pass; use 1f1b with --checkpoint-activations"
+    schedule = f"--pipeline-schedule {p.pipeline_schedule}"
+    yield from where(
+        (
+            splits and p.checkpoint_activations,
+            f"{schedule} would recompute activations for each half of the backward pass; use 1f1b with "
+            "--checkpoint-activations",
+        ),
+        (
+            m.checkpoint_attention and p.checkpoint_activations,
+            "--checkpoint-activations recomputes attention with its layer; leave --checkpoint-attention out",
+        ),
+        (
+            m.offload_activations and p.checkpoint_activations,
+            "--checkpoint-activations leaves nothing for --offload-activations to move; leave one of them out",
+        ),
+    )
+    if m.recompute_modules:
+        others = where(
+            (p.checkpoint_activations, "--checkpoint-activations, which recomputes whole layers"),
+            (m.checkpoint_attention, "--checkpoint-attention, which keeps queries, keys and values"),
+            (m.offload_activations, "--offload-activations, which keeps activations elsewhere"),
+            (splits, f"{schedule}, which splits the backward pass"),
         )
-    if m.checkpoint_attention and p.checkpoint_activations:
-        yield "--checkpoint-activations recomputes attention with its layer; leave --checkpoint-attention out"
-    if m.offload_activations and p.checkpoint_activations:
-        yield "--checkpoint-activations leaves nothing for --offload-activations to move; leave one of them out"
-    for name, given in (
-        ("--checkpoint-activations, which recomputes whole layers", p.checkpoint_activations),
-        ("--checkpoint-attention, which keeps queries, keys and values", m.checkpoint_attention),
-        ("--offload-activations, which keeps activations elsewhere", m.offload_activations),
-        (f"--pipeline-schedule {p.pipeline_schedule}, which splits the backward pass", splits),
-    ):
-        if m.recompute_modules and given:
-            yield f"--recompute-modules cannot be used with {name}; leave one of them out"
-    if m.checkpoint_attention and splits:
-        yield (
-            f"--pipeline-schedule {p.pipeline_schedule} would recompute attention for each half of the backward "
-            "pass; use 1f1b with --checkpoint-attention"
-        )
-    if config.train.precision == "fp8" and m.num_experts:
-        yield "--num-experts cannot be used with --precision fp8, whose matmuls need a fixed shape; use bf16"
+        for other in others:
+            yield f"--recompute-modules cannot be used with {other}; leave one of them out"
+    yield from where(
+        (
+            m.checkpoint_attention and splits,
+            f"{schedule} would recompute attention for each half of the backward pass; use 1f1b with "
+            "--checkpoint-attention",
+        ),
+        (
+            config.train.precision == "fp8" and m.num_experts,
+            "--num-experts cannot be used with --precision fp8, whose matmuls need a fixed shape; use bf16",
+        ),
+    )
     if config.train.compile:
         yield from conflicts_with_compile(config)
 
@@ -60,44 +73,69 @@ def conflicts_with_compile(config: "Config", zero_stage: int | None = None) -> I
 
     zero_stage: stage of ZeRO; None if it is not known yet.
     """
-    if config.model.offload_activations:
-        yield "--offload-activations cannot see activations inside compiled layers; remove one of them"
-    if config.model.recompute_modules:
-        yield (
-            "--recompute-modules cannot be used with --compile, which chooses what to recompute itself; leave one "
-            "of them out"
-        )
-    if config.parallel.splits_backward(config.train.gas):
-        name = config.parallel.pipeline_schedule
-        yield f"--compile cannot be used with --pipeline-schedule {name}, which splits the backward pass; use 1f1b"
-    if config.train.precision == "fp8":
-        yield "--compile cannot be used with --precision fp8, whose matmuls are not compiled; use bf16"
-    if config.model.num_experts:
-        yield "--compile cannot be used with --num-experts, whose shapes depend on the tokens; leave one out"
-    if zero_stage == 3:
-        yield (
-            "--compile cannot be used with ZeRO stage 3, which frees a layer's weights after use; use --zero-stage 2"
-        )
+    m = config.model
+    p = config.parallel
+    yield from where(
+        (
+            m.offload_activations,
+            "--offload-activations cannot see activations inside compiled layers; remove one of them",
+        ),
+        (
+            m.recompute_modules,
+            "--recompute-modules cannot be used with --compile, which chooses what to recompute itself; leave one of "
+            "them out",
+        ),
+        (
+            p.splits_backward(config.train.gas),
+            f"--compile cannot be used with --pipeline-schedule {p.pipeline_schedule}, which splits the backward pass; "
+            "use 1f1b",
+        ),
+        (
+            config.train.precision == "fp8",
+            "--compile cannot be used with --precision fp8, whose matmuls are not compiled; use bf16",
+        ),
+        (
+            m.num_experts,
+            "--compile cannot be used with --num-experts, whose shapes depend on the tokens; leave one out",
+        ),
+        (
+            zero_stage == 3,
+            "--compile cannot be used with ZeRO stage 3, which frees a layer's weights after use; use --zero-stage 2",
+        ),
+    )
 
 
 def _of_wsd(config: "Config") -> Iterator[str]:
     o = config.optim
-    samples = config.lr_decay_samples
     if o.lr_decay_style != "wsd":
         return
-    unit = "iterations"
-    decay = o.lr_wsd_decay_iters
-    other = o.lr_wsd_decay_samples
-    names = "--lr-wsd-decay-iters", "--lr-wsd-decay-samples", "--lr-decay-iters"
-    if samples is not None:
-        unit, decay, other = "samples", other, decay
-        names = names[1], names[0], "--lr-decay-samples"
-    total = config.lr_decay_iters if samples is None else samples
+    iterations = _Decay("iterations", "--lr-wsd-decay-iters", o.lr_wsd_decay_iters, "--lr-decay-iters")
+    samples = _Decay("samples", "--lr-wsd-decay-samples", o.lr_wsd_decay_samples, "--lr-decay-samples")
+    if config.lr_decay_samples is None:
+        total = config.lr_decay_iters
+        decay = iterations
+        other = samples
+    else:
+        total = config.lr_decay_samples
+        decay = samples
+        other = iterations
     warmup = share_of(o.warmup, total)
-    if other is not None:
-        yield f"{names[1]} {other}: the learning rate follows {unit} here; give {names[0]} instead"
-    if decay is not None and warmup + decay > total:
-        yield f"{names[0]} {decay} after {warmup} {unit} of --warmup is more than the {total} of {names[2]}"
+    if other.length is not None:
+        yield f"{other.flag} {other.length}: the learning rate follows {decay.unit} here; give {decay.flag} instead"
+    if decay.length is not None and warmup + decay.length > total:
+        yield (
+            f"{decay.flag} {decay.length} after {warmup} {decay.unit} of --warmup is more than the {total} of "
+            f"{decay.total_flag}"
+        )
+
+
+class _Decay(NamedTuple):
+    """The flags of the decay at the end of the learning rate, in iterations or in samples."""
+
+    unit: str
+    flag: str
+    length: int | None
+    total_flag: str
 
 
 def _of_mup(config: "Config") -> Iterator[str]:
@@ -106,42 +144,64 @@ def _of_mup(config: "Config") -> Iterator[str]:
 
 
 def _of_objectives(config: "Config") -> Iterator[str]:
-    m = config.model
     d = config.data
     known = objectives_of(config.model.family)
     if d.objective is not None and d.objective not in known:
-        yield f"--objective {d.objective}: a {m.family or 'custom model'} supports {' or '.join(known)}"
-    prefixes = config.objective == "prefix-lm"
-    looks_ahead = "--objective prefix-lm lets a prefix look ahead, which"
-    if prefixes and not config.is_t5 and m.sliding_window is not None:
+        model = config.model.family or "custom model"
+        yield f"--objective {d.objective}: a {model} supports {' or '.join(known)}"
+    if config.objective == "prefix-lm":
+        yield from _of_prefixes(config)
+    if config.is_t5 and d.reset_position_ids and not d.reset_attention_mask:
         yield (
-            f"{looks_ahead} --sliding-window forbids: leave one of them out; --sliding-window none turns off the "
-            f"window that a --config file sets"
+            "--reset-position-ids: a T5 distinguishes documents only with --reset-attention-mask; give both, or neither"
         )
-    if prefixes and config.parallel.context_parallel_size > 1:
-        yield f"{looks_ahead} --context-parallel-size does not support yet: leave one of them out"
-    if d.reset_position_ids and not d.reset_attention_mask:
-        if prefixes and not config.is_t5 and m.position_embedding == "rope":
-            yield (
-                "--objective prefix-lm with rotary positions: --reset-position-ids needs --reset-attention-mask, too"
-            )
-        if config.is_t5:
-            yield (
-                "--reset-position-ids: a T5 distinguishes documents only with --reset-attention-mask; give both, "
-                "or neither"
-            )
+
+
+def _of_prefixes(config: "Config") -> Iterator[str]:
+    """Yield an error text for each setting that excludes prefixes with bidirectional attention."""
+    m = config.model
+    d = config.data
+    looks_ahead = "--objective prefix-lm lets a prefix look ahead, which"
+    is_decoder = not config.is_t5
+    yield from where(
+        (
+            is_decoder and m.sliding_window is not None,
+            f"{looks_ahead} --sliding-window forbids: leave one of them out; --sliding-window none turns off the "
+            f"window that a --config file sets",
+        ),
+        (
+            config.parallel.context_parallel_size > 1,
+            f"{looks_ahead} --context-parallel-size does not support yet: leave one of them out",
+        ),
+        (
+            is_decoder and m.position_embedding == "rope" and d.reset_position_ids and not d.reset_attention_mask,
+            "--objective prefix-lm with rotary positions: --reset-position-ids needs --reset-attention-mask, too",
+        ),
+    )
 
 
 def _of_settings_of_objectives(config: "Config") -> Iterator[str]:
     d = config.data
-    if d.fim_rate and config.objective != "lm":
-        yield f"--fim-rate rearranges running text, which --objective {config.objective} does not read: leave it out"
-    if d.fim_rate and len(set(d.fim_tokens or ())) != 3:
-        yield "--fim-rate needs --fim-tokens PREFIX MIDDLE SUFFIX, the names of three special tokens"
-    if not d.fim_rate and (d.fim_tokens is not None or d.fim_spm_rate != 0.5):
-        yield "--fim-tokens and --fim-spm-rate have no effect alone: give --fim-rate, too"
-    if config.objective == "sft" and d.eod_mask_loss:
-        yield "--objective sft takes the targets from the corpus: leave --eod-mask-loss out"
+    objective = config.objective
+    has_details = d.fim_tokens is not None or d.fim_spm_rate != 0.5
+    yield from where(
+        (
+            d.fim_rate and objective != "lm",
+            f"--fim-rate rearranges running text, which --objective {objective} does not read: leave it out",
+        ),
+        (
+            d.fim_rate and len(set(d.fim_tokens or ())) != 3,
+            "--fim-rate needs --fim-tokens PREFIX MIDDLE SUFFIX, the names of three special tokens",
+        ),
+        (
+            has_details and not d.fim_rate,
+            "--fim-tokens and --fim-spm-rate have no effect alone: give --fim-rate, too",
+        ),
+        (
+            objective == "sft" and d.eod_mask_loss,
+            "--objective sft takes the targets from the corpus: leave --eod-mask-loss out",
+        ),
+    )
 
 
 def _of_contexts(config: "Config") -> Iterator[str]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from .batches import BatchSchedule, parse_entries, schedule_of
-from .fields import flag
+from .fields import flag, where
 
 if TYPE_CHECKING:
     from .sections import Config
@@ -23,18 +23,24 @@ def contradictions(config: "Config") -> Iterator[str]:
 def _splits_over_ranks(config: "Config") -> Iterator[str]:
     m = config.model
     ranks = config.parallel.model_parallel_size
-    split = f"cannot be split over --model-parallel-size {ranks}"
     heads = m.key_value_heads  # if there are fewer key/value heads than ranks, several ranks share one
-    if m.num_attention_heads % ranks:
-        yield f"--num-attention-heads {m.num_attention_heads} {split}"
-    if heads % ranks and ranks % heads:
-        yield f"--num-key-value-heads {heads} {split}: one must be a multiple of the other"
-    if ranks > heads and 2 * heads * m.head_size % ranks:
-        yield f"--num-key-value-heads {heads} x 2 x --kv-hidden-size {m.head_size} {split}; it must be a multiple"
-    if m.ff_size % ranks:
-        yield f"--ff-hidden-size {m.ff_size} {split}"
-    if m.num_experts and m.expert_ff_size % ranks:
-        yield f"--expert-ff-hidden-size {m.expert_ff_size} {split}"
+    split = f"cannot be split over --model-parallel-size {ranks}"
+    yield from where(
+        (m.num_attention_heads % ranks, f"--num-attention-heads {m.num_attention_heads} {split}"),
+        (
+            heads % ranks and ranks % heads,
+            f"--num-key-value-heads {heads} {split}: one must be a multiple of the other",
+        ),
+        (
+            ranks > heads and 2 * heads * m.head_size % ranks,
+            f"--num-key-value-heads {heads} x 2 x --kv-hidden-size {m.head_size} {split}; it must be a multiple",
+        ),
+        (m.ff_size % ranks, f"--ff-hidden-size {m.ff_size} {split}"),
+        (
+            m.num_experts and m.expert_ff_size % ranks,
+            f"--expert-ff-hidden-size {m.expert_ff_size} {split}",
+        ),
+    )
 
 
 def _settings_of_other_families(config: "Config") -> Iterator[str]:

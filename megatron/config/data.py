@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .data_stages import Staged, parse_stages, text_of
-from .fields import ConfigError, Section, at_least, between, one_of, opt
+from .fields import ConfigError, Section, at_least, between, one_of, opt, where
 
 OF_T5 = ("span-corruption", "prefix-lm")
 OF_DECODERS = ("lm", "sft", "prefix-lm")
@@ -34,14 +34,15 @@ def prefixes_of(words: Sequence[str]) -> tuple[str, ...]:
     prefixes, separated by spaces.
     """
     found: list[str] = []
-    for i, word in enumerate(words):
+    before = ""
+    for word in words:
         parts = word.split()
+        prefix = prefix_of(word)
         if len(parts) > 1 and parts[0].replace(".", "", 1).isdecimal():
             found.append(" ".join(map(prefix_of, parts)))
-        elif not (
-            i and prefix_of(word) == found[-1] and {word, words[i - 1]} == {f"{found[-1]}.bin", f"{found[-1]}.idx"}
-        ):
-            found.append(prefix_of(word))
+        elif not found or prefix != found[-1] or {before, word} != {f"{prefix}.bin", f"{prefix}.idx"}:
+            found.append(prefix)
+        before = word
     return tuple(found)
 
 
@@ -140,13 +141,21 @@ class DataConfig(Section):
             object.__setattr__(self, "data_stages", (text_of(parse_stages(self.data_stages)),))
 
     def _problems(self) -> Iterator[str]:
-        if self.data_stages and self.train_data_path:
-            yield "--data-stages names the training data, so leave --train-data-path out"
         separate = self.train_data_path or self.valid_data_path or self.test_data_path
-        if separate and self.data_path:
-            yield "give either --data-path, which --split divides, or --train-data-path, not both"
-        if separate and not self.train_data_path and not self.data_stages:
-            yield "--valid-data-path and --test-data-path need --train-data-path or --data-stages"
+        yield from where(
+            (
+                self.data_stages and self.train_data_path,
+                "--data-stages names the training data, so leave --train-data-path out",
+            ),
+            (
+                separate and self.data_path,
+                "give either --data-path, which --split divides, or --train-data-path, not both",
+            ),
+            (
+                separate and not self.train_data_path and not self.data_stages,
+                "--valid-data-path and --test-data-path need --train-data-path or --data-stages",
+            ),
+        )
 
     @property
     def names_corpora(self) -> bool:

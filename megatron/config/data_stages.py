@@ -89,7 +89,8 @@ def prefixes_in(stages: Sequence[Stage]) -> list[str]:
 
 def text_of(stages: Sequence[Stage]) -> str:
     """Return stages as JSON text, which `parse_stages` reads."""
-    return json.dumps([{each.unit: each.begin, "data": _json_of(each.blend)} for each in stages], ensure_ascii=False)
+    entries = [{stage.unit: stage.begin, "data": _json_of(stage.blend)} for stage in stages]
+    return json.dumps(entries, ensure_ascii=False)
 
 
 def with_prefixes(text: str, change: Callable[[str], str]) -> str:
@@ -98,7 +99,9 @@ def with_prefixes(text: str, change: Callable[[str], str]) -> str:
 
 
 def _json_of(blend: Blend) -> Any:
-    return {p: w for w, p in blend} if blend[0][0] is not None else [p for _, p in blend]
+    if blend[0][0] is None:
+        return [prefix for _, prefix in blend]
+    return {prefix: weight for weight, prefix in blend}
 
 
 def _content(path: Path) -> str:
@@ -110,24 +113,26 @@ def _content(path: Path) -> str:
 
 def _of_words(text: str, where: str) -> Iterator[Stage]:
     for part in text.split(";"):
-        if not part.strip():
-            continue
-        this = brief(repr(part.strip()))
-        match = BEGIN.match(part)
-        if match is None:
-            raise ConfigError(
-                f"{where}: {this} must have a begin in samples or tokens, a colon and a blend, as in 0: 0.8 a 0.2 b"
-            )
-        number, factor, unit, rest = match.groups()
-        begin = _whole(number, FACTORS[factor], f"{where}: {this}")
-        words = rest.split()
-        weighted = bool(words) and _is_float(words[0])
-        if weighted and len(words) % 2:
-            raise ConfigError(f"{where}: {this} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
-        if not weighted and any(_is_float(word) for word in words):
-            raise ConfigError(f"{where}: {this} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
-        pairs = list(zip(words[::2], words[1::2], strict=True)) if weighted else [(None, word) for word in words]
-        yield _stage(begin, unit or "samples", pairs, where)
+        if part.strip():
+            yield _of_part(part, where)
+
+
+def _of_part(part: str, where: str) -> Stage:
+    """Parse one stage of the short form, such as `1M: 0.4 a 0.6 b`."""
+    this = f"{where}: {brief(repr(part.strip()))}"
+    match = BEGIN.match(part)
+    if match is None:
+        raise ConfigError(f"{this} must have a begin in samples or tokens, a colon and a blend, as in 0: 0.8 a 0.2 b")
+    number, factor, unit, rest = match.groups()
+    begin = _whole(number, FACTORS[factor], this)
+    words = rest.split()
+    pairs: list[tuple[str | None, str]] = [(None, word) for word in words]
+    numbers = [_is_float(word) for word in words]
+    if any(numbers):
+        if not numbers[0] or len(words) % 2:
+            raise ConfigError(f"{this} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
+        pairs = list(zip(words[::2], words[1::2], strict=True))
+    return _stage(begin, unit or "samples", pairs, where)
 
 
 def _of_json(text: str, where: str) -> Iterator[Stage]:
@@ -136,36 +141,43 @@ def _of_json(text: str, where: str) -> Iterator[Stage]:
     except JsonError as error:
         raise ConfigError(str(error)) from None
     for entry in content:
-        units = [unit for unit in UNITS if isinstance(entry, dict) and unit in entry]
-        if len(units) != 1 or set(entry) != {units[0], "data"}:
+        keys = set(entry) if isinstance(entry, dict) else set()
+        unit = "tokens" if "tokens" in keys else "samples"
+        if keys != {unit, "data"}:
             raise ConfigError(f'{where}: {shown(entry, 80)} must have the keys "data" and either "samples" or "tokens"')
-        data = entry["data"]
-        if not isinstance(data, dict) and not (isinstance(data, list) and all(isinstance(p, str) for p in data)):
-            raise ConfigError(f'{where}: "data" must be {{"PREFIX": WEIGHT, ...}} or ["PREFIX", ...]')
-        pairs = [(str(w), p) for p, w in data.items()] if isinstance(data, dict) else [(None, str(p)) for p in data]
-        yield _stage(_whole(str(entry[units[0]]), 1, where), units[0], pairs, where)
+        begin = _whole(str(entry[unit]), 1, where)
+        yield _stage(begin, unit, _pairs_of(entry["data"], where), where)
+
+
+def _pairs_of(data: Any, where: str) -> list[tuple[str | None, str]]:
+    """Return the pairs (weight, prefix) of a blend in JSON: an object with weights, or a list without weights."""
+    if isinstance(data, dict):
+        return [(str(weight), prefix) for prefix, weight in data.items()]
+    if isinstance(data, list) and all(isinstance(prefix, str) for prefix in data):
+        return [(None, prefix) for prefix in data]
+    raise ConfigError(f'{where}: "data" must be {{"PREFIX": WEIGHT, ...}} or ["PREFIX", ...]')
 
 
 def _stage(begin: int, unit: str, pairs: Sequence[tuple[str | None, str]], where: str) -> Stage:
     """Return a stage without the corpora of weight 0. Raises ConfigError for an invalid blend."""
-    pairs = [(weight, prefix if is_url(prefix) else os.path.normpath(prefix)) for weight, prefix in pairs]
-    stage = Stage(begin, unit, tuple(pairs))
+    blend: list[tuple[str | None, str]] = []
     seen: set[str] = set()
-    for weight, prefix in pairs:
-        if weight is not None and _number(weight) is None:
+    name = Stage(begin, unit, ()).name
+    for weight, word in pairs:
+        prefix = word if is_url(word) else os.path.normpath(word)
+        share = None if weight is None else _number(weight)
+        if weight is not None and share is None:
             raise ConfigError(
-                f"{where}: {stage.name} has the weight {brief(weight)} for {brief(prefix)}; weights are numbers, "
-                f"0 or more"
+                f"{where}: {name} has the weight {brief(weight)} for {brief(prefix)}; weights are numbers, 0 or more"
             )
         if prefix in seen:
-            raise ConfigError(
-                f"{where}: {stage.name} names {brief(prefix)} twice; name it once, with the sum of its weights"
-            )
+            raise ConfigError(f"{where}: {name} names {brief(prefix)} twice; name it once, with the sum of its weights")
         seen.add(prefix)
-    blend = tuple((w, p) for w, p in pairs if w is None or _number(w))
+        if share != 0:
+            blend.append((weight, prefix))
     if not blend:
-        raise ConfigError(f"{where}: {stage.name} has no corpus with a weight above 0")
-    return stage._replace(blend=blend)
+        raise ConfigError(f"{where}: {name} has no corpus with a weight above 0")
+    return Stage(begin, unit, tuple(blend))
 
 
 def _is_float(word: str) -> bool:
@@ -178,9 +190,12 @@ def _is_float(word: str) -> bool:
 
 def _number(word: str) -> Fraction | None:
     """Parse `word` as a finite decimal number of at least 0; return None if it is not one."""
-    if not _is_float(word) or not 0 <= float(word) < float("inf"):
+    if not _is_float(word):
         return None
-    return Fraction(word) if float(word) else Fraction(0)
+    number = float(word)
+    if not 0 <= number < float("inf"):
+        return None
+    return Fraction(word) if number else Fraction(0)
 
 
 def _whole(number: str, factor: int, where: str) -> int:

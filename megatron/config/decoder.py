@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .experts import ExpertsConfig
-from .fields import at_least, between, more_than, one_of, opt
+from .fields import at_least, between, flag, more_than, one_of, opt, where
 
 LLAMA = ("llama",)
 SCALINGS = ("linear", "llama3", "yarn")
@@ -100,24 +100,33 @@ class DecoderConfig(ExpertsConfig):
     def _problems(self) -> Iterator[str]:
         """Yield an error text for --rope-scaling parameters that are invalid or that the method ignores."""
         yield from super()._problems()
-        read = _READ_BY.get(self.rope_scaling or "", ())
-        if strange := unread(vars(self), self.rope_scaling):
-            names = ", ".join("--" + name.replace("_", "-") for name in strange)
-            yield f"{names}: not used by --rope-scaling {self.rope_scaling or '(none)'}; leave out {names}"
-        if "rope_original_length" in read and self.rope_original_length is None:
-            yield f"--rope-scaling {self.rope_scaling} needs --rope-original-length"
-        if self.rope_scaling == "llama3" and self.rope_high_freq_factor <= self.rope_low_freq_factor:
-            yield (
-                f"--rope-high-freq-factor {self.rope_high_freq_factor:g} must be more than --rope-low-freq-factor "
-                f"{self.rope_low_freq_factor:g}"
-            )
-        if self.rope_scaling == "yarn" and self.rope_theta <= 1:
-            yield f"--rope-theta {self.rope_theta:g} must be more than 1 with --rope-scaling yarn"
-        if self.rope_scaling == "yarn" and not self.rope_beta_fast > self.rope_beta_slow > 0:
-            yield (
-                f"--rope-beta-fast {self.rope_beta_fast:g} must be more than --rope-beta-slow {self.rope_beta_slow:g}, "
-                f"which must be more than 0"
-            )
+        method = self.rope_scaling
+        read = _READ_BY.get(method or "", ())
+        strange = unread(vars(self), method)
+        names = ", ".join(map(flag, strange))
+        low = self.rope_low_freq_factor
+        high = self.rope_high_freq_factor
+        slow = self.rope_beta_slow
+        fast = self.rope_beta_fast
+        yield from where(
+            (strange, f"{names}: not used by --rope-scaling {method or '(none)'}; leave out {names}"),
+            (
+                "rope_original_length" in read and self.rope_original_length is None,
+                f"--rope-scaling {method} needs --rope-original-length",
+            ),
+            (
+                method == "llama3" and high <= low,
+                f"--rope-high-freq-factor {high:g} must be more than --rope-low-freq-factor {low:g}",
+            ),
+            (
+                method == "yarn" and self.rope_theta <= 1,
+                f"--rope-theta {self.rope_theta:g} must be more than 1 with --rope-scaling yarn",
+            ),
+            (
+                method == "yarn" and not fast > slow > 0,
+                f"--rope-beta-fast {fast:g} must be more than --rope-beta-slow {slow:g}, which must be more than 0",
+            ),
+        )
 
 
 # Settings that, together with the number of rotated dimensions, determine the rotary angles.
@@ -126,7 +135,7 @@ OF_ANGLES = tuple(name for name in DecoderConfig.__dataclass_fields__ if name.st
 
 def unread(values: Mapping[str, Any], scaling: object) -> list[str]:
     """Return the non-default rotary parameters in `values` that the --rope-scaling method `scaling` ignores."""
+    read = _READ_BY.get(str(scaling), ())
+    others = {name for names in _READ_BY.values() for name in names}.difference(read)
     known = DecoderConfig.__dataclass_fields__
-    numbers = {name for kind, each in _READ_BY.items() if kind != scaling for name in each}
-    numbers -= {name for kind, each in _READ_BY.items() if kind == scaling for name in each}
-    return [name for name, f in known.items() if name in numbers and values.get(name, f.default) != f.default]
+    return [name for name, f in known.items() if name in others and values.get(name, f.default) != f.default]

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from .fields import where
 from .sections import Config
 
 _BOTH = {
@@ -56,8 +57,8 @@ def idle_keys(given: dict[str, Any], precision: str, zero: int) -> dict[str, lis
     }
     for section in ("comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor"):
         keys = given.get(section, {})
-        off = keys.get("enabled") is not True
-        found[section] = [(key, "enabled is not true") for key in keys if off and key != "enabled"]
+        if keys.get("enabled") is not True:
+            found[section] = [(key, "enabled is not true") for key in keys if key != "enabled"]
     return {section: keys for section, keys in found.items() if keys}
 
 
@@ -66,22 +67,24 @@ def _offloads(keys: dict[str, Any]) -> bool:
 
 
 def _idle_in_zero(keys: dict[str, Any], precision: str, zero: int) -> Iterator[tuple[str, str]]:
-    bf16 = precision == "bf16" and zero == 1 and not _offloads(keys)
-    read = _READ_IN_BF16 if bf16 else _READ[zero]
+    read = _READ[zero]
+    reason = f"the stage of ZeRO is {zero}"
+    if precision == "bf16" and zero == 1 and not _offloads(keys):
+        read = _READ_IN_BF16
+        reason += " in bf16"
     for key in keys:
         if key in _CHECKPOINTS:
             yield key, "checkpoints are not those of DeepSpeed"
         elif key in _NOTHING:
             yield key, "DeepSpeed does not read it"
         elif key not in read:
-            yield key, f"the stage of ZeRO is {zero}" + (" in bf16" if bf16 else "")
+            yield key, reason
 
 
 def _idle_in_fp16(keys: dict[str, Any], precision: str) -> Iterator[tuple[str, str]]:
     """Yield keys of the loss scale that have other values than DeepSpeed's defaults and no effect."""
-    for key, usual in _USUAL.items():
-        if keys.get(key, usual) == usual:
-            continue
+    unusual = [key for key, usual in _USUAL.items() if keys.get(key, usual) != usual]
+    for key in unusual:
         if precision != "fp16":
             yield key, f"the run is in {precision}"
         elif key in _DYNAMIC and keys.get("loss_scale"):
@@ -103,24 +106,34 @@ def keys_for_zero(given: dict[str, Any], precision: str, zero: int) -> set[str]:
     idle = idle_keys(given, precision, zero)
     asked: set[str] = set()
     for section, known in (("zero_optimization", "stage"), ("bf16", "enabled")):
-        without = {known, *(key for key, _ in idle.get(section, ()))}
-        asked |= given.get(section, {}).keys() - without
+        asked.update(given.get(section, {}))
+        asked.discard(known)
+        asked.difference_update(key for key, _ in idle.get(section, ()))
     return asked
 
 
 def notes_on_keys(config: Config, path: str, given: dict[str, Any], precision: str, zero: int) -> Iterator[str]:
     """Yield a note for each section of the file `path` and each reason why keys of it have no effect."""
     for section, keys in idle_keys(given, precision, zero).items():
-        for reason in dict.fromkeys(reason for _, reason in keys):
-            names = ", ".join(key for key, why in keys if why == reason)
-            yield f"{path}: {names} in {section!r} has no effect: {reason}"
-    if precision == "fp16" and given.get("fp16", {}).get("auto_cast") and config.model.family is not None:
-        yield f"{path}: auto_cast in 'fp16' has no effect: the inputs of the model are token ids"
-    if given.get("zero_force_ds_cpu_optimizer") and not given.get("zero_optimization", {}).get("offload_optimizer"):
-        yield f"{path}: zero_force_ds_cpu_optimizer has no effect: offload_optimizer is not given"
-    if os.environ.get("TDS_LOG_LEVEL", "error").lower() not in ("info", "debug"):
-        logs = [
-            key for key in ("dump_state", "comms_logger") if given.get(key) not in (None, False, {"enabled": False})
-        ]
-        for key in logs:
+        by_reason: dict[str, list[str]] = {}
+        for key, reason in keys:
+            by_reason.setdefault(reason, []).append(key)
+        for reason, names in by_reason.items():
+            yield f"{path}: {', '.join(names)} in {section!r} has no effect: {reason}"
+    casts = precision == "fp16" and given.get("fp16", {}).get("auto_cast")
+    offloads = given.get("zero_optimization", {}).get("offload_optimizer")
+    yield from where(
+        (
+            casts and config.model.family is not None,
+            f"{path}: auto_cast in 'fp16' has no effect: the inputs of the model are token ids",
+        ),
+        (
+            given.get("zero_force_ds_cpu_optimizer") and not offloads,
+            f"{path}: zero_force_ds_cpu_optimizer has no effect: offload_optimizer is not given",
+        ),
+    )
+    if os.environ.get("TDS_LOG_LEVEL", "error").lower() in ("info", "debug"):
+        return
+    for key in ("dump_state", "comms_logger"):
+        if given.get(key) not in (None, False, {"enabled": False}):
             yield f"{path}: {key} writes to DeepSpeed's log, which TDS_LOG_LEVEL=info shows"

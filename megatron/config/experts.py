@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from .fields import Section, at_least, between, flag, more_than, one_of, opt
+from .fields import Section, at_least, between, flag, more_than, one_of, opt, where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +65,33 @@ class ExpertsConfig(Section):
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         if self.num_experts is None:
-            for each in fields(ExpertsConfig):
-                value = getattr(self, each.name)
-                if value != each.default and (each.name, value) != ("router_aux_loss", 0.0):
-                    yield f"{flag(each.name)} needs --num-experts; for one MLP, give only --ff-hidden-size"
+            yield from self._without_experts()
             return
-        if self.experts_per_token > self.num_experts:
-            yield f"--experts-per-token {self.experts_per_token} is more than --num-experts {self.num_experts}"
-        if self.shared_expert_gate and not self.num_shared_experts:
-            yield "--shared-expert-gate needs --num-shared-experts"
         words = self.moe_layer_frequency
-        if len(words) > 1 and not set(words) <= {"0", "1"} or not "".join(words).strip("0"):
-            yield (
+        is_pattern = len(words) > 1
+        yield from where(
+            (
+                self.experts_per_token > self.num_experts,
+                f"--experts-per-token {self.experts_per_token} is more than --num-experts {self.num_experts}",
+            ),
+            (
+                self.shared_expert_gate and not self.num_shared_experts,
+                "--shared-expert-gate needs --num-shared-experts",
+            ),
+            (
+                (is_pattern and not set(words) <= {"0", "1"}) or not "".join(words).strip("0"),
                 f"--moe-layer-frequency {' '.join(words)} must be one number from 1, or a 0 or 1 for each layer; to "
-                "train without experts, leave --num-experts out"
-            )
+                "train without experts, leave --num-experts out",
+            ),
+        )
+
+    def _without_experts(self) -> Iterator[str]:
+        """Yield an error text for each setting of experts that is given without --num-experts."""
+        for each in fields(ExpertsConfig):
+            value = getattr(self, each.name)
+            is_off = (each.name, value) == ("router_aux_loss", 0.0)
+            if value != each.default and not is_off:
+                yield f"{flag(each.name)} needs --num-experts; for one MLP, give only --ff-hidden-size"
 
     @property
     def has_aux_loss(self) -> bool:

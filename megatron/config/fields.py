@@ -18,14 +18,16 @@ class ConfigError(ValueError):
 def describe(error: BaseException) -> str:
     """Return the message of an error as one line."""
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        where = f": {error.filename}" if error.filename else ""
+        return error.strerror + where
     if isinstance(error, JSONDecodeError):
         return describe_json(error.doc, error)
+    name = type(error).__name__
     try:
         words = str(error)
     except Exception as broken:  # a user's class may have a faulty `__str__`
-        words = f"{type(error).__name__} without a message, because its str() raised {type(broken).__name__}"
-    return " ".join(words.split()) or type(error).__name__
+        words = f"{name} without a message, because its str() raised {type(broken).__name__}"
+    return " ".join(words.split()) or name
 
 
 def first_of(names: Sequence[object], most: int = 8) -> str:
@@ -50,8 +52,8 @@ def written(name: str, value: Any) -> str:
         return name if value else f"--no-{name[2:]}"
     if value is None:
         return f"{name} none"
-    words = value if isinstance(value, (list, tuple)) else [value]
-    return " ".join([name, *map(str, words)])
+    words = value if isinstance(value, (list, tuple)) else (value,)
+    return " ".join(map(str, (name, *words)))
 
 
 def at_least(low: float) -> Callable[[Any], str | None]:
@@ -119,6 +121,13 @@ def refuse(*checks: Iterable[str]) -> None:
         raise ConfigError(problem)
 
 
+def where(*cases: tuple[Any, str]) -> Iterator[str]:
+    """Yield the error text of each case (condition, error text) whose condition holds."""
+    for holds, problem in cases:
+        if holds:
+            yield problem
+
+
 class Section:
     """Base class of the sections of settings; checks the types and values of their fields."""
 
@@ -133,19 +142,14 @@ class Section:
                 object.__setattr__(self, f.name, value)
             if float in kinds and type(value) is int:
                 object.__setattr__(self, f.name, float(value))
-            elif type(value) not in kinds:
-                wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
-                raise ConfigError(f"{flag(f.name)} must be {wanted}, got {brief(repr(value))}")
-            elif type(value) is int and abs(value) >= 2**64:
-                raise ConfigError(f"{flag(f.name)} {brief(value)} must be less than 2**64")
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ConfigError(f"{flag(f.name)} {value} must be a finite number")
+            else:
+                refuse(_problems_of_type(f.name, value, kinds))
             check = f.metadata["check"]
             problem = check(value) if check else None
             if problem:
+                words = " ".join(value) if isinstance(value, tuple) else value
                 off = ", or none" if type(None) in kinds else ""
-                given = " ".join(value) if isinstance(value, tuple) else value
-                raise ConfigError(f"{flag(f.name)} {brief(given)} {problem}{off}")
+                raise ConfigError(f"{flag(f.name)} {brief(words)} {problem}{off}")
         refuse(self._problems())
 
     def _problems(self) -> Iterator[str]:
@@ -163,3 +167,14 @@ def types_of(section: type, name: str) -> tuple[type, ...]:
     hint = _hints(section)[name]
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
     return tuple(get_origin(kind) or kind for kind in kinds)
+
+
+def _problems_of_type(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[str]:
+    """Yield an error text for a value of another type, and for numbers that are too large or not finite."""
+    if type(value) not in kinds:
+        wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
+        yield f"{flag(name)} must be {wanted}, got {brief(repr(value))}"
+    elif type(value) is int and abs(value) >= 2**64:
+        yield f"{flag(name)} {brief(value)} must be less than 2**64"
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield f"{flag(name)} {value} must be a finite number"

@@ -224,7 +224,8 @@ def notes(config: Config, ranks: int, given: Mapping[str, Any]) -> Iterator[str]
             if name not in given:
                 continue
             value = given[name]
-            asks_for_nothing = value == row.idle or (not value and value == _DEFAULTS[name])
+            is_default = value == _DEFAULTS[name]
+            asks_for_nothing = value == row.idle or (is_default and not value)
             if not asks_for_nothing and row.applies(config, ranks, value):
                 reason = row.reason.format(**values)
                 yield row.note.format(said=written(flag(name), value), reason=reason)

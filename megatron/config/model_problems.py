@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .fields import flag
+from .fields import flag, where
 
 if TYPE_CHECKING:
     from .model import ModelConfig
@@ -20,16 +20,18 @@ SCRIPTS = {
 
 def problems_of_heads(m: "ModelConfig") -> Iterator[str]:
     """Yield an error text for each contradiction between the sizes of attention."""
-    if m.kv_hidden_size is None and m.hidden_size % m.num_attention_heads:
-        yield (
-            f"--hidden-size {m.hidden_size} cannot be split among --num-attention-heads "
-            f"{m.num_attention_heads}; choose a multiple or give --kv-hidden-size"
-        )
-    if m.num_attention_heads % m.key_value_heads:
-        yield (
-            f"--num-attention-heads {m.num_attention_heads} must be a multiple of --num-key-value-heads "
-            f"{m.key_value_heads}"
-        )
+    heads = m.num_attention_heads
+    yield from where(
+        (
+            m.kv_hidden_size is None and m.hidden_size % heads,
+            f"--hidden-size {m.hidden_size} cannot be split among --num-attention-heads {heads}; choose a multiple or "
+            "give --kv-hidden-size",
+        ),
+        (
+            heads % m.key_value_heads,
+            f"--num-attention-heads {heads} must be a multiple of --num-key-value-heads {m.key_value_heads}",
+        ),
+    )
 
 
 def problems_of_positions(m: "ModelConfig") -> Iterator[str]:

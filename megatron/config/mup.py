@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from .fields import flag
+from .fields import flag, where
 
 if TYPE_CHECKING:
     from .model import ModelConfig
@@ -65,15 +65,18 @@ def notes(m: "ModelConfig", muon: bool) -> Iterator[str]:
         return
     width = m.mup_base_kv_hidden_size or m.head_size
     fewer_heads = m.head_size / width / m.width_factor
-    sizes = [f"--num-attention-heads {m.num_attention_heads * fewer_heads:g} of width {width}"]
-    if muon and m.num_key_value_heads and not m.mup_base_num_key_value_heads:
-        sizes.append(f"--num-key-value-heads {m.num_key_value_heads * fewer_heads:g}")
-    if not m.mup_base_ff_hidden_size:
-        sizes.append(f"--ff-hidden-size {m.ff_size / m.ff_growth:g}")
-    if m.expert_ff_hidden_size and not m.mup_base_expert_ff_hidden_size:
-        sizes.append(f"--expert-ff-hidden-size {m.expert_ff_size / m.expert_ff_growth:g}")
-    if m.family == "t5" and m.mup_base_num_layers and not m.mup_base_num_decoder_layers:
-        sizes.append(f"--num-decoder-layers {m.decoder_layers * m.branch_factor**2:g}")
+    follows_heads = muon and m.num_key_value_heads and not m.mup_base_num_key_value_heads
+    follows_depth = m.family == "t5" and m.mup_base_num_layers and not m.mup_base_num_decoder_layers
+    sizes = where(
+        (True, f"--num-attention-heads {m.num_attention_heads * fewer_heads:g} of width {width}"),
+        (follows_heads, f"--num-key-value-heads {m.key_value_heads * fewer_heads:g}"),
+        (not m.mup_base_ff_hidden_size, f"--ff-hidden-size {m.ff_size / m.ff_growth:g}"),
+        (
+            m.expert_ff_hidden_size and not m.mup_base_expert_ff_hidden_size,
+            f"--expert-ff-hidden-size {m.expert_ff_size / m.expert_ff_growth:g}",
+        ),
+        (follows_depth, f"--num-decoder-layers {m.decoder_layers * m.branch_factor**2:g}"),
+    )
     yield (
         f"muP takes for granted that the base model has {', '.join(sizes)}: if its heads are narrower, give their "
         f"width as --mup-base-kv-hidden-size; give other sizes as {', '.join(map(flag, OTHER_SIZES))}"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .fields import Section, at_least, opt, range_problem
+from .fields import Section, at_least, opt, range_problem, where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +53,16 @@ class CheckpointConfig(Section):
     )
 
     def _problems(self) -> Iterator[str]:
-        if self.keep_every and self.keep_last is None:
-            yield "--keep-every needs --keep-last: without it all checkpoints are kept"
-        if self.finetune and not self.load:
-            yield "--finetune needs --load, which names the checkpoint to take the weights from"
+        yield from where(
+            (
+                self.keep_every and self.keep_last is None,
+                "--keep-every needs --keep-last: without it all checkpoints are kept",
+            ),
+            (
+                self.finetune and not self.load,
+                "--finetune needs --load, which names the checkpoint to take the weights from",
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,14 +124,18 @@ class LogConfig(Section):
     )
 
     def _problems(self) -> Iterator[str]:
-        if self.tensorboard_dir and self.tensorboard is False:
-            yield "--tensorboard-dir is given, but --no-tensorboard writes no events; leave one of them out"
-        if self.trace_iterations and not self.trace:
-            yield "--trace-iterations needs --trace"
-        if self.profile_iterations and not self.profile:
-            yield "--profile-iterations needs --profile"
-        if self.profile and self.trace:
-            yield "--profile already records the timeline of --trace; leave one of them out"
+        yield from where(
+            (
+                self.tensorboard_dir and self.tensorboard is False,
+                "--tensorboard-dir is given, but --no-tensorboard writes no events; leave one of them out",
+            ),
+            (self.trace_iterations and not self.trace, "--trace-iterations needs --trace"),
+            (self.profile_iterations and not self.profile, "--profile-iterations needs --profile"),
+            (
+                self.profile and self.trace,
+                "--profile already records the timeline of --trace; leave one of them out",
+            ),
+        )
 
     @property
     def traced(self) -> tuple[int, int] | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import ConfigError, OneOf, Section, at_least, between, opt
+from .fields import ConfigError, OneOf, Section, at_least, between, opt, where
 
 
 class _Schedules(OneOf):
@@ -113,13 +113,19 @@ class ParallelConfig(Section):
     )
 
     def _problems(self) -> Iterator[str]:
-        if self.pipeline_extra_warmup and self.pipeline_schedule != "1f1b":
-            yield f"--pipeline-extra-warmup is for 1f1b, not for --pipeline-schedule {self.pipeline_schedule}"
-        if (self.virtual_pipeline_size > 1) != (self.pipeline_schedule == "interleaved"):
-            yield (
-                f"--virtual-pipeline-size {self.virtual_pipeline_size} does not fit --pipeline-schedule "
-                f"{self.pipeline_schedule}: interleaved needs 2 or more, the others 1"
-            )
+        schedule = self.pipeline_schedule
+        chunks = self.virtual_pipeline_size
+        yield from where(
+            (
+                self.pipeline_extra_warmup and schedule != "1f1b",
+                f"--pipeline-extra-warmup is for 1f1b, not for --pipeline-schedule {schedule}",
+            ),
+            (
+                (chunks > 1) != (schedule == "interleaved"),
+                f"--virtual-pipeline-size {chunks} does not fit --pipeline-schedule {schedule}: interleaved needs 2 or "
+                "more, the others 1",
+            ),
+        )
 
     def splits_backward(self, micros: int) -> bool:
         """Return whether the schedule computes the gradients of weights in separate passes.

@@ -5,12 +5,12 @@ The file holds a list such as `[{"pattern": "layers.[01].*", "frozen": true}, {"
 
 import json
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from ..json_text import brief, shown
-from .fields import ConfigError
+from .fields import ConfigError, refuse
 from .names import nearest
 from .settings_files import read_json
 
@@ -39,28 +39,33 @@ class ParamRule(NamedTuple):
 
 def read_param_rules(path: str) -> tuple[ParamRule, ...]:
     """Return the rules in the JSON file `path`. Raises ConfigError, which names the file and the entry."""
-    rules = tuple(_rule(entry, f"--param-groups {path}: entry {at}") for at, entry in enumerate(read_json(path, list)))
+    rules = []
+    for at, entry in enumerate(read_json(path, list)):
+        where = f"--param-groups {path}: entry {at}"
+        if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str):
+            raise ConfigError(f'{where} must be an object with the key "pattern", a pattern of names')
+        refuse(_problems_of(entry, where))
+        rules.append(ParamRule(**entry))
     if not rules:
         raise ConfigError(f"--param-groups {path} holds an empty list; add an entry or leave the flag out")
-    return rules
+    return tuple(rules)
 
 
-def _rule(entry: Any, where: str) -> ParamRule:
-    if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str):
-        raise ConfigError(f'{where} must be an object with the key "pattern", a pattern of names')
+def _problems_of(entry: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yield an error text for each mistake in an entry of the file."""
     for key in entry:
         if key not in ParamRule._fields:
-            raise ConfigError(f"{where} has the unknown key {brief(repr(key))}{nearest(key, ParamRule._fields)}")
+            yield f"{where} has the unknown key {brief(repr(key))}{nearest(key, ParamRule._fields)}"
     for name in ("lr_factor", "weight_decay"):
         if name in entry and not _is_rate(entry[name]):
-            raise ConfigError(f"{where}: {name} must be a number, 0 or more, not {shown(entry[name])}")
-    if "frozen" in entry and not isinstance(entry["frozen"], bool):
-        raise ConfigError(f"{where}: frozen must be true or false, not {shown(entry['frozen'])}")
+            yield f"{where}: {name} must be a number, 0 or more, not {shown(entry[name])}"
+    frozen = entry.get("frozen", False)
+    if not isinstance(frozen, bool):
+        yield f"{where}: frozen must be true or false, not {shown(frozen)}"
     if len(entry) == 1:
-        raise ConfigError(f"{where} sets nothing; give {', '.join(ParamRule._fields[1:-1])} or frozen")
-    if entry.get("frozen") and len(entry) > 2:
-        raise ConfigError(f"{where}: frozen weights have no learning rate and no weight decay; leave these keys out")
-    return ParamRule(**entry)
+        yield f"{where} sets nothing; give {', '.join(ParamRule._fields[1:-1])} or frozen"
+    if frozen and len(entry) > 2:
+        yield f"{where}: frozen weights have no learning rate and no weight decay; leave these keys out"
 
 
 def _is_rate(value: Any) -> bool:
@@ -77,24 +82,29 @@ def match_rules(rules: Iterable[ParamRule], names: Collection[str]) -> dict[str,
     return found
 
 
-def describe_rules(path: str, rules: Iterable[ParamRule], sizes: Mapping[str, int]) -> list[str]:
+def describe_rules(path: str, rules: Collection[ParamRule], sizes: Mapping[str, int]) -> list[str]:
     """Return lines that count the weights of each rule, and the weights without a rule.
 
     sizes: number of elements of each weight of the whole model, by name.
     Raises ValueError for patterns that match no weight, and if no weight is left to train.
     """
-    by_rule = [(rule, [name for name in sizes if fnmatchcase(name, rule.pattern)]) for rule in rules]
-    if unmatched := [rule.pattern for rule, names in by_rule if not names]:
+    lines = []
+    unmatched = []
+    for rule in rules:
+        names = [name for name in sizes if fnmatchcase(name, rule.pattern)]
+        lines.append(f"--param-groups {rule.pattern}: {rule} ({_count(names, sizes)})")
+        if not names:
+            unmatched.append(rule.pattern)
+    if unmatched:
         raise ValueError(
             f"--param-groups {path}: no weight matches {', '.join(unmatched)}; names are those of checkpoint.json, "
             f"such as {next(iter(sizes))}"
         )
-    matched = match_rules([rule for rule, _ in by_rule], sizes)
-    if all(name in matched and matched[name].frozen for name in sizes):
-        raise ValueError(f"--param-groups {path} freezes all weights; leave at least one weight to train")
-    lines = [f"{rule.pattern}: {rule} ({_count(names, sizes)})" for rule, names in by_rule]
+    matched = match_rules(rules, sizes)
     others = [name for name in sizes if name not in matched]
-    return [f"--param-groups {each}" for each in (*lines, f"no pattern: the defaults ({_count(others, sizes)})")]
+    if not others and all(rule.frozen for rule in matched.values()):
+        raise ValueError(f"--param-groups {path} freezes all weights; leave at least one weight to train")
+    return [*lines, f"--param-groups no pattern: the defaults ({_count(others, sizes)})"]
 
 
 def _count(names: Collection[str], sizes: Mapping[str, int]) -> str:

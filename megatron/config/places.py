@@ -25,10 +25,11 @@ def problems_with_places(config: Config) -> Iterator[str]:
         if f.name not in ANYWHERE + LOCAL:
             continue
         check = anywhere if f.name in ANYWHERE else local
-        value = getattr(getattr(config, section), f.name)
-        words = [value] if isinstance(value, str) else list(value or ())
-        for part in " ".join(words).split():
+        value = getattr(getattr(config, section), f.name) or ()
+        text = value if isinstance(value, str) else " ".join(value)
+        for word in text.split():
+            bare = re.sub(r"^[\w.-]+=", "", word.strip('"[]{},;'))
             try:
-                check(re.sub(r"^[\w.-]+=", "", part.strip('"[]{},;')))
+                check(bare)
             except PlaceError as error:
                 yield f"{flag(f.name)} {error}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from .fields import where
 from .sections import Config
 
 LATE_GATHER = (
@@ -25,9 +26,9 @@ def needs_own_reduction(config: Config, zero: int, own: bool, plain: bool) -> It
 
     own: whether the run uses this project's ZeRO 1. plain: whether it reduces all gradients itself, without ZeRO.
     """
-    if config.parallel.overlap_param_gather and not own:
-        yield LATE_GATHER
-    if config.optim.optimizer == "muon" and zero and not own:
-        yield WHOLE_MATRICES
-    if config.parallel.expert_parallel_size > 1 and not (own or plain):
-        yield PARTIAL_REPLICAS
+    p = config.parallel
+    yield from where(
+        (p.overlap_param_gather and not own, LATE_GATHER),
+        (config.optim.optimizer == "muon" and zero and not own, WHOLE_MATRICES),
+        (p.expert_parallel_size > 1 and not own and not plain, PARTIAL_REPLICAS),
+    )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..json_text import brief
 from .batches import schedule_problem
-from .fields import Section, at_least, one_of, opt, range_problem
+from .fields import Section, at_least, one_of, opt, range_problem, where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +114,18 @@ class TrainConfig(Section):
         return "bf16" if self.precision == "fp8" else self.precision
 
     def _problems(self) -> Iterator[str]:
-        for name, ranges in (("--skip-iterations", self.skip_iterations), ("--skip-samples", self.skip_samples)):
-            for word in ranges or ():
-                if problem := range_problem(word):
-                    yield f"{name} {brief(word)} {problem}"
-        for flag, value in (
-            ("--eval-tasks-interval", self.eval_tasks_interval),
-            ("--eval-tasks-limit", self.eval_tasks_limit),
-        ):
-            if value is not None and not self.eval_tasks:
-                yield f"{flag} needs --eval-tasks"
+        for word in self.skip_iterations or ():
+            yield from _problem_with_range("--skip-iterations", word)
+        for word in self.skip_samples or ():
+            yield from _problem_with_range("--skip-samples", word)
+        if not self.eval_tasks:
+            yield from where(
+                (self.eval_tasks_interval is not None, "--eval-tasks-interval needs --eval-tasks"),
+                (self.eval_tasks_limit is not None, "--eval-tasks-limit needs --eval-tasks"),
+            )
+
+
+def _problem_with_range(flag: str, word: str) -> Iterator[str]:
+    problem = range_problem(word)
+    if problem:
+        yield f"{flag} {brief(word)} {problem}"

@@ -33,10 +33,9 @@ def with_expert_bias(flags: Mapping[str, Any]) -> Means | None:
     flags: the given flags of Megatron-LM, with their values.
     """
     kind = flags.get(BALANCING, "aux_loss")
-    factor = flags.get("--moe-aux-loss-coeff")
     if flags.get(EXPERT_BIAS) is not True or kind not in ("aux_loss", "global_aux_loss", "none"):
         return None
-    if kind != "none" and factor:
+    if kind != "none" and flags.get("--moe-aux-loss-coeff"):
         return Means({"router_balance": "bias-and-aux-loss"})
     return Means({"router_balance": "bias"}) if BALANCING in flags else None
 

@@ -46,13 +46,14 @@ def notes(config: Config, foreign: Container[str], given: Container[str]) -> lis
     """
     found = []
     mark = next((name for name in MARKS if name in foreign), None)
-    if mark and not config.is_t5 and (open_ := _undecided(config, foreign, given)):
+    open_ = _undecided(config, foreign, given) if mark and not config.is_t5 else {}
+    if open_:
+        flags = [written(flag(name), value) for name, value in open_.items()]
+        script = " and use pretrain_gpt2.py" if "position_embedding" in open_ else ""
         found.append(
             f"Megatron-LM, to which {mark} belongs, has other defaults for settings that are not given; for its run, "
-            f"add {' '.join(written(flag(name), value) for name, value in open_.items())}"
+            f"add {' '.join(flags)}{script}"
         )
-        if "position_embedding" in open_:
-            found[-1] += " and use pretrain_gpt2.py"
     if mark or any(name in foreign for name in WARMUPS):
         found.append(
             "Megatron-LM's learning rate in iteration N is this run's in iteration N - 1; with a warmup, its first "
@@ -66,13 +67,14 @@ def _undecided(config: Config, foreign: Container[str], given: Container[str]) -
     usual = {**_USUAL, **DEFAULTS[config.model.family or "gpt2"]}
     theirs = dict(MEGATRON)
     # Megatron-LM's tanh form of GELU is fused with a bias.
-    if "--no-bias-gelu-fusion" in foreign or ("hidden_bias" in given and not config.model.hidden_bias):
+    has_no_bias = "hidden_bias" in given and not config.model.hidden_bias
+    if "--no-bias-gelu-fusion" in foreign or has_no_bias:
         theirs["activation"] = "gelu"
     if config.data.train_data_path:
         del theirs["split"]
-    values = {f.name: getattr(getattr(config, section), f.name) for section, _, f in settings()}
-    return {
-        name: value
-        for name, value in theirs.items()
-        if name not in given and values[name] == usual[name] and values[name] != value
-    }
+    undecided = {}
+    for section, _, f in settings():
+        value = getattr(getattr(config, section), f.name)
+        if f.name in theirs and f.name not in given and value == usual[f.name] and value != theirs[f.name]:
+            undecided[f.name] = theirs[f.name]
+    return {name: undecided[name] for name in theirs if name in undecided}

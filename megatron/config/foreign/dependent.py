@@ -13,17 +13,14 @@ from ..sections import Config
 from .outcomes import Means, NoEffect, Refused
 
 
-def _replicas(config: Config, ranks: int) -> int:
-    return config.parallel.data_parallel_size(ranks)
-
-
 def accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
     """Translate a global batch size of `total` samples to --gas, given --batch-size."""
     each = config.train.batch_size
-    replicas = _replicas(config, ranks)
-    if total < 1 or total % (each * replicas):
-        return Refused(f"the value must be a multiple of {each * replicas} = --batch-size {each} x {replicas} replicas")
-    return Means({"gas": total // (each * replicas)}, f"{total} = --batch-size {each} x {replicas} replicas x --gas")
+    replicas = config.parallel.data_parallel_size(ranks)
+    unit = each * replicas
+    if total < 1 or total % unit:
+        return Refused(f"the value must be a multiple of {unit} = --batch-size {each} x {replicas} replicas")
+    return Means({"gas": total // unit}, f"{total} = --batch-size {each} x {replicas} replicas x --gas")
 
 
 def rampup(config: Config, words: Any, ranks: int) -> Means | Refused:
@@ -33,15 +30,20 @@ def rampup(config: Config, words: Any, ranks: int) -> Means | Refused:
     """
     if len(words) != 3 or not all(str(word).isdecimal() for word in words):
         return Refused("give three whole numbers: the first size, the increment and the number of samples")
-    (start, increment, samples), size = map(int, words), config.train_batch_size(ranks)
+    start, increment, samples = map(int, words)
+    size = config.train_batch_size(ranks)
     if start < 1 or increment < 1 or size < start or (size - start) % increment:
         return Refused(
             f"the global batch of {size} samples minus the first size must be a multiple of the increment; "
             "--global-batch-size sets the former"
         )
+    # From 16 to 32 in steps of 8 over 1000 samples: 16 from sample 0 on, 24 from 500 on, 32 from 1000 on.
     steps = (size - start) // increment
-    sizes = {-(-step * samples // max(steps, 1)): start + step * increment for step in range(steps + 1)}
-    return Means({"batch_size_schedule": " ".join(f"{at}_samples:{each}" for at, each in sizes.items())})
+    sizes = {}
+    for step in range(steps + 1):
+        begin = -(-step * samples // max(steps, 1))
+        sizes[begin] = start + step * increment
+    return Means({"batch_size_schedule": " ".join(f"{begin}_samples:{each}" for begin, each in sizes.items())})
 
 
 def in_samples(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
@@ -119,20 +121,18 @@ def _merges_beside(vocab: Path) -> list[Path]:
 
 def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
     """Accept fp32 gradient accumulation and reduction if --precision and --zero-stage imply them, else refuse."""
-    if config.train.precision in ("fp32", "fp64") or (
-        config.train.dtype == "bf16" and (config.parallel.zero_stage or 0) <= 1
-    ):
-        return NoEffect(f"--precision {config.train.precision} always reduces gradients in fp32 or fp64")
+    precision = config.train.precision
+    keeps_sums = config.train.dtype == "bf16" and (config.parallel.zero_stage or 0) <= 1
+    if precision in ("fp32", "fp64") or keeps_sums:
+        return NoEffect(f"--precision {precision} always reduces gradients in fp32 or fp64")
     return Refused('write "communication_data_type": "fp32" in --deepspeed-config, or use --precision bf16')
 
 
 def momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
     """Accept 0.9, the fixed momentum of SGD, and refuse other values."""
-    return (
-        NoEffect("the momentum of --optimizer sgd is always 0.9")
-        if value == 0.9
-        else Refused("the momentum of --optimizer sgd is 0.9 and cannot be changed")
-    )
+    if value == 0.9:
+        return NoEffect("the momentum of --optimizer sgd is always 0.9")
+    return Refused("the momentum of --optimizer sgd is 0.9 and cannot be changed")
 
 
 def gated_width(values: Mapping[str, Any]) -> int | None:

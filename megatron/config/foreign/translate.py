@@ -27,13 +27,12 @@ class _Keep(argparse.Action):
         self.theirs = theirs
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        kept = getattr(namespace, self.dest, {})
         row = FLAGS[self.theirs]
         if row.takes in (None, object):
-            value = True if values is None else SAID.get(values.lower(), values)
-            if row.takes is None and not isinstance(value, bool):
-                parser.error(f"{option_string} takes no value, but was given {values}")
-            values = value
+            values = True if values is None else SAID.get(values.lower(), values)
+        if row.takes is None and not isinstance(values, bool):
+            parser.error(f"{option_string} takes no value, but was given {values}")
+        kept = getattr(namespace, self.dest, {})
         setattr(namespace, self.dest, {**kept, self.theirs: values})
 
 
@@ -77,13 +76,16 @@ def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
     begun = [each for each in ours if each.startswith(f"{dashed}-")]
     if len(begun) == 1:
         return f"; did you mean {begun[0]}?"
-    theirs = [each for each in FLAGS if each not in ours and (strange or _flags_for(each) <= set(ours))]
-    close = difflib.get_close_matches(dashed, [*ours, *theirs], n=1, cutoff=0.7)
+    known = [*ours]
+    for theirs in FLAGS:
+        if theirs not in ours and (strange or _flags_for(theirs) <= set(ours)):
+            known.append(theirs)
+    close = difflib.get_close_matches(dashed, known, n=1, cutoff=0.7)
     if not close:
         return ""
-    return (
-        f"; did you mean {close[0]}?" if close[0] in ours else f"; did you mean {_in_place_of(close[0], ours, dashed)}"
-    )
+    found = close[0]
+    meant = f"{found}?" if found in ours else _in_place_of(found, ours, dashed)
+    return f"; did you mean {meant}"
 
 
 def _flags_for(theirs: str) -> set[str]:
@@ -95,14 +97,29 @@ def _in_place_of(theirs: str, ours: Iterable[str], given: str) -> str:
     """Return the suggestion for a foreign flag: its replacement, or its name and the reason why it is refused."""
     outcome = FLAGS[theirs].outcome
     if isinstance(outcome, ByValue):
-        found = [each for each in [*outcome.values.values(), outcome.other] if isinstance(each, Means)]
-        outcome = found[0] if found else Refused(f"choose one of {', '.join(outcome.values)}")
-    if isinstance(outcome, Means) and (flags := [flag(setting) for setting in outcome.settings]):
-        elsewhere = f" ({theirs} in other projects)" if theirs != given else ""
-        return f"{' and '.join(flags)}{elsewhere}?" if set(flags) <= set(ours) else f"{theirs}?"
+        outcome = _typical(outcome)
     if isinstance(outcome, Refused):
         return f"{theirs}? It is not accepted: {outcome.advice}"
-    return f"{theirs}?"
+    if not isinstance(outcome, Means) or not outcome.settings:
+        return f"{theirs}?"
+    flags = [flag(setting) for setting in outcome.settings]
+    if not set(flags) <= set(ours):
+        return f"{theirs}?"
+    elsewhere = f" ({theirs} in other projects)" if theirs != given else ""
+    return f"{' and '.join(flags)}{elsewhere}?"
+
+
+def _typical(outcome: ByValue) -> Outcome:
+    """Return the first translation among the outcomes of a flag's values, or a refusal that lists the values."""
+    for each in (*outcome.values.values(), outcome.other):
+        if isinstance(each, Means):
+            return each
+    return _refusal(outcome)
+
+
+def _refusal(outcome: ByValue) -> Means | Refused:
+    """Return the outcome of a value that is not in the table."""
+    return outcome.other or Refused(f"choose one of {', '.join(outcome.values)}")
 
 
 def settings_for(key: str) -> list[str]:
@@ -131,22 +148,27 @@ class Translation(Source):
         self._waiting: dict[str, Any] = {}
         self._open: list[tuple[str, dict[str, Any], Means]] = []
         for setting, values in VALUES.items():
-            if isinstance(own.get(setting), str) and own[setting] in values:
-                said = written(flag(setting), own[setting])
-                new = {setting: values[own[setting]]}
-                self.values |= new
-                if own[setting] in IMPLIED:
-                    self._open.append((said, new, IMPLIED[own[setting]]))
-                else:
-                    self.notes.append(_taken(said, new, ""))
+            word = own.get(setting)
+            if isinstance(word, str) and word in values:
+                self._translate_word(setting, word, values[word])
+
+    def _translate_word(self, setting: str, word: str, value: str) -> None:
+        """Translate another framework's word for the value of a flag that both projects have."""
+        said = written(flag(setting), word)
+        new = {setting: value}
+        self.values |= new
+        if word in IMPLIED:
+            self._open.append((said, new, IMPLIED[word]))
+        else:
+            self.notes.append(_taken(said, new, ""))
 
     def add_all(self, flags: Mapping[str, Any]) -> None:
         """Translate all foreign flags of the source: name -> value."""
         rest = dict(flags)
         joint = with_expert_bias(flags)
         if joint:
-            pair = [name for name in (EXPERT_BIAS, BALANCING) if name in rest]
-            self._accept(" ".join(written(name, rest.pop(name)) for name in pair), True, joint)
+            pair = [written(name, rest.pop(name)) for name in (EXPERT_BIAS, BALANCING) if name in rest]
+            self._accept(" ".join(pair), True, joint)
         for name, value in rest.items():
             self.add(name, value)
 
@@ -177,19 +199,17 @@ class Translation(Source):
         """
         found: dict[str, Any] = {}
         for given, new, outcome in self._open:
-            stands = all(values.get(setting) == v for setting, v in new.items())
-            implied = {name: v({**_USUAL, **values}) if callable(v) else v for name, v in outcome.unless.items()}
-            more = {
-                setting: v
-                for setting, v in implied.items()
-                if stands and setting not in said and setting not in self.values and setting not in found
-                if values.get(setting, _USUAL[setting]) == _USUAL[setting] != v
-            }
-            if taken := {**new, **more}:
-                self.notes.append(_taken(given, taken, outcome.but if more else ""))
+            more: dict[str, Any] = {}
+            if all(values.get(setting) == value for setting, value in new.items()):
+                more = _implied(outcome, values)
+            for setting in list(more):
+                if setting in said or setting in self.values or setting in found:
+                    del more[setting]
+            if new or more:
+                self.notes.append(_taken(given, {**new, **more}, outcome.but if more else ""))
             else:
-                settled = " and ".join(written(flag(name), values.get(name, _USUAL[name])) for name in outcome.unless)
-                self.notes.append(f"{given} has no effect: the run uses {settled}")
+                settled = [written(flag(name), values.get(name, _USUAL[name])) for name in outcome.unless]
+                self.notes.append(f"{given} has no effect: the run uses {' and '.join(settled)}")
             found |= more
         return found
 
@@ -206,10 +226,9 @@ class Translation(Source):
         return config
 
     def _take(self, name: str, value: Any, outcome: Outcome) -> dict[str, Any]:
-        said = brief(written(name, value), 300) if value is not False else f"{name} False"
+        said = f"{name} False" if value is False else brief(written(name, value), 300)
         if isinstance(outcome, ByValue):
-            refused = outcome.other or Refused(f"choose one of {', '.join(outcome.values)}")
-            outcome = outcome.values.get(str(value), refused)
+            outcome = outcome.values.get(str(value)) or _refusal(outcome)
         return self._accept(said, value, outcome)
 
     def _accept(self, said: str, value: Any, outcome: Outcome) -> dict[str, Any]:
@@ -219,20 +238,36 @@ class Translation(Source):
         elif isinstance(outcome, NoEffect):
             self.notes.append(f"{said} has no effect: {outcome.why}")
         elif isinstance(outcome, Means):
-            new = {setting: v(value) if callable(v) else v for setting, v in outcome.settings.items()}
-            for setting, v in new.items():
-                if setting in self.values and self.values[setting] != v:
-                    other = self._said_by.get(setting) or written(flag(setting), self.values[setting])
-                    self.problems.append(f"{said} means {_ours(new)}, but {other} is given; leave one of them out")
-                    return {}
-            self.values |= new
-            self._said_by |= dict.fromkeys(new, said)
-            if outcome.unless:
-                self._open.append((said, new, outcome))
-            else:
-                self.notes.append(_taken(said, new, outcome.but))
-            return new
+            return self._set(said, value, outcome)
         return {}
+
+    def _set(self, said: str, value: Any, outcome: Means) -> dict[str, Any]:
+        """Set the settings to which a flag translates and return them; {} if another value is given for one of them."""
+        new = {setting: v(value) if callable(v) else v for setting, v in outcome.settings.items()}
+        for setting, v in new.items():
+            if setting in self.values and self.values[setting] != v:
+                other = self._said_by.get(setting) or written(flag(setting), self.values[setting])
+                self.problems.append(f"{said} means {_ours(new)}, but {other} is given; leave one of them out")
+                return {}
+        self.values |= new
+        self._said_by |= dict.fromkeys(new, said)
+        if outcome.unless:
+            self._open.append((said, new, outcome))
+        else:
+            self.notes.append(_taken(said, new, outcome.but))
+        return new
+
+
+def _implied(outcome: Means, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that `outcome.unless` implies: those that still have their default in `values`."""
+    implied = {}
+    for setting, value in outcome.unless.items():
+        usual = _USUAL[setting]
+        if callable(value):
+            value = value({**_USUAL, **values})
+        if values.get(setting, usual) == usual != value:
+            implied[setting] = value
+    return implied
 
 
 def _ours(new: Mapping[str, Any]) -> str:
@@ -240,4 +275,5 @@ def _ours(new: Mapping[str, Any]) -> str:
 
 
 def _taken(said: str, new: Mapping[str, Any], but: str) -> str:
-    return f"{said} translated to {_ours(new)}" + (f" ({but})" if but else "")
+    reason = f" ({but})" if but else ""
+    return f"{said} translated to {_ours(new)}{reason}"
