@@ -155,8 +155,8 @@ def build_mlp(config: ModelConfig, name: str, branches: int, decoder: bool) -> n
 
     branches: see `TransformerLayer`. decoder: whether the layer is one of a T5's decoder.
     """
-    number = int(name.rpartition(".")[2])
-    if not config.has_experts(number):
+    has_experts = config.num_experts is not None and config.has_experts(int(name.rpartition(".")[2]))
+    if not has_experts:
         return ParallelMLP(config, config.output_std(branches, config.ff_growth, decoder))
     from .mixture import Mixture
 

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from .cross_entropy import on_this_rank
-from .mesh import Axis, current
+from .current import current
+from .mesh import Axis
+from .token_losses import on_this_rank
 from .vocab_shards import largest, refuse_other_tokens
 
 

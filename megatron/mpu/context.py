@@ -37,16 +37,6 @@ def context_slices(length: int, axis: Axis) -> list[tuple[int, int]]:
     return [(number * each, (number + 1) * each) for number in (axis.rank, 2 * axis.size - 1 - axis.rank)]
 
 
-def own_tokens(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """Return this rank's tokens of `x` along `dim`: [..., s, ...] -> [..., s/c, ...] on c ranks.
-
-    Returns `x` itself on an axis of one rank. Raises ValueError unless 2c divides the length s.
-    """
-    if axis.size == 1:
-        return x
-    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in context_slices(x.shape[dim], axis)], dim)
-
-
 def all_gather_context(x: Tensor, axis: Axis) -> Tensor:
     """All-gather [s/c, ...] of each of c ranks into [s, ...] in token order; not differentiable."""
     return _in_token_order(start_all_gather(x, axis).wait(), axis)

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .mesh import Axis, current
+from .current import current
+from .mesh import Axis
 
 MAX_DIMS = 8
 
@@ -29,27 +30,37 @@ def broadcast_data(
     accelerator only the first rank raises, because a check on the other ranks would synchronise with the device.
     """
     axis = axis or current().model
-    device = torch.device(device) if device is not None else default_device(axis)
-    source = axis.rank == 0
-    problem = _problem(keys, data, datatype, sizes if axis.size > 1 else None) if source else ""
+    device = default_device(axis) if device is None else torch.device(device)
     if axis.size == 1:
-        if problem or data is None:
-            raise ValueError(problem)
-        return {key: data[key].to(device) for key in keys}
-    known = [torch.Size(sizes[key]) for key in keys] if sizes is not None else None
-    shapes = known or _sent_shapes(keys, data, problem, device, axis)
+        return _checked(keys, data, datatype, device)
+    problem = ""
+    if axis.rank == 0:
+        problem = _problem(keys, data, datatype, sizes)
+    if sizes:
+        shapes = [torch.Size(sizes[key]) for key in keys]
+    else:
+        shapes = _sent_shapes(keys, data, problem, device, axis)
     counts = [1, *(shape.numel() for shape in shapes)]
     # The element before the data is 1 if the data is valid, else 0.
     flat = torch.zeros(sum(counts), dtype=datatype, device=device)
-    if source and not problem and data is not None:
-        torch.cat(
-            [torch.ones(1, dtype=datatype, device=device), *(data[k].reshape(-1).to(device) for k in keys)], out=flat
-        )
+    if axis.rank == 0 and not problem and data is not None:
+        valid = torch.ones(1, dtype=datatype, device=device)
+        torch.cat([valid, *(data[key].reshape(-1).to(device) for key in keys)], out=flat)
     dist.broadcast(flat, axis.first, group=axis.group)
     if problem or (device.type == "cpu" and not flat[0]):
         raise ValueError(_complaint(problem, keys, axis))
     parts = torch.split(flat, counts)[1:]
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+
+
+def _checked(
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Return `data[key]` for every key on `device`. Raises ValueError for invalid data."""
+    problem = _problem(keys, data, datatype, None)
+    if problem or data is None:
+        raise ValueError(problem)
+    return {key: data[key].to(device) for key in keys}
 
 
 def _sent_shapes(
@@ -65,8 +76,8 @@ def _sent_shapes(
             row[: 1 + len(shape)] = torch.tensor([len(shape), *shape])
     header = header.to(device)
     dist.broadcast(header, axis.first, group=axis.group)
-    (valid, *_), *rows = header.tolist()
-    if valid != 1:
+    first, *rows = header.tolist()
+    if first[0] != 1:
         raise ValueError(_complaint(problem, keys, axis))
     return [torch.Size(row[1 : 1 + row[0]]) for row in rows]
 
@@ -86,12 +97,13 @@ def _problem(
     for key in keys:
         if key not in data:
             return f"broadcast_data: no {key!r} in the data, which has {', '.join(map(str, data)) or 'nothing'}"
-        if data[key].dtype != datatype:
-            return f"broadcast_data: {key!r} is {data[key].dtype}, expected {datatype}"
-        if data[key].dim() > MAX_DIMS:
-            return f"broadcast_data: {key!r} has {data[key].dim()} dimensions, at most {MAX_DIMS} are supported"
-        if sizes is not None and data[key].shape != torch.Size(sizes[key]):
-            return f"broadcast_data: {key!r} is {list(data[key].shape)}, expected {list(sizes[key])}"
+        x = data[key]
+        if x.dtype != datatype:
+            return f"broadcast_data: {key!r} is {x.dtype}, expected {datatype}"
+        if x.dim() > MAX_DIMS:
+            return f"broadcast_data: {key!r} has {x.dim()} dimensions, at most {MAX_DIMS} are supported"
+        if sizes is not None and x.shape != torch.Size(sizes[key]):
+            return f"broadcast_data: {key!r} is {list(x.shape)}, expected {list(sizes[key])}"
     return ""
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron.fused import Fused
 
-from .cross_entropy import LossState, chunks_of, loss_of
 from .mesh import Axis
+from .token_losses import LossState, chunks_of, loss_of
 from .vocab_shards import largest, total
 
 # Number of logits per call. The limit, 1 GiB in fp32, is for functions that torch.compile leaves as they are.

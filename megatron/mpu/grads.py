@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .mesh import Mesh, current
+from .current import current
+from .mesh import Mesh
 
 # tds is imported inside functions because it imports DeepSpeed, which takes seconds and only training needs.
 

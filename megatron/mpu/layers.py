@@ -7,58 +7,25 @@ axis, options: the ranks over which a layer is sharded, and its communication an
 those of the current context (`mpu.parallel_context`).
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
-from .._torch import assert_later
-from . import mappings
+from .initial_values import NORMAL, InitMethod
 from .linear import linear
-from .linear_cross_entropy import DeferredLogits, defer_logits
-from .mappings import (
-    gather_from_model_parallel_region,
-    scatter_to_model_parallel_region,
-)
-from .mesh import TRIVIAL_AXIS, Axis, Options, parallel_context
-from .parameters import NORMAL, InitMethod, declare, spec_of
-from .sequence import reduce_scatter_to_sequence_parallel_region
-from .traced import is_traced, traced_reduce
+from .mappings import gather_from_model_parallel_region, scatter_to_model_parallel_region
+from .mesh import TRIVIAL_AXIS, Axis, Options
+from .parameters import declare, spec_of
+from .sharded import Sharded, divide, refuse_strides, sum_over_ranks
+from .vocab_shards import padded_vocab_size, refuse_strange_ids
 from .wide_sums import embedding
 
-
-def _divide(total: int, axis: Axis, what: str) -> int:
-    if total % axis.size:
-        raise ValueError(f"{what} {total} cannot be split over {axis.size} model-parallel ranks")
-    return total // axis.size
+if TYPE_CHECKING:
+    from .linear_cross_entropy import DeferredLogits
 
 
-def padded_vocab_size(vocab_size: int, multiple: int, ranks: int) -> int:
-    """Return the number of embedding rows: `vocab_size` rounded up to a multiple of `multiple * ranks`."""
-    step = multiple * ranks
-    return -(-vocab_size // step) * step
-
-
-def _refuse_strides(stride: int, keep_master_weight_for_test: bool) -> None:
-    """Raise ValueError for values of Megatron-LM's arguments that the layers of this module do not support."""
-    if stride != 1:
-        raise ValueError(
-            f"stride={stride} is not supported, because each rank holds contiguous rows of the weight; leave stride at "
-            f"1, and order the rows by head (query, key and value of head 0, then query, key and value of head 1, ...)"
-        )
-    if keep_master_weight_for_test:
-        raise ValueError(
-            "keep_master_weight_for_test=True is not supported, because no rank holds the whole weight; leave it out"
-        )
-
-
-class _Sharded(nn.Module):
-    """Layer sharded over the ranks of `axis`, with the communication and kernel options `options`."""
-
-    def __init__(self, axis: Axis | None, options: Options | None) -> None:
-        super().__init__()
-        self.axis, self.options = axis or parallel_context().mesh.model, options or parallel_context().options
-
-
-class VocabParallelEmbedding(_Sharded):
+class VocabParallelEmbedding(Sharded):
     """Embedding with its rows sharded over the model-parallel ranks.
 
     The table has vocab_size rows, padded with zero rows to a multiple of `multiple` times the number of ranks. The
@@ -96,51 +63,26 @@ class VocabParallelEmbedding(_Sharded):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up integer ids [...] -> [..., h]; with sequence parallelism [s, b] -> [s/t, b, h]."""
         spec_of(self.weight).used_as_embedding = True
-        self._refuse_strange(ids)
+        refuse_strange_ids(ids, self.vocab_size)
         if self.axis.size == 1:
             return embedding(ids, self.weight)
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
         rows = embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return _sum(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis, self.options)
-
-    def _refuse_strange(self, ids: Tensor) -> None:
-        """Raise IndexError for ids outside the vocabulary, for which a sharded lookup would silently return zeros.
-
-        On an accelerator the check is asynchronous, and the device reports the error.
-        """
-        if torch.compiler.is_compiling() or type(ids) is not Tensor or ids.is_meta or not ids.numel():
-            return
-        words = f"is outside of the vocabulary of {self.vocab_size}"
-        try:
-            assert_later((ids >= 0) & (ids < self.vocab_size), f"a token id {words}")
-        except RuntimeError:
-            if ids.device.type != "cpu":
-                raise
-            lowest, highest = map(int, torch.aminmax(ids))
-            raise IndexError(f"the token id {lowest if lowest < 0 else highest} {words}") from None
+        return sum_over_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis, self.options)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute this rank's logits [..., v/t], including padding, from hidden [..., h] or its shard [s/t, b, h]."""
         return linear(hidden, self.weight, None, self.axis, self.options)
 
-    def deferred_logits(self, hidden: Tensor, chunk: int) -> DeferredLogits:
+    def deferred_logits(self, hidden: Tensor, chunk: int) -> "DeferredLogits":
         """Return logits of hidden [s, b, h] or its shard that the loss will compute for `chunk` tokens at a time."""
+        from .linear_cross_entropy import defer_logits
+
         return defer_logits(hidden, self.weight, self.axis, self.options, chunk)
 
 
-def _sum(x: Tensor, axis: Axis, options: Options) -> Tensor:
-    """Sum the ranks' partial results [s, ...] in place; with sequence parallelism reduce-scatter to [s/t, ...]."""
-    if axis.size == 1:
-        return x
-    if is_traced(axis):
-        return traced_reduce(x, axis, options.sequence_parallel)
-    if options.sequence_parallel:
-        return reduce_scatter_to_sequence_parallel_region(x, axis)
-    return mappings.sum_in_place(x, axis)
-
-
-class ColumnParallelLinear(_Sharded):
+class ColumnParallelLinear(Sharded):
     """Linear layer y = x W^T + b with W sharded by output feature: each rank computes its own columns of y.
 
     gather_output: return all o output features, [..., o], on every rank. If False, each of the t ranks returns its own
@@ -165,10 +107,10 @@ class ColumnParallelLinear(_Sharded):
         options: Options | None = None,
     ) -> None:
         super().__init__(axis, options)
-        _refuse_strides(stride, keep_master_weight_for_test)
+        refuse_strides(stride, keep_master_weight_for_test)
         self.gather_output = gather_output
         self.skip_bias_add = skip_bias_add
-        columns = _divide(output_size, self.axis, "an output size of")
+        columns = divide(output_size, self.axis, "an output size of")
         self.input_size = input_size
         self.output_size = output_size
         self.output_size_per_partition = columns
@@ -180,13 +122,16 @@ class ColumnParallelLinear(_Sharded):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Apply the layer: x [..., i] (or its shard [s/t, b, i]) -> [..., o/t], or with gather_output [..., o]."""
-        y = linear(x, self.weight, None if self.skip_bias_add else self.bias, self.axis, self.options)
+        bias = None if self.skip_bias_add else self.bias
+        y = linear(x, self.weight, bias, self.axis, self.options)
         if self.gather_output:
             y = gather_from_model_parallel_region(y, self.axis)
-        return y, self.bias if self.skip_bias_add else None
+        if self.skip_bias_add:
+            return y, self.bias
+        return y, None
 
 
-class RowParallelLinear(_Sharded):
+class RowParallelLinear(Sharded):
     """Linear layer y = x W^T + b with W sharded by input feature: the ranks' partial results are summed.
 
     input_is_parallel: x is already sharded, as the output of a ColumnParallelLinear.
@@ -211,10 +156,10 @@ class RowParallelLinear(_Sharded):
         options: Options | None = None,
     ) -> None:
         super().__init__(axis, options)
-        _refuse_strides(stride, keep_master_weight_for_test)
+        refuse_strides(stride, keep_master_weight_for_test)
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
-        rows = _divide(input_size, self.axis, "an input size of")
+        rows = divide(input_size, self.axis, "an input size of")
         self.input_size = input_size
         self.output_size = output_size
         self.input_size_per_partition = rows
@@ -231,7 +176,9 @@ class RowParallelLinear(_Sharded):
         if not self.input_is_parallel:
             x = scatter_to_model_parallel_region(x, self.axis)
         partial = linear(x, self.weight, None, TRIVIAL_AXIS, self.options)
-        y = _sum(partial, self.axis, self.options)
+        y = sum_over_ranks(partial, self.axis, self.options)
         if self.skip_bias_add:
             return y, self.bias
-        return (y if self.bias is None else y + self.bias), None
+        if self.bias is not None:
+            y = y + self.bias
+        return y, None

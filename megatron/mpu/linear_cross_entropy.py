@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cross_entropy import compute_losses, gradient
 from .linear import by_onednn, linear, start_sum
 from .matmuls import add_matmul, matmul, needs_grad
 from .mesh import Axis, Options
 from .sequence import start_all_gather
+from .token_losses import compute_losses, gradient
 
 # The forward pass computes gradients before the loss is scaled. In fp16, whose smallest number is 6e-8, small gradients
 # would become 0. So the forward pass multiplies gradients by this factor, and the backward pass divides by it.

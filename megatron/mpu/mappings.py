@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .mesh import Axis, current
+from .current import current
+from .mesh import Axis
 
 AxisFunction = Callable[[Tensor, Any], Tensor]  # (tensor, Axis or, in a compiled graph, group name) -> tensor
 

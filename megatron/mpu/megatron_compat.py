@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import mesh as _mesh
+from . import current as _current
 from .data import default_device
-from .parameters import declare, ones, zeros
+from .initial_values import ones, zeros
+from .parameters import declare
 from .random import RngStreams, checkpoint_with, derive_seed
 from .wide_sums import layer_norm
 
@@ -45,7 +46,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(*args, **kwargs)
         for weight, init_method in ((self.weight, ones), (self.bias, zeros)):
             if weight is not None:
-                declare(weight, init_method, sequence=_mesh.parallel_context().sequence)
+                declare(weight, init_method, sequence=_current.parallel_context().sequence)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise x [..., h] -> [..., h]."""
@@ -54,17 +55,17 @@ class LayerNorm(nn.LayerNorm):
 
 def is_unitialized() -> bool:
     """Return whether `initialize_model_parallel` has not been called yet; the spelling is Megatron-LM's."""
-    return not _mesh.is_initialized()
+    return not _current.is_initialized()
 
 
 def set_model_parallel_rank(rank: int) -> None:
     """Do nothing if `rank` is this process's model-parallel rank. Raises RuntimeError otherwise."""
-    _same("set_model_parallel_rank", rank, _mesh.current().model.rank)
+    _same("set_model_parallel_rank", rank, _current.current().model.rank)
 
 
 def set_model_parallel_world_size(world_size: int) -> None:
     """Do nothing if `world_size` is the number of model-parallel ranks. Raises RuntimeError otherwise."""
-    _same("set_model_parallel_world_size", world_size, _mesh.current().model.size)
+    _same("set_model_parallel_world_size", world_size, _current.current().model.size)
 
 
 def _same(name: str, wanted: int, there: int) -> None:
@@ -87,16 +88,16 @@ class RngTracker:
         Layers that use the same name draw from one stream in turn, so their masks depend on which of these layers
         are on this rank. With a name for each layer (`fork(f"layers.{i}.mlp")`), masks do not depend on the stages.
         """
-        here = _mesh.parallel_context()
+        here = _current.parallel_context()
         return here.rng.fork(name, default_device(here.mesh.replica), split=True)
 
     def get_states(self) -> Any:
         """Return the state of all streams, which DeepSpeed's activation checkpointing saves before a forward pass."""
-        return _mesh.parallel_context().rng.get_state()
+        return _current.parallel_context().rng.get_state()
 
     def set_states(self, states: Any) -> None:
         """Continue from `states`, as DeepSpeed's activation checkpointing does before it repeats a forward pass."""
-        _mesh.parallel_context().rng.set_state(states)
+        _current.parallel_context().rng.set_state(states)
 
     def add(self, name: str, seed: int) -> None:
         """Raise RuntimeError: streams need no registration."""
@@ -113,7 +114,7 @@ def get_cuda_rng_tracker() -> RngTracker:
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed torch's generators with `seed`, and this rank's dropout streams with a seed derived from `seed`."""
-    rng = _mesh.parallel_context().rng
+    rng = _current.parallel_context().rng
     rng.seed = derive_seed(seed, "dropout")
     rng.begin(rng.iteration)
     torch.manual_seed(seed)  # This call comes last, because `begin` also seeds torch's generators.
@@ -125,4 +126,4 @@ def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None 
     The recomputation repeats all random draws, both from streams and from torch's generators (as in nn.Dropout).
     rng: the dropout streams; by default this rank's.
     """
-    return checkpoint_with(rng or _mesh.parallel_context().rng, function, *args, torchs_own=True)
+    return checkpoint_with(rng or _current.parallel_context().rng, function, *args, torchs_own=True)

@@ -1,11 +1,8 @@
 """Record of a parameter: which part of the whole parameter this rank holds, and how its initial values are drawn.
 
-Initial values do not depend on the number of model-parallel ranks. A large parameter is drawn in blocks of
-rows, each from its own seed, and a rank draws only the blocks in which it holds rows. If an initialiser needs the
-whole parameter, every rank draws all of it and keeps its part.
+Initial values do not depend on the number of model-parallel ranks, see initial_values.py.
 """
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -15,33 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .current import parallel_context
+from .fused_rows import FusedRows
+from .initial_values import InitMethod, draw_rows, draws_each_element, zeros
 from .mappings import all_reduce
-from .mesh import TRIVIAL_AXIS, Axis, parallel_context
-from .random import derive_seed, seeded
-
-InitMethod = Callable[[Tensor], object]  # fills a whole weight in place, like the functions of torch.nn.init
-
-zeros: InitMethod = nn.init.zeros_
-ones: InitMethod = nn.init.ones_
-
-# Initialisers that draw each element independently of the others and of the shape.
-_BY_NUMBER = (
-    nn.init.zeros_,
-    nn.init.ones_,
-    nn.init.constant_,
-    nn.init.normal_,
-    nn.init.uniform_,
-    nn.init.trunc_normal_,
-)
-AT_ONCE = 1 << 20  # number of elements of a block of rows that is drawn from one seed; a longer row is a block itself
-
-
-def normal(std: float) -> InitMethod:
-    """Return an initialiser that draws from a normal distribution of mean 0 and standard deviation `std`."""
-    return partial(nn.init.normal_, mean=0.0, std=std)
-
-
-NORMAL = normal(0.02)  # initialisation of the weights of GPT-2 and BERT
+from .mesh import TRIVIAL_AXIS, Axis
+from .random import seeded
 
 
 class Rows(NamedTuple):
@@ -50,23 +26,6 @@ class Rows(NamedTuple):
     dim: int
     begin: int
     end: int
-
-
-class FusedRows(NamedTuple):
-    """Order of the rows of a weight that fuses several matrices, such as query, key and value.
-
-    The rows repeat this pattern: first `parts[0]` blocks of `width` rows of matrix 0, then `parts[1]` blocks of matrix
-    1, and so on.
-    growth: for each matrix, its inputs and outputs divided by those in muP's base model; empty if all are equal.
-    """
-
-    parts: tuple[int, ...]
-    width: int
-    growth: tuple[tuple[float, float], ...] = ()
-
-    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """View a whole weight [g * sum(parts) * width, i] as its matrices, [g, part, width, i] each."""
-        return torch.split(whole.view(-1, sum(self.parts), self.width, whole.shape[1]), list(self.parts), 1)
 
 
 @dataclass
@@ -128,7 +87,9 @@ class ParamSpec:
         if self.dim is None:
             return Rows(0, 0, self.stored_shape[0])
         length = self.local_shape[self.dim]
-        return Rows(self.dim, *(min(rows * length, self.full_size) for rows in (self.rank, self.rank + 1)))
+        begin = min(self.rank * length, self.full_size)
+        end = min((self.rank + 1) * length, self.full_size)
+        return Rows(self.dim, begin, end)
 
     def without_padding(self, part: Tensor) -> Tensor:
         """Return a view [rows, ...], without padding rows, of `part`, this rank's part (perhaps flattened)."""
@@ -150,6 +111,7 @@ class ParamSpec:
         parameter.zero_()
         self.without_padding(parameter).copy_(whole.narrow(dim, begin, end - begin))
 
+    @torch.no_grad()
     def fill(self, parameter: nn.Parameter, seed: int | None = None) -> None:
         """Draw the initial values of `parameter`, this rank's part.
 
@@ -157,32 +119,20 @@ class ParamSpec:
         unchanged and is skipped inside `skip_init`. Does nothing if no initialiser was declared or the parameter is on
         the meta device.
         """
-        if self.init_method is None or parameter.is_meta or (seed is not None and parallel_context().skip_init):
+        if self.init_method is None or parameter.is_meta:
             return
-        if seed is not None and getattr(self.init_method, "func", self.init_method) in _BY_NUMBER:
-            self._fill_by_rows(parameter, self.init_method, seed)
+        if seed is not None and parallel_context().skip_init:
+            return
+        if seed is not None and draws_each_element(self.init_method):
+            dim, begin, end = self.rows
+            parameter.zero_()
+            part = parameter.view(self.stored_shape).narrow(dim, 0, end - begin)
+            draw_rows(part, begin, dim, self.full_shape, self.init_method, seed)
             return
         whole = torch.empty(self.full_shape, dtype=parameter.dtype, device="cpu")
-        with torch.no_grad(), nullcontext() if seed is None else seeded(seed):
+        with nullcontext() if seed is None else seeded(seed):
             self.init_method(whole)
         self.put(whole, parameter)
-
-    @torch.no_grad()
-    def _fill_by_rows(self, parameter: nn.Parameter, init_method: InitMethod, seed: int) -> None:
-        """Draw values that do not depend on the sharding, skipping blocks in which this rank holds no rows."""
-        dim, begin, end = self.rows
-        shape = list(self.full_shape)
-        step = max(AT_ONCE * shape[dim] // max(math.prod(shape), 1), 1)
-        parameter.zero_()
-        part = parameter.view(self.stored_shape)
-        for at in range(begin - begin % step, end, step):
-            shape[dim] = min(step, self.full_shape[dim] - at)
-            stretch = torch.empty(shape, dtype=parameter.dtype, device="cpu")
-            with seeded(derive_seed(seed, "rows", at) if at else seed):
-                init_method(stretch)
-            low = max(at, begin)
-            high = min(at + shape[dim], end)
-            part.narrow(dim, low - begin, high - low).copy_(stretch.narrow(dim, low - at, high - low))
 
 
 def spec_of(parameter: Tensor) -> ParamSpec:
@@ -231,12 +181,16 @@ def declare(
     of the sequence or of the heads. Weights of norms, biases added after a reduce-scatter, and learned positions need
     this argument.
     """
-    axis = TRIVIAL_AXIS if dim is None else axis or parallel_context().mesh.model
+    if dim is None:
+        axis = TRIVIAL_AXIS
+    elif axis is None:
+        axis = parallel_context().mesh.model
     size = axis.size
     if dim is not None and full_size is None:
         full_size = parameter.shape[dim] * size
     shared = sequence is not None and sequence.size > 1
-    spec = ParamSpec(tuple(parameter.shape), init_method, dim, full_size or 0, axis.rank, size, shared)
+    shape = tuple(parameter.shape)
+    spec = ParamSpec(shape, init_method, dim, full_size or 0, axis.rank, size, shared)
     parameter.spec = spec  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = spec.split  # type: ignore[attr-defined]  # the name DeepSpeed and Megatron read
     if shared and sequence is not None:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import mappings
-from .mesh import Axis, parallel_context
+from .current import parallel_context
+from .mesh import Axis
 
 # Newer torch versions have these two collectives under new names.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -77,7 +78,9 @@ class Pending:
     def wait(self) -> Tensor:
         """Wait and return the result: [s, ...] of an all-gather or all-reduce, [s/t, ...] of a reduce-scatter."""
         self.settle()
-        return self._result.view(self._parts, -1, *self._result.shape[1:]).sum(0) if self._parts else self._result
+        if not self._parts:
+            return self._result
+        return self._result.view(self._parts, -1, *self._result.shape[1:]).sum(0)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
@@ -111,6 +114,19 @@ def local_shard(x: Tensor, dim: int = 0, axis: Axis | None = None) -> Tensor:
         return x
     length = shard_length(x.shape[dim], axis)
     return x.narrow(dim, axis.rank * length, length)
+
+
+def own_tokens(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """Return this context-parallel rank's tokens of `x` along `dim`: [..., s, ...] -> [..., s/c, ...] on c ranks.
+
+    Returns `x` itself on an axis of one rank. Raises ValueError unless 2c divides the length s.
+    """
+    if axis.size == 1:
+        return x
+    from .context import context_slices
+
+    slices = context_slices(x.shape[dim], axis)
+    return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in slices], dim)
 
 
 def _all_gather_now(x: Tensor, axis: Axis) -> Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 AXES = ("pipe", "data", "model")
@@ -39,13 +38,12 @@ class Topology:
 
     def __post_init__(self) -> None:
         for axis in (*AXES, "context", "expert"):
-            if getattr(self, axis) < 1:
-                raise ValueError(f"the {axis} axis of the grid has size {getattr(self, axis)}; it must be at least 1")
-        for axis in ("context", "expert"):
-            if self.data % getattr(self, axis):
+            size = getattr(self, axis)
+            if size < 1:
+                raise ValueError(f"the {axis} axis of the grid has size {size}; it must be at least 1")
+            if axis not in AXES and self.data % size:
                 raise ValueError(
-                    f"{self.data} ranks of the data axis cannot be divided into {axis}-parallel groups of "
-                    f"{getattr(self, axis)}"
+                    f"{self.data} ranks of the data axis cannot be divided into {axis}-parallel groups of {size}"
                 )
 
     @property
@@ -59,17 +57,27 @@ class Topology:
 
     def context_lines(self) -> list[list[int]]:
         """Return the context-parallel groups, each a list of ranks."""
-        c = self.context
-        return [line[at : at + c] for line in self.lines("data") for at in range(0, self.data, c)]
+        return self._blocks(self.context)
 
     def expert_lines(self) -> list[list[int]]:
         """Return the expert-parallel groups, each a list of ranks that together hold all experts."""
-        e = self.expert
-        return [line[at : at + e] for line in self.lines("data") for at in range(0, self.data, e)]
+        return self._blocks(self.expert)
+
+    def _blocks(self, size: int) -> list[list[int]]:
+        """Return the data-parallel groups, cut into blocks of `size` ranks."""
+        found = []
+        for line in self.lines("data"):
+            for at in range(0, self.data, size):
+                found.append(line[at : at + size])
+        return found
 
     def expert_replicas(self) -> list[list[int]]:
         """Return the groups of ranks that hold the same experts."""
-        return [line[at :: self.expert] for line in self.lines("data") for at in range(self.expert)]
+        found = []
+        for line in self.lines("data"):
+            for at in range(self.expert):
+                found.append(line[at :: self.expert])
+        return found
 
     def world_size(self) -> int:
         """Return the number of ranks in the grid."""
@@ -112,12 +120,15 @@ class Topology:
 
         Raises ValueError for an unknown axis.
         """
-        ranges = [(wanted[axis],) if axis in wanted else range(getattr(self, axis)) for axis in AXES]
-        if unknown := wanted.keys() - set(AXES):
+        unknown = wanted.keys() - set(AXES)
+        if unknown:
             raise ValueError(f"the grid has no axis {sorted(unknown)[0]}; its axes are {', '.join(AXES)}")
-        if any(not 0 <= at < getattr(self, axis) for axis, at in wanted.items()):
-            return []
-        return [(pipe * self.data + data) * self.model + model for pipe, data, model in product(*ranges)]
+        found = []
+        for rank in range(self.world_size()):
+            coord = self.get_coord(rank)
+            if all(getattr(coord, axis) == at for axis, at in wanted.items()):
+                found.append(rank)
+        return found
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
         """Return the ranks whose coordinate on `axis` is `idx`."""
@@ -130,5 +141,9 @@ class Topology:
     def lines(self, *varying: str) -> list[list[int]]:
         """Return the groups of ranks that differ only in the `varying` axes; each group is in rank order."""
         fixed = [axis for axis in AXES if axis not in varying]
-        places = product(*(range(getattr(self, axis)) for axis in fixed))
-        return [self.filter_match(**dict(zip(fixed, place, strict=True))) for place in places]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size()):
+            coord = self.get_coord(rank)
+            place = tuple(getattr(coord, axis) for axis in fixed)
+            found.setdefault(place, []).append(rank)
+        return list(found.values())

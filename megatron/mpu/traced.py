@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .._torch import gather_in_graph, scatter_sum_in_graph, sum_in_graph
 from . import mappings
+from .current import current
 from .mappings import _Mapped, all_gather, keep, own_part_of_sum
-from .mesh import Axis, current
+from .mesh import Axis
 
 
 def is_traced(axis: Axis) -> bool:

@@ -69,3 +69,30 @@ def refuse_other_tokens(logits: Tensor, target: Tensor) -> None:
             f"logits of shape {list(logits.shape)} do not match targets of shape {list(target.shape)}: give one target "
             "for each token, in the order of the logits; [s, b] targets are labels.t()"
         )
+
+
+def padded_vocab_size(vocab_size: int, multiple: int, ranks: int) -> int:
+    """Return the number of embedding rows: `vocab_size` rounded up to a multiple of `multiple * ranks`."""
+    step = multiple * ranks
+    return -(-vocab_size // step) * step
+
+
+def refuse_strange_ids(ids: Tensor, vocab_size: int) -> None:
+    """Raise IndexError for ids [...] outside the vocabulary, for which a sharded lookup would silently return zeros.
+
+    On an accelerator the check is asynchronous, and the device reports the error.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if type(ids) is not Tensor or ids.is_meta or not ids.numel():
+        return
+    words = f"is outside of the vocabulary of {vocab_size}"
+    try:
+        assert_later((ids >= 0) & (ids < vocab_size), f"a token id {words}")
+    except RuntimeError:
+        if ids.device.type != "cpu":
+            raise
+        strange = int(ids.min())
+        if strange >= 0:
+            strange = int(ids.max())
+        raise IndexError(f"the token id {strange} {words}") from None

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.model.layers import Layer, LayerStack
-from megatron.mpu import parameters
-from megatron.mpu.mesh import Axis, Mesh, ParallelContext
+from megatron.mpu import initial_values, parameters
+from megatron.mpu.current import ParallelContext
+from megatron.mpu.mesh import Axis, Mesh
 from tds.pipe import LayerSpec, SequentialModule, TiedLayerSpec, seeded_layers
 
 
@@ -71,7 +72,7 @@ def test_a_sharded_dimension_lies_on_the_model_axis(monkeypatch: pytest.MonkeyPa
         assert not mpu.is_split(copy)
 
 
-def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMAL) -> tuple[Tensor, int]:
+def _filled(rank: int, ranks: int, dim: int, init_method: Any = initial_values.NORMAL) -> tuple[Tensor, int]:
     """Initialise a rank's shard of a [200, 100] weight along `dim`; return the shard and the count of random draws."""
     shape = [200, 100]
     full = shape[dim]
@@ -95,7 +96,7 @@ def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMA
 @pytest.mark.parametrize("at_once", [50, 1000, 1700, 10**6])
 def test_a_rank_draws_its_own_rows(dim: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Initial weights are equal for any number of ranks; a rank draws its shard plus at most one block at each end."""
-    monkeypatch.setattr(parameters, "AT_ONCE", at_once)
+    monkeypatch.setattr(initial_values, "AT_ONCE", at_once)
     whole, drawn = _filled(0, 1, dim)
     assert drawn == whole.numel()
     assert whole.std().item() == pytest.approx(0.02, rel=0.03) and abs(whole.mean().item()) < 1e-3
@@ -109,7 +110,7 @@ def test_a_rank_draws_its_own_rows(dim: int, at_once: int, monkeypatch: pytest.M
 
 
 def test_what_looks_at_the_shape_is_drawn_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parameters, "AT_ONCE", 50)
+    monkeypatch.setattr(initial_values, "AT_ONCE", 50)
     values = _built(0, 1)["row.weight"]
     torch.manual_seed(3)
     parameter = nn.Parameter(torch.empty(64, 96))

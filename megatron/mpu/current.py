@@ -1,0 +1,118 @@
+"""The current `ParallelContext`, which layers copy when they are built. It is the only global state of mpu."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from .mesh import Axis, Mesh, Options
+from .random import RngStreams
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """Context that layers copy when they are built: their ranks, options, dropout streams and initialisation.
+
+    defer_init: declared parameters stay uninitialised; the caller fills them later by global name.
+    skip_init: seeded initialisation is skipped, for a model whose weights are all loaded from a file afterwards.
+    Initialisation from torch's generator still happens, so that layers built afterwards draw the same values as
+    without skip_init.
+    after_layer: called with each layer of a model after its initialisation, before the next layer is built.
+    """
+
+    mesh: Mesh = field(default_factory=Mesh)
+    options: Options = Options()
+    rng: RngStreams = field(default_factory=RngStreams)
+    defer_init: bool = False
+    skip_init: bool = False
+    after_layer: Callable[[nn.Module], None] | None = None
+
+    @property
+    def sequence(self) -> Axis:
+        """Sequence-parallel axis; see `Options.sequence_axis`."""
+        return self.options.sequence_axis(self.mesh.model)
+
+
+class _Current:
+    context: ParallelContext | None = None
+
+
+def enter(context: ParallelContext | None) -> None:
+    """Make `context` the current context, which each layer copies when it is built; None removes the current one."""
+    _Current.context = context
+
+
+def is_initialized() -> bool:
+    """Return whether this process has a current mesh."""
+    return _Current.context is not None
+
+
+def parallel_context() -> ParallelContext:
+    """Return the current context, or in a single process a default one with one rank on every axis.
+
+    Raises RuntimeError if several ranks run and there is no current context.
+    """
+    if _Current.context is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError("model parallelism is not initialized: call mpu.initialize_model_parallel() first")
+        _Current.context = ParallelContext()
+    return _Current.context
+
+
+def current() -> Mesh:
+    """Return the mesh of `parallel_context()`."""
+    return parallel_context().mesh
+
+
+def context_on(mesh: Mesh, options: Options | None, seed: int) -> ParallelContext:
+    """Return a copy of the current context with `mesh`, `options` and dropout streams seeded by `seed`."""
+    before = _Current.context or ParallelContext()
+    return replace(before, mesh=mesh, options=options or Options(), rng=mesh.streams(seed))
+
+
+@contextmanager
+def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> Iterator[ParallelContext]:
+    """Build layers inside the block on `mesh` with `options`; restore the previous context afterwards.
+
+    The layers keep their mesh and options, so models on several meshes can coexist in one process. seed: seed of
+    the layers' dropout streams.
+    """
+    before = _Current.context
+    context = context_on(mesh, options, seed)
+    enter(context)
+    try:
+        yield context
+    finally:
+        enter(before)
+
+
+@contextmanager
+def _changed(name: str, value: Any) -> Iterator[None]:
+    """Set one field of the current context inside the block; afterwards restore this field and no other."""
+    before = getattr(parallel_context(), name)
+    enter(replace(parallel_context(), **{name: value}))
+    try:
+        yield
+    finally:
+        enter(replace(parallel_context(), **{name: before}))
+
+
+def defer_init() -> AbstractContextManager[None]:
+    """Leave parameters declared inside the block uninitialised; see `ParallelContext.defer_init`."""
+    return _changed("defer_init", True)
+
+
+def skip_init() -> AbstractContextManager[None]:
+    """Skip seeded initialisation inside the block; see `ParallelContext.skip_init`."""
+    return _changed("skip_init", True)
+
+
+def after_each_layer(then: Callable[[nn.Module], None] | None) -> AbstractContextManager[None]:
+    """Make each LayerStack built inside the block call `then(layer)` for each of its layers.
+
+    See `ParallelContext.after_layer`.
+    """
+    return _changed("after_layer", then)

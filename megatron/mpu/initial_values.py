@@ -1,0 +1,64 @@
+"""Initial values of parameters, which do not depend on the number of model-parallel ranks.
+
+A large parameter is drawn in blocks of rows, each from its own seed, and a rank draws only the blocks in which it
+holds rows. If an initialiser needs the whole parameter, every rank draws all of it and keeps its part.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from .random import derive_seed, seeded
+
+InitMethod = Callable[[Tensor], object]  # fills a whole weight in place, like the functions of torch.nn.init
+
+zeros: InitMethod = nn.init.zeros_
+ones: InitMethod = nn.init.ones_
+
+# Initialisers that draw each element independently of the others and of the shape.
+_BY_NUMBER = (
+    nn.init.zeros_,
+    nn.init.ones_,
+    nn.init.constant_,
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.trunc_normal_,
+)
+AT_ONCE = 1 << 20  # number of elements of a block of rows that is drawn from one seed; a longer row is a block itself
+
+
+def normal(std: float) -> InitMethod:
+    """Return an initialiser that draws from a normal distribution of mean 0 and standard deviation `std`."""
+    return partial(nn.init.normal_, mean=0.0, std=std)
+
+
+NORMAL = normal(0.02)  # initialisation of the weights of GPT-2 and BERT
+
+
+def draws_each_element(init_method: InitMethod) -> bool:
+    """Return whether the initialiser draws each element independently, so that it can draw rows [n, ...] alone."""
+    return getattr(init_method, "func", init_method) in _BY_NUMBER
+
+
+def draw_rows(
+    part: Tensor, begin: int, dim: int, full_shape: Sequence[int], init_method: InitMethod, seed: int
+) -> None:
+    """Draw the rows of a parameter [*full_shape] from row `begin` along `dim` on into `part`, which has some of them.
+
+    For example, with blocks of 4 rows, a part of rows 2 to 7 draws the blocks of rows 0 to 3 and 4 to 7, and leaves
+    out rows 0 and 1.
+    """
+    end = begin + part.shape[dim]
+    shape = list(full_shape)
+    step = max(AT_ONCE * shape[dim] // max(math.prod(shape), 1), 1)
+    for at in range(begin - begin % step, end, step):
+        shape[dim] = min(step, full_shape[dim] - at)
+        block = torch.empty(shape, dtype=part.dtype, device="cpu")
+        with seeded(derive_seed(seed, "rows", at) if at else seed):
+            init_method(block)
+        low = max(at, begin)
+        high = min(at + shape[dim], end)
+        part.narrow(dim, low - begin, high - low).copy_(block.narrow(dim, low - at, high - low))
