@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron import mpu
 from megatron.atomic import remove
 from megatron.config import Config
-from megatron.ranks.agreement import check_replicas
 from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
+from megatron.ranks.replicas import check_replicas
 from megatron.storage import RemotePath, place
 from tds import optimizer_state as zero_state
 

@@ -73,10 +73,10 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
         self._layers = [layers[index] for index in self.indices]
         self.layer_names = global_names(layers)
         self._names = [self.layer_names[index] for index in self.indices]
-        outputs = [_boundaries_after(layers[stop - 1]) for _, stop in self.bounds]
-        takes_in = [_boundaries_after(layers[start - 1]) if start else None for start, _ in self.bounds]
+        outputs = [_boundaries_before(layers, stop) for _, stop in self.bounds]
+        inputs = [_boundaries_before(layers, start) for start, _ in self.bounds]
         self.boundaries: Any = outputs if self.chunks > 1 else outputs[0]
-        self.receives: Any = takes_in if self.chunks > 1 else takes_in[0]
+        self.receives: Any = inputs if self.chunks > 1 else inputs[0]
         init_weights(self, config.train.seed)
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
@@ -106,31 +106,40 @@ def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> 
     unless there are more ranges than layers with work. If no layer has counted work, all layers weigh the
     same.
     """
-    counted = any(layer.work for layer in layers)
     ends = [end for end, layer in enumerate(layers, start=1) if layer.work]
+    counted = bool(ends)
     if len(ends) < stretches or ends[-1] < len(layers):
         ends = list(range(1, len(layers) + 1))
-    times = {True: RECOMPUTED, False: FORWARD_AND_BACKWARD}
-    chosen = [layers[end - 1] for end in ends]
-    costs = [float(layer.work * times[recomputed and layer.repeated]) if counted else 1.0 for layer in chosen]
-    return [0, *(ends[cut - 1] for cut in cut_by_time(costs, stretches)[1:])]
+    costs = []
+    for end in ends:
+        layer = layers[end - 1]
+        passes = RECOMPUTED if recomputed and layer.repeated else FORWARD_AND_BACKWARD
+        costs.append(float(layer.work * passes) if counted else 1.0)
+    _, *cuts = cut_by_time(costs, stretches)
+    return [0, *(ends[cut - 1] for cut in cuts)]
 
 
 def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
     spec = LayerSpec(layer.cls, *layer.args)
     if layer.tied or layer.call:  # DeepSpeed accepts a `forward_fn` only for tied layers
-        key = layer.tied or layer.name.replace(".", "_")
-        weight: Any = tied_weights[layer.tied] if layer.tied else []
+        key = layer.name.replace(".", "_")
+        weight: Any = []
+        if layer.tied:
+            key = layer.tied
+            weight = tied_weights[key]
         spec = TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=weight)
     spec.build = lambda log=False: layer.build(seed)
     return spec
 
 
-def _boundaries_after(layer: Layer) -> list[Boundary]:
-    """Return the tensors that cross a stage boundary after this layer."""
-    found = [BOUNDARIES[name] for name in layer.outputs if name in BOUNDARIES]
-    whole = mpu.sequence_axis().size > 1
-    return [replace(b, split=False) for b in found] if whole else found
+def _boundaries_before(layers: Sequence[Layer], at: int) -> list[Boundary] | None:
+    """Return the tensors that cross a stage boundary before layer number `at`; None before the first layer."""
+    if at == 0:
+        return None
+    found = [BOUNDARIES[name] for name in layers[at - 1].outputs if name in BOUNDARIES]
+    if mpu.sequence_axis().size > 1:
+        found = [replace(boundary, split=False) for boundary in found]
+    return found
 
 
 # Key of tied layers -> name of the shared weight in their module.

@@ -34,9 +34,12 @@ def lr_at(iteration: int, config: Config, samples: tuple[int, int] | None = None
         return o.lr
     if following > total:
         done = total  # the next step would end after the decay, so the decay ends with this step
-    begin = max(total - _falling(config), warmup) if o.lr_decay_style == "wsd" else warmup
+    begin = warmup
+    style = o.lr_decay_style
+    if style == "wsd":
+        begin = max(total - _falling(config), warmup)
+        style = o.lr_wsd_decay_style
     done_share = min(max(done - begin, 0) / max(total - begin, 1), 1.0)
-    style = o.lr_wsd_decay_style if o.lr_decay_style == "wsd" else o.lr_decay_style
     return o.min_lr + (o.lr - o.min_lr) * LEFT[style](done_share)
 
 
@@ -63,15 +66,18 @@ def _falling(config: Config) -> int:
 
 def _schedule(config: Config) -> dict[str, Any]:
     """Return the settings that determine the learning-rate schedule."""
-    wsd = config.optim.lr_decay_style == "wsd"
-    names = ("lr", "min_lr", "lr_decay_style", "warmup", *(("lr_wsd_decay_style",) if wsd else ()))
-    follows_samples = config.lr_decay_samples is not None
-    ends: dict[str, int | None] = {"lr_decay_iters": _total(config)}
-    ends |= {"lr_wsd_decay_iters": _falling(config)} if wsd else {}
-    for name in list(ends):
-        ends[name.replace("iters", "samples")] = ends[name] if follows_samples else None
-        ends[name] = None if follows_samples else ends[name]
-    return {name: getattr(config.optim, name) for name in names} | ends
+    o = config.optim
+    unit = "iters"
+    unused = "samples"
+    if config.lr_decay_samples is not None:
+        unit = "samples"
+        unused = "iters"
+    found = {"lr": o.lr, "min_lr": o.min_lr, "lr_decay_style": o.lr_decay_style, "warmup": o.warmup}
+    found |= {f"lr_decay_{unit}": _total(config), f"lr_decay_{unused}": None}
+    if o.lr_decay_style == "wsd":
+        found["lr_wsd_decay_style"] = o.lr_wsd_decay_style
+        found |= {f"lr_wsd_decay_{unit}": _falling(config), f"lr_wsd_decay_{unused}": None}
+    return found
 
 
 def describe(config: Config, digits: int = 6) -> str:
@@ -81,8 +87,8 @@ def describe(config: Config, digits: int = 6) -> str:
     """
     o = config.optim
     total = _total(config)
-    one, many = ("iteration", "iterations") if config.lr_decay_samples is None else ("sample", "samples")
-    rise = f"up to {o.lr:.{digits}g} over {share_of(o.warmup, total)} {many}"
+    one = "iteration" if config.lr_decay_samples is None else "sample"
+    rise = f"up to {o.lr:.{digits}g} over {share_of(o.warmup, total)} {one}s"
     end = f"to {o.min_lr:.{digits}g} at {one} {total}"
     if o.lr_decay_style == "constant":
         return f"{rise}, then constant"
@@ -110,8 +116,8 @@ def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
     if config.optim.override_lr_schedule:
         return config, f"the learning rate follows the flags ({here}), no longer the checkpoint's schedule ({there})"
     kept = replace(config, optim=replace(config.optim, **of_checkpoint))
-    return (
-        kept,
+    note = (
         f"the learning rate follows the checkpoint's schedule ({there}); "
-        f"pass --override-lr-schedule to follow the flags ({here})",
+        f"pass --override-lr-schedule to follow the flags ({here})"
     )
+    return kept, note

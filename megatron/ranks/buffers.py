@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .. import mpu
 from ..model.layers import global_buffers
-from .agreement import fingerprint
+from .replicas import fingerprint
 
 _begun: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
 

@@ -38,7 +38,9 @@ def ranks_here(world: int) -> int | None:
     world: number of ranks of the whole run.
     """
     known = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    return int(known) if known else 1 if world == 1 else None
+    if known:
+        return int(known)
+    return 1 if world == 1 else None
 
 
 def initialize_megatron(config: Config) -> torch.device:
@@ -49,18 +51,28 @@ def initialize_megatron(config: Config) -> torch.device:
     """
     config.parallel.data_parallel_size(world_size())
     messages.ways |= FLAGS
+    device = _join(config)
+    if dist.get_world_size() > 1:
+        same_everywhere(settings_and_versions(config))
+    torch.manual_seed(config.train.seed)
+    options = mpu.Options(
+        sequence_parallel=config.splits_sequences(device.type != "cpu"),
+        overlap=config.parallel.async_tensor_model_parallel_allreduce,
+        onednn=_choose_kernels(config, device),
+    )
+    p = config.parallel
+    seed = mpu.derive_seed(config.train.seed, "dropout")
+    mpu.initialize_model_parallel(
+        p.model_parallel_size, p.stages, seed, options, p.context_parallel_size, p.expert_parallel_size
+    )
+    tds.use_rng_tracker(mpu.get_cuda_rng_tracker())
+    return device
+
+
+def _join(config: Config) -> torch.device:
+    """Join the other ranks and return this rank's device. Raises an error that the user can read if this fails."""
     if "RANK" not in os.environ:
-        # Without a launcher, this process is the only rank. Find a free port for its rendezvous.
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ |= {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        _become_only_rank()
     os.environ.setdefault("LOCAL_RANK", "0")
     device = device_module.current()
     timeout = timedelta(minutes=config.parallel.startup_timeout_minutes)
@@ -75,26 +87,29 @@ def initialize_megatron(config: Config) -> torch.device:
             f"{dist.get_world_size()} ranks are running, but the launcher set WORLD_SIZE={world_size()}; "
             "start all ranks with the same launcher"
         )
-    same_everywhere(settings_and_versions(config))
-    torch.manual_seed(config.train.seed)
-    p = config.parallel
-    seed = mpu.derive_seed(config.train.seed, "dropout")
-    problem = device_module.fp8_problem(device) if config.train.precision == "fp8" else None
-    if problem:
-        raise ConfigError(f"--precision fp8: this {device.type} device cannot be used, as {problem}; use bf16")
-    onednn = by_onednn(config.train.cpu_matmul, device)
-    if config.train.flash_attention_impl:
-        device_module.use_flash_attention(config.train.flash_attention_impl, device)
-    options = mpu.Options(
-        sequence_parallel=config.splits_sequences(device.type != "cpu"),
-        overlap=p.async_tensor_model_parallel_allreduce,
-        onednn=onednn,
-    )
-    mpu.initialize_model_parallel(
-        p.model_parallel_size, p.stages, seed, options, p.context_parallel_size, p.expert_parallel_size
-    )
-    tds.use_rng_tracker(mpu.get_cuda_rng_tracker())
     return device
+
+
+def _become_only_rank() -> None:
+    """Set the variables of a launcher for a process without one, with a free port for its rendezvous."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def _choose_kernels(config: Config, device: torch.device) -> bool:
+    """Load the kernels of the settings, and return whether oneDNN multiplies. Raises ConfigError for a wrong device."""
+    train = config.train
+    if train.precision == "fp8":
+        problem = device_module.fp8_problem(device)
+        if problem:
+            raise ConfigError(f"--precision fp8: this {device.type} device cannot be used, as {problem}; use bf16")
+    onednn = by_onednn(train.cpu_matmul, device)
+    if train.flash_attention_impl:
+        device_module.use_flash_attention(train.flash_attention_impl, device)
+    return onednn
 
 
 def use_step_timeout(config: Config) -> None:
@@ -104,7 +119,9 @@ def use_step_timeout(config: Config) -> None:
     """
     p = config.parallel
     seconds = 60 * p.distributed_timeout_minutes
-    timeout = timedelta(seconds=AFTER_THE_WATCHDOG + max(seconds, p.pipeline_timeout if p.pipe_parallel_size else 0))
+    if p.pipe_parallel_size:
+        seconds = max(seconds, p.pipeline_timeout)
+    timeout = timedelta(seconds=AFTER_THE_WATCHDOG + seconds)
     set_default_timeout(timeout)
     set_timeout_of_groups(timeout)
 
@@ -118,7 +135,6 @@ def describe_rendezvous_error(error: Exception) -> str:
     if "waiting for clients" in text or "timed out" in text.lower():
         return (
             f"the {os.environ.get('WORLD_SIZE')} ranks did not all meet at {where} ({text[:120]}): start the missing "
-            "ones, with "
-            f"the same MASTER_ADDR and MASTER_PORT (--startup-timeout-minutes sets how long to wait)"
+            "ones, with the same MASTER_ADDR and MASTER_PORT (--startup-timeout-minutes sets how long to wait)"
         )
     return f"the ranks could not meet at {where}: {text[:200]}"

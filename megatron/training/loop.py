@@ -10,8 +10,8 @@ from ..data.sample_hash import extend
 from ..data.skips import Skips, parse_ranges
 from ..engines.engine import Batches, Step
 from ..locks.held_places import HeldPlaces
-from ..ranks.agreement import check_replicas
 from ..ranks.rank_0 import is_rank_0, print_rank_0
+from ..ranks.replicas import check_replicas
 from .data_ranks import read
 from .evaluation import Evaluations, evaluate
 from .feature import Feature, due

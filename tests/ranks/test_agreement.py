@@ -18,9 +18,9 @@ from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.features.stragglers import Straggler, slowest
 from megatron.model.layers import global_parameters
-from megatron.ranks.agreement import check_replicas, fingerprint
 from megatron.ranks.errors import RunError
 from megatron.ranks.initialize import initialize_megatron
+from megatron.ranks.replicas import check_replicas, fingerprint
 from megatron.ranks.source import source_files
 from megatron.training.build import refuse_what_no_checkpoint_holds
 from megatron.training.loop import train
@@ -81,7 +81,7 @@ def test_a_fingerprint_sees_every_bit_and_every_place(dtype: torch.dtype) -> Non
 
 def test_a_fingerprint_goes_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.arange(10.0)
-    monkeypatch.setattr("megatron.ranks.agreement.AT_ONCE", 4)
+    monkeypatch.setattr("megatron.ranks.replicas.AT_ONCE", 4)
     assert int(fingerprint(x)) != int(fingerprint(torch.cat([x[4:8], x[:4], x[8:]])))
 
 

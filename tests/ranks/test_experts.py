@@ -11,8 +11,8 @@ from megatron import mpu
 from megatron.config.command_line import parse, with_values
 from megatron.model.dispatch import through_experts
 from megatron.model.layers import global_parameters
-from megatron.ranks.agreement import check_replicas
 from megatron.ranks.errors import RunError
+from megatron.ranks.replicas import check_replicas
 from megatron.tasks import Llama
 from megatron.training import start_engine
 from tests.conformance.engines import remembered_groups
