@@ -91,7 +91,7 @@ def _differences(everywhere: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 def split_usual(values: Mapping[int, Any]) -> tuple[Any, int, list[int]]:
-    """Return the most frequent of the values by rank (the first one on a tie), its first rank, and all ranks without it."""
+    """Return the most frequent value (the first one on a tie), its first rank, and all ranks without it."""
     usual, _ = Counter(values.values()).most_common(1)[0]
     first = next(rank for rank, value in values.items() if value == usual)
     return usual, first, [rank for rank, value in values.items() if value != usual]
