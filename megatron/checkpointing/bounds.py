@@ -29,19 +29,20 @@ def refuse_absurd_sizes(values: Mapping[str, Any], shapes: Iterable[Sequence[int
     above 2**40 is too large.
     values: settings of the model. shapes: shapes of the stored tensors. where: file of the settings, for the message.
     """
-    dims = [list(shape) for shape in shapes]
-    largest = max((size for shape in dims for size in shape), default=0)
+    stored = list(shapes)
+    largest = max((max(shape, default=0) for shape in stored), default=0)
     for key, value in values.items():
         if type(value) is not int:
             continue
-        if key in LAYERS and value > max(len(dims), FEW_LAYERS):
-            raise CheckpointError(f"{where}: {key} is {_shown(value)}, but only {len(dims)} tensors are stored")
-        if key in SIZES and value > max(largest, SMALL_SIZE) or key in EXPERTS and value > max(largest, FEW_LAYERS):
-            raise CheckpointError(
-                f"{where}: {key} is {_shown(value)}, but the largest dimension of the stored tensors is {largest}"
-            )
+        is_size = key in SIZES and value > max(largest, SMALL_SIZE)
+        is_count = key in EXPERTS and value > max(largest, FEW_LAYERS)
+        given = f"{where}: {key} is {_shown(value)}"
+        if key in LAYERS and value > max(len(stored), FEW_LAYERS):
+            raise CheckpointError(f"{given}, but only {len(stored)} tensors are stored")
+        if is_size or is_count:
+            raise CheckpointError(f"{given}, but the largest dimension of the stored tensors is {largest}")
         if value > MOST:
-            raise CheckpointError(f"{where}: {key} is {_shown(value)}, which is larger than in any model")
+            raise CheckpointError(f"{given}, which is larger than in any model")
 
 
 def _shown(value: int) -> str:

@@ -27,16 +27,18 @@ class Buffers:
         surveys: the result of `megatron.ranks.buffers.fingerprint_buffers` on each rank.
         """
         mesh = mpu.get_mesh()
+        me = (mesh.pipe.rank, mesh.data.rank, mesh.model.rank)
         here = dict(global_buffers(model))
         by_name: dict[str, list[BufferCopy]] = {}
         for each in surveys:
             for name, held in each.items():
                 by_name.setdefault(name, []).append(held)
         self.copies: dict[str, Tensor] = {}
+        self.warnings: list[str] = []
         for name, every in by_name.items():
-            if name in here and (mesh.pipe.rank, mesh.data.rank, mesh.model.rank) == (_owner(name, every), 0, 0):
+            if name in here and me == (_owner(name, every), 0, 0):
                 self.copies[f"{BUFFER}.{name}"] = stored(here[name].detach()).to("cpu", copy=True)
-        self.warnings = [line for name, every in by_name.items() for line in _conflicts(name, every)]
+            self.warnings += _conflicts(name, every)
         self.warnings += _not_savable(model)
 
     @property
@@ -96,19 +98,22 @@ def _conflicts(name: str, held: Sequence[BufferCopy]) -> Iterator[str]:
     """Yield a warning if the copies of a buffer differ between ranks, as a checkpoint stores only one copy."""
     owner = _owner(name, held)
     there = [each for each in held if each.pipe == owner]
-    changed = [each for each in held if each.changed and not each.data and not each.model]
-    found = {
-        "data-parallel replicas: reduce it over mpu.get_data_parallel_group()": [e for e in there if not e.model],
-        "model-parallel ranks: make it a parameter without gradient, and describe its split with mpu.declare()": [
-            e for e in there if not e.data
-        ],
-        "pipeline stages: keep it in the layer that changes it": [] if name.startswith("loss_fn.") else changed,
-    }
-    for axis_and_advice, each in found.items():
-        if len({one.fingerprint for one in each}) > 1:
-            axis, advice = axis_and_advice.split(": ")
+    replicas = [each for each in there if not each.model]
+    shards = [each for each in there if not each.data]
+    stages = [each for each in held if each.changed and not each.data and not each.model]
+    if name.startswith("loss_fn."):  # its last stage saves it
+        stages = []
+    for copies, axis, advice in (
+        (replicas, "data-parallel replicas", "reduce it over mpu.get_data_parallel_group()"),
+        (
+            shards,
+            "model-parallel ranks",
+            "make it a parameter without gradient, and describe its split with mpu.declare()",
+        ),
+        (stages, "pipeline stages", "keep it in the layer that changes it"),
+    ):
+        if len({each.fingerprint for each in copies}) > 1:
             yield (
                 f"warning: the buffer {name} differs between {axis}, but a checkpoint holds only the first copy "
-                f"(stage {owner}); "
-                f"{advice}, or set persistent=False if it need not be saved"
+                f"(stage {owner}); {advice}, or set persistent=False if it need not be saved"
             )

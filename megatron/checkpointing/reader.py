@@ -1,6 +1,6 @@
 """Reading of any slice of any tensor in a checkpoint, independent of the layout that wrote it."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.checkpointing.relocation import with_kept_tokenizer
 from megatron.config import Config, with_family
 from megatron.config.command_line import HOME, RENAMED, with_values
 from megatron.config.fields import ConfigError, describe
@@ -32,32 +31,31 @@ class CheckpointReader:
 
     def __init__(self, path: Path, average: bool = False) -> None:
         self.path = path
-        self.sums, self._checksum = read_sums(path), checksum_of(path)
+        self.sums = read_sums(path)
+        self._checksum = checksum_of(path)
         check_file(path / INDEX, self._checksum, self.sums[INDEX])
-        try:
-            content = schema.read((path / INDEX).read_text(encoding="utf-8"))
-            version = content.get("format")
-            if version not in (2, FORMAT):
-                raise CheckpointError(f"{path} has format {version}; this version reads formats 2 and {FORMAT}")
-            schema.check(content, self.sums)
-            self.state = content["state"]
-            self.optimizer = content["optimizer"]
-            self.rng_seed = content["rng_seed"]
-            self.tensors = content["tensors"]
-            self.config = content["config"]
-            self.positions = content["positions"]
-            self.tokenizer = content["tokenizer"]
-            if version == 2 and self.config["model"].get("activation") == "gelu":
-                self.config["model"]["activation"] = "gelu-tanh"  # in format 2, "gelu" meant the tanh approximation
-        except (OSError, UnicodeDecodeError, schema.SchemaError) as error:
-            raise CheckpointError(f"{path / INDEX} cannot be read: {describe(error)}") from None
+        content = _content(path, self.sums)
+        self.state = content["state"]
+        self.optimizer = content["optimizer"]
+        self.rng_seed = content["rng_seed"]
+        self.tensors = content["tensors"]
+        self.config = content["config"]
+        self.positions = content["positions"]
+        self.tokenizer = content["tokenizer"]
         self._open: dict[str, Any] = {}
-        # Key -> key under which the files hold this tensor, if it is another one.
-        self._stored = {key: f"{AVERAGE}.{key.removeprefix(f'{WEIGHT}.')}" for key in self.tensors} if average else {}
-        self._stored = {key: other for key, other in self._stored.items() if other in self.tensors}
-        self.tensors |= {key: self.tensors[other] for key, other in self._stored.items()}
-        if average and not self._stored:
-            raise CheckpointError(f"{path} holds no average of the weights (--ema-decay); leave out --ema")
+        self._stored: dict[str, str] = {}  # key -> key under which the files hold this tensor, if it is another one
+        if average:
+            self._take_averages()
+
+    def _take_averages(self) -> None:
+        """Read the average of each weight in place of the weight."""
+        for key in self.tensors:
+            average = f"{AVERAGE}.{key.removeprefix(f'{WEIGHT}.')}"
+            if average in self.tensors:
+                self._stored[key] = average
+        if not self._stored:
+            raise CheckpointError(f"{self.path} holds no average of the weights (--ema-decay); leave out --ema")
+        self.tensors |= {key: self.tensors[average] for key, average in self._stored.items()}
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Check the checksums of this rank's share of the files: every `ranks`-th file, beginning with number `rank`.
@@ -80,19 +78,20 @@ class CheckpointReader:
         if key not in self.tensors:
             raise CheckpointError(f"{self.path} holds no tensor {key!r}")
         entry = self.tensors[key]
-        if dim != entry["dim"]:  # the pieces are split along another dimension, so read all pieces
-            return self.read(key, entry["dim"], 0, entry["shape"][entry["dim"]]).narrow(dim, begin, end - begin)
+        split = entry["dim"]
+        if dim != split:  # read all pieces
+            return self.read(key, split, 0, entry["shape"][split]).narrow(dim, begin, end - begin)
         if begin == end:  # this rank holds only padding
-            empty = entry["shape"][:dim] + [0] + entry["shape"][dim + 1 :]
-            return torch.empty(empty, dtype=self._dtype(key))
+            shape = list(entry["shape"])
+            shape[dim] = 0
+            return torch.empty(shape, dtype=self._dtype(key))
         found = []
-        for piece in sorted(entry["pieces"], key=lambda p: int(p["begin"])):
+        for piece in sorted(entry["pieces"], key=lambda piece: int(piece["begin"])):
             low = max(begin, piece["begin"])
             high = min(end, piece["end"])
             if low < high:
-                part = self._piece(key, piece)
-                at = (slice(None),) * dim + (slice(low - piece["begin"], high - piece["begin"]),)
-                found.append(part[at])
+                rows = slice(low - piece["begin"], high - piece["begin"])
+                found.append(self._piece(key, piece)[(slice(None),) * dim + (rows,)])
         if sum(part.shape[dim] for part in found) != end - begin:
             raise CheckpointError(f"{self.path}: rows {begin} to {end} of {key!r} are incomplete")
         return torch.cat(found, dim) if len(found) > 1 else found[0]
@@ -120,7 +119,8 @@ class CheckpointReader:
 
     def _dtype(self, key: str) -> torch.dtype:
         some = next(piece for piece in self.tensors[key]["pieces"] if piece["begin"] < piece["end"])
-        return next(d for d, code in CODES.items() if code == self._piece(key, some).get_dtype())
+        stored = self._piece(key, some).get_dtype()
+        return next(dtype for dtype, code in CODES.items() if code == stored)
 
     def local(self, key: str, parameter: nn.Parameter) -> Tensor:
         """Return this rank's shard of tensor `key` in the shape of `parameter`; padding rows are zeros."""
@@ -149,9 +149,28 @@ class CheckpointReader:
         return self._open[name]
 
 
+def _content(path: Path, files: Collection[str]) -> dict[str, Any]:
+    """Return the content of checkpoint.json. files: names in the list of checksums. Raises CheckpointError."""
+    try:
+        content = schema.read((path / INDEX).read_text(encoding="utf-8"))
+        version = content.get("format")
+        if version not in (2, FORMAT):
+            raise CheckpointError(f"{path} has format {version}; this version reads formats 2 and {FORMAT}")
+        schema.check(content, files)
+    except (OSError, UnicodeDecodeError, schema.SchemaError) as error:
+        raise CheckpointError(f"{path / INDEX} cannot be read: {describe(error)}") from None
+    model = content["config"]["model"]
+    if version == 2 and model.get("activation") == "gelu":
+        model["activation"] = "gelu-tanh"  # in format 2, "gelu" meant the tanh approximation
+    return content
+
+
 def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
     """Return the settings of a checkpoint with its parallel layout replaced, by default for a single process."""
-    saved = {RENAMED.get(name, name): value for section in reader.config.values() for name, value in section.items()}
+    saved = {}
+    for section in reader.config.values():
+        for name, value in section.items():
+            saved[RENAMED.get(name, name)] = value
     where = reader.path / INDEX
     refuse_absurd_sizes(reader.config["model"], (entry["shape"] for entry in reader.tensors.values()), where)
     plain = {
@@ -170,6 +189,8 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         config = with_values(Config(), {**known, **plain})
     except ConfigError as error:
         raise CheckpointError(f"{where} has invalid settings: {error}") from None
+    from .relocation import with_kept_tokenizer
+
     return with_kept_tokenizer(config, reader.path)
 
 

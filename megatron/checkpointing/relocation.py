@@ -16,7 +16,6 @@ from ..atomic import copy_file, whole_file, whole_folder
 from ..config import Config
 from ..config.data_stages import with_prefixes
 from ..data.corpora import renamed
-from ..data.remote_tokens import cache_folder
 from ..storage import RemotePath, is_url
 from ..tokenizer.beside import (
     GENERATION,
@@ -28,7 +27,7 @@ from ..tokenizer.beside import (
     generation_beside,
     ids_beside,
 )
-from ..tokenizer.load import IN_FOLDER, file_of, folder_has_one
+from ..tokenizer.load import file_of, folder_has_one
 
 FOLDER = "tokenizer"
 WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMPLATE)
@@ -102,7 +101,7 @@ def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
     folder = home / FOLDER
     if vocab_file is not None and (folder / Path(vocab_file).name).is_file():
         return str(folder / Path(vocab_file).name)
-    return str(folder) if any((folder / name).is_file() for name in IN_FOLDER) and folder_has_one(folder) else None
+    return str(folder) if folder_has_one(folder) else None
 
 
 def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
@@ -111,13 +110,20 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
     checkpoint = checkpoint.absolute()
     homes = [checkpoint.parent, checkpoint.parent.parent]
     if isinstance(checkpoint, RemotePath):
-        homes = [] if given and Path(given).exists() else [_fetched(checkpoint.parent / FOLDER)]
-    found = next((path for home in homes if (path := kept_tokenizer(home, given))), given)
-    return replace(config, data=replace(config.data, vocab_file=found))
+        if given and Path(given).exists():
+            return config
+        homes = [_fetched(checkpoint.parent / FOLDER)]
+    for home in homes:
+        found = kept_tokenizer(home, given)
+        if found is not None:
+            return replace(config, data=replace(config.data, vocab_file=found))
+    return config
 
 
 def _fetched(folder: RemotePath) -> Path:
     """Return a local folder in whose tokenizer/ the files of `folder` are; it may be empty."""
+    from ..data.remote_tokens import cache_folder
+
     files = sorted(folder.glob("*"))
     versions = repr([(str(path), path.stamp()) for path in files])
     home = cache_folder() / f"tokenizer-{hashlib.sha256(versions.encode()).hexdigest()[:32]}"
@@ -144,13 +150,13 @@ def relocated(config: Config, run_dir: Path) -> Config:
     def all_moved(words: Sequence[str] | None) -> tuple[str, ...] | None:
         return None if words is None else tuple(renamed(word, moved) for word in words)
 
-    vocab_file = kept_tokenizer(run_dir, d.vocab_file) or (d.vocab_file and moved(d.vocab_file))
-    paths: dict[str, Any] = {
-        name: all_moved(getattr(d, name))
-        for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path")
-    }
+    vocab_file = kept_tokenizer(run_dir, d.vocab_file)
+    if vocab_file is None and d.vocab_file:
+        vocab_file = moved(d.vocab_file)
+    paths: dict[str, Any] = {}
+    for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        paths[name] = all_moved(getattr(d, name))
     if d.data_stages:
         paths["data_stages"] = (with_prefixes(d.data_stages[0], moved),)
-    return replace(
-        config, data=replace(d, vocab_file=vocab_file, **paths), log=replace(config.log, run_dir=str(run_dir))
-    )
+    data = replace(d, vocab_file=vocab_file, **paths)
+    return replace(config, data=data, log=replace(config.log, run_dir=str(run_dir)))

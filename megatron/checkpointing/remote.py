@@ -1,7 +1,6 @@
 """Checkpoints in object storage: reading of slices by byte ranges, and publication by writing checkpoint.json last."""
 
 import contextlib
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +49,21 @@ def _entries_of(header: bytes) -> dict[str, Any]:
     entries: dict[str, Any] = parse_json(header.decode("utf-8"), "its header", dict)
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
-        sound = isinstance(entry, dict) and isinstance(entry.get("dtype"), str)
-        if not sound or not _are_counts(entry.get("shape")) or not _are_counts(entry.get("data_offsets"), 2):
+        if not _is_sound(entry):
             raise ValueError(f"its header is damaged: {brief(repr(name))} has no dtype, shape and data_offsets")
     return entries
 
 
+def _is_sound(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    return _are_counts(entry.get("shape")) and _are_counts(entry.get("data_offsets"), 2)
+
+
 def _are_counts(value: Any, length: int | None = None) -> bool:
-    right = isinstance(value, list) and all(type(each) is int and each >= 0 for each in value)
-    return right and length in (None, len(value))
+    if not isinstance(value, list) or length not in (None, len(value)):
+        return False
+    return all(type(each) is int and each >= 0 for each in value)
 
 
 class RemoteTensors:
@@ -66,15 +71,15 @@ class RemoteTensors:
 
     def __init__(self, path: RemotePath) -> None:
         size = path.stamp()[0]
-        (length,) = struct.unpack("<Q", path.read_range(0, 8)) if size >= 8 else (0,)
+        length = int.from_bytes(path.read_range(0, 8), "little") if size >= 8 else 0
         if not 0 < length <= min(size - 8, MOST):
             raise ValueError("its header is damaged")
         self._entries = _entries_of(path.read_range(8, 8 + length))
         self._path = path
         self._begin = 8 + length
-        ends = [entry["data_offsets"][1] for entry in self._entries.values()]
-        if size != self._begin + max(ends, default=0):
-            raise ValueError(f"it has {size} bytes, but its header requires {self._begin + max(ends, default=0)}")
+        needed = self._begin + max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
+        if size != needed:
+            raise ValueError(f"it has {size} bytes, but its header requires {needed}")
 
     def keys(self) -> list[str]:
         """Return the names of the tensors."""

@@ -1,7 +1,7 @@
 """Validation of checkpoint.json, before any of its values is used to open a file or to allocate memory."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -46,25 +46,28 @@ def check(content: Mapping[str, Any], files: Collection[str]) -> None:
         if key not in content:
             raise SchemaError(f"the key {key!r} is missing")
     _check_state(content["state"])
-    seed, tokenizer, positions = (content[key] for key in ("rng_seed", "tokenizer", "positions"))
+    seed = content["rng_seed"]
+    tokenizer = content["tokenizer"]
+    positions = content["positions"]
     _expect(seed is None or type(seed) is int, "rng_seed", "a whole number", seed)
     _expect(tokenizer is None or isinstance(tokenizer, str), "tokenizer", "a text", tokenizer)
     _expect(_is_count(positions), "positions", "a whole number", positions)
     _check_optimizer(content["optimizer"])
-    config = content["config"]
+    _check_config(content["config"])
+    tensors = content["tensors"]
+    _expect(isinstance(tensors, dict), "tensors", "an object", tensors)
+    for key, entry in tensors.items():
+        _check_tensor(f"tensors[{brief(repr(key))}]", entry, files)
+    _check_moments(content["optimizer"], tensors)
+
+
+def _check_config(config: Any) -> None:
     _expect(isinstance(config, dict), "config", "an object", config)
     for name in ("model", "data", "optim", *config):
-        _expect(isinstance(config.get(name), dict), f"config.{name}", "an object", config.get(name))
-    _expect(
-        isinstance(config["optim"].get("optimizer"), str),
-        "config.optim.optimizer",
-        "a text",
-        config["optim"].get("optimizer"),
-    )
-    _expect(isinstance(content["tensors"], dict), "tensors", "an object", content["tensors"])
-    for key, entry in content["tensors"].items():
-        _check_tensor(f"tensors[{brief(repr(key))}]", entry, files)
-    _check_moments(content["optimizer"], content["tensors"])
+        section = config.get(name)
+        _expect(isinstance(section, dict), f"config.{name}", "an object", section)
+    optimizer = config["optim"].get("optimizer")
+    _expect(isinstance(optimizer, str), "config.optim.optimizer", "a text", optimizer)
 
 
 def _elements(shape: list[int]) -> int:
@@ -77,37 +80,63 @@ def _elements(shape: list[int]) -> int:
     return product
 
 
-def _is_pair_of_numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(x) is float and math.isfinite(x) for x in value)
+def _is_list(value: Any, right: Callable[[Any], bool], length: int | None = None) -> bool:
+    """Return whether a value is a list, of `length` items if given, that are all `right`."""
+    return isinstance(value, list) and length in (None, len(value)) and all(map(right, value))
 
 
-def _is_fork(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+def _is_object(value: Any, right: Callable[[Any], bool]) -> bool:
+    """Return whether a value is an object whose values are all `right`."""
+    return isinstance(value, dict) and all(map(right, value.values()))
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_recent(value: Any) -> bool:
+    return _is_list(value, lambda pair: _is_list(pair, lambda x: type(x) is float and math.isfinite(x), 2))
+
+
+def _are_features(value: Any) -> bool:
+    return _is_object(value, lambda each: isinstance(each, dict))
+
+
+def _are_forks(value: Any) -> bool:
+    return _is_list(value, lambda fork: _is_list(fork, _is_count, 2))
+
+
+def _is_seed(value: Any) -> bool:
+    return value is None or type(value) is int
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**64  # sample_hash may be any unsigned 64-bit number
+
+
+# Key of the state -> check of its value, and what the value must be. The others are numbers.
+_STATE = {
+    "recent": (_is_recent, "a list of pairs of numbers"),  # version 0.2.0 and older
+    "features": (_are_features, "an object of objects"),
+    "forks": (_are_forks, "a list of pairs of whole numbers"),
+    "rng_seed": (_is_seed, "a whole number, 0 or more"),
+}
 
 
 def _check_state(state: Any) -> None:
     _expect(isinstance(state, dict), "state", "an object", state)
-    known = {"recent", *(f.name for f in fields(TrainState))}  # version 0.2.0 and older stored `recent`
+    known = {"recent", *(f.name for f in fields(TrainState))}
     for name, value in state.items():
         if name not in known:
             raise SchemaError(
                 f"state has the unknown key {brief(repr(name))}; known keys are {', '.join(sorted(known))}"
             )
-        if name == "recent":
-            right = isinstance(value, list) and all(map(_is_pair_of_numbers, value))
-            _expect(right, "state.recent", "a list of pairs of numbers", value)
-            continue
-        if name == "features":
-            right = isinstance(value, dict) and all(isinstance(each, dict) for each in value.values())
-            _expect(right, "state.features", "an object of objects", value)
-            continue
-        if name == "forks":
-            right = isinstance(value, list) and all(map(_is_fork, value))
-            _expect(right, "state.forks", "a list of pairs of whole numbers", value)
-            continue
-        # sample_hash may be any unsigned 64-bit number. rng_seed may be negative or None.
-        right = type(value) is int and 0 <= value < 2**64 if name != "rng_seed" else value is None or type(value) is int
-        _expect(right, f"state.{name}", "a whole number, 0 or more", value)
+        is_right, what = _STATE.get(name, (_is_number, "a whole number, 0 or more"))
+        _expect(is_right(value), f"state.{name}", what, value)
     for name in ("iteration", "consumed_samples"):
         _expect(name in state, f"state.{name}", "a whole number, 0 or more", None)
 
@@ -115,24 +144,20 @@ def _check_state(state: Any) -> None:
 def _check_optimizer(optimizer: Any) -> None:
     _expect(isinstance(optimizer, dict), "optimizer", "an object", optimizer)
     step = optimizer.get("step")
-    scaler = optimizer.get("loss_scaler")
     _expect(_is_count(step), "optimizer.step", "a whole number", step)
     steps = optimizer.get("steps", {})
-    right = isinstance(steps, dict) and all(map(_is_count, steps.values()))
+    right = _is_object(steps, _is_count)
     _expect(right, "optimizer.steps", "an object of whole numbers, keyed by weight name", steps)
-    for name in ("moments", "without_moments", "frozen"):
-        names = optimizer.get(name, [] if name != "moments" else None)
-        right = isinstance(names, list) and all(isinstance(each, str) for each in names)
-        _expect(right, f"optimizer.{name}", "a list of names", names)
+    moments = optimizer.get("moments")
+    _expect(_is_list(moments, _is_name), "optimizer.moments", "a list of names", moments)
+    for name in ("without_moments", "frozen"):
+        names = optimizer.get(name, [])
+        _expect(_is_list(names, _is_name), f"optimizer.{name}", "a list of names", names)
     some = optimizer.get("moments_of", {})
-    right = isinstance(some, dict) and all(
-        isinstance(own, list) and own and all(name in optimizer["moments"] for name in own) for own in some.values()
-    )
+    right = _is_object(some, lambda own: bool(own) and _is_list(own, lambda name: name in moments))
     _expect(right, "optimizer.moments_of", "an object of lists of names in optimizer.moments", some)
-    right = isinstance(scaler, dict) and all(
-        isinstance(value, (int, float)) and math.isfinite(value) for value in scaler.values()
-    )
-    _expect(right, "optimizer.loss_scaler", "an object of numbers", scaler)
+    scaler = optimizer.get("loss_scaler")
+    _expect(_is_object(scaler, _is_finite), "optimizer.loss_scaler", "an object of numbers", scaler)
 
 
 def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
@@ -158,8 +183,10 @@ def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
 def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
     """Check a tensor's shape and split dimension, and that its pieces cover the tensor exactly once."""
     _expect(isinstance(entry, dict), where, "an object", entry)
-    shape, dim, pieces = (entry.get(name) for name in ("shape", "dim", "pieces"))
-    right = isinstance(shape, list) and bool(shape) and all(map(_is_count, shape)) and _elements(shape) <= MOST
+    shape = entry.get("shape")
+    dim = entry.get("dim")
+    pieces = entry.get("pieces")
+    right = bool(shape) and _is_list(shape, _is_count) and _elements(shape) <= MOST
     _expect(right, f"{where}.shape", f"a list of sizes with a product of {MOST} at most", shape)
     right = _is_count(dim) and dim < len(shape)
     _expect(right, f"{where}.dim", f"the index of one of the {len(shape)} dimensions", dim)
@@ -168,16 +195,12 @@ def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
         right = isinstance(piece, dict) and _is_count(piece.get("begin")) and _is_count(piece.get("end"))
         _expect(right, f"each of {where}.pieces", "an object with file, begin and end", piece)
         name = piece.get("file")
-        _expect(
-            isinstance(name, str) and name in files, f"each file in {where}.pieces", "in the list of checksums", name
-        )
+        right = isinstance(name, str) and name in files
+        _expect(right, f"each file in {where}.pieces", "in the list of checksums", name)
     at = 0
-    for piece in sorted(pieces, key=lambda piece: (piece["begin"], piece["end"])):
-        if piece["begin"] != at or piece["end"] < at:
-            raise SchemaError(
-                f"{where}.pieces: expected a piece from row {at} on, found rows {piece['begin']} to {piece['end']}"
-            )
-        at = piece["end"]
-    _expect(
-        at == shape[dim], f"the end of the last piece in {where}.pieces", f"{shape[dim]}, the size in {where}.shape", at
-    )
+    for begin, end in sorted((piece["begin"], piece["end"]) for piece in pieces):
+        if begin != at or end < at:
+            raise SchemaError(f"{where}.pieces: expected a piece from row {at} on, found rows {begin} to {end}")
+        at = end
+    size = shape[dim]
+    _expect(at == size, f"the end of the last piece in {where}.pieces", f"{size}, the size in {where}.shape", at)

@@ -62,16 +62,14 @@ class StreamWriter:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
         for slot in self._slots:
-            header[slot.name] = {
-                "dtype": CODES[slot.dtype],
-                "shape": list(slot.shape),
-                "data_offsets": [at, at + slot.bytes],
-            }
-            at += slot.bytes
+            end = at + slot.bytes
+            header[slot.name] = {"dtype": CODES[slot.dtype], "shape": list(slot.shape), "data_offsets": [at, end]}
+            at = end
         raw = json.dumps(header).encode()
         raw += b" " * (-len(raw) % 8)
         self._digest = checksum.new()  # hashing with several threads would slow writing down
-        self._hasher, self._syncer = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._hasher = ThreadPoolExecutor(1)
+        self._syncer = ThreadPoolExecutor(1)
         self._synced: Future[None] | None = None
         self._file = open(path, "wb")  # noqa: SIM115  # closed by __exit__
         self._next = 0
@@ -112,15 +110,18 @@ class StreamWriter:
     ) -> None:
         try:
             if kind is None:
-                if self._next != len(self._slots):
-                    raise ValueError(f"{self._slots[self._next].name} was declared but not written")
-                self._file.flush()
-                self._check_synced()
-                os.fsync(self._file.fileno())
+                self._finish()
         finally:
             self._hasher.shutdown()
             self._syncer.shutdown()
             self._file.close()
+
+    def _finish(self) -> None:
+        if self._next != len(self._slots):
+            raise ValueError(f"{self._slots[self._next].name} was declared but not written")
+        self._file.flush()
+        self._check_synced()
+        os.fsync(self._file.fileno())
 
     @property
     def sum(self) -> str:

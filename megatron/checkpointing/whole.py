@@ -31,13 +31,19 @@ def check_complete(
             at = piece["end"]
             name = piece["file"]
             if name not in shapes:
-                file: Any = open_tensors(folder / name)
-                shapes[name] = {each: file.get_slice(each).get_shape() for each in file.keys()}  # noqa: SIM118  # no dict
-            shape = [*entry["shape"][:dim], piece["end"] - piece["begin"], *entry["shape"][dim + 1 :]]
+                shapes[name] = _shapes_in(folder / name)
+            shape = list(entry["shape"])
+            shape[dim] = piece["end"] - piece["begin"]
             if shapes[name].get(key) != shape:
                 raise CheckpointError(f"{folder / name} does not hold {key!r} of shape {shape}")
         if at != entry["shape"][dim]:
             raise CheckpointError(f"no rank has written rows {at} and later of {key!r}")
+
+
+def _shapes_in(path: Path) -> dict[str, list[int]]:
+    """Return key -> shape of each tensor in a file, by its header."""
+    file = open_tensors(path)
+    return {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  # no dict
 
 
 def is_complete(checkpoint: Path) -> bool:

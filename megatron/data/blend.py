@@ -27,31 +27,41 @@ LARGEST_BLOCK = 1 << 16
 FEW = 64
 
 
+def shares_of(weights: Sequence[float | str]) -> list[Fraction]:
+    """Return the exact share of each corpus; the shares sum to 1."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact)
+    return [weight / total for weight in exact]
+
+
+def _exact_block(shares: Sequence[Fraction]) -> int:
+    """Return the number of samples of the smallest block with exact shares: 10 for shares of 7/10 and 3/10."""
+    return math.lcm(*(share.denominator for share in shares))
+
+
 def quotas(weights: Sequence[float | str]) -> list[int]:
     """Return the number of samples of each corpus in a block.
 
     The shares are exact if a block of at most LARGEST_BLOCK samples can represent them. Else they are rounded: with n
     corpora, a share changes by at most (n + 1) / (2 LARGEST_BLOCK).
     """
-    exact = [Fraction(str(weight)) for weight in weights]
-    total = sum(exact)
-    common = math.lcm(*((weight / total).denominator for weight in exact))
-    if common <= LARGEST_BLOCK:
-        return [int(weight / total * common) for weight in exact]
-    counts = [max(1, round(weight / total * LARGEST_BLOCK)) for weight in exact]
+    shares = shares_of(weights)
+    block = _exact_block(shares)
+    if block <= LARGEST_BLOCK:
+        return [int(share * block) for share in shares]
+    counts = [max(1, round(share * LARGEST_BLOCK)) for share in shares]
     divisor = math.gcd(*counts)
     return [count // divisor for count in counts]
 
 
 def rare(weights: Sequence[float | str]) -> list[int]:
     """Return the indices of the rare corpora: their share is too small for a block, so they form a second blend."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    total = sum(exact)
-    if math.lcm(*((weight / total).denominator for weight in exact)) <= LARGEST_BLOCK:
+    shares = shares_of(weights)
+    if _exact_block(shares) <= LARGEST_BLOCK:
         return []
-    shares = [weight / total * LARGEST_BLOCK for weight in exact]
-    least = FEW if max(shares) >= FEW else Fraction(1, 2)
-    return [i for i, share in enumerate(shares) if share < least]
+    counts = [share * LARGEST_BLOCK for share in shares]
+    least = FEW if max(counts) >= FEW else Fraction(1, 2)
+    return [i for i, count in enumerate(counts) if count < least]
 
 
 def order_of(counts: Sequence[int]) -> NDArray[np.int32]:
@@ -88,41 +98,39 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         self.datasets = list(datasets)
         self.plan = getattr(datasets[0], "plan", None)  # T5 only: sequence lengths, the same for all datasets
         self._rare_ones = rare(weights)
-        self._common_ones = [i for i in range(len(weights)) if i not in set(self._rare_ones)]
+        self._common_ones = [i for i in range(len(weights)) if i not in self._rare_ones]
         self._rare: BlendedDataset | None = None
-        self._share = Fraction(0)
+        self._share = Fraction(0)  # share of the rare corpora in total
         if self._rare_ones:
-            exact = [Fraction(str(weight)) for weight in weights]
-            self._share = sum((exact[i] for i in self._rare_ones), Fraction(0)) / sum(exact)
+            shares = shares_of(weights)
+            self._share = sum((shares[i] for i in self._rare_ones), Fraction(0))
             self._rare = BlendedDataset([datasets[i] for i in self._rare_ones], [weights[i] for i in self._rare_ones])
         self.quotas = quotas([weights[i] for i in self._common_ones])
         self.block = sum(self.quotas)
         self._which = order_of(self.quotas)
-        self._nth = np.empty(self.block, dtype=np.int32)
+        self._nth = np.empty(self.block, dtype=np.int32)  # number of each sample of the block in its corpus
         for i, quota in enumerate(self.quotas):
             self._nth[self._which == i] = np.arange(quota)
 
     def locate(self, n: int) -> tuple[int, int]:
         """Return (corpus index, sample index in that corpus) for sample n of the blend."""
         n = int(n)
-        # number of samples of rare corpora among samples 0 to n - 1 of the blend
-        before = math.floor(n * self._share) if self._rare else 0
+        before = math.floor(n * self._share)  # samples of rare corpora among samples 0 to n - 1 of the blend
         if self._rare and math.floor((n + 1) * self._share) > before:
             which, k = self._rare.locate(before)
             return self._rare_ones[which], k
         block, at = divmod(n - before, self.block)
-        which = int(self._which[at])
-        return self._common_ones[which], block * self.quotas[which] + int(self._nth[at])
+        which = self._which.item(at)
+        return self._common_ones[which], block * self.quotas[which] + self._nth.item(at)
 
     def consumed(self, samples: int) -> list[int]:
         """Return how many of the first `samples` samples come from each corpus."""
-        rare_samples = math.floor(samples * self._share) if self._rare else 0
+        rare_samples = math.floor(samples * self._share)
         blocks, rest = divmod(samples - rare_samples, self.block)
+        begun = np.bincount(self._which[:rest], minlength=len(self.quotas)).tolist()
         counts = [0] * len(self.datasets)
-        for corpus, quota, begun in zip(
-            self._common_ones, self.quotas, np.bincount(self._which[:rest], minlength=len(self.quotas)), strict=True
-        ):
-            counts[corpus] = blocks * quota + int(begun)
+        for corpus, quota, more in zip(self._common_ones, self.quotas, begun, strict=True):
+            counts[corpus] = blocks * quota + more
         if self._rare:
             for corpus, count in zip(self._rare_ones, self._rare.consumed(rare_samples), strict=True):
                 counts[corpus] = count
@@ -148,16 +156,20 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
 
     def locate_all(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (corpus indices [count], sample indices in these corpora [count]) of `count` samples from `first`."""
-        begin, end = (math.floor(n * self._share) for n in (first, first + count))
-        owners = np.empty(count, np.int64)
-        numbers = np.empty(count, np.int64)
+        begin = math.floor(first * self._share)
+        end = math.floor((first + count) * self._share)
+        # Sample r of the rare corpora is sample ceil((r + 1) / share) - 1 of the blend: with a share of 1/4, samples 3,
+        # 7, 11 and so on are rare.
         taken = np.array([math.ceil(r / self._share) - 1 - first for r in range(begin + 1, end + 1)], dtype=np.int64)
         common = np.ones(count, dtype=np.bool_)
         common[taken] = False
+        owners = np.empty(count, np.int64)
+        numbers = np.empty(count, np.int64)
         if self._rare and len(taken):
             which, numbers[taken] = self._rare.locate_all(begin, len(taken))
             owners[taken] = np.array(self._rare_ones)[which]
-        block, at = np.divmod(np.arange(first - begin, first - begin + count - len(taken)), self.block)
+        begin = first - begin
+        block, at = np.divmod(np.arange(begin, begin + count - len(taken)), self.block)
         inner = self._which[at]
         owners[common] = np.array(self._common_ones)[inner]
         numbers[common] = block * np.array(self.quotas)[inner] + self._nth[at]
@@ -166,8 +178,9 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
     @property
     def samples_per_epoch(self) -> int:
         """Number of samples of the blend until one of the corpora has been read completely."""
-        pairs = zip([self.datasets[i] for i in self._common_ones], self.quotas, strict=True)
-        common = min(int(dataset.samples_per_epoch) * self.block // quota for dataset, quota in pairs)
+        ends = []
+        for corpus, quota in zip(self._common_ones, self.quotas, strict=True):
+            ends.append(int(self.datasets[corpus].samples_per_epoch) * self.block // quota)
         if not self._rare:
-            return common
-        return int(min(common / (1 - self._share), self._rare.samples_per_epoch / self._share))
+            return min(ends)
+        return int(min(min(ends) / (1 - self._share), self._rare.samples_per_epoch / self._share))

@@ -1,14 +1,16 @@
 """Base classes of data sets: samples of one corpus in a certain order, and a wrapper around another data set."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .packing import PackedOrder
 from .sample_order import Piece, SampleOrder
+
+if TYPE_CHECKING:
+    from .packing import PackedOrder
 
 
 class CorpusDataset(Dataset[dict[str, Tensor]]):
@@ -20,7 +22,7 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
 
     prefix = ""
     documents: range
-    order: SampleOrder | PackedOrder
+    order: "SampleOrder | PackedOrder"
 
     @property
     def samples_per_epoch(self) -> int:

@@ -19,7 +19,9 @@ TOKENS_AT_ONCE = 1 << 20
 
 def spread(count: int, most: int) -> list[int]:
     """Return at most `most` of the numbers 0 to `count` - 1, evenly spaced, with the first and the last."""
-    return sorted({int(at) for at in np.linspace(0, count - 1, min(most, count))}) if count else []
+    if not count:
+        return []
+    return sorted({int(at) for at in np.linspace(0, count - 1, min(most, count))})
 
 
 def sums_of(prefix: str, about: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -32,8 +34,8 @@ def sums_of(prefix: str, about: Mapping[str, Any] | None) -> dict[str, Any] | No
         return None
     name = Path(prefix).name
     common = os.path.commonprefix(list(known))
-    endings = sorted((each.removeprefix(common) for each in known), key=len, reverse=True)
-    ending = next((each for each in endings if name.endswith(each)), "")
+    endings = [each.removeprefix(common) for each in known]
+    ending = max((each for each in endings if name.endswith(each)), key=len, default="")
     found = known.get(name, known.get(common + ending))
     return found if isinstance(found, dict) else None
 
@@ -47,13 +49,15 @@ def find_damage(prefix: str, sums: Mapping[str, Any], most: int | None = None) -
     for ending in ("bin", "idx"):
         path = place(f"{prefix}.{ending}")
         expected = sums[ending]
-        count = -(-path.stat().st_size // block)
+        size = path.stat().st_size
+        count = -(-size // block)
         if count != len(expected):
             yield f"{path} has {count} blocks of {block >> 20} MiB, but the sidecar lists {len(expected)}"
         for number in spread(min(count, len(expected)), most or count):
-            if _sum_of_block(path, number * block, block) != expected[number]:
-                last = min((number + 1) * block, path.stat().st_size)
-                yield f"{path} is damaged in bytes {number * block} to {last}: SHA-256 differs from the sidecar"
+            begin = number * block
+            if _sum_of_block(path, begin, block) != expected[number]:
+                last = min(begin + block, size)
+                yield f"{path} is damaged in bytes {begin} to {last}: SHA-256 differs from the sidecar"
 
 
 def _sum_of_block(path: Path, begin: int, size: int) -> str:
@@ -81,20 +85,23 @@ def find_holes(indexed: IndexedDataset, eod: int | None, most: int | None = None
                 found[-1][1] = at + end
             else:
                 found.append([at + begin, at + end, token])
-    longest: int | None = None
     for begin, end, token in found:
-        if token == eod:
-            continue
-        longest = _longest_document(indexed) if longest is None else longest
-        ends = indexed.document_ends()
-        first = int(ends.searchsorted(begin, "right"))
-        last = int(ends.searchsorted(end - 1, "right"))
-        if end - begin > longest and 2 * (last - first) < end - begin:
-            size = indexed.dtype.itemsize
-            yield (
-                f"{indexed.prefix}.bin has a hole: bytes {begin * size} to {end * size} (documents {first} to {last}) "
-                f"hold the id {token} only, and no document is longer than {longest} tokens; copy the file again"
-            )
+        if token != eod:
+            yield from _hole(indexed, begin, end, token)
+
+
+def _hole(indexed: IndexedDataset, begin: int, end: int, token: int) -> Iterator[str]:
+    """Yield a message if the run of `token` from `begin` to `end` is longer than any document and spans few of them."""
+    longest = _longest_document(indexed)
+    ends = indexed.document_ends()
+    first = int(ends.searchsorted(begin, "right"))
+    last = int(ends.searchsorted(end - 1, "right"))
+    if end - begin > longest and 2 * (last - first) < end - begin:
+        size = indexed.dtype.itemsize
+        yield (
+            f"{indexed.prefix}.bin has a hole: bytes {begin * size} to {end * size} (documents {first} to {last}) "
+            f"hold the id {token} only, and no document is longer than {longest} tokens; copy the file again"
+        )
 
 
 def _runs(tokens: Any) -> Iterator[tuple[int, int, int]]:
@@ -116,11 +123,14 @@ def problems_of(prefix: str, about: Mapping[str, Any] | None, most: int | None =
 
     about: content of its sidecar. most: number of blocks of each file to read, evenly spaced; all if None.
     """
-    for pair in (prefix, prefix + LOSS, *(f"{prefix}_{part}" for part in PARTS)):
+    pairs = [prefix, prefix + LOSS]
+    pairs += [f"{prefix}_{part}" for part in PARTS]
+    for pair in pairs:
         sums = sums_of(pair, about)
         if sums and place(f"{pair}.idx").is_file():
             for problem in find_damage(pair, sums, most):
                 yield f"{problem}; copy the file again or rebuild the corpus with tools/preprocess_data.py"
     if place(f"{prefix}.idx").is_file():
+        eod = about.get("eod") if about else None
         # A block of tokens is smaller than one of the sidecar.
-        yield from find_holes(IndexedDataset(prefix), (about or {}).get("eod"), most and 16 * most)
+        yield from find_holes(IndexedDataset(prefix), eod, most and 16 * most)

@@ -42,11 +42,12 @@ class FillInTheMiddle:
         """
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
         chances = rng.random((len(sizes), 4))
-        ends = np.cumsum(sizes).tolist()
-        pieces = [
-            self.document(text[end - size : end], bool(one < self.rate), bool(spm < self.spm_rate), (first, second))
-            for size, end, (one, spm, first, second) in zip(sizes, ends, chances.tolist(), strict=True)
-        ]
+        pieces = []
+        end = 0
+        for size, (one, spm, first, second) in zip(sizes, chances.tolist(), strict=True):
+            document = text[end : end + size]
+            pieces.append(self.document(document, one < self.rate, spm < self.spm_rate, (first, second)))
+            end += size
         return np.concatenate(pieces)
 
     def document(self, ids: Ids, rearranged: bool, spm: bool, cuts: tuple[float, float]) -> Ids:
@@ -59,7 +60,8 @@ class FillInTheMiddle:
         kept = len(text) - SPECIAL_TOKENS
         if not rearranged or kept < 1:
             return ids
-        begin, end = sorted(int(cut * (kept + 1)) for cut in cuts)
+        begin = int(min(cuts) * (kept + 1))
+        end = int(max(cuts) * (kept + 1))
         prefix = text[:begin]
         middle = text[begin:end]
         suffix = text[end:kept]

@@ -24,7 +24,8 @@ def fit(lengths: Ints, capacity: int) -> Ints:
     window_of = np.empty(len(lengths), dtype=np.int64)
     open_: dict[int, list[int]] = {}  # number of free positions -> windows with this number of free positions
     rooms: list[int] = []  # keys of open_ whose list of windows is not empty, in ascending order
-    opened = at = 0
+    opened = 0  # windows so far
+    at = 0  # records so far
 
     def leave(room: int, windows: list[int]) -> None:
         if room and windows:
@@ -52,8 +53,8 @@ def fit(lengths: Ints, capacity: int) -> Ints:
             last = taken - each * (len(windows) - 1)
             leave(room - each * length, windows[:-1])
             leave(room - last * length, windows[-1:])
-            at = at + taken
-            count = count - taken
+            at += taken
+            count -= taken
     return window_of
 
 
@@ -91,13 +92,10 @@ class PackedOrder:
         if number not in self._epochs:
             while len(self._epochs) > 1:
                 self._epochs.popitem(last=False)
-            dice = [np.random.default_rng([*self.seed, number, stream]) for stream in (0, 1)]
-            mixed = dice[0].permutation(len(self._records))
+            mixed = np.random.default_rng([*self.seed, number, 0]).permutation(len(self._records))
             longest_first = mixed[np.argsort(-self._lengths[mixed], kind="stable")]
-            self._epochs[number] = (
-                self._records[longest_first[self._places]],
-                dice[1].permutation(self.per_epoch),
-            )
+            windows = np.random.default_rng([*self.seed, number, 1]).permutation(self.per_epoch)
+            self._epochs[number] = (self._records[longest_first[self._places]], windows)
         return self._epochs[number]
 
     def records(self, n: int) -> Ints:

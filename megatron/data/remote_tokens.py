@@ -125,14 +125,19 @@ class RemoteTokens:
     """
 
     def __init__(self, path: RemotePath, dtype: np.dtype[Any], stamp: tuple[int, str] | None = None) -> None:
-        self.path, self.dtype, self.stamp = path, dtype, path.stamp()
+        self.path = path
+        self.dtype = dtype
+        self.stamp = path.stamp()
         if stamp is not None:
             _refuse_change(path, stamp)
         self._length = self.stamp[0] // dtype.itemsize
         self._per_block = BLOCK // dtype.itemsize
-        self._folder, self._limit = folder_of(path, self.stamp), cache_limit()
+        self._folder = folder_of(path, self.stamp)
+        self._limit = cache_limit()
         self._in_memory: dict[int, NDArray[Any]] = {}
-        self._new, self._allowed, self._changed = 0, max(self._limit // (64 * BLOCK), 1), 0
+        self._allowed = max(self._limit // (64 * BLOCK), 1)  # blocks to keep before the size of the cache is checked
+        self._new = 0  # blocks kept since then
+        self._changed = 0  # time at which the folder has last changed
         self._unmap()
 
     def _unmap(self) -> None:
@@ -166,10 +171,13 @@ class RemoteTokens:
         """
         with contextlib.suppress(OSError):  # if somebody has deleted the folder, mapped files can still be read
             changed = os.stat(self._folder).st_mtime_ns
-            if changed != self._changed and any(_inode(self._folder / str(n)) != self._files[n] for n in self._files):
+            if changed != self._changed and self._has_deleted_files():
                 self._unmap()
             self._changed = changed
         return self._tokens if self._there.count(1) == self._blocks else self
+
+    def _has_deleted_files(self) -> bool:
+        return any(_inode(self._folder / str(n)) != inode for n, inode in self._files.items())
 
     def release_pages(self) -> None:
         """Release the resident pages of all mapped files."""

@@ -6,12 +6,12 @@ A record of L tokens occupies L - 1 positions because its last token is only a t
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .blend import BlendedDataset
 from .corpora import Make, Paths, build_datasets
 from .corpus_dataset import CorpusDataset
 from .gpt2_dataset import open_corpus
@@ -37,11 +37,7 @@ class Records:
             raise DatasetError(
                 f"--objective sft needs a corpus from tools/preprocess_data.py --objective sft: {error}"
             ) from None
-        every = range(self.tokens.num_documents)
-        same = self.counts.num_documents == len(every) and np.array_equal(
-            self.counts.document_sizes(every), self.tokens.document_sizes(every)
-        )
-        if not same or self.counts.dtype != np.uint8:
+        if self.counts.dtype != np.uint8 or not _have_one_shape(self.counts, self.tokens):
             raise DatasetError(f"{prefix}{LOSS}.bin is not a loss mask for {prefix}.bin; preprocess the corpus again")
 
     def targets(self, documents: range, longest: int) -> Ints:
@@ -66,6 +62,12 @@ class Records:
             at = some.start - documents.start
             found[at : at + len(some)] = before[ends] - before[np.minimum(starts + 1, ends)]
         return found
+
+
+def _have_one_shape(a: IndexedDataset, b: IndexedDataset) -> bool:
+    """Return whether both pairs have as many documents, of the same lengths."""
+    every = range(a.num_documents)
+    return b.num_documents == len(every) and np.array_equal(a.document_sizes(every), b.document_sizes(every))
 
 
 def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
@@ -101,30 +103,32 @@ class SftDataset(CorpusDataset):
         sizes = records.tokens.document_sizes(documents).astype(np.int64)
         learned = records.targets(documents, seq_length + 1) > 0
         self.cut = int((learned & (sizes > seq_length + 1)).sum())
-        self.left_out, self.records = int((~learned).sum()), len(documents)
+        self.left_out = int((~learned).sum())
+        self.records = len(documents)
         lengths = np.where(learned, np.minimum(sizes, seq_length + 1) - 1, 0)
         self.order = PackedOrder(lengths, seq_length, seed, f"{part} records")
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        tokens, labels = (np.full(self.seq_length, self._eod, dtype=np.int64) for _ in range(2))
-        loss_mask, document_ids = (np.zeros(self.seq_length, dtype=np.int64) for _ in range(2))
-        at = 0
+        sample = {name: np.full(self.seq_length, self._eod, dtype=np.int64) for name in ("tokens", "labels")}
+        sample |= {name: np.zeros(self.seq_length, dtype=np.int64) for name in ("loss_mask", "document_ids")}
         pair = self._records
         pair.tokens.refuse_shrunk()
         pair.counts.refuse_shrunk()
+        at = 0
         for number, record in enumerate(self.order.records(int(n)).tolist(), start=1):
             document = self.documents[record]
             start = pair.tokens.document_start(document)
             size = int(pair.tokens.document_sizes(range(document, document + 1))[0])
             whole = slice(start, start + min(size, self.seq_length + 1))
             ids = pair.tokens.tokens[whole]
-            counts = pair.counts.tokens[whole]
             self._check(ids, document)
             here = slice(at, at + len(ids) - 1)
-            tokens[here], labels[here], loss_mask[here], document_ids[here] = ids[:-1], ids[1:], counts[1:], number
+            sample["tokens"][here] = ids[:-1]
+            sample["labels"][here] = ids[1:]
+            sample["loss_mask"][here] = pair.counts.tokens[whole][1:]
+            sample["document_ids"][here] = number
             at = here.stop
-        made = {"tokens": tokens, "labels": labels, "loss_mask": loss_mask, "document_ids": document_ids}
-        return {name: torch.from_numpy(each) for name, each in made.items()}
+        return {name: torch.from_numpy(each) for name, each in sample.items()}
 
     def _check(self, ids: np.ndarray, document: int) -> None:
         limit = self._records.vocab_size
@@ -136,24 +140,20 @@ class SftDataset(CorpusDataset):
 
     def note(self) -> str:
         """Return a summary: the numbers of used, truncated and skipped records, and how full the windows are."""
-        cut = f", {self.cut} of them truncated to {self.seq_length + 1} tokens" if self.cut else ""
-        left = (
-            f"; {self.left_out} skipped, as none of their tokens within --seq-length counts in the loss"
-            if self.left_out
-            else ""
-        )
+        cut = left = ""
+        if self.cut:
+            cut = f", {self.cut} of them truncated to {self.seq_length + 1} tokens"
+        if self.left_out:
+            left = f"; {self.left_out} skipped, as none of their tokens within --seq-length counts in the loss"
         return (
             f"{self.records - self.left_out} records{cut}, in {self.order.per_epoch} windows that are "
             f"{self.order.filled:.1%} full{left}"
         )
 
 
-AnyDataset = SftDataset | BlendedDataset | None
-
-
 def build_train_valid_test_datasets(
     data_path: Paths, split: str, seq_length: int, eod: int, seed: int, vocab_size: int | None = None
-) -> tuple[tuple[AnyDataset, AnyDataset, AnyDataset], list[str]]:
+) -> tuple[tuple[Any, Any, Any], list[str]]:
     """Return ((training, validation, test) datasets, notes) of one or several fine-tuning corpora.
 
     The notes report truncated and skipped records, how full the windows are, and empty datasets.

@@ -37,12 +37,15 @@ def _unused(ends: NDArray[np.int64], plan: SpanPlan) -> float:
     windows = int(ends[-1] + 1) // plan.tokens if len(ends) else 0
     if not windows:
         return 0.0
+    begins = np.arange(windows) * plan.tokens
     # For each window, `first` is the index in `ends` of the first document end in the window. Every document end takes
     # one span; `last` is the index of the document end that takes the last one. Text after this document is unused.
-    first = ends.searchsorted(np.arange(windows) * plan.tokens)
+    first = ends.searchsorted(begins)
     last = first + max(plan.spans, plan.room) - 1
-    over = (last + 1 < len(ends)) & (ends[np.minimum(last + 1, len(ends) - 1)] < (np.arange(windows) + 1) * plan.tokens)
-    used = np.where(over, ends[np.minimum(last, len(ends) - 1)] + 1 - np.arange(windows) * plan.tokens, plan.tokens)
+    final = len(ends) - 1
+    next_end = ends[np.minimum(last + 1, final)]
+    over = (last < final) & (next_end < begins + plan.tokens)
+    used = np.where(over, ends[np.minimum(last, final)] + 1 - begins, plan.tokens)
     return float(1 - used.sum() / (windows * plan.tokens))
 
 

@@ -12,8 +12,11 @@ Range = tuple[int, int]  # both ends included
 
 def parse_ranges(words: Iterable[str]) -> tuple[Range, ...]:
     """Parse `7` and `10-12` into (7, 7) and (10, 12)."""
-    ends = [word.partition("-") for word in words]
-    return tuple((int(first), int(last or first)) for first, _, last in ends)
+    ranges = []
+    for word in words:
+        first, _, last = word.partition("-")
+        ranges.append((int(first), int(last or first)))
+    return tuple(ranges)
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,6 @@ class Skips:
 
     def hold(self, iteration: int, first: int, count: int) -> bool:
         """Return True if `iteration` must be skipped; it contains samples `first` to `first + count` - 1."""
-        return any(low <= iteration <= high for low, high in self.iterations) or any(
-            low < first + count and first <= high for low, high in self.samples
-        )
+        if any(low <= iteration <= high for low, high in self.iterations):
+            return True
+        return any(low < first + count and first <= high for low, high in self.samples)

@@ -68,7 +68,8 @@ def plan_spans(
 def compose(rng: np.random.Generator, total: int, parts: int) -> NDArray[np.int64]:
     """Draw `parts` positive lengths whose sum is `total`; all such sequences are equally likely."""
     cuts = np.empty(parts + 1, dtype=np.int64)
-    cuts[0], cuts[-1] = 0, total
+    cuts[0] = 0
+    cuts[-1] = total
     cuts[1:-1] = rng.permutation(total - 1)[: parts - 1] + 1
     cuts.sort()
     return cuts[1:] - cuts[:-1]

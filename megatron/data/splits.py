@@ -11,10 +11,11 @@ def parse_split(text: str) -> list[float]:
         weights = [float(part) for part in text.replace("/", ",").split(",")]
     except ValueError:
         weights = []
-    if not 1 <= len(weights) <= 3 or any(not 0 <= w < float("inf") for w in weights) or not sum(weights):
+    total = sum(weights)
+    if not 1 <= len(weights) <= 3 or not all(0 <= weight < float("inf") for weight in weights) or not total:
         raise ValueError(f"--split {text!r} must be one to three non-negative numbers, such as 949,50,1")
     weights += [0.0] * (3 - len(weights))
-    return [weight / sum(weights) for weight in weights]
+    return [weight / total for weight in weights]
 
 
 def split_documents(shares: Sequence[float], documents: int) -> list[range]:
@@ -28,8 +29,13 @@ def split_documents(shares: Sequence[float], documents: int) -> list[range]:
     for i in by_remainder[: documents - sum(counts)]:
         counts[i] += 1
     for i, share in enumerate(shares):
-        richest = max(range(len(counts)), key=counts.__getitem__)
+        richest = counts.index(max(counts))
         if share and not counts[i] and counts[richest] > 1:
-            counts[i], counts[richest] = 1, counts[richest] - 1
-    starts = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    return [range(a, b) for a, b in zip(starts, starts[1:], strict=False)]
+            counts[i] = 1
+            counts[richest] -= 1
+    ranges = []
+    start = 0
+    for count in counts:
+        ranges.append(range(start, start + count))
+        start += count
+    return ranges

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 
 from ..json_text import read_json
 
+SENTINEL = re.compile(r"<(?:extra_id_|s_)(\d+)>")  # names of T5's sentinels, also in CPM's form
+
 
 class TokenizerError(ValueError):
     """Error for a vocabulary file that is missing or malformed; the message names the file."""
@@ -125,7 +127,9 @@ def any_of(names: Iterable[str]) -> re.Pattern[str]:
 
     The pattern is a group, so `pattern.split(text)` keeps the names in its result.
     """
-    return re.compile(f"({'|'.join(map(re.escape, sorted(names, key=len, reverse=True))) or '(?!)'})")
+    longest_first = sorted(names, key=len, reverse=True)
+    either = "|".join(map(re.escape, longest_first)) or "(?!)"
+    return re.compile(f"({either})")
 
 
 def split_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
@@ -133,7 +137,8 @@ def split_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
 
     Cutting the text at the start of each match leaves no part that contains a whole name.
     """
-    return re.compile("|".join(f"(?<={re.escape(n[0])}){re.escape(n[1:])}" for n in names if len(n) > 1) or "(?!)")
+    cuts = [f"(?<={re.escape(name[0])}){re.escape(name[1:])}" for name in names if len(name) > 1]
+    return re.compile("|".join(cuts) or "(?!)")
 
 
 def byte_piece(byte: int) -> str:

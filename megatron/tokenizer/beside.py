@@ -44,12 +44,20 @@ def token_beside(path: Path, key: str) -> str | None:
 def named_beside(path: Path) -> set[str]:
     """Return the names of the tokens that tokenizer_config.json lists as eos_token, extra_special_tokens and so on."""
     settings = settings_beside(path)
-    found: list[Any] = [token for key, token in settings.items() if key.endswith("_token")]
+    tokens = [token for key, token in settings.items() if key.endswith("_token")]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         more = settings.get(key)
-        found += more.values() if isinstance(more, dict) else more if isinstance(more, list) else []
-    names = (token.get("content") if isinstance(token, dict) else token for token in found)
+        if isinstance(more, dict):
+            more = list(more.values())
+        if isinstance(more, list):
+            tokens += more
+    names = map(_name_of, tokens)
     return {name for name in names if isinstance(name, str)}
+
+
+def _name_of(token: Any) -> Any:
+    """Return the name of a token that is given by its name or as an object with "content"."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def added_beside(path: Path) -> dict[str, int]:
@@ -57,13 +65,17 @@ def added_beside(path: Path) -> dict[str, int]:
 
     Raises TokenizerError if added_tokens_decoder in tokenizer_config.json is malformed.
     """
-    nearby = path.with_name(SETTINGS)
     more = path.with_name("added_tokens.json")
     added = dict(read_object(more)) if more.is_file() else {}
     listed = settings_beside(path).get("added_tokens_decoder") or {}
-    if not isinstance(listed, dict) or not all(isinstance(token, dict) and i.isdigit() for i, token in listed.items()):
-        raise TokenizerError(f"{nearby}: added_tokens_decoder must map ids to tokens")
-    return {**added, **{str(token.get("content")): int(i) for i, token in listed.items()}}
+    malformed = TokenizerError(f"{path.with_name(SETTINGS)}: added_tokens_decoder must map ids to tokens")
+    if not isinstance(listed, dict):
+        raise malformed
+    for number, token in listed.items():
+        if not isinstance(token, dict) or not number.isdigit():
+            raise malformed
+        added[str(token.get("content"))] = int(number)
+    return added
 
 
 def placeholder_of(file: str) -> dict[str, Any]:
@@ -115,8 +127,12 @@ def ids_beside(path: Path) -> dict[str, Any]:
 
 def ends_beside(path: Path) -> int | list[int] | None:
     """Return eos_token_id from generation_config.json, else from config.json, else None."""
-    nearby = [file for name in (GENERATION, "config.json") if (file := path.with_name(name)).is_file()]
-    return next((found for file in nearby if (found := read_object(file).get("eos_token_id")) is not None), None)
+    for name in (GENERATION, "config.json"):
+        file = path.with_name(name)
+        found: int | list[int] | None = read_object(file).get("eos_token_id") if file.is_file() else None
+        if found is not None:
+            return found
+    return None
 
 
 def refuse_missing_tokens(
@@ -127,7 +143,8 @@ def refuse_missing_tokens(
     known: returns True for names of tokens that the vocabulary may lack, such as sentinels.
     """
     for token, i in added_beside(path).items():
-        if id_of(token) != i and not (known and known(token)):
+        may_lack = known is not None and known(token)
+        if id_of(token) != i and not may_lack:
             raise TokenizerError(
                 f"{path} has no token {token!r} with id {i}, which a file next to it lists; save the tokenizer again "
                 f"as one tokenizer.json with transformers' save_pretrained()"

@@ -6,8 +6,9 @@ vocabularies from tools/train_tokenizer.py. CPM's published vocabularies have no
 in the vocabulary become <unk>.
 """
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,16 +19,12 @@ from ..json_text import parse_json
 from .base import Tokenizer, TokenizerError, byte_piece, fingerprint
 from .segment import SEPARATOR, segmenter
 from .sentencepiece import EOD, open_model
+from .sentencepiece import MARK as WORD
+from .sentencepiece import NEWLINE as NEWLINE
+from .sentencepiece import SPACE as SPACE
 
-WORD, SPACE, NEWLINE = "\u2581", "\u2582", "\u2583"
 _MARKS = re.compile(f"([{WORD}{SPACE}{NEWLINE}])")
 LONGEST_WORD = 200  # in characters; as in CPM, longer words become <unk> if the vocabulary has no byte tokens
-
-
-def is_cpm_model(path: Path) -> bool:
-    """Return True if a sentencepiece model contains U+2582 and U+2583, CPM's characters for space and newline."""
-    model = open_model(str(path))
-    return all(model.id_to_piece(model.piece_to_id(mark)) == mark for mark in (SPACE, NEWLINE))
 
 
 def joined_words(cut_text: str) -> str:
@@ -36,10 +33,6 @@ def joined_words(cut_text: str) -> str:
     cut_text: text whose words are separated by SEPARATOR.
     """
     return cut_text.replace(" ", SPACE).replace("\n", NEWLINE).replace(SEPARATOR, " ")
-
-
-def _as_text(piece: str) -> bytes:
-    return piece.replace(WORD, "").replace(SPACE, " ").replace(NEWLINE, "\n").encode()
 
 
 def named(kind: str, cut_with: str) -> str:
@@ -73,12 +66,22 @@ class _ByPieces(Tokenizer):
     def _ids(self, text: str) -> NDArray[np.int32]:
         if not self._bytes or not _MARKS.search(text):
             return self._plain(text)
-        parts = [
-            np.array([self._bytes[b] for b in part.encode()], np.int32) if i % 2 else self._plain(part)
-            for i, part in enumerate(_MARKS.split(text))
-            if part
-        ]
+        parts = []
+        for i, part in enumerate(_MARKS.split(text)):
+            if i % 2:  # one of the marks
+                parts.append(np.array([self._bytes[b] for b in part.encode()], np.int32))
+            elif part:
+                parts.append(self._plain(part))
         return np.concatenate(parts)
+
+    def _make_table(self, pieces: Mapping[str, int]) -> None:
+        """Make `_bytes` and `_table` from the vocabulary, name -> id."""
+        self._bytes = [pieces[byte_piece(b)] for b in range(256)] if byte_piece(0) in pieces else []
+        self._table = [b""] * self.vocab_size
+        for piece, i in pieces.items():
+            self._table[i] = piece.replace(WORD, "").replace(SPACE, " ").replace(NEWLINE, "\n").encode()
+        for b, i in enumerate(self._bytes):
+            self._table[i] = bytes([b])
 
     def _plain(self, text: str) -> NDArray[np.int32]:
         raise NotImplementedError
@@ -92,16 +95,13 @@ class CpmTokenizer(_ByPieces):
         self._model = open_model(model_file)
         self._cut = segmenter(cut_with)
         self.vocab_size = self._model.vocab_size()
-        pieces = [self._model.id_to_piece(i) for i in range(self.vocab_size)]
-        ids = {piece: i for i, piece in enumerate(pieces)}
-        self.eod = next((ids[name] for name in (EOD, "</s>") if name in ids), -1)
-        if self.eod < 0:
+        pieces = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
+        end = next((name for name in (EOD, "</s>") if name in pieces), None)
+        if end is None:
             raise TokenizerError(f"{model_file} has no end-of-document token, neither {EOD} nor </s>")
-        self._bytes = [ids[byte_piece(b)] for b in range(256)] if byte_piece(0) in ids else []
-        self._table = [_as_text(piece) for piece in pieces]
-        for b, i in enumerate(self._bytes):
-            self._table[i] = bytes([b])
-        self.specials = {piece: i for i, piece in enumerate(pieces) if self._model.is_control(i)}
+        self.eod = pieces[end]
+        self._make_table(pieces)
+        self.specials = {piece: i for piece, i in pieces.items() if self._model.is_control(i)}
         for i in self.specials.values():
             self._table[i] = b""
         self.fingerprint = fingerprint(self.name, Path(model_file).read_bytes())
@@ -126,12 +126,7 @@ class CpmVocabTokenizer(_ByPieces):
         if EOD not in self._vocabulary:
             raise TokenizerError(f"{vocab_file} has no end-of-document token {EOD}")
         self.eod = self._vocabulary[EOD]
-        self._bytes = [self._vocabulary[byte_piece(b)] for b in range(256)] if byte_piece(0) in self._vocabulary else []
-        self._table = [b""] * self.vocab_size
-        for token, i in self._vocabulary.items():
-            self._table[i] = _as_text(token)
-        for b, i in enumerate(self._bytes):
-            self._table[i] = bytes([b])
+        self._make_table(self._vocabulary)
         self.specials = {t: i for t, i in self._vocabulary.items() if re.fullmatch(r"<(?!0x)\w+>", t)}
         self._matched = {t: i for t, i in self._vocabulary.items() if t not in self.specials}
         self._longest = max(map(len, self._vocabulary))
@@ -142,7 +137,7 @@ class CpmVocabTokenizer(_ByPieces):
     def _plain(self, text: str) -> NDArray[np.int32]:
         cut = self._cut(text).replace(" ", SPACE).replace("\n", NEWLINE)
         words = cut.split(SEPARATOR) if cut else []
-        return np.array([i for word in words for i in self._word(word)], dtype=np.int32)
+        return np.array(list(itertools.chain.from_iterable(map(self._word, words))), dtype=np.int32)
 
     def _match(self, word: str) -> tuple[int, ...]:
         if len(word) > LONGEST_WORD and not self._bytes and self._unknown is not None:
@@ -150,11 +145,12 @@ class CpmVocabTokenizer(_ByPieces):
         found: list[int] = []
         at = 0
         while at < len(word):
-            for end in range(min(len(word), at + self._longest), at, -1):
-                if (token := self._matched.get(word[at:end])) is not None:
-                    found.append(token)
-                    at = end
-                    break
+            end = min(len(word), at + self._longest)
+            while end > at and word[at:end] not in self._matched:
+                end -= 1
+            if end > at:
+                found.append(self._matched[word[at:end]])
+                at = end
             else:
                 found += self._spell(word[at])
                 at += 1
@@ -173,10 +169,11 @@ def read_vocabulary(vocab_file: str, content: bytes) -> dict[str, int]:
     try:
         text = content.decode("utf-8")
         if not vocab_file.endswith(".json"):
-            return {token: i for i, token in enumerate(text.removesuffix("\n").split("\n"))}
+            tokens = text.removesuffix("\n").split("\n")
+            return {token: i for i, token in enumerate(tokens)}
         found: dict[str, int] = parse_json(text, "its JSON", dict)
-        if not all(isinstance(i, int) and i >= 0 for i in found.values()) or not found:
-            raise ValueError("the file is not a JSON object that maps tokens to ids")
     except ValueError as error:
         raise TokenizerError(f"{vocab_file} is not a vocabulary: {error}") from None
+    if not found or not all(isinstance(i, int) and i >= 0 for i in found.values()):
+        raise TokenizerError(f"{vocab_file} is not a vocabulary: the file is not a JSON object that maps tokens to ids")
     return found

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Tokenizer, TokenizerError, fingerprint, split_name_pattern
+from .base import SENTINEL, Tokenizer, TokenizerError, fingerprint, split_name_pattern
 from .beside import SETTINGS, class_beside, named_beside, refuse_missing_tokens, settings_beside, token_beside
-from .sentinels import MARK as SENTINEL
 
 LIKE_A_MARK = re.compile(r"<\S+>|\[\S+\]")
 # Classes whose vocab.json and merges.txt belong to another pre-tokenizer or normalizer than GPT-2's
@@ -88,16 +87,18 @@ class HFTokenizer(Tokenizer):
         self.eod = vocabulary[end]
         self.bos = vocabulary.get(token_beside(Path(path), "bos_token"))
         added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-        self.specials = {
-            name: vocabulary[name] for name, token in added.items() if token.special or SENTINEL.fullmatch(name)
-        }
-        self.specials |= {end: self.eod}
         # Added tokens that are not special are in `marks` only if they look like <name> or [name], or if
         # tokenizer_config.json lists them, for example as eos_token. Other added tokens, such as the words and white
         # space of CodeGen and Phi, are plain text.
         roles = {name for name in named_beside(Path(path)) if name.strip()}
-        more = {name: vocabulary[name] for name in added if LIKE_A_MARK.fullmatch(name) or name in roles}
-        more = {name: i for name, i in more.items() if name not in self.specials}
+        self.specials = {}
+        more = {}
+        for name, token in added.items():
+            if token.special or name == end or SENTINEL.fullmatch(name):
+                self.specials[name] = vocabulary[name]
+            elif name in roles or LIKE_A_MARK.fullmatch(name):
+                more[name] = vocabulary[name]
+        self.specials[end] = self.eod
         self._marks = {**self.specials, **more}
         with no_panic(path):
             self.start = _start_of(tokenizer, self.eod)
@@ -144,10 +145,11 @@ class HFTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         with no_panic(self._path):
             found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [
-            np.array(self.encode(text) if self._words.names.search(text) else each.ids, dtype=np.int32)
-            for text, each in zip(texts, found, strict=True)
-        ]
+        ids = []
+        for text, each in zip(texts, found, strict=True):
+            has_names = self._words.names.search(text)
+            ids.append(np.array(self.encode(text) if has_names else each.ids, dtype=np.int32))
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         with no_panic(self._path):
@@ -172,7 +174,10 @@ class _Words:
 
         inside: True if the text follows a special token.
         """
-        return [token for part, tokenizer in self._parts(text, inside) for token in _ids(tokenizer, part)]
+        found: list[int] = []
+        for part, tokenizer in self._parts(text, inside):
+            found += _ids(tokenizer, part)
+        return found
 
     def spans(self, text: str, inside: bool) -> list[tuple[int, int, int]]:
         """Return (id, first character, end) of each token of `ids`."""
@@ -213,11 +218,12 @@ def _start_of(tokenizer: Any, eod: int) -> tuple[int, ...]:
     The post-processor may append `eod`, as documents end with `eod` anyway. If it appends other ids, like BERT's
     post-processor, the result is ().
     """
-    whole, bare = (tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
+    bare = _ids(tokenizer, "a")
+    whole = tokenizer.encode("a", add_special_tokens=True).ids
     if whole[-1:] == [eod] and bare[-1:] != [eod]:
         whole = whole[:-1]
-    added = len(whole) - len(bare)
-    return tuple(whole[:added]) if added > 0 and whole[added:] == bare else ()
+    added = max(len(whole) - len(bare), 0)
+    return tuple(whole[:added]) if whole[added:] == bare else ()
 
 
 def _check_beside(path: Path, tokenizer: Any) -> None:
@@ -269,7 +275,8 @@ class Gpt2BpeTokenizer(HFTokenizer):
     def __init__(self, path: str) -> None:
         tokenizers = library()
         merges = merges_of(Path(path))
-        if (named := class_beside(Path(path))) in OTHER_WORDS:
+        named = class_beside(Path(path))
+        if named in OTHER_WORDS:
             raise TokenizerError(
                 f"{path} belongs to a {named}, which splits text into other words than GPT-2's tokenizer; use a "
                 f"tokenizer.json (transformers' save_pretrained() writes one)"

@@ -39,11 +39,12 @@ def file_of(vocab_file: str) -> Path:
     """
     path = Path(vocab_file)
     if path.is_dir():
-        path = next((path / name for name in IN_FOLDER if (path / name).is_file()), path)
-        if path.is_dir():
+        files = [path / name for name in IN_FOLDER if (path / name).is_file()]
+        if not files:
             raise TokenizerError(
                 f"the folder {vocab_file} has no vocabulary file: it contains none of {', '.join(IN_FOLDER)}"
             )
+        path = files[0]
     if path.name == IN_FOLDER[0] and path.is_file():
         path = named_by_placeholder(path) or path
     if not path.is_file():
@@ -66,7 +67,8 @@ def refuse_other_ids(found: Tokenizer, expected: Tokenizer, what: str) -> None:
             f"{what}: the former has {found.vocab_size} tokens and end-of-document id {found.eod}, "
             f"the latter {expected.vocab_size} and {expected.eod}"
         )
-    ours, theirs = ({i: name for name, i in each.specials.items()} for each in (found, expected))
+    ours = {i: name for name, i in found.specials.items()}
+    theirs = {i: name for name, i in expected.specials.items()}
     for i in range(found.vocab_size):
         # Two tokens are equal if they decode to equal text or have equal names. Decoded text does not suffice: some
         # tokenizers decode a special token to its name, others to nothing, and sentencepiece decodes <unk> to "⁇".
@@ -83,16 +85,18 @@ def _recognize(path: Path) -> str:
     if path.suffix == ".txt":
         return "cpm-vocab"
     if path.suffix != ".json":
-        from .cpm import is_cpm_model
+        from .sentencepiece import is_cpm_model
 
         return "cpm" if is_cpm_model(path) else "sentencepiece"
+    if path.name == "tokenizer.json":
+        return "hf"
     from .hf import merges_of
 
-    if merges_of(path).is_file() and path.name != "tokenizer.json":
+    if merges_of(path).is_file():
         return "gpt2-bpe"
     with open(path, "rb") as file:
         head = file.read(4096)
-    return "hf" if b'"model"' in head or b'"added_tokens"' in head or path.name == "tokenizer.json" else "cpm-vocab"
+    return "hf" if b'"model"' in head or b'"added_tokens"' in head else "cpm-vocab"
 
 
 def _sentencepiece(path: Path, segmenter: str) -> Tokenizer:

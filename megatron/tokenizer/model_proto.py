@@ -94,7 +94,10 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     Raises IndexError or ValueError for malformed bytes.
     """
     for number, begin, end in _spans(message):
-        yield (-number, _varint(message, begin)[0]) if number < 0 else (number, message[begin:end])
+        if number < 0:
+            yield -number, _varint(message, begin)[0]
+        else:
+            yield number, message[begin:end]
 
 
 def _spans(message: bytes) -> Iterator[tuple[int, int, int]]:
@@ -111,7 +114,10 @@ def _spans(message: bytes) -> Iterator[tuple[int, int, int]]:
             continue
         if wire not in (FIXED64, BYTES, FIXED32):
             raise ValueError("unknown wire type")
-        size, at = _varint(message, at) if wire == BYTES else ({FIXED64: 8, FIXED32: 4}[wire], at)
+        if wire == BYTES:
+            size, at = _varint(message, at)
+        else:
+            size = 8 if wire == FIXED64 else 4
         if at + size > len(message):
             raise ValueError("truncated")
         yield number, at, at + size
@@ -119,11 +125,12 @@ def _spans(message: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
+    value = 0
+    shift = 0
     while True:
         byte = message[at]
         value |= (byte & 127) << shift
-        at = at + 1
-        shift = shift + 7
+        at += 1
+        shift += 7
         if byte < 128:
             return value, at

@@ -18,7 +18,7 @@ fingerprint than the same tokenizer with jieba.
 import importlib.util
 import re
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -53,13 +53,17 @@ def segmenter(kind: str = "jieba") -> Cut:
 
     def cut(text: str) -> str:
         if not made:  # jieba is loaded on first use: it takes a second, and many processes never segment a text
-            jieba = _load_jieba()
-            made.append(
-                _RjiebaSegmenter(jieba).cut if kind == "rjieba" else lambda text: SEPARATOR.join(jieba.cut(text))
-            )
+            made.append(_load_cut(kind))
         return made[0](text)
 
     return cut
+
+
+def _load_cut(kind: str) -> Cut:
+    jieba = _load_jieba()
+    if kind == "rjieba":
+        return _RjiebaSegmenter(jieba).cut
+    return lambda text: SEPARATOR.join(jieba.cut(text))
 
 
 @lru_cache(maxsize=1)
@@ -96,22 +100,31 @@ def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
 
     margin: the maximum difference of the scores.
     """
-    trans = hmm.trans_P
-    start = hmm.start_P
-    never = hmm.MIN_FLOAT
-    single, begin, end = (hmm.emit_P[state] for state in "SBE")
-    first = {c: single[c] - begin[c] for c in single.keys() & begin.keys()}
-    second = {c: single[c] - end[c] for c in single.keys() & end.keys()}
+    single = hmm.emit_P["S"]
+    # Scores of one word minus scores of two, of the first and of the second character.
+    first = {char: score - hmm.emit_P["B"][char] for char, score in single.items() if char in hmm.emit_P["B"]}
+    second = {char: score - hmm.emit_P["E"][char] for char, score in single.items() if char in hmm.emit_P["E"]}
     chars = np.array(sorted(second, key=second.__getitem__))
-    values = np.array([second[c] for c in chars])
+    values = np.array([second[char] for char in chars])
     found: set[str] = set()
-    before = [start["S"] - start["B"], *(trans[state]["S"] - trans[state]["B"] for state in "ES")]
-    after = [0.0, *(trans["S"].get(state, never) - trans["E"].get(state, never) for state in "BS")]
-    for gap in (b + a + trans["S"]["S"] - trans["B"]["E"] for b in before for a in after):
+    for gap in _gaps(hmm):
         for char, value in first.items():
             low, high = values.searchsorted([-gap - value - margin, -gap - value + margin])
             found.update(char + other for other in chars[low:high])
     return found
+
+
+def _gaps(hmm: Any) -> Iterator[float]:
+    """Yield how much better the transitions of two words are than those of one, for all neighbours of the two."""
+    trans = hmm.trans_P
+    never = hmm.MIN_FLOAT
+    before = [hmm.start_P["S"] - hmm.start_P["B"]]
+    before += [trans[state]["S"] - trans[state]["B"] for state in "ES"]
+    after = [0.0]
+    after += [trans["S"].get(state, never) - trans["E"].get(state, never) for state in "BS"]
+    for left in before:
+        for right in after:
+            yield left + right + trans["S"]["S"] - trans["B"]["E"]
 
 
 class _RjiebaSegmenter:
@@ -159,22 +172,27 @@ class _RjiebaSegmenter:
         """Segment text that matches no pattern in `_doubtful`; append its words to `into`."""
         parts = _HAN.split(text)  # even indices: other text, maybe empty; odd indices: sequences of Han characters
         if len(parts) == 1:
-            into += [_cut_between(text)] if text else []
+            if text:
+                into.append(_cut_between(text))
             return
-        runs = SEPARATOR.join(self._cut_han("\n".join(parts[1::2]))).split(f"{SEPARATOR}\n{SEPARATOR}")
+        others = parts[::2]
+        blocks = parts[1::2]
+        runs = SEPARATOR.join(self._cut_han("\n".join(blocks))).split(f"{SEPARATOR}\n{SEPARATOR}")
         doubtful: list[tuple[int, int]] = []
         at = 0
-        for run, han, before, after in zip(runs, parts[1::2], parts[::2], parts[2::2], strict=False):
+        for run, block, before, after in zip(runs, blocks, others, others[1:], strict=False):
             at += len(before)
             if self._could_differ(run, before, after):
-                doubtful.append((at, at + len(han)))
-            at += len(han)
+                doubtful.append((at, at + len(block)))
+            at += len(block)
         if doubtful:
             self._cut_around(text, doubtful, into)
             return
-        for between, run in zip(parts[::2], [*runs, ""], strict=True):
-            into += [_cut_between(between)] if between else []
-            into += [run] if run else []
+        for other, run in zip(others, [*runs, ""], strict=True):
+            if other:
+                into.append(_cut_between(other))
+            if run:
+                into.append(run)
 
     def _could_differ(self, run: str, before: str, after: str) -> bool:
         """Return True if jieba could segment a sequence of Han characters differently because of letters next to it.
@@ -183,6 +201,10 @@ class _RjiebaSegmenter:
         the sequence. A difference is possible if `run` begins or ends with single-character words next to a letter,
         and if these characters together are a dictionary word.
         """
-        first = _FIRST_SINGLES.search(run) if run[1:2] == SEPARATOR and before and before[-1] in _LETTERS else None
-        last = _LAST_SINGLES.search(run) if run[-2:-1] == SEPARATOR and after and after[0] in _LETTERS else None
-        return any(found and self._frequency.get(found[0].replace(SEPARATOR, "")) for found in (first, last))
+        if run[1:2] == SEPARATOR and before[-1:] in _LETTERS and self._is_word(_FIRST_SINGLES.search(run)):
+            return True
+        return run[-2:-1] == SEPARATOR and after[:1] in _LETTERS and self._is_word(_LAST_SINGLES.search(run))
+
+    def _is_word(self, singles: "re.Match[str] | None") -> bool:
+        """Return whether single-character words together are a dictionary word."""
+        return singles is not None and bool(self._frequency.get(singles[0].replace(SEPARATOR, "")))

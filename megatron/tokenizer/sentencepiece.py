@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Tokenizer, TokenizerError, any_of, byte_piece, fingerprint, split_name_pattern
+from .base import SENTINEL, Tokenizer, TokenizerError, any_of, byte_piece, fingerprint, split_name_pattern
 from .beside import SETTINGS, refuse_missing_tokens, settings_beside, token_beside
 from .model_proto import USER_DEFINED, read_facts
-from .sentinels import MARK as SENTINEL
 
 EOD = "<eod>"
 MARK = "\u2581"  # represents a space in sentencepiece's tokens
+SPACE = "\u2582"  # represents a space in CPM's tokens
+NEWLINE = "\u2583"  # represents a newline in CPM's tokens
 
 
 # Appending these bytes to a model sets normalizer_spec.add_dummy_prefix to false: in concatenated protobuf messages,
@@ -41,6 +42,12 @@ def open_model(model_file: str, more: bytes = b"") -> Any:
         raise TokenizerError(f"{model_file} is not a sentencepiece model") from None
 
 
+def is_cpm_model(path: Path) -> bool:
+    """Return True if a sentencepiece model contains U+2582 and U+2583, CPM's characters for space and newline."""
+    model = open_model(str(path))
+    return all(model.id_to_piece(model.piece_to_id(mark)) == mark for mark in (SPACE, NEWLINE))
+
+
 class SentencePieceTokenizer(Tokenizer):
     """Tokenizer that is defined by a sentencepiece `.model` file.
 
@@ -62,7 +69,7 @@ class SentencePieceTokenizer(Tokenizer):
         eod = self._piece(EOD)
         self.eod = self._sp.eos_id() if eod is None else eod
         self.settings = settings_beside(Path(model_file))
-        bare = self.start, self.eod
+        bare = (self.start, self.eod)
         self._apply_settings(Path(model_file))
         if self.eod < 0:
             raise TokenizerError(f"{model_file} has no end-of-document token, neither {EOD} nor </s>")
@@ -71,19 +78,27 @@ class SentencePieceTokenizer(Tokenizer):
         spelled = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
         has_bytes = self._sp.is_byte(spelled[0])
         self._mark = np.array(spelled if has_bytes and not self.is_llama else [], dtype=np.int32)
-        others = [] if (self.start, self.eod) == bare else [f"from {self.start} to {self.eod}"]
-        others += self._llama_differences(has_bytes) if self.is_llama else []
-        self.fingerprint = (
-            fingerprint(", ".join([self.name, *others]), content) if others else hashlib.sha256(content).hexdigest()
-        )
-        self.specials = {
-            self._sp.id_to_piece(i): i
-            for i in range(self.vocab_size)
-            if self._sp.is_control(i) or self._sp.is_unknown(i)
-        }
+        others = []
+        if (self.start, self.eod) != bare:
+            others.append(f"from {self.start} to {self.eod}")
+        if self.is_llama:
+            others += self._llama_differences(has_bytes)
+        self.fingerprint = hashlib.sha256(content).hexdigest()
+        if others:
+            self.fingerprint = fingerprint(", ".join([self.name, *others]), content)
+        self.specials = self._find_specials()
+
+    def _find_specials(self) -> dict[str, int]:
+        specials = {}
+        for i in range(self.vocab_size):
+            if self._sp.is_control(i) or self._sp.is_unknown(i):
+                specials[self._sp.id_to_piece(i)] = i
         # The sentinels of mT5 are ordinary pieces whose names begin with U+2581, the character for a space.
-        for i in itertools.takewhile(lambda i: self._piece(f"{MARK}<extra_id_{i}>") is not None, itertools.count()):
-            self.specials[f"<extra_id_{i}>"] = self._sp.piece_to_id(f"{MARK}<extra_id_{i}>")
+        number = 0
+        while (sentinel := self._piece(f"{MARK}<extra_id_{number}>")) is not None:
+            specials[f"<extra_id_{number}>"] = sentinel
+            number += 1
+        return specials
 
     @property
     def is_llama(self) -> bool:
@@ -95,18 +110,25 @@ class SentencePieceTokenizer(Tokenizer):
 
         The fingerprint includes these descriptions.
         """
-        ways = ["marks of spaces are spaces"] if has_bytes else []
-        ways += ["user-defined symbols cut a text"] if self._symbols else []
-        if not self._prefixes:
-            return [*ways, *(["no space in front"] if self._sp.normalize("a") != "a" else [])]
-        return [*ways, "one space in front" if self.settings.get("legacy") else "one space in front, none inside"]
+        ways = []
+        if has_bytes:
+            ways.append("marks of spaces are spaces")
+        if self._symbols:
+            ways.append("user-defined symbols cut a text")
+        if self._prefixes:
+            ways.append("one space in front" if self.settings.get("legacy") else "one space in front, none inside")
+        elif self._sp.normalize("a") != "a":
+            ways.append("no space in front")
+        return ways
 
     def _apply_settings(self, path: Path) -> None:
         """Set `eod` and `start` from tokenizer_config.json."""
         refuse_missing_tokens(path, self._piece, SENTINEL.fullmatch)
         if self.settings.get("eos_token"):
             self.eod = self._named(path, "eos_token", "</s>")
-        if (bos := token_beside(path, "bos_token") or ("<s>" if self.is_llama else None)) is not None:
+        usual = "<s>" if self.is_llama else None
+        bos = token_beside(path, "bos_token") or usual
+        if bos is not None:
             self.bos = self._piece(bos)
         if self.settings.get("add_bos_token"):
             self.start = (self._named(path, "bos_token", "<s>"),)
@@ -187,7 +209,8 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_content(self, text: str, inside: bool = False) -> list[int]:
         if not self._defined:
             return super().encode_content(text, inside)
-        cuts = [0, *(name.start() for name in split_name_pattern(self._defined).finditer(text)), len(text)]
+        names = split_name_pattern(self._defined).finditer(text)
+        cuts = [0, *(name.start() for name in names), len(text)]
         ids = super().encode_content(text[: cuts[1]], inside)
         for begin, end in itertools.pairwise(cuts[1:]):
             ids += self._bare.encode(text[begin:end])
@@ -195,15 +218,11 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         found: list[NDArray[np.int32]] = self._sp.encode(list(texts), num_threads=1, return_type="numpy")
-        if self.is_llama:
-            return [
-                self._encode_as_llama(text) if self._symbols or self._is_bare(text) else ids
-                for text, ids in zip(texts, found, strict=True)
-            ]
-        if len(self._mark):
-            for i, text in enumerate(texts):
-                if MARK in text:
-                    found[i] = self._encode_marked(text)
+        for i, text in enumerate(texts):
+            if self.is_llama and (self._symbols or self._is_bare(text)):
+                found[i] = self._encode_as_llama(text)
+            elif len(self._mark) and MARK in text:
+                found[i] = self._encode_marked(text)
         return found
 
     @functools.cached_property
@@ -216,22 +235,26 @@ class SentencePieceTokenizer(Tokenizer):
         return {piece: i for piece, i in pieces.items() if MARK not in piece}
 
     def _encode_as_llama(self, text: str) -> NDArray[np.int32]:
-        found: list[NDArray[np.int32]] = []
-        at = 0
-        for part in any_of(self._symbols).split(text):
+        parts = [part for part in any_of(self._symbols).split(text) if part]
+        legacy = self.settings.get("legacy")
+        found: list[NDArray[np.int32]] = [np.array([], dtype=np.int32)]
+        for i, part in enumerate(parts):
             if part in self._symbols:
                 found.append(np.array([self._symbols[part]], dtype=np.int32))
-            elif part:
-                bare = self._is_bare(part) or (at > 0 and not self.settings.get("legacy"))
-                found.append((self._bare if bare else self._sp).encode(part, return_type="numpy"))
-            at += len(part)
-        return np.concatenate(found) if found else np.array([], dtype=np.int32)
+                continue
+            is_inside = i > 0 and not legacy
+            model = self._bare if is_inside or self._is_bare(part) else self._sp
+            found.append(model.encode(part, return_type="numpy"))
+        return np.concatenate(found)
 
     def _encode_marked(self, text: str) -> NDArray[np.int32]:
-        parts = [part for part in re.split(f"({MARK})", text) if part]
-        return np.concatenate(
-            [self._mark if part == MARK else self._sp.encode(part, return_type="numpy") for part in parts]
-        )
+        found = []
+        for part in re.split(f"({MARK})", text):
+            if part == MARK:
+                found.append(self._mark)
+            elif part:
+                found.append(self._sp.encode(part, return_type="numpy"))
+        return np.concatenate(found)
 
     def decode(self, ids: Sequence[int]) -> str:
         model = self._bare if self.is_llama and not self._prefixes else self._sp

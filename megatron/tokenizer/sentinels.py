@@ -1,11 +1,8 @@
 """Tokenizer with the special tokens of T5: a padding token and sentinels, which replace masked spans."""
 
-import re
 from collections.abc import Sequence
 
-from .base import Tokenizer
-
-MARK = re.compile(r"<(?:extra_id_|s_)(\d+)>")
+from .base import SENTINEL, Tokenizer
 
 
 class SentinelTokenizer(Tokenizer):
@@ -32,8 +29,10 @@ class SentinelTokenizer(Tokenizer):
         size = max(size, self.pad + 1)
         if own and len(own) < count:
             raise ValueError(f"the tokenizer has only {len(own)} sentinels; set --num-sentinels to at most {len(own)}")
-        new_ids = range(size, size + count)
-        self.sentinels = own[:count] or (tuple(reversed(new_ids)) if convention == "t5" else tuple(new_ids))
+        new_ids = list(range(size, size + count))
+        if convention == "t5":
+            new_ids.reverse()
+        self.sentinels = own[:count] or tuple(new_ids)
         self.vocab_size = size if own else size + count
         self.specials = {**tokenizer.specials, "<pad>": self.pad}
         self._number = {id_: i for i, id_ in enumerate(self.sentinels)}
@@ -45,7 +44,7 @@ class SentinelTokenizer(Tokenizer):
         """
         ids: list[int] = []
         at = 0
-        for mark in MARK.finditer(text):
+        for mark in SENTINEL.finditer(text):
             number = int(mark[1])
             if number >= self.count:
                 raise ValueError(f"the text contains {mark[0]}, but the model has only sentinels 0 to {self.count - 1}")
@@ -62,15 +61,20 @@ class SentinelTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, with sentinels by name and without padding and ids beyond the vocabulary."""
         parts: list[str] = []
-        run: list[int] = []
-        for id_ in [*map(int, ids), self.pad]:
-            if id_ != self.pad and id_ not in self._number:
-                run += [id_] if id_ < self.base.vocab_size else []
-                continue
-            parts += [self.base.decode(run)] if run else []
-            parts += [f"<{self._prefix}{self._number[id_]}>"] if id_ in self._number else []
-            run = []
-        return "".join(parts)
+        run: list[int] = []  # ids of the base tokenizer since the last sentinel
+        for id_ in map(int, ids):
+            if id_ in self._number:
+                parts += [self._text_of(run), f"<{self._prefix}{self._number[id_]}>"]
+                run = []
+            elif id_ == self.pad:
+                parts.append(self._text_of(run))
+                run = []
+            elif id_ < self.base.vocab_size:
+                run.append(id_)
+        return "".join([*parts, self._text_of(run)])
+
+    def _text_of(self, run: list[int]) -> str:
+        return self.base.decode(run) if run else ""
 
 
 def own_sentinels(tokenizer: Tokenizer, convention: str) -> tuple[int, ...]:
@@ -78,8 +82,8 @@ def own_sentinels(tokenizer: Tokenizer, convention: str) -> tuple[int, ...]:
 
     The names are `<extra_id_0>`, `<extra_id_1>`, ... for convention `t5`, and `<s_0>`, `<s_1>`, ... otherwise.
     """
-    name = "<extra_id_{}>" if convention == "t5" else "<s_{}>"
+    prefix = "<extra_id_" if convention == "t5" else "<s_"
     found: list[int] = []
-    while name.format(len(found)) in tokenizer.specials:
-        found.append(tokenizer.specials[name.format(len(found))])
+    while f"{prefix}{len(found)}>" in tokenizer.specials:
+        found.append(tokenizer.specials[f"{prefix}{len(found)}>"])
     return tuple(found)
