@@ -276,14 +276,17 @@ class _Finder(MetaPathFinder):
                 f"{name} of CPM-Pretrain is not part of this project: {GONE_MODULES[name]}", name=name
             )
         if name in MODULES:
-            return ModuleSpec(name, _Names(name), is_package=any(each.startswith(f"{name}.") for each in MODULES))
+            is_package = any(each.startswith(f"{name}.") for each in MODULES)
+            return ModuleSpec(name, _Names(name), is_package=is_package)
         if name not in _EXTENDED:
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next((found for each in others if (found := each.find_spec(name, path, target))), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Extended(spec.loader)
-        return spec
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec:
+                if spec.loader is not None:
+                    spec.loader = _Extended(spec.loader)
+                return spec
+        return None
 
 
 class _Names(Loader):

@@ -30,14 +30,16 @@ class PipeEngine:
         with self.timers("train batch"):
             ds.train_batch(batches)
         ds.set_dataiterator(None)  # DeepSpeed's reference to the data iterator would keep the data workers alive
-        aux = {name: total / ds.num_targets for name, total in self._aux(ds.micro_batches).items()}
+        sums = self._aux(ds.micro_batches)
+        aux = {name: total / ds.num_targets for name, total in sums.items()}
         return end_step(ds, self._exact_loss(), ds.get_global_grad_norm(), aux)
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         ds = self.deepspeed
         ds.eval_batch(batches, num_micro_batches=self.gas)
         aux = {name: total.item() for name, total in self._aux(self.gas).items()}
-        return {"loss": self._exact_loss().item() * ds.num_targets, "targets": ds.num_targets, **aux}
+        loss = self._exact_loss().item() * ds.num_targets
+        return {"loss": loss, "targets": ds.num_targets, **aux}
 
     def forward(self, made: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
         ds = self.deepspeed
@@ -68,4 +70,5 @@ class PipeEngine:
 
     def _exact_loss(self) -> Tensor:
         """Return the loss of the last global batch in fp64, the dtype in which the engine accumulates it."""
-        return torch.stack(list(self.deepspeed.named_losses.values())).sum()
+        losses = list(self.deepspeed.named_losses.values())
+        return torch.stack(losses).sum()

@@ -116,13 +116,18 @@ def transformer_kept(x: Shapes, layer: Layer) -> float:
     if sub_layers == 3:
         encoded = x.tokens[0]
         kept += _attention(x, tokens, encoded, second, first, False, qkv_again)
-    return kept + (_mixture_kept(x, tokens) if layer.routes else _inner_kept(x, tokens * m.ff_size))
+    if layer.routes:
+        return kept + _mixture_kept(x, tokens)
+    return kept + _inner_kept(x, tokens * m.ff_size)
 
 
 def _inner_kept(x: Shapes, numbers: float) -> float:
     """Return the bytes that an MLP keeps of `numbers` inner activations, before and after the activation function."""
     m = x.config.model
-    return numbers / x.ranks * x.width * ((2 if m.gated else 1) + (0 if "activation" in m.recompute_modules else 1))
+    copies = 2 if m.gated else 1
+    if "activation" not in m.recompute_modules:
+        copies += 1
+    return numbers / x.ranks * x.width * copies
 
 
 def _mixture_kept(x: Shapes, tokens: int) -> float:
@@ -160,15 +165,17 @@ def inner_working(x: Shapes, layer: Layer) -> float:
     """
     m = x.config.model
     tokens = x.of_layer(layer)
-    if layer.routes:
-        rows = tokens * m.experts_per_token
-        copies = 0.0
-        looped = m.hidden_bias or "activation" in m.recompute_modules or x.config.parallel.zero_stage == 3
-        if x.accelerated and x.precision == "bf16" and not looped:
-            here = (m.num_experts or 0) / x.config.parallel.expert_parallel_size / x.ranks
-            copies = 2 * here * m.hidden_size * m.expert_ff_size * (2 if m.gated else 1) * x.width
-        return 2 * x.hidden(tokens) + 3 * rows * m.hidden_size * x.width + copies
-    return 2 * x.hidden(tokens) + tokens * m.ff_size * (2 if m.gated else 1) / x.ranks * x.width
+    parts = 2 if m.gated else 1
+    hidden = 2 * x.hidden(tokens)
+    if not layer.routes:
+        return hidden + tokens * m.ff_size * parts / x.ranks * x.width
+    rows = tokens * m.experts_per_token
+    copies = 0.0
+    looped = m.hidden_bias or "activation" in m.recompute_modules or x.config.parallel.zero_stage == 3
+    if x.accelerated and x.precision == "bf16" and not looped:
+        here = (m.num_experts or 0) / x.config.parallel.expert_parallel_size / x.ranks
+        copies = 2 * here * m.hidden_size * m.expert_ff_size * parts * x.width
+    return hidden + 3 * rows * m.hidden_size * x.width + copies
 
 
 def other_kept(x: Shapes, layer: Layer) -> float:

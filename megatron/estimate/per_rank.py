@@ -63,9 +63,14 @@ def moments_of(count: Count, config: Config) -> int:
 
     The average of --ema-decay counts as a moment.
     """
-    kind = config.optim.optimizer
-    average = count.held if config.optim.ema_decay else 0
-    return average + (count.held if kind == "sgd" else 2 * count.held - (count.hidden if kind == "muon" else 0))
+    moments = 2 * count.held
+    if config.optim.optimizer == "sgd":
+        moments = count.held
+    elif config.optim.optimizer == "muon":
+        moments -= count.hidden
+    if config.optim.ema_decay:
+        moments += count.held
+    return moments
 
 
 def states(count: Count, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:
@@ -76,7 +81,8 @@ def states(count: Count, config: Config, resolved: Resolved, replicas: int) -> t
     replicas: number of ranks over which ZeRO shards. Experts are sharded only over the ranks that hold the same ones.
     """
     parts = count.by_replicas(replicas, config.parallel.expert_parallel_size)
-    weights, gradients, moments = map(sum, zip(*(_states(*part, config, resolved) for part in parts), strict=True))
+    found = [_states(*part, config, resolved) for part in parts]
+    weights, gradients, moments = map(sum, zip(*found, strict=True))
     return weights, gradients, moments
 
 

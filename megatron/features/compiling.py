@@ -91,14 +91,16 @@ def _drawbacks(layers: Sequence[nn.Module], config: Config) -> Iterator[str]:
     window = config.model.sliding_window
     documents = config.objective != "lm" or config.data.reset_attention_mask
     contexts = config.parallel.context_parallel_size > 1
-    masked = documents or contexts or (window is not None and window < config.data.seq_length)
+    near = window is not None and window < config.data.seq_length
+    masked = documents or contexts or near
     # With relative positions, eager layers save a tensor of this size, too, so compiled layers need no more memory.
     if masked and m.position_embedding != "relative":
         yield (
             "each would save its own attention mask, which eager layers share or do not need, because of documents, "
             "--sliding-window or --context-parallel-size; --compile compiles them anyway"
         )
-    if any(type(module).__module__.startswith("apex") for layer in layers for module in layer.modules()):
+    modules = chain.from_iterable(layer.modules() for layer in layers)
+    if any(type(module).__module__.startswith("apex") for module in modules):
         yield "apex's norms cannot be compiled; --kernels torch avoids them"
 
 

@@ -56,9 +56,9 @@ class CorpusLosses(Feature):
         if step is None:
             return
         finite = torch.isfinite(step.loss)
-        mine = {name: value for name, value in step.aux.items() if name.startswith((CORPUS_LOSS, CORPUS_TARGETS))}
-        for name, value in mine.items():
-            self._sums[name] = self._sums.get(name, 0.0) + torch.where(finite, value, 0.0)
+        mine = [name for name in step.aux if name.startswith((CORPUS_LOSS, CORPUS_TARGETS))]
+        for name in mine:
+            self._sums[name] = self._sums.get(name, 0.0) + torch.where(finite, step.aux[name], 0.0)
         if mine:
             self._steps = self._steps + finite.double()
 

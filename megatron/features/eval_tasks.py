@@ -85,14 +85,13 @@ class RankScorer(LogLikelihoods):
             if is_rank_0():
                 raise ValueError(problem)
             return []
-        sums = [[0.0, 0.0] for _ in requests]
+        sums = torch.zeros(len(parts), 2, self._rows, dtype=torch.float64)
         for found, _ in everywhere:
             for part, values in found.items():
-                for row, (nats, wrong) in enumerate(zip(*values, strict=True), start=part * self._rows):
-                    if row < len(sums):
-                        sums[row][0] += nats
-                        sums[row][1] += wrong
-        return [Scored(-nats, wrong == 0) for nats, wrong in sums]
+                if part < len(parts):
+                    sums[part] += torch.tensor(values, dtype=torch.float64)
+        nats, wrong = sums.transpose(0, 1).flatten(1)[:, : len(requests)].tolist()
+        return [Scored(-nat, count == 0) for nat, count in zip(nats, wrong, strict=True)]
 
     def _own(self, parts: Sequence[Sequence[Request]]) -> dict[int, list[list[float]]]:
         """Run this rank's micro-batches; return {number of a micro-batch: [2, b]} if this rank is to report them.
@@ -102,17 +101,20 @@ class RankScorer(LogLikelihoods):
         """
         mesh = mpu.get_mesh()
         share = mesh.share
-        numbers = range(share.number, -(-len(parts) // share.of) * share.of, share.of)
+        rounds = -(-len(parts) // share.of)  # every replica runs equally many micro-batches
+        numbers = range(share.number, rounds * share.of, share.of)
         made = [self._micro_batch(parts[i] if i < len(parts) else ()) for i in numbers]
         most = max(AT_ONCE, 4 * mesh.pipe.size)
         self._loss.samples = []
         try:
             for at in range(0, len(made), most):
                 self._engine.forward(made[at : at + most])
-            found = torch.stack(self._loss.samples).tolist() if self._loss.samples else []
+            found = self._loss.samples
         finally:
             self._loss.samples = None
-        return dict(zip(numbers, found, strict=True)) if found and not mesh.model.rank else {}
+        if mesh.model.rank or not found:
+            return {}
+        return dict(zip(numbers, torch.stack(found).tolist(), strict=True))
 
     def _micro_batch(self, requests: Sequence[Request]) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         """Return ((tokens, positions, document ids), (labels, loss mask)) as the task's `batch` does."""
@@ -122,11 +124,12 @@ class RankScorer(LogLikelihoods):
             text[row, : len(ids)] = torch.tensor(ids)
             loss_mask[row, len(ids) - 1 - targets : len(ids) - 1] = 1
         positions = torch.arange(self.longest).repeat(self._rows, 1).to(self._device)
-        tokens, labels, loss_mask = (
-            mpu.own_tokens(x, 1, mpu.context_axis()).contiguous().to(self._device)
-            for x in (text[:, :-1], text[:, 1:], loss_mask)
-        )
-        return (tokens, positions, no_documents(self._device)), (labels, loss_mask)
+        inputs = self._own_tokens(text[:, :-1]), positions, no_documents(self._device)
+        return inputs, (self._own_tokens(text[:, 1:]), self._own_tokens(loss_mask))
+
+    def _own_tokens(self, x: Tensor) -> Tensor:
+        """Return the tokens of this context-parallel rank of x [b, s], on the device."""
+        return mpu.own_tokens(x, 1, mpu.context_axis()).contiguous().to(self._device)
 
 
 def evaluate_on_tasks(run: Run, task_sets: Sequence[TaskSet]) -> None:
@@ -148,7 +151,10 @@ def evaluate_on_tasks(run: Run, task_sets: Sequence[TaskSet]) -> None:
 def _print_and_log(run: Run, tasks: TaskSet, scorer: RankScorer) -> None:
     iteration = run.state.iteration
     try:
-        rows = _cloze(tasks, scorer) if tasks.requests else _lm_eval(tasks, scorer, run.config.train.eval_tasks_limit)
+        if tasks.requests:
+            rows = _cloze(tasks, scorer)
+        else:
+            rows = _lm_eval(tasks, scorer, run.config.train.eval_tasks_limit)
     except Exception as error:  # lm-eval and the data sets that it loads may raise errors of any class
         print_rank_0(
             f"warning: --eval-tasks {tasks.word} failed at iteration {iteration}, and training continues: "
@@ -172,7 +178,8 @@ def _cloze(tasks: TaskSet, scorer: RankScorer) -> dict[str, dict[str, float]]:
 def _lm_eval(tasks: TaskSet, scorer: RankScorer, limit: int | None) -> dict[str, dict[str, float]]:
     """Return the numbers of each task under lm-eval's names of metrics, except that `acc` becomes `accuracy`."""
     results = evaluate_tasks(scorer, tasks.tasks, limit, tasks.folders, f"--eval-tasks {tasks.word}")
-    return {name: _numbers(row) for name, row in results.items() if _numbers(row)}
+    found = {name: _numbers(row) for name, row in results.items()}
+    return {name: numbers for name, numbers in found.items() if numbers}
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -180,9 +187,14 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for key, value in row.items():
         metric, _, filtered = key.partition(",")
-        if filtered and isinstance(value, (int, float)) and not metric.endswith("_stderr"):
-            metric = "accuracy" if metric == "acc" else metric
-            found[metric if filtered == "none" else f"{metric}_{filtered}"] = float(value)
+        is_number = filtered and isinstance(value, (int, float))
+        if not is_number or metric.endswith("_stderr"):
+            continue
+        if metric == "acc":
+            metric = "accuracy"
+        if filtered != "none":
+            metric = f"{metric}_{filtered}"
+        found[metric] = float(value)
     return found
 
 

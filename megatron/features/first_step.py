@@ -37,12 +37,13 @@ class FirstStep(Feature):
             device_module.keep_freed_memory(self._run.device)
         for hook in self._hooks:
             hook.remove()
-        learns: dict[str, bool] = {}
         # A tied weight is on several stages. It is trained if it gets a gradient on at least one of these stages.
+        learns: dict[str, bool] = {}
         for stage in gather_objects(self._learns, mpu.get_mesh().pipe):
             for name, value in stage.items():
                 learns[name] = learns.get(name, False) or value
-        if silent := [name for name, value in learns.items() if not value]:
+        silent = [name for name, value in learns.items() if not value]
+        if silent:
             print_rank_0(
                 f"warning: no gradient reaches {first_of(silent)}: the loss does not depend on these parameters, so "
                 "they are not trained"

@@ -179,10 +179,17 @@ def _shift(seen: list[dict[str, Any]], rank: timeline.RankTrace) -> float:
 
     seen: events of the rank's profile. Raises ValueError if there is no clock event among them.
     """
-    marks = [e for e in seen if str(e.get("name", "")).startswith(CLOCK) and e.get("ph") == "X"]
-    if not marks:
+    shifts = []
+    for event in seen:
+        name = str(event.get("name", ""))
+        if name.startswith(CLOCK) and event.get("ph") == "X":
+            shifts.append(int(name.removeprefix(CLOCK)) / 1e3 - event["ts"])
+    if not shifts:
         raise ValueError(f"the profile of rank {rank.about['rank']} has no clock event")
     # perf_counter is read before the profiler's clock. So each difference of the two clocks is too small, and the
     # largest difference is the most accurate.
-    own: float = max(int(e["name"].removeprefix(CLOCK)) / 1e3 - e["ts"] for e in marks)
-    return own - (rank.about["clock"][0][1] / 1e3 if rank.about["clock"] else 0.0)
+    own: float = max(shifts)
+    clock = rank.about["clock"]
+    if clock:
+        own -= clock[0][1] / 1e3
+    return own

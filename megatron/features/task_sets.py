@@ -27,10 +27,15 @@ class TaskSet(NamedTuple):
 def read_tasks(config: Config, tokenizer: Tokenizer) -> list[TaskSet]:
     """Return the tasks of --eval-tasks. Raises ValueError for invalid words and files, and without lm-eval."""
     found = [_read(word, config, tokenizer) for word in config.train.eval_tasks or ()]
-    names = [name for each in found for name in (each.name, *each.tasks) if name]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"--eval-tasks has two tasks {twice}; name a cloze file with NAME=FILE, or leave one out")
+    known: set[str] = set()
+    for each in found:
+        for name in (each.name, *each.tasks):
+            if name in known:
+                raise ValueError(
+                    f"--eval-tasks has two tasks {name}; name a cloze file with NAME=FILE, or leave one out"
+                )
+            if name:
+                known.add(name)
     return found
 
 

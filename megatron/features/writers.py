@@ -191,7 +191,9 @@ class MLflow:
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         self._mlflow = mlflow
         path = run_dir / "mlflow_run"
-        known = path.read_text(encoding="utf-8").strip() if iteration and path.is_file() else None
+        known = None
+        if iteration and path.is_file():
+            known = path.read_text(encoding="utf-8").strip()
         run = mlflow.start_run(run_id=known, run_name=None if known else run_dir.resolve().name)
         if known is None:
             write_text(path, run.info.run_id + "\n")
@@ -218,17 +220,15 @@ class CSV:
 
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
         self._path = run_dir / "metrics.csv"
-        kept = []
+        old: list[dict[str, Any]] = []
         if iteration and self._path.is_file():
             with open(self._path, newline="", encoding="utf-8") as file:
-                kept = [
-                    row
-                    for row in csv.DictReader(file)
-                    if (row.get("iteration") or "").isdigit() and int(row["iteration"]) <= iteration
-                ]
+                old = list(csv.DictReader(file))
         write_text(self._path, ",".join(COLUMNS) + "\n")
-        for row in kept:
-            self._append(row)
+        for row in old:
+            number = row.get("iteration") or ""
+            if number.isdigit() and int(number) <= iteration:
+                self._append(row)
 
     def _append(self, row: Mapping[str, Any]) -> None:
         line = io.StringIO()

@@ -46,14 +46,15 @@ class Holder:
         """Return a description of this process."""
         pid = os.getpid()
         job = os.environ.get("SLURM_JOB_ID", "")
-        job += f" start {os.environ.get('SLURM_RESTART_COUNT', '0')}" if job else ""
+        if job:
+            job += f" start {os.environ.get('SLURM_RESTART_COUNT', '0')}"
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         return cls(socket.gethostname(), pid, started(pid) or "", since, job, process_table())
 
     def same_process(self, other: "Holder") -> bool:
         """Return True if this holder and `other` are the same process."""
-        mine, theirs = ((h.host, h.table, h.pid, h.started) for h in (self, other))
-        return mine == theirs
+        here = (self.host, self.table) == (other.host, other.table)
+        return here and (self.pid, self.started) == (other.pid, other.started)
 
     def is_visible(self, me: "Holder") -> bool:
         """Return True if the process `me` can look this holder up: same machine, same boot, same PID namespace."""
@@ -67,11 +68,16 @@ class Holder:
         """
         if self.is_visible(me):
             now = started(self.pid)
-            return now is None or bool(now and self.started and now != self.started)
-        if self.job and self.job != me.job and self.job.split()[0] == me.job.partition(" ")[0]:
+            if now is None:
+                return True
+            return bool(now and self.started and now != self.started)
+        same_job = _first_word(self.job) == _first_word(me.job)
+        if self.job and same_job and self.job != me.job:
             return True
+        if not self.advisory:
+            return False
         locks_are_seen = self._same_kernel(me) or advisory.is_local(path)
-        return self.advisory and locks_are_seen and advisory.is_held(path) is False
+        return locks_are_seen and advisory.is_held(path) is False
 
     def is_alive(self, me: "Holder", path: Path) -> bool:
         """Return True if the process `me` can be sure that this holder still runs. Call it if `is_gone` is False."""
@@ -82,10 +88,14 @@ class Holder:
         return self.advisory and self._same_kernel(me) and advisory.is_held(path) is not None
 
     def _same_kernel(self, me: "Holder") -> bool:
-        return bool(self.table) and self.table.split()[0] == me.table.partition(" ")[0]
+        return bool(self.table) and _first_word(self.table) == _first_word(me.table)
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
+
+
+def _first_word(text: str) -> str:
+    return text.partition(" ")[0]
 
 
 def _id_of(folder: Path) -> tuple[int, int] | None:
@@ -115,9 +125,11 @@ class RunLock:
         override: take the lock even if its holder, on another machine, may still run.
         what: name of the folder in messages.
         """
-        self.path, self.notes = folder / NAME, list[str]()
+        self.path = folder / NAME
+        self.notes: list[str] = []
         self._way_out = "another --save" if what == CHECKPOINTS else "another --run-dir"
-        self._me, self._made = Holder.here(), list[Path]()
+        self._me = Holder.here()
+        self._made: list[Path] = []
         self._handle: int | None = None  # open file that holds the advisory lock
         try:
             self._make_folders(folder)
@@ -139,32 +151,39 @@ class RunLock:
         while not self._create():
             text = self._read()
             holder = _parse(text)
-            # A lock file that is unreadable for more than a second is damaged, and not only half-written.
-            if holder is None and text is not None and time.monotonic() > deadline - PATIENCE + 1:
-                raise RunLockedError(f"{self.path} is damaged; delete it if no run uses {self.path.parent}")
-            if text is None and time.monotonic() > deadline and self.path.is_symlink():
-                raise RunLockedError(
-                    f"{self.path} is a broken symbolic link; delete it if no run uses {self.path.parent}"
-                )
-            if holder is None or holder.same_process(self._me):
-                if holder is not None:
-                    return
+            if holder is None:
+                self._refuse_damaged(text, deadline)
+            elif holder.same_process(self._me):
+                return
             else:
                 self._take_over(holder, text, override, deadline)
             time.sleep(0.1)
 
+    def _refuse_damaged(self, text: str | None, deadline: float) -> None:
+        """Raise RunLockedError if the lock file, whose content is `text`, is damaged and not only half-written."""
+        now = time.monotonic()
+        what = ""
+        if text is not None and now > deadline - PATIENCE + 1:  # unreadable for more than a second
+            what = "damaged"
+        elif text is None and now > deadline and self.path.is_symlink():
+            what = "a broken symbolic link"
+        if what:
+            raise RunLockedError(f"{self.path} is {what}; delete it if no run uses {self.path.parent}")
+
     def _take_over(self, holder: Holder, text: str | None, override: bool, deadline: float) -> None:
         """Remove the lock of a process that has ended. Raises RunLockedError if the process runs or may run."""
-        gone = holder.is_gone(self._me, self.path)
-        alive = not gone and holder.is_alive(self._me, self.path)
-        if gone or (override and not alive):
-            # After the deadline, only an orphaned child of the ended process can still hold the advisory lock.
-            late = time.monotonic() > deadline
-            if self._remove(text, force=override or late):
-                why = "has ended without releasing it" if gone else "may still run (--override-lock)"
-                self.notes.append(f"took over {self.path.parent} from {holder}, which {why}")
-        elif not alive or time.monotonic() > deadline:
-            raise RunLockedError(_refusal(self.path, holder, self._me, alive, self._way_out))
+        late = time.monotonic() > deadline
+        why = "has ended without releasing it"
+        if not holder.is_gone(self._me, self.path):
+            alive = holder.is_alive(self._me, self.path)
+            if alive and not late:
+                return
+            if alive or not override:
+                raise RunLockedError(_refusal(self.path, holder, self._me, alive, self._way_out))
+            why = "may still run (--override-lock)"
+        # After the deadline, only an orphaned child of the ended process can still hold the advisory lock.
+        if self._remove(text, force=override or late):
+            self.notes.append(f"took over {self.path.parent} from {holder}, which {why}")
 
     def _create(self) -> bool:
         try:
@@ -288,18 +307,20 @@ def _parse(text: str | None) -> Holder | None:
         known = {each.name for each in fields(Holder)}
         # A lock file of a newer version may have more fields.
         holder = Holder(**{key: value for key, value in content.items() if key in known})
-        sound = isinstance(holder.pid, int) and holder.pid > 0
-        return holder if sound and isinstance(holder.table, str) and isinstance(holder.job, str) else None
+        numbered = isinstance(holder.pid, int) and holder.pid > 0
     except (AttributeError, TypeError, ValueError):
         return None
+    worded = isinstance(holder.table, str) and isinstance(holder.job, str)
+    return holder if numbered and worded else None
 
 
 def _refusal(path: Path, holder: Holder, me: Holder, alive: bool, other: str) -> str:
-    elsewhere = holder.host == me.host and not holder.is_visible(me)
-    where = ", in another container or before a restart of the machine" if elsewhere and not alive else ""
-    where = ", in another container" if elsewhere and alive else where
-    copied = f"if this folder is a copy of the folder of that run, delete {path}"
-    way_out = (
-        f"end it, or give {other}; {copied}" if alive else f"if it has ended, pass --override-lock (or delete {path})"
-    )
+    where = ""
+    if holder.host == me.host and not holder.is_visible(me):
+        where = ", in another container"
+        if not alive:
+            where += " or before a restart of the machine"
+    way_out = f"if it has ended, pass --override-lock (or delete {path})"
+    if alive:
+        way_out = f"end it, or give {other}; if this folder is a copy of the folder of that run, delete {path}"
     return f"{path.parent} is in use by {holder}{where}: {way_out}"

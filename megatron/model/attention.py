@@ -75,10 +75,13 @@ class Attention(nn.Module):
         factors: for each projected part (query, key or value), the factor of its initial weights. heads: n, by
         default the number of attention heads. bias: whether to add a bias, by default the value of --hidden-bias.
         """
+        heads = heads or config.num_attention_heads
+        if bias is None:
+            bias = config.hidden_bias
         return mpu.ColumnParallelLinear(
             config.hidden_size,
-            len(factors) * (heads or config.num_attention_heads) * self.head_size,
-            bias=config.hidden_bias if bias is None else bias,
+            len(factors) * heads * self.head_size,
+            bias=bias,
             gather_output=False,
             init_method=partial(_fill_heads, config.hidden_std, self.head_size, factors),
         )
@@ -92,7 +95,9 @@ class Attention(nn.Module):
         bias: [1, n/t, q, k], added to the scores, or None.
         """
         p = self.dropout if self.training else 0.0
-        call = self._with_dropout if p and query.device.type != "cpu" else partial(self._attend, p=p)
+        call: Callable[..., Tensor] = partial(self._attend, p=p)
+        if p and query.device.type != "cpu":
+            call = self._with_dropout
         if self.recompute and self.training:
             call = partial(self._computed_again, call)
         context: Tensor = call(query, key, value, mask, bias)
@@ -122,11 +127,13 @@ class SelfAttention(Attention):
     def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool = True) -> None:
         super().__init__(config, f"{name}.attention", output_std, causal)
         queries = config.num_attention_heads // config.key_value_heads
+        factors = [config.query_factor] * queries
         self.query_key_value = self._project(
-            config, *[config.query_factor] * queries, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
+            config, *factors, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
         )
-        others = (config.width_factor, config.key_value_growth)
-        growth = ((config.width_factor, config.width_factor), others, others)
+        width = config.width_factor
+        others = (width, config.key_value_growth)
+        growth = ((width, width), others, others)
         fused = mpu.FusedRows((queries, 1, 1), self.head_size, growth)
         mpu.spec_of(self.query_key_value.weight).fused = fused
 

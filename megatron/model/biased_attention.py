@@ -48,10 +48,15 @@ def _pieces(query: Tensor, mask: Tensor | None, pieces: Pieces | None, by_row: b
     """
     if pieces is not None:
         return pieces.found
-    rows = [slice(i, i + 1) for i in range(len(query))] if by_row else [slice(None)]
     everything = slice(None)
-    shared = mask is None or len(mask) == 1
-    return [Piece(row, everything, everything, mask if shared or mask is None else mask[row]) for row in rows]
+    if not by_row:
+        return [Piece(everything, everything, everything, mask)]
+    found = []
+    for i in range(len(query)):
+        row = slice(i, i + 1)
+        own = mask if mask is None or len(mask) == 1 else mask[row]
+        found.append(Piece(row, everything, everything, own))
+    return found
 
 
 class _BiasedAttention(torch.autograd.Function):
@@ -59,7 +64,12 @@ class _BiasedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, sees: Tensor | Pieces | None, scale: float
     ) -> Tensor:
-        mask, ctx.pieces = (None, sees) if isinstance(sees, Pieces) else (sees, None)
+        mask = None
+        ctx.pieces = None
+        if isinstance(sees, Pieces):
+            ctx.pieces = sees
+        else:
+            mask = sees
         ctx.scale = scale
         ctx.rest = None
         ctx.save_for_backward(query, key, value, bias, mask)

@@ -46,8 +46,10 @@ class WordEmbedding(nn.Module):
 
         With more tokens than --logits-chunk-size, return `DeferredLogits`, which compute the logits in chunks.
         """
-        hidden = hidden * self.factor if self.factor != 1.0 else hidden
-        if self.chunk and mpu.whole_length(hidden, self.sequence) * hidden.shape[1] > self.chunk:
+        if self.factor != 1.0:
+            hidden = hidden * self.factor
+        tokens = mpu.whole_length(hidden, self.sequence) * hidden.shape[1]
+        if self.chunk and tokens > self.chunk:
             return self.word_embeddings.deferred_logits(hidden, self.chunk)
         return self.word_embeddings.logits(hidden)
 
@@ -63,7 +65,9 @@ class WordEmbedding(nn.Module):
         inputs: (hidden [s, b, h], ..., loss).
         """
         logits = embedding.output(inputs[0])
-        return (logits, inputs[-1]) if embedding.training else logits
+        if not embedding.training:
+            return logits
+        return logits, inputs[-1]
 
 
 class ModelStart(nn.Module):
@@ -93,7 +97,8 @@ class ModelStart(nn.Module):
     def vectors(self, places: Tensor) -> Tensor:
         """Look up the vectors of positions [s, b] or [s, 1] -> [s, b or 1, h], with sequence parallelism [s/t, ...]."""
         assert self.weight is not None
-        return mpu.embedding(mpu.local_shard(places, axis=self.sequence), self.weight)
+        own = mpu.local_shard(places, axis=self.sequence)
+        return mpu.embedding(own, self.weight)
 
 
 class DecoderStart(ModelStart):
@@ -117,7 +122,8 @@ class DecoderStart(ModelStart):
         hidden, position_ids, document_ids = inputs
         if self.weight is not None:
             self.refuse_more_than(position_ids.shape[-1])
-            hidden = hidden + self.vectors(mpu.own_tokens(position_ids.t(), 0, self.context))
+            places = mpu.own_tokens(position_ids.t(), 0, self.context)  # [s, b]
+            hidden = hidden + self.vectors(places)
         elif not self.role.attention:
             if document_ids.numel():
                 raise ValueError(

@@ -9,6 +9,7 @@ Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
 
 from collections.abc import Callable, Container
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,10 +71,13 @@ def role_of(config: Config) -> DocumentRole:
     In a rotary model with --reset-position-ids but without --reset-attention-mask, document ids restart positions and
     do not restrict attention.
     """
-    d = config.data
-    rotary = config.model.position_embedding == "rope"
-    apart = d.reset_attention_mask or config.objective != "lm"
-    return DocumentRole(attention=apart or not (rotary and d.reset_position_ids), positions=d.reset_position_ids)
+    data = config.data
+    if data.reset_attention_mask or config.objective != "lm":
+        attention = True
+    else:
+        rotary = config.model.position_embedding == "rope"
+        attention = not (rotary and data.reset_position_ids)
+    return DocumentRole(attention, positions=data.reset_position_ids)
 
 
 def output_layer(config: Config, vocab_size: int) -> Layer:
@@ -85,9 +89,10 @@ def output_layer(config: Config, vocab_size: int) -> Layer:
     encoder, decoder = lengths(config)
     tied = "embedding" if m.tie_embeddings else None
     work = (decoder or encoder) * m.hidden_size * vocab_size
-    args = (m, vocab_size)
-    logits = WordEmbedding.logits_and_loss if m.num_experts else WordEmbedding.logits
-    return Layer("head", WordEmbedding, args, tied=tied, call=logits, outputs=("logits",), work=work)
+    logits: Callable[..., Any] = WordEmbedding.logits
+    if m.num_experts:
+        logits = WordEmbedding.logits_and_loss
+    return Layer("head", WordEmbedding, (m, vocab_size), tied=tied, call=logits, outputs=("logits",), work=work)
 
 
 def vocab_size_of(config: Config) -> int:

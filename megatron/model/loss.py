@@ -45,9 +45,11 @@ def count_targets(targets: Targets) -> Tensor:
 
     If the targets contain numbers of text tokens [n], return a vector [1 + n] of the number of targets and these.
     """
-    found = targets[1].sum(dtype=torch.float64)
-    text = targets[2].get("text") if len(targets) > 2 else None
-    return found if text is None else torch.cat([found.view(1), text])
+    _, loss_mask, *others = targets
+    found = loss_mask.sum(dtype=torch.float64)
+    if not others or "text" not in others[0]:
+        return found
+    return torch.cat([found.view(1), others[0]["text"]])
 
 
 class TokenLoss:

@@ -135,7 +135,8 @@ class Mixture(nn.Module):
     def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
         super().__init__()
         assert config.num_experts
-        self.model, self.sequence = mpu.get_mesh().model, mpu.sequence_axis()
+        self.model = mpu.get_mesh().model
+        self.sequence = mpu.sequence_axis()
         self.router = Router(config, f"{name}.router")
         width = config.expert_ff_size
         shared = config.num_shared_experts
@@ -177,12 +178,14 @@ class Mixture(nn.Module):
     def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Apply this rank's experts to their rows [m, h], sorted by expert; counts: int64 [experts], rows of each."""
         experts = cast(list[Expert], list(self.experts.values()))
-        if multiplies_in_groups(rows, experts):
-            ends = counts.cumsum(0, dtype=torch.int32)
-            inner = _grouped(rows, (expert.dense_h_to_4h.weight for expert in experts), ends)
-            return _grouped(experts[0].activation(inner), (expert.dense_4h_to_h.weight for expert in experts), ends)
-        parts = zip(experts, rows.split(counts.tolist()), strict=True)  # type: ignore[no-untyped-call]
-        return torch.cat([expert(own) for expert, own in parts])
+        if not multiplies_in_groups(rows, experts):
+            parts = rows.split(counts.tolist())  # type: ignore[no-untyped-call]
+            return torch.cat([expert(own) for expert, own in zip(experts, parts, strict=True)])
+        ends = counts.cumsum(0, dtype=torch.int32)
+        first = [expert.dense_h_to_4h.weight for expert in experts]
+        second = [expert.dense_4h_to_h.weight for expert in experts]
+        active = experts[0].activation(_grouped(rows, first, ends))
+        return _grouped(active, second, ends)
 
     def _enter(self, x: Tensor) -> Tensor:
         """Return x [s, b, ...] of all tokens for all model-parallel ranks, whose gradients are summed."""

@@ -27,8 +27,9 @@ def build_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
         return ACTIVATIONS[config.activation]
     from . import gated_activations
 
-    plain = config.activation in config.reference_ops
-    return (gated_activations.UNFUSED if plain else gated_activations.GATED)[config.activation]
+    if config.activation in config.reference_ops:
+        return gated_activations.UNFUSED[config.activation]
+    return gated_activations.GATED[config.activation]
 
 
 class ParallelMLP(nn.Module):

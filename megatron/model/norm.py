@@ -32,7 +32,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        factor: Tensor = (torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1] + eps).rsqrt_()
+        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+        factor: Tensor = (square / x.shape[-1] + eps).rsqrt_()
         ctx.save_for_backward(x, weight, factor)
         return (wide * factor).to(x.dtype).mul_(weight)
 
@@ -40,7 +41,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         x, weight, factor = ctx.saved_tensors
         normal = x * factor  # fp32
-        of_x = of_weight = None
+        of_x = None
+        of_weight = None
         if mpu.needs_grad(ctx, 1):
             of_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
         if mpu.needs_grad(ctx, 0):
@@ -67,10 +69,11 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 def _build(config: ModelConfig, size: int, rms: bool, sequence: mpu.Axis) -> nn.Module:
-    usual = RMSNorm if rms else mpu.LayerNorm
-    kind: Any = norm_class(config.kernels, rms) or usual
+    kind: Any = norm_class(config.kernels, rms)
     if rms and "rms-norm" in config.reference_ops:
         kind = nn.RMSNorm
+    elif kind is None:
+        kind = RMSNorm if rms else mpu.LayerNorm
     norm: Any = kind(size, eps=config.layernorm_epsilon)
     if kind is mpu.LayerNorm:
         return norm  # type: ignore[no-any-return]  # it has declared its weights

@@ -67,7 +67,9 @@ def pieces_for(query: Tensor, scope: Documents | Views) -> Pieces | None:
     """Return the pieces (blocks) by which to compute query [b, n, q, d]; None if a mask is faster or required."""
     if query.device.type != "cpu" or torch.compiler.is_compiling() or not has_flash_on_cpu():
         return None
-    return pieces_of(scope) if isinstance(scope, Documents) else _pieces_of_views(scope, len(query))
+    if isinstance(scope, Documents):
+        return pieces_of(scope)
+    return _pieces_of_views(scope, len(query))
 
 
 def pieces_of(documents: Documents) -> Pieces | None:
@@ -93,12 +95,14 @@ def _of_documents(documents: Documents) -> Pieces | None:
         if mine is None or theirs is None:
             return None
         rows = slice(row, row + 1)
-        pieces = [
-            Piece(rows, slice(*span), slice(*theirs.get(number, everything)), causal=causal)
-            for number, span in mine.items()
-        ]
-        ends = [0, *(piece.keys.stop for piece in pieces)]
-        once = once and ends == [*(piece.keys.start for piece in pieces), everything[1]]
+        pieces = []
+        stop = 0
+        for number, span in mine.items():
+            seen = theirs.get(number, everything)
+            once = once and seen[0] == stop
+            stop = seen[1]
+            pieces.append(Piece(rows, slice(*span), slice(*seen), causal=causal))
+        once = once and stop == everything[1]
         found += merge_short(pieces, queries, others)
     return Pieces(tuple(found), once)
 
@@ -132,15 +136,17 @@ def _of_slices(views: Views, row: slice, documents: list[tuple[int, int]]) -> li
     found: list[Piece] = []
     for at, (begin, end) in enumerate(views.slices):
         shift = at * views.each - begin
-        here = [(max(first, begin), min(last, end), first) for first, last in documents if first < end and last > begin]
-        if here[0][2] < begin:
-            _, stop, first = here.pop(0)
-            queries = slice(begin + shift, stop + shift)
-            found.append(Piece(row, queries, slice(begin, stop), causal=True))
-            found.append(Piece(row, queries, slice(first, begin), more=True))
-        pieces = [
-            Piece(row, slice(first + shift, last + shift), slice(first, last), causal=True) for first, last, _ in here
-        ]
+        pieces = []
+        for first, last in documents:
+            if first >= end or last <= begin:
+                continue
+            keys = slice(max(first, begin), min(last, end))
+            piece = Piece(row, slice(keys.start + shift, keys.stop + shift), keys, causal=True)
+            if first >= begin:
+                pieces.append(piece)
+            else:  # the document begins before the slice
+                found.append(piece)
+                found.append(Piece(row, piece.queries, slice(first, begin), more=True))
         found += merge_short(pieces, views.ids, views.ids, shift)
     return found
 
@@ -163,12 +169,13 @@ def merge_short(documents: Sequence[Piece], ids: Tensor, others: Tensor, shift: 
                 continue
         found.append(piece)
     for i in merged:
-        row = found[i].row.start
-        queries = found[i].queries
-        keys = found[i].keys
-        mask = ids[row, queries.start - shift : queries.stop - shift, None] == others[row, None, keys]
-        mask = (mask.tril() if found[i].causal else mask)[None, None]
-        found[i] = found[i]._replace(mask=mask, causal=False)
+        piece = found[i]
+        row = piece.row.start
+        queries = slice(piece.queries.start - shift, piece.queries.stop - shift)
+        mask = ids[row, queries, None] == others[row, None, piece.keys]
+        if piece.causal:
+            mask = mask.tril()
+        found[i] = piece._replace(mask=mask[None, None], causal=False)
     return found
 
 

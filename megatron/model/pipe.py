@@ -54,18 +54,13 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
         tied_weights: maps the key of tied layers to the name of the shared weight in their module. example: example
         inputs of the first layer.
         """
-        p = config.parallel
-        # tds has another name for the method that --partition-method calls "measured".
-        method: Any = {"measured": "balanced"}.get(p.partition_method, p.partition_method)
-        stretches = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
-        if p.partition_method == "balanced" and len(layers) >= stretches:
-            method = balanced_cuts(layers, stretches, bool(config.recomputed_layers))
+        specs = [_spec(layer, tied_weights, config.train.seed) for layer in layers]
         super().__init__(
-            layers=[_spec(layer, tied_weights, config.train.seed) for layer in layers],
+            layers=specs,
             topology=mpu.get_topology(),
             loss_fn=loss_fn,
-            partition_method=method,
-            chunks=p.virtual_pipeline_size,
+            partition_method=_partition_method(layers, config),
+            chunks=config.parallel.virtual_pipeline_size,
             example=example,
         )
         self._recomputed = config.recomputed_layers
@@ -81,8 +76,9 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (global name, module) of every layer of this stage, tied layers once."""
-        calls = [call.args[0] if isinstance(call, partial) else call for call in self.forward_funcs]
-        yield from dict(zip(self._names, calls, strict=True)).items()
+        modules = [call.args[0] if isinstance(call, partial) else call for call in self.forward_funcs]
+        by_name = dict(zip(self._names, modules, strict=True))
+        yield from by_name.items()
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """Run one chunk on the batch or the previous stage's output; return the next stage's input or the logits."""
@@ -95,6 +91,17 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
 
             return run_in_groups(steps, inputs, self._recomputed, self._rng, self.observe)
         return run(steps, inputs, self.observe)
+
+
+def _partition_method(layers: Sequence[Layer], config: Config) -> Any:
+    """Return the partition method of --partition-method, as tds knows it."""
+    p = config.parallel
+    if p.partition_method == "measured":
+        return "balanced"  # the name that tds has for this method
+    ranges = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
+    if p.partition_method == "balanced" and len(layers) >= ranges:
+        return balanced_cuts(layers, ranges, bool(config.recomputed_layers))
+    return p.partition_method
 
 
 def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> list[int]:

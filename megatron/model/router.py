@@ -49,7 +49,8 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig, name: str) -> None:
         super().__init__()
         assert config.num_experts
-        self.config, self.sequence = config, mpu.sequence_axis()
+        self.config = config
+        self.sequence = mpu.sequence_axis()
         self.stream = mpu.Stream(mpu.get_rng(), f"{name}.jitter", split=self.sequence.size > 1)
         weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.weight = mpu.declare(weight, mpu.normal(config.hidden_std), sequence=self.sequence)
@@ -138,5 +139,6 @@ def update_routers(model: nn.Module, applied: bool | Tensor = True) -> None:
     for axis in (mpu.get_mesh().data, routers[0].sequence):
         if axis.size > 1:
             dist.all_reduce(seen, group=axis.group)
-    for router, tokens in zip(routers, torch.split(seen, [len(each.seen) for each in routers]), strict=True):
+    counts = torch.split(seen, [len(router.seen) for router in routers])
+    for router, tokens in zip(routers, counts, strict=True):
         router.end_step(tokens, applied)

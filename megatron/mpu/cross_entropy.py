@@ -53,7 +53,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         logits, share, top, log_sum, local, mine = ctx.saved_tensors
         found = LossState(share, top, log_sum, local, mine, ctx.real)
         ctx.overwritten = ctx.overwrite
-        return gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing, ctx.overwrite), *[None] * 6
+        of_logits = gradient(logits, found, grad, ctx.smoothed, ctx.label_smoothing, ctx.overwrite)
+        return of_logits, *[None] * 6
 
 
 def vocab_parallel_cross_entropy(
@@ -71,7 +72,8 @@ def vocab_parallel_cross_entropy(
     Raises ValueError if logits and targets have different shapes, or if every rank has the logits of the whole
     vocabulary. On an accelerator, the device reports the latter.
     """
-    return vocab_parallel_losses(logits, target, vocab_size, label_smoothing, 0.0, axis)[0]
+    losses, _ = vocab_parallel_losses(logits, target, vocab_size, label_smoothing, 0.0, axis)
+    return losses
 
 
 def vocab_parallel_losses(
@@ -98,7 +100,8 @@ def vocab_parallel_losses(
     axis = axis or current().model
     vocab_size = vocab_size or logits.shape[-1] * axis.size
     flat = logits.reshape(-1, logits.shape[-1])
+    targets = target.reshape(-1)
     losses, z = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        flat, target.reshape(-1), vocab_size, label_smoothing, z_loss, axis, overwrite
+        flat, targets, vocab_size, label_smoothing, z_loss, axis, overwrite
     )
     return losses.view(target.shape), z.view(target.shape)

@@ -43,7 +43,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     if axis.size == 1 and not onednn and accumulate is None and not options.fp8:
         return F.linear(x, weight, bias)
     sequence = options.sequence_axis(axis)
-    return _Linear.apply(x, weight, bias, axis, sequence, options.overlap, onednn, accumulate, options.fp8)  # type: ignore[no-untyped-call,no-any-return]
+    more = options.overlap, onednn, accumulate, options.fp8
+    return _Linear.apply(x, weight, bias, axis, sequence, *more)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
@@ -97,7 +98,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        input_grad = weight_grad = bias_grad = whole = summed = None
+        input_grad = weight_grad = bias_grad = None
+        whole = summed = None
         # The all-gather starts first, so that all ranks start the same collectives in the same order.
         if needs_grad(ctx, 1) and ctx.sequence.size > 1:
             whole = start_all_gather(x, ctx.sequence)
@@ -109,13 +111,14 @@ class _Linear(torch.autograd.Function):
                 summed.settle()
         flat = grad.reshape(-1, grad.shape[-1])  # [s * b, o/t]
         if needs_grad(ctx, 1):
-            x = x if whole is None else whole.wait()
+            if whole is not None:
+                x = whole.wait()
             weight_grad = gradient_of_weight(ctx, flat, x.reshape(-1, x.shape[-1]))
         if needs_grad(ctx, 2):
             bias_grad = flat.sum(0)
         if summed is not None:
             input_grad = summed.wait()
-        return input_grad, weight_grad, bias_grad, None, None, None, None, None, None
+        return input_grad, weight_grad, bias_grad, *[None] * 6
 
 
 def _gradient_of_input(ctx: Any, grad: Tensor, weight: Tensor) -> Tensor:
@@ -131,4 +134,7 @@ def start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
     """Start an all-reduce of partial sums [s, ...], or with sequence parallelism a reduce-scatter to [s/t, ...]."""
     if sequence.size > 1:
         return start_reduce_scatter(x, sequence)
-    return Pending(dist.all_reduce(x, group=axis.group, async_op=True) if axis.size > 1 else None, x)
+    work = None
+    if axis.size > 1:
+        work = dist.all_reduce(x, group=axis.group, async_op=True)
+    return Pending(work, x)

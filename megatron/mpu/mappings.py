@@ -93,7 +93,9 @@ def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
 
 def _apply(x: Tensor, axis: Axis | None, forward: AxisFunction, backward: AxisFunction) -> Tensor:
     axis = axis or current().model
-    return x if axis.size == 1 else over_ranks(x, axis, forward, backward)
+    if axis.size == 1:
+        return x
+    return over_ranks(x, axis, forward, backward)
 
 
 def copy_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:

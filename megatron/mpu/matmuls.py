@@ -26,7 +26,8 @@ def transposed_matmul(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
     such as the gradient of logits, copying y and the result is cheaper: y is then the first factor, and the result
     is transposed.
     """
-    (n, o), i = x.shape, y.shape[1]
+    n, o = x.shape
+    i = y.shape[1]
     if onednn and n * o > n * i + o * i:
         return matmul(y.t(), x.t(), None, onednn).t().contiguous()
     return matmul(x.t(), y.t(), None, onednn)
@@ -44,7 +45,9 @@ def add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, fa
     if total is not None:
         return total.add_(found, alpha=factor)
     found = found.to(torch.promote_types(x.dtype, torch.float32))
-    return found.mul_(factor) if factor != 1.0 else found
+    if factor != 1.0:
+        found.mul_(factor)
+    return found
 
 
 def gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:

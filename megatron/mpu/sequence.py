@@ -86,7 +86,8 @@ class Pending:
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
     """Start gathering [s/t, ...] of each rank into [s, ...] on every rank."""
     whole = x.new_empty(x.shape[0] * axis.size, *x.shape[1:])
-    return Pending(_all_gather(whole, x.contiguous(), group=axis.group, async_op=True), whole)
+    work = _all_gather(whole, x.contiguous(), group=axis.group, async_op=True)
+    return Pending(work, whole)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
@@ -99,9 +100,11 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     if x.device.type == "cpu":
         # gloo's reduce-scatter is a full all-reduce; an all-to-all of the shards moves half as many bytes.
         parts = torch.empty_like(x)
-        return Pending(dist.all_to_all_single(parts, x, group=axis.group, async_op=True), parts, axis.size)
+        work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
+        return Pending(work, parts, axis.size)
     mine = x.new_empty(length, *x.shape[1:])
-    return Pending(_reduce_scatter(mine, x, group=axis.group, async_op=True), mine)
+    work = _reduce_scatter(mine, x, group=axis.group, async_op=True)
+    return Pending(work, mine)
 
 
 def local_shard(x: Tensor, dim: int = 0, axis: Axis | None = None) -> Tensor:
@@ -158,4 +161,6 @@ def scatter_to_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> 
 
 def _apply(x: Tensor, axis: Axis | None, forward: mappings.AxisFunction, backward: mappings.AxisFunction) -> Tensor:
     axis = axis or parallel_context().sequence
-    return mappings.over_ranks(x, axis, forward, backward) if axis.size > 1 else x
+    if axis.size == 1:
+        return x
+    return mappings.over_ranks(x, axis, forward, backward)

@@ -81,9 +81,8 @@ class _LayerNorm(torch.autograd.Function):
         of_x, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(
             grad.float(), x.float(), weight.shape, mean, factor, weight.float(), wide_bias, needed
         )
-        return (
-            None if of_x is None else of_x.to(x.dtype),
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None else of_bias.to(bias.dtype),
-            None,
-        )
+        return _cast(of_x, x), _cast(of_weight, weight), _cast(of_bias, bias), None
+
+
+def _cast(gradient: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if gradient is None else gradient.to(like.dtype)

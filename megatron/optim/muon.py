@@ -8,6 +8,7 @@ matrices. A matrix that is sharded over the tensor-parallel ranks is orthogonali
 import math
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -79,7 +80,10 @@ class Muon(torch.optim.Optimizer):
         adamw: Callable[[Groups], torch.optim.Optimizer],
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._matrices, self._config, self._dtype, self._options = set(matrices), config, dtype, get_options()
+        self._matrices = set(matrices)
+        self._config = config
+        self._dtype = dtype
+        self._options = get_options()
         for p in self._matrices:
             if len(spec_of(p).local_shape) != 2:
                 raise ValueError(
@@ -118,11 +122,13 @@ class Muon(torch.optim.Optimizer):
             self.adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
             self.adamw.state = self.state
             self.adamw.step()
+        ranks = get_mesh().model.size
         for group in self.param_groups:
-            if group["use_muon"]:
-                every = (piece for p in group["params"] for piece in self._pieces_of(p))
-                for pieces in _in_batches(every, get_mesh().model.size):
-                    self._step_together(pieces, group["lr"], group["weight_decay"])
+            if not group["use_muon"]:
+                continue
+            every = chain.from_iterable(map(self._pieces_of, group["params"]))
+            for pieces in _in_batches(every, ranks):
+                self._step_together(pieces, group["lr"], group["weight_decay"])
 
     def _pieces_of(self, p: nn.Parameter) -> Iterator[_Piece]:
         """Yield the weights of `p`, a weight [o, i] or a flat share of several weights [n], if it has a gradient."""
@@ -137,8 +143,8 @@ class Muon(torch.optim.Optimizer):
             return
         for weight, begin in p.pieces:
             spec = spec_of(weight)
-            size = math.prod(spec.local_shape)
-            yield _Piece(spec, *(t[begin : begin + size].view(spec.local_shape) for t in tensors))
+            end = begin + math.prod(spec.local_shape)
+            yield _Piece(spec, *(t[begin:end].view(spec.local_shape) for t in tensors))
 
     def _step_together(self, pieces: list[_Piece], lr: float, weight_decay: float) -> None:
         c = self._config

@@ -4,6 +4,7 @@ Shapes: o output features, i input features, t tensor-parallel ranks. A shard is
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -39,15 +40,23 @@ def by_whole_matrices(
     receives its shards and sends back those of the result. The ranks get about equal work.
     """
     found = list(shards)
-    split = [at for at, spec in enumerate(specs) if spec.split]
-    for at in set(range(len(shards))) - set(split):
-        found[at] = by_matrix(function, shards[at], specs[at])
+    split = []
+    for at, spec in enumerate(specs):
+        if spec.split:
+            split.append(at)
+        else:
+            found[at] = by_matrix(function, shards[at], spec)
     if not split:
         return found
     from tds.flat_matrices import balance  # imports DeepSpeed, which a single process does not need
 
-    orders = [[split[index] for index in own] for own in balance([work_of(specs[at]) for at in split], axis.size)]
-    outgoing = [[shards[at] for at in order] for order in orders]
+    works = [work_of(specs[at]) for at in split]
+    orders = []  # for each rank, the parameters that it computes
+    outgoing = []
+    for own in balance(works, axis.size):
+        order = [split[index] for index in own]
+        orders.append(order)
+        outgoing.append([shards[at] for at in order])
     received = _exchange(outgoing, [outgoing[axis.rank]] * axis.size, axis)
     results: list[list[Tensor]] = [[] for _ in range(axis.size)]
     for at, *parts in zip(orders[axis.rank], *received, strict=True):
@@ -68,13 +77,15 @@ def _exchange(
 
     alike: for each rank, tensors with the shapes of those that it sends to this rank.
     """
-    some = next(tensor for each in (*outgoing, *alike) for tensor in each)
-    sent = torch.cat([some.new_empty(0), *(tensor.reshape(-1) for each in outgoing for tensor in each)])
-    into, out = ([sum(tensor.numel() for tensor in each) for each in of] for of in (alike, outgoing))
+    every = list(chain.from_iterable(outgoing))
+    some = next(chain(every, *alike))
+    sent = torch.cat([some.new_empty(0), *(tensor.reshape(-1) for tensor in every)])
+    out = [sum(map(Tensor.numel, each)) for each in outgoing]
+    into = [sum(map(Tensor.numel, each)) for each in alike]
     received = sent.new_empty(sum(into))
     dist.all_to_all_single(received, sent, into, out, group=axis.group)
     found = []
     for chunk, each in zip(torch.split(received, into), alike, strict=True):
-        parts = torch.split(chunk, [tensor.numel() for tensor in each])
+        parts = torch.split(chunk, list(map(Tensor.numel, each)))
         found.append(tuple(part.view(like.shape) for part, like in zip(parts, each, strict=True)))
     return found

@@ -135,11 +135,15 @@ def memory(device: torch.device) -> float | None:
     """Return the memory size in bytes: of the accelerator, or of RAM plus swap on a CPU; None if unknown."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        return float(module.mem_get_info(device)[1]) if hasattr(module, "mem_get_info") else None
+        if not hasattr(module, "mem_get_info"):
+            return None
+        _, total = module.mem_get_info(device)
+        return float(total)
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             found = dict(line.split(":", 1) for line in file)
-        return 1024.0 * sum(float(found[name].split()[0]) for name in ("MemTotal", "SwapTotal"))
+        kib = [float(found[name].split()[0]) for name in ("MemTotal", "SwapTotal")]
+        return 1024.0 * sum(kib)
     except (OSError, KeyError, ValueError):
         return None
 

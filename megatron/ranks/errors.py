@@ -30,12 +30,14 @@ class RunError(RuntimeError):
 def complaint(error: BaseException) -> str:
     """Describe an error in one line; if it comes from user code, add the file, line and function."""
     words = words_of(error)
-    if reported := _REPORTED.search(words):
+    reported = _REPORTED.search(words)
+    if reported:
         return " ".join(words[reported.end() :].split())
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(_OURS):
             break
-        if not frame.filename.startswith(_LIBRARIES) and "site-packages" not in frame.filename:
+        of_library = frame.filename.startswith(_LIBRARIES) or "site-packages" in frame.filename
+        if not of_library:
             return f"{describe(error)} ({frame.filename}, line {frame.lineno}, in {frame.name})"
     return describe(error)
 
