@@ -224,34 +224,22 @@ def build_parser() -> Parser:
         "--on", nargs="+", default=[], choices=["nfkc"],
         help="cleaning rules to add to the default rules; nfkc normalises Unicode, which changes punctuation",
     )  # fmt: skip
-    add(
-        "--min-chars", type=int, default=limits.min_chars,
-        help="minimum length of a document in characters (default: 16)",
-    )  # fmt: skip
-    add(
-        "--max-chars", type=int, default=limits.max_chars,
-        help="maximum length of a document in characters (default: 10,000,000)",
-    )  # fmt: skip
-    add(
-        "--max-repeated", type=float, default=limits.max_repeated,
-        help="largest allowed share of a document's characters in repeated lines or phrases (default: 0.3)",
-    )  # fmt: skip
-    add(
-        "--max-mojibake", type=float, default=limits.max_mojibake,
-        help="largest allowed share of a document's characters that a wrong encoding produced (default: 0.003)",
-    )  # fmt: skip
-    add(
-        "--max-markup", type=float, default=limits.max_markup,
-        help="largest allowed share of a document's characters in HTML tags (default: 0.1)",
-    )  # fmt: skip
-    add(
-        "--max-encoded", type=float, default=limits.max_encoded,
-        help="largest allowed share of a document's characters in base64 data (default: 0.2)",
-    )  # fmt: skip
-    add(
-        "--max-urls", type=float, default=limits.max_urls,
-        help="largest allowed share of a document's characters in lines of URLs (default: 0.5)",
-    )  # fmt: skip
+    lengths = {
+        "min-chars": "minimum length of a document in characters (default: 16)",
+        "max-chars": "maximum length of a document in characters (default: 10,000,000)",
+    }
+    for name, words in lengths.items():
+        add(f"--{name}", type=int, default=getattr(limits, name.replace("-", "_")), help=words)
+    shares = {
+        "max-repeated": "in repeated lines or phrases (default: 0.3)",
+        "max-mojibake": "that a wrong encoding produced (default: 0.003)",
+        "max-markup": "in HTML tags (default: 0.1)",
+        "max-encoded": "in base64 data (default: 0.2)",
+        "max-urls": "in lines of URLs (default: 0.5)",
+    }
+    for name, words in shares.items():
+        words = f"largest allowed share of a document's characters {words}"
+        add(f"--{name}", type=float, default=getattr(limits, name.replace("-", "_")), help=words)
     add("--script", default=limits.script, help="Unicode script that --min-script requires (default: Han)")
     add(
         "--min-script", type=float, default=limits.min_script,

@@ -32,7 +32,28 @@ class BadLine(NamedTuple):
         return f"{self.path}, {place} {self.line}: {self.reason}"
 
 
-class _Frames(io.RawIOBase):
+class _Source(io.RawIOBase):
+    """Read-only file object that serves the bytes in `_held`; `_fill` provides more."""
+
+    _held = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._held:
+            if not self._fill():
+                return 0
+        count = min(len(buffer), len(self._held))
+        buffer[:count] = self._held[:count]
+        self._held = self._held[count:]
+        return count
+
+    def _fill(self) -> bool:
+        raise NotImplementedError
+
+
+class _Frames(_Source):
     """Compressed file of one or more streams; unlike the standard readers it raises for truncated or invalid data.
 
     At most `MOST` decompressed bytes are in memory.
@@ -47,21 +68,8 @@ class _Frames(io.RawIOBase):
         self._file = open(path, "rb")  # noqa: SIM115  # closed in close()
         self._frame: Any = None
         self._raw = b""  # compressed bytes not yet passed to a decompressor
-        self._held = memoryview(b"")
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._held:
-            if not self._decompress():
-                return 0
-        count = min(len(buffer), len(self._held))
-        buffer[:count] = self._held[:count]
-        self._held = self._held[count:]
-        return count
-
-    def _decompress(self) -> bool:
+    def _fill(self) -> bool:
         """Decompress some bytes, possibly none; return False at the end of the file.
 
         Raises EOFError for a truncated stream.
@@ -244,26 +252,19 @@ def _is_chinese(raw: bytes, encoding: str) -> bool:
     return han > 0 and (han + ascii_) * 10 > 9 * len(text)
 
 
-class _Joined(io.RawIOBase):
+class _Joined(_Source):
     """File object over an iterator of byte pieces."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
-        self._held = memoryview(b"")
 
-    def readable(self) -> bool:
+    def _fill(self) -> bool:
+        """Hold the next piece; return False at the end."""
+        piece = next(self._pieces, None)
+        if piece is None:
+            return False
+        self._held = memoryview(piece)
         return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._held:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return 0
-            self._held = memoryview(piece)
-        count = min(len(buffer), len(self._held))
-        buffer[:count] = self._held[:count]
-        self._held = self._held[count:]
-        return count
 
 
 def open_text(path: str, encoding: str) -> io.TextIOWrapper:

@@ -59,11 +59,6 @@ class Records:
         inside = [layer for layer in self.layers if (name + ".").startswith(layer + ".")]
         return max(inside, key=len, default=name)
 
-    @property
-    def model_ranks(self) -> int:
-        """Number of model-parallel ranks."""
-        return 1 + max(int(rank["model"]) for rank in self.ranks)
-
     def initial_values(self) -> dict[str, list[Tensor]]:
         """Return parameter name -> its initial values.
 
