@@ -67,9 +67,10 @@ def hold_averages(reader: CheckpointReader, engine: Any) -> None:
 def moments_to_load(reader: CheckpointReader, engine: Any) -> list[str]:
     """Return the names of the moments to load. The average of --ema-decay counts as one, if the run keeps it."""
     moments: list[str] = reader.optimizer["moments"]
-    if engine.weight_average and moments and AVERAGE not in moments:
+    is_stored = AVERAGE in moments
+    if engine.weight_average and moments and not is_stored:
         print_rank_0(f"note: {reader.path} holds no average of the weights; --ema-decay begins one with its weights")
-    if engine.weight_average or AVERAGE not in moments:
-        return moments
-    print_rank_0(f"note: without --ema-decay, this run drops the average of the weights in {reader.path}")
-    return [name for name in moments if name != AVERAGE]
+    if is_stored and not engine.weight_average:
+        print_rank_0(f"note: without --ema-decay, this run drops the average of the weights in {reader.path}")
+        return [name for name in moments if name != AVERAGE]
+    return moments

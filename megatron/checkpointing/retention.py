@@ -44,12 +44,9 @@ def _dropped(folder: Path, keep_last: int, keep_every: int | None, forks: Forks)
         numbered = {name: number for name, number in numbered.items() if number <= newest}
     own = [path.name for path in without_abandoned([folder / name for name in numbered], forks)]
     spared = {latest, *own[-keep_last:]}
-    dropped = []
-    for name, number in numbered.items():
-        if keep_every and number % keep_every == 0:
-            continue
-        if name not in spared:
-            dropped.append(name)
+    if keep_every:
+        spared.update(name for name, number in numbered.items() if number % keep_every == 0)
+    dropped = [name for name in numbered if name not in spared]
     if not dropped:
         return []
     whole = next((name for name in reversed(own) if is_complete(folder / name)), None)

@@ -1,7 +1,7 @@
 """Saving of checkpoints: every rank writes its share of the tensors, and rank 0 publishes the checkpoint."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,10 @@ class Saver:
         optimizer = optimizer_entry(facts, self.engine)
         parts = parts_of(self.engine, optimizer["moments"])
         buffers = Buffers(self.engine.module, [each.buffers for each in facts])
-        self._warn(buffers.warnings)
+        for warning in buffers.warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                print_rank_0(warning)
         steps = steps_of(self.engine, parts, optimizer["step"])
         share = Share(folder / file_name(), parts, buffers, common_checksum(facts), steps)
         self._pending = _Pending(final, TrainState(**asdict(state)), optimizer, share)
@@ -143,13 +146,6 @@ class Saver:
         share.write(values)
         if uploads is not None:
             self._thread = uploads.start(share, final)
-
-    def _warn(self, lines: Iterable[str]) -> None:
-        """Print those of the warnings `lines` that this run has not printed before."""
-        for line in lines:
-            if line not in self._warned:
-                self._warned.add(line)
-                print_rank_0(line)
 
     def finish(self) -> Path:
         """Wait for every rank's share, publish the checkpoint and return its folder. Raises RunError on all ranks."""

@@ -61,7 +61,7 @@ def refuse_removed(saved: Mapping[str, Any], where: Path) -> None:
 
     saved: section -> the settings that the run saved, by name. where: the file that holds them, for the message.
     """
-    sections = [values for values in saved.values() if isinstance(values, Mapping)]
-    for name, advice in REMOVED.items():
-        if advice and any(values.get(name) is not None for values in sections):
-            raise ConfigError(f"{where}: {removal(name)}")
+    for values in saved.values():
+        for name, advice in REMOVED.items():
+            if advice and isinstance(values, Mapping) and values.get(name) is not None:
+                raise ConfigError(f"{where}: {removal(name)}")

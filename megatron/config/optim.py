@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from .fields import Section, at_least, between, flag, one_of, opt
+from .fields import Section, at_least, between, flag, one_of, opt, where
 
 
 def share_of(share: float, total: int) -> int:
@@ -121,10 +121,15 @@ class OptimConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         given = [f.name for f in fields(self) if f.name.startswith("muon_") and getattr(self, f.name) != f.default]
-        if given and self.optimizer != "muon":
-            yield f"{flag(given[0])} is for --optimizer muon, not for {self.optimizer}; leave it out"
-        if self.lr_decay_iters is not None and self.lr_decay_samples is not None:
-            yield (
+        first = flag(given[0]) if given else ""
+        yield from where(
+            (
+                given and self.optimizer != "muon",
+                f"{first} is for --optimizer muon, not for {self.optimizer}; leave it out",
+            ),
+            (
+                self.lr_decay_iters is not None and self.lr_decay_samples is not None,
                 f"--lr-decay-iters {self.lr_decay_iters} and --lr-decay-samples {self.lr_decay_samples} both set the "
-                f"end of the learning-rate decay; leave one of them out"
-            )
+                f"end of the learning-rate decay; leave one of them out",
+            ),
+        )

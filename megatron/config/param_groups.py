@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ..json_text import brief, shown
 from .fields import ConfigError, refuse
+from .fields import where as cases
 from .names import nearest
 from .settings_files import read_json
 
@@ -60,12 +61,14 @@ def _problems_of(entry: Mapping[str, Any], where: str) -> Iterator[str]:
         if name in entry and not _is_rate(entry[name]):
             yield f"{where}: {name} must be a number, 0 or more, not {shown(entry[name])}"
     frozen = entry.get("frozen", False)
-    if not isinstance(frozen, bool):
-        yield f"{where}: frozen must be true or false, not {shown(frozen)}"
-    if len(entry) == 1:
-        yield f"{where} sets nothing; give {', '.join(ParamRule._fields[1:-1])} or frozen"
-    if frozen and len(entry) > 2:
-        yield f"{where}: frozen weights have no learning rate and no weight decay; leave these keys out"
+    yield from cases(
+        (not isinstance(frozen, bool), f"{where}: frozen must be true or false, not {shown(frozen)}"),
+        (len(entry) == 1, f"{where} sets nothing; give {', '.join(ParamRule._fields[1:-1])} or frozen"),
+        (
+            frozen and len(entry) > 2,
+            f"{where}: frozen weights have no learning rate and no weight decay; leave these keys out",
+        ),
+    )
 
 
 def _is_rate(value: Any) -> bool:

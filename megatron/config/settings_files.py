@@ -45,10 +45,11 @@ def read_json(path: str, kind: type = dict) -> Any:
 def _there_are(path: str) -> str:
     """Return a hint that lists files named like `path` up to the last `_`, such as other sizes; "" if `path` exists."""
     wanted = Path(path)
-    if "_" not in wanted.stem or wanted.exists():
+    stem, underscore, _ = wanted.stem.rpartition("_")
+    if not underscore or wanted.exists():
         return ""
     folder = presets.folder("models") if wanted.parent == Path("configs/models") else wanted.parent
-    beside = sorted(each.name for each in folder.glob(f"{wanted.stem.rpartition('_')[0]}_*.json"))
+    beside = sorted(each.name for each in folder.glob(f"{stem}_*.json"))
     return f"; there are {', '.join(beside)}" if beside else ""
 
 

@@ -17,9 +17,6 @@ indexed_writer.py writes such pairs.
 
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..storage import RemotePath, place
+from .checked import checked_pairs
 
 if TYPE_CHECKING:
     from .remote_tokens import RemoteTokens
@@ -50,23 +48,6 @@ def best_dtype(vocab_size: int) -> type[np.integer[Any]]:
     return np.uint16 if vocab_size < 65500 else np.int32
 
 
-_checked: ContextVar[dict[str, bool] | None] = ContextVar("checked", default=None)
-
-
-@contextmanager
-def checked_once(found: dict[str, bool]) -> Iterator[None]:
-    """In this context, `IndexedDataset` checks only pairs that `found` lacks, and then adds them to `found`.
-
-    The check of a large index is slow. So one process can make the check, and other processes reuse the result.
-    found: prefix of a pair -> True if every document of the pair is one sequence.
-    """
-    token = _checked.set(found)
-    try:
-        yield
-    finally:
-        _checked.reset(token)
-
-
 class IndexedDataset:
     """Read access to a `.bin/.idx` pair through memory maps; `dataset[i]` is sequence i.
 
@@ -79,7 +60,7 @@ class IndexedDataset:
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        self._open(os.fspath(prefix), _checked.get())
+        self._open(os.fspath(prefix), checked_pairs())
 
     def _open(self, prefix: str, checked: dict[str, bool] | None, stamp: tuple[int, str] | None = None) -> None:
         self.prefix = prefix

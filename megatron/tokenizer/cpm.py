@@ -76,10 +76,12 @@ class _ByPieces(Tokenizer):
 
     def _make_table(self, pieces: Mapping[str, int]) -> None:
         """Make `_bytes` and `_table` from the vocabulary, name -> id."""
-        self._bytes = [pieces[byte_piece(b)] for b in range(256)] if byte_piece(0) in pieces else []
         self._table = [b""] * self.vocab_size
         for piece, i in pieces.items():
             self._table[i] = piece.replace(WORD, "").replace(SPACE, " ").replace(NEWLINE, "\n").encode()
+        self._bytes = []
+        if byte_piece(0) in pieces:
+            self._bytes = [pieces[byte_piece(b)] for b in range(256)]
         for b, i in enumerate(self._bytes):
             self._table[i] = bytes([b])
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from .. import mpu
 from ..config import Config
+from ..data.checked import checked_once
 from ..data.corpora import made_with, prefixes_of
 from ..data.damage import problems_of
 from ..data.fingerprints import content_fingerprint, corpus_fingerprint
-from ..data.indexed_dataset import checked_once
 from ..data.sampler import ConsecutiveSampler, build_loader
 from ..engines.engine import Batches
 from ..ranks.agreement import all_ranks, same_everywhere

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from megatron import mpu
 from megatron.checkpointing import CheckpointReader
-from megatron.data.indexed_dataset import IndexedDataset, checked_once
+from megatron.data.checked import checked_once
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.mpu.parameters import ParamSpec
 from megatron.tasks import GPT2
 from megatron.training.data_ranks import RemoteDataset, lengths_of, reads
