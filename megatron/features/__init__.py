@@ -2,3 +2,5 @@
 
 The core never imports this package by name; features import the core.
 """
+
+from .. import config as _config  # noqa: F401  # first, because the settings import the files of features that have some

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..config import Config
 from ..data.corpora import corpus_names
+from ..data.splits import PARTS
 from ..engines.engine import Step
 from ..model.loss import CORPUS_LOSS, CORPUS_TARGETS
 from ..training.evaluation import perplexity
@@ -48,6 +49,7 @@ class CorpusLosses(Feature):
 
     def start(self, run: Run) -> None:
         self._names = names_of(run.config)
+        self._has_named_sets = {part: isinstance(each, Mapping) for part, each in zip(PARTS, run.datasets, strict=True)}
         self._sums: dict[str, Tensor] = {}
         self._steps: Tensor | float = 0.0
 
@@ -72,5 +74,7 @@ class CorpusLosses(Feature):
         return found
 
     def evaluated(self, split: str, iteration: int, sums: Mapping[str, float]) -> list[dict[str, Any]]:
+        if self._has_named_sets[split]:  # `evaluate` has a row for each of them
+            return []
         found = rows_of(sums, self._names, split, iteration, sums["targets"])
         return found if len(found) > 1 else []

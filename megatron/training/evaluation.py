@@ -29,17 +29,18 @@ def evaluate(run: Run, part: str) -> float | None:
         return None
     total: defaultdict[str, float] = defaultdict(float)
     rows = []
-    for name, each in dataset.items() if isinstance(dataset, Mapping) else [("", dataset)]:
+    named = dataset.items() if isinstance(dataset, Mapping) else [("", dataset)]
+    for name, each in named:
         sums = _sums(run, each)
         for key, value in sums.items():
             total[key] += value
         if name:
             rows.append(_row(sums, f"{part}/{name}", run.state.iteration))
-    if not rows:
-        rows = run.features.evaluated(part, run.state.iteration, total)
+    rows += run.features.evaluated(part, run.state.iteration, total)
     row = _row(total, part, run.state.iteration)
     for each in [*rows, row]:
-        print_rank_0(_line(each))
+        if "lm_loss" in each:
+            print_rank_0(_line(each))
         run.metrics.write(each)
     return float(row["lm_loss"])
 
@@ -68,7 +69,8 @@ def perplexity(loss: float) -> float:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    line = f"iteration {row['iteration']:7d} | {row['split']} loss {row['lm_loss']:.4f} | ppl {row['ppl']:.2f}"
+    ppl = row.get("ppl", perplexity(row["lm_loss"]))
+    line = f"iteration {row['iteration']:7d} | {row['split']} loss {row['lm_loss']:.4f} | ppl {ppl:.2f}"
     if "text_loss" in row:
         line += f" | text loss {row['text_loss']:.4f} | text accuracy {row['text_accuracy']:.1%}"
     return line

@@ -88,7 +88,8 @@ class Feature:
     def evaluated(self, split: str, iteration: int, sums: Mapping[str, float]) -> list[dict[str, Any]]:
         """Return further rows of metrics.jsonl, before the row of an evaluation.
 
-        split: `valid` or `test`. sums: summed loss, number of `targets`, and sums of what the model reports besides.
+        split: `valid` or `test`. sums: summed `loss`, number of `targets`, and sums of what the model reports besides,
+        over all ranks. A row needs `split` and `iteration`; one with `lm_loss` is printed, too.
         """
         return []
 
@@ -99,11 +100,14 @@ class Feature:
         """Clean up when the iterations end. error: what ended them; then other ranks may not call this method."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint must store, as JSON; {} for nothing. It is equal on all ranks."""
+        """Return what a checkpoint must store, as JSON; {} for nothing. It is equal on all ranks.
+
+        Called in every iteration, as a save after skipped steps stores the state after the last step that was not.
+        """
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Restore what `state` returned when the checkpoint was saved."""
+        """Restore what `state` returned when the checkpoint was saved. Called before `start`, if there is a state."""
 
 
 def due(iteration: int, interval: int) -> bool:

@@ -1,5 +1,6 @@
 """The features of a run: those that its settings ask for, and those of the caller of `run`."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import Config
 from ..config.feature_table import TABLE
 from ..ranks.agreement import all_ranks
+from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
 from .feature import Feature, Interval, Plan
 
@@ -71,9 +73,14 @@ class Features:
         return [row for each in self.all for row in each.evaluated(split, iteration, sums)]
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return name -> state of each feature that has one."""
-        states = {each.name: each.state() for each in self.all}
-        return {name: state for name, state in states.items() if state}
+        """Return name -> state of each feature that has one. Raises RunError for a state that JSON cannot hold."""
+        states = {}
+        for each in self.all:
+            state = each.state()
+            if state:
+                _check_state(each.name, state)
+                states[each.name] = state
+        return states
 
     def load(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Restore the states of a checkpoint. Raises ValueError for a state of a feature that is not known."""
@@ -98,6 +105,16 @@ class _Closing:
 
     def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._feature.close(error)
+
+
+def _check_state(name: str, state: Any) -> None:
+    try:
+        json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise RunError(
+            f"the feature {name} has a state that JSON cannot hold: {error}; return numbers, texts, lists and dicts, "
+            "and None in place of infinity and NaN"
+        ) from None
 
 
 def _merge(into: dict[str, Any], entries: Mapping[str, Any]) -> None:

@@ -17,7 +17,8 @@ from .run_state import Run
 class Saves(Feature):
     """Part of a run that saves a checkpoint every --save-interval iterations and on signals.
 
-    It sets `run.stop` if a signal, --exit-interval or --exit-duration-in-mins ends the run after this iteration.
+    It sets `run.stop`, which a feature may have set before, if a signal, --exit-interval or --exit-duration-in-mins ends
+    the run after this iteration.
     """
 
     def __init__(self, run: Run, places: HeldPlaces) -> None:
@@ -47,7 +48,8 @@ class Saves(Feature):
         run = self._run
         settings = run.config.checkpoint
         asked, is_written = run.signals.agree(run.saver.pending and not run.saver.busy)
-        run.stop = asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, settings.exit_interval or 0)
+        if asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, settings.exit_interval or 0):
+            run.stop = True
         # `agree` returns what the ranks reported at its previous call. So in the iteration after a save began,
         # `is_written` is still a report from before this save.
         if run.saver.pending and is_written and samples.iteration > self._began + 1:

@@ -24,7 +24,7 @@ from megatron.training import Feature, Run, train
 from megatron.training.feature import Interval
 from megatron.training.features import Features
 from tests.checkpoints.runs import Start, make
-from tests.support import ROOT, on_ranks
+from tests.support import ROOT, command, on_ranks
 
 FLAGS = "--batch-size 2 --gas 2 --precision fp32 --save-interval 2"
 
@@ -255,3 +255,80 @@ def test_a_feature_replaces_the_attention_kernel(tmp_path: Path, tiny_data: str,
     plain = on_ranks(1, _losses, str(tmp_path / "plain"), tiny_data, vocab_file, True)[0]
     assert plain[1] == 4, "each of the four layers has the new kernel"
     assert np.allclose(plain[0], usual[0], rtol=1e-12)
+
+
+class EarlyStop(Feature):
+    """Feature that ends a run after the second evaluation, with a row of its own."""
+
+    def __init__(self, ends: bool = True) -> None:
+        self.ends = ends
+        self.found: list[tuple[str, int, float]] = []
+
+    def start(self, run: Run) -> None:
+        self.run = run
+
+    def evaluated(self, split: str, iteration: int, sums: Any) -> list[dict[str, Any]]:
+        self.found.append((split, iteration, sums["loss"] / sums["targets"]))
+        if self.ends and len(self.found) == 2:
+            self.run.stop = True
+        return [{"split": "valid/count", "iteration": iteration, "evaluations": len(self.found)}]
+
+    def state(self) -> dict[str, Any]:
+        return {"evaluations": len(self.found)}
+
+
+def _evaluate(folder: str, data: str | None, vocab_file: str, more: str) -> tuple[list[Any], int, Any]:
+    feature = EarlyStop("--valid-data-path" not in more)
+    flags = f"{FLAGS} --train-iters 9 --eval-interval 2 --eval-iters 1 --save-interval 0 {more}"
+    with make(Start("gpt2", Path(folder), flags), data, vocab_file, [feature]) as run:
+        train(run)
+        return feature.found, run.state.iteration, run.state.features
+
+
+def test_a_feature_ends_a_run_in_any_layout(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    for ranks, layout in ((1, ""), (2, "--pipe-parallel-size 2")):
+        folder = tmp_path / str(ranks)
+        every = on_ranks(ranks, _evaluate, str(folder), tiny_data, vocab_file, f"{layout} --split 90,10,0")
+        found, iteration, _ = every[0]
+        assert all(each == every[0] for each in every)
+        assert iteration == 4 and [each[:2] for each in found] == [("valid", 2), ("valid", 4)]
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [row["evaluations"] for row in rows if row["split"] == "valid/count"] == [1, 2]
+        losses = [row["lm_loss"] for row in rows if row["split"] == "valid"]
+        assert np.allclose([loss for _, _, loss in found], losses)
+        saved = json.loads((folder / "checkpoints/iter_0000004/checkpoint.json").read_text())
+        assert saved["state"]["features"]["EarlyStop"] == {"evaluations": 2}, "the evaluation of this iteration counts"
+
+
+def test_named_validation_sets_are_evaluated_for_features_too(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    sets = f"--train-data-path {tiny_data} --valid-data-path a={tiny_data} b={tiny_data}"
+    (found, iteration, _), = on_ranks(1, _evaluate, str(tmp_path), None, vocab_file, sets)  # fmt: skip
+    assert iteration == 9 and [each[:2] for each in found] == [("valid", at) for at in (2, 4, 6, 8, 9)]
+
+
+class Endless(Feature):
+    """Feature whose state JSON cannot hold."""
+
+    def state(self) -> dict[str, Any]:
+        return {"best": math.inf}
+
+
+def _endless(folder: str, data: str, vocab_file: str) -> str:
+    with (
+        pytest.raises(RunError) as caught,
+        make(Start("gpt2", Path(folder), FLAGS), data, vocab_file, [Endless()]) as run,
+    ):
+        train(run)
+    return str(caught.value)
+
+
+def test_a_state_that_json_cannot_hold_is_refused_at_the_first_step(
+    tmp_path: Path, tiny_data: str, vocab_file: str
+) -> None:
+    (words,) = on_ranks(1, _endless, str(tmp_path), tiny_data, vocab_file)
+    assert "Endless" in words and not list(tmp_path.glob("checkpoints/iter_*"))
+
+
+def test_the_file_of_a_feature_can_be_imported_first() -> None:
+    done = command("python", "-c", "from megatron.features.spike_guard import Guard; print(Guard.Settings.__name__)")
+    assert done.stdout == "GuardSettings\n", done.stderr
