@@ -95,10 +95,10 @@ class FunctionsTask(Task):
             raise ValueError(
                 f"forward_step returns {what(found)}: return (loss, anything), for example `return loss, {{}}`"
             )
-        loss = found[0]
+        loss, named = found
         if not isinstance(loss, Tensor) or loss.dim():
             raise ValueError(f"forward_step returns {what(loss)} as the loss: return a tensor of one number")
-        self._note_what_is_not_logged(found[1])
+        self._note_what_is_not_logged(named)
         return loss
 
     def _note_what_is_not_logged(self, named: Any) -> None:
@@ -106,7 +106,8 @@ class FunctionsTask(Task):
         if self._noted or not isinstance(named, dict):
             return
         self._noted = True
-        if others := [str(name) for name in named if name != "lm loss"]:
+        others = [str(name) for name in named if name != "lm loss"]
+        if others:
             print_rank_0(
                 f"note: forward_step returns {', '.join(others)} besides the loss; these values are not logged; "
                 f"let the model return them from get_additional_losses()"

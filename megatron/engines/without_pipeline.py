@@ -87,10 +87,10 @@ class NoPipeEngine:
         if hasattr(loss_fn, "mean_targets"):
             loss_fn.mean_targets = counts / (gas * self.data.size)
         targets = counts.view(-1)[0]
+        scale = self.factor(gas) / targets
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
         aux: defaultdict[str, Any] = defaultdict(float)
         for micro, batch in enumerate(made):
-            last = micro == gas - 1
             with self.timers("forward"):
                 loss = self._loss(ds, batch)
             if not loss.requires_grad:
@@ -101,22 +101,30 @@ class NoPipeEngine:
             total += loss.detach().double()
             for name, value in self._aux().items():
                 aux[name] += torch.as_tensor(value, dtype=torch.float64, device=ds.device).detach()
-            with self.timers("backward"):
-                if self.reducer and last:
-                    self.reducer.arm()
-                ds.backward(loss * (self.factor(gas) / targets).to(loss.dtype))
-                if self.reducer and last:
-                    self.reducer.finish()
-            if not last:
-                with self.timers("optimizer"):
-                    ds.step()  # only counts the micro-batch
+            self._backward(loss, scale, last=micro == gas - 1)
         names = self._agreed(aux, "training")
-        loss, *others = (self._sum(torch.stack([total, *(aux[name] for name in names)])) / targets).unbind()
+        sums = self._sum(torch.stack([total, *(aux[name] for name in names)]))
+        loss, *others = (sums / targets).unbind()
         with self.timers("optimizer"):
             norm = self._clip(ds, loss)
             ds.step()
-        known = ds.get_global_grad_norm() if norm is None else norm
-        return end_step(ds, loss, known, dict(zip(names, others, strict=True)))
+        if norm is None:
+            norm = ds.get_global_grad_norm()
+        return end_step(ds, loss, norm, dict(zip(names, others, strict=True)))
+
+    def _backward(self, loss: Tensor, scale: Tensor, last: bool) -> None:
+        """Run the backward pass of loss x scale, both scalars; reduce the gradients in the step's last micro-batch."""
+        ds = self.deepspeed
+        reducer = self.reducer if last else None
+        with self.timers("backward"):
+            if reducer:
+                reducer.arm()
+            ds.backward(loss * scale.to(loss.dtype))
+            if reducer:
+                reducer.finish()
+        if not last:
+            with self.timers("optimizer"):
+                ds.step()  # only counts the micro-batch
 
     def _clip(self, ds: Any, loss: Tensor) -> Tensor | None:
         """Clip the gradients and return their norm before it, or infinity if the spike guard rejects the step.
@@ -128,15 +136,17 @@ class NoPipeEngine:
             guard.begin(loss)
         if self.own_clip is not None:
             norm = mpu.grad_norm(ds.module.parameters())
-            norm = guard.checked(norm) if guard else norm
+        elif ds.distributed:
+            norm = self._norm_of_shares(ds)
+        else:
+            return None
+        if guard:
+            norm = guard.checked(norm)
+        if self.own_clip is None:
+            ds.distributed.clip(norm, self.clip_grad)
+        else:
             gradients = [numbers_of(p) for p in ds.module.parameters() if p.grad is not None]
             clip_in_step(ds.optimizer, gradients, norm, self.own_clip)
-            return norm
-        if not ds.distributed:
-            return None
-        norm = self._norm_of_shares(ds)
-        norm = guard.checked(norm) if guard else norm
-        ds.distributed.clip(norm, self.clip_grad)
         return norm
 
     def _watched(self, part: str) -> AbstractContextManager[None]:
@@ -162,8 +172,10 @@ class NoPipeEngine:
             loss += self._loss(ds.module, batch).double()
             for name, value in self._aux().items():
                 aux[name] += value
-        sums = {"loss": loss, **{name: aux[name] for name in self._agreed(aux, "evaluation")}}
-        return {"targets": targets.item()} | {name: self._sum(value).item() for name, value in sums.items()}
+        found = {"targets": targets.item(), "loss": self._sum(loss).item()}
+        for name in self._agreed(aux, "evaluation"):
+            found[name] = self._sum(aux[name]).item()
+        return found
 
     @torch.no_grad()
     def forward(self, made: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
@@ -184,8 +196,8 @@ class NoPipeEngine:
         if self.data.size == 1:
             return names
         if when not in self._names:
-            every = gather_objects(names, self.data)
-            self._names[when] = tuple(sorted({name for each in every for name in each}))
+            every: set[str] = set().union(*gather_objects(names, self.data))
+            self._names[when] = tuple(sorted(every))
         if names != self._names[when]:
             raise ValueError(
                 f"get_additional_losses() returns {', '.join(names) or 'nothing'} in this step of {when}, but "
@@ -218,7 +230,9 @@ class NoPipeEngine:
         targets counts as 1 target. The number stays on the device, so that the host does not wait for the device.
         """
         with self.timers("data"):
-            read = [next(batches) if batches is not None else None for _ in range(gas)]
+            read: list[Any] = [None] * gas
+            if batches is not None:
+                read = [next(batches) for _ in range(gas)]
         with self.timers("targets"):
             made = [self.batch_fn(data) for data in read]
             if self.count_targets is None:

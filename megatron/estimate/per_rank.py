@@ -111,8 +111,9 @@ def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: i
     found = 0.0
     if resolved.zero_stage >= 2:
         section = resolved.deepspeed["zero_optimization"]
-        buckets = 2 if section.get("overlap_comm", resolved.zero_stage == 3 and x.accelerated) else 1
-        found += buckets * width * float(section.get("reduce_bucket_size", DEEPSPEED_BUCKET))
+        overlaps = section.get("overlap_comm", resolved.zero_stage == 3 and x.accelerated)
+        bucket = width * float(section.get("reduce_bucket_size", DEEPSPEED_BUCKET))
+        found += 2 * bucket if overlaps else bucket
     if resolved.zero_stage == 3:
         found += width * min(numbers, DEEPSPEED_LIVE)  # gathered weights
     if config.parallel.stages > 1:
@@ -126,7 +127,10 @@ def _border(stage: Stage, config: Config, x: Shapes) -> float:
     A stage sends its hidden states. A stage in the decoder of T5 also sends the output of the encoder.
     """
     tokens = x.of_layer(stage.layers[-1])
-    return x.hidden(tokens) + (x.hidden(x.tokens[0]) if config.is_t5 and tokens == x.tokens[1] else 0.0)
+    sent = x.hidden(tokens)
+    if config.is_t5 and tokens == x.tokens[1]:
+        sent += x.hidden(x.tokens[0])
+    return sent
 
 
 def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int, accelerated: bool) -> Memory:
@@ -173,11 +177,12 @@ def _last_pass(
 
     At this time, the activations of all earlier layers are still kept.
     """
-    last = next((layer for layer in reversed(layers) if layer.repeated), None)
-    if last is None:
+    places = [at for at, layer in enumerate(layers) if layer.repeated]
+    if not places:
         return Memory(weights, waiting, optimizer, kept, 0.0, talk, 0.0)
-    after = kept_by(x, list(layers[max(at for at, layer in enumerate(layers) if layer is last) + 1 :]))
-    working = inner_working(x, last) + stage.count.largest * x.width + computed_again(x, list(layers))
+    last = places[-1]
+    after = kept_by(x, list(layers[last + 1 :]))
+    working = inner_working(x, layers[last]) + stage.count.largest * x.width + computed_again(x, list(layers))
     return Memory(weights, waiting, optimizer, kept - after, 0.0, talk, working)
 
 

@@ -36,9 +36,12 @@ class Count:
 
         replicas: data-parallel size x context-parallel size. expert_ranks: --expert-parallel-size.
         """
-        experts = Count(0, self.experts, hidden=self.expert_matrices)
         common = Count(self.whole, self.held - self.experts, hidden=self.hidden - self.expert_matrices)
-        return [(common, replicas), *([(experts, replicas // expert_ranks)] if self.experts else [])]
+        found = [(common, replicas)]
+        if self.experts:
+            experts = Count(0, self.experts, hidden=self.expert_matrices)
+            found.append((experts, replicas // expert_ranks))
+        return found
 
 
 def _sum(counts: Sequence[Count]) -> Count:
@@ -235,10 +238,13 @@ def stages_of(config: Config) -> list[Stage]:
     cuts = cuts_of(layers, config)
     found = []
     for number in range(stages):
-        bounds = [(cuts[at], cuts[at + 1]) for at in range(number, len(cuts) - 1, stages)]
-        stretches = tuple(tuple(layers[begin:end]) for begin, end in bounds)
-        mine = [layer for stretch in stretches for layer in stretch]
-        found.append(Stage(number, stretches, count_layers(mine, config)))
+        chunks = []
+        mine = []
+        for at in range(number, len(cuts) - 1, stages):
+            chunk = layers[cuts[at] : cuts[at + 1]]
+            chunks.append(tuple(chunk))
+            mine += chunk
+        found.append(Stage(number, tuple(chunks), count_layers(mine, config)))
     return found
 
 

@@ -28,12 +28,15 @@ def expert_tokens(model: Any) -> dict[str, list[int]]:
 
     Collective over the pipeline stages.
     """
-    here = {
-        name.removesuffix(TOKENS): tokens.tolist() for name, tokens in global_buffers(model) if name.endswith(TOKENS)
-    }
-    found = {name: tokens for each in gather_objects(here, mpu.get_mesh().pipe) for name, tokens in each.items()}
-    order = getattr(model, "layer_names", [])
-    return dict(sorted(found.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+    here = {}
+    for name, tokens in global_buffers(model):
+        if name.endswith(TOKENS):
+            here[name.removesuffix(TOKENS)] = tokens.tolist()
+    found: dict[str, list[int]] = {}
+    for stage in gather_objects(here, mpu.get_mesh().pipe):
+        found |= stage
+    known = [name for name in getattr(model, "layer_names", []) if name in found]
+    return {name: found[name] for name in dict.fromkeys([*known, *found])}
 
 
 def balance_of(tokens: list[int]) -> dict[str, float | None]:

@@ -42,14 +42,19 @@ class LayerLog(Feature):
         self._engine = run.engine.deepspeed
         self._model = self._engine.module
         parameters = list(global_parameters(self._model))
-        built = [name for name, _ in self._model.named_layers()] if hasattr(self._model, "named_layers") else []
+        built: list[str] = []
+        if hasattr(self._model, "named_layers"):
+            built = [name for name, _ in self._model.named_layers()]
         layer_of = {name: _layer_of(name, built) for name, _ in parameters}
-        every = {name for names in gather_objects(set(layer_of.values())) for name in names}
+        every: set[str] = set().union(*gather_objects(set(layer_of.values())))
         in_order = [name for name in getattr(self._model, "layer_names", []) if name in every]
         self.names = list(dict.fromkeys([*in_order, *sorted(every)]))
         self._at = {name: at for at, name in enumerate(self.names)}
         mesh = mpu.get_mesh()
-        counted = {p: self._at[layer_of[name]] for name, p in parameters if mpu.is_unique_param(p, mesh.model.rank)}
+        counted = {}
+        for name, p in parameters:
+            if mpu.is_unique_param(p, mesh.model.rank):
+                counted[p] = self._at[layer_of[name]]
         self._norms = StepNorms(self._engine, counted, len(self.names), mesh.data.rank == 0)
         compiled = any(map(is_compiled, self._model.modules()))
         self._attentions = [] if compiled else list(self._attention_modules(built))
@@ -57,7 +62,8 @@ class LayerLog(Feature):
             print_rank_0(
                 "note: --log-layers leaves out attention logits, as layers are compiled; --no-compile logs them"
             )
-        self._activations, self._logits = torch.zeros(()), torch.zeros(())
+        self._activations = torch.zeros(())
+        self._logits = torch.zeros(())
         self._text: Tensor | None = None  # bool [b, q], the queries of the current layer that are text; None for all
         self._armed = False
         self.found: dict[str, dict[str, float | None]] = {}

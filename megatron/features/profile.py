@@ -9,6 +9,7 @@ import gzip
 import json
 import time
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,8 @@ def merge(folder: Path) -> Path:
     rank 0. Raises ValueError if there are no files.
     """
     ranks = timeline.read(folder)
-    zero = min((e["ts"] for rank in ranks for e in rank.events), default=0.0)
+    events = chain.from_iterable(rank.events for rank in ranks)
+    zero = min((event["ts"] for event in events), default=0.0)
     path = folder / MERGED
     with whole_file(path) as there, gzip.open(there, "wt", encoding="utf-8", compresslevel=4) as file:
         file.write('{"traceEvents":[\n')

@@ -55,8 +55,8 @@ def straggler(seconds: float, iteration: float, device: torch.device) -> Straggl
     mine = torch.tensor([seconds, iteration, float(mesh.pipe.rank)], dtype=torch.float64, device=device)
     found = torch.empty(world * len(mine), dtype=torch.float64, device=device)
     dist.all_gather_into_tensor(found, mine)
-    every = found.view(world, -1).tolist()
-    return slowest([(s, int(stage)) for s, _, stage in every], max(i for _, i, _ in every))
+    times, iterations, stages = found.view(world, -1).t().tolist()
+    return slowest(list(zip(times, map(int, stages), strict=True)), max(iterations))
 
 
 def slowest(every: list[tuple[float, int]], iteration: float) -> Straggler | None:
@@ -73,6 +73,7 @@ def slowest(every: list[tuple[float, int]], iteration: float) -> Straggler | Non
     found = []
     for rank, (seconds, stage) in enumerate(every):
         median = statistics.median_low(peers[stage])
-        if median > 0 and seconds > FACTOR * median and seconds - median > SHARE * iteration:
+        is_slow = seconds > FACTOR * median and seconds - median > SHARE * iteration
+        if median > 0 and is_slow:
             found.append(Straggler(rank, seconds / median))
     return max(found, key=lambda each: each.factor, default=None)

@@ -41,7 +41,8 @@ def largest_logit(c: Call, text: Tensor | None = None) -> Tensor:
 def _largest(c: Call, text: Tensor | None) -> Tensor:
     mask, hides = c.visible()
     dtype = torch.promote_types(c.query.dtype, torch.float32)
-    (b, n, q, d), (g, k) = c.query.shape, c.key.shape[1:3]
+    b, n, q, d = c.query.shape
+    g, k = c.key.shape[1:3]
     key = c.key.detach().to(dtype).transpose(-1, -2).unsqueeze(2)  # [b, g, 1, d, k]
     found = []
     rows = min(max(AT_ONCE // max(b * n * k, 1), 1), ROWS)

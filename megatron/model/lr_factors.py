@@ -28,11 +28,18 @@ def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = N
 
     def divisor(p: nn.Parameter) -> float:
         spec = mpu.spec_of(p)
+        own = growth.get(p, usual)
         if muon and p in of_muon:
-            return mup.muon_divisor(growth.get(p, usual), spec.matrices[0], muon)
-        return mup.adam_divisor(growth.get(p, usual)) if len(spec.local_shape) > 1 else 1.0
+            return mup.muon_divisor(own, spec.matrices[0], muon)
+        if len(spec.local_shape) == 1:
+            return 1.0
+        return mup.adam_divisor(own)
 
-    return {p: layer.branch_factor / divisor(p) for layer in layers for p in layer.parameters()}
+    found = {}
+    for layer in layers:
+        for p in layer.parameters():
+            found[p] = layer.branch_factor / divisor(p)
+    return found
 
 
 def _growth_of_mlps(model: nn.Module, config: ModelConfig) -> dict[nn.Parameter, Growth]:

@@ -21,13 +21,15 @@ def serves(query: Tensor, documents: Documents) -> bool:
     The kernel needs torch >= 2.11 and Ampere or later. In compiled code this returns False, because the compiler fuses
     attention with a mask. The check synchronises with the device once per batch.
     """
-    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16) or query.shape[-1] % 8:
+    width = query.shape[-1]
+    if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if torch.compiler.is_compiling() or documents.keys is not None or query.shape[-1] > 256 or kernel() is None:
+    if torch.compiler.is_compiling() or documents.keys is not None:
         return False
-    if torch.get_device_module(query.device).get_device_capability(query.device)[0] < 8:
+    if width % 8 or width > 256 or kernel() is None:
         return False
-    return borders(documents) is not None
+    major, _ = torch.get_device_module(query.device).get_device_capability(query.device)
+    return major >= 8 and borders(documents) is not None
 
 
 @functools.cache
@@ -37,7 +39,8 @@ def kernel() -> Callable[..., Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if {"scale", "window_size"} <= set(inspect.signature(varlen_attn).parameters) else None
+    arguments = set(inspect.signature(varlen_attn).parameters)
+    return varlen_attn if {"scale", "window_size"} <= arguments else None
 
 
 def borders(documents: Documents) -> Tensor | None:
@@ -65,7 +68,9 @@ def packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Docum
 
     Call this only if `serves(query, documents)`.
     """
-    call, ends, (b, _, s, _) = kernel(), borders(documents), query.shape
+    call = kernel()
+    ends = borders(documents)
+    b, _, s, _ = query.shape
     assert call is not None and ends is not None
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [b * s, n, d]
     window = (-1, 0) if documents.causal else (-1, -1)

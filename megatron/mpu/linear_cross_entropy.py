@@ -118,7 +118,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tokens = _all_tokens(deferred)
         hidden_grad = torch.empty_like(tokens) if of_hidden else None
         weight_grad = None
-        losses, z = (torch.empty_like(target, dtype=dtype) for _ in range(2))
+        losses = torch.empty_like(target, dtype=dtype)
+        z = torch.empty_like(losses)
         unit = FP16_UNIT if hidden.dtype == torch.float16 else 1.0
         for rows, logits in _chunks(deferred, tokens):
             losses[rows], z[rows], found = compute_losses(
@@ -135,7 +136,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 mean = x / count if count != 1.0 else x
                 weight_grad = add_matmul(weight_grad, d.t(), mean.t(), onednn, count)
         ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
-        ctx.weight_grad, ctx.deferred, ctx.unit, ctx.dtype = weight_grad, _places(deferred), unit, weight.dtype
+        ctx.weight_grad = weight_grad
+        ctx.axis = deferred.axis
+        ctx.options = deferred.options
+        ctx.unit = unit
+        ctx.dtype = weight.dtype
         losses = losses * weights
         of_z = (z * weights).sum()
         ctx.mark_non_differentiable(of_z, losses)
@@ -143,24 +148,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        axis, sequence, overlap = ctx.deferred
         factor = grad / ctx.unit
-        summed = weight_grad = None
+        summed = None
+        hidden_grad = weight_grad = None
         if needs_grad(ctx, 0):
-            ctx.hidden_grad, partial = None, _given(ctx.hidden_grad)
+            partial = _given(ctx.hidden_grad)
+            ctx.hidden_grad = None
             scaled = (partial.to(factor.dtype) * factor).to(partial.dtype)
-            summed = start_sum(scaled, axis, sequence)
-            if not overlap:
+            del partial
+            summed = start_sum(scaled, ctx.axis, ctx.options.sequence_axis(ctx.axis))
+            if not ctx.options.overlap:
                 summed.settle()
         if needs_grad(ctx, 1):
-            ctx.weight_grad, weight_grad = None, _given(ctx.weight_grad)
+            weight_grad = _given(ctx.weight_grad)
+            ctx.weight_grad = None
             weight_grad = weight_grad.mul_(factor).to(ctx.dtype)
-        return summed.wait() if summed is not None else None, weight_grad, None, None, None, None, None
-
-
-def _places(deferred: DeferredLogits) -> tuple[Axis, Axis, bool]:
-    """Return the axis over which gradients are summed, the sequence-parallel axis, and the option `overlap`."""
-    return deferred.axis, deferred.options.sequence_axis(deferred.axis), deferred.options.overlap
+        if summed is not None:
+            hidden_grad = summed.wait()
+        return hidden_grad, weight_grad, *[None] * 5
 
 
 def _given(gradient: Tensor | None) -> Tensor:

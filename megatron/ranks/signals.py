@@ -131,7 +131,8 @@ class StopSignals:
             request = StopSignal.SAVE_AND_STOP
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return request, done
-        before, self._reports = self._reports, self._send([int(request), int(not done)])
+        before = self._reports
+        self._reports = self._send([int(request), int(not done)])
         if before is None:
             return StopSignal.NOTHING, False
         most, any_not_done = before()

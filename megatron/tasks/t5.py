@@ -36,11 +36,12 @@ def _without_needless_ids(data: Batch) -> Batch:
     Padding is rare, and empty ids need not be sent to other ranks. The rank that reads the data looks for padding while
     the tensors are on the CPU, because the same check on an accelerator would synchronise it in every micro-batch.
     """
-    names = ["encoder_document_ids", "decoder_document_ids"]
-    ids = {name: data[name].clamp(max=1) for name in names}
-    if all(bool(each.all()) for each in ids.values()):
-        ids = {name: data[name][:, :0] for name in names}
-    return {**data, **ids}
+    encoder = data["encoder_document_ids"].clamp(max=1)
+    decoder = data["decoder_document_ids"].clamp(max=1)
+    if encoder.all() and decoder.all():
+        encoder = encoder[:, :0]
+        decoder = decoder[:, :0]
+    return {**data, "encoder_document_ids": encoder, "decoder_document_ids": decoder}
 
 
 def _needs_ids(batch: Batch, config: Config) -> bool:

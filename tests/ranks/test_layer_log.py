@@ -164,7 +164,7 @@ def test_activations_of_large_tensors_are_exact(dtype: torch.dtype) -> None:
     sums: Any = SimpleNamespace(
         _model=SimpleNamespace(training=True), _at={"x": 0}, _activations=torch.zeros(2, 1).double()
     )
-    layer: Any = SimpleNamespace(repeated=True, name="x", ids_at=1)
+    layer: Any = SimpleNamespace(repeated=True, name="x", outputs=("hidden", "document_ids"))
     LayerLog._observe(sums, layer, lambda inputs: inputs, (hidden, no_documents(hidden.device)))
     square, count = sums._activations[:, 0].tolist()
     assert square / count == pytest.approx(hidden.double().square().mean().item(), rel=1e-6)
