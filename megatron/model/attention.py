@@ -41,7 +41,7 @@ class Attention(nn.Module):
         super().__init__()
         self.axis = mpu.get_mesh().model
         self.heads = config.num_attention_heads // self.axis.size
-        self.groups = max(config.key_value_heads // self.axis.size, 1)
+        self.groups = max(config.key_value_heads // self.axis.size, 1)  # 1 if several ranks share a key-value head
         self.head_size = config.head_size
         self.inner = config.num_attention_heads * config.head_size
         self.dropout = config.attention_dropout
@@ -49,7 +49,7 @@ class Attention(nn.Module):
         self.kernel: Kernel = attend
         self.stream = mpu.Stream(self.rng, stream, split=True)
         self.recompute = config.checkpoint_attention
-        self.call: Callable[..., Call] = partial(
+        self.new_call: Callable[..., Call] = partial(
             Call,
             causal=causal,
             scale=config.attention_scale,
@@ -95,26 +95,27 @@ class Attention(nn.Module):
         bias: [1, n/t, q, k], added to the scores, or None.
         """
         p = self.dropout if self.training else 0.0
-        call: Callable[..., Tensor] = partial(self._attend, p=p)
-        if p and query.device.type != "cpu":
-            call = self._with_dropout
+        compute: Callable[..., Tensor] = partial(self._compute, p=p)
+        if p and query.device.type != "cpu":  # torch's kernels draw; on a CPU, our kernel draws from `self.stream`
+            compute = self._with_dropout
         if self.recompute and self.training:
-            call = partial(self._computed_again, call)
-        context: Tensor = call(query, key, value, mask, bias)
+            compute = partial(self._computed_again, compute)
+        context: Tensor = compute(query, key, value, mask, bias)  # [b, n/t, q, d]
         return context.permute(2, 0, 1, 3).flatten(2)
 
-    def _attend(self, *inputs: Any, p: float) -> Tensor:
-        call = self.call(*inputs, p)
+    def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None, p: float) -> Tensor:
+        call = self.new_call(query=query, key=key, value=value, mask=mask, bias=bias, p=p)
         if self.watch is not None:
             self.watch(call)
         return self.kernel(call)
 
-    def _computed_again(self, call: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        return mpu.checkpoint(call, *inputs, rng=self.rng)  # type: ignore[no-any-return]
+    def _computed_again(self, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return mpu.checkpoint(compute, *inputs, rng=self.rng)  # type: ignore[no-any-return]
 
     def _with_dropout(self, *inputs: Any) -> Tensor:
         with self.rng.fork(self.stream.name, inputs[0].device, self.stream.split):
-            return self._attend(*inputs, p=self.dropout)
+            query, key, value, mask, bias = inputs
+            return self._compute(query, key, value, mask, bias, self.dropout)
 
 
 class SelfAttention(Attention):
@@ -132,6 +133,7 @@ class SelfAttention(Attention):
             config, *factors, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
         )
         width = config.width_factor
+        # Growth of inputs and outputs of each part since the base model of muP, all 1 without muP.
         others = (width, config.key_value_growth)
         growth = ((width, width), others, others)
         fused = mpu.FusedRows((queries, 1, 1), self.head_size, growth)

@@ -36,8 +36,8 @@ class Call(NamedTuple):
     by_document, fused_bias: whether --reference-ops permits the kernels for documents and for a bias.
     packs: whether a kernel may copy queries, keys and values. This is False if the backward pass recomputes these
     tensors, because recomputation recognises them by their address.
-    pieces: blocks of queries and keys to compute one by one, for documents or context-parallel slices; None if a mask
-    is needed. Always None on accelerators and in compiled code.
+    pieces: blocks of queries and keys to compute one by one, for documents or context-parallel slices, which `attend`
+    finds; None if a mask is needed. Always None on accelerators and in compiled code.
     turn: number that distinguishes several dropout draws of one layer, see `mpu.Stream.drop`.
     """
 
@@ -68,7 +68,14 @@ class Call(NamedTuple):
         return mask if hasattr(mask, "slices") else None
 
     def visible(self) -> tuple[Tensor | None, bool]:
-        """Return the bool mask [1 or b, 1, q, k] or None, and whether the kernel has to hide later keys itself."""
+        """Return the bool mask [1 or b, 1, q, k] or None, and whether the kernel has to hide later keys itself.
+
+        Raises ValueError with context parallelism, where one rank has not all keys.
+        """
+        if self.views:
+            raise ValueError(
+                "a call with context parallelism has no mask of its own: see `Call.views`, or leave it to `attend`"
+            )
         mask: Any = self.mask.mask() if isinstance(self.mask, Documents) else self.mask
         q = self.query.shape[2]
         k = self.key.shape[2]

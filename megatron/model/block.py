@@ -99,6 +99,8 @@ class TransformerLayer(nn.Module):
         """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
 
         mask, bias, angles: arguments of self-attention, see `SelfAttention`. routing: for a layer with experts.
+        The sublayers below get the normalised hidden states x, and with --recompute-modules also how to recompute x, as
+        the keyword `recipe`, which only layers built for it accept.
         """
         own = caches.own if caches else None
         with self.saving(self.training):

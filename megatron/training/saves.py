@@ -17,8 +17,8 @@ from .run_state import Run
 class Saves(Feature):
     """Part of a run that saves a checkpoint every --save-interval iterations and on signals.
 
-    It sets `run.stop`, which a feature may have set before, if a signal, --exit-interval or --exit-duration-in-mins ends
-    the run after this iteration.
+    It sets `run.stop` if a signal, --exit-interval or --exit-duration-in-mins ends the run after this iteration; a
+    feature may have set it before.
     """
 
     def __init__(self, run: Run, places: HeldPlaces) -> None:

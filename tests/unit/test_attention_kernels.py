@@ -1,4 +1,4 @@
-"""`choose_kernel` picks the attention kernel that fits a call's mask, bias and dropout."""
+"""The attention kernel fits a call's mask, bias and dropout, and computes the textbook's definition."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron import mpu
-from megatron.model.attention_kernels import Call, Mask, choose_kernel
+from megatron.model.attention_kernels import Call, Mask, attend, choose_kernel
 from megatron.model.context_attention import views_of
 from megatron.model.masks import Documents, causal_mask, document_scope
 from megatron.model.pieces import pieces_for
@@ -61,3 +61,68 @@ CASES: list[tuple[Mask, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("mask", "more", "expected"), CASES)
 def test_the_first_kernel_that_serves_is_chosen(mask: Mask, more: dict[str, Any], expected: str) -> None:
     assert _kernel(mask, **more) == expected
+
+
+def _defined(c: Call, sees: Tensor) -> Tensor:
+    """Return the textbook's attention of a call, with `sees` [1 or b, q, k], which keys a query may see."""
+    each = c.query.shape[1] // c.key.shape[1]
+    key = c.key.repeat_interleave(each, 1)
+    value = c.value.repeat_interleave(each, 1)
+    scores = c.scale * torch.einsum("bnqd,bnkd->bnqk", c.query, key)
+    if c.bias is not None:
+        scores = scores + c.bias
+    scores = scores.masked_fill(~sees.unsqueeze(1), -torch.inf)
+    return torch.einsum("bnqk,bnkd->bnqd", scores.softmax(-1), value)
+
+
+def _earlier() -> Tensor:
+    return torch.ones(1, S, S).tril().bool()
+
+
+def _same(ids: Tensor) -> Tensor:
+    return ids.unsqueeze(2) == ids.unsqueeze(1)
+
+
+def _calls() -> dict[str, tuple[Mask, bool, Tensor]]:
+    """Return name -> (mask, whether it has a bias, which keys each query sees)."""
+    window = _earlier() & ~torch.ones(1, S, S).tril(-3).bool()
+    return {
+        "causal": (None, False, _earlier()),
+        "bool mask": (window.unsqueeze(1), False, window),
+        "documents": (document_scope(IDS, causal=True), False, _earlier() & _same(IDS)),
+        "scattered documents": (document_scope(SPLIT, causal=True), False, _earlier() & _same(SPLIT)),
+        "bias": (None, True, _earlier()),
+        "bias in documents": (document_scope(IDS, causal=True), True, _earlier() & _same(IDS)),
+    }
+
+
+@pytest.mark.parametrize("heads", [4, 2])
+@pytest.mark.parametrize("name", list(_calls()))
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_kernel_computes_the_definition(name: str, fused: bool, heads: int) -> None:
+    """Values and gradients in fp64; a kernel that is added to the choice is compared here."""
+    mask, has_bias, sees = _calls()[name]
+    generator = torch.Generator().manual_seed(len(name))
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()  # noqa: E731
+    inputs = [draw(1, 4, S, 8), draw(1, heads, S, 8), draw(1, heads, S, 8)]
+    bias = draw(1, 4, S, S) if has_bias else None
+    stream = mpu.Stream(mpu.RngStreams(), "attention")
+    allowed = {"by_document": fused, "fused_bias": fused, "packs": fused}
+    call = Call(*inputs, mask, bias, 0.0, causal=True, scale=0.3, stream=stream, **allowed)
+    leaves = [*inputs, bias] if bias is not None else inputs
+    weights = torch.randn(1, 4, S, 8, generator=generator, dtype=torch.float64)
+    found = attend(call)
+    expected = _defined(call, sees)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad((found * weights).sum(), leaves)
+    for own, its in zip(gradients, torch.autograd.grad((expected * weights).sum(), leaves), strict=True):
+        torch.testing.assert_close(own, its, rtol=1e-11, atol=1e-11)
+
+
+def test_a_kernel_gets_no_mask_with_context_parallelism() -> None:
+    x = torch.zeros(1, 2, S, 4)
+    stream = mpu.Stream(mpu.RngStreams(), "attention")
+    fused = {"by_document": True, "fused_bias": True, "packs": True}
+    call = Call(x, x, x, _views(), None, 0.0, causal=True, scale=1.0, stream=stream, **fused)
+    with pytest.raises(ValueError, match="context parallelism"):
+        call.added()

@@ -105,7 +105,7 @@ MAY_IMPORT = {
         "megatron.mpu",
     },
     "megatron.timers": {"tds"},
-    # A run finds its features by the names in training/feature_table.py, so no package of the core imports them.
+    # A run finds its features by the names in config/feature_table.py, so no package of the core imports them.
     "megatron.features": {
         "tds",
         "megatron._torch",
