@@ -219,8 +219,11 @@ def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
 def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
     """Return the peak bytes of recomputed activations: those of one group of --checkpoint-num-layers layers."""
     n = x.config.recomputed_layers
-    whole = [transformer_kept(x, layer) for layer in layers if layer.repeated] if n else []
-    return max((sum(whole[at : at + n]) for at in range(0, len(whole), n)), default=0.0) if n else 0.0
+    if not n:
+        return 0.0
+    whole = [transformer_kept(x, layer) for layer in layers if layer.repeated]
+    groups = [sum(whole[at : at + n]) for at in range(0, len(whole), n)]
+    return max(groups, default=0.0)
 
 
 def logits_bytes(x: Shapes) -> tuple[float, float]:

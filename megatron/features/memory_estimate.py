@@ -6,13 +6,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.estimate.activations import WIDTHS
 from megatron.estimate.per_rank import Memory, rank_memory
 from megatron.estimate.sizes import parameters, stages_of
 from tds.diagnose import Watchdog
 
 from ..config import Config
 from ..config.ds_config import Resolved
-from ..model.hidden_matrices import hidden_matrices
 from ..model.parameter_counts import count_parameters
 from ..ranks import device as device_module
 from ..ranks.initialize import ranks_here
@@ -41,6 +41,8 @@ class MemoryEstimate(Feature):
         parameters = count_parameters(model)
         of_muon = 0
         if plan.config.optim.muon_scale:
+            from ..model.hidden_matrices import hidden_matrices
+
             of_muon = count_parameters(model, hidden_matrices(model))
         Watchdog.advice = memory_advice(parameters, plan.config, plan.resolved.precision, of_muon)
 
@@ -64,10 +66,10 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
     except Exception:  # the estimate is only a help, so its failure must not end the run
         return []
     most = max(found, key=lambda memory: memory.total)
-    parts = f" ({_parts(most)})" if config.log.log_details else ""
-    lines = [
-        f"estimate: {whole / 1e6:.2f} million parameters, {most.total / 1e9:.3g} GB of tensors on the peak rank{parts}"
-    ]
+    size = f"{whole / 1e6:.2f} million parameters, {most.total / 1e9:.3g} GB of tensors on the peak rank"
+    if config.log.log_details:
+        size += f" ({_parts(most)})"
+    lines = [f"estimate: {size}"]
     room = device_module.memory(device)
     if room is None or _offloads(resolved):
         return lines
@@ -106,10 +108,14 @@ def memory_advice(parameters: int, config: Config, precision: str, of_muon: int 
 
     of_muon: how many of the parameters Muon steps, for which it keeps one moment instead of two.
     """
-    moments = (1 if config.optim.optimizer == "sgd" else 2) + (config.optim.ema_decay is not None)
-    width = {"fp64": 8, "fp32": 4}.get(precision)
-    # weight, gradient and moments; with fp16 and bf16 also a 16-bit copy of the weight
-    size = (width or 4) * ((2 + moments) * parameters - of_muon) + (0 if width else 2 * parameters)
+    moments = 1 if config.optim.optimizer == "sgd" else 2
+    if config.optim.ema_decay is not None:
+        moments += 1
+    numbers = (2 + moments) * parameters - of_muon  # weight, gradient and moments
+    if precision in ("fp64", "fp32"):
+        size = numbers * WIDTHS[precision]
+    else:
+        size = 4 * numbers + 2 * parameters  # there is also a 16-bit copy of the weight
     return (
         f"weights, gradients and optimizer of the whole model take {size / 1e9:.3g} GB, sharded by "
         "--zero-stage, --model-parallel-size and --pipe-parallel-size; activations take the rest of the memory: lower "

@@ -48,12 +48,16 @@ def by_document(
         here = [piece for piece in pieces.found if piece.row.start == i]
         of_queries = [_length(piece.queries) for piece in here]
         of_keys = [_length(piece.keys) for piece in here]
-        parts = (x.split(sizes, 1) for x, sizes in zip(inputs, (of_queries, of_keys, of_keys), strict=True))
+        queries = inputs[0].split(of_queries, 1)
+        keys = inputs[1].split(of_keys, 1)
+        values = inputs[2].split(of_keys, 1)
         found = []
-        for piece, q, k, v in zip(here, *parts, strict=True):
+        for piece, q, k, v in zip(here, queries, keys, values, strict=True):
             factors = of_row[:, piece.queries, piece.keys].to(query.dtype).div_(1 - p or 1.0)
             sees = piece.visible(query.device)
-            added = None if sees is None else added_mask(sees, q.dtype)[0]
+            added = None
+            if sees is not None:
+                added = added_mask(sees, q.dtype)[0]
             found.append(_attend(q, k, v, added, scale, factors.mul))
         rows.append(torch.cat(found, 1))
     return torch.stack(rows)
@@ -67,4 +71,7 @@ def _attend(
     query: Tensor, key: Tensor, value: Tensor, added: Tensor | None, scale: float, drop: Callable[[Tensor], Tensor]
 ) -> Tensor:
     scores = (query * scale) @ key.mT
-    return drop(torch.softmax(scores if added is None else scores + added, -1)) @ value
+    if added is not None:
+        scores = scores + added
+    weights = drop(torch.softmax(scores, -1))
+    return weights @ value

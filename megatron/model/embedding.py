@@ -41,7 +41,7 @@ class WordEmbedding(nn.Module):
         tokens, position_ids, document_ids = inputs
         return self.word_embeddings(tokens.t()), position_ids, document_ids
 
-    def output(self, hidden: Tensor) -> Tensor | mpu.DeferredLogits:
+    def output(self, hidden: Tensor) -> "Tensor | mpu.DeferredLogits":
         """Return logits [s, b, v/t] of hidden [s, b, h], including the logits of the vocabulary's padding.
 
         With more tokens than --logits-chunk-size, return `DeferredLogits`, which compute the logits in chunks.
@@ -54,7 +54,7 @@ class WordEmbedding(nn.Module):
         return self.word_embeddings.logits(hidden)
 
     @staticmethod
-    def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> Tensor | mpu.DeferredLogits:
+    def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> "Tensor | mpu.DeferredLogits":
         """Return `embedding.output(hidden)`: logits [s, b, v/t] or DeferredLogits. inputs: (hidden [s, b, h], ...)."""
         return embedding.output(inputs[0])
 

@@ -38,7 +38,9 @@ class GatedActivation:
     def plain_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """Compute the gradient of x [..., 2 f] from `grad` [..., f], the gradient of the result."""
         gate, value = _gate_and_value(x)
-        return torch.stack([self._slope(value * grad, gate), self._function(gate) * grad], -1).view(x.shape)
+        of_gate = self._slope(value * grad, gate)
+        of_value = self._function(gate) * grad
+        return torch.stack([of_gate, of_value], -1).view(x.shape)
 
     def eager(self, x: Tensor) -> Tensor:
         """Compute the activation, [..., 2 f] -> [..., f], with fewer passes over memory than `plain`."""
@@ -54,7 +56,8 @@ class GatedActivation:
             return self.gradient_in_place(grad, x)
         gate, value = (part.contiguous() for part in _gate_and_value(x))
         of_value = self._function(gate).mul_(grad)
-        return torch.stack([self._slope(value * grad, gate), of_value], -1).view(x.shape)
+        of_gate = self._slope(value * grad, gate)
+        return torch.stack([of_gate, of_value], -1).view(x.shape)
 
     def gradient_in_place(self, grad: Tensor, x: Tensor) -> Tensor:
         """Compute the gradient of x [..., 2 f] without a stack: write those of gate and value to their places."""

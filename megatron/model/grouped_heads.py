@@ -38,9 +38,12 @@ def own_queries(fused: Tensor, size: int, sharers: mpu.Axis) -> Tensor:
     fused: [s, b, (p + 2) * d / t], with p queries per group. size: d, the width of a head. Returns
     [s, b, (p / t + 2) * d]. The backward pass sums the gradients of key and value over the t ranks.
     """
-    whole = by_head(mpu.gather_partial_from_model_parallel_region(fused, sharers), 1, size).squeeze(2)
+    gathered = mpu.gather_partial_from_model_parallel_region(fused, sharers)
+    whole = by_head(gathered, 1, size).squeeze(2)  # [s, b, p + 2, d]
     own = (whole.shape[2] - 2) // sharers.size
-    return torch.cat([whole[:, :, own * sharers.rank :][:, :, :own], whole[:, :, -2:]], 2).flatten(2)
+    queries = whole.narrow(2, own * sharers.rank, own)
+    key_and_value = whole[:, :, -2:]
+    return torch.cat([queries, key_and_value], 2).flatten(2)
 
 
 def split_heads(
@@ -62,8 +65,9 @@ def split_heads(
     plain: use torch's own operations instead of `_Split`; the results then need not share a buffer.
     """
     if plain or torch.compiler.is_compiling():  # torch.compile fuses these operations
-        found = tuple(part.flatten(2, 3) for part in _cut(by_head(fused, groups, size), parts))
-        found = (*(rotate(part, angles) for part in found[:2]), *found[2:])
+        cut = [part.flatten(2, 3) for part in _cut(by_head(fused, groups, size), parts)]
+        turns = _angles_of(parts, angles)
+        found = tuple(rotate(part, turn) for part, turn in zip(cut, turns, strict=True))
     else:
         found = _Split.apply(fused, groups, size, parts, angles)  # type: ignore[no-untyped-call]
     return tuple(part.permute(1, 2, 0, 3) for part in found)

@@ -113,7 +113,9 @@ class EncoderBlock(TransformerLayer):
         hidden, tokens, encoder_ids, decoder_ids = inputs[:4]
         losses, table = _losses_and_table(inputs[4:], self.config)
         s = mpu.whole_length(hidden, self.sequence)
-        bias = position_bias(table, s, s, self.config, causal=False) if table is not None else None
+        bias = None
+        if table is not None:
+            bias = position_bias(table, s, s, self.config, causal=False)
         routing = self.routing(losses, encoder_ids)
         hidden = self.layer(hidden, document_scope(encoder_ids), bias, routing=routing)
         return hidden, tokens, encoder_ids, decoder_ids, *losses
@@ -143,7 +145,9 @@ class DecoderBlock(TransformerLayer):
         losses, table = _losses_and_table(inputs[4:], self.config)
         seen = caches.own.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)
-        bias = position_bias(table, q, seen + q, self.config, causal=True) if table is not None else None
+        bias = None
+        if table is not None:
+            bias = position_bias(table, q, seen + q, self.config, causal=True)
         mask = document_scope(decoder_ids, causal=True)
         cross = document_scope(decoder_ids, encoder_ids)
         memory = Encoded(encoded, cross)
@@ -240,8 +244,9 @@ class T5Model(LanguageModel):
         padding; tokens attend only within their document. Give both or neither; neither means one document without
         padding.
         """
-        none = no_documents(encoder_tokens.device)
-        encoder_document_ids = none if encoder_document_ids is None else encoder_document_ids
-        decoder_document_ids = none if decoder_document_ids is None else decoder_document_ids
+        if encoder_document_ids is None:
+            encoder_document_ids = no_documents(encoder_tokens.device)
+        if decoder_document_ids is None:
+            decoder_document_ids = no_documents(encoder_tokens.device)
         inputs = encoder_tokens, decoder_tokens, encoder_document_ids, decoder_document_ids
         return self.compute(inputs, labels, loss_mask, corpora=corpora, text=text)

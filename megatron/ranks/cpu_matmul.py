@@ -31,11 +31,13 @@ def by_onednn(wanted: str, device: torch.device) -> bool:
 
     Raises ConfigError if onednn is wanted, but torch has no oneDNN.
     """
-    if wanted == "onednn" and not mpu.onednn_is_there():
+    there = mpu.onednn_is_there()
+    if wanted == "onednn" and not there:
         raise ConfigError("--cpu-matmul onednn: this build of torch has no oneDNN; use --cpu-matmul torch")
-    if wanted != "auto" or device.type != "cpu" or not mpu.onednn_is_there():
+    if wanted != "auto" or device.type != "cpu" or not there:
         return wanted == "onednn"
-    return from_rank_0(is_rank_0() and remembered(cache_file(), this_cpu(), speedup) >= WORTH)
+    worth = is_rank_0() and remembered(cache_file(), this_cpu(), speedup) >= WORTH
+    return from_rank_0(worth)
 
 
 def speedup() -> float:
@@ -60,7 +62,8 @@ def remembered(path: Path, key: str, measure: Callable[[], float]) -> float:
     known: dict[str, float] = {}
     with contextlib.suppress(OSError, ValueError):
         found = read_json(path)
-        known = found if isinstance(found, dict) else {}
+        if isinstance(found, dict):
+            known = found
     if not isinstance(known.get(key), (int, float)):
         known[key] = measure()
         with contextlib.suppress(OSError):
@@ -86,7 +89,9 @@ def this_cpu() -> str:
     name = "an unknown CPU"
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), name)
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        if models:
+            name = models[0]
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
     return f"{name}, {capability}, torch {torch.__version__}, {threads} threads"

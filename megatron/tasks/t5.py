@@ -50,9 +50,11 @@ def _needs_ids(batch: Batch, config: Config) -> bool:
     Encoder tokens would attend to padding; routers and --log-layers would count it. Padding of the decoder changes no
     other number, because no decoder token attends to later tokens.
     """
-    counted = config.model.num_experts is not None or config.log.log_layers
-    sides = ("encoder", "decoder") if counted else ("encoder",)
-    return any(mpu.pad_sequence(batch[side], 0).shape != batch[side].shape for side in sides)
+    sides = ["encoder"]
+    if config.model.num_experts is not None or config.log.log_layers:
+        sides.append("decoder")
+    ranks = mpu.sequence_axis().size
+    return any(batch[side].shape[1] % ranks for side in sides)
 
 
 def _short(ids: Tensor) -> Tensor:
