@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from ..config import Config, ModelConfig
+from ..config.fields import ConfigError
 from ..model.gpt2 import gpt2_layers, vocab_size_of
 from ..model.layers import Layer
 from ..model.pipe import balanced_cuts
@@ -214,12 +215,18 @@ def _cuts(works: tuple[tuple[int, bool], ...], stretches: int, recomputed: bool)
 def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
     """Return the index of the first layer of each stage (or virtual-pipeline chunk), followed by the number of layers.
 
-    Raises ValueError for a --partition-method that measures a built model.
+    Raises ConfigError if there are more ranges than layers, and ValueError for a --partition-method that measures a
+    built model.
     """
     p = config.parallel
     stretches = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
     if stretches == 1:
         return [0, len(layers)]
+    if stretches > len(layers):
+        raise ConfigError(
+            f"--pipe-parallel-size {p.pipe_parallel_size} x --virtual-pipeline-size {p.virtual_pipeline_size} is more than "
+            f"the {len(layers)} layers of the model; lower one of them"
+        )
     if p.partition_method == "balanced":
         works = tuple((layer.work, layer.repeated) for layer in layers)
         return list(_cuts(works, stretches, bool(config.recomputed_layers)))

@@ -16,6 +16,7 @@ from megatron import mpu
 from megatron.config import Config
 from megatron.config.command_line import parse, parse_of_any_family, with_values
 from megatron.config.ds_config import resolve
+from megatron.config.fields import ConfigError
 from megatron.estimate.activations import Shapes, kept_by
 from megatron.estimate.per_rank import in_flight, states
 from megatron.estimate.sizes import count_layers, layers_of, parameters, stages_of
@@ -362,3 +363,13 @@ def test_without_a_pipeline_the_estimate_needs_no_partition_method(method: str) 
     assert stages(f"--partition-method {method}") == stages("")
     with pytest.raises(ValueError, match="--partition-method"):
         stages(f"--partition-method {method} --pipe-parallel-size 2")
+
+
+def test_more_ranges_than_layers_are_refused_and_left_out_of_a_search() -> None:
+    """A model without a family may have more layers than --num-layers says, so its settings are accepted."""
+    flags = ["--vocab-size", "512", "--num-layers", "2", "--pipe-parallel-size", "4", "--virtual-pipeline-size", "2"]
+    config = parse([*flags, "--pipeline-schedule", "interleaved", "--gas", "4"])
+    with pytest.raises(ConfigError, match="--pipe-parallel-size 4 x --virtual-pipeline-size 2"):
+        stages_of(config)
+    small = parse(["--vocab-size", "512", "--num-layers", "2"])
+    assert search(Wanted(small, load_cluster("a100"), 8, 64))
