@@ -53,11 +53,15 @@ class Buffers:
         """
         if not self.copies:
             return None
-        slots = [Slot(key, tuple(value.shape), value.dtype) for key, value in self.copies.items()]
+        slots = []
+        places = {}
+        for key, value in self.copies.items():
+            shape = list(value.shape)
+            slots.append(Slot(key, tuple(shape), value.dtype))
+            places[key] = {"dim": 0, "begin": 0, "end": shape[0], "shape": shape}
         with StreamWriter(path, slots, checksum) as writer:
             for key, value in self.copies.items():
                 writer.add(key, value)
-        places = {key: {"dim": 0, "begin": 0, "end": shape[0], "shape": shape} for key, shape in self.expected.items()}
         return {"file": path.name, "sum": writer.sum, "tensors": places, "learns": set()}
 
 

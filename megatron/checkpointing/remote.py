@@ -38,10 +38,13 @@ class RemoteSlice:
         shape = self.get_shape()
         rows, *others = where
         begin, end, _ = rows.indices(shape[0])
-        row = torch.Size(shape[1:]).numel() * dtype.itemsize
-        data = bytearray(self._path.read_range(self._begin + begin * row, self._begin + end * row))
-        found = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        return found.view(end - begin, *shape[1:])[(slice(None), *others)]
+        size = torch.Size(shape[1:]).numel() * dtype.itemsize  # bytes of a row
+        data = self._path.read_range(self._begin + begin * size, self._begin + end * size)
+        found = torch.empty(0, dtype=dtype)
+        if data:
+            found = torch.frombuffer(bytearray(data), dtype=dtype)
+        found = found.view(end - begin, *shape[1:])
+        return found[(slice(None), *others)]
 
 
 def _entries_of(header: bytes) -> dict[str, Any]:

@@ -166,17 +166,20 @@ def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
     A weight that is frozen or never had a gradient has no moments. optimizer.moments_of lists the moments of weights
     that should have only some of them.
     """
-    weights = [key.removeprefix(f"{WEIGHT}.") for key in tensors if key.startswith(f"{WEIGHT}.")]
+    prefix = f"{WEIGHT}."
+    weights = [key.removeprefix(prefix) for key in tensors if key.startswith(prefix)]
     moments = optimizer["moments"]
     without = optimizer.get("without_moments")
     some = optimizer.get("moments_of", {})
+    has_first = False  # whether a weight has the first moment
     for name in weights:
         own = some.get(name, moments)
         missing = [moment for moment in own if f"{moment}.{name}" not in tensors]
-        known = len(missing) == len(own) and (without is None or name in without)
-        if missing and not known:
+        is_known = len(missing) == len(own) and (without is None or name in without)
+        if missing and not is_known:
             raise SchemaError(f"tensors lacks {missing[0]}.{name}, but optimizer.moments lists {missing[0]}")
-    if moments and without is None and not any(f"{moments[0]}.{name}" in tensors for name in weights):
+        has_first |= bool(moments) and f"{moments[0]}.{name}" in tensors
+    if moments and without is None and not has_first:
         raise SchemaError(f"optimizer.moments lists {', '.join(moments)}, but no weight has such a moment")
 
 

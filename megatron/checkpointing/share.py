@@ -99,8 +99,12 @@ def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
     most: the optimizer's step count, the largest of all parameters.
     """
     counts = zero_state.step_counts(engine)
-    steps = {part.name: counts.get(part.parameter, most) for part in parts if part.mine}
-    return {name: step for name, step in steps.items() if step != most}
+    steps = {}
+    for part in parts:
+        step = counts.get(part.parameter, most)
+        if part.mine and step != most:
+            steps[part.name] = step
+    return steps
 
 
 def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:

@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .conflicts import conflicts_with_compile
-from .ds_file import PASSED_ON, REDUCES, RESOLVED, read_file
+from .ds_file import PASSED_ON, REDUCES, read_file
 from .fields import ConfigError, refuse
 from .reductions import needs_own_reduction
 from .sections import Config
 
 if TYPE_CHECKING:
     from .param_groups import ParamRule
-
-__all__ = ["PASSED_ON", "RESOLVED", "Resolved", "resolve"]
 
 
 @dataclass(frozen=True)

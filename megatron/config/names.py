@@ -46,8 +46,12 @@ def unknown_arguments(words: Sequence[str]) -> list[str]:
 
     known = ["--config", *map(flag, HOME)]
     removed = {flag(name): removal(name) for name in REMOVED}
-    names = [word.split("=")[0] for word in words if word.startswith("--")] or list(words[:1])
-    return [removed.get(name) or f"unknown argument {name}{suggestion(name, known)}" for name in names]
+    names = [word.split("=")[0] for word in words if word.startswith("--")]
+    problems = []
+    for name in names or words[:1]:
+        problem = removed.get(name) or f"unknown argument {name}{suggestion(name, known)}"
+        problems.append(problem)
+    return problems
 
 
 def removal(name: str) -> str:

@@ -22,13 +22,16 @@ def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
     for word in [words] if isinstance(words, str) else words:
         parts += _split(word)
     given = f"--data-path {' '.join(parts)}"
-    if len(parts) < 2 or not _is_number(parts[0]):
-        if any(_is_number(part) and not _is_corpus(part) for part in parts):
+    is_weighted = len(parts) > 1 and _is_number(parts[0])
+    if not is_weighted:
+        strange = [part for part in parts if _is_number(part) and not _is_corpus(part)]
+        if strange:
             raise DatasetError(f"{given} must be pairs of a weight and a prefix, as in 0.7 a 0.3 b")
         return [(None, part) for part in parts]
     weights = parts[::2]
     prefixes = parts[1::2]
-    if len(weights) != len(prefixes) or not all(_is_number(weight) and float(weight) > 0 for weight in weights):
+    are_positive = all(_is_number(weight) and float(weight) > 0 for weight in weights)
+    if len(weights) != len(prefixes) or not are_positive:
         raise DatasetError(f"{given} must be pairs of a positive weight and a prefix, as in 0.7 a 0.3 b")
     return list(zip(weights, prefixes, strict=True))
 

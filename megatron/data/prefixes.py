@@ -28,11 +28,15 @@ class Prefixes:
         The length of a prefix is uniform from 0 to n - 1, where n is the length of the document or window. So at
         least one token counts in the loss. The same tokens and seed give the same mask.
         """
-        ends = np.flatnonzero(tokens[:-1] == self.eod) + 1 if self.by_document else np.empty(0, np.int64)
+        ends = np.empty(0, np.int64)
+        if self.by_document:
+            ends = np.flatnonzero(tokens[:-1] == self.eod) + 1
+        # Documents of 3 and 2 tokens: stops 0 3 5, sizes 3 2, places 0 1 2 0 1. Lengths of 2 and 0 give 1 1 0 0 0.
         stops = np.concatenate([[0], ends, [len(tokens)]])
         sizes = np.diff(stops)
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
         lengths = (rng.random(len(sizes)) * sizes).astype(np.int64)
         place = np.arange(len(tokens)) - np.repeat(stops[:-1], sizes)
-        inside: Ids = (place < np.repeat(lengths, sizes)).astype(np.int64)
-        return inside
+        is_inside = place < np.repeat(lengths, sizes)
+        mask: Ids = is_inside.astype(np.int64)
+        return mask

@@ -21,9 +21,12 @@ def extend(state: int, dataset: Any, first: int, count: int) -> int:
     places = getattr(dataset, "places", lambda first, count: np.arange(first, first + count))
     for at in range(first, first + count, AT_ONCE):
         take = min(AT_ONCE, first + count - at)
-        powers = np.cumprod(np.full(take, BASE), dtype=np.uint64)  # BASE^1 ... BASE^take, modulo 2^64
-        terms = _mix(places(at, take).astype(np.uint64)) * np.concatenate([powers[-2::-1], [np.uint64(1)]])
-        state = (state * int(powers[-1]) + int(terms.sum(dtype=np.uint64))) % 2**64
+        # Ids a b c extend the state s to s * BASE^3 + a * BASE^2 + b * BASE + c, all modulo 2^64.
+        powers = np.cumprod(np.full(take, BASE), dtype=np.uint64)  # BASE^1 ... BASE^take
+        factors = np.concatenate([powers[-2::-1], [np.uint64(1)]])
+        terms = _mix(places(at, take).astype(np.uint64)) * factors
+        total = int(terms.sum(dtype=np.uint64))
+        state = (state * int(powers[-1]) + total) % 2**64
     return state
 
 

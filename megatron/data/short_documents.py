@@ -24,7 +24,10 @@ def _document_ends(sizes: Sizes) -> NDArray[np.int64]:
     From a large corpus, only ENOUGH random documents are taken.
     """
     rng = np.random.default_rng(0)
-    chosen = sizes if len(sizes) <= ENOUGH else sizes[np.sort(rng.choice(len(sizes), ENOUGH, replace=False))]
+    chosen = sizes
+    if len(sizes) > ENOUGH:
+        numbers = rng.choice(len(sizes), ENOUGH, replace=False)
+        chosen = sizes[np.sort(numbers)]
     chosen = rng.permutation(chosen[chosen > 0])
     return np.cumsum(chosen, dtype=np.int64) - 1
 

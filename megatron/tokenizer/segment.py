@@ -201,9 +201,13 @@ class _RjiebaSegmenter:
         the sequence. A difference is possible if `run` begins or ends with single-character words next to a letter,
         and if these characters together are a dictionary word.
         """
-        if run[1:2] == SEPARATOR and before[-1:] in _LETTERS and self._is_word(_FIRST_SINGLES.search(run)):
-            return True
-        return run[-2:-1] == SEPARATOR and after[:1] in _LETTERS and self._is_word(_LAST_SINGLES.search(run))
+        first = None
+        last = None
+        if run[1:2] == SEPARATOR and before[-1:] in _LETTERS:
+            first = _FIRST_SINGLES.search(run)
+        if run[-2:-1] == SEPARATOR and after[:1] in _LETTERS:
+            last = _LAST_SINGLES.search(run)
+        return self._is_word(first) or self._is_word(last)
 
     def _is_word(self, singles: "re.Match[str] | None") -> bool:
         """Return whether single-character words together are a dictionary word."""

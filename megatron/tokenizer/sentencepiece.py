@@ -218,10 +218,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         found: list[NDArray[np.int32]] = self._sp.encode(list(texts), num_threads=1, return_type="numpy")
+        spells_marks = len(self._mark) > 0
         for i, text in enumerate(texts):
-            if self.is_llama and (self._symbols or self._is_bare(text)):
-                found[i] = self._encode_as_llama(text)
-            elif len(self._mark) and MARK in text:
+            if self.is_llama:
+                if self._symbols or self._is_bare(text):
+                    found[i] = self._encode_as_llama(text)
+            elif spells_marks and MARK in text:
                 found[i] = self._encode_marked(text)
         return found
 

@@ -17,7 +17,7 @@ from data_utils.tokenizer_training import train_sentencepiece
 from megatron.config import settings
 from megatron.config.command_line import parse
 from megatron.config.defaults import DEFAULTS
-from megatron.config.ds_config import PASSED_ON, RESOLVED
+from megatron.config.ds_file import PASSED_ON, RESOLVED
 from megatron.config.ds_notes import idle_keys
 from megatron.config.fields import ConfigError, flag
 from megatron.config.ineffective import ROWS

@@ -16,7 +16,8 @@ from megatron.checkpointing import schema
 from megatron.config import settings
 from megatron.config.command_line import from_file, parse, with_values
 from megatron.config.data_stages import parse_stages
-from megatron.config.ds_config import PASSED_ON, RESOLVED, resolve
+from megatron.config.ds_config import resolve
+from megatron.config.ds_file import PASSED_ON, RESOLVED
 from megatron.config.fields import ConfigError
 from megatron.config.foreign.flags import FLAGS
 from megatron.config.param_groups import read_param_rules

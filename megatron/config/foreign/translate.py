@@ -27,13 +27,14 @@ class _Keep(argparse.Action):
         self.theirs = theirs
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        row = FLAGS[self.theirs]
-        if row.takes in (None, object):
+        takes = FLAGS[self.theirs].takes
+        if takes in (None, object):
             values = True if values is None else SAID.get(values.lower(), values)
-        if row.takes is None and not isinstance(values, bool):
+        if takes is None and not isinstance(values, bool):
             parser.error(f"{option_string} takes no value, but was given {values}")
-        kept = getattr(namespace, self.dest, {})
-        setattr(namespace, self.dest, {**kept, self.theirs: values})
+        kept = dict(getattr(namespace, self.dest, {}))
+        kept[self.theirs] = values
+        setattr(namespace, self.dest, kept)
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
