@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import tds
+
 from .conflicts import conflicts_with_compile
 from .ds_file import PASSED_ON, REDUCES, read_file
 from .fields import ConfigError, refuse
@@ -39,7 +41,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     fast_bf16: whether `--precision auto` selects bf16 if the file specifies no precision.
     Raises ConfigError for an unknown key, and for a contradiction; the message then shows both values.
     """
-    given = read_file(config)
+    given = read_file(config, tds.complaint)
     path = config.train.deepspeed_config or "ds_config"
     sizes, notes = _batch_sizes(config, given, path, world_size)
     precision = _precision(config, given, path, fast_bf16)

@@ -1,10 +1,8 @@
 """DeepSpeed's JSON file: its keys, and refusal of unknown and invalid ones."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any
-
-import tds
 
 from ..json_text import brief, shown
 from ..storage import PlaceError, local
@@ -43,9 +41,10 @@ INSTEAD = {
 PIPELINE = "--pipeline-schedule, --virtual-pipeline-size, --partition-method and --checkpoint-activations"
 
 
-def read_file(config: Config) -> dict[str, Any]:
+def read_file(config: Config, complaint: Callable[[str, dict[str, Any]], str | None]) -> dict[str, Any]:
     """Return the content of --deepspeed-config without the keys that are absent, null or "auto"; {} without the file.
 
+    complaint: function (name, content) that returns what is wrong with a section, else None.
     Raises ConfigError for an unknown key, an invalid value, and a section "pipeline" that contradicts the flags.
     """
     path = config.train.deepspeed_config
@@ -57,6 +56,9 @@ def read_file(config: Config) -> dict[str, Any]:
     _refuse_urls(given, path)
     for key in SECTIONS & given.keys():
         given[key] = _section(key, given[key], path)
+        problem = complaint(key, given[key])
+        if problem:
+            raise ConfigError(f"{path}: in {key!r}, {brief(problem, 300)}")
     for key in NUMBERS & given.keys():
         if isinstance(given[key], bool) or not isinstance(given[key], (int, float)) or not isfinite(given[key]):
             raise ConfigError(f"{path}: {key!r} must be a number, not {shown(given[key])}")
@@ -119,9 +121,6 @@ def _section(key: str, value: Any, path: str) -> dict[str, Any]:
         del section["enabled"]
     if not isinstance(section.get("enabled", False), bool):
         raise ConfigError(f"{path}: in {key!r}, 'enabled' must be true or false")
-    problem = tds.complaint(key, section)
-    if problem:
-        raise ConfigError(f"{path}: in {key!r}, {brief(problem, 300)}")
     return section
 
 
