@@ -38,7 +38,7 @@ def index_text(
 
 
 class Merged(NamedTuple):
-    """What the reports of all ranks say of a checkpoint.
+    """The reports of all ranks, merged.
 
     tensors: key -> full shape, split dimension and pieces. expected: key -> shape that must exist. optimizer: entry
     `optimizer` of checkpoint.json. sums: checksum of each file, by name.

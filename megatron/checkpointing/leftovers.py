@@ -1,4 +1,4 @@
-"""What a crash or a failed save has left: half-written checkpoints, and an earlier save under a temporary name."""
+"""Clean-up after a crash or a failed save: half-written checkpoints, and an earlier save under a temporary name."""
 
 import contextlib
 import shutil

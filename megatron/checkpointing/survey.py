@@ -1,4 +1,4 @@
-"""What ranks exchange for a save: facts before they write, and reports of what they have written."""
+"""Messages between ranks during a save: facts before they write, and reports of the written files."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from .slow import named_if_slow
 
 
 class Facts(NamedTuple):
-    """What all ranks must know of a rank before they write: its optimizer, its buffers and its checksum algorithm."""
+    """Facts about a rank that all ranks need before they write: its optimizer, buffers and checksum algorithm."""
 
     step: int
     moments: list[str]
@@ -62,7 +62,7 @@ def file_name() -> str:
 
 
 class Report(NamedTuple):
-    """What rank 0 must know of a rank's share: the written files, the expected shapes, and differing step counts."""
+    """Report on a rank's share for rank 0: the written files, the expected shapes, and differing step counts."""
 
     files: list[dict[str, Any]]
     expected: dict[str, list[int]]

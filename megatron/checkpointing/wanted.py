@@ -1,4 +1,4 @@
-"""Which parts of a checkpoint a run loads."""
+"""The choice of the parts of a checkpoint that a run loads."""
 
 from dataclasses import dataclass
 

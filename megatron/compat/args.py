@@ -8,7 +8,6 @@ from typing import Any
 from ..config import Config
 from ..config.command_line import HOME, RENAMED, SettingsParser, build_parser, nearest
 from ..config.fields import ConfigError
-from ..config.foreign.translate import settings_for
 
 # Attributes of CPM-Pretrain that are False in every run.
 _OFF = (
@@ -80,6 +79,8 @@ class Args:
             return getattr(getattr(self.config, HOME[name]), name)
         if name in WITHOUT_VALUE:
             raise AttributeError(f"args.{name} of CPM-Pretrain has no value in this project: {WITHOUT_VALUE[name]}")
+        from ..config.foreign.translate import settings_for
+
         ours = settings_for(name)
         instead = f"; use {' and '.join(f'args.{each}' for each in ours)}" if ours else nearest(name, HOME)
         raise AttributeError(f"args has no attribute {name!r}{instead}")
