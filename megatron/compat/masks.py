@@ -95,7 +95,8 @@ def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
     mask: bool, True where attention is forbidden. tokens: [b, s].
     Raises ValueError if document ids cannot express the mask.
     """
-    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:] != (1, tokens.shape[1], tokens.shape[1]):
+    s = tokens.shape[1]
+    if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1:] != (1, s, s):
         raise ValueError(
             f"an attention mask of GPT2Model is bool [1 or b, 1, s, s], not {mask.dtype} {list(mask.shape)}; {ADVICE}"
         )
@@ -125,7 +126,8 @@ def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
     # several documents, gets id 0: its document is not in the encoder.
     decoder_ids = found.masked_fill(sees_all & other, 0)
     expected = _t5_masks(encoder_ids, decoder_ids)
-    for name, ours, theirs in zip(("encoder mask", "decoder mask", "cross mask"), expected, given, strict=True):
+    names = ("encoder mask", "decoder mask", "cross mask")
+    for name, ours, theirs in zip(names, expected, given, strict=True):
         _compare(name, theirs != 0, ours)
     if bool((encoder_ids == 1).all()) and bool((decoder_ids == 1).all()):
         return no_documents(encoder.device), no_documents(encoder.device)

@@ -79,7 +79,8 @@ def nats_of(ids: Sequence[int], logits_of: Logits, longest: int, stride: int, de
     found: list[float] = []
     for window in windows(len(ids), longest, stride):
         piece = tokens[:, window.start : window.end]
-        scores = torch.log_softmax(logits_of(piece[:, :-1])[0].float(), dim=-1)
+        logits = logits_of(piece[:, :-1])[0].float()
+        scores = torch.log_softmax(logits, dim=-1)
         taken = -scores.gather(1, piece[0, 1:, None])[:, 0]
         found += taken[window.first - window.start - 1 :].tolist()
     return found
@@ -90,8 +91,12 @@ def boundary(context: Sequence[int], whole: Sequence[int]) -> int:
 
     A token that contains the end of the context and the start of the continuation counts as part of the latter.
     """
-    pairs = enumerate(zip(context, whole, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(context), len(whole)))
+    shared = 0
+    for own, other in zip(context, whole, strict=False):
+        if own != other:
+            break
+        shared += 1
+    return shared
 
 
 def score_one(request: Request, logits_of: Logits, device: torch.device) -> Scored:
@@ -99,10 +104,12 @@ def score_one(request: Request, logits_of: Logits, device: torch.device) -> Scor
     tokens = torch.tensor([request.ids], dtype=torch.int64, device=device)
     with torch.no_grad():
         logits = logits_of(tokens[:, :-1])[0, -request.targets :]
-    scores = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = torch.log_softmax(wide, dim=-1)
     targets = tokens[0, -request.targets :]
     total = scores.gather(1, targets[:, None]).sum().item()
-    return Scored(total, bool((scores.argmax(-1) == targets).all()))
+    greedy = scores.argmax(-1) == targets
+    return Scored(total, bool(greedy.all()))
 
 
 def read_cloze(path: str, tokenizer: Tokenizer, longest: int) -> list[Request]:

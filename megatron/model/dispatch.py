@@ -65,11 +65,14 @@ def _exchanged(rows: Tensor, counts: Tensor, apply: Apply, axis: mpu.Axis) -> Te
     here = torch.empty_like(counts)
     dist.all_to_all_single(here, counts, group=axis.group)
     here = here.view(axis.size, -1)  # [ranks, this rank's experts]: rows that each rank sends to each expert
-    numbers = torch.arange(here.shape[1], device=here.device).repeat(axis.size).repeat_interleave(here.flatten())
-    sends, receives = torch.stack([counts.view(axis.size, -1).sum(1), here.sum(1)]).tolist()
+    experts = torch.arange(here.shape[1], device=here.device).repeat(axis.size)
+    numbers = experts.repeat_interleave(here.flatten())  # expert of each row that arrives
+    to_send = counts.view(axis.size, -1).sum(1)
+    sends, receives = torch.stack([to_send, here.sum(1)]).tolist()
     order, place = _sorted(numbers)
     arrived = _copy(mpu.exchange_rows(rows, sends, receives, axis), order, place)
     if torch.is_grad_enabled() and not arrived.requires_grad:
         # If some experts are frozen, all ranks must still take part in sending gradients of outputs back.
         arrived.requires_grad_()
-    return mpu.exchange_rows(_copy(apply(arrived, here.sum(0)), place, order), receives, sends, axis)
+    outputs = apply(arrived, here.sum(0))
+    return mpu.exchange_rows(_copy(outputs, place, order), receives, sends, axis)

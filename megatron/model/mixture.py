@@ -48,11 +48,14 @@ def multiplies_in_groups(rows: Tensor, experts: Sequence[Expert]) -> bool:
     Experts with biases, recomputed activations, weights that ZeRO 3 shards or widths that are not multiples of 8, which
     the grouped matmul needs, are applied one after another, as on CPUs.
     """
+    if not rows.is_cuda or rows.dtype is not torch.bfloat16 or not hasattr(F, "grouped_mm"):
+        return False
     first = experts[0]
-    plain = first.dense_4h_to_h.bias is None and not first.activation_again
-    whole = not mpu.sharded_by_zero(first.dense_h_to_4h.weight)
-    aligned = all(width % 8 == 0 for width in first.dense_4h_to_h.weight.shape)
-    return plain and whole and aligned and rows.is_cuda and rows.dtype is torch.bfloat16 and hasattr(F, "grouped_mm")
+    down = first.dense_4h_to_h
+    if down.bias is not None or first.activation_again:
+        return False
+    aligned = all(width % 8 == 0 for width in down.weight.shape)
+    return aligned and not mpu.sharded_by_zero(first.dense_h_to_4h.weight)
 
 
 class _Grouped(torch.autograd.Function):
@@ -73,8 +76,11 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, ends, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        of_rows = F.grouped_mm(grad, torch.stack(weights), offs=ends) if mpu.needs_grad(ctx, 0) else None
-        if not any(mpu.needs_grad(ctx, 2 + expert) for expert in range(len(weights))):
+        of_rows = None
+        if mpu.needs_grad(ctx, 0):
+            of_rows = F.grouped_mm(grad, torch.stack(weights), offs=ends)
+        needed = [mpu.needs_grad(ctx, 2 + expert) for expert in range(len(weights))]
+        if not any(needed):
             return of_rows, None, *[None] * len(weights)
         of_weights = F.grouped_mm(grad.t(), rows, offs=ends)
         if _skips_empty_sums(grad):

@@ -67,7 +67,10 @@ class Router(nn.Module):
         if self.training and config.router_jitter:
             x = x * self._jitter(x)
         logits = F.linear(x, self.weight.to(x.dtype))
-        scores = logits.softmax(-1) if config.router_score == "softmax" else logits.sigmoid()
+        if config.router_score == "softmax":
+            scores = logits.softmax(-1)
+        else:
+            scores = logits.sigmoid()
         liked = scores.detach()
         if config.has_router_bias:
             liked = liked + config.router_bias_rate * self.bias_steps
@@ -103,7 +106,9 @@ class Router(nn.Module):
         if config.has_aux_loss and config.router_aux_loss:
             shares = self.tokens / self.tokens.sum().clamp(min=1)
             shares = shares + (shares.sum() == 0) / len(shares)  # equal before the first step
-            probabilities = scores if config.router_score == "softmax" else scores / scores.sum(-1, keepdim=True)
+            probabilities = scores
+            if config.router_score != "softmax":
+                probabilities = scores / scores.sum(-1, keepdim=True)
             factor = config.router_aux_loss * len(shares)
             each = each + factor * (probabilities @ shares.to(scores.dtype))
         if config.router_z_loss:
@@ -112,7 +117,9 @@ class Router(nn.Module):
             loss = each.sum().view(1) / (each.numel() * self.sequence.size)
         else:
             loss = each.masked_fill(~text.mask, 0.0).sum().view(1) / text.total.clamp(min=1.0)
-        return mpu.reduce_from_model_parallel_region(loss, self.sequence) if self.sequence.size > 1 else loss
+        if self.sequence.size == 1:
+            return loss
+        return mpu.reduce_from_model_parallel_region(loss, self.sequence)
 
     def end_step(self, tokens: Tensor, applied: bool | Tensor = True) -> None:
         """Store `tokens` int64 [e], the tokens of each expert in this step's global batch, and change the biases.

@@ -14,7 +14,7 @@ from .text_tokens import Text, text_tokens
 
 
 class Routing(NamedTuple):
-    """What a layer with experts shares with the others of its stack.
+    """State that a layer with experts shares with the other layers of its stack.
 
     losses: a list of the summed loss of the routers so far, [n] for the n stacks of the model, or an empty list.
     text: which tokens are text; routers leave out padding. None for all, or in evaluation.

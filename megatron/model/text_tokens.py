@@ -1,4 +1,4 @@
-"""Which tokens of a micro-batch are text, not padding, for routers and --log-layers.
+"""Masks and counts of the tokens that are text, not padding, for routers and --log-layers.
 
 Shapes: s sequence, b batch, n stacks of layers.
 """

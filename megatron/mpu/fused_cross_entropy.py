@@ -38,14 +38,16 @@ def fused_losses(
     x = logits[:, :real]
     dtype = torch.promote_types(x.dtype, torch.float32)
     both = torch.zeros(2, len(target), dtype=dtype, device=x.device)
-    for chunk in chunks_of(x, FUSED_CHUNK) if real else []:
-        both[:, chunk] = top_and_log_sum(x[chunk], dtype)
+    if real:
+        for chunk in chunks_of(x, FUSED_CHUNK):
+            both[:, chunk] = top_and_log_sum(x[chunk], dtype)
     top, log_sum = both
     if axis.size > 1:
         own = top if real else top - torch.inf
         top = largest(own, logits, axis)
         log_sum = total((own - top + log_sum).exp(), axis).log()
-    return loss_of(x, target, top, log_sum, label_smoothing, vocab_size, axis), top, log_sum
+    loss = loss_of(x, target, top, log_sum, label_smoothing, vocab_size, axis)
+    return loss, top, log_sum
 
 
 def _write_gradient(

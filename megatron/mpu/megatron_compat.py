@@ -32,8 +32,11 @@ def split_tensor_along_last_dim(
 
     Raises ValueError if num_partitions does not divide n.
     """
-    chunks: tuple[Tensor, ...] = torch.split(tensor, divide(tensor.shape[-1], num_partitions), dim=-1)
-    return tuple(chunk.contiguous() for chunk in chunks) if contiguous_split_chunks else chunks
+    size = divide(tensor.shape[-1], num_partitions)
+    chunks: tuple[Tensor, ...] = torch.split(tensor, size, dim=-1)
+    if not contiguous_split_chunks:
+        return chunks
+    return tuple(chunk.contiguous() for chunk in chunks)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -1,4 +1,4 @@
-"""What the sharded layers of layers.py have in common.
+"""Base class and functions of the sharded layers in layers.py.
 
 Shapes: s sequence, b batch, h hidden, t model-parallel ranks.
 """
