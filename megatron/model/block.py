@@ -16,7 +16,7 @@ from megatron.config import ModelConfig
 from .attention import build_self_attention
 from .attention_kernels import Mask
 from .masks import DocumentRole, build_mask
-from .mlp import ParallelMLP
+from .mlp import ParallelMLP, build_mlp
 from .norm import build_norm
 
 if TYPE_CHECKING:
@@ -150,19 +150,6 @@ class TransformerLayer(nn.Module):
         if self.branch_factor != 1.0:
             branch = branch * self.branch_factor
         return hidden + branch
-
-
-def build_mlp(config: ModelConfig, name: str, branches: int, decoder: bool) -> nn.Module:
-    """Return the MLP of the layer `name`, or the mixture of experts that takes its place.
-
-    branches: see `TransformerLayer`. decoder: whether the layer is one of a T5's decoder.
-    """
-    has_experts = config.num_experts is not None and config.has_experts(int(name.rpartition(".")[2]))
-    if not has_experts:
-        return ParallelMLP(config, config.output_std(branches, config.ff_growth, decoder))
-    from .mixture import Mixture
-
-    return Mixture(config, f"{name}.mlp", config.output_std(branches, config.expert_ff_growth, decoder))
 
 
 def after_norm(norm: nn.Module, sublayer: Sublayer, hidden: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -62,8 +62,6 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
 
 # Function that runs a layer as observe(layer, call, inputs) and returns what call(inputs) returns.
 Observer = Callable[[Layer, Callable[[Any], Any], Any], Any]
-
-
 Steps = Sequence[tuple[Layer, Callable[[Any], Any]]]  # (layer, function that calls its module)
 
 

@@ -32,14 +32,6 @@ def targets_of(labels: Tensor, loss_mask: Tensor, others: Mapping[str, Tensor] |
     return (labels, loss_mask, others) if others else (labels, loss_mask)
 
 
-def summed_loss(model: Any, inputs: tuple[Tensor, ...], targets: Targets) -> Tensor:
-    """Return the loss of `model` summed over the targets, a scalar. The model is one without a pipeline."""
-    labels, loss_mask, *others = targets
-    more = others[0] if others else {}
-    total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **more)
-    return total
-
-
 def count_targets(targets: Targets) -> Tensor:
     """Return the number of targets of a micro-batch, a scalar in fp64, exact for any batch.
 

@@ -71,3 +71,16 @@ class ParallelMLP(nn.Module):
 
             return after_recomputed(self.activation, lambda active, **_: self.dense_4h_to_h(active), inner)  # type: ignore[no-any-return]
         return self.dense_4h_to_h(self.activation(inner))  # type: ignore[no-any-return]
+
+
+def build_mlp(config: ModelConfig, name: str, branches: int, decoder: bool) -> nn.Module:
+    """Return the MLP of the layer `name`, or the mixture of experts that takes its place.
+
+    branches: number of residual branches of the whole stack. decoder: whether the layer is one of a T5's decoder.
+    """
+    has_experts = config.num_experts is not None and config.has_experts(int(name.rpartition(".")[2]))
+    if not has_experts:
+        return ParallelMLP(config, config.output_std(branches, config.ff_growth, decoder))
+    from .mixture import Mixture
+
+    return Mixture(config, f"{name}.mlp", config.output_std(branches, config.expert_ff_growth, decoder))

@@ -30,6 +30,7 @@ from .groups import (
     get_pipe_parallel_group,
     get_pipe_parallel_rank,
     get_pipe_parallel_world_size,
+    model_parallel_is_initialized,
 )  # fmt: skip
 from .initial_values import InitMethod, normal, ones, zeros
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -109,11 +110,6 @@ def initialize_model_parallel(
     return mesh
 
 
-def model_parallel_is_initialized() -> bool:
-    """Return whether this process has a current mesh."""
-    return _current.is_initialized()
-
-
 def destroy_model_parallel() -> None:
     """Forget the current mesh; its torch process groups stay open."""
     _current.enter(None)
@@ -155,29 +151,19 @@ def get_topology() -> Topology:
     return _current.current().topology
 
 
+# Old name -> new name.
 _HOMES = {
-    "ALONE": "TRIVIAL_AXIS",
-    "counts_here": "is_unique_param",
-    "filled_later": "defer_init",
-    "is_asked_for": "needs_grad",
-    "stretches": "context_slices",
-    "sum_to_own_context": "reduce_scatter_context",
-    "undrawn": "skip_init",
-    "whole_context": "all_gather_context",
-}  # old name -> new name
+    "ALONE": "TRIVIAL_AXIS", "counts_here": "is_unique_param", "filled_later": "defer_init",
+    "is_asked_for": "needs_grad", "stretches": "context_slices", "sum_to_own_context": "reduce_scatter_context",
+    "undrawn": "skip_init", "whole_context": "all_gather_context",
+}  # fmt: skip
 
 # Name -> module that defines it, which is imported when the name is used first; few runs need these modules.
 _ON_FIRST_USE = {
-    "DeferredLogits": "linear_cross_entropy",
-    "all_gather_context": "context",
-    "context_slices": "context",
-    "exchange_rows": "exchange",
-    "gather_context": "context",
-    "gather_partial_from_model_parallel_region": "traced",
-    "reduce_scatter_context": "context",
-    "vocab_parallel_right": "accuracy",
-    "whole_logits": "linear_cross_entropy",
-}
+    "DeferredLogits": "linear_cross_entropy", "all_gather_context": "context", "context_slices": "context",
+    "exchange_rows": "exchange", "gather_context": "context", "gather_partial_from_model_parallel_region": "traced",
+    "reduce_scatter_context": "context", "vocab_parallel_right": "accuracy", "whole_logits": "linear_cross_entropy",
+}  # fmt: skip
 
 if not TYPE_CHECKING:
 

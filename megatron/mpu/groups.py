@@ -2,8 +2,13 @@
 
 import torch.distributed as dist
 
-from .current import current
+from .current import current, is_initialized
 from .mesh import Axis, group_of_members
+
+
+def model_parallel_is_initialized() -> bool:
+    """Return whether this process has a current mesh."""
+    return is_initialized()
 
 
 def get_model_parallel_rank() -> int:

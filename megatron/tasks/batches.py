@@ -1,7 +1,8 @@
-"""Broadcast of the batches of all tasks over the model-parallel ranks."""
+"""Functions that all tasks share: broadcast of a batch over the model-parallel ranks, and its loss."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from megatron import mpu
 from ..config import Config
 from ..config.data import DataConfig
 from ..data.corpora import prefixes_of
+from ..model.loss import Targets
 from ..training.task import Batch
 
 
@@ -36,3 +38,11 @@ def broadcast_batch(
 
         return broadcast_with_corpora(data, keys, corpora, config.train.batch_size, sizes)
     return mpu.broadcast_data(keys, data, torch.int64, sizes=sizes), {}
+
+
+def summed_loss(model: Any, inputs: tuple[Tensor, ...], targets: Targets) -> Tensor:
+    """Return the loss of `model` summed over the targets, a scalar. The model is one without a pipeline."""
+    labels, loss_mask, *others = targets
+    more = others[0] if others else {}
+    total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **more)
+    return total

@@ -10,11 +10,11 @@ from ..config import Config
 from ..config.defaults import DEFAULTS
 from ..data.gpt2_dataset import build_train_valid_test_datasets
 from ..model.gpt2 import GPT2Model
-from ..model.loss import Targets, summed_loss, targets_of
+from ..model.loss import Targets, targets_of
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets, Task
 from ..utils import get_ltor_documents_and_position_ids
-from .batches import broadcast_batch
+from .batches import broadcast_batch, summed_loss
 
 
 class GPT2(Task):

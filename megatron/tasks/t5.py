@@ -13,13 +13,13 @@ from ..config.defaults import DEFAULTS
 from ..data import cpm_triples
 from ..data.corpora import prefixes_of
 from ..data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
-from ..model.loss import Targets, summed_loss, targets_of
+from ..model.loss import Targets, targets_of
 from ..model.masks import no_documents
 from ..model.t5 import T5Model
 from ..model.text_tokens import text_count
 from ..tokenizer import SentinelTokenizer, Tokenizer
 from ..training.task import Batch, Datasets, Task
-from .batches import broadcast_batch
+from .batches import broadcast_batch, summed_loss
 
 KEYS = ["encoder", "decoder", "labels", "encoder_document_ids", "decoder_document_ids", "loss_mask"]
 
