@@ -126,6 +126,8 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         if self.optimizer.overflow:
             drop_gradients(self.optimizer)
 
+    # DeepSpeed's `_exec_optimizer_step`, at the end of a schedule, calls in this order: this method, the one of
+    # `base_engine.Engine`, and DeepSpeed's, which clips by `clip_fp32_gradients` above and steps the optimizer.
     def _take_model_step(self, lr_kwargs: Any) -> None:
         if self.spike_guard:
             self._losses.read()

@@ -112,7 +112,7 @@ def _for_deepspeed(
     ds.setdefault("zero_force_ds_cpu_optimizer", False)
     # training/log.py prints the progress lines. DeepSpeed's logger, which would print its own lines, is kept quiet.
     ds["steps_per_print"] = 10**9
-    # Without ZeRO and pipeline, training/engine.py clips gradients, as DeepSpeed would not report the gradient norm.
+    # Without ZeRO and pipeline, engines/without_pipeline.py clips, as DeepSpeed would not report the gradient norm.
     is_plain = zero == 0 and p.pipe_parallel_size == 0
     ds["gradient_clipping"] = 0.0 if is_plain else clip
     if precision in ("fp16", "bf16"):

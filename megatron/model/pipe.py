@@ -135,7 +135,9 @@ def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
             key = layer.tied
             weight = tied_weights[key]
         spec = TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=weight)
-    spec.build = lambda log=False: layer.build(seed)
+    spec.build = lambda log=False: layer.build(
+        seed
+    )  # in place of DeepSpeed's, whose layers draw from no seed of their own
     return spec
 
 

@@ -1,4 +1,4 @@
-"""The current `ParallelContext`, which layers copy when they are built. It is the only global state of mpu."""
+"""The current `ParallelContext`, which layers copy when they are built."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,8 +1,9 @@
 """Linear layers and an embedding sharded over the model-parallel ranks (Shoeybi et al. 2019).
 
 Shapes: s sequence, b batch, i features in, o features out, h hidden, v vocabulary, t model-parallel ranks.
-When a layer is built, it draws the initial values of its whole weight from torch's default generator, so that the
-values do not depend on t. `init_method` fills a whole weight in place.
+A layer that is built alone draws the initial values of its whole weight from torch's default generator, so that the
+values do not depend on t; in a model, the model draws them (`mpu.defer_init`). `init_method` fills a whole weight in
+place.
 axis, options: the ranks over which a layer is sharded, and its communication and kernel options. Both are by default
 those of the current context (`mpu.parallel_context`).
 """

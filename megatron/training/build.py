@@ -54,7 +54,8 @@ def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None)
 def build_model(plan: Plan) -> nn.Module:
     """Build the model of the task. If a rank fails, every rank raises RunError.
 
-    The initial weights do not depend on the numbers of data-, tensor- and pipeline-parallel ranks.
+    The initial weights do not depend on the numbers of data-, tensor- and pipeline-parallel ranks: `init_weights` draws
+    those of declared parameters from (seed, name). `seeded_layers` is for layers that draw their values themselves.
 
     With ZeRO 3, each layer of `megatron.model` is partitioned over the ranks as soon as it is built. So no rank ever
     holds the whole model.
