@@ -3,11 +3,11 @@
 `bash scripts/run_gpt2.sh` calls this script; `python pretrain_gpt2.py --help` lists every setting.
 """
 
-from megatron.config.check import first_look
+from megatron.config.check import parse_early
 
 
 def main() -> None:
-    config = first_look("gpt2")
+    config = parse_early("gpt2")
     from megatron.tasks import GPT2
     from megatron.training import run
 

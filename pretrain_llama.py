@@ -3,11 +3,11 @@
 `bash scripts/run_llama.sh` calls this script; `python pretrain_llama.py --help` lists every setting.
 """
 
-from megatron.config.check import first_look
+from megatron.config.check import parse_early
 
 
 def main() -> None:
-    config = first_look("llama")
+    config = parse_early("llama")
     from megatron.tasks import Llama
     from megatron.training import run
 

@@ -3,11 +3,11 @@
 `bash scripts/run_t5.sh` calls this script; `python pretrain_t5.py --help` lists every setting.
 """
 
-from megatron.config.check import first_look
+from megatron.config.check import parse_early
 
 
 def main() -> None:
-    config = first_look("t5")
+    config = parse_early("t5")
     from megatron.tasks import T5
     from megatron.training import run
 

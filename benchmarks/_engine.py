@@ -65,7 +65,7 @@ def ours(flags: str) -> Ours:
                 inputs, targets = tokens_of(config)
                 places = torch.arange(targets.shape[1], device=targets.device).expand_as(targets)
                 if not config.is_t5:
-                    *inputs, targets = (mpu.own_tokens(x, 1, mpu.context_axis()) for x in (*inputs, targets))
+                    *inputs, targets = (mpu.shard_sequence(x, 1, mpu.context_axis()) for x in (*inputs, targets))
                 nothing = no_documents(targets.device)
                 if config.parallel.pipe_parallel_size:
                     inputs = (

@@ -18,8 +18,8 @@ from re import Pattern
 from typing import Any, NamedTuple, Protocol
 
 from megatron.tokenizer.base import Tokenizer, TokenizerError, any_of
-from megatron.tokenizer.beside import TEMPLATE, settings_beside, token_beside
 from megatron.tokenizer.load import file_of
+from megatron.tokenizer.sibling_files import TEMPLATE, settings_beside, token_beside
 
 from .document_text import check_pairs
 from .jinja_sandbox import EndlessTemplate, GenerationBlocks, environment, limited

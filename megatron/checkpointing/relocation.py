@@ -17,7 +17,8 @@ from ..config import Config
 from ..config.data_stages import with_prefixes
 from ..data.corpora import renamed
 from ..storage import RemotePath, is_url
-from ..tokenizer.beside import (
+from ..tokenizer.load import file_of, folder_has_one
+from ..tokenizer.sibling_files import (
     GENERATION,
     MORE_TEMPLATES,
     SETTINGS,
@@ -27,7 +28,6 @@ from ..tokenizer.beside import (
     generation_beside,
     ids_beside,
 )
-from ..tokenizer.load import file_of, folder_has_one
 
 FOLDER = "tokenizer"
 WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMPLATE)

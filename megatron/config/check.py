@@ -17,7 +17,7 @@ from .fields import ConfigError
 from .sections import Config
 
 
-def first_look(family: str) -> Config | None:
+def parse_early(family: str) -> Config | None:
     """Return the settings of a training script before torch is imported; exit on `--help` or invalid flags.
 
     Returns None on ranks other than 0: `training.entry.run` parses their flags later, so that only rank 0 prints
@@ -30,6 +30,9 @@ def first_look(family: str) -> Config | None:
         return None
     with _one_sentence(Path(sys.argv[0]).name):
         return parse(sys.argv[1:], DEFAULTS[family], int(ranks), print_note)
+
+
+first_look = parse_early  # name of 0.2.0
 
 
 def print_note(note: str) -> None:

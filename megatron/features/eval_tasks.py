@@ -129,7 +129,7 @@ class RankScorer(LogLikelihoods):
 
     def _own_tokens(self, x: Tensor) -> Tensor:
         """Return the tokens of this context-parallel rank of x [b, s], on the device."""
-        return mpu.own_tokens(x, 1, mpu.context_axis()).contiguous().to(self._device)
+        return mpu.shard_sequence(x, 1, mpu.context_axis()).contiguous().to(self._device)
 
 
 def evaluate_on_tasks(run: Run, task_sets: Sequence[TaskSet]) -> None:

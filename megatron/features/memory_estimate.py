@@ -41,9 +41,9 @@ class MemoryEstimate(Feature):
         parameters = count_parameters(model)
         of_muon = 0
         if plan.config.optim.muon_scale:
-            from ..model.hidden_matrices import hidden_matrices
+            from ..model.muon_parameters import muon_parameters
 
-            of_muon = count_parameters(model, hidden_matrices(model))
+            of_muon = count_parameters(model, muon_parameters(model))
         Watchdog.advice = memory_advice(parameters, plan.config, plan.resolved.precision, of_muon)
 
     def start(self, run: Run) -> None:

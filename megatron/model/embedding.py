@@ -122,7 +122,7 @@ class DecoderStart(ModelStart):
         hidden, position_ids, document_ids = inputs
         if self.weight is not None:
             self.refuse_more_than(position_ids.shape[-1])
-            places = mpu.own_tokens(position_ids.t(), 0, self.context)  # [s, b]
+            places = mpu.shard_sequence(position_ids.t(), 0, self.context)  # [s, b]
             hidden = hidden + self.vectors(places)
         elif not self.role.attention:
             if document_ids.numel():

@@ -7,9 +7,9 @@ from megatron.config import ModelConfig, mup
 from megatron.config.mup import Growth
 
 from .block import TransformerLayer
-from .hidden_matrices import hidden_matrices
 from .mixture import Expert
 from .mlp import ParallelMLP
+from .muon_parameters import muon_parameters
 
 
 def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = None) -> dict[nn.Parameter, float]:
@@ -22,7 +22,7 @@ def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = N
     if config.mup_base_hidden_size is None:
         return {}
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    of_muon = hidden_matrices(model) if muon else set()
+    of_muon = muon_parameters(model) if muon else set()
     growth = _growth_of_mlps(model, config)
     usual = Growth(config.width_factor, config.width_factor)
 

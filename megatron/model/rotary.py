@@ -101,7 +101,7 @@ def rotation(
         else:
             place = torch.arange(seen, seen + length, device=document_ids.device).unsqueeze(1)  # [s, 1]
         if context is not None:
-            place = mpu.own_tokens(place, 0, context)
+            place = mpu.shard_sequence(place, 0, context)
         angle = place[..., None, None].float() * frequencies(m, document_ids.device)
         factor = attention_factor(m)
         return angle.cos() * factor, angle.sin() * factor

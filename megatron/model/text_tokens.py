@@ -34,7 +34,7 @@ def text_tokens(document_ids: Tensor, sequence: mpu.Axis, context: mpu.Axis) -> 
 
     def make() -> Text:
         is_text = document_ids != 0
-        own = mpu.own_tokens(is_text.t(), 0, context)
+        own = mpu.shard_sequence(is_text.t(), 0, context)
         total = is_text.sum(dtype=torch.float64) / context.size
         return Text(mpu.local_shard(own, 0, sequence), total)
 

@@ -58,10 +58,10 @@ from .random import RngStreams, derive_seed, seeded
 from .sequence import (
     gather_from_sequence_parallel_region,
     local_shard,
-    own_tokens,
     pad_sequence,
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
+    shard_sequence,
     whole_length,
 )  # fmt: skip
 from .topology import Coord, Topology
@@ -154,8 +154,8 @@ def get_topology() -> Topology:
 # Old name -> new name.
 _HOMES = {
     "ALONE": "TRIVIAL_AXIS", "counts_here": "is_unique_param", "filled_later": "defer_init",
-    "is_asked_for": "needs_grad", "stretches": "context_slices", "sum_to_own_context": "reduce_scatter_context",
-    "undrawn": "skip_init", "whole_context": "all_gather_context",
+    "is_asked_for": "needs_grad", "own_tokens": "shard_sequence", "stretches": "context_slices",
+    "sum_to_own_context": "reduce_scatter_context", "undrawn": "skip_init", "whole_context": "all_gather_context",
 }  # fmt: skip
 
 # Name -> module that defines it, which is imported when the name is used first; few runs need these modules.
@@ -190,7 +190,7 @@ __all__ = [
     "get_model_parallel_world_size", "get_options", "get_pipe_parallel_group", "get_pipe_parallel_rank",
     "get_pipe_parallel_world_size", "get_rng", "get_topology", "grad_norm", "initialize_model_parallel", "is_split",
     "is_unitialized", "local_shard", "model_parallel_cuda_manual_seed", "model_parallel_is_initialized", "needs_grad",
-    "neighbours", "normal", "onednn_is_there", "ones", "own_tokens", "pad_sequence", "padded_vocab_size",
+    "neighbours", "normal", "onednn_is_there", "ones", "shard_sequence", "pad_sequence", "padded_vocab_size",
     "parallel_context", "reduce_from_model_parallel_region", "reduce_scatter_context",
     "reduce_scatter_to_sequence_parallel_region", "replicas_of", "scatter_to_model_parallel_region",
     "scatter_to_sequence_parallel_region", "seeded", "sequence_axis", "set_model_parallel_rank",

@@ -119,7 +119,7 @@ def local_shard(x: Tensor, dim: int = 0, axis: Axis | None = None) -> Tensor:
     return x.narrow(dim, axis.rank * length, length)
 
 
-def own_tokens(x: Tensor, dim: int, axis: Axis) -> Tensor:
+def shard_sequence(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """Return this context-parallel rank's tokens of `x` along `dim`: [..., s, ...] -> [..., s/c, ...] on c ranks.
 
     Returns `x` itself on an axis of one rank. Raises ValueError unless 2c divides the length s.

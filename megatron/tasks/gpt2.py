@@ -80,9 +80,9 @@ class GPT2(Task):
         tokens, *places = inputs
         labels, loss_mask, *others = targets
         context = mpu.context_axis()
-        tokens = mpu.own_tokens(tokens, 1, context)
-        labels = mpu.own_tokens(labels, 1, context)
-        loss_mask = mpu.own_tokens(loss_mask, 1, context)
+        tokens = mpu.shard_sequence(tokens, 1, context)
+        labels = mpu.shard_sequence(labels, 1, context)
+        loss_mask = mpu.shard_sequence(loss_mask, 1, context)
         return (tokens, *places), targets_of(labels, loss_mask, *others)
 
     def _windows(self, data: Batch | None, config: Config, tokenizer: Tokenizer) -> tuple[tuple[Tensor, ...], Targets]:

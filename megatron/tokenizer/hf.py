@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import SENTINEL, Tokenizer, TokenizerError, fingerprint, split_name_pattern
-from .beside import SETTINGS, class_beside, named_beside, refuse_missing_tokens, settings_beside, token_beside
+from .sibling_files import SETTINGS, class_beside, named_beside, refuse_missing_tokens, settings_beside, token_beside
 
 LIKE_A_MARK = re.compile(r"<\S+>|\[\S+\]")
 # Classes whose vocab.json and merges.txt belong to another pre-tokenizer or normalizer than GPT-2's

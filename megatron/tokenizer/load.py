@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from .base import Tokenizer, TokenizerError
-from .beside import named_by_placeholder
+from .sibling_files import named_by_placeholder
 
 KINDS = ("auto", "sentencepiece", "cpm", "cpm+rjieba", "cpm-vocab", "cpm-vocab+rjieba", "gpt2-bpe", "hf")
 PROBES = (

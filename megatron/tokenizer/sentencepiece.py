@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import SENTINEL, Tokenizer, TokenizerError, any_of, byte_piece, fingerprint, split_name_pattern
-from .beside import SETTINGS, refuse_missing_tokens, settings_beside, token_beside
 from .model_proto import USER_DEFINED, read_facts
+from .sibling_files import SETTINGS, refuse_missing_tokens, settings_beside, token_beside
 
 EOD = "<eod>"
 MARK = "\u2581"  # represents a space in sentencepiece's tokens

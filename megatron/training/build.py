@@ -19,8 +19,8 @@ from ..config.ds_config import Resolved, resolve
 from ..engines.engine import Engine
 from ..engines.param_groups import keys_of_groups
 from ..engines.with_pipeline import PipeEngine
-from ..model.hidden_matrices import hidden_matrices
 from ..model.layers import global_parameters
+from ..model.muon_parameters import muon_parameters
 from ..optim import build_optimizer
 from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks
@@ -118,7 +118,7 @@ def build_engine(
 
 def _muon(model: nn.Module, config: Config, resolved: Resolved) -> dict[str, Any]:
     """Return the arguments of `build_optimizer` that only Muon needs. Raises RunError if it has no matrix."""
-    hidden = hidden_matrices(model)
+    hidden = muon_parameters(model)
     somewhere = any(gather_objects(bool(hidden)))
     with all_ranks():
         if not somewhere:

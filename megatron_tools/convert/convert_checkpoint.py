@@ -27,8 +27,8 @@ from megatron.config.command_line import with_values
 from megatron.config.fields import flag
 from megatron.ranks.rank_0 import print_notes
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
-from megatron.tokenizer.beside import GENERATION, ROLES
 from megatron.tokenizer.load import file_of
+from megatron.tokenizer.sibling_files import GENERATION, ROLES
 from megatron_tools.shapes import check_model
 
 from .export_roles import bare_roles, generation_settings, model_ids

@@ -9,7 +9,14 @@ from typing import Any
 
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import read_object
-from megatron.tokenizer.beside import ROLES, class_beside, ends_beside, generation_beside, ids_beside, settings_beside
+from megatron.tokenizer.sibling_files import (
+    ROLES,
+    class_beside,
+    ends_beside,
+    generation_beside,
+    ids_beside,
+    settings_beside,
+)
 
 PADS = ("<pad>", "<|pad|>", "[PAD]", "<unk>")  # names of special tokens that may serve as padding
 NO_TEXT = "\U0010fffd"  # a text of one private-use character, which no vocabulary contains

@@ -11,7 +11,9 @@ from data_utils.sidecars import of_conversations
 from megatron.config import Config
 from megatron.data.corpora import prefixes_of
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
-from megatron.tokenizer.beside import (
+from megatron.tokenizer.load import file_of
+from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
+from megatron.tokenizer.sibling_files import (
     MORE_TEMPLATES,
     SETTINGS,
     TEMPLATE,
@@ -20,8 +22,6 @@ from megatron.tokenizer.beside import (
     settings_beside,
     token_beside,
 )
-from megatron.tokenizer.load import file_of
-from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
 
 from .export_roles import REPLACED, named_class, tokenizer_settings
 from .hf_tokenizer import is_t5_model, to_hf_tokenizer

@@ -16,10 +16,10 @@ from megatron.model.gpt2 import GPT2Model
 from megatron.model.t5 import T5Model
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import read_object
-from megatron.tokenizer.beside import SETTINGS
 from megatron.tokenizer.hf import HFTokenizer, library
 from megatron.tokenizer.load import file_of, folder_has_one
 from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
+from megatron.tokenizer.sibling_files import SETTINGS
 
 from .hf_config import FAMILIES
 from .hf_tokenizer import texts_of

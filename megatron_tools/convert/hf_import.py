@@ -14,9 +14,9 @@ from megatron.config.command_line import with_values
 from megatron.ranks.rank_0 import print_notes
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
 from megatron.tokenizer.base import read_object
-from megatron.tokenizer.beside import generation_beside
 from megatron.tokenizer.load import file_of, folder_has_one, refuse_other_ids
 from megatron.tokenizer.sentinels import own_sentinels
+from megatron.tokenizer.sibling_files import generation_beside
 
 from .hf_folder import Folder, FolderReader
 from .upcycle import router_buffers

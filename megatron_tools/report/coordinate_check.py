@@ -26,10 +26,10 @@ from megatron.model.attention import Attention
 from megatron.model.block import TransformerLayer
 from megatron.model.embedding import StackNorm
 from megatron.model.gpt2 import GPT2Model
-from megatron.model.hidden_matrices import hidden_matrices
 from megatron.model.lr_factors import layer_lr_factors
 from megatron.model.mixture import Mixture
 from megatron.model.mlp import ParallelMLP
+from megatron.model.muon_parameters import muon_parameters
 from megatron.model.t5 import T5Model
 from megatron.mpu import VocabParallelEmbedding
 from megatron.optim import build_optimizer, group_keys
@@ -91,7 +91,7 @@ def sizes_of(config: Config, steps: int) -> Sizes:
     kind_of_model: Any = T5Model if config.is_t5 else GPT2Model
     model = kind_of_model(config, parallel_output=False).eval()
     keys = group_keys(model, config.optim, factors=layer_lr_factors(model, config.model, config.optim.muon_scale))
-    hidden = hidden_matrices(model) if config.optim.muon_scale else ()
+    hidden = muon_parameters(model) if config.optim.muon_scale else ()
     optimizer = build_optimizer(keys, config.optim, hidden=hidden, width=config.model.width_factor)
     for group in optimizer.param_groups:
         group["lr"] = config.optim.lr * group["lr_factor"]

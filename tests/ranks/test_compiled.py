@@ -140,7 +140,7 @@ def _stretches() -> None:
     layer, ids = Block(config.model, "layers.0").double(), no_documents(torch.device("cpu"))
     init_weights(layer, 1)
     whole = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    x = mpu.own_tokens(whole, 0, mpu.context_axis())
+    x = mpu.shard_sequence(whole, 0, mpu.context_axis())
 
     def run() -> list[Tensor]:
         given = x.clone().requires_grad_()

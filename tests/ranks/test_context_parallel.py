@@ -95,14 +95,14 @@ def _body(world: int) -> list[str]:
     axis, bad = mpu.context_axis(), []
     for case in CASES:
         *given, grad = inputs(case.groups)
-        own = [mpu.own_tokens(x, 2, axis).clone().requires_grad_() for x in given]
+        own = [mpu.shard_sequence(x, 2, axis).clone().requires_grad_() for x in given]
         ids = ids_of(case.documents)
         views = views_of(ids, S, case.window, document_scope(ids, causal=True), axis)
         out = _attention(case).attend(own[0], own[1], own[2], views, None)  # [s/c, b, n d]
         out = out.view(-1, B, HEADS, D).permute(1, 2, 0, 3)
-        out.backward(mpu.own_tokens(grad, 2, axis))
+        out.backward(mpu.shard_sequence(grad, 2, axis))
         for name, found, whole in zip("oqkv", [out, *(x.grad for x in own)], reference(case), strict=True):
-            worst = (found - mpu.own_tokens(whole, 2, axis)).abs().max().item()  # type: ignore[operator]
+            worst = (found - mpu.shard_sequence(whole, 2, axis)).abs().max().item()  # type: ignore[operator]
             if not worst < 1e-12:
                 bad.append(f"{case}: {name} is off by {worst:.1e}")
         in_pieces = pieces_for(own[0], views) is not None
@@ -143,11 +143,11 @@ def _round_trip(world: int) -> tuple[bool, Tensor]:
     mpu.initialize_model_parallel(context_parallel_size=world)
     axis = mpu.context_axis()
     whole = torch.arange(S * 3.0).view(S, 3)
-    own = mpu.own_tokens(whole, 0, axis).requires_grad_()
+    own = mpu.shard_sequence(whole, 0, axis).requires_grad_()
     again = mpu.gather_context(own, axis)
     (again * whole).sum().backward()
     assert own.grad is not None
-    return torch.equal(again, whole), own.grad / mpu.own_tokens(whole, 0, axis)
+    return torch.equal(again, whole), own.grad / mpu.shard_sequence(whole, 0, axis)
 
 
 def test_gathered_tokens_stand_in_their_order() -> None:

@@ -17,7 +17,7 @@ from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import moments_of
 from megatron.estimate.sizes import count_layers, layers_of
 from megatron.model import GPT2Model, T5Model, global_parameters
-from megatron.model.hidden_matrices import hidden_matrices
+from megatron.model.muon_parameters import muon_parameters
 from megatron.optim import build_optimizer, group_keys
 from megatron.optim.muon import Muon, orthogonalise
 from tds.clip import leave_out_unless_finite, steps_separately
@@ -44,7 +44,7 @@ def _model(name: str, more: str = "") -> tuple[nn.Module, Config]:
 @pytest.mark.parametrize("name", MODELS)
 def test_hidden_matrices_are_the_weights_of_transformer_layers(name: str) -> None:
     model, _ = _model(name)
-    hidden = hidden_matrices(model)
+    hidden = muon_parameters(model)
     for path, p in global_parameters(model):
         assert (p in hidden) == (not any(word in path for word in OTHERS)), path
 
@@ -58,10 +58,10 @@ def test_steps_are_those_of_torch(name: str, dtype: torch.dtype, more: str) -> N
     model, config = _model(name, more)
     model = model.double() if exact else model
     o = config.optim
-    ours = build_optimizer(group_keys(model, o), o, hidden=hidden_matrices(model), ns_dtype=None if exact else dtype)
+    ours = build_optimizer(group_keys(model, o), o, hidden=muon_parameters(model), ns_dtype=None if exact else dtype)
     reference: dict[str, list[Tensor]] = {}
     matrices, decay, rest = list[Tensor](), list[Tensor](), list[Tensor]()
-    hidden = hidden_matrices(model)
+    hidden = muon_parameters(model)
     for path, p in global_parameters(model):
         parts = separate(path, p.detach().clone(), config.model)
         reference[path] = [nn.Parameter(part) for part in parts]
@@ -91,7 +91,7 @@ def test_steps_are_those_of_torch(name: str, dtype: torch.dtype, more: str) -> N
 @pytest.mark.parametrize("name", MODELS)
 def test_the_memory_estimate_counts_one_moment_for_matrices(name: str) -> None:
     model, config = _model(name)
-    optimizer = build_optimizer(group_keys(model, config.optim), config.optim, hidden=hidden_matrices(model))
+    optimizer = build_optimizer(group_keys(model, config.optim), config.optim, hidden=muon_parameters(model))
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -124,12 +124,12 @@ def test_a_weight_chooses_with_use_muon() -> None:
     weights = dict(global_parameters(model))
     weights["layers.0.mlp.dense_h_to_4h.weight"].use_muon = False  # type: ignore[attr-defined]
     weights["position_embedding.weight"].use_muon = True  # type: ignore[attr-defined]
-    hidden = {name for name, p in weights.items() if p in hidden_matrices(model)}
+    hidden = {name for name, p in weights.items() if p in muon_parameters(model)}
     assert "layers.0.mlp.dense_h_to_4h.weight" not in hidden and "position_embedding.weight" in hidden
     weights["final_norm.norm.weight"].use_muon = True  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="use_muon"):
         o = config.optim
-        build_optimizer(group_keys(model, o), o, hidden=hidden_matrices(model))
+        build_optimizer(group_keys(model, o), o, hidden=muon_parameters(model))
 
 
 @pytest.mark.parametrize("flags", ["--muon-momentum 0.9", "--no-muon-nesterov", "--optimizer sgd --muon-lr-factor 2"])
@@ -151,7 +151,7 @@ def test_a_skipped_step_counts_nowhere() -> None:
     """Muon's groups have no step count, which apex's Adam has, so a skipped step must not make one."""
     model, config = _model("gpt2")
     o = config.optim
-    ours = build_optimizer(group_keys(model, o), o, hidden=hidden_matrices(model))
+    ours = build_optimizer(group_keys(model, o), o, hidden=muon_parameters(model))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     leave_out_unless_finite(ours, torch.tensor(float("inf")))

@@ -14,9 +14,9 @@ from megatron.config.fields import ConfigError
 from megatron.model import global_parameters
 from megatron.model.block import TransformerLayer
 from megatron.model.gpt2 import GPT2Model
-from megatron.model.hidden_matrices import hidden_matrices
 from megatron.model.layers import LayerStack
 from megatron.model.lr_factors import layer_lr_factors
+from megatron.model.muon_parameters import muon_parameters
 from megatron.model.t5 import T5Model
 from megatron.optim.muon import _ratios
 from megatron_tools.report.coordinate_check import sizes_of, slope
@@ -69,7 +69,7 @@ def _model(flags: str) -> tuple[Config, LayerStack]:
 def _matrices(model: LayerStack) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the matrices of the linear layers of attention and MLP, by name."""
     for name, p in global_parameters(model):
-        if p in hidden_matrices(model):
+        if p in muon_parameters(model):
             yield name, p
 
 

@@ -16,7 +16,7 @@ from megatron.checkpointing.relocation import (
 )
 from megatron.config.command_line import parse
 from megatron.data.fingerprints import ENDS, corpus_fingerprint
-from megatron.tokenizer.beside import ends_beside
+from megatron.tokenizer.sibling_files import ends_beside
 from megatron_tools.convert.hf_folder import is_hf_folder
 
 

@@ -9,7 +9,7 @@ from megatron import mpu
 from .block import TransformerLayer
 
 
-def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+def muon_parameters(model: nn.Module) -> set[nn.Parameter]:
     """Return the matrices that Muon orthogonalises: the weights of the linear layers inside transformer layers.
 
     The attribute `use_muon` of a weight, True or False, overrides this choice; DeepSpeed reads the same attribute.
