@@ -126,8 +126,9 @@ class PipelineState:
 
     def _chosen(self, files: list[Any], having: list[Any], name: str) -> Any:
         """Return the file from which this stage loads `name`. files: of all stages. having: those that hold `name`."""
-        if len(having) == len(files) == self._grid.get_pipe_parallel_world_size():
-            return having[self._grid.get_stage_id()]
+        grid = self._grid
+        if len(having) == len(files) == grid.get_pipe_parallel_world_size():
+            return having[grid.get_stage_id()]
         if name.startswith("loss_fn."):
             return having[-1]
         changed = [each for each in having if name in each["changed"]]

@@ -54,7 +54,12 @@ def new_source(own: Mapping[str, Any], foreign: Mapping[str, Any], where: str = 
 
 
 def _is_strange(name: str, value: Any) -> bool:
-    return isinstance(value, str) and name in _CHOICES and value not in _CHOICES[name]
+    """Return whether a value may be the word of another framework."""
+    if not isinstance(value, str):
+        return False
+    if name == "tokenizer_type":  # the names of tokenizers are no choices of the flag, but ours have no such ending
+        return value.endswith("Tokenizer")
+    return name in _CHOICES and value not in _CHOICES[name]
 
 
 def merge(sources: Sequence[Source], line: Source) -> tuple[dict[str, Any], list[str]]:

@@ -50,7 +50,7 @@ def run(script: str, folder: Path, layout: str, flags: str) -> list[float]:
     argv = [str(ROOT / script), *flags.split(), "--run-dir", str(folder)]
     argv += ["--pipe-parallel-size", str(stages), "--model-parallel-size", str(model)]
     ends = ends_of_ranks(max(stages, 1) * model, _script, argv)
-    assert all(end.code == 0 for end in ends), [end.words for end in ends]
+    assert all(end.code == 0 for end in ends), [end.stderr[-2000:] for end in ends]
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return losses(rows) + losses(rows, "valid")
 

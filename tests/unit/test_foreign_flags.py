@@ -11,7 +11,7 @@ from megatron.config import Config
 from megatron.config.command_line import HOME, from_file, parse
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError, flag
-from megatron.config.foreign.flags import FLAGS, ROWS
+from megatron.config.foreign.flags import FLAGS, ROWS, VALUES
 from megatron.config.foreign.outcomes import ByValue, Means, NoEffect, Refused
 from megatron.data.skips import Skips, parse_ranges
 from megatron.optim import lr_at
@@ -479,3 +479,13 @@ def test_defaults_in_the_documents_are_ours() -> None:
             setting = name.replace("-", "_")
             section = getattr(Config(), HOME[setting])
             assert str(getattr(section, setting)) == ours, name
+
+
+@pytest.mark.parametrize(("setting", "word"), [(name, word) for name, words in VALUES.items() for word in words])
+def test_words_of_other_frameworks_are_translated_without_any_flag_of_theirs(setting: str, word: str) -> None:
+    """As with the `args_defaults` of a script, which may name a tokenizer or a norm of Megatron-LM."""
+    notes: list[str] = []
+    more = {"lr_decay_style": "WSD"} if setting == "lr_wsd_decay_style" else {}
+    config = parse(["--vocab-size", "64", "--train-iters", "8"], {**more, setting: word}, 1, notes.append)
+    flat = {name: value for section in config.to_dict().values() for name, value in section.items()}
+    assert flat[setting] == VALUES[setting][word]

@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.config import Config, ModelConfig
 from megatron.config.sections import DataConfig, ParallelConfig
 from megatron.model import GPT2Model, T5Model
-from megatron.mpu import mesh
+from megatron.mpu import current
 from tests.sentences import SENTENCES
 
 
@@ -45,11 +45,11 @@ def _t5() -> tuple[Any, tuple[Tensor, ...]]:
 def test_a_pass_asks_nobody(build: Any, parallel_output: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, (*inputs, labels) = build()
     model.parallel_output = parallel_output
-    monkeypatch.setattr(mesh, "_Current", _NobodyToAsk())
+    monkeypatch.setattr(current, "_Current", _NobodyToAsk())
     if parallel_output:
         model(*inputs, labels=labels).mean().backward()
         assert all(p.grad is not None for p in model.parameters())
     else:
         assert model(*inputs).shape[-1] == 64
     with pytest.raises(AssertionError, match=SENTENCES["asked_for_the_mesh"]):
-        mesh.current()
+        current.current()
