@@ -103,24 +103,23 @@ class TransformerLayer(nn.Module):
         the keyword `recipe`, which only layers built for it accept.
         """
         own = caches.own if caches else None
+        other = caches.cross if caches else None
+
+        def attend(x: Tensor, **recipe: Any) -> Any:
+            return self.attention(x, mask, bias, own, angles, **recipe)
+
+        def attend_to_encoder(x: Tensor, **recipe: Any) -> Any:
+            assert encoded is not None
+            return self.cross_attention(x, *encoded, other, **recipe)
+
+        def run_mlp(x: Tensor, **recipe: Any) -> Any:
+            return self._run_mlp(x, routing)
+
         with self.saving(self.training):
-            hidden = self._add(
-                self.input_layernorm,
-                self.attention_dropout,
-                lambda x, **recipe: self.attention(x, mask, bias, own, angles, **recipe),
-                hidden,
-            )
+            hidden = self._add(self.input_layernorm, self.attention_dropout, attend, hidden)
             if encoded is not None:
-                other = caches.cross if caches else None
-                hidden = self._add(
-                    self.cross_layernorm,
-                    self.cross_dropout,
-                    lambda x, **recipe: self.cross_attention(x, *encoded, other, **recipe),
-                    hidden,
-                )
-            return self._add(
-                self.post_attention_layernorm, self.mlp_dropout, lambda x, **_: self._run_mlp(x, routing), hidden
-            )
+                hidden = self._add(self.cross_layernorm, self.cross_dropout, attend_to_encoder, hidden)
+            return self._add(self.post_attention_layernorm, self.mlp_dropout, run_mlp, hidden)
 
     def _run_mlp(self, x: Tensor, routing: "Routing | None") -> tuple[Tensor, Tensor | None]:
         """Apply the MLP or the mixture: [s, b, h] -> ([s, b, h], bias). The mixture adds its loss to `routing`."""

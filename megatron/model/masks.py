@@ -147,7 +147,7 @@ def build_mask(window: int | None, role: DocumentRole, context: mpu.Axis) -> Cal
     """Return the function that makes the mask of a decoder-only model's layer, see `attention_kernels.Call`.
 
     Its arguments are document ids [b, s] or empty, the length s of the whole sequence, and the number of cached tokens.
-    window: number of last tokens that a query sees, None for all. context: ranks that share out a sequence.
+    window: number of last tokens that a query sees, None for all. context: ranks that shard a sequence.
     """
 
     def documents(ids: Tensor, length: int, seen: int) -> Any:

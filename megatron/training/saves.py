@@ -94,7 +94,7 @@ class Saves(Feature):
             log.report()
         good = log.health.state_to_save(run.state)
         if good.iteration == run.state.iteration:
-            good.features = run.features.state()  # what acts after the log may have changed it
+            good.features = run.features.state()  # features that act after the log may have changed it
         else:
             print_rank_0(
                 f"all steps since iteration {good.iteration} were skipped, so the checkpoint has the state of "
