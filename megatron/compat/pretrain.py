@@ -10,6 +10,7 @@ from torch import nn
 
 from ..config.fields import ConfigError
 from ..training.entry import run
+from ..training.feature import Feature
 from ..training.global_vars import set_own_flags
 from ..training.task import Datasets
 from .args import own_flags
@@ -28,6 +29,7 @@ def pretrain(
     name: str = "model",
     argv: Sequence[str] | None = None,
     exit: bool = True,
+    features: Sequence[Feature] = (),
 ) -> None:
     """Train with the settings of the command line; a second call with the same run directory resumes.
 
@@ -41,6 +43,7 @@ def pretrain(
     tokenizer_provider(config, tokenizer) -> the tokenizer to use, e.g. with more special tokens.
     args_defaults: values that replace defaults of settings; flags override these values.
     argv: the flags, by default those of the command line. exit: whether to end the process when the run ends.
+    features: optional parts of your own, see `megatron.training.Feature`.
 
     As in CPM-Pretrain, the data-set provider may take the numbers of samples as an argument. Then `forward_step` must
     return the mean over the target tokens of a micro-batch, see `megatron.compat.script.ScriptTask`.
@@ -62,4 +65,4 @@ def pretrain(
     more = (count_targets, tokenizer_provider)
     original = more == (None, None) and is_original(train_valid_test_datasets_provider)
     task = ScriptTask(*functions, defaults, name) if original else FunctionsTask(*functions, defaults, name, *more)
-    run(task, words, exit)
+    run(task, words, exit, features=features)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.compat import pretrain as home
 from megatron.config import feature_table
 from megatron.config.command_line import parse
 from megatron.config.feature_settings import FeatureSettings, with_features
@@ -332,3 +333,11 @@ def test_a_state_that_json_cannot_hold_is_refused_at_the_first_step(
 def test_the_file_of_a_feature_can_be_imported_first() -> None:
     done = command("python", "-c", "from megatron.features.spike_guard import Guard; print(Guard.Settings.__name__)")
     assert done.stdout == "GuardSettings\n", done.stderr
+
+
+def test_pretrain_passes_features_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(home, "run", lambda task, words, exit, features: found.append((words, features)))
+    feature = MeanNorm()
+    home.pretrain(lambda: (None, None, None), lambda: None, argv=["--lr", "1"], features=[feature])  # type: ignore[arg-type,return-value]
+    assert found == [(["--lr", "1"], [feature])]
