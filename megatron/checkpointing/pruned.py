@@ -1,9 +1,11 @@
 """Reading of checkpoints beside a run that deletes its old checkpoints (--keep-last)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
 from ..storage import RemotePath
 from .files import INDEX, CheckpointError, find_checkpoint
@@ -46,3 +48,17 @@ def read_kept(find: Callable[[], Sequence[Path]], read: Callable[[Sequence[Path]
 def read_newest(load: str, read: Callable[[Path], T], again: bool = True) -> T:
     """Return `read` of the checkpoint that --load names; see `read_kept`."""
     return read_kept(lambda: [find_checkpoint(load)], lambda paths: read(paths[0]), again)
+
+
+@contextmanager
+def say_if_deleted(checkpoint: Path | None) -> Iterator[None]:
+    """Context of a start from a checkpoint: if it fails because the checkpoint was deleted, the RunError says so.
+
+    A start is not repeated by itself: the model, data and optimizer were set up for this checkpoint.
+    """
+    try:
+        yield
+    except RunError:
+        if checkpoint is None or not was_deleted(checkpoint):
+            raise
+        raise RunError(f"{checkpoint} {WHY}; run the command again, or raise --keep-last of the other run") from None

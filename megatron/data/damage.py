@@ -4,7 +4,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from .indexed_dataset import LOSS, IndexedDataset
 READ_AT_ONCE = 1 << 22  # bytes
 SUSPICIOUS = 1024  # tokens; a shorter run of one id is no hole
 TOKENS_AT_ONCE = 1 << 20
+ADVICE = "copy the file again or rebuild the corpus with tools/preprocess_data.py"
 
 
 def spread(count: int, most: int) -> list[int]:
@@ -40,6 +41,43 @@ def sums_of(prefix: str, about: Mapping[str, Any] | None) -> dict[str, Any] | No
     return found if isinstance(found, dict) else None
 
 
+class Block(NamedTuple):
+    """Bytes `begin` to `end` - 1 of a file, and the SHA-256 that they must have."""
+
+    path: Path
+    begin: int
+    end: int
+    expected: str
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the content in pieces of at most `READ_AT_ONCE` bytes."""
+        left = self.end - self.begin
+        with self.path.open("rb") as file:
+            file.seek(self.begin)
+            while left and (piece := file.read(min(left, READ_AT_ONCE))):
+                yield piece
+                left -= len(piece)
+
+    def damage(self, pieces: Iterator[bytes] | None = None) -> str | None:
+        """Return a message if the content has another SHA-256. pieces: the content; read from the file if None."""
+        digest = hashlib.sha256()
+        for piece in pieces or self.pieces():
+            digest.update(piece)
+        if digest.hexdigest() == self.expected:
+            return None
+        return f"{self.path} is damaged in bytes {self.begin} to {self.end}: SHA-256 differs from the sidecar"
+
+
+def blocks_of(path: Path, sums: Mapping[str, Any]) -> list[Block]:
+    """Return the blocks of a .bin or .idx that have a checksum. sums: the entry of `sums_of`."""
+    size = path.stat().st_size
+    block = sums.get("block", 1 << 26)
+    starts = range(0, size, block)
+    ends = [min(start + block, size) for start in starts]
+    expected = sums[path.suffix.removeprefix(".")]
+    return [Block(path, *each) for each in zip(starts, ends, expected, strict=False)]
+
+
 def find_damage(prefix: str, sums: Mapping[str, Any], most: int | None = None) -> Iterator[str]:
     """Yield a message for each block of a pair whose SHA-256 is not that of the sidecar.
 
@@ -48,27 +86,14 @@ def find_damage(prefix: str, sums: Mapping[str, Any], most: int | None = None) -
     block = sums.get("block", 1 << 26)
     for ending in ("bin", "idx"):
         path = place(f"{prefix}.{ending}")
-        expected = sums[ending]
-        size = path.stat().st_size
-        count = -(-size // block)
-        if count != len(expected):
-            yield f"{path} has {count} blocks of {block >> 20} MiB, but the sidecar lists {len(expected)}"
-        for number in spread(min(count, len(expected)), most or count):
-            begin = number * block
-            if _sum_of_block(path, begin, block) != expected[number]:
-                last = min(begin + block, size)
-                yield f"{path} is damaged in bytes {begin} to {last}: SHA-256 differs from the sidecar"
-
-
-def _sum_of_block(path: Path, begin: int, size: int) -> str:
-    digest = hashlib.sha256()
-    left = size
-    with path.open("rb") as file:
-        file.seek(begin)
-        while left and (piece := file.read(min(left, READ_AT_ONCE))):
-            digest.update(piece)
-            left -= len(piece)
-    return digest.hexdigest()
+        listed = len(sums[ending])
+        count = -(-path.stat().st_size // block)
+        if count != listed:
+            yield f"{path} has {count} blocks of {block >> 20} MiB, but the sidecar lists {listed}"
+        blocks = blocks_of(path, sums)
+        for number in spread(len(blocks), most or len(blocks)):
+            if problem := blocks[number].damage():
+                yield problem
 
 
 def find_holes(indexed: IndexedDataset, eod: int | None, most: int | None = None) -> Iterator[str]:
@@ -118,19 +143,23 @@ def _longest_document(indexed: IndexedDataset) -> int:
     return int(np.max(sizes)) if len(sizes) else 0
 
 
+def pairs_of(prefix: str) -> list[str]:
+    """Return the prefixes of the pairs of files that a corpus has: tokens, loss mask and parts."""
+    names = [prefix, prefix + LOSS, *(f"{prefix}_{part}" for part in PARTS)]
+    return [name for name in names if place(f"{name}.idx").is_file()]
+
+
 def problems_of(prefix: str, about: Mapping[str, Any] | None, most: int | None = None) -> Iterator[str]:
     """Yield a message for each damaged block and each hole of a corpus, which may have several pairs.
 
     about: content of its sidecar. most: number of blocks of each file to read, evenly spaced; all if None.
     """
-    pairs = [prefix, prefix + LOSS]
-    pairs += [f"{prefix}_{part}" for part in PARTS]
+    pairs = pairs_of(prefix)
     for pair in pairs:
-        sums = sums_of(pair, about)
-        if sums and place(f"{pair}.idx").is_file():
+        if sums := sums_of(pair, about):
             for problem in find_damage(pair, sums, most):
-                yield f"{problem}; copy the file again or rebuild the corpus with tools/preprocess_data.py"
-    if place(f"{prefix}.idx").is_file():
+                yield f"{problem}; {ADVICE}"
+    if prefix in pairs:
         eod = about.get("eod") if about else None
         # A block of tokens is smaller than one of the sidecar.
         yield from find_holes(IndexedDataset(prefix), eod, most and 16 * most)

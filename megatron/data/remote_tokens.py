@@ -254,6 +254,25 @@ class RemoteTokens:
             self._in_memory[number] = np.frombuffer(data, self.dtype)
 
 
+def cached_pieces(folder: Path, begin: int, end: int) -> list[tuple[Path, int, int]] | None:
+    """Return where the cache `folder` of an object has bytes `begin` to `end` - 1; None if it lacks a part of them.
+
+    The pieces are in order: a file, the offset of the piece in it and its length, at most `BLOCK`.
+    """
+    found = []
+    for number in range(begin // BLOCK, -(-end // BLOCK)):
+        path = folder / str(number // BLOCKS)
+        place_in_file = number % BLOCKS
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+            if os.pread(file.fileno(), 1, BLOCKS * BLOCK + place_in_file) == b"\1":
+                first = max(begin, number * BLOCK)
+                last = min(end, (number + 1) * BLOCK)
+                found.append((path, place_in_file * BLOCK + first % BLOCK, last - first))
+                continue
+        return None
+    return found
+
+
 def evict(folder: Path, limit: int) -> None:
     """Delete the files that were not used for the longest time until the rest fits into 7/8 of `limit` bytes.
 

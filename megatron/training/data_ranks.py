@@ -128,18 +128,18 @@ def read(
     t = config.train
     share = mpu.get_mesh().share
     sampler = ConsecutiveSampler(t.batch_size, gas or t.gas, *share, consumed_samples, skips)
-    remote = any(map(is_url, _corpora(config)))
+    remote = any(map(is_url, corpora_of(config)))
     return iter(build_loader(dataset, sampler, config.data.num_workers, read_ahead=remote))
 
 
-def _corpora(config: Config) -> list[str]:
+def corpora_of(config: Config) -> list[str]:
     """Return the prefixes of the run's `.bin/.idx` pairs, or [] if no flag names corpora."""
     return prefixes_of(config.data.paths) if config.data.names_corpora else []
 
 
 def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
     """Raise ValueError if a corpus's metadata shows another tokenizer or another end-of-document token."""
-    for path in _corpora(config):
+    for path in corpora_of(config):
         about = made_with(path)
         if about is not None and about.get("fingerprint") != tokenizer.fingerprint:
             raise ValueError(
@@ -153,11 +153,20 @@ def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
 
 def _check_content(config: Config) -> None:
     """Raise ValueError if a bounded look at the corpora on this machine finds damaged blocks or holes."""
-    prefixes = [prefix for prefix in _corpora(config) if not is_url(prefix)]
-    blocks = min(BLOCKS_AT_START, max(1, 4 * BLOCKS_AT_START // max(len(prefixes), 1)))
+    prefixes = [prefix for prefix in corpora_of(config) if not is_url(prefix)]
+    blocks = blocks_at_start(config)
     for prefix in prefixes:
         for problem in problems_of(prefix, made_with(prefix), blocks):
             raise ValueError(problem)
+
+
+def blocks_at_start(config: Config) -> int:
+    """Return how many blocks of each local file of a corpus are compared with their checksums before the run begins.
+
+    `megatron/features/corpus_checks.py` compares the others while the run trains.
+    """
+    local = sum(not is_url(prefix) for prefix in corpora_of(config))
+    return min(BLOCKS_AT_START, max(1, 4 * BLOCKS_AT_START // max(local, 1)))
 
 
 def _check_stages(dataset: Any, config: Config) -> None:
@@ -178,5 +187,5 @@ def _corpus_fingerprints(config: Config) -> dict[str, str]:
 
     All nodes see the same object in object storage, so few requests are enough there.
     """
-    looks = {path: corpus_fingerprint if is_url(path) else content_fingerprint for path in _corpora(config)}
+    looks = {path: corpus_fingerprint if is_url(path) else content_fingerprint for path in corpora_of(config)}
     return {f"the fingerprint of {path}": look(path) for path, look in looks.items()}

@@ -14,6 +14,7 @@ from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.data_plan import with_consumed_data
 from ..checkpointing.leftovers import clear
 from ..checkpointing.load import step_lags
+from ..checkpointing.pruned import say_if_deleted
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved
@@ -65,12 +66,13 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         with mpu.skip_init() if start.path else nullcontext():
             model = build_model(plan)
         parameters = count_parameters(model)
-        with all_ranks():
+        with say_if_deleted(start.path), all_ranks():
             lags = step_lags(*start)
         engine = build_engine(model, plan, features, timers, lags)
         if dist.get_world_size() > 1:
             engine.watch_steps(60 * config.parallel.distributed_timeout_minutes)
-        state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
+        with say_if_deleted(start.path):
+            state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
         config = config.with_batches(dist.get_world_size(), state.iteration, state.consumed_samples)
         with all_ranks():
             features.load(state.features)

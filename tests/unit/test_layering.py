@@ -113,6 +113,7 @@ MAY_IMPORT = {
         "megatron.config",
         "megatron.config.ds_config",
         "megatron.ranks",
+        "megatron.storage",
         "megatron.ranks.device",
         "megatron.mpu",
         "megatron.model",

@@ -1,0 +1,182 @@
+"""Comparison of all blocks of the corpora with the checksums of their sidecars, while the run trains."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from ..config import Config
+from ..data.corpora import made_with
+from ..data.damage import ADVICE, Block, blocks_of, pairs_of, sums_of
+from ..data.indexed_dataset import DatasetError
+from ..ranks.objects import gather_objects
+from ..storage import RemotePath, place
+from ..training.data_ranks import blocks_at_start, corpora_of, reads
+from ..training.feature import Feature
+from ..training.run_state import Run
+
+REST = 4.0  # pause after a block, as a multiple of the time that it took
+LOOK_AGAIN = 10.0  # seconds between two looks for blocks that were downloaded meanwhile
+
+Identity = tuple[int, int, int]  # inode, size and time of change
+
+
+class CorpusFile(NamedTuple):
+    """A .bin or .idx file, and its blocks in order. cache: folder of its blocks on this machine, for an object."""
+
+    path: Path
+    cache: Path | None
+    blocks: list[Block]
+
+
+class CorpusChecks(Feature):
+    """Feature that ends the run if a block of a corpus has another SHA-256 than its sidecar lists.
+
+    Before the run begins, rank 0 has compared a few blocks of each file, so that the start is fast. The ranks that read
+    data compare the others in a thread. Ranks that see the same file share its blocks; a node with a copy of its own
+    checks this copy. Of objects in storage, a node compares the blocks that are in its cache.
+    """
+
+    _checker: "Checker | None" = None
+
+    def start(self, run: Run) -> None:
+        files = _files_of(run.config) if reads() else []
+        identities = {str(file.path): _identity(file) for file in files}
+        shares = _shares(files, gather_objects(identities), blocks_at_start(run.config))
+        if shares:
+            self._checker = Checker(shares)
+            self._checker.start()
+
+    def before_step(self, iteration: int) -> None:
+        if self._checker and self._checker.problem:
+            raise DatasetError(self._checker.problem)
+
+    def close(self, error: BaseException | None) -> None:
+        if self._checker:
+            self._checker.end()
+
+
+class Checker(threading.Thread):
+    """Thread that compares blocks, and rests between them, so that training has the processors and disks.
+
+    problem: message about the first damaged block; None as long as there is none.
+    """
+
+    def __init__(self, files: Sequence[CorpusFile]) -> None:
+        super().__init__(name="corpus-checks", daemon=True)
+        self._files = files
+        self._ended = threading.Event()
+        self.problem: str | None = None
+
+    def end(self) -> None:
+        """Let the thread end after the block that it reads now."""
+        self._ended.set()
+
+    def run(self) -> None:
+        """Compare all blocks once; those that are not in the cache yet, later."""
+        waiting = list(self._files)
+        while waiting and not self._is_over():
+            waiting = [rest for file in waiting if (rest := self._rest_of(file)).blocks]
+            if waiting:
+                self._ended.wait(LOOK_AGAIN)
+
+    def _is_over(self) -> bool:
+        return self._ended.is_set() or self.problem is not None
+
+    def _rest_of(self, file: CorpusFile) -> CorpusFile:
+        """Compare the blocks that are there, and return the file with the others."""
+        missing = []
+        try:
+            for block in file.blocks:
+                if self._is_over():
+                    break
+                if not self._compare(file, block):
+                    missing.append(block)
+        except OSError as error:  # the run itself can still read a file that it has mapped
+            print(f"note: {file.path} is no longer compared with its checksums: {error}", file=sys.stderr)
+            missing = []
+        return file._replace(blocks=missing)
+
+    def _compare(self, file: CorpusFile, block: Block) -> bool:
+        """Compare a block; return False if the cache lacks a part of it."""
+        begin = time.monotonic()
+        pieces = _cached(file.cache, block) if file.cache else block.pieces()
+        if pieces is None:
+            return False
+        if damage := block.damage(pieces):
+            where = f", or its copy in {file.cache} is; delete the copy and start again" if file.cache else ""
+            self.problem = f"{damage}{where or f'; {ADVICE}'}"
+        self._ended.wait(REST * (time.monotonic() - begin))
+        return True
+
+
+def _files_of(config: Config) -> list[CorpusFile]:
+    """Return the files of the corpora that have checksums. Indices in storage are read from whole copies: left out."""
+    files = []
+    for prefix in corpora_of(config):
+        about = made_with(prefix)
+        for pair in pairs_of(prefix):
+            sums = sums_of(pair, about)
+            if sums:
+                data = place(f"{pair}.bin")
+                index = place(f"{pair}.idx")
+                files.append(_corpus_file(data, sums))
+                if not isinstance(index, RemotePath):
+                    files.append(_corpus_file(index, sums))
+    return files
+
+
+def _corpus_file(path: Path, sums: dict[str, list[str]]) -> CorpusFile:
+    cache = None
+    if isinstance(path, RemotePath):
+        from ..data.remote_tokens import folder_of
+
+        cache = folder_of(path, path.stamp())
+    return CorpusFile(path, cache, blocks_of(path, sums))
+
+
+def _identity(file: CorpusFile) -> Identity:
+    """Return what differs between two copies of a file; of an object, its cache counts, which each node has."""
+    about = (file.cache or file.path).stat()
+    return about.st_ino, about.st_size, 0 if file.cache else about.st_mtime_ns
+
+
+def _shares(
+    files: Sequence[CorpusFile], identities: Sequence[dict[str, Identity]], blocks_before: int
+) -> list[CorpusFile]:
+    """Return the files with the blocks that this rank compares.
+
+    identities: of each rank, the identities of its files by path. For three ranks that see the same file, the second
+    gets blocks 1, 4, 7, ... blocks_before: number of blocks of each local file that rank 0 has compared; a file that
+    has no more of them is left out.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    shares = []
+    for file in files:
+        path = str(file.path)
+        mine = identities[rank][path]
+        sharing = [each for each, seen in enumerate(identities) if seen.get(path) == mine]
+        is_done = 0 in sharing and not file.cache and len(file.blocks) <= blocks_before
+        if not is_done:
+            own = file.blocks[sharing.index(rank) :: len(sharing)]
+            shares.append(file._replace(blocks=own))
+    return shares
+
+
+def _cached(cache: Path, block: Block) -> Iterator[bytes] | None:
+    """Return the content of a block from the cache of its object; None if the cache lacks a part of it."""
+    from ..data.remote_tokens import cached_pieces
+
+    pieces = cached_pieces(cache, block.begin, block.end)
+    return None if pieces is None else _read(pieces)
+
+
+def _read(pieces: Sequence[tuple[Path, int, int]]) -> Iterator[bytes]:
+    for path, offset, length in pieces:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            yield file.read(length)

@@ -1,0 +1,172 @@
+"""Comparison of all blocks of corpora with their checksums beside a run."""
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.config.command_line import parse
+from megatron.data import remote_tokens
+from megatron.data.damage import Block
+from megatron.data.indexed_dataset import DatasetError
+from megatron.data.remote_tokens import RemoteTokens
+from megatron.features import corpus_checks
+from megatron.features.corpus_checks import CorpusChecks, CorpusFile
+from megatron.storage import RemotePath, place
+from megatron.tokenizer import load_tokenizer
+from megatron.training import train
+from tests.checkpoints.runs import Start, make
+from tests.support import on_ranks
+
+BLOCK = 4096  # bytes of a block with a checksum
+
+
+def corpus(prefix: Path, tokens: int = 50_000) -> str:
+    """Write a pair and a sidecar with a SHA-256 for each `BLOCK` bytes, by hand."""
+    draw = np.random.default_rng(0)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(tokens // 500):
+            builder.add_document(draw.integers(8, 60, 500).tolist())
+    sums: dict[str, Any] = {"block": BLOCK}
+    for ending in ("bin", "idx"):
+        content = Path(f"{prefix}.{ending}").read_bytes()
+        pieces = [content[at : at + BLOCK] for at in range(0, len(content), BLOCK)]
+        sums[ending] = [hashlib.sha256(piece).hexdigest() for piece in pieces]
+    Path(f"{prefix}.json").write_text(json.dumps({"sha256": {prefix.name: sums}}))
+    return str(prefix)
+
+
+def change_token(prefix: str, at: int) -> None:
+    tokens = np.memmap(f"{prefix}.bin", np.uint16, "r+")
+    tokens[at] = 7
+    tokens.flush()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pauses, and the whole check before the first step."""
+    monkeypatch.setattr(corpus_checks, "REST", 0)
+    monkeypatch.setattr(corpus_checks, "LOOK_AGAIN", 0.01)
+    monkeypatch.setattr(corpus_checks, "reads", lambda: True)
+
+
+def started(prefix: str) -> CorpusChecks:
+    feature = CorpusChecks()
+    run: Any = SimpleNamespace(config=parse(["--data-path", prefix]))
+    feature.start(run)
+    return feature
+
+
+def test_each_block_is_compared(quick: None, tmp_path: Path) -> None:
+    """A change in any block ends the run, also if the first look at the start misses it."""
+    prefix = corpus(tmp_path / "x")
+    for at in (0, 3 * BLOCK // 2, 11 * BLOCK // 2 + 9, 49_999):
+        honest = Path(f"{prefix}.bin").read_bytes()
+        change_token(prefix, at)
+        feature = started(prefix)
+        assert feature._checker is not None
+        feature._checker.join(20)
+        block = 2 * at // BLOCK * BLOCK
+        with pytest.raises(DatasetError, match=rf"{prefix}\.bin is damaged in bytes {block} to "):
+            feature.before_step(1)
+        Path(f"{prefix}.bin").write_bytes(honest)
+    feature = started(prefix)
+    assert feature._checker is not None
+    feature._checker.join(20)
+    feature.before_step(1)
+    feature.close(None)
+
+
+def test_files_that_were_compared_at_the_start(quick: None, tmp_path: Path) -> None:
+    assert started(corpus(tmp_path / "x", 3000))._checker is None
+
+
+def test_a_file_that_is_gone_is_noted(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run can train on a mapped file that was deleted, so it goes on."""
+    prefix = corpus(tmp_path / "x")
+    feature = CorpusChecks()
+    files = corpus_checks._files_of(parse(["--data-path", prefix]))
+    Path(f"{prefix}.bin").unlink()
+    feature._checker = corpus_checks.Checker(files)
+    feature._checker.run()
+    feature.before_step(1)
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1 and f"{prefix}.bin" in notes[0]
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_blocks_of_an_object_are_compared_when_they_are_in_the_cache(
+    damaged: bool, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(remote_tokens.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setattr(remote_tokens, "BLOCK", BLOCK // 2)
+    monkeypatch.setattr(remote_tokens, "BLOCKS", 4)
+    prefix = corpus(tmp_path / "x")
+    url = f"memory://bucket/{tmp_path.name}-{damaged}"
+    if damaged:
+        change_token(prefix, 5 * BLOCK // 2 + 1)  # in the sixth of 25 blocks
+    for ending in (".bin", ".idx", ".json"):
+        RemotePath(url + ending).upload(Path(prefix + ending))
+    tokens = RemoteTokens(place(f"{url}.bin"), np.dtype(np.uint16))  # type: ignore[arg-type]
+    file = corpus_checks._corpus_file(tokens.path, {"block": BLOCK} | _sums(prefix))
+    checker = corpus_checks.Checker([file])
+    checker.start()
+    _ = tokens[:8000]
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline:
+        assert checker.problem is None and checker.is_alive()
+        time.sleep(0.1)
+    for begin in range(0, len(tokens), 1000):
+        _ = tokens[begin : begin + 1000]
+    checker.join(20)
+    assert not checker.is_alive()
+    assert damaged == bool(checker.problem)
+    if checker.problem:
+        assert f"{url}.bin" in checker.problem and f"{5 * BLOCK} to {6 * BLOCK}" in checker.problem
+
+
+def _sums(prefix: str) -> dict[str, Any]:
+    (sums,) = json.loads(Path(f"{prefix}.json").read_text())["sha256"].values()
+    found: dict[str, Any] = sums
+    return found
+
+
+def test_ranks_share_the_blocks_of_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0, 1 and 3 see one file, rank 4 another; rank 2 reads no data."""
+    shared, other = (1, 10, 5), (9, 10, 5)
+    identities = [{"x.bin": shared}, {"x.bin": shared}, {}, {"x.bin": shared}, {"x.bin": other}]
+    blocks = [Block(Path("x.bin"), at, at + 1, "") for at in range(10)]
+    files = [CorpusFile(Path("x.bin"), None, blocks)]
+    compared = {}
+    for rank in (0, 1, 3, 4):
+        monkeypatch.setattr(corpus_checks.dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(corpus_checks.dist, "get_rank", lambda rank=rank: rank)
+        (file,) = corpus_checks._shares(files, identities, 4)
+        compared[rank] = [block.begin for block in file.blocks]
+        done = corpus_checks._shares(files, identities, 10)
+        assert bool(done) == (rank == 4)
+    assert compared == {0: [0, 3, 6, 9], 1: [1, 4, 7], 3: [2, 5, 8], 4: [*range(10)]}
+
+
+def _damaged_run(run_dir: Path, prefix: str, vocab_file: str) -> None:
+    corpus_checks.Checker.start = corpus_checks.Checker.run  # type: ignore[method-assign]
+    corpus_checks.REST = 0
+    with make(Start("gpt2", run_dir, "--train-iters 2 --batch-size 2 --precision fp32"), prefix, vocab_file) as run:
+        with pytest.raises((DatasetError, RuntimeError), match=r"x\.bin is damaged in bytes"):
+            train(run)
+        assert run.state.iteration == 0
+
+
+def test_a_run_ends(vocab_file: str, tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "x")
+    tokenizer = load_tokenizer(vocab_file)
+    about = {"fingerprint": tokenizer.fingerprint, "eod": tokenizer.eod, "sha256": {"x": _sums(prefix)}}
+    Path(f"{prefix}.json").write_text(json.dumps(about))
+    change_token(prefix, 11 * BLOCK // 2 + 9)
+    on_ranks(1, _damaged_run, tmp_path / "run", prefix, vocab_file)
