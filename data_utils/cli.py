@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 from megatron.atomic import write_text
 from megatron.config.data import prefix_of
 from megatron.config.fields import describe, listed
-from megatron.config.foreign.translate import suggestion
 from megatron.storage import PlaceError, anywhere, local
 from megatron.streams import NAMES, Named, guarded
+from megatron_compat.flags.translate import suggestion
 
 from .documents import LARGEST_DOCUMENT
 from .missing import MissingFiles, refuse_missing

@@ -9,9 +9,9 @@ from typing import Any
 
 __path__ = extend_path(__path__, __name__)  # also find `megatron.core` if megatron-core is installed elsewhere
 
-from .compat import names  # noqa: E402  # must follow the change of __path__, which decides where modules are found
+from ._compat import compat  # noqa: E402  # must follow the change of __path__, which decides where modules are found
 
-names.install()
+compat("names").install()
 _HOMES = {
     "get_args": "megatron.training.global_vars",
     "get_timers": "megatron.training.global_vars",
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOMES[name]), name)
     if name == "mpu":
         return import_module("megatron.mpu")
-    return names.find(__name__, name)
+    return compat("names").find(__name__, name)
 
 
 __version__ = "0.2.0"

@@ -36,7 +36,7 @@ _preloaded = ["torch", "tds", "torch._dynamo", "deepspeed.module_inject.auto_ep_
 # DeepSpeed imports its Muon in each run with ZeRO or bf16, and with it torch._inductor.
 _preloaded += ["torch.utils.tensorboard", "deepspeed.runtime.zero.muon.muon_optimizer"]
 _preloaded += [
-    "megatron.compat.pretrain",
+    "megatron.tasks.functions",
     "megatron.training.entry",
     "megatron.training.loop",
     "megatron.tasks",

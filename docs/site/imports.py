@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megatron.compat.names import COUNTERPARTS, GONE_MODULES, HOMES, MODULES
+from megatron_compat.names import COUNTERPARTS, GONE_MODULES, HOMES, MODULES
 
 from .words import WORDS
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import presets
+from .._compat import compat
 from ..storage import PlaceError, local
 from . import ineffective, mup
 from .defaults import DEFAULTS
@@ -128,9 +129,9 @@ def _notes_of_megatron(
     """
     if not foreign:
         return []
-    from .foreign.defaults import chosen, notes
-
-    return notes(config, foreign, chosen(defaults) | decided)
+    flags = compat("flags.defaults")
+    found: list[str] = flags.notes(config, foreign, flags.chosen(defaults) | decided)
+    return found
 
 
 def parse_of_any_family(argv: Sequence[str], ranks: int = 1) -> Config:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .._compat import compat
 from .fields import ConfigError, flag
 from .sections import settings
 
@@ -42,8 +43,7 @@ def unknown_arguments(words: Sequence[str]) -> list[str]:
     """Return an error for each unknown flag among the words that the parser did not consume."""
     if not words:
         return []
-    from .foreign.translate import suggestion
-
+    suggestion = compat("flags.translate").suggestion
     known = ["--config", *map(flag, HOME)]
     removed = {flag(name): removal(name) for name in REMOVED}
     names = [word.split("=")[0] for word in words if word.startswith("--")]

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .._compat import compat
 from ..json_text import brief
 from .fields import ConfigError, OneOf, flag, types_of
 from .sections import SECTIONS, settings
@@ -59,9 +60,7 @@ def build_parser(script: str | None = None, family: str | None = None, foreign: 
     # Launchers pass this flag to every process. It is ignored, as the environment has the rank.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     if foreign:
-        from .foreign.translate import add_to
-
-        add_to(parser)
+        compat("flags.translate").add_to(parser)
     return parser
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import json_text, presets
+from .._compat import compat
 from ..json_text import brief
 from ..storage import PlaceError, local
 from .fields import ConfigError, flag, types_of
@@ -69,9 +70,7 @@ class _Content:
         if name in names:
             self.values[name] = _NOTHING[name] if value == "none" and name in _NOTHING else value
             return
-        from .foreign.translate import flag_of
-
-        foreign = flag_of(name)
+        foreign = compat("flags.translate").flag_of(name)
         if foreign:
             # Other frameworks write null for flags that were not given.
             if value is not None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+from .._compat import compat
 from .decoder import unread
 from .fields import OneOf, flag, written
 from .names import HOME
@@ -48,9 +49,8 @@ def new_source(own: Mapping[str, Any], foreign: Mapping[str, Any], where: str = 
     """Return a source with the settings `own`, to which flags of other frameworks, `foreign`, can be added."""
     if not foreign and not any(_is_strange(name, value) for name, value in own.items()):
         return Source(own, where)
-    from .foreign.translate import Translation
-
-    return Translation(own, where)
+    source: Source = compat("flags.translate").Translation(own, where)
+    return source
 
 
 def _is_strange(name: str, value: Any) -> bool:

@@ -3,24 +3,24 @@
 from importlib import import_module
 from typing import Any
 
+from .._compat import compat
 from .gpt2 import gpt2_layers
 from .layers import Layer, LayerStack, global_parameters
 
-# Entry scripts import these models from `megatron.model`. The models in `megatron.compat` accept Megatron-LM's
-# arguments. Pipeline models import DeepSpeed, which takes seconds, so each name below is imported on first use.
+# Pipeline models import DeepSpeed, which takes seconds, so each name below is imported on first use.
 _HOMES = {
-    "GPT2Model": "megatron.compat.models",
-    "GPT2ModelPipe": "megatron.compat.pipes",
     "LayerStackPipe": "megatron.model.pipe",
-    "T5Model": "megatron.compat.models",
-    "T5ModelPipe": "megatron.compat.pipes",
     "t5_layers": "megatron.model.t5",
 }
+# Models that accept Megatron-LM's arguments, for entry scripts, and their modules in `megatron_compat`.
+_OF_SCRIPTS = {"GPT2Model": "models", "GPT2ModelPipe": "pipes", "T5Model": "models", "T5ModelPipe": "pipes"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name in _OF_SCRIPTS:
+        return getattr(compat(_OF_SCRIPTS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..compat.pretrain import pretrain
+    from ..tasks.functions import pretrain
     from .build import start_engine
     from .entry import run
     from .feature import Feature
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .task import Task
 
 _HOMES = {
-    "Feature": ".feature", "Run": ".loop", "Task": ".task", "evaluate": ".loop", "pretrain": "..compat.pretrain",
+    "Feature": ".feature", "Run": ".loop", "Task": ".task", "evaluate": ".loop", "pretrain": "..tasks.functions",
     "run": ".entry", "set_up": ".setup", "start_engine": ".build", "train": ".loop",
 }  # fmt: skip
 

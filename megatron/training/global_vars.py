@@ -4,21 +4,19 @@ Other code gets settings, tokenizer and timers as arguments.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from .._compat import compat
 from ..config import Config
 from ..timers import Timers
 from ..tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from ..compat.args import Args
 
 T = TypeVar("T")
 
 
 class _Current:
     config: Config | None = None
-    args: "Args | None" = None
+    args: Any = None
     tokenizer: Tokenizer | None = None
     timers: Timers | None = None
     own_flags: Mapping[str, Any] = {}  # values of the script's own flags, which `get_args()` has, too
@@ -43,12 +41,10 @@ def _known(value: T | None, what: str) -> T:
     return value
 
 
-def get_args() -> "Args":
+def get_args() -> Any:
     """Return the settings of this run as one flat, read-only object: `args.hidden_size`."""
     if _Current.args is None:
-        from ..compat.args import Args
-
-        _Current.args = Args(_known(_Current.config, "settings"), _Current.own_flags)
+        _Current.args = compat("args").Args(_known(_Current.config, "settings"), _Current.own_flags)
     return _Current.args
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.compat import pretrain as home
 from megatron.config import feature_table
 from megatron.config.command_line import parse
 from megatron.config.feature_settings import FeatureSettings, with_features
@@ -21,6 +20,7 @@ from megatron.config.train import TrainConfig
 from megatron.model.attention import Attention
 from megatron.model.attention_kernels import Call
 from megatron.ranks.errors import RunError
+from megatron.tasks import functions as home
 from megatron.training import Feature, Run, train
 from megatron.training.feature import Interval
 from megatron.training.features import Features

@@ -78,14 +78,14 @@ def test_from_text_to_text(commands: Path, tmp_path: Path) -> None:
         ["bash", "plan/run.sh", "--train-iters", "2"], cwd=tmp_path, env=environment, check=True, timeout=300
     )
     typed = (
-        "from megatron import get_args, mpu; import data_utils, megatron, megatron_tools, tds; from pathlib "
-        "import Path as P"
+        "from megatron import get_args, mpu; import data_utils, megatron, megatron_compat, megatron_tools, tds; "
+        "from pathlib import Path as P"
     )
     homes = (
-        "print([P(each.__file__).with_name('py.typed').is_file() for each in (megatron, megatron_tools, tds, "
-        "data_utils)])"
+        "print([P(each.__file__).with_name('py.typed').is_file() for each in (megatron, megatron_compat, "
+        "megatron_tools, tds, data_utils)])"
     )
-    assert "[True, True, True, True]" in run("python", "-c", f"{typed}; {homes}")
+    assert "[True, True, True, True, True]" in run("python", "-c", f"{typed}; {homes}")
     files = {path.stem.replace("_", "-") for path in (ROOT / "tools").glob("[a-z]*.py")} - {"result-table"}
     there = {path.name.removeprefix("megatron-") for path in commands.iterdir()}
     assert files | {"pretrain-gpt2", "pretrain-t5"} <= there

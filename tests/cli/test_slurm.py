@@ -38,6 +38,7 @@ def checkout(folder: Path) -> Path:
         "configs",
         "corpus",
         "megatron",
+        "megatron_compat",
         "megatron_tools",
         "tds",
         "data_utils",

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from megatron.config.fields import flag
-from megatron.config.foreign import core as foreign_core
-from megatron.config.foreign import keys as foreign_keys
-from megatron.config.foreign.flags import MEGATRON, VALUES
-from megatron.config.foreign.outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused, Row, given
-from megatron.config.foreign.translate import written
 from megatron.config.sections import settings
+from megatron_compat.flags import core as foreign_core
+from megatron_compat.flags import keys as foreign_keys
+from megatron_compat.flags.outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused, Row, given
+from megatron_compat.flags.table import MEGATRON, VALUES
+from megatron_compat.flags.translate import written
 from tests.unit.flags_words import CHINESE
 
 USUAL = {f.name: f.default for _, _, f in settings()}

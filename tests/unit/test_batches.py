@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpointing import resume
-from megatron.compat.script import numbers_of_samples
 from megatron.config import Config
 from megatron.config.batches import BatchSchedule
 from megatron.config.command_line import parse
@@ -19,6 +18,7 @@ from megatron.config.sections import TrainConfig
 from megatron.data.sampler import ConsecutiveSampler
 from megatron.optim import lr_at, settled
 from megatron.optim.lr import describe
+from megatron_compat.script import numbers_of_samples
 from megatron_tools.plan import plan
 from megatron_tools.report.facts import layout
 from megatron_tools.report.runs import RunRead

@@ -13,20 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.compat import names
-from megatron.compat.args import WITHOUT_VALUE, Args, own_flags
-from megatron.compat.fp16 import fp16_to_fp32, fp32_to_fp16
-from megatron.compat.masks import (
+from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
+from megatron.model.masks import document_mask, no_documents
+from megatron.tasks.functions import own_flags
+from megatron.utils import get_ltor_masks_and_position_ids
+from megatron_compat import names
+from megatron_compat.args import WITHOUT_VALUE, Args
+from megatron_compat.fp16 import fp16_to_fp32, fp32_to_fp16
+from megatron_compat.masks import (
     T5Masks,
     decoder_documents,
     get_masks_and_position_ids_for_t5,
     refuse_other_positions,
     t5_documents,
 )
-from megatron.config.command_line import parse
-from megatron.config.fields import ConfigError
-from megatron.model.masks import document_mask, no_documents
-from megatron.utils import get_ltor_masks_and_position_ids
 from tests.sentences import SENTENCES
 from tests.support import ROOT
 
@@ -69,8 +70,8 @@ def test_every_setting_that_the_original_reads_has_a_value_or_a_reason() -> None
 
 
 def test_names_are_found_without_torch() -> None:
-    """Importing `megatron` and `megatron.compat.names` does not import torch, which would slow down the data tools."""
-    code = "import sys, megatron, megatron.compat.names; assert 'torch' not in sys.modules, 'torch'"
+    """Importing `megatron` and `megatron_compat.names` does not import torch, which would slow down the data tools."""
+    code = "import sys, megatron, megatron_compat.names; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -10,11 +10,11 @@ import pytest
 from data_utils import inspect_data, preprocess_data
 from data_utils.run_data import config_of
 from megatron.checkpointing import plain_config
-from megatron.compat.args import Args
 from megatron.config import SECTIONS
 from megatron.config.command_line import from_file, parse, with_values
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError
+from megatron_compat.args import Args
 from tests.sentences import SENTENCES
 from tests.support import command
 

@@ -120,7 +120,7 @@ def test_tables_of_measurements_are_those_of_the_data_file() -> None:
 def sentences() -> list[str]:
     """Return all strings in the code and the scripts that may be parts of error messages, longest first."""
     found = set()
-    for package in ("megatron", "megatron_tools", "tds", "data_utils"):
+    for package in ("megatron", "megatron_compat", "megatron_tools", "tds", "data_utils"):
         for path in (ROOT / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):

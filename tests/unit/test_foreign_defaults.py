@@ -13,8 +13,8 @@ from megatron.config import Config
 from megatron.config.command_line import HOME, parse
 from megatron.config.defaults import DEFAULTS
 from megatron.config.fields import ConfigError
-from megatron.config.foreign.defaults import MEGATRON
 from megatron.optim import lr_at
+from megatron_compat.flags.defaults import MEGATRON
 from tests.support import ROOT
 
 ROPE = "--use-rotary-position-embeddings --micro-batch-size 2"

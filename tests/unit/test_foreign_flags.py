@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.compat.args import Args
 from megatron.config import Config
 from megatron.config.command_line import HOME, from_file, parse
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError, flag
-from megatron.config.foreign.flags import FLAGS, ROWS, VALUES
-from megatron.config.foreign.outcomes import ByValue, Means, NoEffect, Refused
 from megatron.data.skips import Skips, parse_ranges
 from megatron.optim import lr_at
+from megatron_compat.args import Args
+from megatron_compat.flags.outcomes import ByValue, Means, NoEffect, Refused
+from megatron_compat.flags.table import FLAGS, ROWS, VALUES
 from tests.support import ROOT
 from tests.unit import flags_table
 

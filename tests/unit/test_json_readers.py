@@ -19,13 +19,13 @@ from megatron.config.data_stages import parse_stages
 from megatron.config.ds_config import resolve
 from megatron.config.ds_file import PASSED_ON, RESOLVED
 from megatron.config.fields import ConfigError
-from megatron.config.foreign.flags import FLAGS
 from megatron.config.param_groups import read_param_rules
 from megatron.data.corpora import made_with
 from megatron.features.scoring import read_cloze
 from megatron.json_text import MOST_NESTED, JsonError, parse_json, shown
 from megatron.tokenizer.base import read_object
 from megatron.tokenizer.cpm import read_vocabulary
+from megatron_compat.flags.table import FLAGS
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.report.runs import read_metrics
 from megatron_tools.write.prompts import _prompt_of

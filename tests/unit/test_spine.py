@@ -18,7 +18,7 @@ from tests.support import ROOT, on_ranks
 from tests.unit.test_weight import tokens_of
 
 SPINE = [ROOT / line for line in (ROOT / "tests/unit/spine.txt").read_text().split()]
-PACKAGES = ("tds", "megatron", "megatron_tools", "data_utils")
+PACKAGES = ("tds", "megatron", "megatron_compat", "megatron_tools", "data_utils")
 LOOPS = (ast.For, ast.While)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DECISIONS = (ast.If, ast.IfExp, ast.Try, ast.BoolOp, *LOOPS, *COMPREHENSIONS)

@@ -15,7 +15,8 @@ from tests.support import ROOT
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
     "tds": (56_900, 1),
-    "megatron": (205_300, 17),
+    "megatron": (193_200, 15),
+    "megatron_compat": (13_700, 2),
     "data_utils": (36_600, 1),
     "megatron_tools": (75_000, 7),
 }

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..model.masks import begins, document_mask, no_documents, positions_in_documents
+from megatron.model.masks import begins, document_mask, no_documents, positions_in_documents
 
 ADVICE = (
     "masks must be causal or restrict attention to documents; "

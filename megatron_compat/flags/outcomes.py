@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..sections import Config
+from megatron.config.sections import Config
 
 
 def given(value: Any) -> Any:

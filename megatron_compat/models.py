@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..config import Config
-from ..model import gpt2, t5
-from ..training.global_vars import get_args
+from megatron.config import Config
+from megatron.model import gpt2, t5
+from megatron.training.global_vars import get_args
+
 from .masks import T5Masks, decoder_documents, refuse_other_positions, t5_documents
 
 

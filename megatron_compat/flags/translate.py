@@ -6,13 +6,14 @@ from collections.abc import Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from ...json_text import brief
-from ..fields import flag, written
-from ..sections import Config, settings
-from ..source import Change, Source
+from megatron.config.fields import flag, written
+from megatron.config.sections import Config, settings
+from megatron.config.source import Change, Source
+from megatron.json_text import brief
+
 from .core import BALANCING, EXPERT_BIAS, with_expert_bias
-from .flags import FLAGS, IMPLIED, VALUES
 from .outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused
+from .table import FLAGS, IMPLIED, VALUES
 
 _USUAL = {f.name: f.default for _, _, f in settings()}
 

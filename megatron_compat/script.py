@@ -1,43 +1,26 @@
-"""Tasks that call an entry script's functions.
+"""The task of scripts written for CPM-Pretrain, whose data-set provider takes the numbers of samples as an argument."""
 
-`FunctionsTask` serves any script. `ScriptTask` serves scripts written for CPM-Pretrain, whose data-set provider takes
-the numbers of samples as an argument.
-"""
-
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import mpu
-from ..config import Config
-from ..config.defaults import DEFAULTS
-from ..data.blend import BlendedDataset
-from ..data.gpt2_dataset import GPT2Dataset
-from ..ranks.rank_0 import print_rank_0
-from ..tokenizer import SentinelTokenizer, Tokenizer
-from ..training.global_vars import get_tokenizer
-from ..training.task import Batch, Datasets, Task, what
-from ..utils import get_ltor_documents_and_position_ids
+from megatron import mpu
+from megatron.config import Config
+from megatron.config.defaults import DEFAULTS
+from megatron.data.blend import BlendedDataset
+from megatron.data.gpt2_dataset import GPT2Dataset
+from megatron.tasks.functions import ForwardStep, FunctionsTask
+from megatron.tokenizer import SentinelTokenizer, Tokenizer
+from megatron.training.global_vars import get_tokenizer
+from megatron.training.task import Batch, Datasets
+from megatron.utils import get_ltor_documents_and_position_ids
+
 from .data import T5Samples
 
-ForwardStep = Callable[[Iterator[Batch] | None, Any], tuple[Tensor, Any]]
-CountTargets = Callable[[Batch | None], Tensor]
-TokenizerProvider = Callable[[Config, Tokenizer], Tokenizer]
 FAMILIES = {"T5Tokenizer": "t5"}  # tokenizer_type in args_defaults -> model family
-
-
-def is_original(provider: Callable[..., Any]) -> bool:
-    """Return whether a data-set provider is written for CPM-Pretrain: it then requires the numbers of samples."""
-    try:
-        parameters = inspect.signature(provider).parameters.values()
-    except (TypeError, ValueError):  # a callable without a signature
-        return False
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return any(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
 
 
 def numbers_of_samples(config: Config, ranks: int) -> list[int]:
@@ -47,86 +30,6 @@ def numbers_of_samples(config: Config, ranks: int) -> list[int]:
     train = config.batches(ranks).after(0, t.train_iters)
     evaluations = t.train_iters // t.eval_interval + 1 if t.eval_interval else 1
     return [train, evaluations * t.eval_iters * batch, t.eval_iters * batch]
-
-
-class FunctionsTask(Task):
-    """Task that calls a script's functions, which may use `get_args()`, `get_tokenizer()` and `get_timers()`."""
-
-    makes_batches = False
-
-    def __init__(
-        self,
-        datasets_provider: Callable[[], Datasets],
-        model_provider: Callable[[], nn.Module],
-        forward_step: ForwardStep | None,
-        defaults: Mapping[str, Any],
-        name: str,
-        count_targets: CountTargets | None = None,
-        tokenizer_provider: TokenizerProvider | None = None,
-    ) -> None:
-        self.datasets_provider = datasets_provider
-        self.model_provider = model_provider
-        self.forward_step: ForwardStep = forward_step or _no_forward_step
-        self.count_targets = count_targets  # type: ignore[assignment,method-assign]
-        self.tokenizer_provider = tokenizer_provider
-        self.defaults = defaults
-        self.name = name
-        self._noted = False
-
-    def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
-        return self.tokenizer_provider(config, tokenizer) if self.tokenizer_provider else tokenizer
-
-    def datasets(self, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-        return self.datasets_provider(), []
-
-    def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
-        return self.model_provider()
-
-    def batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> Any:
-        """Return the batch unchanged: the script's own functions process it."""
-        return data
-
-    checked_batch = batch
-
-    def loss(self, model: Any, batch: Any) -> Tensor:
-        """Return the loss that `forward_step` computes. Raises ValueError if it returns no loss."""
-        found: Any = self.forward_step(None if batch is None else _one_batch(batch), model)
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise ValueError(
-                f"forward_step returns {what(found)}: return (loss, anything), for example `return loss, {{}}`"
-            )
-        loss, named = found
-        if not isinstance(loss, Tensor) or loss.dim():
-            raise ValueError(f"forward_step returns {what(loss)} as the loss: return a tensor of one number")
-        self._note_what_is_not_logged(named)
-        return loss
-
-    def _note_what_is_not_logged(self, named: Any) -> None:
-        """Print, once in a run, that values which `forward_step` returns besides the loss are not logged."""
-        if self._noted or not isinstance(named, dict):
-            return
-        self._noted = True
-        others = [str(name) for name in named if name != "lm loss"]
-        if others:
-            print_rank_0(
-                f"note: forward_step returns {', '.join(others)} besides the loss; these values are not logged; "
-                f"let the model return them from get_additional_losses()"
-            )
-
-
-def _no_forward_step(batches: Iterator[Batch] | None, model: Any) -> tuple[Tensor, Any]:
-    """Raise ValueError: no `forward_step` was given, but a model without a pipeline needs this function."""
-    raise ValueError(
-        "pretrain() has no forward_step, which a model without a pipeline needs: pass it as the third argument"
-    )
-
-
-def _one_batch(batch: Batch) -> Iterator[Batch]:
-    """Yield the micro-batch of one call of `forward_step`. Raises ValueError if the call reads a second batch."""
-    yield batch
-    raise ValueError(
-        "forward_step reads a second batch in one call: read only one, as forward_step is called for each micro-batch"
-    )
 
 
 class ScriptTokenizer(SentinelTokenizer):

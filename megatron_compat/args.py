@@ -1,13 +1,11 @@
 """Attributes of `get_args()` that entry scripts of CPM-Pretrain read but this project's settings lack."""
 
-import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..config import Config
-from ..config.command_line import HOME, RENAMED, SettingsParser, build_parser, nearest
-from ..config.fields import ConfigError
+from megatron.config import Config
+from megatron.config.command_line import HOME, RENAMED, nearest
 
 # Attributes of CPM-Pretrain that are False in every run.
 _OFF = (
@@ -57,7 +55,7 @@ class Args:
 
     The attributes in CONSTANTS and ATTRIBUTES, which CPM-Pretrain's scripts read, are also available. `config` is the
     whole configuration. The tokenizer and the process groups exist only after start-up: use `get_tokenizer()` and
-    `torch.distributed`. own: values of the script's own flags, see `own_flags`.
+    `torch.distributed`. own: values of the script's own flags.
     """
 
     config: Config
@@ -79,7 +77,7 @@ class Args:
             return getattr(getattr(self.config, HOME[name]), name)
         if name in WITHOUT_VALUE:
             raise AttributeError(f"args.{name} of CPM-Pretrain has no value in this project: {WITHOUT_VALUE[name]}")
-        from ..config.foreign.translate import settings_for
+        from .flags.translate import settings_for
 
         ours = settings_for(name)
         instead = f"; use {' and '.join(f'args.{each}' for each in ours)}" if ours else nearest(name, HOME)
@@ -92,25 +90,8 @@ class Args:
         return sorted([*HOME, *self.own, "config"])
 
 
-def own_flags(add: Callable[[argparse.ArgumentParser], Any], argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the flags that `add` adds to a parser, and the words of `argv` that belong to no such flag.
-
-    Raises ConfigError for a flag that this project has, and for a missing or invalid value. Prints the flags for -h.
-    """
-    try:
-        add(build_parser())
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"extra_args_provider adds a flag that this project has ({error}); rename it") from None
-    parser = SettingsParser(add_help=False, allow_abbrev=False)
-    add(parser)
-    if {"-h", "--help"} & {*argv}:
-        parser.print_help()
-    found, rest = parser.parse_known_args(argv)
-    return vars(found), rest
-
-
 def _on_cuda() -> bool:
-    from ..ranks import device
+    from megatron.ranks import device
 
     return device.current().type == "cuda"
 
@@ -124,7 +105,7 @@ def _params_dtype(args: Args) -> Any:
 
 
 def _padded_vocab_size(args: Args) -> int:
-    from .. import mpu
+    from megatron import mpu
 
     model = args.config.model
     ranks = args.config.parallel.model_parallel_size

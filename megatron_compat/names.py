@@ -31,11 +31,11 @@ _MASKING = "tools/preprocess_data.py --objective cpm-t5 masks spans in advance, 
 # COUNTERPARTS list where each name is.
 MODULES: dict[str, str | None] = {
     "megatron.arguments": None,
-    "megatron.data.T5_dataset": "megatron.compat.data",
+    "megatron.data.T5_dataset": "megatron_compat.data",
     "megatron.data.dataset_utils": None,
     "megatron.data.samplers": None,
-    "megatron.fp16": "megatron.compat.fp16",
-    "megatron.fp16.fp16": "megatron.compat.fp16",
+    "megatron.fp16": "megatron_compat.fp16",
+    "megatron.fp16.fp16": "megatron_compat.fp16",
     "megatron.fp16.fp16util": None,
     "megatron.fp16.loss_scaler": None,
     "megatron.global_vars": "megatron.training.global_vars",
@@ -46,10 +46,10 @@ MODULES: dict[str, str | None] = {
     "megatron.model.gpt2_model": "megatron.model",
     "megatron.model.language_model": None,
     "megatron.model.t5_model": "megatron.model",
-    "megatron.model.transformer": "megatron.compat.transformer",
-    "megatron.model.transformer_seq2seq": "megatron.compat.transformer",
-    "megatron.model.utils": "megatron.compat.transformer",
-    "megatron.module": "megatron.compat.transformer",
+    "megatron.model.transformer": "megatron_compat.transformer",
+    "megatron.model.transformer_seq2seq": "megatron_compat.transformer",
+    "megatron.model.utils": "megatron_compat.transformer",
+    "megatron.module": "megatron_compat.transformer",
     "megatron.mpu.initialize": "megatron.mpu",
     "megatron.mpu.utils": "megatron.mpu",
     "megatron.package_info": None,
@@ -76,8 +76,8 @@ GONE_MODULES = {
 }
 # (module, name) of CPM-Pretrain -> module of this project that has the name.
 HOMES = {
-    ("megatron.utils", "get_masks_and_position_ids_for_t5"): "megatron.compat.masks",
-    ("megatron.model", "get_params_for_weight_decay_optimization"): "megatron.compat.transformer",
+    ("megatron.utils", "get_masks_and_position_ids_for_t5"): "megatron_compat.masks",
+    ("megatron.model", "get_params_for_weight_decay_optimization"): "megatron_compat.transformer",
     ("megatron.mpu.layers", "LayerNorm"): "megatron.mpu",
     **{
         ("megatron.mpu.random", name): "megatron.mpu"

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..fields import flag
-from ..sections import Config
+from megatron.config.fields import flag
+from megatron.config.sections import Config
+
 from .outcomes import Means, NoEffect, Refused
 
 

@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 
 def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -> Any:
     """Return the settings of the run, with the data flags replaced by the arguments of a data-set builder."""
-    from ..config.command_line import with_values
-    from ..training.global_vars import get_args
+    from megatron.config.command_line import with_values
+    from megatron.training.global_vars import get_args
 
     prefixes = (data_prefix,) if isinstance(data_prefix, str) else tuple(data_prefix)
     values = {"data_path": prefixes, "split": splits_string, "seed": seed, **lengths}
@@ -30,9 +30,9 @@ def gpt2_datasets(
 
     An empty data set is returned as None.
     """
-    from ..ranks.rank_0 import print_notes
-    from ..tasks.gpt2 import GPT2
-    from ..training.global_vars import get_tokenizer
+    from megatron.ranks.rank_0 import print_notes
+    from megatron.tasks.gpt2 import GPT2
+    from megatron.training.global_vars import get_tokenizer
 
     config = _settings(data_prefix, splits_string, seed, seq_length=seq_length)
     datasets, notes = GPT2().datasets(config, get_tokenizer())
@@ -58,8 +58,8 @@ def build_train_valid_test_datasets(
     CPM-Pretrain and consists of PREFIX_context, PREFIX_target and PREFIX_target_offset.
     The last three arguments are ignored: any number of samples can be read, and files are always memory-mapped.
     """
-    from ..ranks.rank_0 import print_notes
-    from ..tasks.t5 import T5
+    from megatron.ranks.rank_0 import print_notes
+    from megatron.tasks.t5 import T5
 
     config = _settings(data_prefix, splits_string, seed, enc_seq_length=enc_seq_length, dec_seq_length=dec_seq_length)
     datasets, notes = T5().datasets(config, tokenizer)

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from .. import mpu
-from ..config import Config
-from ..model import pipe, t5_pipe
+from megatron import mpu
+from megatron.config import Config
+from megatron.model import pipe, t5_pipe
+
 from .models import decoder_inputs, settings, t5_inputs
 
 BatchFunction = Callable[[Any], tuple[Any, Any]]

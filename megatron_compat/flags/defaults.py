@@ -8,9 +8,9 @@ defaults of Megatron-LM's pretrain_gpt.py.
 from collections.abc import Container, Mapping
 from typing import Any
 
-from ..defaults import DEFAULTS
-from ..fields import flag, written
-from ..sections import Config, settings
+from megatron.config.defaults import DEFAULTS
+from megatron.config.fields import flag, written
+from megatron.config.sections import Config, settings
 
 # A command line with one of these flags is taken for one of Megatron-LM.
 MARKS = (

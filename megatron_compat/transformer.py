@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import mpu
-from ..model.mlp import ParallelMLP as _ParallelMLP
-from ..mpu import LayerNorm
-from ..training.global_vars import get_args
+from megatron import mpu
+from megatron.model.mlp import ParallelMLP as _ParallelMLP
+from megatron.mpu import LayerNorm
+from megatron.training.global_vars import get_args
 
 
 class MegatronModule(nn.Module):
