@@ -235,10 +235,10 @@ ELSEWHERE = {
         "only a rank that does not start shows it", "tests/ranks/test_initialize.py", "--startup-timeout-minutes"
     ),
     "override_tokenizer": (
-        "needs a second tokenizer of one size", "tests/checkpoints/test_flags.py", "--override-tokenizer"
+        "needs a second tokenizer of one size", "tests/checkpoints/test_load_flags.py", "--override-tokenizer"
     ),
     "overlap_param_gather": ("changes speed only", "tests/ranks/test_overlap_gather.py", "--overlap-param-gather"),
-    "max_failed_saves": ("needs a disk that fails", "tests/unit/test_goes_on_without.py", "RetryingSaver"),
+    "max_failed_saves": ("needs a disk that fails", "tests/unit/test_failing_outputs.py", "RetryingSaver"),
     "compile": ("compilers skip layers while operations are counted", "tests/unit/test_compile_default.py", "compile"),
     "override_lock": ("needs the lock of another machine", "tests/unit/test_run_lock.py", "override"),
 }  # fmt: skip

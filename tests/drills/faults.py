@@ -9,21 +9,21 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "a rank is killed": (f"{A}kills.py::test_a_few_kills", f"{B}faults.py::test_all_ranks_end_with_a_report"),
     "a rank freezes in a run with a pipeline": (f"{B}faults.py::test_all_ranks_end_with_a_report",),
     "the process that hosts torch's TCPStore freezes": (
-        f"{B}one_report.py::test_a_frozen_process_that_keeps_the_store",
+        f"{B}failure_reports.py::test_a_frozen_process_that_keeps_the_store",
     ),
     "a rank freezes in a run without a pipeline": (
         f"{B}initialize.py::test_a_run_without_a_pipeline_says_where_each_rank_stands",
     ),
     "a rank never joins the run": (f"{B}initialize.py::test_a_rank_that_does_not_come_ends_the_wait",),
-    "a layer raises an exception": (f"{B}one_report.py::test_a_layer_that_raises_is_reported_once",),
+    "a layer raises an exception": (f"{B}failure_reports.py::test_a_layer_that_raises_is_reported_once",),
     "memory runs out": (
-        f"{B}one_report.py::test_want_of_memory_is_one_line",
+        f"{B}failure_reports.py::test_want_of_memory_is_one_line",
         f"{B}initialize.py::test_want_of_memory_has_a_sentence",
     ),
     "the ranks get SIGTERM": (f"{C}pretrain.py::test_signals_save_and_stop_in_order",),
     "the ranks get SIGUSR1": (f"{C}pretrain.py::test_signals_save_and_stop_in_order",),
     "the user presses Ctrl-C": (
-        f"{B}one_report.py::test_ctrl_c_is_one_line",
+        f"{B}failure_reports.py::test_ctrl_c_is_one_line",
         f"{C}launch.py::test_ctrl_c_in_a_process_started_by_hand",
     ),
     "the launcher gets a signal": (
@@ -49,7 +49,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a crashed run has left its run.lock": (f"{U}run_lock.py::test_what_a_crash_left_is_taken_over_with_a_note",),
     "the directory of a run is removed, renamed or replaced while it trains": (
-        f"{A}lost_places.py::test_a_run_whose_directory_is_gone_ends",
+        f"{A}lost_directories.py::test_a_run_whose_directory_is_gone_ends",
     ),
     "a run is resumed without its --save": (f"{U}run_lock.py::test_a_forgotten_save_is_noticed",),
     "a run starts again from iteration 0": (
@@ -80,7 +80,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "new checkpoints are damaged": (f"{A}incomplete.py::test_the_newest_whole_checkpoint_stays",),
     "the disk of the checkpoints is full": (
         f"{A}damage.py::test_a_disk_that_takes_no_more",
-        f"{U}goes_on_without.py::test_a_failed_save_is_tried_again",
+        f"{U}failing_outputs.py::test_a_failed_save_is_tried_again",
     ),
     "standard output or standard error cannot be written": (f"{U}streams.py::test_a_run_trains_and_saves",),
     "a save takes longer than 5 minutes": (f"{U}hostile_input.py::test_a_save_that_hangs_is_named",),
@@ -88,10 +88,10 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{U}hostile_input.py::test_a_strange_line_of_metrics_is_dropped_by_name_when_a_run_resumes",
         f"{U}hostile_input.py::test_a_report_names_file_and_line",
     ),
-    "an output file in the run directory is a link": (f"{U}outputs.py",),
-    "the disk of the run directory is full": (f"{U}goes_on_without.py::test_metrics_wait_for_a_disk_with_space",),
-    "an old checkpoint cannot be deleted": (f"{U}goes_on_without.py::test_an_old_checkpoint_that_cannot_be_deleted",),
-    "the plot of a report cannot be drawn": (f"{U}goes_on_without.py::test_a_report_that_cannot_be_drawn",),
+    "an output file in the run directory is a link": (f"{U}tool_outputs.py",),
+    "the disk of the run directory is full": (f"{U}failing_outputs.py::test_metrics_wait_for_a_disk_with_space",),
+    "an old checkpoint cannot be deleted": (f"{U}failing_outputs.py::test_an_old_checkpoint_that_cannot_be_deleted",),
+    "the plot of a report cannot be drawn": (f"{U}failing_outputs.py::test_a_report_that_cannot_be_drawn",),
     "a run crashes while it saves the same iteration again": (
         f"{A}damage.py::test_a_crash_while_the_same_iteration_is_saved_again",
     ),
@@ -101,7 +101,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "a checkpoint belongs to another model": (f"{C}pretrain.py::test_a_checkpoint_of_another_model_is_refused",),
     "a tool reads a checkpoint that a run with `--keep-last` deletes": (
-        f"{C}pruned.py::test_the_newest_checkpoint_is_read_instead",
+        f"{C}pruned_checkpoints.py::test_the_newest_checkpoint_is_read_instead",
     ),
     "a file of a corpus is truncated": (f"{C}pretrain.py::test_a_truncated_corpus",),
     "a corpus was made with another tokenizer": (f"{C}pretrain.py::test_data_of_another_tokenizer",),
@@ -112,7 +112,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "a token id in a corpus is damaged": (f"{C}pretrain.py::test_a_damaged_id_stops_the_run",),
     "tools/preprocess_data.py is killed": (f"{C}tools.py::test_a_killed_run_goes_on",),
     "tools/preprocess_data.py loses a worker process, or can no longer write its output or read its input": (
-        f"{U}going_on.py::test_only_success_removes_what_is_done",
+        f"{U}resumed_preprocessing.py::test_only_success_removes_what_is_done",
     ),
 }  # fmt: skip
 # Tests that run only with pytest --full, since they take long.

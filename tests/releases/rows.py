@@ -17,7 +17,7 @@ import torch
 import tds
 from tds._contract import CONTRACT
 from tests.ranks import test_drop_in as scripts
-from tests.ranks import test_strange_models as strange
+from tests.ranks import test_unusual_models as strange
 from tests.support import RankFailure, on_ranks
 from tests.unit.test_contract import release_names
 
