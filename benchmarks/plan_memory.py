@@ -46,6 +46,18 @@ CASES: dict[str, tuple[int, str]] = {
     "gpt2-bf16-zero1": (2, f"{GPT2} --precision bf16 --zero-stage 1"),
     "gpt2-bf16-zero2": (2, f"{GPT2} --precision bf16 --zero-stage 2"),
     "gpt2-bf16-zero3": (4, f"{GPT2} --precision bf16 --zero-stage 3"),
+    "gpt2-fp16-zero1": (2, f"{GPT2} --precision fp16 --zero-stage 1"),
+    "gpt2-fp16-pp2": (2, f"{GPT2} --precision fp16 --pipe-parallel-size 2 --gas 4 --zero-stage 1"),
+    "gpt2-bf16-zero1-deepspeed": (2, f"{GPT2} --precision bf16 --zero-stage 1 --no-overlap-grad-reduce"),
+    "gpt2-fp32-gpipe": (2, f"{GPT2} --precision fp32 --pipe-parallel-size 2 --gas 4 --pipeline-schedule gpipe"),
+    "gpt2-fp32-zb-h1": (2, f"{GPT2} --precision fp32 --pipe-parallel-size 2 --gas 4 --pipeline-schedule zb-h1"),
+    "llama-fp32-qk-norm-recompute-qkv": (1, f"{LLAMA} --precision fp32 --qk-norm --recompute-modules qkv"),
+    "llama-fp32-qk-norm": (1, f"{LLAMA} --precision fp32 --qk-norm"),
+    "llama-fp32-chunks": (
+        1, f"{LLAMA} --precision fp32 --sliding-window 64 --checkpoint-attention --logits-chunk-size 64 --ema-decay "
+        "0.99 --z-loss 0.01",
+    ),
+    "gpt2-fp32-chunks": (1, f"{GPT2} --precision fp32 --vocab-size 16000 --logits-chunk-size 128 --z-loss 0.01"),
     "gpt2-fp32-unfused": (1, f"{GPT2} --precision fp32 --reference-ops cross-entropy"),
     "gpt2-fp32-vocab": (1, f"{GPT2} --precision fp32 --vocab-size 16000"),
     "gpt2-bf16-vocab": (2, f"{GPT2} --precision bf16 --zero-stage 1 --vocab-size 16000"),
@@ -56,6 +68,7 @@ CASES: dict[str, tuple[int, str]] = {
         4, f"{GPT2} --precision bf16 --pipe-parallel-size 2 --gas 4 --zero-stage 1 --checkpoint-activations",
     ),
     "t5-fp32": (1, f"{T5} --precision fp32"),
+    "t5-fp32-2-5-layers": (1, f"{T5} --precision fp32 --num-layers 2 --num-decoder-layers 5"),
     "t5-bf16-zero1": (2, f"{T5} --precision bf16 --zero-stage 1"),
     "t5-fp32-zero2-recompute": (2, f"{T5} --precision fp32 --zero-stage 2 --checkpoint-activations"),
     "t5-bf16-zero3": (2, f"{T5} --precision bf16 --zero-stage 3"),
@@ -75,9 +88,9 @@ BUCKET = 10**6  # elements in DeepSpeed's reduce bucket
 
 
 def flags_of(case: str, folder: str) -> str:
-    """Return the flags of a case; for ZeRO 2 and 3 also write a ds_config with a small bucket to `folder`."""
+    """Return the flags of a case; for DeepSpeed's ZeRO also write a ds_config with a small bucket to `folder`."""
     flags = CASES[case][1]
-    if "--zero-stage 2" in flags or "--zero-stage 3" in flags:
+    if any(words in flags for words in ("--zero-stage 2", "--zero-stage 3", "fp16", "--no-overlap-grad-reduce")):
         path = Path(folder) / "ds_config.json"
         path.write_text(json.dumps({"zero_optimization": {"stage": "auto", "reduce_bucket_size": BUCKET}}))
         flags += f" --deepspeed-config {path}"

@@ -102,6 +102,8 @@ def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
         if isinstance(given_zero, dict):
             zero |= {key: given_zero[key] for key in COPIED_OF_ZERO if key in given_zero}
         zero["stage"] = int(engine.zero_optimization_stage())
+    # DeepSpeed allocates buckets of the given number of elements, by default 5e8.
+    zero |= {"reduce_bucket_size": SIZE, "allgather_bucket_size": SIZE, "stage3_prefetch_bucket_size": SIZE}
     settings |= {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micros,

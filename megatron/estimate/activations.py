@@ -6,6 +6,7 @@ custom backward pass. They keep more on a CPU, where a dropout mask has the dtyp
 Names in the code: b is the micro-batch size, t the number of model-parallel ranks, e the number of bytes per element.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import Config
@@ -82,7 +83,13 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
     if queries != keys or length != seen:
         groups = inner
     kept = 0.0 if again else (queries * inner + 2 * keys * groups) * e
+    if m.qk_norm:
+        # the projection, in which the norms' inputs lie, and their statistics
+        kept += 0.0 if again else (queries * inner + 2 * keys * groups) * e
+        kept += (queries * inner + keys * groups) / m.head_size * 4
     kept += queries * inner * e  # output of attention, which is the input of the output projection
+    if _adjacent_heads(x) and not (m.attention_dropout or m.checkpoint_attention):
+        kept += queries * inner * e  # the output is copied from the order of heads to the order of tokens
     heads = m.num_attention_heads / t
     b = x.config.train.batch_size
     scores = b * heads * length * seen
@@ -94,6 +101,13 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
     if causal_bias:
         kept += heads * length * seen * e  # the bias, which all samples of the batch share
     return kept + b * heads * length * 4
+
+
+def _adjacent_heads(x: Shapes) -> bool:
+    """Return whether the tokens of a head lie side by side in memory: on a CPU in `GroupedSelfAttention`."""
+    m = x.config.model
+    grouped = m.key_value_heads < m.num_attention_heads or m.qk_norm or m.position_embedding == "rope"
+    return grouped and not x.accelerated and "rope" not in m.reference_ops
 
 
 def transformer_kept(x: Shapes, layer: Layer) -> float:
@@ -125,7 +139,8 @@ def _inner_kept(x: Shapes, numbers: float) -> float:
     """Return the bytes that an MLP keeps of `numbers` inner activations, before and after the activation function."""
     m = x.config.model
     copies = 2 if m.gated else 1
-    if "activation" not in m.recompute_modules:
+    # The backward pass of relu needs only its output.
+    if "activation" not in m.recompute_modules and m.activation != "relu":
         copies += 1
     return numbers / x.ranks * x.width * copies
 
@@ -147,6 +162,7 @@ def _mixture_kept(x: Shapes, tokens: int) -> float:
     kept = 0.0 if "norm" in m.recompute_modules and wide == e else state / e * wide
     tables = 1 + (m.router_z_loss > 0)
     kept += tokens / x.shared * (m.num_experts or 0) * wide * tables
+    kept += state / e * wide if m.router_jitter else 0.0
     kept += rows / x.shared * (16 + wide) + rows * (16 + e)
     kept += 2 * rows * h * e + _inner_kept(x, rows * m.expert_ff_size)
     if x.config.parallel.expert_parallel_size > 1:
@@ -156,6 +172,17 @@ def _mixture_kept(x: Shapes, tokens: int) -> float:
         kept += _inner_kept(x, tokens * m.num_shared_experts * m.expert_ff_size)
         kept += tokens * h * e if m.shared_expert_gate else 0.0
     return kept
+
+
+def _inner_gradients(x: Shapes) -> int:
+    """Return how many tensors of the MLP's inner size its activation's backward pass adds to those that were kept.
+
+    A compiled gated activation writes its two gradients at once. On a CPU it makes four temporary tensors, too.
+    """
+    m = x.config.model
+    if m.gated:
+        return 2 if x.accelerated else 6
+    return 2 if m.activation == "relu" else 1
 
 
 def inner_working(x: Shapes, layer: Layer) -> float:
@@ -168,7 +195,7 @@ def inner_working(x: Shapes, layer: Layer) -> float:
     parts = 2 if m.gated else 1
     hidden = 2 * x.hidden(tokens)
     if not layer.routes:
-        return hidden + tokens * m.ff_size * parts / x.ranks * x.width
+        return hidden + tokens * m.ff_size * _inner_gradients(x) / x.ranks * x.width
     rows = tokens * m.experts_per_token
     copies = 0.0
     looped = m.hidden_bias or "activation" in m.recompute_modules or x.config.parallel.zero_stage == 3
@@ -176,6 +203,25 @@ def inner_working(x: Shapes, layer: Layer) -> float:
         here = (m.num_experts or 0) / x.config.parallel.expert_parallel_size / x.ranks
         copies = 2 * here * m.hidden_size * m.expert_ff_size * parts * x.width
     return hidden + 3 * rows * m.hidden_size * x.width + copies
+
+
+def deferred_kept(x: Shapes, layers: Sequence[Layer]) -> float:
+    """Return the bytes of the output gradients that a split backward pass keeps for the gradients of the weights.
+
+    They are those of the matmuls and norms of a micro-batch's transformer layers, and of the logits.
+    """
+    m = x.config.model
+    total = logits_bytes(x)[0] if layers[-1].name == "head" else 0.0
+    for layer in layers:
+        if layer.repeated:
+            tokens = x.of_layer(layer)
+            sub_layers = 3 if layer.cls.__name__ == "DecoderBlock" else 2
+            attentions = sub_layers - 1
+            heads = (m.num_attention_heads + 2 * m.key_value_heads) * m.head_size / x.ranks
+            rows = tokens * (m.experts_per_token if layer.routes else 1)
+            inner = rows * (m.expert_ff_size if layer.routes else m.ff_size) * (2 if m.gated else 1) / x.ranks
+            total += 2 * sub_layers * x.hidden(tokens) + (attentions * tokens * heads + inner) * x.width
+    return total
 
 
 def other_kept(x: Shapes, layer: Layer) -> float:

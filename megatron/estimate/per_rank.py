@@ -5,14 +5,23 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from tds.bucket_launch import BUCKET_BYTES, BYTES_A_REPLICA
-from tds.schedule import schedule_of
+from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward, Instruction, schedule_of
 from tds.timetable import most_in_flight
 
 from ..config import Config
 from ..config.ds_config import Resolved
 from ..model.layers import Layer
-from .activations import WIDTHS, Shapes, computed_again, inner_working, kept_by, logits_bytes, transformer_kept
-from .sizes import Count, Stage
+from .activations import (
+    WIDTHS,
+    Shapes,
+    computed_again,
+    deferred_kept,
+    inner_working,
+    kept_by,
+    logits_bytes,
+    transformer_kept,
+)
+from .sizes import Count, Stage, count_layers
 
 DEEPSPEED_BUCKET = 5 * 10**8  # DeepSpeed's default reduce_bucket_size, in elements
 DEEPSPEED_LIVE = 10**9  # DeepSpeed's default stage3_max_live_parameters, in elements
@@ -40,22 +49,46 @@ class Memory:
 
 
 @lru_cache(maxsize=65536)
-def in_flight(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> int:
-    """Return the maximum number of forward passes whose activations a stage keeps at the same time.
-
-    A forward pass takes one micro-batch through one of the `chunks` groups of layers on the stage. The function builds
-    the schedule of the stage and finds the maximum in it. For many micro-batches, it uses a shorter schedule with the
-    same steady state.
-    name: --pipeline-schedule. extra: --pipeline-extra-warmup. micros: number of micro-batches.
-    """
-    if stages == 1:
-        return 1
+def _instructions(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> list[Instruction]:
+    """Return the instructions of a stage, with fewer micro-batches if a shorter schedule has the same steady state."""
     few = micros
     steady = name in ("1f1b", "interleaved", "zb-h1")
     if steady and micros > 6 * stages * (1 + extra) and micros % stages == 0:
         few = 4 * stages * (1 + extra)
     schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
-    return most_in_flight(list(schedule(stage, stages, few)))
+    return list(schedule(stage, stages, few))
+
+
+@lru_cache(maxsize=65536)
+def in_flight(
+    name: str, extra: int, chunks: int, stage: int, stages: int, micros: int, chunk: int | None = None
+) -> int:
+    """Return the maximum number of forward passes whose activations a stage keeps at the same time.
+
+    A forward pass takes one micro-batch through one of the `chunks` groups of layers on the stage. The function finds
+    the maximum in the schedule of the stage.
+    name: --pipeline-schedule. extra: --pipeline-extra-warmup. micros: number of micro-batches.
+    chunk: count only the passes through this group of layers; None counts those of all groups.
+    """
+    if stages == 1:
+        return 1
+    plan = _instructions(name, extra, chunks, stage, stages, micros)
+    return most_in_flight([each for each in plan if chunk in (None, each.chunk)])
+
+
+@lru_cache(maxsize=65536)
+def deferred(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> int:
+    """Return of how many micro-batches the weight gradients are yet to be computed (zb-h1) when most are in flight."""
+    if stages == 1:
+        return 0
+    alive = waiting = 0
+    fullest = (0, 0)
+    for each in _instructions(name, extra, chunks, stage, stages, micros):
+        alive += isinstance(each, Forward) - isinstance(each, (Backward, BackwardWeight))
+        waiting += isinstance(each, BackwardInput) - isinstance(each, BackwardWeight)
+        if isinstance(each, Forward):
+            fullest = max(fullest, (alive, waiting))
+    return fullest[1]
 
 
 def moments_of(count: Count, config: Config) -> int:
@@ -99,7 +132,8 @@ def _states(count: Count, replicas: int, config: Config, resolved: Resolved) -> 
     # fp32 master weights; DeepSpeed's ZeRO keeps such a copy even if the weights are fp32
     copy = exact * share if width < exact or not resolved.distributed_optimizer else 0.0
     if zero == 1:
-        return numbers * width, numbers * exact, moments + copy
+        summed = exact if resolved.distributed_optimizer or resolved.precision == "bf16" else width
+        return numbers * width, numbers * summed, moments + copy
     if zero == 2:
         return numbers * width, exact * share, moments + copy
     return share * width, exact * share, moments + copy
@@ -109,16 +143,31 @@ def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: i
     numbers = stage.count.held
     width = x.width
     found = 0.0
-    if resolved.zero_stage >= 2:
+    if _deepspeed_zero(resolved):
         section = resolved.deepspeed["zero_optimization"]
         overlaps = section.get("overlap_comm", resolved.zero_stage == 3 and x.accelerated)
-        bucket = width * float(section.get("reduce_bucket_size", DEEPSPEED_BUCKET))
-        found += 2 * bucket if overlaps else bucket
+        buffers = 2 if overlaps and config.parallel.stages == 1 else 1
+        found += buffers * _bucket(resolved, width)
     if resolved.zero_stage == 3:
         found += width * min(numbers, DEEPSPEED_LIVE)  # gathered weights
     if config.parallel.stages > 1:
         found += (2 * flying + 3) * _border(stage, config, x)
     return found
+
+
+def _deepspeed_zero(resolved: Resolved) -> bool:
+    """Return whether DeepSpeed's ZeRO, not tds' DistributedOptimizer, shards the optimizer."""
+    return resolved.zero_stage > 0 and not resolved.distributed_optimizer
+
+
+def _bucket(resolved: Resolved, width: int) -> float:
+    """Return the bytes of a buffer in which DeepSpeed's ZeRO collects gradients. width: bytes of an activation.
+
+    ZeRO 1 collects its fp32 sums of bf16 gradients, ZeRO 2 and 3 the gradients themselves.
+    """
+    elements = float(resolved.deepspeed["zero_optimization"].get("reduce_bucket_size", DEEPSPEED_BUCKET))
+    summed = resolved.zero_stage == 1 and resolved.precision == "bf16"
+    return elements * (4 if summed else width)
 
 
 def _border(stage: Stage, config: Config, x: Shapes) -> float:
@@ -144,60 +193,52 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     layers = stage.layers
     schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
     flying = in_flight(*schedule, stage.number, p.stages, config.train.gas)
-    ours = resolved.zero_stage == 1 and resolved.distributed_optimizer
+    theirs = _deepspeed_zero(resolved)
+    # tds' ZeRO 1 and DeepSpeed's fp32 sums of bf16 gradients stay between steps.
+    stays = resolved.zero_stage == 1 and (not theirs or resolved.precision == "bf16")
     later = config.train.gas > flying / p.virtual_pipeline_size  # True if gradients of earlier micro-batches exist
-    waiting = gradients if ours or later or resolved.zero_stage == 3 else 0.0
+    waiting = gradients if stays or later or resolved.zero_stage == 3 else 0.0
     kept = flying * kept_by(x, layers) / p.virtual_pipeline_size
+    postponed = deferred(*schedule, stage.number, p.stages, config.train.gas)
+    if postponed:
+        kept += postponed * deferred_kept(x, layers)
     talk = _communication(stage, config, resolved, replicas, x, flying)
-    moments = [_last_pass(x, layers, stage, weights, waiting, optimizer, kept, talk)]
-    moments.append(_first_layer(x, layers, stage, (weights, gradients, optimizer), talk))
+    heads = in_flight(*schedule, stage.number, p.stages, config.train.gas, p.virtual_pipeline_size - 1)
+    logits, beside = logits_bytes(x) if layers[-1].name == "head" else (0.0, 0.0)
+    waiting_logits = (heads - 1) * logits
+    moments = []
+    for at in _turning_points(layers):
+        # The backward pass has reached the layer `at`: its activations and those of earlier layers are still kept.
+        after = layers[at + 1 :]
+        left = kept - kept_by(x, after)
+        summed = waiting or gradients * (1 - count_layers(layers[: at + 1], config).held / stage.count.held)
+        working = inner_working(x, layers[at]) + stage.count.largest * x.width + computed_again(x, layers)
+        moments.append(Memory(weights, summed, optimizer, max(left, 0.0), waiting_logits, talk, working))
     if layers[-1].name == "head":
-        logits, beside = logits_bytes(x)
-        # ZeRO 2 allocates its bucket together with the first gradient.
-        quiet = talk if resolved.zero_stage != 2 or later else 0.0
-        moments.append(Memory(weights, waiting, optimizer, kept, logits + beside, quiet, 0.0))
+        # DeepSpeed's ZeRO 1 and 2 allocate their bucket together with the first gradient.
+        quiet = talk if not theirs or resolved.zero_stage == 3 or later else 0.0
+        moments.append(Memory(weights, waiting, optimizer, kept, waiting_logits + logits + beside, quiet, 0.0))
     reduced = 0.0
     if resolved.zero_stage == 0 and replicas > 1:
         reduced = min(gradients, max(BUCKET_BYTES, BYTES_A_REPLICA * replicas) + stage.count.largest * x.width)
+    if theirs and p.stages > 1:
+        reduced = _bucket(resolved, x.width)  # under a pipeline, DeepSpeed allocates another for the reduction
     moments.append(Memory(weights, gradients, optimizer, 0.0, 0.0, talk + reduced, 0.0))
     return max(moments, key=lambda m: m.total)
 
 
-def _last_pass(
-    x: Shapes,
-    layers: Sequence[Layer],
-    stage: Stage,
-    weights: float,
-    waiting: float,
-    optimizer: float,
-    kept: float,
-    talk: float,
-) -> Memory:
-    """Return the memory during the backward pass of the stage's last transformer layer.
+def _turning_points(layers: Sequence[Layer]) -> list[int]:
+    """Return the indices of the first and the last layer of each run of equal transformer layers.
 
-    At this time, the activations of all earlier layers are still kept.
+    Between them, activations and gradients change steadily, so memory peaks at one of them.
     """
-    places = [at for at, layer in enumerate(layers) if layer.repeated]
-    if not places:
-        return Memory(weights, waiting, optimizer, kept, 0.0, talk, 0.0)
-    last = places[-1]
-    after = kept_by(x, list(layers[last + 1 :]))
-    working = inner_working(x, layers[last]) + stage.count.largest * x.width + computed_again(x, list(layers))
-    return Memory(weights, waiting, optimizer, kept - after, 0.0, talk, working)
-
-
-def _first_layer(
-    x: Shapes, layers: Sequence[Layer], stage: Stage, kept_on: tuple[float, float, float], talk: float
-) -> Memory:
-    """Return the memory during the backward pass of the stage's first transformer layer.
-
-    At this time, all gradients exist. Only the activations of this layer and of earlier layers are still kept.
-    """
-    at = next((at for at, layer in enumerate(layers) if layer.repeated), None)
-    if at is None:
-        return Memory(*kept_on, 0.0, 0.0, talk, 0.0)
-    working = inner_working(x, layers[at]) + stage.count.largest * x.width + computed_again(x, list(layers))
-    return Memory(*kept_on, kept_by(x, list(layers[: at + 1])), 0.0, talk, working)
+    found = []
+    for at, layer in enumerate(layers):
+        before = layers[at - 1].cls if at else None
+        after = layers[at + 1].cls if at + 1 < len(layers) else None
+        if layer.repeated and not before is after is layer.cls:
+            found.append(at)
+    return found
 
 
 def rank_memory(

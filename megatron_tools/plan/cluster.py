@@ -27,6 +27,7 @@ class Cluster:
     peak_tflops: dense matmul peak by dtype. memory_bandwidth: gigabytes per second.
     inside: link of a device to other devices of its node. between: link of a device to other nodes.
     sources: references for the figures.
+    sustained: fraction of `peak_tflops` that the device's power limit and kernels leave, relative to an A100.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Cluster:
     inside: Link
     between: Link
     sources: tuple[str, ...]
+    sustained: float = 1.0
 
     @property
     def accelerated(self) -> bool:
@@ -53,9 +55,30 @@ class Cluster:
             )
         return self.peak_tflops[dtype] * 1e12
 
-    def link(self, ranks: int, stride: int) -> Link:
-        """Return the slowest link in a group of `ranks` devices whose ranks are `stride` apart."""
+    def sustained_peak(self, dtype: str) -> float:
+        """Return the FLOP/s of which `Efficiency` gives the fractions. Raises ValueError like `peak`."""
+        return self.peak(dtype) * self.sustained
+
+    def ranks_in_a_node(self, ranks: int, stride: int) -> int:
+        """Return how many ranks of a group share a node. stride: distance between neighbours in the group."""
+        return min(ranks, max(1, self.devices_per_node // stride))
+
+    def wire(self, ranks: int, stride: int) -> Link:
+        """Return the slowest link between two neighbours in a group of `ranks` devices that are `stride` apart."""
         return self.inside if (ranks - 1) * stride < self.devices_per_node else self.between
+
+    def ring(self, ranks: int, stride: int) -> Link:
+        """Return a rank's link in the ring collectives of a group of `ranks` devices that are `stride` apart.
+
+        In a group that spans nodes, rings run in parallel over the links of all its ranks in a node. Four ranks a node
+        with 25 GB/s each reach 100 GB/s, if the links inside the node are at least as fast.
+        """
+        slowest = self.wire(ranks, stride)
+        if slowest is self.inside:
+            return slowest
+        parallel = self.ranks_in_a_node(ranks, stride) * self.between.gigabytes_per_second
+        speed = min(self.inside.gigabytes_per_second, parallel)
+        return Link(gigabytes_per_second=speed, latency_seconds=slowest.latency_seconds)
 
 
 def load_cluster(name: str) -> Cluster:
@@ -75,6 +98,7 @@ def load_cluster(name: str) -> Cluster:
 
 def _cluster(found: Any) -> Cluster:
     """Return the cluster that a parsed JSON file describes. Raises ValueError, naming the error, if it is invalid."""
+    found = {"sustained": 1.0, **found} if isinstance(found, dict) else found
     _keys(found, Cluster, "the file")
     if found["kind"] not in ("cpu", "accelerator"):
         raise ValueError(f"the key kind is {found['kind']!r}, not cpu or accelerator")
@@ -85,7 +109,7 @@ def _cluster(found: Any) -> Cluster:
     peaks = found["peak_tflops"]
     if not isinstance(peaks, dict) or not peaks or not set(peaks) <= set(DTYPES):
         raise ValueError(f"peak_tflops is {peaks!r}; it must have a number for at least one of {', '.join(DTYPES)}")
-    for name in ("devices_per_node", "memory", "memory_bandwidth"):
+    for name in ("devices_per_node", "memory", "memory_bandwidth", "sustained"):
         _positive(name, found[name])
     for dtype, peak in peaks.items():
         _positive(f"peak_tflops.{dtype}", peak)

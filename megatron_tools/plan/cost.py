@@ -26,10 +26,10 @@ FORWARD, BACKWARD = 1.0, 2.0  # durations of a forward and a backward pass in a 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Fractions of the data-sheet figures that a run achieves. The defaults serve all clusters and are fitted to none.
+    """Fractions of the data-sheet figures that a run achieves. The defaults serve all clusters.
 
-    matmul: fraction of the peak FLOP/s that wide matmuls reach. narrow: width of the matmuls that reach half of that
-    fraction. attention: fraction of the peak FLOP/s that fused attention reaches. memory, link: fractions of the memory
+    matmul: fraction of the sustained peak FLOP/s that wide matmuls reach. narrow: width of the matmuls that reach half of that
+    fraction. attention: fraction of that peak that fused attention reaches. memory, link: fractions of the memory
     and link bandwidths.
     hidden_passes, inner_passes, score_passes: how often a layer's forward pass, apart from matmuls, reads or writes the
     hidden states, the MLP's inner activations and the attention scores. score_passes is 0 for fused kernels.
@@ -39,7 +39,7 @@ class Efficiency:
 
     matmul: float = 0.75
     narrow: float = 220.0
-    attention: float = 0.40
+    attention: float = 0.50
     memory: float = 0.80
     link: float = 0.75
     hidden_passes: float = 10.0
@@ -157,13 +157,21 @@ def expert_bytes(x: Shapes, layer: Layer) -> float:
     return rows * m.hidden_size * x.width * (ranks - 1) / ranks
 
 
-def _exchange_seconds(x: Shapes, layer: Layer, link: Link, e: Efficiency) -> float:
-    """Return the seconds of one all-to-all of a layer; 0 without experts and without expert parallelism."""
-    if not expert_bytes(x, layer):
+def _exchange_seconds(x: Shapes, layer: Layer, cluster: Cluster, e: Efficiency) -> float:
+    """Return the seconds of one all-to-all of a layer; 0 without experts and without expert parallelism.
+
+    Rows for other nodes leave through the rank's own link, while rows for the rank's node go over the links inside it.
+    """
+    rows = expert_bytes(x, layer)
+    if not rows:
         return 0.0
-    others = x.config.parallel.expert_parallel_size - 1
-    sent = expert_bytes(x, layer) / (link.gigabytes_per_second * 1e9 * e.link)
-    return sent + others * min(link.latency_seconds, 1e-5)
+    ranks = x.config.parallel.expert_parallel_size
+    near = cluster.ranks_in_a_node(ranks, x.ranks)
+    outside = rows * (ranks - near) / (ranks - 1)
+    slowest = cluster.wire(ranks, x.ranks)
+    far_seconds = outside / (cluster.between.gigabytes_per_second * 1e9 * e.link)
+    near_seconds = (rows - outside) / (cluster.inside.gigabytes_per_second * 1e9 * e.link)
+    return max(far_seconds, near_seconds) + (ranks - 1) * min(slowest.latency_seconds, 1e-5)
 
 
 def _inner_bytes(x: Shapes, layer: Layer) -> float:
@@ -226,7 +234,7 @@ def stage_seconds(
 ) -> tuple[Seconds, float, float]:
     """Return (seconds, model FLOPs, FLOPs with recomputation) of a rank's passes of one micro-batch through `stage`."""
     p = x.config.parallel
-    rate = cluster.peak(resolved.precision) * e.matmul * _width_factor(x, e)
+    rate = cluster.sustained_peak(resolved.precision) * e.matmul * _width_factor(x, e)
     hbm = cluster.memory_bandwidth * 1e9 * e.memory
     again = bool(x.config.recomputed_layers)
     model = 0.0
@@ -247,10 +255,10 @@ def stage_seconds(
             logits = 6 * x.of_layer(layer) * padded_vocabulary(x.config, x.ranks) / x.ranks
             found.memory += logits * x.width / hbm
     if resolved.zero_stage == 3:
-        link = cluster.link(replicas, x.ranks)
-        found.weights = 1.5 * all_reduce_seconds(stage.count.held * x.width, replicas, link, e)
+        # The weights are gathered for the forward and for the backward pass. A gather is half of an all-reduce.
+        found.weights = all_reduce_seconds(stage.count.held * x.width, replicas, cluster.ring(replicas, x.ranks), e)
     if p.stages > 1:
-        wire = cluster.link(p.stages, x.ranks * replicas)
+        wire = cluster.wire(p.stages, x.ranks * replicas)
         one = boundary_bytes(stage, x) / (wire.gigabytes_per_second * 1e9 * e.link) + wire.latency_seconds
         found.boundary = 2 * one * p.virtual_pipeline_size
     return found, model, done
@@ -272,7 +280,7 @@ def _add_block(
     m = x.config.model
     p = x.config.parallel
     tokens = x.of_layer(layer)
-    peak = cluster.peak(resolved.precision)
+    peak = cluster.sustained_peak(resolved.precision)
     hbm = cluster.memory_bandwidth * 1e9 * e.memory
     # Passes through the layer: forward, and twice as much backward, and forward again if the layer is recomputed.
     repeats = 3
@@ -290,12 +298,12 @@ def _add_block(
     found.memory += repeats * _touched(x, layer, e) / hbm
     reached = e.matmul / 2 if e.score_passes else e.attention
     found.attention += attentions * scores / (peak * reached)
-    found.expert_parallel += exchanges * _exchange_seconds(x, layer, cluster.link(p.expert_parallel_size, x.ranks), e)
+    found.expert_parallel += exchanges * _exchange_seconds(x, layer, cluster, e)
     states = tokens * m.hidden_size * x.width
-    found.tensor_parallel += reduced * all_reduce_seconds(states, x.ranks, cluster.link(x.ranks, 1), e)
+    found.tensor_parallel += reduced * all_reduce_seconds(states, x.ranks, cluster.ring(x.ranks, 1), e)
     context = p.context_parallel_size
     keys = 2 * tokens * m.key_value_heads * m.head_size / x.ranks * x.width * context
-    found.context_parallel += 1.5 * all_reduce_seconds(keys, context, cluster.link(context, x.ranks), e)
+    found.context_parallel += 1.5 * all_reduce_seconds(keys, context, cluster.ring(context, x.ranks), e)
 
 
 def boundary_bytes(stage: Stage, x: Shapes) -> float:
@@ -336,18 +344,22 @@ def cost_of(
     slowest = max(each.total for each in seconds)
     held = max(stage.count.held for stage in stages)
     hidden = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
-    if resolved.zero_stage >= 2:  # DeepSpeed's ZeRO 2 and 3 reduce gradients after every micro-batch.
-        sums = sums * gas
-        hidden = hidden * gas
+    gathered = 0.0
+    if resolved.zero_stage >= 2:
+        # DeepSpeed's ZeRO 2 and 3 scatter the sums of gradients, half of an all-reduce, after every micro-batch.
+        # ZeRO 2 gathers the updated weights at the end of the step.
+        gathered = sums / 2 if resolved.zero_stage == 2 else 0.0
+        sums = sums * gas / 2
+        hidden = hidden * gas / 2
     stepped = (share * 28 + held * 2 * x.width) / (cluster.memory_bandwidth * 1e9 * e.memory)
     ranks = x.ranks * replicas
     layers = max(stage.repeated for stage in stages)
     collective = 4.0 * max(x.tokens) * config.model.hidden_size * x.width * layers
     return Cost(
-        step=units * slowest + sums - hidden + stepped + e.step_seconds,
+        step=units * slowest + sums - hidden + gathered + stepped + e.step_seconds,
         bubble=1 - gas / units,
         stages=tuple(seconds),
-        gradients=sums - hidden,
+        gradients=sums - hidden + gathered,
         optimizer=stepped,
         model_flops=model * (gas * ranks),
         done_flops=done * (gas * ranks),
@@ -371,7 +383,7 @@ def _updates(
     sums = 0.0
     share = 0.0
     for count, replicas in parts:
-        sums += all_reduce_seconds(count.held * exact, replicas, cluster.link(replicas, x.ranks), e)
+        sums += all_reduce_seconds(count.held * exact, replicas, cluster.ring(replicas, x.ranks), e)
         shards = replicas if resolved.zero_stage else 1
         share += count.held / shards
     return sums, share
