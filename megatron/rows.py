@@ -7,7 +7,7 @@ from .json_text import JsonBoundError, JsonError, brief, parse_json, shown
 NUMBERS = (
     "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy", "lr", "grad_norm",
     "loss_scale", "skipped_steps", "passed_over", "z_loss", "router_loss", "target_share", "tokens_per_second",
-    "padding", "tflops", "mfu", "memory_mb", "global_batch", "accuracy", "questions",
+    "padding", "tflops", "mfu", "memory_mb", "memory_before_model_mb", "global_batch", "accuracy", "questions",
 )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def parse(
     """Return the configuration that the arguments `argv` describe.
 
     defaults: settings whose defaults the entry script overrides, with their values.
-    ranks: world size, on which the translation of some flags of other frameworks depends.
+    ranks: world size, on which the translation of some flags of other frameworks depends; --dry-run replaces it.
     tell: function that is called with each note, e.g. on how a flag of another framework was translated.
     Raises ConfigError with one sentence, or one line per invalid argument.
     """
@@ -51,6 +51,7 @@ def parse(
     line = new_source(flags.settings, flags.foreign)
     line.add_all(flags.foreign)
     values, dropped = merge(sources, line)
+    ranks = values.get("dry_run") or ranks
     problems = unknown_arguments(flags.unknown)
     for source in sources:
         notes += [f"{source.where}: {note}" for note in source.notes]

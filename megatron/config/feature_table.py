@@ -12,11 +12,13 @@ class Row(NamedTuple):
 
     home: its module and class. wanted: function that says whether the settings, a `Config`, ask for it.
     section: section of the settings that its class `Settings` adds to; None if it has none of its own.
+    instead: whether its method `instead` takes the place of the whole run.
     """
 
     home: str
     wanted: Callable[[Any], bool]
     section: str | None = None
+    instead: bool = False
 
 
 def always(config: Any) -> bool:
@@ -29,6 +31,8 @@ def _may_pad(config: Any) -> bool:
 
 
 TABLE = {
+    "dry_run": Row("megatron.features.dry_run:DryRun", lambda c: c.train.dry_run > 0, "train", instead=True),
+    "notes": Row("megatron.features.notes:Notes", always),
     "memory_estimate": Row("megatron.features.memory_estimate:MemoryEstimate", always),
     "freezing": Row("megatron.features.freezing:Freezing", lambda c: c.optim.param_groups is not None),
     "compilation": Row("megatron.features.compiling:Compilation", lambda c: c.train.compile is not False),

@@ -82,11 +82,7 @@ class NoPipeEngine:
         ds.set_micro_batches(gas)
         set_lr(ds, lr)
         ds.train()
-        made, counts = self._read(batches, gas)
-        loss_fn: Any = getattr(ds.module, "loss_fn", None)
-        if hasattr(loss_fn, "mean_targets"):
-            loss_fn.mean_targets = counts / (gas * self.data.size)
-        targets = counts.view(-1)[0]
+        made, targets = self._read(batches, gas)
         scale = self.factor(gas) / targets
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
         aux: defaultdict[str, Any] = defaultdict(float)
@@ -224,10 +220,11 @@ class NoPipeEngine:
         return {}
 
     def _read(self, batches: Batches | None, gas: int) -> tuple[list[Any], Tensor]:
-        """Return (`gas` micro-batches, number of targets of the global batch).
+        """Return (`gas` micro-batches, number of targets of the global batch, a scalar).
 
-        If `count_targets` returns a vector, the number is the first element of a vector of counts. A batch without
-        targets counts as 1 target. The number stays on the device, so that the host does not wait for the device.
+        If `count_targets` returns a vector, the number is the first element of a vector of counts; the model's loss_fn
+        gets the means of all of them in `mean_targets` if it has this attribute. A batch without targets counts as 1
+        target. The number stays on the device, so that the host does not wait for the device.
         """
         with self.timers("data"):
             read: list[Any] = [None] * gas
@@ -240,7 +237,11 @@ class NoPipeEngine:
             total = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
             for batch in made:
                 total = total + _counts(self.count_targets(batch))
-            return made, self._sum(total).clamp(min=1.0)
+            counts = self._sum(total).clamp(min=1.0)
+        loss_fn: Any = getattr(self.deepspeed.module, "loss_fn", None)
+        if hasattr(loss_fn, "mean_targets"):
+            loss_fn.mean_targets = counts / (gas * self.data.size)
+        return made, counts.view(-1)[0]
 
     def _norm_of_shares(self, ds: Any) -> Tensor:
         mesh = mpu.get_mesh()

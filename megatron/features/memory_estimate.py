@@ -17,7 +17,7 @@ from ..model.parameter_counts import count_parameters
 from ..ranks import device as device_module
 from ..ranks.initialize import ranks_here
 from ..ranks.rank_0 import print_rank_0
-from ..training.feature import Feature, Plan
+from ..training.feature import Feature, Interval, Plan
 from ..training.run_state import Run
 from ..training.task import Task
 
@@ -31,7 +31,11 @@ class MemoryEstimate(Feature):
     """Feature that says what a run needs: before the model is built, and if its memory does not suffice."""
 
     def prepare(self, plan: Plan) -> None:
+        # On a CPU, the log shows the memory of the process, of which Python and libraries already hold a part.
+        self._before_model = device_module.peak_memory_mb(plan.device) if plan.device.type == "cpu" else 0.0
         lines = estimate(plan.task, plan.config, plan.resolved, plan.device, dist.get_world_size())
+        if lines and self._before_model:
+            lines[0] += f", besides {self._before_model / 1e3:.2f} GB of the process before the model"
         for line in lines:
             print_rank_0(line)
         self._has_printed = bool(lines)
@@ -45,6 +49,9 @@ class MemoryEstimate(Feature):
 
             of_muon = count_parameters(model, muon_parameters(model))
         Watchdog.advice = memory_advice(parameters, plan.config, plan.resolved.precision, of_muon)
+
+    def row(self, interval: Interval) -> dict[str, Any]:
+        return {"memory_before_model_mb": self._before_model} if self._before_model else {}
 
     def start(self, run: Run) -> None:
         if not self._has_printed:

@@ -27,6 +27,7 @@ from ..ranks.signals import INTERRUPTED, restored_signals
 from ..storage import is_url
 from ..streams import guarded
 from .feature import Feature
+from .features import substitute
 from .inputs import MissingInputs, refuse_missing
 from .loop import train
 from .setup import set_up
@@ -57,10 +58,15 @@ def run(
         try:
             refuse_impossible_ranks()
             check_task(task, "datasets", "model", "batch")
-            config = (config or parse(argv, task.defaults, world_size(), print_note)).with_batches(world_size())
-            refuse_missing(task, config)
+            config = config or parse(argv, task.defaults, world_size(), print_note)
+            other = substitute(config)
+            if other:
+                other.instead(task, config)
+                return
+            config = config.with_batches(world_size())
             resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
             code = 1
+            refuse_missing(task, config)
             with set_up(task, config, resolved, features) as ready:
                 train(ready)
             del ready
@@ -69,8 +75,6 @@ def run(
             bug = isinstance(error, RuntimeError) and not expected
             if bug or not exit or os.environ.get("MEGATRON_DEBUG"):
                 raise
-            if isinstance(error, MissingInputs):
-                code = 1
             here = isinstance(error, ImpossibleRanks)
             _complain(
                 error,

@@ -77,6 +77,9 @@ class Feature:
         samples: the iteration's number and its range of samples.
         """
 
+    def instead(self, task: "Task", config: "Config") -> None:
+        """Act in place of the run, before the ranks meet; only called for a row of the table with `instead`."""
+
     def row(self, interval: Interval) -> dict[str, Any]:
         """Return entries for the row of metrics.jsonl that is due."""
         return {}

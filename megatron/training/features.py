@@ -125,6 +125,14 @@ def _merge(into: dict[str, Any], entries: Mapping[str, Any]) -> None:
             into[name] = value
 
 
+def substitute(config: Config) -> Feature | None:
+    """Return the feature whose method `instead` takes the place of the run, None if the settings ask for none."""
+    for row in TABLE.values():
+        if row.instead and row.wanted(config):
+            return _load(row.home)
+    return None
+
+
 def _load(home: str) -> Feature:
     """Return a new feature of the class at `home`, such as `megatron.features.layer_log:LayerLog`."""
     module, name = home.split(":")

@@ -20,7 +20,6 @@ from ..config.command_line import with_values
 from ..config.ds_config import Resolved
 from ..locks.run_lock import RunLock
 from ..model.parameter_counts import count_parameters
-from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks, same_everywhere
 from ..ranks.initialize import initialize_megatron, use_step_timeout
 from ..ranks.objects import from_rank_0
@@ -49,7 +48,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     timers = Timers(device)
     default_run_dir = f"runs/{task.name}-{from_rank_0(time.strftime('%Y%m%d-%H%M%S'))}"
     with all_ranks():
-        config, tokenizer, run_dir = _prepare(task, config, default_run_dir)
+        config, tokenizer, run_dir = prepare(task, config, default_run_dir)
     same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
     publish(config, tokenizer, timers)
     with all_ranks():
@@ -121,7 +120,7 @@ def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, lock
     return MetricsWriter(str(run_dir), iteration, is_rank_0())
 
 
-def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, Tokenizer, Path]:
+def prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, Tokenizer, Path]:
     """Return (config with vocabulary size and run directory, tokenizer, run directory).
 
     Raises ValueError if the tokenizer cannot be loaded or does not fit the settings.
@@ -151,20 +150,6 @@ def _print_layout(config: Config, resolved: Resolved, device: torch.device, lock
         f"{precision}, ZeRO {resolved.zero_stage}, global batch "
         f"{config.batches(grid.world_size())}"
     )
-    if mpu.get_options().sequence_parallel and config.parallel.sequence_parallel is None:
-        print_rank_0(
-            "note: model-parallel ranks shard activations along the sequence (sequence parallelism); "
-            "--no-sequence-parallel turns this off"
-        )
     for lock in locks:
         print_notes(lock.notes)
-    automatic = (resolved.precision, config.train.cpu_matmul) == ("fp32", "auto")
-    if config.log.log_details and mpu.get_options().onednn and automatic:
-        print_rank_0(
-            "note: fp32 matmuls use oneDNN, which is faster than PyTorch's BLAS on this CPU; --cpu-matmul torch turns "
-            "this off"
-        )
     print_notes(resolved.notes)
-    slow = device_module.precision_note(device, resolved.precision)
-    if slow:
-        print_rank_0(slow)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import megatron
 from data_utils.cli import Parser, local_path
@@ -23,6 +23,9 @@ from megatron.config import Config
 
 from . import corpora, machine, memory, network, run_dir, settings
 from .finding import FAILED, WARNING, Finding, failed, findings_of, ok, warning
+
+if TYPE_CHECKING:
+    from megatron_tools.plan.cluster import Cluster
 
 EXAMPLES = """\
   python tools/doctor.py
@@ -79,9 +82,32 @@ class Examination:
         return p.stages * p.model_parallel_size * data
 
     @property
-    def ranks_here(self) -> int:
-        """Number of the run's ranks on this machine; with a hostfile, the largest number of ranks on any host."""
-        return max((host.slots for host in self.hosts), default=self.ranks)
+    def cluster(self) -> "Cluster | None":
+        """The hardware that --cluster names, None without it. Raises ValueError for an unknown name."""
+        from megatron_tools.plan.cluster import load_cluster
+
+        return load_cluster(self.args.cluster) if self.args.cluster else None
+
+    @property
+    def ranks_here(self) -> int | None:
+        """Number of the run's ranks on a machine: as the hostfile, --cluster or LOCAL_WORLD_SIZE says.
+
+        Without these, all ranks are taken for ranks of this machine if it has as many CPU cores or devices; else the
+        number is unknown, None.
+        """
+        if self.hosts:
+            return max(host.slots for host in self.hosts)
+        if self.cluster:
+            return min(self.ranks, self.cluster.devices_per_node)
+        local = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if local.isdecimal():
+            return int(local)
+        devices = 0
+        if self.torch_is_there:
+            import torch
+
+            devices = torch.accelerator.device_count()
+        return self.ranks if self.ranks <= max(os.cpu_count() or 1, devices) else None
 
     def _installation(self) -> Iterator[Finding]:
         """Check Python, the packages and their imports."""
@@ -146,7 +172,7 @@ class Examination:
             compiles = bool(self.config.train.compile)
             workers = self.config.data.num_workers
         yield from machine.compiler(compiles)
-        yield from machine.threads(self.ranks_here, not usable)
+        yield from machine.threads(self.ranks_here or self.ranks, not usable)
         yield from machine.open_files()
         yield from machine.shared_memory(workers)
 
@@ -170,7 +196,7 @@ class Examination:
         """Estimate the memory, and check the disk and the checkpoint to resume from."""
         from megatron.config.command_line import with_values
 
-        settled, found = settings.resolved(config, self.ranks)
+        settled, found = settings.resolved(config, self.ranks, self.cluster)
         yield from found
         size = corpora.vocabulary_of(config, self.tokenizer)
         if size is None:
@@ -193,6 +219,8 @@ class Examination:
         from megatron.training.run_folder import save_dir_of
 
         room = device.memory(device.current()) if device.available() else None
+        if self.cluster:
+            room = self.cluster.memory * 1e9 if self.cluster.accelerated else None
         yield from settings.fits(settled, self.ranks, self.ranks_here, room)
         if self.run_dir is not None:
             yield from run_dir.disk(
@@ -226,6 +254,11 @@ def build_parser() -> Parser:
         "--ranks",
         type=int,
         help="number of ranks of the run (default: slots of the hostfile, else WORLD_SIZE, else one model replica)",
+    )
+    add(
+        "--cluster",
+        type=local_path,
+        help="hardware of the run, such as h100: its memory is checked, not this machine's",
     )
     add("--ssh-timeout", type=float, default=network.SSH_SECONDS, help="seconds to wait for a host (default: 10)")
     add("--quick", action="store_true", help="skip the checks that read the whole checkpoint and the whole corpora")

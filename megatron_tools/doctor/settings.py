@@ -15,6 +15,7 @@ from .finding import Finding, failed, ok, warning
 
 if TYPE_CHECKING:
     from megatron.config.ds_config import Resolved
+    from megatron_tools.plan.cluster import Cluster
 
 
 class Settled(NamedTuple):
@@ -66,8 +67,11 @@ def layout(config: Config, ranks: int) -> Iterator[Finding]:
     )
 
 
-def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
-    """Check that the ds_config and the flags agree; return the resolved settings and findings."""
+def resolved(config: Config, ranks: int, cluster: "Cluster | None") -> tuple[Settled, list[Finding]]:
+    """Check that the ds_config and the flags agree; return the resolved settings and findings.
+
+    cluster: hardware of the run, None for that of this machine.
+    """
     from megatron.config.ds_config import resolve
     from megatron.ranks import device
 
@@ -76,7 +80,8 @@ def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
     except ConfigError:
         return Settled(config), []  # `layout` reports this error
     try:
-        found = resolve(config, ranks, device.fast_bf16(device.current()))
+        fast = "bf16" in cluster.peak_tflops if cluster else device.fast_bf16(device.current())
+        found = resolve(config, ranks, fast)
     except ConfigError as error:
         return Settled(config), [
             failed("ds_config", str(error), "change the ds_config, or the flag that contradicts it")
@@ -87,9 +92,10 @@ def resolved(config: Config, ranks: int) -> tuple[Settled, list[Finding]]:
     return Settled(config, found), [ok("ds_config", words)]
 
 
-def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | None) -> Iterator[Finding]:
+def fits(settled: Settled, ranks: int, ranks_here: int | None, device_bytes: float | None) -> Iterator[Finding]:
     """Check whether the rank that needs the most memory fits into the available memory.
 
+    ranks_here: number of ranks on a machine, None if unknown.
     device_bytes: memory of an accelerator, None if ranks run on the CPU.
     """
     from megatron.estimate.per_rank import rank_memory
@@ -105,7 +111,7 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
     stages = rank_memory(settled.config, settled.resolved, ranks, device_bytes is not None, stages_of(settled.config))
     kinds = asdict(max(stages, key=lambda stage: stage.total))
     needed = sum(kinds.values())
-    free, there = _free(device_bytes, ranks_here)
+    free, there = _free(device_bytes, ranks_here or 1)
     parts = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in kinds.items())
     size = f"{parameters(settled.config) / 1e6:.1f} million parameters"
     words = f"{size}; the rank that needs the most memory needs {needed / 1e9:.2g} GB ({parts}); {there}"
@@ -113,7 +119,14 @@ def fits(settled: Settled, ranks: int, ranks_here: int, device_bytes: float | No
         "use more ranks with --model-parallel-size, --pipe-parallel-size or --zero-stage 1 to 3, "
         "--checkpoint-activations, a smaller model or --precision bf16; tools/plan.py finds a layout"
     )
-    if needed > free:
+    if device_bytes is None and ranks_here is None:
+        yield warning(
+            "memory",
+            f"{size}; the rank that needs the most memory needs {needed / 1e9:.2g} GB ({parts}); {ranks} ranks "
+            "are more than this machine has cores",
+            "give --cluster or --hostfile, or run the doctor on a node of the cluster",
+        )
+    elif needed > free:
         yield failed("memory", words, remedy)
     elif needed > 0.9 * free:
         yield warning("memory", words + ", which leaves less than a tenth free", remedy)

@@ -28,9 +28,9 @@ FORWARD, BACKWARD = 1.0, 2.0  # durations of a forward and a backward pass in a 
 class Efficiency:
     """Fractions of the data-sheet figures that a run achieves. The defaults serve all clusters.
 
-    matmul: fraction of the sustained peak FLOP/s that wide matmuls reach. narrow: width of the matmuls that reach half of that
-    fraction. attention: fraction of that peak that fused attention reaches. memory, link: fractions of the memory
-    and link bandwidths.
+    matmul: fraction of the sustained peak FLOP/s that wide matmuls reach. narrow: width of the matmuls that reach half
+    of that fraction. attention: fraction of that peak that fused attention reaches. memory, link: fractions of the
+    memory and link bandwidths.
     hidden_passes, inner_passes, score_passes: how often a layer's forward pass, apart from matmuls, reads or writes the
     hidden states, the MLP's inner activations and the attention scores. score_passes is 0 for fused kernels.
     overlap: fraction of the gradient reduction hidden by the last backward pass.
@@ -75,10 +75,12 @@ class Seconds:
 class Cost:
     """Time and work of one step on `devices` devices.
 
+    passes: seconds of all forward and backward passes, with the pipeline's bubble.
     model_flops: FLOPs of the forward and backward pass on all devices. done_flops: the same with recomputation.
     """
 
     step: float
+    passes: float
     bubble: float
     stages: tuple[Seconds, ...]
     gradients: float
@@ -326,7 +328,8 @@ def cost_of(
     gas = config.train.gas
     x = Shapes(config, resolved.precision, cluster.accelerated)
     replicas = p.data_parallel_size(world) * p.context_parallel_size
-    units = pipeline_units(p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size, p.stages, gas)
+    schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
+    units = pipeline_units(*schedule, p.stages, gas)
     exact = 4 if resolved.zero_stage <= 1 else x.width
     seconds = []
     model = done = sums = share = boundary = exchanged = 0.0
@@ -342,6 +345,7 @@ def cost_of(
         boundary = max(boundary, boundary_bytes(stage, x))
         exchanged = max(exchanged, 4 * sum(expert_bytes(x, layer) for layer in stage.layers))
     slowest = max(each.total for each in seconds)
+    average = sum(each.total for each in seconds) / len(seconds)
     held = max(stage.count.held for stage in stages)
     hidden = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
     gathered = 0.0
@@ -355,8 +359,10 @@ def cost_of(
     ranks = x.ranks * replicas
     layers = max(stage.repeated for stage in stages)
     collective = 4.0 * max(x.tokens) * config.model.hidden_size * x.width * layers
+    computing = gas * slowest + (units - gas) * average
     return Cost(
-        step=units * slowest + sums - hidden + gathered + stepped + e.step_seconds,
+        passes=computing,
+        step=computing + sums - hidden + gathered + stepped + e.step_seconds,
         bubble=1 - gas / units,
         stages=tuple(seconds),
         gradients=sums - hidden + gathered,

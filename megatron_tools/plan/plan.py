@@ -21,7 +21,7 @@ from megatron.estimate.sizes import in_words, parameters
 from .cluster import Cluster, load_cluster
 from .layouts import AXES, Layout, Wanted, search
 from .report import KINDS, explained, ranked
-from .scripts import write
+from .scripts import doctor_command, write
 
 EXAMPLES = """\
   python tools/plan.py --model configs/models/llama_8b.json --cluster h100 --devices 64 --global-batch-size 1024 \\
@@ -122,6 +122,7 @@ def fixed_by(flags: list[str]) -> frozenset[str]:
 def main(args: argparse.Namespace) -> None:
     _check(args)
     cluster = load_cluster(args.cluster)
+    _check_nodes(args.devices, cluster)
     config = settings(args, cluster)
     if args.global_batch_size is None and args.micro_batch_size is None and args.gas is None:
         raise ValueError("give --global-batch-size, or two of --global-batch-size, --micro-batch-size and --gas")
@@ -144,6 +145,7 @@ def main(args: argparse.Namespace) -> None:
     if args.write:
         for path in write(chosen, cluster, args.write, args.tokens):
             print(f"wrote {path}")
+        print(f"check it before launch: {doctor_command(chosen, args.cluster, args.write)}")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -155,6 +157,17 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
     if args.tokens is not None and not 1 <= args.tokens < math.inf:
         raise ValueError(f"--tokens {args.tokens:g} must be a number of tokens, at least 1, such as 1e12")
+
+
+def _check_nodes(devices: int, cluster: Cluster) -> None:
+    """Raise ValueError for several nodes of which one is used in part: links and launches need equal nodes."""
+    each = cluster.devices_per_node
+    if devices > each and devices % each:
+        below = devices // each * each
+        raise ValueError(
+            f"--devices {devices} is not a multiple of the {each} devices of a node of {cluster.name}: use {below} or "
+            f"{below + each}, or a cluster file with another devices_per_node"
+        )
 
 
 def _chosen(found: list[Layout], number: int) -> Layout:

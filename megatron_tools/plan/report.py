@@ -137,9 +137,9 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
     if cost.collective_bytes:
         yield f"model-parallel all-reduces: {cost.collective_bytes / 1e6:,.1f} MB per micro-batch and rank"
     yield from _reductions(layout, cost)
-    whole = t.gas * slowest.total / (1 - cost.bubble)
-    passes = f"{t.gas} x {slowest.total * 1e3:.4g} ms / (1 - {cost.bubble:.3f})"
-    yield f"step: {passes} + {(cost.step - whole) * 1e3:.3g} ms = {cost.step:.4g} s"
+    fill = cost.passes - t.gas * slowest.total
+    passes = f"{t.gas} x {slowest.total * 1e3:.4g} ms + {fill * 1e3:.4g} ms to fill and drain the pipeline"
+    yield f"step: {passes} + {(cost.step - cost.passes) * 1e3:.3g} ms = {cost.step:.4g} s"
     yield f"model FLOPs per step: {cost.model_flops:.4g}, with recomputation {cost.done_flops:.4g}"
     yield (
         f"MFU: {cost.model_flops:.4g} / {cost.step:.4g} s / {layout.devices} / {cost.peak:.4g} = {cost.mfu:.1%}; "

@@ -39,6 +39,16 @@ def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -
     return list(texts)
 
 
+def doctor_command(layout: Layout, cluster: str, folder: str) -> str:
+    """Return the command that checks the files in `folder` before a launch. cluster: value of --cluster."""
+    command = "python tools/doctor.py" if (CHECKOUT / "tools/launch.py").is_file() else "megatron-doctor"
+    script = f"pretrain_{layout.config.model.family}.py"
+    settings = shlex.quote(f"{folder}/config.json")
+    ds_config = shlex.quote(f"{folder}/ds_config.json")
+    hardware = f"--ranks {layout.devices} --cluster {shlex.quote(cluster)}"
+    return f"{command} {script} --config {settings} --deepspeed-config {ds_config} {hardware}"
+
+
 def _settings(config: Config, steps: int | None) -> str:
     """Return the content of config.json: the settings that differ from the defaults of the family's entry script.
 
@@ -86,9 +96,7 @@ def _ds_config(layout: Layout) -> str:
 
 def _script(layout: Layout, cluster: Cluster) -> str:
     """Return the run script: its launch command, with the data and addresses from the environment."""
-    per_node = cluster.devices_per_node
-    while layout.devices % per_node:  # every node runs the same number of ranks
-        per_node -= 1
+    per_node = min(layout.devices, cluster.devices_per_node)
     nodes = layout.devices // per_node
     assert layout.config.model.family and layout.config.model.vocab_size
     launch = f"--standalone --nproc-per-node {per_node}"

@@ -51,16 +51,21 @@ def machine(run: RunRead, parameters: int | None) -> Facts:
         facts.append(("parameters", f"{parameters / 1e6:,.2f} million"))
     facts.append(("layout", layout(run)))
     memory = 0.0
+    before = 0.0
     skipped = 0
     speeds = []
     shares = []
     for row in train:
         memory = max(memory, row.get("memory_mb") or 0.0)
+        before = max(before, row.get("memory_before_model_mb") or 0.0)
         skipped += row.get("skipped_steps") or 0
         speeds.append(row.get("tflops") or 0.0)
         shares.append(row.get("mfu") or 0.0)
     if train:
-        facts.append(("peak memory of rank 0", f"{memory / 1e3:,.2f} GB"))
+        words = f"{memory / 1e3:,.2f} GB"
+        if before:
+            words += f" of the process, {before / 1e3:,.2f} GB of it before the model was built"
+        facts.append(("peak memory of rank 0", words))
         begin = 1 if len(train) > 1 else 0  # without the first row, if there are others
         speed = f"{statistics.median(speeds[begin:]):.3g} TFLOP/s"
         known = list(filter(None, shares[begin:]))

@@ -240,6 +240,7 @@ ELSEWHERE = {
     "overlap_param_gather": ("changes speed only", "tests/ranks/test_overlap_gather.py", "--overlap-param-gather"),
     "max_failed_saves": ("needs a disk that fails", "tests/unit/test_failing_outputs.py", "RetryingSaver"),
     "compile": ("compilers skip layers while operations are counted", "tests/unit/test_compile_default.py", "compile"),
+    "dry_run": ("it ends the run before its first step", "tests/ranks/test_dry_run.py", "--dry-run"),
     "override_lock": ("needs the lock of another machine", "tests/unit/test_run_lock.py", "override"),
 }  # fmt: skip
 # Flags beside other flags under which they have no effect: each gets a note.

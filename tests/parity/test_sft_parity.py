@@ -110,6 +110,25 @@ def test_no_layout_counts_padding(records: str, tmp_path: Path, vocab_file: str)
                 assert row["layers"][layer] == pytest.approx(metrics, rel=1e-8), (layout, layer)
 
 
+EVALUATED = [Layout(0, 2, 1), Layout(1, 1, 1), Layout(2, 1, 1)]
+
+
+def test_evaluation_of_experts_is_that_of_every_layout(records: str, tmp_path: Path, vocab_file: str) -> None:
+    """Without a pipeline, too, where the counts of targets and of text are a vector."""
+    more = "--split 8,2,0 --eval-iters 2 --eval-interval 2"
+
+    def evaluated(layout: Layout, name: str) -> list[dict[str, Any]]:
+        rows = _logged(layout, more, records, tmp_path / name, vocab_file)
+        return [row for row in rows if row["split"] == "valid"]
+
+    expected = evaluated(Layout(0, 1, 1), "one")
+    assert len(expected) == 2
+    for at, layout in enumerate(EVALUATED):
+        found = evaluated(layout, str(at))
+        for row, wanted in zip(found, expected, strict=True):
+            assert row["lm_loss"] == pytest.approx(wanted["lm_loss"], rel=1e-9), layout
+
+
 COUNTED = [
     (Layout(0, 1, 2), "--sequence-parallel"),
     (Layout(2, 1, 1), "--batch-size 4 --gas 2"),

@@ -5,8 +5,9 @@
 prints the rows of three tables in benchmarks/results.toml. The runs stand in three files beside this one:
 
 - published.json: papers from the time before fused attention.
-- published_llm_foundry.json: all rows in bf16 of scripts/train/benchmarking/README.md of mosaicml/llm-foundry (July 2025):
-  model, sequence length, devices, device, micro-batch size, micro-batches, recomputation, ZeRO stage, tokens per second
+- published_llm_foundry.json: all rows in bf16 of scripts/train/benchmarking/README.md of mosaicml/llm-foundry (July
+  2025): model,
+  sequence length, devices, device, micro-batch size, micro-batches, recomputation, ZeRO stage, tokens per second
   and device.
 - published_presets.json: runs of models that have a preset.
 """
@@ -26,10 +27,10 @@ from megatron_tools.plan.cluster import Cluster, load_cluster
 from megatron_tools.plan.cost import DEFAULT, cost_of
 from tests.support import ROOT
 
-# Constants for runs without fused attention: scaling, mask, softmax and dropout each read and wrote the attention scores.
+# Constants for runs without fused attention: scaling, mask, softmax and dropout each read and wrote the scores.
 UNFUSED = replace(DEFAULT, score_passes=5.0)
 
-# Layers, hidden size and heads of llm-foundry's models (scripts/train/yamls/pretrain). Their vocabulary has 50,368 rows.
+# Layers, hidden size and heads of llm-foundry's models (scripts/train/yamls/pretrain), with a vocabulary of 50,368.
 FOUNDRY = {
     "125m": (12, 768, 12), "350m": (24, 1024, 16), "760m": (24, 1536, 12), "1b": (24, 2048, 16), "3b": (32, 2560, 20),
     "7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56), "70b": (80, 8192, 64),
@@ -128,7 +129,7 @@ def foundry(row: list[Any]) -> Run:
 
 
 def preset(row: dict[str, Any]) -> Run:
-    """Return a row of published_presets.json. bandwidth: that of the run's devices, if the cluster's file has another."""
+    """Return a row of published_presets.json. bandwidth: that of the run's devices, if it is not the cluster's."""
     config = parse_of_any_family(
         ["--config", str(ROOT / f"configs/models/{row['preset']}.json"), "--vocab-size", "128256"]
     )

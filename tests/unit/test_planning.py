@@ -22,6 +22,7 @@ from megatron.estimate.per_rank import in_flight, states
 from megatron.estimate.sizes import count_layers, layers_of, parameters, stages_of
 from megatron.model import GPT2Model, T5Model
 from megatron.model.parameter_counts import count_parameters
+from megatron_tools.doctor import doctor
 from megatron_tools.plan import plan, scripts
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.plan.cost import pipeline_units
@@ -30,7 +31,7 @@ from megatron_tools.plan.report import explained
 from tds.schedule import NAMES, schedule_of
 from tds.timetable import bubble, most_in_flight, times
 from tests.sentences import SENTENCES
-from tests.support import ROOT
+from tests.support import ROOT, covering
 
 from . import published
 
@@ -423,3 +424,42 @@ def test_more_ranges_than_layers_are_refused_and_left_out_of_a_search() -> None:
         stages_of(config)
     small = parse(["--vocab-size", "512", "--num-layers", "2"])
     assert search(Wanted(small, load_cluster("a100"), 8, 64))
+
+
+@pytest.mark.parametrize("devices", [12, 20])
+def test_nodes_that_would_be_used_in_part_are_refused(devices: int) -> None:
+    flags = ["--model", "llama_1b", "--cluster", "h100", "--devices", str(devices), "--global-batch-size", "240"]
+    with pytest.raises(ValueError, match="--devices"):
+        plan.main(plan.build_parser().parse_args(flags))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_time_of_unequal_stages(name: str) -> None:
+    """A timetable with each stage's own seconds takes as long as the planner says, within a tenth."""
+    flags = f"{TINY} --vocab-size 60000 --pipe-parallel-size 4 --gas 16 --zero-stage 1 --pipeline-schedule {name}"
+    config = with_values(parse(flags.split(), None, 4), {"precision": "bf16", "hidden_size": 1024})
+    cost = evaluate(config, 4, load_cluster("a100")).cost
+    assert cost is not None
+    seconds = [stage.total for stage in cost.stages]
+    assert max(seconds) > 1.3 * min(seconds)
+    schedule = schedule_of({"schedule": name, "extra_warmup": 0}, 1)
+    table = [list(schedule(stage, 4, 16)) for stage in range(4)]
+    parts = {"Forward": 1, "Backward": 2, "BackwardInput": 1, "BackwardWeight": 1}
+    spans = times(table, seconds=lambda kind, stage, chunk: seconds[stage] * parts[kind.__name__] / 3)
+    assert cost.passes == pytest.approx(max(span.end for span in spans), rel=0.1)
+
+
+PRESETS = sorted(path.stem for path in (ROOT / "configs/models").glob("*.json"))
+
+
+@pytest.mark.parametrize("name", covering(PRESETS, lambda name: name in ("llama_tiny", "t5_small", "qwen3-moe_tiny")))
+def test_the_doctor_accepts_what_the_planner_writes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = f"--model {name} --cluster h200 --devices 32 --global-batch-size 256 --write {tmp_path}"
+    plan.main(plan.build_parser().parse_args(flags.split()))
+    command = capsys.readouterr().out.splitlines()[-1].partition("doctor.py ")[2]
+    doctor.main([*command.split(), "--quick", "--json"])
+    printed = capsys.readouterr().out
+    states = {each["check"]: each["state"] for each in json.loads(printed[printed.index("[\n") :])}
+    assert {states[check] for check in ("settings", "layout", "ds_config", "memory")} == {"ok"}

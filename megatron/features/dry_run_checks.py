@@ -1,0 +1,139 @@
+"""The checks of `--dry-run N`: what a run of N ranks does up to its first step, in one process and without weights."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tds.schedule import ScheduleError, schedule_of
+from tds.timetable import check
+
+from ..checkpointing import find_start
+from ..config import Config
+from ..config.command_line import with_values
+from ..config.ds_config import Resolved, resolve
+from ..estimate.per_rank import rank_memory
+from ..estimate.sizes import in_words, parameters, stages_of
+from ..ranks import device as device_module
+from ..ranks.initialize import initialize_megatron, world_size
+from ..ranks.rank_0 import print_notes, print_rank_0
+from ..storage import RemotePath
+from ..timers import Timers
+from ..training import run_folder
+from ..training.data_ranks import open_datasets
+from ..training.global_vars import publish
+from ..training.inputs import refuse_missing
+from ..training.setup import prepare
+from ..training.task import Task
+
+# With more instructions than this, the schedule of fewer micro-batches is checked; the rest repeats its steady state.
+MOST_INSTRUCTIONS = 1 << 16
+# A layout of one process: no weights are built, so only the data sees it.
+ALONE = {
+    "model_parallel_size": 1, "sequence_parallel": None, "context_parallel_size": 1, "expert_parallel_size": 1,
+    "pipe_parallel_size": 0, "virtual_pipeline_size": 1, "pipeline_schedule": "1f1b", "pipeline_extra_warmup": 0,
+    "partition_method": "balanced", "zero_stage": None, "deepspeed_config": None,
+}  # fmt: skip
+
+
+def check_run(task: Task, config: Config, ranks: int) -> None:
+    """Check a run of `ranks` ranks, and print what it would do.
+
+    Checks the layout, the ds_config, the tokenizer, the data and its first sample, the memory of each stage from the
+    shapes of its tensors, the schedule, the checkpoint that the run would load, and whether its folder is writable.
+    Raises ValueError, in one sentence, for what the run would refuse.
+    """
+    if world_size() > 1:
+        raise ValueError(f"--dry-run {ranks} checks all ranks in one process, but WORLD_SIZE is {world_size()}")
+    config = config.with_batches(ranks)
+    refuse_missing(task, config)
+    replicas = config.parallel.data_parallel_size(ranks)
+    device = device_module.current()
+    resolved = resolve(config, ranks, device_module.fast_bf16(device))
+    alone = with_values(config, {**ALONE, "gas": config.train.gas * replicas})
+    initialize_megatron(alone)
+    config, tokenizer, run_dir = prepare(task, config, f"runs/{task.name}")
+    alone = with_values(alone, {"vocab_size": config.model.vocab_size})
+    publish(alone, tokenizer, Timers(device))
+    p = config.parallel
+    print_rank_0(
+        f"dry run of {ranks:,} ranks: data {replicas} x pipe {p.stages} x model {p.model_parallel_size} x context "
+        f"{p.context_parallel_size}, {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
+        f"{config.train_batch_size(ranks):,}"
+    )
+    print_notes(resolved.notes)
+    for line in _memory(config, resolved, ranks, device):
+        print_rank_0(line)
+    _check_schedule(config)
+    datasets = open_datasets(task, alone, tokenizer)
+    print_rank_0(f"data: the first sample has {_shapes(datasets[0])}")
+    folder = run_folder.save_dir_of(config, run_dir)
+    start = find_start(config, str(folder))
+    print_rank_0(f"checkpoint: {f'resumes from {start.path}' if start.path else 'none, starts from new weights'}")
+    if isinstance(folder, RemotePath):
+        print_rank_0(f"note: {folder} is object storage, which the dry run does not write to")
+    else:
+        _write_and_remove(folder)
+    print_rank_0("the dry run found no mistake")
+
+
+def _memory(config: Config, resolved: Resolved, ranks: int, device: torch.device) -> list[str]:
+    """Return a line for each stage with its layers, parameters and peak memory. Consecutive equal stages share one."""
+    if config.model.family is None:
+        return ["memory: not estimated for a custom model"]
+    accelerated = device.type != "cpu"
+    stages = stages_of(config)
+    lines = [f"{in_words(parameters(config))} parameters; peak memory of a rank on {device.type}, of tensors alone:"]
+    first = 0
+    before = ""
+    for stage, memory in zip(stages, rank_memory(config, resolved, ranks, accelerated, stages), strict=True):
+        size = f"{in_words(stage.count.held)} parameters, {memory.total / 1e9:.3g} GB"
+        words = f"{stage.repeated} transformer layers, {size}"
+        if words == before:
+            lines[-1] = f"  stages {first} to {stage.number}: {words}"
+            continue
+        first = stage.number
+        before = words
+        lines.append(f"  stage {first}: {words}")
+    return lines
+
+
+def _check_schedule(config: Config) -> None:
+    """Check that the schedule of all stages ends. Raises ValueError if it does not."""
+    p = config.parallel
+    if p.stages == 1:
+        return
+    named = {"schedule": p.pipeline_schedule, "extra_warmup": p.pipeline_extra_warmup}
+    schedule = schedule_of(named, p.virtual_pipeline_size)
+    micros = config.train.gas
+    if micros * p.stages * p.virtual_pipeline_size > MOST_INSTRUCTIONS:
+        micros = min(micros, 4 * p.stages)
+    try:
+        check([list(schedule(stage, p.stages, micros)) for stage in range(p.stages)], micros)
+    except ScheduleError as error:
+        raise ValueError(f"--pipeline-schedule {p.pipeline_schedule}: {error}") from None
+    print_rank_0(f"schedule: {p.pipeline_schedule}, {config.train.gas:,} micro-batches, ends on all {p.stages} stages")
+
+
+def _shapes(dataset: Any) -> str:
+    """Return the names and sizes of the tensors in the first sample of a data set."""
+    sample = dataset[0]
+    if not isinstance(sample, dict):
+        return type(sample).__name__
+    return ", ".join(f"{name} {list(getattr(value, 'shape', ()))}" for name, value in sample.items())
+
+
+def _write_and_remove(folder: Path) -> None:
+    """Write a file to `folder` and remove it, and the folders that did not exist. Raises ValueError if it cannot."""
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    probe = folder / f".dry-run-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"0")
+        probe.unlink()
+        for each in made:
+            each.rmdir()
+    except OSError as error:
+        raise ValueError(f"checkpoints cannot be written to {folder}: {error.strerror}; give another --save") from None
+    print_rank_0(f"checkpoints: {folder} is writable")

@@ -1,0 +1,28 @@
+"""Notes on choices that the machine decided: sequence parallelism, kernels and precision."""
+
+from .. import mpu
+from ..ranks import device as device_module
+from ..ranks.rank_0 import print_rank_0
+from ..training.feature import Feature, Plan
+
+
+class Notes(Feature):
+    """Feature that prints the notes before the model is built."""
+
+    def prepare(self, plan: Plan) -> None:
+        config = plan.config
+        options = mpu.get_options()
+        if options.sequence_parallel and config.parallel.sequence_parallel is None:
+            print_rank_0(
+                "note: model-parallel ranks shard activations along the sequence (sequence parallelism); "
+                "--no-sequence-parallel turns this off"
+            )
+        automatic = (plan.resolved.precision, config.train.cpu_matmul) == ("fp32", "auto")
+        if config.log.log_details and options.onednn and automatic:
+            print_rank_0(
+                "note: fp32 matmuls use oneDNN, which is faster than PyTorch's BLAS on this CPU; --cpu-matmul torch "
+                "turns this off"
+            )
+        slow = device_module.precision_note(plan.device, plan.resolved.precision)
+        if slow:
+            print_rank_0(slow)

@@ -1,0 +1,83 @@
+"""--dry-run N checks a run of N ranks in one process: it says what the run needs, refuses what the run would refuse,
+and leaves nothing behind."""
+
+import contextlib
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.command_line import parse
+from megatron.config.ds_config import resolve
+from megatron.estimate.per_rank import rank_memory
+from megatron.estimate.sizes import stages_of
+from megatron.tasks.gpt2 import GPT2
+from megatron.tasks.t5 import T5
+from megatron.training.entry import run
+from tests.support import RankFailure, on_ranks
+
+SIZES = (
+    "--num-layers 4 --hidden-size 16 --num-attention-heads 4 --batch-size 2 --train-iters 3 --precision fp32 "
+    "--split 90,10,0 --no-tensorboard"
+)
+FAMILIES = {"gpt2": "--seq-length 24", "t5": "--enc-seq-length 32 --dec-seq-length 16"}
+
+
+def _dry_run(family: str, flags: str) -> str:
+    task: Any = T5() if family == "t5" else GPT2()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run(task, flags.split(), exit=False)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "layout"),
+    [
+        ("gpt2", 1, ""),
+        ("gpt2", 8, "--pipe-parallel-size 2 --model-parallel-size 2 --gas 4"),
+        ("gpt2", 8192, "--pipe-parallel-size 4 --model-parallel-size 4 --gas 64 --pipeline-schedule zb-h1"),
+        ("gpt2", 4, "--num-experts 4 --expert-parallel-size 4 --zero-stage 1"),
+        ("t5", 12, "--pipe-parallel-size 3 --gas 4"),
+        ("t5", 4, "--zero-stage 2"),
+    ],
+)
+def test_a_dry_run_says_what_a_run_needs_and_leaves_nothing(
+    family: str, ranks: int, layout: str, tiny_data: str, vocab_file: str, tmp_path: Path
+) -> None:
+    flags = f"{SIZES} {FAMILIES[family]} {layout}"
+    given = f"{flags} --data-path {tiny_data} --vocab-file {vocab_file} --run-dir {tmp_path / 'run'} --dry-run {ranks}"
+    (printed,) = on_ranks(1, _dry_run, family, given)
+    assert not (tmp_path / "run").exists()
+    config = parse(f"--family {family} {flags} --vocab-size 3000".split(), None, ranks)
+    stages = stages_of(config)
+    memory = rank_memory(config, resolve(config, ranks, False), ranks, False, stages)
+    assert len(memory) == config.parallel.stages
+    assert f"{ranks:,} ranks" in printed and f"global batch {config.train_batch_size(ranks):,}" in printed
+    layers = [line for line in printed.splitlines() if "transformer layers" in line]
+    assert 1 <= len(layers) <= len(stages)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "words"),
+    [
+        (6, "--model-parallel-size 4", "--model-parallel-size"),
+        (2, "--data-path {here}/absent", "absent"),
+        (2, "--save {here}/file/checkpoints", "--save"),
+        (2, "--train-iters 3 --vocab-size 5", "--vocab-size"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    ranks: int, more: str, words: str, tiny_data: str, vocab_file: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    flags = f"{SIZES} --seq-length 24 --data-path {tiny_data} --vocab-file {vocab_file} --run-dir {tmp_path / 'run'}"
+    with pytest.raises(RankFailure, match=words):
+        on_ranks(1, _dry_run, "gpt2", f"{flags} {more.format(here=tmp_path)} --dry-run {ranks}")
+
+
+def test_a_dry_run_is_one_process(tiny_data: str, vocab_file: str) -> None:
+    flags = f"{SIZES} --seq-length 24 --data-path {tiny_data} --vocab-file {vocab_file} --dry-run 2"
+    with pytest.raises(RankFailure, match="--dry-run"):
+        on_ranks(2, _dry_run, "gpt2", flags)
