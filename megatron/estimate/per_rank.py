@@ -182,49 +182,81 @@ def _border(stage: Stage, config: Config, x: Shapes) -> float:
     return sent
 
 
+class _Moments:
+    """The memory of a rank of `stage` at those moments of a step at which it may be highest."""
+
+    def __init__(self, stage: Stage, config: Config, resolved: Resolved, replicas: int, accelerated: bool) -> None:
+        self.stage = stage
+        self.config = config
+        self.resolved = resolved
+        self.replicas = replicas
+        self.layers = stage.layers
+        self.x = Shapes(config, resolved.precision, accelerated)
+        p = config.parallel
+        gas = config.train.gas
+        schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
+        flying = in_flight(*schedule, stage.number, p.stages, gas)
+        self.weights, self.gradients, self.optimizer = states(stage.count, config, resolved, replicas)
+        self.later = gas > flying / p.virtual_pipeline_size  # True if gradients of earlier micro-batches exist
+        self.waiting = self.gradients if self.later or self._gradients_stay() else 0.0
+        self.kept = flying * kept_by(self.x, self.layers) / p.virtual_pipeline_size
+        self.kept += deferred(*schedule, stage.number, p.stages, gas) * deferred_kept(self.x, self.layers)
+        self.talk = _communication(stage, config, resolved, replicas, self.x, flying)
+        heads = in_flight(*schedule, stage.number, p.stages, gas, p.virtual_pipeline_size - 1)
+        self.has_head = self.layers[-1].name == "head"
+        self.logits, self.beside = logits_bytes(self.x) if self.has_head else (0.0, 0.0)
+        self.waiting_logits = (heads - 1) * self.logits  # of micro-batches whose backward pass comes later
+
+    def _gradients_stay(self) -> bool:
+        """Return whether gradients stay between steps: with ZeRO 3, and sums in fp32 with ZeRO 1."""
+        zero = self.resolved.zero_stage
+        summed = self.resolved.distributed_optimizer or self.resolved.precision == "bf16"
+        return zero == 3 or (zero == 1 and summed)
+
+    def _of(self, gradients: float, activations: float, logits: float, talk: float, working: float = 0.0) -> Memory:
+        return Memory(self.weights, gradients, self.optimizer, activations, logits, talk, working)
+
+    def loss(self) -> Memory:
+        """Return the memory while the loss of the last micro-batch in flight is computed."""
+        # DeepSpeed's ZeRO 1 and 2 allocate their bucket together with the first gradient.
+        bucket_comes = _deepspeed_zero(self.resolved) and self.resolved.zero_stage < 3 and not self.later
+        talk = 0.0 if bucket_comes else self.talk
+        return self._of(self.waiting, self.kept, self.waiting_logits + self.logits + self.beside, talk)
+
+    def backward(self, at: int) -> Memory:
+        """Return the memory in the backward pass of layer `at`: earlier layers keep their activations, later ones have
+        gradients.
+        """
+        x = self.x
+        left = self.kept - kept_by(x, self.layers[at + 1 :])
+        before = count_layers(self.layers[: at + 1], self.config).held / self.stage.count.held
+        gradients = self.waiting or self.gradients * (1 - before)
+        working = inner_working(x, self.layers[at]) + self.stage.count.largest * x.width
+        working += computed_again(x, self.layers)
+        return self._of(gradients, max(left, 0.0), self.waiting_logits, self.talk, working)
+
+    def reduction(self) -> Memory:
+        """Return the memory while gradients are reduced, when no activations are left."""
+        buffers = 0.0
+        if self.resolved.zero_stage == 0 and self.replicas > 1:
+            launched = max(BUCKET_BYTES, BYTES_A_REPLICA * self.replicas) + self.stage.count.largest * self.x.width
+            buffers = min(self.gradients, launched)
+        if _deepspeed_zero(self.resolved) and self.config.parallel.stages > 1:
+            buffers = _bucket(self.resolved, self.x.width)  # under a pipeline, DeepSpeed allocates another one
+        return self._of(self.gradients, 0.0, 0.0, self.talk + buffers)
+
+
 def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int, accelerated: bool) -> Memory:
     """Return the peak memory of a step on a rank of `stage`.
 
     replicas: number of ranks with a copy of the same weights: data-parallel size x context-parallel size.
     """
-    x = Shapes(config, resolved.precision, accelerated)
-    p = config.parallel
-    weights, gradients, optimizer = states(stage.count, config, resolved, replicas)
-    layers = stage.layers
-    schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
-    flying = in_flight(*schedule, stage.number, p.stages, config.train.gas)
-    theirs = _deepspeed_zero(resolved)
-    # tds' ZeRO 1 and DeepSpeed's fp32 sums of bf16 gradients stay between steps.
-    stays = resolved.zero_stage == 1 and (not theirs or resolved.precision == "bf16")
-    later = config.train.gas > flying / p.virtual_pipeline_size  # True if gradients of earlier micro-batches exist
-    waiting = gradients if stays or later or resolved.zero_stage == 3 else 0.0
-    kept = flying * kept_by(x, layers) / p.virtual_pipeline_size
-    postponed = deferred(*schedule, stage.number, p.stages, config.train.gas)
-    if postponed:
-        kept += postponed * deferred_kept(x, layers)
-    talk = _communication(stage, config, resolved, replicas, x, flying)
-    heads = in_flight(*schedule, stage.number, p.stages, config.train.gas, p.virtual_pipeline_size - 1)
-    logits, beside = logits_bytes(x) if layers[-1].name == "head" else (0.0, 0.0)
-    waiting_logits = (heads - 1) * logits
-    moments = []
-    for at in _turning_points(layers):
-        # The backward pass has reached the layer `at`: its activations and those of earlier layers are still kept.
-        after = layers[at + 1 :]
-        left = kept - kept_by(x, after)
-        summed = waiting or gradients * (1 - count_layers(layers[: at + 1], config).held / stage.count.held)
-        working = inner_working(x, layers[at]) + stage.count.largest * x.width + computed_again(x, layers)
-        moments.append(Memory(weights, summed, optimizer, max(left, 0.0), waiting_logits, talk, working))
-    if layers[-1].name == "head":
-        # DeepSpeed's ZeRO 1 and 2 allocate their bucket together with the first gradient.
-        quiet = talk if not theirs or resolved.zero_stage == 3 or later else 0.0
-        moments.append(Memory(weights, waiting, optimizer, kept, waiting_logits + logits + beside, quiet, 0.0))
-    reduced = 0.0
-    if resolved.zero_stage == 0 and replicas > 1:
-        reduced = min(gradients, max(BUCKET_BYTES, BYTES_A_REPLICA * replicas) + stage.count.largest * x.width)
-    if theirs and p.stages > 1:
-        reduced = _bucket(resolved, x.width)  # under a pipeline, DeepSpeed allocates another for the reduction
-    moments.append(Memory(weights, gradients, optimizer, 0.0, 0.0, talk + reduced, 0.0))
-    return max(moments, key=lambda m: m.total)
+    moments = _Moments(stage, config, resolved, replicas, accelerated)
+    found = [moments.backward(at) for at in _turning_points(moments.layers)]
+    if moments.has_head:
+        found.append(moments.loss())
+    found.append(moments.reduction())
+    return max(found, key=lambda memory: memory.total)
 
 
 def _turning_points(layers: Sequence[Layer]) -> list[int]:
@@ -232,13 +264,11 @@ def _turning_points(layers: Sequence[Layer]) -> list[int]:
 
     Between them, activations and gradients change steadily, so memory peaks at one of them.
     """
-    found = []
+    places: dict[type, list[int]] = {}
     for at, layer in enumerate(layers):
-        before = layers[at - 1].cls if at else None
-        after = layers[at + 1].cls if at + 1 < len(layers) else None
-        if layer.repeated and not before is after is layer.cls:
-            found.append(at)
-    return found
+        if layer.repeated:
+            places.setdefault(layer.cls, []).append(at)
+    return [at for run in places.values() for at in {run[0], run[-1]}]
 
 
 def rank_memory(
