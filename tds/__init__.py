@@ -10,7 +10,7 @@ groups.py     cheap creation of process groups in a large world
 queues.py     order in which a device moves messages
 deadlocks.py  proof that a schedule cannot deadlock
 recompute.py  the function by which a stage recomputes activations
-batches.py    micro-batches of a step, read when the schedule needs them
+batches.py    micro-batches of a step, copied when they are read
 engine.py     the pipeline engine: runs the instructions of a schedule as one training step
 observers.py  what the engine informs about each instruction: the watchdog, timers, timelines, the user's own
 step.py       state of a stage during a step

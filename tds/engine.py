@@ -355,38 +355,36 @@ class PipelineEngine(PipelineHooks):
         self._follow_layers()
         require_iterator(self.data_iterator, self.stage_id)
         is_first = self.stage_id == 0
-        # Headers announce runs of equal shapes, so the first stage reads all shapes ahead.
-        reads_ahead = is_first and self.num_stages > 1 and not self.dynamic_shape
-        batches = Batches(self._read, micros, reads_ahead, self.device, self.stage_id, is_first, self._is_last)
+        batches = Batches(self._read, micros, self.device, self.stage_id, is_first, self._is_last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, self.dp_world_size)
+        if (is_first or self._is_last) and self._start_reading(batches):
+            return  # stage 0 will inform all stages that the data has ended
         has_count = getattr(self.module.loss_fn, "count_targets", None) is not None
-        counts_targets = self._is_last and compute_loss and has_count
-        if is_first or counts_targets:
-            self.observers.waiting("reading its first micro-batch")
-            end = batches.end_of_any(self._replica_hosts)
-            if end and is_first:
-                self._forward_end(end)
-                raise end
-            if end:
-                return  # stage 0 will inform all stages that the data has ended
-        if counts_targets:
+        if self._is_last and compute_loss and has_count:
             self._count_targets(micros)
         if self._is_last:
             self._step.scale = self.loss_factor / self._losses.divisor
+
+    def _start_reading(self, batches: Batches) -> bool:
+        """Read the first micro-batch, with several stages all of them; return whether the data ended before it.
+
+        An iterator may hold a collective of the first and the last stage. So both read in step, before either may wait
+        for the other's messages. Stage 0 must know all shapes, too, since headers announce runs of equal shapes.
+        """
+        self.observers.waiting("reading its micro-batches")
+        end = batches.end_of_any(self._replica_hosts)
+        if end and self.stage_id == 0:
+            self._forward_end(end)
+            raise end
+        if not end and self.num_stages > 1:
+            batches.read_ahead()
+        return end is not None
 
     def _read(self) -> Any:
         """Return the next micro-batch of this rank's data."""
         with self.observers.around("Read"):
             return self._next_batch()
-
-    def _count_targets(self, micros: int) -> None:
-        """Count the targets of the whole step, by which the losses are divided."""
-        self.observers.waiting("reading its micro-batches to count their targets")
-        loss_fn = self.module.loss_fn
-        self._losses.count(loss_fn.count_targets, self._step.batches.all_labels(), self._replicas)
-        if hasattr(loss_fn, "mean_targets"):
-            loss_fn.mean_targets = self._losses.counts / (micros * self.dp_world_size)
 
     def _forward_end(self, end: DataEnded) -> None:
         """Inform the next stages that the data ended before the step began."""

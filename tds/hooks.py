@@ -18,6 +18,7 @@ from .reductions import Reduction
 from .saving import PipelineState, refuse_url
 from .schedule import Schedule
 from .start import prove
+from .step import Step
 
 
 class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
@@ -33,6 +34,8 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     _saved_state: PipelineState
     schedule: Schedule
     _chunks: int
+    _replicas: Any  # process group of the replicas
+    _step: Step
     _proven: set[int]  # numbers of micro-batches with which no step can deadlock
     _norm_is_shared = False  # whether this step's all-reduce of the losses also summed the squared norm
 
@@ -142,6 +145,14 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             # also skips the step if the norm is not finite. DeepSpeed's optimizer wrappers skip such steps themselves.
             self.clip_fp32_gradients()
         super()._take_model_step(lr_kwargs)
+
+    def _count_targets(self, micros: int) -> None:
+        """Count the targets of the whole step, by which the losses are divided."""
+        self.observers.waiting("counting the targets of its micro-batches")
+        loss_fn = self.module.loss_fn
+        self._losses.count(loss_fn.count_targets, self._step.batches.all_labels(), self._replicas)
+        if hasattr(loss_fn, "mean_targets"):
+            loss_fn.mean_targets = self._losses.counts / (micros * self.dp_world_size)
 
     def _share_losses(self, squared_norm: Tensor | None = None) -> Losses:
         """Sum the losses over the replicas and broadcast them to all stages.
