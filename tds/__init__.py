@@ -12,6 +12,7 @@ deadlocks.py  proof that a schedule cannot deadlock
 recompute.py  the function by which a stage recomputes activations
 batches.py    micro-batches of a step, copied when they are read
 engine.py     the pipeline engine: runs the instructions of a schedule as one training step
+patches.py    a user's replacements of DeepSpeed's functions: run, or refused by name
 observers.py  what the engine informs about each instruction: the watchdog, timers, timelines, the user's own
 step.py       state of a stage during a step
 buckets.py    weights and gradients in flat memory

@@ -31,11 +31,12 @@ from .mistakes import require_gradient, require_iterator, require_scalar_loss
 from .neighbours import connect_neighbours
 from .nested import as_tuple, in_full, unwrap
 from .observers import Observers
+from .patches import instruction_of, is_reduction_replaced, refuse_patches
 from .posting import COST, SENDS, StagePlan, StagePlans
 from .progress import MOST_TIMED, Progress
 from .queues import in_queues
 from .recompute import choose_checkpoint_function, require_gradients
-from .reductions import reduction_of
+from .reductions import Overlapped, reduction_of
 from .saving import PipelineState
 from .schedule import Instruction
 from .split_backward import backward_input
@@ -59,6 +60,8 @@ class PipelineEngine(PipelineHooks):
     _step: Step  # the current or the last step
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if type(self).train_batch is PipelineEngine.train_batch:
+            refuse_patches(type(self), kwargs.get("model"))
         choose_checkpoint_function(**kwargs)
         refuse_idle_stages(**kwargs)
         super().__init__(*args, **kwargs)
@@ -73,7 +76,7 @@ class PipelineEngine(PipelineHooks):
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
         self._proven = {self.micro_batches}
-        if self._reduction.averages:
+        if self._reduction.averages and not is_reduction_replaced(type(self)):
             check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
         self._evaluation = partial(schedule.forward_only, chunks=self._chunks)
         self._plans = StagePlans(self.stage_id, self.num_stages, in_queues(self.device), self.dynamic_shape)
@@ -143,7 +146,7 @@ class PipelineEngine(PipelineHooks):
             self._share_losses(self._norm_part())
         with self.observers.around("Step"), quietly():
             self.observers.waiting("in the optimizer step")
-            self._exec_optimizer_step()
+            instruction_of(self, "OptimizerStep", "_exec_optimizer_step")()
         self.agg_train_loss = self._losses.read()  # after the optimizer step, so that the device has work meanwhile
         self.agg_additional_losses = self._losses.additional or None
         self.total_loss = self._losses.sum if self._is_last else None
@@ -350,6 +353,7 @@ class PipelineEngine(PipelineHooks):
 
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Prepare the micro-batches of a step and compute the factor by which losses are scaled."""
+        refuse_patches(self, self.module, isinstance(self._reduction, Overlapped))
         self.fwd_outputs = []
         self.outputs = None
         self._follow_layers()

@@ -14,6 +14,7 @@ from .clip import clip_by_norm, drop_gradients
 from .losses import Losses
 from .observers import Observers
 from .param_replicas import squared_norm_of_replica
+from .patches import is_reduction_replaced
 from .reductions import Reduction
 from .saving import PipelineState, refuse_url
 from .schedule import Schedule
@@ -183,7 +184,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
 
     def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:
         """Reduce the gradients over the replicas; for a single replica, skip DeepSpeed's copies of all gradients."""
-        if self.dp_world_size > 1:
+        if self.dp_world_size > 1 or is_reduction_replaced(type(self)):
             super().buffered_allreduce_fallback(*args, **kwargs)
 
     def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:

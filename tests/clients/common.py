@@ -1,4 +1,4 @@
-"""What the tests of patterns share: small layers, batches, and the same training in one process of plain torch."""
+"""Small layers, batches, and the same training in one process of plain torch, shared by the tests of patterns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -41,8 +41,8 @@ def config(clip: float = 0.0, **more: Any) -> dict[str, Any]:
     return {**rows, "gradient_clipping": clip, "steps_per_print": 10**9, **more}
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+def sgd(model: nn.Module, rate: float = 0.5) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
 
 
 def plain(
@@ -51,15 +51,17 @@ def plain(
     data: Iterator[Batch] | None = None,
     clip: float = 0.0,
     steps: int = STEPS,
+    rate: float = 0.5,
+    micros: int = MICROS,
 ) -> list[float]:
     """Train `layers` in one process; return each step's loss, then the loss of an evaluation of one more batch."""
     weights = nn.ModuleList(each for each in layers if isinstance(each, nn.Module))
-    optimizer = sgd(weights)
+    optimizer = sgd(weights, rate)
     data = data or samples()
     found = []
     for step in range(steps + 1):
         losses = []
-        for _ in range(MICROS):
+        for _ in range(micros):
             value, labels = next(data)
             for layer in layers:
                 value = layer(value)
