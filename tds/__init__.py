@@ -14,6 +14,7 @@ batches.py    micro-batches of a step, copied when they are read
 engine.py     the pipeline engine: runs the instructions of a schedule as one training step
 patches.py    a user's replacements of DeepSpeed's functions: run, or refused by name
 observers.py  what the engine informs about each instruction: the watchdog, timers, timelines, the user's own
+super_chain.py what a client's `super(PipelineEngine, self)` finds
 step.py       state of a stage during a step
 buckets.py    weights and gradients in flat memory
 zero_settings.py settings of ZeRO that DeepSpeed refuses without naming their keys
@@ -53,6 +54,7 @@ from .recorder import record_collectives
 from .store_host import prepare_store_host
 
 _submodules.install()
+engine_classes.report_stock(PipelineEngine)
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +77,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         _deepspeed.time_without_waiting(made[0])
         check_scale(made[0], untested=outside is not None)
     if pipe.is_pipeline(made[0].module):
-        warn_of_untied(made[0].module)
+        warn_of_untied(made[0].module)  # the engine warns, too, but quietly() hides it
     warnings = outside, _deepspeed.refuse_wrong_route(made[0]), note_of_narrow_sums(made[0])
     notes += [f"warning: {each}" for each in warnings if each]
     if notes and made[0].global_rank == 0:
@@ -105,10 +107,10 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_submodules.MOVED[name]), name)
     if not hasattr(_ds, name) and not name.startswith("_"):
         try:
-            return importlib.import_module(f"deepspeed.{name}")
+            return importlib.import_module(f"{_submodules.PACKAGE}.{name}")
         except ModuleNotFoundError:
             pass
-    return getattr(_ds, name)
+    return _submodules.ours(getattr(_ds, name))
 
 
 def __dir__() -> list[str]:

@@ -16,7 +16,7 @@ from deepspeed import checkpointing
 from torch import Tensor
 
 from . import evaluation, schedule
-from ._deepspeed import TRAIN_BATCH_TIMER, autocast, quietly
+from ._deepspeed import TRAIN_BATCH_TIMER, autocast, prepare, quietly, time_without_waiting
 from .batches import Batches, DataEnded
 from .boundary import check
 from .channel import BoundaryTensor, layout_of
@@ -27,7 +27,7 @@ from .losses import Losses
 from .measure import check_factor
 from .memory import non_leaf_view, pop_grad
 from .messages import say
-from .mistakes import require_gradient, require_iterator, require_scalar_loss
+from .mistakes import require_gradient, require_iterator, require_scalar_loss, warn_of_untied
 from .neighbours import connect_neighbours
 from .nested import as_tuple, in_full, unwrap
 from .observers import Observers
@@ -42,9 +42,10 @@ from .schedule import Instruction
 from .split_backward import backward_input
 from .start import checked_schedule, exchange_declarations, refuse_idle_stages
 from .step import Step
+from .super_chain import DeepSpeedMethods
 
 
-class PipelineEngine(PipelineHooks):
+class PipelineEngine(DeepSpeedMethods, PipelineHooks):
     """Engine that trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
@@ -59,7 +60,13 @@ class PipelineEngine(PipelineHooks):
     outputs: Any
     _step: Step  # the current or the last step
 
+    forward = PipelineHooks.forward
+    backward = PipelineHooks.backward
+    step = PipelineHooks.step
+    module_state_dict = PipelineHooks.module_state_dict
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        prepare()
         if type(self).train_batch is PipelineEngine.train_batch:
             refuse_patches(type(self), kwargs.get("model"))
         choose_checkpoint_function(**kwargs)
@@ -94,6 +101,8 @@ class PipelineEngine(PipelineHooks):
         self.fwd_outputs: list[Any] = []
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
         self.observers.append(self.progress)
+        time_without_waiting(self)
+        warn_of_untied(self.module)
 
     # ---------------------------------------------------------------- public
 
@@ -191,11 +200,6 @@ class PipelineEngine(PipelineHooks):
         if loss is not None:
             self._report("eval_loss", loss)
         return (found, logits) if return_logits else found
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent over stage boundaries since the engine was made."""
-        return sum(sender.bytes_sent for sender in self._neighbours.senders.values())
 
     # ---------------------------------------------------------- instructions
 
@@ -389,9 +393,3 @@ class PipelineEngine(PipelineHooks):
         """Return the next micro-batch of this rank's data."""
         with self.observers.around("Read"):
             return self._next_batch()
-
-    def _forward_end(self, end: DataEnded) -> None:
-        """Inform the next stages that the data ended before the step began."""
-        if not self._is_last:
-            self._neighbours.to_next.send_end()
-        end.everywhere = True

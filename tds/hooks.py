@@ -10,8 +10,10 @@ from torch import Tensor
 
 from ._deepspeed import StockPipelineEngine
 from .base_engine import Engine
+from .batches import DataEnded
 from .clip import clip_by_norm, drop_gradients
 from .losses import Losses
+from .neighbours import Neighbours
 from .observers import Observers
 from .param_replicas import squared_norm_of_replica
 from .patches import is_reduction_replaced
@@ -35,6 +37,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     _saved_state: PipelineState
     schedule: Schedule
     _chunks: int
+    _neighbours: Neighbours
     _replicas: Any  # process group of the replicas
     _step: Step
     _proven: set[int]  # numbers of micro-batches with which no step can deadlock
@@ -59,6 +62,11 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     def num_targets(self) -> float:
         """Number of targets in the last global batch, or of micro-batches if `loss_fn` has no `count_targets`."""
         return self._losses.targets
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent over stage boundaries since the engine was made."""
+        return sum(sender.bytes_sent for sender in self._neighbours.senders.values())
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the global batch size of the next steps by changing the number of micro-batches. Call it between steps.
@@ -169,6 +177,12 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         self._losses.share(source, self.grid.get_pipe_parallel_group(), model)
         self._norm_is_shared = squared_norm is not None
         return self._losses
+
+    def _forward_end(self, end: DataEnded) -> None:
+        """Inform the next stages that the data ended before the step began."""
+        if not self._is_last:
+            self._neighbours.to_next.send_end()
+        end.everywhere = True
 
     def _report(self, name: str, loss: Tensor) -> None:
         """Write the loss, and named losses if there are several, to DeepSpeed's monitors."""

@@ -27,6 +27,14 @@ def samples() -> Iterator[Batch]:
         yield inputs, torch.randn(ROWS, WIDTH, generator=generator)
 
 
+def share() -> Iterator[Batch]:
+    """Yield the half of the micro-batches that this one of two replicas reads."""
+    mine = torch.distributed.get_rank()
+    for number, batch in enumerate(samples()):
+        if number // MICROS % 2 == mine:
+            yield batch
+
+
 def library(name: str) -> Any:
     """Return the module that a client imports as `deepspeed`: tds, or DeepSpeed itself."""
     import deepspeed

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.support import on_ranks
 
-from .common import MICROS, Batch, config, library, linears, mse, plain, samples, sgd, trained
+from .common import MICROS, config, library, linears, mse, plain, samples, sgd, share, trained
 
 MODULES = "engine", "pipe.engine", "pipe.module", "pipe.schedule", "pipe.p2p"
 # Functions that read settings or build objects: they have no meaning of their own in a step.
@@ -206,14 +206,6 @@ def _own_mean(engine: Any) -> None:
         weight.grad.div_(2 * engine.dp_world_size)
 
 
-def _share() -> Iterator[Batch]:
-    """Yield this replica's half of the micro-batches."""
-    mine = dist.get_rank()
-    for number, batch in enumerate(samples()):
-        if number // MICROS % 2 == mine:
-            yield batch
-
-
 def _with_own_mean(name: str, place: str) -> list[float]:
     from deepspeed.runtime.pipe import schedule
 
@@ -223,7 +215,7 @@ def _with_own_mean(name: str, place: str) -> list[float]:
         base = import_module("deepspeed.runtime.engine").DeepSpeedEngine
         base = library(name).PipelineEngine if place == "class" else base
         base.allreduce_gradients = lambda self, **_: _own_mean(self)
-    return trained(_build(name, 1), _share())
+    return trained(_build(name, 1), share())
 
 
 @pytest.mark.parametrize("name", ["stock", "tds"])
@@ -236,7 +228,7 @@ def test_a_reduction_of_the_clients(name: str, place: str) -> None:
 
 def _late() -> None:
     engine = _build("tds", 1)
-    data = _share()
+    data = share()
     engine.train_batch(data)
     engine.pipeline_enable_backward_allreduce = False
     with pytest.raises(ValueError, match="pipeline_enable_backward_allreduce"):
