@@ -15,6 +15,7 @@ engine.py     the pipeline engine: runs the instructions of a schedule as one tr
 patches.py    a user's replacements of DeepSpeed's functions: run, or refused by name
 observers.py  what the engine informs about each instruction: the watchdog, timers, timelines, the user's own
 super_chain.py what a client's `super(PipelineEngine, self)` finds
+untied.py     weights that stages share without a tie
 step.py       state of a stage during a step
 buckets.py    weights and gradients in flat memory
 zero_settings.py settings of ZeRO that DeepSpeed refuses without naming their keys
@@ -34,6 +35,7 @@ pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
 
 import importlib
+import warnings
 from typing import Any
 
 from . import _deepspeed, _submodules, engine_classes, optimizers, pipe
@@ -47,7 +49,7 @@ from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
 from .measure import check_scale
 from .messages import say
-from .mistakes import note_of_narrow_sums, warn_of_untied
+from .mistakes import note_of_narrow_sums
 from .observers import Observer
 from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
 from .recorder import record_collectives
@@ -76,10 +78,10 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         made = _ds.initialize(*args, **kwargs)
         _deepspeed.time_without_waiting(made[0])
         check_scale(made[0], untested=outside is not None)
-    if pipe.is_pipeline(made[0].module):
-        warn_of_untied(made[0].module)  # the engine warns, too, but quietly() hides it
-    warnings = outside, _deepspeed.refuse_wrong_route(made[0]), note_of_narrow_sums(made[0])
-    notes += [f"warning: {each}" for each in warnings if each]
+    for each in made[0]._untied:  # the engine warns, too, but quietly() hides it
+        warnings.warn(each, stacklevel=2)
+    found = outside, _deepspeed.refuse_wrong_route(made[0]), note_of_narrow_sums(made[0])
+    notes += [f"warning: {each}" for each in found if each]
     if notes and made[0].global_rank == 0:
         say("\n".join(notes))
     return made

@@ -4,6 +4,7 @@ Optimizer wrappers, gradient reduction, checkpoints and monitors come from DeepS
 `train_batch` and `eval_batch`.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -27,7 +28,7 @@ from .losses import Losses
 from .measure import check_factor
 from .memory import non_leaf_view, pop_grad
 from .messages import say
-from .mistakes import require_gradient, require_iterator, require_scalar_loss, warn_of_untied
+from .mistakes import require_gradient, require_iterator, require_scalar_loss
 from .neighbours import connect_neighbours
 from .nested import as_tuple, in_full, unwrap
 from .observers import Observers
@@ -43,6 +44,7 @@ from .split_backward import backward_input
 from .start import checked_schedule, exchange_declarations, refuse_idle_stages
 from .step import Step
 from .super_chain import DeepSpeedMethods
+from .untied import untied_weights
 
 
 class PipelineEngine(DeepSpeedMethods, PipelineHooks):
@@ -102,7 +104,9 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
         self.observers.append(self.progress)
         time_without_waiting(self)
-        warn_of_untied(self.module)
+        self._untied = untied_weights(self.module, self.grid.get_pipe_parallel_group())
+        for each in self._untied:
+            warnings.warn(each, stacklevel=2)
 
     # ---------------------------------------------------------------- public
 
