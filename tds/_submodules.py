@@ -29,7 +29,7 @@ MOVED = {  # names that CPM-Pretrain's TDS took from DeepSpeed, and the DeepSpee
     "LAMB_OPTIMIZER": "deepspeed.runtime.engine",
     "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
 }
-REPLACED = (  # classes of DeepSpeed, and those of tds that stand for them in modules under the name tds
+REPLACED = (  # classes of DeepSpeed -> those of tds that replace them in modules under the name tds
     ("deepspeed.runtime.pipe.engine:PipelineEngine", f"{PACKAGE}.engine:PipelineEngine"),
     ("deepspeed.runtime.pipe.module:PipelineModule", f"{PACKAGE}.pipe:PipelineModule"),
     ("deepspeed.runtime.engine:DeepSpeedEngine", f"{PACKAGE}.base_engine:Engine"),

@@ -156,7 +156,7 @@ def maker(value: Any) -> str | None:
         return None
     if isinstance(value, property):
         value = value.fget
-    # functools.wraps copies __module__, so the names that a function can see tell better where it is defined.
+    # functools.wraps copies __module__, but not the globals of a function, which belong to the defining module.
     names = vars(value) if isinstance(value, ModuleType) else getattr(value, "__globals__", {})
     home = str(names.get("__name__") or getattr(value, "__module__", None) or type(value).__module__)
     if home.partition(".")[0] in ("deepspeed", PACKAGE):
@@ -167,7 +167,7 @@ def maker(value: Any) -> str | None:
 
 
 def _value(name: Name, kind: type, own: Mapping[str, Any], module: type) -> Any:
-    """Return what `name` stands for: in an engine of class `kind` with the attributes `own`, or in its `module`.
+    """Return the value of `name` in an engine of class `kind` with the attributes `own`, or in its `module`.
 
     None if tds, or the user's subclass of its class, runs a replacement in DeepSpeed's class.
     """

@@ -61,10 +61,11 @@ def plain(
     steps: int = STEPS,
     rate: float = 0.5,
     micros: int = MICROS,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> list[float]:
     """Train `layers` in one process; return each step's loss, then the loss of an evaluation of one more batch."""
     weights = nn.ModuleList(each for each in layers if isinstance(each, nn.Module))
-    optimizer = sgd(weights, rate)
+    stepped = optimizer(weights) if optimizer else sgd(weights, rate)
     data = data or samples()
     found = []
     for step in range(steps + 1):
@@ -77,11 +78,11 @@ def plain(
         mean = torch.stack(losses).mean()
         found.append(mean.item())
         if step < steps:
-            optimizer.zero_grad()
+            stepped.zero_grad()
             mean.backward()
             if clip:
                 nn.utils.clip_grad_norm_(weights.parameters(), clip)
-            optimizer.step()
+            stepped.step()
     return found
 
 
