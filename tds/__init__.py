@@ -10,9 +10,12 @@ groups.py     cheap creation of process groups in a large world
 queues.py     order in which a device moves messages
 deadlocks.py  proof that a schedule cannot deadlock
 recompute.py  the function by which a stage recomputes activations
-batches.py    micro-batches of a step, read when the schedule needs them
+batches.py    micro-batches of a step, copied when they are read
 engine.py     the pipeline engine: runs the instructions of a schedule as one training step
+patches.py    a user's replacements of DeepSpeed's functions: run, or refused by name
 observers.py  what the engine informs about each instruction: the watchdog, timers, timelines, the user's own
+super_chain.py what a client's `super(PipelineEngine, self)` finds
+untied.py     weights that stages share without a tie
 step.py       state of a stage during a step
 buckets.py    weights and gradients in flat memory
 zero_settings.py settings of ZeRO that DeepSpeed refuses without naming their keys
@@ -32,6 +35,7 @@ pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
 
 import importlib
+import warnings
 from typing import Any
 
 from . import _deepspeed, _submodules, engine_classes, optimizers, pipe
@@ -45,13 +49,14 @@ from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
 from .measure import check_scale
 from .messages import say
-from .mistakes import note_of_narrow_sums, warn_of_untied
+from .mistakes import note_of_narrow_sums
 from .observers import Observer
 from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
 from .recorder import record_collectives
 from .store_host import prepare_store_host
 
 _submodules.install()
+engine_classes.report_stock(PipelineEngine)
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -73,10 +78,10 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         made = _ds.initialize(*args, **kwargs)
         _deepspeed.time_without_waiting(made[0])
         check_scale(made[0], untested=outside is not None)
-    if pipe.is_pipeline(made[0].module):
-        warn_of_untied(made[0].module)
-    warnings = outside, _deepspeed.refuse_wrong_route(made[0]), note_of_narrow_sums(made[0])
-    notes += [f"warning: {each}" for each in warnings if each]
+    for each in made[0]._untied:  # the engine warns, too, but quietly() hides it
+        warnings.warn(each, stacklevel=2)
+    found = outside, _deepspeed.refuse_wrong_route(made[0]), note_of_narrow_sums(made[0])
+    notes += [f"warning: {each}" for each in found if each]
     if notes and made[0].global_rank == 0:
         say("\n".join(notes))
     return made
@@ -104,10 +109,10 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(_submodules.MOVED[name]), name)
     if not hasattr(_ds, name) and not name.startswith("_"):
         try:
-            return importlib.import_module(f"deepspeed.{name}")
+            return importlib.import_module(f"{_submodules.PACKAGE}.{name}")
         except ModuleNotFoundError:
             pass
-    return getattr(_ds, name)
+    return _submodules.ours(getattr(_ds, name))
 
 
 def __dir__() -> list[str]:

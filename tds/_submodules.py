@@ -1,5 +1,10 @@
-"""Import hook for DeepSpeed's submodules under the name tds: `import tds.runtime.engine`."""
+"""Import hook for DeepSpeed's submodules under the name tds: `import tds.runtime.engine`.
 
+A module that defines a class which tds replaces, such as PipelineEngine, is under the name tds a view of DeepSpeed's
+module with the class of tds. The packages around it are views, too. All other modules are DeepSpeed's own.
+"""
+
+import functools
 import importlib
 import importlib.util
 import sys
@@ -7,7 +12,9 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
+from typing import Any
 
 HERE = Path(__file__).parent
 PACKAGE = __name__.partition(".")[0]
@@ -22,6 +29,12 @@ MOVED = {  # names that CPM-Pretrain's TDS took from DeepSpeed, and the DeepSpee
     "LAMB_OPTIMIZER": "deepspeed.runtime.engine",
     "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
 }
+REPLACED = (  # classes of DeepSpeed -> those of tds that replace them in modules under the name tds
+    ("deepspeed.runtime.pipe.engine:PipelineEngine", f"{PACKAGE}.engine:PipelineEngine"),
+    ("deepspeed.runtime.pipe.module:PipelineModule", f"{PACKAGE}.pipe:PipelineModule"),
+    ("deepspeed.runtime.engine:DeepSpeedEngine", f"{PACKAGE}.base_engine:Engine"),
+)
+VIEWED = "deepspeed.runtime", "deepspeed.runtime.pipe", *(theirs.partition(":")[0] for theirs, _ in REPLACED)
 
 
 def install() -> None:
@@ -29,6 +42,44 @@ def install() -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         # This finder must come first, or Python would load a second copy of a module from DeepSpeed's folder.
         sys.meta_path.insert(0, _Finder())
+
+
+@functools.cache
+def _replacements() -> dict[int, Any]:
+    """Map the id of each class of DeepSpeed that tds replaces to the class of tds."""
+    return {id(resolve_name(theirs)): resolve_name(ours) for theirs, ours in REPLACED}
+
+
+def ours(value: Any) -> Any:
+    """Return what stands under the name tds for `value`, an attribute of a module of DeepSpeed."""
+    if isinstance(value, ModuleType) and value.__name__ in VIEWED:
+        return importlib.import_module(value.__name__.replace("deepspeed", PACKAGE, 1))
+    return _replacements().get(id(value), value)
+
+
+class _View(ModuleType):
+    """A module of DeepSpeed with the classes of tds; an attribute that is set is set in DeepSpeed's module."""
+
+    def __init__(self, theirs: ModuleType) -> None:
+        super().__init__(theirs.__name__, theirs.__doc__)
+        super().__setattr__("_theirs", theirs)
+
+    def __getattr__(self, name: str) -> Any:
+        return ours(getattr(super().__getattribute__("_theirs"), name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("__") or isinstance(value, _View):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._theirs, name, value)
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        """The names that `from tds.x import *` imports and that tools which patch modules restore."""
+        return {name: ours(value) for name, value in vars(self._theirs).items()}
+
+    def __dir__(self) -> list[str]:
+        return dir(self._theirs)
 
 
 class _Finder(MetaPathFinder):
@@ -55,7 +106,7 @@ class _Alias(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._theirs)
         self._spec = module.__spec__
-        return module
+        return _View(module) if self._theirs in VIEWED else module
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # importlib has overwritten DeepSpeed's own spec of the module

@@ -3,7 +3,7 @@
 tds's PipelineEngine is a subclass of this engine.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
@@ -39,6 +39,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     optimizer: Any
     spike_guard: SpikeGuard | None = None  # set by a SpikeGuard
     weight_average: WeightAverage | None = None  # set by a WeightAverage
+    _untied: Sequence[str] = ()  # a pipeline engine's warnings about weights that stages share without a tie
     _skipped = 0
     _unread_skips: Tensor | None = None  # number of skipped steps that the host has not read yet, a scalar
     _compared = False  # whether the first save has compared the replicas' buffers

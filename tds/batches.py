@@ -1,4 +1,4 @@
-"""The micro-batches of a step, read when the schedule needs them and copied into separate memory."""
+"""The micro-batches of a step, copied into separate memory when they are read."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,6 @@ class Batches:
     """Reader of a step's `total` micro-batches.
 
     read: function that returns the next micro-batch, or raises StopIteration at the end of the data.
-    all_first: whether to read all micro-batches before the first one is used, so that `same_until` can compare them.
     takes_inputs, takes_labels: whether this stage uses inputs and labels; unused ones are dropped.
 
     The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
@@ -42,7 +41,6 @@ class Batches:
 
     read: Callable[[], Any]
     total: int
-    all_first: bool
     device: torch.device
     stage: int
     takes_inputs: bool
@@ -62,13 +60,17 @@ class Batches:
 
         Raises DataEnded if the data end too early, and BoundaryError if an input is not a tensor.
         """
-        self.read_to(micro + 1, self.total if self.all_first else 0)
+        self.read_to(micro + 1)
         return tuple(t.to(self.device, non_blocking=True) for t in self._inputs.pop(micro))
 
     def labels(self, micro: int) -> Any:
         """Return the labels of a micro-batch on the device, and drop this reader's copy."""
         self.read_to(micro + 1)
         return each_tensor(self._labels.pop(micro), lambda t: t.to(self.device, non_blocking=True))
+
+    def read_ahead(self) -> None:
+        """Read all micro-batches of the step; if the data end, the pass that lacks its micro-batch raises the error."""
+        self.read_to(0, self.total)
 
     def all_labels(self) -> Sequence[Any]:
         """Read all micro-batches of the step and return their labels.

@@ -4,6 +4,7 @@ Optimizer wrappers, gradient reduction, checkpoints and monitors come from DeepS
 `train_batch` and `eval_batch`.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,7 +17,7 @@ from deepspeed import checkpointing
 from torch import Tensor
 
 from . import evaluation, schedule
-from ._deepspeed import TRAIN_BATCH_TIMER, autocast, quietly
+from ._deepspeed import TRAIN_BATCH_TIMER, autocast, prepare, quietly, time_without_waiting
 from .batches import Batches, DataEnded
 from .boundary import check
 from .channel import BoundaryTensor, layout_of
@@ -31,19 +32,22 @@ from .mistakes import require_gradient, require_iterator, require_scalar_loss
 from .neighbours import connect_neighbours
 from .nested import as_tuple, in_full, unwrap
 from .observers import Observers
+from .patches import instruction_of, is_reduction_replaced, refuse_patches
 from .posting import COST, SENDS, StagePlan, StagePlans
 from .progress import MOST_TIMED, Progress
 from .queues import in_queues
 from .recompute import choose_checkpoint_function, require_gradients
-from .reductions import reduction_of
+from .reductions import Overlapped, reduction_of
 from .saving import PipelineState
 from .schedule import Instruction
 from .split_backward import backward_input
 from .start import checked_schedule, exchange_declarations, refuse_idle_stages
 from .step import Step
+from .super_chain import DeepSpeedMethods
+from .untied import untied_weights
 
 
-class PipelineEngine(PipelineHooks):
+class PipelineEngine(DeepSpeedMethods, PipelineHooks):
     """Engine that trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
@@ -58,7 +62,15 @@ class PipelineEngine(PipelineHooks):
     outputs: Any
     _step: Step  # the current or the last step
 
+    forward = PipelineHooks.forward
+    backward = PipelineHooks.backward
+    step = PipelineHooks.step
+    module_state_dict = PipelineHooks.module_state_dict
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        prepare()
+        if type(self).train_batch is PipelineEngine.train_batch:
+            refuse_patches(type(self), kwargs.get("model"))
         choose_checkpoint_function(**kwargs)
         refuse_idle_stages(**kwargs)
         super().__init__(*args, **kwargs)
@@ -73,7 +85,7 @@ class PipelineEngine(PipelineHooks):
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
         self._proven = {self.micro_batches}
-        if self._reduction.averages:
+        if self._reduction.averages and not is_reduction_replaced(type(self)):
             check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
         self._evaluation = partial(schedule.forward_only, chunks=self._chunks)
         self._plans = StagePlans(self.stage_id, self.num_stages, in_queues(self.device), self.dynamic_shape)
@@ -91,6 +103,10 @@ class PipelineEngine(PipelineHooks):
         self.fwd_outputs: list[Any] = []
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
         self.observers.append(self.progress)
+        time_without_waiting(self)
+        self._untied = untied_weights(self.module, self.grid.get_pipe_parallel_group())
+        for each in self._untied:
+            warnings.warn(each, stacklevel=2)
 
     # ---------------------------------------------------------------- public
 
@@ -143,7 +159,7 @@ class PipelineEngine(PipelineHooks):
             self._share_losses(self._norm_part())
         with self.observers.around("Step"), quietly():
             self.observers.waiting("in the optimizer step")
-            self._exec_optimizer_step()
+            instruction_of(self, "OptimizerStep", "_exec_optimizer_step")()
         self.agg_train_loss = self._losses.read()  # after the optimizer step, so that the device has work meanwhile
         self.agg_additional_losses = self._losses.additional or None
         self.total_loss = self._losses.sum if self._is_last else None
@@ -188,11 +204,6 @@ class PipelineEngine(PipelineHooks):
         if loss is not None:
             self._report("eval_loss", loss)
         return (found, logits) if return_logits else found
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent over stage boundaries since the engine was made."""
-        return sum(sender.bytes_sent for sender in self._neighbours.senders.values())
 
     # ---------------------------------------------------------- instructions
 
@@ -350,46 +361,39 @@ class PipelineEngine(PipelineHooks):
 
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Prepare the micro-batches of a step and compute the factor by which losses are scaled."""
+        refuse_patches(self, self.module, isinstance(self._reduction, Overlapped))
         self.fwd_outputs = []
         self.outputs = None
         self._follow_layers()
         require_iterator(self.data_iterator, self.stage_id)
         is_first = self.stage_id == 0
-        # Headers announce runs of equal shapes, so the first stage reads all shapes ahead.
-        reads_ahead = is_first and self.num_stages > 1 and not self.dynamic_shape
-        batches = Batches(self._read, micros, reads_ahead, self.device, self.stage_id, is_first, self._is_last)
+        batches = Batches(self._read, micros, self.device, self.stage_id, is_first, self._is_last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, self.dp_world_size)
+        if (is_first or self._is_last) and self._start_reading(batches):
+            return  # stage 0 will inform all stages that the data has ended
         has_count = getattr(self.module.loss_fn, "count_targets", None) is not None
-        counts_targets = self._is_last and compute_loss and has_count
-        if is_first or counts_targets:
-            self.observers.waiting("reading its first micro-batch")
-            end = batches.end_of_any(self._replica_hosts)
-            if end and is_first:
-                self._forward_end(end)
-                raise end
-            if end:
-                return  # stage 0 will inform all stages that the data has ended
-        if counts_targets:
+        if self._is_last and compute_loss and has_count:
             self._count_targets(micros)
         if self._is_last:
             self._step.scale = self.loss_factor / self._losses.divisor
+
+    def _start_reading(self, batches: Batches) -> bool:
+        """Read the first micro-batch, with several stages all of them; return whether the data ended before it.
+
+        An iterator may hold a collective of the first and the last stage. So both read in step, before either may wait
+        for the other's messages. Stage 0 must know all shapes, too, since headers announce runs of equal shapes.
+        """
+        self.observers.waiting("reading its micro-batches")
+        end = batches.end_of_any(self._replica_hosts)
+        if end and self.stage_id == 0:
+            self._forward_end(end)
+            raise end
+        if not end and self.num_stages > 1:
+            batches.read_ahead()
+        return end is not None
 
     def _read(self) -> Any:
         """Return the next micro-batch of this rank's data."""
         with self.observers.around("Read"):
             return self._next_batch()
-
-    def _count_targets(self, micros: int) -> None:
-        """Count the targets of the whole step, by which the losses are divided."""
-        self.observers.waiting("reading its micro-batches to count their targets")
-        loss_fn = self.module.loss_fn
-        self._losses.count(loss_fn.count_targets, self._step.batches.all_labels(), self._replicas)
-        if hasattr(loss_fn, "mean_targets"):
-            loss_fn.mean_targets = self._losses.counts / (micros * self.dp_world_size)
-
-    def _forward_end(self, end: DataEnded) -> None:
-        """Inform the next stages that the data ended before the step began."""
-        if not self._is_last:
-            self._neighbours.to_next.send_end()
-        end.everywhere = True

@@ -1,29 +1,64 @@
-"""The engine classes that `deepspeed.initialize` may choose, each of which tds replaces or refuses."""
+"""The engine classes that `deepspeed.initialize` may choose, and those that a client derives from DeepSpeed's."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
-from ._deepspeed import DeepSpeedEngine, deepspeed
+from ._deepspeed import DeepSpeedEngine, StockPipelineEngine, deepspeed
+from .messages import say
+from .patches import PACKAGE, maker
 
 
 @contextmanager
 def replaced_by(pipeline: type, plain: type) -> Iterator[None]:
     """Make `deepspeed.initialize` build `pipeline` for a PipelineModule and `plain` for any other model.
 
-    DeepSpeed's engines for other modules and settings, such as DualPipeVEngine, raise ValueError.
+    DeepSpeed's engines for other modules and settings, such as DualPipeVEngine, raise ValueError. A subclass of tds's
+    engine that the user has put in place of DeepSpeed's is built instead; anything else in its place raises ValueError.
     """
-    before = engines()
+    before = {"PipelineEngine": deepspeed.PipelineEngine, "DeepSpeedEngine": deepspeed.DeepSpeedEngine, **engines()}
+    chosen = {
+        "PipelineEngine": _chosen("PipelineEngine", pipeline),
+        "DeepSpeedEngine": _chosen("DeepSpeedEngine", plain),
+    }
     for name in before:
-        setattr(deepspeed, name, partial(_refuse_engine, name))
-    deepspeed.PipelineEngine = pipeline
-    deepspeed.DeepSpeedEngine = plain
+        setattr(deepspeed, name, chosen.get(name, partial(_refuse_engine, name)))
     try:
         yield
     finally:
         for name, stock in before.items():
             setattr(deepspeed, name, stock)
+
+
+def _chosen(name: str, ours: type) -> Any:
+    """Return the class to build where DeepSpeed has `deepspeed.NAME`: the user's subclass of `ours`, or `ours`."""
+    user = getattr(deepspeed, name)
+    if not maker(user):
+        return ours
+    if isinstance(user, type) and issubclass(user, ours):
+        return user
+    raise ValueError(
+        f"deepspeed.{name} is replaced by {maker(user)}, which {PACKAGE}.initialize does not build: derive it from "
+        f"{PACKAGE}.{name}"
+    )
+
+
+def report_stock(ours: type) -> None:
+    """Make DeepSpeed's PipelineEngine report on rank 0 that it is built, unless its class is derived from `ours`."""
+    honest = StockPipelineEngine.__init__
+
+    @wraps(honest)
+    def init(engine: Any, *args: Any, **kwargs: Any) -> None:
+        honest(engine, *args, **kwargs)
+        if not isinstance(engine, ours) and engine.global_rank == 0:
+            kind = type(engine)
+            say(
+                f"warning: {kind.__module__}.{kind.__qualname__} is DeepSpeed's pipeline engine, although {PACKAGE} is "
+                f"imported: use {PACKAGE}.initialize, or derive the class from {PACKAGE}.PipelineEngine"
+            )
+
+    StockPipelineEngine.__init__ = init
 
 
 def engines() -> dict[str, type]:

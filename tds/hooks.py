@@ -10,14 +10,18 @@ from torch import Tensor
 
 from ._deepspeed import StockPipelineEngine
 from .base_engine import Engine
+from .batches import DataEnded
 from .clip import clip_by_norm, drop_gradients
 from .losses import Losses
+from .neighbours import Neighbours
 from .observers import Observers
 from .param_replicas import squared_norm_of_replica
+from .patches import is_reduction_replaced
 from .reductions import Reduction
 from .saving import PipelineState, refuse_url
 from .schedule import Schedule
 from .start import prove
+from .step import Step
 
 
 class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
@@ -33,6 +37,9 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     _saved_state: PipelineState
     schedule: Schedule
     _chunks: int
+    _neighbours: Neighbours
+    _replicas: Any  # process group of the replicas
+    _step: Step
     _proven: set[int]  # numbers of micro-batches with which no step can deadlock
     _norm_is_shared = False  # whether this step's all-reduce of the losses also summed the squared norm
 
@@ -55,6 +62,11 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     def num_targets(self) -> float:
         """Number of targets in the last global batch, or of micro-batches if `loss_fn` has no `count_targets`."""
         return self._losses.targets
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent over stage boundaries since the engine was made."""
+        return sum(sender.bytes_sent for sender in self._neighbours.senders.values())
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the global batch size of the next steps by changing the number of micro-batches. Call it between steps.
@@ -143,6 +155,14 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             self.clip_fp32_gradients()
         super()._take_model_step(lr_kwargs)
 
+    def _count_targets(self, micros: int) -> None:
+        """Count the targets of the whole step, by which the losses are divided."""
+        self.observers.waiting("counting the targets of its micro-batches")
+        loss_fn = self.module.loss_fn
+        self._losses.count(loss_fn.count_targets, self._step.batches.all_labels(), self._replicas)
+        if hasattr(loss_fn, "mean_targets"):
+            loss_fn.mean_targets = self._losses.counts / (micros * self.dp_world_size)
+
     def _share_losses(self, squared_norm: Tensor | None = None) -> Losses:
         """Sum the losses over the replicas and broadcast them to all stages.
 
@@ -158,6 +178,12 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         self._norm_is_shared = squared_norm is not None
         return self._losses
 
+    def _forward_end(self, end: DataEnded) -> None:
+        """Inform the next stages that the data ended before the step began."""
+        if not self._is_last:
+            self._neighbours.to_next.send_end()
+        end.everywhere = True
+
     def _report(self, name: str, loss: Tensor) -> None:
         """Write the loss, and named losses if there are several, to DeepSpeed's monitors."""
         if self.global_rank != 0 or not self.monitor.enabled:
@@ -172,7 +198,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
 
     def buffered_allreduce_fallback(self, *args: Any, **kwargs: Any) -> None:
         """Reduce the gradients over the replicas; for a single replica, skip DeepSpeed's copies of all gradients."""
-        if self.dp_world_size > 1:
+        if self.dp_world_size > 1 or is_reduction_replaced(type(self)):
             super().buffered_allreduce_fallback(*args, **kwargs)
 
     def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:

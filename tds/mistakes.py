@@ -1,11 +1,9 @@
 """Checks for mistakes in a user's loop or model that torch reports far from their origin, or not at all."""
 
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from .groups import gather_objects
@@ -51,31 +49,6 @@ def require_gradient(loss: Tensor, outputs: Any, stage: int) -> None:
     )
 
 
-def warn_of_untied(module: Any) -> None:
-    """Warn, on rank 0, about each module or weight that layers on different stages share without a tie."""
-    if module.num_stages == 1 or module.global_rank:
-        return
-    places: dict[int, list[int]] = {}  # id of a module or weight -> the layers that use it
-    names: dict[int, str] = {}
-    for index, layer in enumerate(module._layer_specs):
-        for name, thing in _things(layer):
-            users = places.setdefault(id(thing), [])
-            if index not in users:
-                users.append(index)
-            names.setdefault(id(thing), f"{index}{name and '.'}{name}")
-    warned: list[list[int]] = []
-    for key, indices in places.items():
-        stages = sorted({module.stage_owner(index) for index in indices})
-        if len(stages) == 1 or indices in warned:
-            continue
-        warned.append(indices)
-        warnings.warn(
-            f"{names[key]} is shared by the layers {', '.join(map(str, indices))}, which lie on the stages "
-            f"{', '.join(map(str, stages))}: each stage trains a separate copy; use TiedLayerSpec to tie them",
-            stacklevel=3,
-        )
-
-
 def note_of_narrow_sums(engine: Any) -> str | None:
     """Return a warning if torch's CPU kernels would sum gradients of weights over all tokens in bf16 or fp16.
 
@@ -114,21 +87,3 @@ def _runs_forward_of(kind: type[nn.Module], module: nn.Module) -> bool:
         if code is not None and "__class__" not in code.co_freevars:  # a method that calls super() has this variable
             return False
     return False
-
-
-def _things(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, object) for each module and weight in `layer` that another layer may share.
-
-    layer: a module, or a LayerSpec, whose arguments may be modules and weights. The name of a weight is relative to its
-    module. `layer` itself and the arguments of a LayerSpec have an empty name.
-    """
-    if isinstance(layer, nn.Module):
-        if any(True for _ in layer.parameters()):
-            yield "", layer
-        yield from layer.named_parameters()
-    elif isinstance(layer, LayerSpec):
-        for argument in (*layer.module_args, *layer.module_kwargs.values()):
-            if isinstance(argument, nn.Parameter):
-                yield "", argument
-            elif isinstance(argument, nn.Module):
-                yield from _things(argument)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import bf16_sums, this_device
 from .distributed_optimizer import DistributedOptimizer
+from .patches import instruction_of, is_reduction_replaced
 from .pipe import chunk_of_weights, tied_weights, ties
 from .reducer import GradReducer
 from .schedule import Backward, BackwardWeight, Instruction
@@ -135,9 +136,13 @@ class Reduction:
         """Run a backward pass in this block; subclasses do the optimizer's work before and after it."""
         yield
 
+    def over_replicas(self) -> None:
+        """Let DeepSpeed, or a user's function in place of DeepSpeed's, sum the gradients over the replicas."""
+        instruction_of(self._engine, "ReduceGrads", "_exec_reduce_grads")()
+
     def finish(self) -> None:
         """Sum the gradients of a step, after its last backward pass."""
-        self._engine._exec_reduce_grads()
+        self.over_replicas()
         reduce_tied_grads(self._module, self._engine.stage_id)
 
 
@@ -179,7 +184,7 @@ class Bf16(Reduction):
             optimizer.update_hp_grads(clear_lp_grads=False)
 
     def finish(self) -> None:
-        self._engine._exec_reduce_grads()
+        self.over_replicas()
         sums = bf16_sums(self._engine.optimizer)
         reduce_tied_grads(self._module, self._engine.stage_id, lambda w: sums[w].gradient if w in sums else None)
         for _, group, weights in ties(self._module):
@@ -211,7 +216,7 @@ class Zero(Reduction):
                 if weight.grad is not None:
                     weight.grad.zero_()
         fill_for_replicas(_trainable(self._module), self._replicas)
-        self._engine._exec_reduce_grads()
+        self.over_replicas()
 
 
 def reduction_of(engine: Any) -> Reduction:
@@ -252,4 +257,5 @@ def _may_overlap(engine: Any) -> bool:
         and engine.pipeline_enable_backward_allreduce
         and not config.torch_autocast_enabled
         and config.pipeline.get("overlap_grad_reduce", True)
+        and not is_reduction_replaced(type(engine))
     )

@@ -72,33 +72,87 @@ class Around(nn.Module):
         return found
 
 
-def _one_object(kind: str) -> list[str]:
-    first: Any = nn.Linear(4, 4)
-    last: Any = nn.Linear(4, 4)
+class Model(nn.Module):
+    """A whole model, of which each layer of a pipeline takes its own part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(4))
+
+
+class Part(nn.Module):
+    """A layer that takes one part of the model or of the list given to it."""
+
+    def __init__(self, model: Any, at: int) -> None:
+        super().__init__()
+        self.part = (model if isinstance(model, list) else model.parts)[at]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.part(x)
+        return found
+
+
+def _first_and_last(kind: str) -> tuple[Any, Any]:
+    """Return the first and the last layer of a pipeline."""
+    spec = tds.pipe.LayerSpec
+    first: Any = nn.Linear(4, 4, bias=False)
+    last: Any = nn.Linear(4, 4, bias=False)
     if kind == "argument":
-        first = last = tds.pipe.LayerSpec(Around, first)
+        return spec(Around, first), spec(Around, inner=first)
     if kind == "module":
-        last = first
+        return first, first
     if kind == "weight":
         last.weight = first.weight
+    if kind == "frozen":
+        return first.requires_grad_(False), first
+    if kind == "tied":
+        return tuple(tds.pipe.TiedLayerSpec("key", Around, first, tied_weight_attr=["inner.weight"]) for _ in range(2))
+    model = Model()
+    if kind == "parts":
+        return spec(Part, model, 0), spec(Part, model, 3)
+    if kind == "untied embedder":
+        return spec(Part, model=model, at=0), spec(Part, model=model, at=0)
+    if kind == "list":
+        return spec(Part, list(model.parts), 2), spec(Part, list(model.parts), 2)
+    return first, last
+
+
+def _all_of_one_object() -> dict[str, list[str]]:
+    return {kind: _one_object(kind) for kind in SHARED}
+
+
+def _one_object(kind: str) -> list[str]:
+    first, last = _first_and_last(kind)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         net = tds.PipelineModule(
-            [first, nn.Tanh(), nn.Tanh(), last], num_stages=2, loss_fn=mse, partition_method="uniform"
+            [first, nn.Linear(4, 4), nn.Linear(4, 4), last], num_stages=2, loss_fn=mse, partition_method="uniform"
         )
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         tds.initialize(model=net, optimizer=optimizer, config={"train_batch_size": 2})
     return [str(each.message) for each in said if "stages" in str(each.message)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("module", "0 is shared"), ("weight", "0.weight is shared"), ("argument", "0 is shared"), ("neither", "")],
-)
-def test_what_is_one_object_on_two_stages_is_named(kind: str, name: str) -> None:
-    first, second = on_ranks(2, _one_object, kind)
-    assert second == [] and len(first) == (kind != "neither")
-    assert all(line.startswith(name) and "layers 0, 3" in line for line in first)
+SHARED = {  # kind of weight on two stages -> its name in the warning, or None if there is no warning
+    "module": "0.weight",
+    "weight": "0.weight",
+    "argument": "weight of argument 0 of layer 0",
+    "untied embedder": "parts.0.weight of argument model of layer 0",
+    "list": "weight of argument 0[2] of layer 0",
+    "parts": None,
+    "frozen": None,
+    "tied": None,
+    "neither": None,
+}
+
+
+def test_a_weight_that_two_stages_train_without_a_tie_is_named() -> None:
+    first, second = on_ranks(2, _all_of_one_object)
+    assert set().union(*second.values()) == set()
+    for kind, name in SHARED.items():
+        assert len(first[kind]) == (name is not None), kind
+        for line in first[kind]:
+            assert line.startswith(f"{name} is shared") and "layers 0, 3" in line
 
 
 # ------------------------------------------------------------------- errors before the first step

@@ -97,10 +97,30 @@ def test_submodules_of_tds_are_those_of_deepspeed() -> None:
     assert code.__spec__ is not None and code.__spec__.name == "deepspeed.runtime.zero.stage3"
     tds = importlib.import_module("tds")
     assert importlib.import_module("tds.TPipelineEngine").PipelineEngine is tds.PipelineEngine
-    assert importlib.import_module("tds.runtime") is deepspeed.runtime
+    assert importlib.import_module("tds.runtime").utils is deepspeed.runtime.utils
     assert importlib.import_module("tds.schedule").__name__ == "tds.schedule", "ours come first"
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("tds.nonsense")
+
+
+def test_modules_under_the_name_tds_hold_its_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.runtime.pipe import engine as theirs
+
+    import tds
+
+    ours = importlib.import_module("tds.runtime.pipe.engine")
+    assert ours.PipelineEngine is tds.runtime.pipe.engine.PipelineEngine is tds.PipelineEngine
+    assert tds.runtime.pipe.PipelineModule is tds.PipelineModule
+    assert issubclass(tds.PipelineEngine, tds.DeepSpeedEngine)
+    assert issubclass(tds.DeepSpeedEngine, theirs.DeepSpeedEngine)
+    names = dict[str, object]()
+    exec("from tds.runtime.pipe.engine import *", names)
+    assert names["PipelineEngine"] is tds.PipelineEngine and names["p2p"] is theirs.p2p
+    assert importlib.import_module("deepspeed.runtime.pipe.engine") is theirs is not ours
+    assert theirs.PipelineEngine is not tds.PipelineEngine, "DeepSpeed's own module stays as it is"
+    monkeypatch.setattr(ours, "TENSOR_META_SIZE", 512)
+    assert theirs.TENSOR_META_SIZE == 512, "a client that sets a name sets DeepSpeed's"
+    assert tds.runtime.utils is importlib.import_module("deepspeed.runtime.utils")
 
 
 def test_casts_go_through_nested_tuples() -> None:

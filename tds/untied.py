@@ -1,0 +1,115 @@
+"""Warnings about weights that layers on different stages share without a tie, so that each stage trains a copy."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from .groups import gather_objects
+from .pipe import ties
+
+MOST_NAMED = 3  # weights that one warning names
+
+
+class Holder(NamedTuple):
+    """A built layer that holds a trainable weight, and the key of the tie that sums the weight's gradients."""
+
+    weight: str
+    layer: int
+    tie: str | None
+
+
+def untied_weights(module: Any, group: Any) -> list[str]:
+    """Return a warning for each set of layers on several stages that hold the same trainable weights; [] but on rank 0.
+
+    Only weights that a built layer holds count: each LayerSpec may get the whole model and take its own part.
+    module: a PipelineModule. group: the ranks of its stages. Collective over the group.
+    """
+    if module.num_stages == 1:
+        return []
+    holders: dict[str, list[Holder]] = {}
+    for stage in gather_objects(_held(module), group):
+        for each in stage:
+            holders.setdefault(each.weight, []).append(each)
+    if module.global_rank:
+        return []
+    return [_warning(module, layers, names) for layers, names in _shared(module, holders).items()]
+
+
+def _shared(module: Any, holders: Mapping[str, Sequence[Holder]]) -> dict[tuple[int, ...], list[str]]:
+    """Return the weights that stages train apart, by the layers that hold them."""
+    weights: dict[tuple[int, ...], list[str]] = {}
+    for name, found in holders.items():
+        layers = tuple(sorted(each.layer for each in found))
+        stages = {module.stage_owner(layer) for layer in layers}
+        keys = {each.tie for each in found}
+        if len(stages) > 1 and (None in keys or len(keys) > 1):
+            weights.setdefault(layers, []).append(name)
+    return weights
+
+
+def _warning(module: Any, layers: Sequence[int], names: Sequence[str]) -> str:
+    stages = sorted({module.stage_owner(layer) for layer in layers})
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    verb = "is" if len(names) == 1 else "are"
+    return (
+        f"{', '.join(names[:MOST_NAMED])}{more} {verb} shared by the layers {', '.join(map(str, layers))}, which lie "
+        f"on the stages {', '.join(map(str, stages))}: each stage trains a separate copy; use TiedLayerSpec to tie them"
+    )
+
+
+def _held(module: Any) -> list[Holder]:
+    """Return the weights of this stage's layers that the list of layers contains before they are built."""
+    names = _names(module._layer_specs)
+    keys = {}
+    for key, _, weights in ties(module):
+        for weight in weights.values():
+            keys[id(weight)] = key
+    found = []
+    for index, layer in _built(module):
+        for weight in layer.parameters():
+            if weight.requires_grad and id(weight) in names:
+                found.append(Holder(names[id(weight)], index, keys.get(id(weight))))
+    return found
+
+
+def _built(module: Any) -> Iterator[tuple[int, nn.Module]]:
+    """Yield this stage's layers and their indices in the whole model."""
+    indices = getattr(module, "indices", range(module._local_start, module._local_stop))
+    for index, layer in zip(indices, module.forward_funcs, strict=True):
+        spec = module._layer_specs[index]
+        if isinstance(spec, TiedLayerSpec):
+            yield index, module.tied_modules[spec.key]
+        elif isinstance(layer, nn.Module):
+            yield index, layer
+
+
+def _names(specs: Sequence[Any]) -> dict[int, str]:
+    """Map the id of each weight in the list of layers to a name that is the same on all stages."""
+    found: dict[int, str] = {}
+    for index, layer in enumerate(specs):
+        if isinstance(layer, nn.Module):
+            for name, weight in layer.named_parameters():
+                found.setdefault(id(weight), f"{index}.{name}")
+        elif isinstance(layer, LayerSpec):
+            arguments = {**dict(enumerate(layer.module_args)), **layer.module_kwargs}
+            for place, argument in arguments.items():
+                for name, weight in _weights(argument, str(place)):
+                    found.setdefault(id(weight), f"{name} of layer {index}")
+    return found
+
+
+def _weights(value: Any, place: str) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield (name, weight) for the weights in an argument of a LayerSpec: a module, a weight, or a collection."""
+    if isinstance(value, nn.Parameter):
+        yield f"argument {place}", value
+    elif isinstance(value, nn.Module):
+        for name, weight in value.named_parameters():
+            yield f"{name} of argument {place}", weight
+    elif isinstance(value, (list, tuple)):
+        for at, each in enumerate(value):
+            yield from _weights(each, f"{place}[{at}]")
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _weights(each, f"{place}[{key!r}]")
