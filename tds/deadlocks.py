@@ -72,10 +72,7 @@ class Graph:
 
     def refuse_cycle(self) -> None:
         """Raise ScheduleError, which names the cycle, if some events wait for each other."""
-        followers: list[list[int]] = [[] for _ in self.after]
-        for event, before in enumerate(self.after):
-            for each in before:
-                followers[each].append(event)
+        followers = self._followers()
         left = [len(before) for before in self.after]  # for each event, how many events it still waits for
         ready = [event for event, count in enumerate(left) if not count]
         while ready:
@@ -85,6 +82,14 @@ class Graph:
                     ready.append(each)
         if any(left):
             raise ScheduleError(self._cycle(left))
+
+    def _followers(self) -> list[list[int]]:
+        """Return, for each event, the events that wait for it."""
+        followers: list[list[int]] = [[] for _ in self.after]
+        for event, before in enumerate(self.after):
+            for each in before:
+                followers[each].append(event)
+        return followers
 
     def _cycle(self, left: Sequence[int]) -> str:
         """Describe a cycle of the graph. left: for each event, how many events it still waits for."""

@@ -4,7 +4,6 @@ Optimizer wrappers, gradient reduction, checkpoints and monitors come from DeepS
 `train_batch` and `eval_batch`.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -44,7 +43,6 @@ from .split_backward import backward_input
 from .start import checked_schedule, exchange_declarations, refuse_idle_stages
 from .step import Step
 from .super_chain import DeepSpeedMethods
-from .untied import untied_weights
 
 
 class PipelineEngine(DeepSpeedMethods, PipelineHooks):
@@ -104,9 +102,10 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
         self.observers.append(self.progress)
         time_without_waiting(self)
-        self._untied = untied_weights(self.module, self.grid.get_pipe_parallel_group())
-        for each in self._untied:
-            warnings.warn(each, stacklevel=2)
+        if self.num_stages > 1:
+            from .untied import warn_of_untied
+
+            self._untied = warn_of_untied(self)
 
     # ---------------------------------------------------------------- public
 

@@ -88,16 +88,21 @@ def _number(name: str, least: int) -> int | None:
 def _is_gone() -> Callable[[], bool] | None:
     """Return a function that checks whether this process's launcher has died; None if there is no launcher to check."""
     if LAUNCHER in os.environ:
-        number, _, namespace = os.environ[LAUNCHER].partition(" ")
-        if namespace and namespace != process_table().partition(" ")[2]:
-            return None  # the launcher runs in another container, so its process is not visible here
-        pid = int(number)
-        begun = started(pid)
-        return lambda: begun is None or started(pid) != begun
+        return _own_launcher_is_gone(os.environ[LAUNCHER])
     if not any(name in os.environ for name in THEIRS):
         return None
     parent = os.getppid()
     return lambda: os.getppid() != parent or (parent == 1 and not _launches(1))
+
+
+def _own_launcher_is_gone(named: str) -> Callable[[], bool] | None:
+    """Return `_is_gone` for this project's launcher. named: its process id and, if known, its PID namespace."""
+    number, _, namespace = named.partition(" ")
+    if namespace and namespace != process_table().partition(" ")[2]:
+        return None  # the launcher runs in another container, so its process is not visible here
+    pid = int(number)
+    begun = started(pid)
+    return lambda: begun is None or started(pid) != begun
 
 
 def _launches(pid: int) -> bool:

@@ -1,5 +1,6 @@
 """Warnings about weights that layers on different stages share without a tie, so that each stage trains a copy."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,14 @@ class Holder(NamedTuple):
     weight: str
     layer: int
     tie: str | None
+
+
+def warn_of_untied(engine: Any) -> list[str]:
+    """Warn of the weights of a pipeline engine that stages share without a tie, and return the warnings."""
+    found = untied_weights(engine.module, engine.grid.get_pipe_parallel_group())
+    for each in found:
+        warnings.warn(each, stacklevel=3)
+    return found
 
 
 def untied_weights(module: Any, group: Any) -> list[str]:
@@ -41,12 +50,18 @@ def _shared(module: Any, holders: Mapping[str, Sequence[Holder]]) -> dict[tuple[
     """Return the weights that stages train apart, by the layers that hold them."""
     weights: dict[tuple[int, ...], list[str]] = {}
     for name, found in holders.items():
-        layers = tuple(sorted(each.layer for each in found))
-        stages = {module.stage_owner(layer) for layer in layers}
-        keys = {each.tie for each in found}
-        if len(stages) > 1 and (None in keys or len(keys) > 1):
+        if _is_trained_apart(module, found):
+            layers = tuple(sorted(each.layer for each in found))
             weights.setdefault(layers, []).append(name)
     return weights
+
+
+def _is_trained_apart(module: Any, holders: Sequence[Holder]) -> bool:
+    """Return whether a weight's holders lie on several stages, and no one tie sums its gradients over them."""
+    stages = {module.stage_owner(each.layer) for each in holders}
+    keys = {each.tie for each in holders}
+    is_tied = len(keys) == 1 and None not in keys
+    return len(stages) > 1 and not is_tied
 
 
 def _warning(module: Any, layers: Sequence[int], names: Sequence[str]) -> str:

@@ -38,10 +38,7 @@ def _prune(folder: Path, keep_last: int, keep_every: int | None, forks: Forks) -
 def _dropped(folder: Path, keep_last: int, keep_every: int | None, forks: Forks) -> list[str]:
     """Return the names of the checkpoints to delete; see `prune`."""
     latest = latest_name(folder)
-    numbered = {path.name: number for number, path in numbered_checkpoints(folder).items()}
-    if latest is not None and latest[5:].isdigit():
-        newest = int(latest[5:])
-        numbered = {name: number for name, number in numbered.items() if number <= newest}
+    numbered = _up_to(latest, folder)
     own = [path.name for path in without_abandoned([folder / name for name in numbered], forks)]
     spared = {latest, *own[-keep_last:]}
     if keep_every:
@@ -51,6 +48,15 @@ def _dropped(folder: Path, keep_last: int, keep_every: int | None, forks: Forks)
         return []
     whole = next((name for name in reversed(own) if is_complete(folder / name)), None)
     return [name for name in dropped if name != whole]
+
+
+def _up_to(latest: str | None, folder: Path) -> dict[str, int]:
+    """Return the name and iteration of each checkpoint that is not newer than `latest`."""
+    numbered = {path.name: number for number, path in numbered_checkpoints(folder).items()}
+    if latest is None or not latest[5:].isdigit():
+        return numbered
+    newest = int(latest[5:])
+    return {name: number for name, number in numbered.items() if number <= newest}
 
 
 def _delete(checkpoint: Path) -> str | None:

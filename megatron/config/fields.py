@@ -133,17 +133,12 @@ class Section:
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, f.name)
             kinds = types_of(type(self), f.name)
+            value = _as_declared(getattr(self, f.name), kinds)
             if value is None and type(None) in kinds:
                 continue
-            if tuple in kinds and isinstance(value, (str, list)):
-                value = (value,) if isinstance(value, str) else tuple(map(str, value))
-                object.__setattr__(self, f.name, value)
-            if float in kinds and type(value) is int:
-                object.__setattr__(self, f.name, float(value))
-            else:
-                refuse(_problems_of_type(f.name, value, kinds))
+            object.__setattr__(self, f.name, value)
+            refuse(_problems_of_type(f.name, value, kinds))
             check = f.metadata["check"]
             problem = check(value) if check else None
             if problem:
@@ -167,6 +162,17 @@ def types_of(section: type, name: str) -> tuple[type, ...]:
     hint = _hints(section)[name]
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
     return tuple(get_origin(kind) or kind for kind in kinds)
+
+
+def _as_declared(value: Any, kinds: tuple[type, ...]) -> Any:
+    """Return a text or a list as a tuple, and an int as a float, where the field holds such values."""
+    if tuple in kinds and isinstance(value, str):
+        return (value,)
+    if tuple in kinds and isinstance(value, list):
+        return tuple(map(str, value))
+    if float in kinds and type(value) is int:
+        return float(value)
+    return value
 
 
 def _problems_of_type(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[str]:

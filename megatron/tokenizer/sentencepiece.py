@@ -218,14 +218,17 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         found: list[NDArray[np.int32]] = self._sp.encode(list(texts), num_threads=1, return_type="numpy")
-        spells_marks = len(self._mark) > 0
+        encode = self._encode_as_llama if self.is_llama else self._encode_marked
         for i, text in enumerate(texts):
-            if self.is_llama:
-                if self._symbols or self._is_bare(text):
-                    found[i] = self._encode_as_llama(text)
-            elif spells_marks and MARK in text:
-                found[i] = self._encode_marked(text)
+            if self._differs(text):
+                found[i] = encode(text)
         return found
+
+    def _differs(self, text: str) -> bool:
+        """Return whether the ids of `text` are not simply those of the SentencePiece model."""
+        if self.is_llama:
+            return bool(self._symbols) or self._is_bare(text)
+        return len(self._mark) > 0 and MARK in text
 
     @functools.cached_property
     def _symbols(self) -> dict[str, int]:

@@ -154,13 +154,12 @@ def changes_nothing(key: str) -> bool:
 def check_type(key: str, value: Any, default: Any, optional: type | None, where: Path) -> None:
     """Raise ValueError if the value has another type than the default, or than `optional` if the default is null."""
     wanted = optional if default is None else type(default)
-    if value is None and (default is None or optional is not None):
+    may_be_null = default is None or optional is not None
+    if wanted is None or (value is None and may_be_null):
         return
-    if wanted is None or type(value) is wanted:
-        return
-    if wanted is float and type(value) is int:
-        return
-    if key == "eos_token_id" and isinstance(value, list) and all(type(end) is int for end in value):
+    kinds = (float, int) if wanted is float else (wanted,)
+    values = value if key == "eos_token_id" and isinstance(value, list) else [value]
+    if all(type(each) in kinds for each in values):
         return
     raise ValueError(f"{where}: {key} is {value!r}, not of type {wanted.__name__}")
 

@@ -123,14 +123,22 @@ def sizes_of(config: Config, steps: int) -> Sizes:
 
 def _record(model: nn.Module, seen: Mapping[str, list[Tensor]]) -> None:
     """Let the model's forward pass append the outputs of its modules to `seen`. A mixture of experts is one module."""
+    parts = _parts_of_mixtures(model)
+    for module in model.modules():
+        if module in parts:
+            continue
+        for of, kind in KINDS.items():
+            if isinstance(module, of):
+                module.register_forward_hook(partial(_keep, seen, kind))
+
+
+def _parts_of_mixtures(model: nn.Module) -> set[nn.Module]:
+    """Return the modules inside the model's mixtures of experts."""
     parts = set[nn.Module]()
     for mixture in model.modules():
         if isinstance(mixture, Mixture):
             parts |= {*mixture.modules()} - {mixture}
-    for module in model.modules():
-        for of, kind in KINDS.items():
-            if isinstance(module, of) and module not in parts:
-                module.register_forward_hook(partial(_keep, seen, kind))
+    return parts
 
 
 def _keep(seen: Mapping[str, list[Tensor]], kind: str, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -18,6 +18,7 @@ from megatron import mpu
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
 from megatron.config import Config
+from megatron.config.fields import refuse, where
 from megatron.model.gpt2 import GPT2Model, gpt2_layers, vocab_size_of
 from megatron.model.t5 import T5Model, t5_layers
 from megatron.ranks import device as device_module
@@ -193,12 +194,19 @@ def streams(args: argparse.Namespace, is_t5: bool) -> bool:
     """Return whether to print text while it is generated. Raises ValueError for flags that conflict with streaming."""
     complete = args.json or args.num_beams or is_t5  # such texts are printed when they are complete
     stream = args.stream or (args.interactive and not complete)
-    if args.top_lift and (args.json or stream):
-        raise ValueError("--top-lift cannot be combined with --json or --stream")
-    if args.chat and args.interactive and not stream:
-        raise ValueError("--chat --interactive streams one answer; omit --num-beams and --json")
-    if stream and (complete or args.num_samples > 1):
-        raise ValueError("--stream prints one text of a GPT-2 or Llama; omit --num-beams, --json and --num-samples")
+    several = complete or args.num_samples > 1
+    problems = where(
+        (args.top_lift and (args.json or stream), "--top-lift cannot be combined with --json or --stream"),
+        (
+            args.chat and args.interactive and not stream,
+            "--chat --interactive streams one answer; omit --num-beams and --json",
+        ),
+        (
+            stream and several,
+            "--stream prints one text of a GPT-2 or Llama; omit --num-beams, --json and --num-samples",
+        ),
+    )
+    refuse(problems)
     return bool(stream)
 
 

@@ -21,6 +21,7 @@ from data_utils.chat_templates import (
 from data_utils.cli import local_path
 from data_utils.sidecars import of_conversations
 from megatron.config import Config
+from megatron.config.fields import refuse, where
 from megatron.json_text import JsonBoundError, parse_json
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import Tokenizer
@@ -66,14 +67,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that contradict each other."""
-    if sum(map(bool, (args.prompt, args.input, args.interactive))) > 1:
-        raise ValueError("give one of --prompt, --input and --interactive")
-    if args.chat_template and not args.chat:
-        raise ValueError("--chat-template needs --chat")
-    if args.chat and (args.special_tokens or args.suffix is not None or args.fim_tokens):
-        raise ValueError("--chat adds special tokens itself; omit --special-tokens, --suffix and --fim-tokens")
-    if args.suffix is not None and (args.interactive or args.input):
-        raise ValueError('--suffix needs --prompt; in a file for --input, write {"prompt": ..., "suffix": ...}')
+    sources = sum(map(bool, (args.prompt, args.input, args.interactive)))
+    has_suffix = args.suffix is not None
+    adds_tokens = args.special_tokens or has_suffix or args.fim_tokens
+    problems = where(
+        (sources > 1, "give one of --prompt, --input and --interactive"),
+        (args.chat_template and not args.chat, "--chat-template needs --chat"),
+        (
+            args.chat and adds_tokens,
+            "--chat adds special tokens itself; omit --special-tokens, --suffix and --fim-tokens",
+        ),
+        (
+            has_suffix and (args.interactive or args.input),
+            '--suffix needs --prompt; in a file for --input, write {"prompt": ..., "suffix": ...}',
+        ),
+    )
+    refuse(problems)
 
 
 def reader_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Reader:
