@@ -1,6 +1,6 @@
 """Pretrain GPT-2.
 
-`bash scripts/run_gpt2.sh` calls this script; `python pretrain_gpt2.py --help` lists every setting.
+`bash scripts/run_gpt2.sh` calls this script; `python pretrain_gpt2.py --help all` lists every setting.
 """
 
 from megatron.config.check import parse_early

@@ -1,6 +1,6 @@
 """Pretrain Llama, Qwen or Mistral.
 
-`bash scripts/run_llama.sh` calls this script; `python pretrain_llama.py --help` lists every setting.
+`bash scripts/run_llama.sh` calls this script; `python pretrain_llama.py --help all` lists every setting.
 """
 
 from megatron.config.check import parse_early

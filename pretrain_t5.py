@@ -1,6 +1,6 @@
 """Pretrain T5.
 
-`bash scripts/run_t5.sh` calls this script; `python pretrain_t5.py --help` lists every setting.
+`bash scripts/run_t5.sh` calls this script; `python pretrain_t5.py --help all` lists every setting.
 """
 
 from megatron.config.check import parse_early

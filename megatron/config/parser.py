@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 
 from .._compat import compat
 from ..json_text import brief
+from ..streams import guarded
 from .fields import ConfigError, OneOf, flag, types_of
-from .sections import SECTIONS, settings
+from .sections import settings
 
 
 class SettingsParser(argparse.ArgumentParser):
@@ -22,68 +23,51 @@ class SettingsParser(argparse.ArgumentParser):
         raise ConfigError(brief(message, 500))
 
 
-EXAMPLES = """\
-examples:
-  python {script} --data-path data/corpus_text_document --vocab-file tokenizer.model --run-dir runs/a
-      one process, no pipeline; running the same command again resumes
-  python tools/launch.py --standalone --nproc-per-node 4 {script} --pipe-parallel-size 2 \\
-      --model-parallel-size 2 --config configs/models/gpt2_345M.json --data-path ... --vocab-file ...
-      four ranks: two stages of two model-parallel ranks
-  python {script} --config my.json --max-position-embeddings none ...
-      none removes an optional setting that a file has set
-"""
-
-
-def build_parser(script: str | None = None, family: str | None = None, foreign: bool = True) -> argparse.ArgumentParser:
+def build_parser(foreign: bool = True) -> argparse.ArgumentParser:
     """Return a parser with one flag per setting; its result contains only the flags that are given.
 
-    script, family: the entry script and the model family for which `--help` is shown. `--help` hides the settings of
-    other families. foreign: accept flags of other frameworks, too.
+    foreign: accept flags of other frameworks, too.
     """
-    parser = SettingsParser(
-        prog=script,
-        usage=f"{script} [--config FILE] [FLAG VALUE ...]" if script else None,
-        epilog=EXAMPLES.format(script=script) if script else None,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    parser.add_argument(
-        "--config",
-        action="append",
-        metavar="FILE",
-        help="JSON file with settings by section, or the name of a file in configs/models; may be repeated",
-    )
-    groups = {name: parser.add_argument_group(name) for name in SECTIONS}
-    for name, section, f in settings():
-        groups[name].add_argument(flag(f.name), **_form(section, f, family))
+    parser = SettingsParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", action="append", metavar="FILE")
+    for _, section, f in settings():
+        parser.add_argument(flag(f.name), **_form(section, f))
     # Launchers pass this flag to every process. It is ignored, as the environment has the rank.
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--local_rank", "--local-rank", type=int)
     if foreign:
         compat("flags.translate").add_to(parser)
     return parser
 
 
-def _form(section: type, setting: Any, family: str | None) -> dict[str, Any]:
+def _form(section: type, setting: Any) -> dict[str, Any]:
     """Return the arguments of `add_argument` for a setting."""
     kinds = types_of(section, setting.name)
-    text = f"{setting.metadata['help']} (default: {setting.default})".replace("%", "%%")
-    families = setting.metadata["family"]
-    if family and families and family not in families:
-        text = argparse.SUPPRESS
     if bool in kinds:
-        return {"action": argparse.BooleanOptionalAction, "help": text}
+        return {"action": argparse.BooleanOptionalAction}
     kind = next(each for each in kinds if each is not type(None))
-    form: dict[str, Any] = {"metavar": _metavar(setting, kind), "help": text}
+    form: dict[str, Any] = {"metavar": metavar(setting, kind)}
     if kind is tuple:
         return form | {"nargs": "+", "type": str, "action": partial(_Words, none=setting.default)}
     return form | {"type": _or_none(kind) if type(None) in kinds else kind}
 
 
 def help_if_asked(family: str | None = None) -> None:
-    """Print the settings of `family` (all settings if None) and exit if the command line has -h or --help."""
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        build_parser(Path(sys.argv[0]).name, family).parse_args(["--help"])
+    """Print help on the settings of `family` and exit if the command line has -h or --help, perhaps with a topic."""
+    words = sys.argv[1:]
+    if not {"-h", "--help"} & set(words):
+        return
+    from .help import help_text
+
+    at = next(at for at, word in enumerate(words) if word in ("-h", "--help"))
+    topic = words[at + 1] if at + 1 < len(words) else None
+    script = Path(sys.argv[0]).name
+    with guarded("the rest of the help is lost", "stdout"):
+        try:
+            print(help_text(script, family, topic))
+        except ConfigError as error:
+            print(f"{script}: {error}", file=sys.stderr)
+            sys.exit(2)
+    sys.exit(0)
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:
@@ -110,7 +94,7 @@ class _Words(argparse.Action):
         setattr(namespace, self.dest, self.none if values == ["none"] else values)
 
 
-def _metavar(setting: "Field[Any]", kind: type) -> str:
+def metavar(setting: "Field[Any]", kind: type) -> str:
     """Return the placeholder that `--help` shows for a setting's value: its choices or its type."""
     check = setting.metadata["check"]
     if isinstance(check, OneOf):

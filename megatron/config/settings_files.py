@@ -44,13 +44,16 @@ def read_json(path: str, kind: type = dict) -> Any:
 
 
 def _there_are(path: str) -> str:
-    """Return a hint that lists files named like `path` up to the last `_`, such as other sizes; "" if `path` exists."""
+    """Return a hint that lists files named like `path` up to the last `_`, or all presets; "" if `path` exists."""
     wanted = Path(path)
-    stem, underscore, _ = wanted.stem.rpartition("_")
-    if not underscore or wanted.exists():
+    if wanted.exists():
         return ""
-    folder = presets.folder("models") if wanted.parent == Path("configs/models") else wanted.parent
-    beside = sorted(each.name for each in folder.glob(f"{stem}_*.json"))
+    of_presets = wanted.parent in (Path(), Path("configs/models"))
+    folder = presets.folder("models") if of_presets else wanted.parent
+    stem, underscore, _ = wanted.stem.rpartition("_")
+    beside = sorted(each.name for each in folder.glob(f"{stem}_*.json")) if underscore else []
+    if not beside and of_presets:
+        beside = sorted(each.stem for each in folder.glob("*.json"))
     return f"; there are {', '.join(beside)}" if beside else ""
 
 

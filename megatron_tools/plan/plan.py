@@ -16,6 +16,7 @@ from megatron import presets
 from megatron.config import SECTIONS, Config
 from megatron.config.command_line import parse, read_json, with_values
 from megatron.config.defaults import DEFAULTS
+from megatron.config.fields import refuse, where
 from megatron.estimate.sizes import in_words, parameters
 
 from .cluster import Cluster, load_cluster
@@ -150,13 +151,15 @@ def main(args: argparse.Namespace) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise ValueError for missing and impossible flags of the hardware and the output."""
-    if args.devices is None or args.cluster is None:
+    if None in (args.devices, args.cluster):
         raise ValueError("give --cluster and --devices, which describe the hardware; --help shows examples")
-    for name in ("devices", "top"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)} must be at least 1")
-    if args.tokens is not None and not 1 <= args.tokens < math.inf:
-        raise ValueError(f"--tokens {args.tokens:g} must be a number of tokens, at least 1, such as 1e12")
+    tokens = 1.0 if args.tokens is None else args.tokens
+    problems = where(
+        (args.devices < 1, f"--devices {args.devices} must be at least 1"),
+        (args.top < 1, f"--top {args.top} must be at least 1"),
+        (not 1 <= tokens < math.inf, f"--tokens {tokens:g} must be a number of tokens, at least 1, such as 1e12"),
+    )
+    refuse(problems)
 
 
 def _check_nodes(devices: int, cluster: Cluster) -> None:

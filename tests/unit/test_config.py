@@ -10,10 +10,12 @@ import pytest
 from data_utils import inspect_data, preprocess_data
 from data_utils.run_data import config_of
 from megatron.checkpointing import plain_config
-from megatron.config import SECTIONS
+from megatron.config import SECTIONS, settings
 from megatron.config.command_line import from_file, parse, with_values
+from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError
+from megatron.config.help import help_text
 from megatron_compat.args import Args
 from tests.sentences import SENTENCES
 from tests.support import command
@@ -355,7 +357,7 @@ def test_help_comes_without_torch_and_shows_what_the_family_reads() -> None:
     shown = {}
     for family in ("gpt2", "llama", "t5"):
         code = (
-            f"import atexit, sys, pretrain_{family} as script; sys.argv = ['x', '--help']; "
+            f"import atexit, sys, pretrain_{family} as script; sys.argv = ['x', '--help', 'all']; "
             "atexit.register(lambda: print('torch' in sys.modules)); script.main()"
         )
         done = command("python", "-c", code)
@@ -374,3 +376,58 @@ def test_a_misspelled_required_flag_of_a_tool_gets_a_suggestion(capsys: pytest.C
             parser.parse_args([*words, "--vocab-fil", "tokenizer.model"])
         error = capsys.readouterr().err
         assert "--vocab-fil;" in error and "--vocab-file?" in error and "required" in error
+
+
+def _help(family: str, *topic: str, columns: int = 80) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", str(columns))
+        return help_text(f"pretrain_{family}.py", family, *topic or (None,))
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_help_begins_with_the_flags_that_people_use_first(family: str, columns: int) -> None:
+    first = _help(family, columns=columns)
+    assert "--data-path PATH" in first and "--num-layers INT" in first and "--adam-beta1" not in first
+    every = _help(family, "all", columns=columns)
+    assert "--adam-beta1 FLOAT" in every
+    for text in (first, every):
+        assert "None" not in text
+        prose = [line for line in text.splitlines() if line.startswith(" " * 28)]
+        long = [line for line in prose if len(line) > min(columns, 100)]
+        assert long == []
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_help_shows_each_setting_of_a_family_once_with_the_defaults_of_its_script(family: str) -> None:
+    every = _help(family, "all")
+    parsed = parse([], DEFAULTS[family])
+    for name, section, f in settings():
+        shown = re.findall(rf"^  --(?:\[no-\])?{f.name.replace('_', '-')}(?: |$)", every, re.M)
+        families = f.metadata["family"]
+        assert len(shown) == (families is None or family in families), f.name
+        assert _help(family, name) in every
+        if not shown:
+            continue
+        about = " ".join(_help(family, f.name).split())
+        value = getattr(getattr(parsed, name), f.name)
+        if isinstance(value, bool):
+            assert f"(default: {'on' if value else 'off'})" in about
+        elif isinstance(value, (int, float, str)) and f.name != "enc_seq_length":
+            assert f"(default: {value})" in about, section
+
+
+def test_help_shows_experts_after_the_sizes_of_the_model() -> None:
+    text = _help("llama", "model")
+    assert text.index("--num-layers INT") < text.index("--num-experts INT")
+
+
+def test_help_of_an_unknown_topic_says_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="--help modle.*model"):
+        _help("gpt2", "modle")
+    assert "peak learning rate" in _help("gpt2", "--lr")
+
+
+def test_an_unknown_preset_gets_the_names_of_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="llama_8b"):
+        parse(["--config", "nope"])
