@@ -40,6 +40,7 @@ CHAPTERS = {
         "docs/design",
         "docs/tds",
         "docs/releases",
+        "docs/silent",
         "docs/benchmarks",
         "CONTRIBUTING",
         "CHANGELOG",

@@ -40,7 +40,9 @@ def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Conf
         config = parse_of_any_family(flags, ranks)
     except ConfigError as error:
         return None, [
-            failed("settings", str(error), "change the flags that the message names; --help all of the script lists them")
+            failed(
+                "settings", str(error), "change the flags that the message names; --help all of the script lists them"
+            )
         ]
     words = f"a {config.model.family}" if config.model.family else "a custom model"
     if "--family" not in flags and not flags[0].endswith(".py"):

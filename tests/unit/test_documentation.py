@@ -197,3 +197,13 @@ def test_every_dependency_has_its_licence_on_the_page() -> None:
     packages = {match[0] for each in named if (match := re.match(r"[A-Za-z][\w-]*", each))} - {project["name"]}
     rows = re.findall(r"^\| ([^|]+) \|", text(ROOT / "CONTRIBUTING.md").split("## Licences")[1], flags=re.MULTILINE)
     assert packages == {name for row in rows[2:] for name in row.split(", ")}
+
+
+@pytest.mark.parametrize("page", ["docs/silent.md", "docs/silent_zh.md"])
+def test_the_tests_that_a_page_names_exist(page: str) -> None:
+    named = re.findall(r"tests/[\w/]+\.py(?:::\w+)?", (ROOT / page).read_text(encoding="utf-8"))
+    assert len(named) > 15
+    for each in named:
+        file, _, test = each.partition("::")
+        assert (ROOT / file).is_file(), each
+        assert f"def {test}" in (ROOT / file).read_text(encoding="utf-8"), each
