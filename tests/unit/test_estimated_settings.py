@@ -93,6 +93,11 @@ def test_a_setting_that_changes_memory_changes_the_estimate(field: str, family: 
         ("llama", "--hidden-dropout 0.1 --attention-dropout 0.1"),
         ("gpt2", "--hidden-dropout 0.1 --attention-dropout 0.1"),
         ("gpt2", f"{EXPERTS} --router-jitter 0.1"),
+        (
+            "gpt2",
+            f"{EXPERTS} --normalization rmsnorm --num-shared-experts 1 --shared-expert-gate --router-z-loss 0.01 "
+            "--router-score sigmoid --moe-layer-frequency 2",
+        ),
     ],
 )
 def test_activations_of_combined_settings(activation: str, family: str, more: str) -> None:

@@ -17,7 +17,6 @@ from megatron.config import Config
 from megatron.config.command_line import parse, parse_of_any_family, with_values
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError
-from megatron.estimate.activations import Shapes, kept_by
 from megatron.estimate.per_rank import in_flight, states
 from megatron.estimate.sizes import count_layers, layers_of, parameters, stages_of
 from megatron.model import GPT2Model, T5Model
@@ -147,37 +146,6 @@ def test_long_schedules_go_on_as_they_began(name: str, stages: int, micros: int)
     assert 1 - micros / pipeline_units(name, 0, chunks, stages, micros) == pytest.approx(bubble(times(plan)))
     for stage in range(stages):
         assert in_flight(name, 0, chunks, stage, stages, micros) == most_in_flight(plan[stage])
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        "--hidden-dropout 0 --attention-dropout 0",
-        "--normalization rmsnorm --activation swiglu --attention-dropout 0",
-        f"{EXPERTS} --attention-dropout 0",
-        f"{EXPERTS} --normalization rmsnorm --activation swiglu --attention-dropout 0 --num-shared-experts 1 "
-        "--shared-expert-gate --router-z-loss 0.01 --router-score sigmoid --moe-layer-frequency 2",
-    ],
-)
-def test_activations_are_those_that_autograd_keeps(flags: str) -> None:
-    """The predicted bytes of activations are within 3% of what autograd saves, not counting weights."""
-    config = parse([*TINY.split(), "--batch-size", "2", "--cpu-matmul", "torch", *flags.split()])
-    model = GPT2Model(config).train()
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen: dict[int, torch.Tensor] = {}
-
-    def pack(x: torch.Tensor) -> torch.Tensor:
-        if x.untyped_storage().data_ptr() not in weights:
-            seen[x.untyped_storage().data_ptr()] = x.detach()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        logits = model(torch.zeros(2, 32, dtype=torch.int64))
-    kept = sum(x.untyped_storage().nbytes() for x in seen.values())
-    expected = kept_by(Shapes(config, "fp32", False), layers_of(config))
-    assert logits.requires_grad
-    assert kept == pytest.approx(expected, rel=0.03)  # the prediction ignores small tensors, e.g. position ids
 
 
 def test_layouts_are_legal() -> None:
