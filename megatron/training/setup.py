@@ -1,5 +1,6 @@
 """Setup of a run from its settings: starts the ranks, opens the data, builds the engine, loads the checkpoint."""
 
+import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,7 +21,7 @@ from ..config.ds_config import Resolved
 from ..locks.run_lock import RunLock
 from ..model.parameter_counts import count_parameters
 from ..ranks import device as device_module
-from ..ranks.agreement import all_ranks, same_everywhere
+from ..ranks.agreement import all_ranks, same_code_everywhere, same_everywhere
 from ..ranks.initialize import initialize_megatron, use_step_timeout
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes, print_rank_0
@@ -49,7 +50,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     default_run_dir = f"runs/{task.name}-{from_rank_0(time.strftime('%Y%m%d-%H%M%S'))}"
     with all_ranks():
         config, tokenizer, run_dir = _prepare(task, config, default_run_dir)
-    same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
+    same_everywhere({"--precision": resolved.precision, **_identity_of(tokenizer)})
     publish(config, tokenizer, timers)
     with all_ranks():
         features = Features(config, own_features)
@@ -68,6 +69,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         with all_ranks():
             lags = step_lags(*start)
         engine = build_engine(model, plan, features, timers, lags)
+        same_code_everywhere()  # again, because the task may have imported further modules since the start
         if dist.get_world_size() > 1:
             engine.watch_steps(60 * config.parallel.distributed_timeout_minutes)
         state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
@@ -138,6 +140,17 @@ def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, 
     config = with_values(config, {"vocab_size": given or tokenizer.vocab_size})
     run_dir = config.log.run_dir or config.checkpoint.save or default_run_dir
     return with_values(config, {"run_dir": run_dir}), tokenizer, Path(run_dir)
+
+
+def _identity_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return what must agree between the tokenizers of all ranks; special tokens may come from other files."""
+    specials = repr(sorted(getattr(tokenizer, "specials", {}).items()))
+    return {
+        "the SHA-256 of --vocab-file": tokenizer.fingerprint,
+        "the end-of-document id of --vocab-file": str(tokenizer.eod),
+        "the first ids of a text by --vocab-file": str(getattr(tokenizer, "start", ())),
+        "the SHA-256 of the special tokens of --vocab-file": hashlib.sha256(specials.encode()).hexdigest()[:12],
+    }
 
 
 def _print_layout(config: Config, resolved: Resolved, device: torch.device, locks: Sequence[RunLock]) -> None:

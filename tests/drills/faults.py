@@ -55,8 +55,9 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "a run starts again from iteration 0": (
         f"{U}run_lock.py::test_a_run_that_begins_again_keeps_the_lines_of_the_one_before",
     ),
-    "ranks of one run are started with different settings": (
+    "ranks of one run are started with different settings, code or versions": (
         f"{B}agreement.py::test_ranks_that_were_started_differently_say_so",
+        f"{B}agreement.py::test_ranks_with_other_scripts_or_modules_are_refused",
     ),
     "copies of a weight differ between replicas": (
         f"{B}agreement.py::test_copies_that_differ_by_a_bit_are_not_saved",
