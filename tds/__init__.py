@@ -25,6 +25,8 @@ zero3_partition.py sharding of each layer over the replicas while a model is bui
 trace.py      recorder of a rank's timeline; align.py compares the ranks' clocks, timeline.py merges timelines
 timetable.py  checks a schedule before it runs and predicts its timeline
 parent_death.py ends ranks whose launcher died
+interfaces.py choice of the network interface that reaches the other hosts
+meeting.py    errors instead of hangs while the ranks connect to each other
 diagnose.py   errors instead of hangs; fault_board.py exchanges faults and reports through torch's store
 store_host.py limits of the process that hosts this store in large runs
 measure.py    check of how DeepSpeed scales gradients
@@ -43,7 +45,9 @@ from .boundary import Boundary, BoundaryError
 from .diagnose import watch_the_start
 from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
+from .interfaces import choose_interface
 from .measure import check_scale
+from .meeting import end_together
 from .messages import say
 from .mistakes import note_of_narrow_sums, warn_of_untied
 from .observers import Observer
@@ -93,8 +97,10 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
     _deepspeed.set_local_rank()
-    rejoin_store(dist_backend, kwargs.get("timeout"), _deepspeed.this_device())
-    _ds.init_distributed(dist_backend, *args, **kwargs)
+    choose_interface()
+    with end_together(kwargs.get("timeout")):
+        rejoin_store(dist_backend, kwargs.get("timeout"), _deepspeed.this_device())
+        _ds.init_distributed(dist_backend, *args, **kwargs)
     watch_the_start()
 
 

@@ -24,6 +24,7 @@ FLAGS = {  # error messages of `tds` advise these flags; without this table they
     "no ZeRO": "--zero-stage 0",
     "no pipeline": "--pipe-parallel-size 0",
     "ranks": "--nproc-per-node, GPUS_PER_NODE=",
+    "startup timeout": "--startup-timeout-minutes",
 }
 
 

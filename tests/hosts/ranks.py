@@ -74,6 +74,8 @@ def _rank_main(pid: int, log: str, env: Mapping[str, str], body: Callable[..., A
     os.environ.update(env, OMP_NUM_THREADS="1")
     try:
         body(*args)
+    except SystemExit as error:
+        _end(int(error.code or 0))
     except BaseException:
         traceback.print_exc()
         _end(1)
