@@ -8,6 +8,7 @@ from ..atomic import remove
 from ..storage import RemotePath
 from .checksums import SHA256
 from .files import INDEX, aside, latest_name, point_latest_to, sums_file
+from .shared_folder import PREFIX
 
 
 def discard(checkpoint: Path) -> None:
@@ -47,12 +48,12 @@ def recover(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Delete the half-written checkpoints that a crash has left."""
+    """Delete the half-written checkpoints and small files that a crash has left."""
     if isinstance(folder, RemotePath):
         from .remote import delete_incomplete
 
         delete_incomplete(folder, INDEX)
         return
-    for left in [*folder.glob("iter_*.tmp"), folder / "latest.tmp"]:
+    for left in [*folder.glob("iter_*.tmp"), *folder.glob(f"{PREFIX}*"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
             remove(left)

@@ -15,6 +15,7 @@ from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.data_plan import with_consumed_data
 from ..checkpointing.leftovers import clear
 from ..checkpointing.load import step_lags
+from ..checkpointing.shared_folder import check_shared
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved
@@ -58,6 +59,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     try:
         _print_layout(config, resolved, device, locks)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
+        _check_shared(config, save_dir)
         start = find_start(config, save_dir)
         config = with_consumed_data(config, *start, reads_corpora(task))
         plan = Plan(task, config, resolved, device, tokenizer)
@@ -98,6 +100,13 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         locks,
         features,
     )
+
+
+def _check_shared(config: Config, save_dir: str) -> None:
+    """Raise RunError on all ranks if the nodes do not share the folder to which the run is to save checkpoints."""
+    settings = config.checkpoint
+    saves = bool(settings.save_interval or settings.save_at_end or settings.exit_interval)
+    check_shared(place(save_dir), "--save" if settings.save else "--run-dir", saves)
 
 
 def _saver(config: Config, save_dir: str, engine: Any, fingerprint: str, run_dir: Path) -> RetryingSaver:

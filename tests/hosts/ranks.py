@@ -27,6 +27,10 @@ class Rank:
         self._process.start()
         self._begin = time.monotonic()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
