@@ -28,6 +28,7 @@ parent_death.py ends ranks whose launcher died
 interfaces.py choice of the network interface that reaches the other hosts
 meeting.py    errors instead of hangs while the ranks connect to each other
 diagnose.py   errors instead of hangs; fault_board.py exchanges faults and reports through torch's store
+heartbeat.py  end of a run in which a host falls silent
 store_host.py limits of the process that hosts this store in large runs
 measure.py    check of how DeepSpeed scales gradients
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
@@ -45,6 +46,7 @@ from .boundary import Boundary, BoundaryError
 from .diagnose import watch_the_start
 from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
+from .heartbeat import watch_hosts
 from .interfaces import choose_interface
 from .measure import check_scale
 from .meeting import end_together
@@ -102,6 +104,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
         rejoin_store(dist_backend, kwargs.get("timeout"), _deepspeed.this_device())
         _ds.init_distributed(dist_backend, *args, **kwargs)
     watch_the_start()
+    watch_hosts()
 
 
 def __getattr__(name: str) -> Any:

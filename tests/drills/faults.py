@@ -7,6 +7,9 @@ A, B, C = "tests/checkpoints/test_", "tests/ranks/test_", "tests/cli/test_"
 U, H = "tests/unit/test_", "tests/hosts/test_"
 FAULTS: dict[str, tuple[str, ...]] = {
     "a rank is killed": (f"{A}kills.py::test_a_few_kills", f"{B}faults.py::test_all_ranks_end_with_a_report"),
+    "a machine loses its power, hangs or loses its network": (
+        f"{H}heartbeat.py::test_a_silent_host_is_named_by_all_others",
+    ),
     "a rank freezes in a run with a pipeline": (f"{B}faults.py::test_all_ranks_end_with_a_report",),
     "the process that hosts torch's TCPStore freezes": (
         f"{B}one_report.py::test_a_frozen_process_that_keeps_the_store",

@@ -28,6 +28,11 @@ class Rank:
         self._begin = time.monotonic()
 
     @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
