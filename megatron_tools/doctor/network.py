@@ -252,3 +252,18 @@ def interface() -> Iterator[Finding]:
                     f"{variable}={wanted} is not an interface of this machine, which has {', '.join(there)}",
                     f"unset {variable} or set it to one of these interfaces",
                 )
+
+
+def main(path: str) -> int:
+    """Print the number of ranks of a hostfile, for the scripts; or say what is wrong with it, and return 2."""
+    try:
+        print(sum(host.slots for host in read_hostfile(path)))
+    except (OSError, ValueError) as error:
+        words = f"{path} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        print(f"HOSTFILE={words}; write one line for each host, 'name slots=N'", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
