@@ -77,6 +77,7 @@ class Host:
 
     def __init__(self, name: str, hosts_file: Path) -> None:
         self.name = name
+        self.hosts_file = hosts_file
         self._holder = subprocess.Popen(
             [*UNSHARE, "bash", "-c", BOOT, name, str(hosts_file)],
             stdin=subprocess.PIPE,
@@ -140,6 +141,15 @@ class Lab:
         """Take a host off the network and kill its processes, so that no packet reports their end."""
         self.link(host, up=False)
         host.end()
+
+    def replace(self, host: Host) -> Host:
+        """Put a new host of the same name and address in the place of a dead one; return it."""
+        number = self.hosts.index(host)
+        made = Host(host.name, host.hosts_file)
+        self.hosts[number] = made
+        self.link(made, pid=made.pid, up=True)
+        made.call("sh", "-c", CONNECT.format(number + 1))
+        return made
 
     def end(self) -> None:
         for host in self.hosts:

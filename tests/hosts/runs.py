@@ -51,7 +51,7 @@ def wait_for_iteration(run_dir: Path, iteration: int, ranks: list[Rank], timeout
         time.sleep(0.05)
 
 
-def losses_of(run_dir: Path) -> dict[int, float]:
-    """Return iteration -> loss; of an iteration that was repeated after a resume, the last loss."""
+def results_of(run_dir: Path) -> dict[int, tuple[float, float]]:
+    """Return iteration -> (loss, gradient norm); of an iteration that was repeated after a resume, the last values."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {row["iteration"]: row["lm_loss"] for row in rows if row["split"] == "train"}
+    return {row["iteration"]: (row["lm_loss"], row["grad_norm"]) for row in rows if row["split"] == "train"}

@@ -2,7 +2,8 @@
 
 python switch.py NAME=PID ...: for each host, the process id of a process in its network namespace. The switch creates
 the device eth0 in each of these namespaces and prints `ready`. Then it reads one JSON object a line from its standard
-input, such as {"host": "node2", "up": false}. It ends when its input ends, and the devices disappear with it.
+input, such as {"host": "node2", "up": false}. A new "pid" puts another host in the place of a dead one. The switch ends
+when its input ends, and the devices disappear with it.
 
 The kernels of many CI machines lack netem, so this process does its work. It uses only the standard library.
 """
@@ -99,32 +100,43 @@ class Switch:
         self.names = names
         self._waiting: list[tuple[float, int, bytes, bytes]] = []  # time of delivery, number, target, packet
         self._number = 0
+        self._poll = select.poll()
+        self._sources = {port.device: port for port in names.values()}
 
     def run(self) -> None:
         """Forward packets until standard input ends."""
-        poll = select.poll()
-        sources = {port.device: port for port in self.names.values()}
-        for device in [*sources, 0]:
-            poll.register(device, select.POLLIN)
+        for device in [*self._sources, 0]:
+            self._poll.register(device, select.POLLIN)
         while True:
             wait = None
             if self._waiting:
                 wait = max(0.0, 1e3 * (self._waiting[0][0] - time.monotonic()))
-            for device, _ in poll.poll(wait):
+            for device, _ in self._poll.poll(wait):
                 if device == 0:
                     line = sys.stdin.readline()
                     if not line:
                         return
                     self._obey(json.loads(line))
-                else:
-                    self._take(sources[device])
+                elif device in self._sources:
+                    self._take(self._sources[device])
             self._deliver()
 
     def _obey(self, order: dict[str, object]) -> None:
         port = self.names[str(order.pop("host"))]
+        if "pid" in order:
+            self._unplug(port)
+            os.close(port.device)
+            port.device = open_device(int(str(order.pop("pid"))))
+            self._sources[port.device] = port
+            self._poll.register(port.device, select.POLLIN)
         for name, value in order.items():
             setattr(port, name, value)
         print("done", flush=True)
+
+    def _unplug(self, port: Port) -> None:
+        """Stop reading from a host."""
+        if self._sources.pop(port.device, None):
+            self._poll.unregister(port.device)
 
     def _take(self, port: Port) -> None:
         """Read all packets that a host has sent."""
@@ -132,6 +144,9 @@ class Switch:
             try:
                 packet = os.read(port.device, MTU + 100)
             except BlockingIOError:
+                return
+            except OSError:  # the host is gone, and its device with it
+                self._unplug(port)
                 return
             if packet[0] >> 4 == 4 and packet[16:20] in self.ports:
                 self._forward(port, packet)

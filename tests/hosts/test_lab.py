@@ -23,7 +23,7 @@ connection.sendall(b"2")
 CLIENT = """
 import socket, sys, time
 begin = time.monotonic()
-connection = socket.create_connection((sys.argv[1], int(sys.argv[3])), timeout=3)
+connection = socket.create_connection((sys.argv[1], int(sys.argv[3])), timeout=float(sys.argv[4]))
 connection.recv(1)
 print(time.monotonic() - begin)
 connection.sendall(bytes(int(sys.argv[2])))
@@ -33,12 +33,12 @@ print(time.monotonic() - begin)
 """
 
 
-def exchange(client: Host, server: Host, size: int) -> list[float]:
+def exchange(client: Host, server: Host, size: int, patience: str = "10") -> list[float]:
     """Send `size` bytes from one host to another; return the seconds of the connection and of the transfer."""
     port = str(next(PORTS))
     listens = server.start("python", "-S", "-c", SERVER, port)
     assert listens.stdout is not None and listens.stdout.readline() == "listening\n"
-    sends = client.start("python", "-S", "-c", CLIENT, server.name, str(size), port)
+    sends = client.start("python", "-S", "-c", CLIENT, server.name, str(size), port, patience)
     said = sends.communicate(timeout=20)[0]
     assert sends.returncode == 0, said
     return [float(line) for line in said.split()]
@@ -47,7 +47,7 @@ def exchange(client: Host, server: Host, size: int) -> list[float]:
 def fails(net: Lab) -> str:
     one, two = net.hosts
     with pytest.raises(AssertionError) as error:
-        exchange(one, two, 1000)
+        exchange(one, two, 1000, patience="2")
     return str(error.value)
 
 
@@ -62,7 +62,7 @@ def test_links() -> None:
         net.link(one, two, delay=0.0, rate=1e6)
         _, took = exchange(one, two, 1_000_000)
         assert 0.7 < took < 5, "1 MB at 1 MB/s"
-        net.link(one, two, rate=0.0, loss=0.2)
+        net.link(one, two, rate=0.0, loss=0.05)
         exchange(one, two, 100_000)
         net.link(one, two, loss=0.0, resetting=True)
         assert "ConnectionResetError" in fails(net)
@@ -82,4 +82,7 @@ def test_a_host_has_its_own_name_processes_and_disk(tmp_path: Path) -> None:
         waits = two.start("sleep", "60")
         net.cut_power(two)
         assert waits.wait(5) != 0
+        new = net.replace(two)
+        assert net.hosts == [one, new]
+        exchange(one, new, 1000)
     assert os.uname().nodename != "node1"
