@@ -35,6 +35,7 @@ pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
 
 import importlib
+import os
 from typing import Any
 
 from . import _deepspeed, _submodules, engine_classes, optimizers, pipe
@@ -46,10 +47,7 @@ from .boundary import Boundary, BoundaryError
 from .diagnose import watch_the_start
 from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
-from .heartbeat import watch_hosts
-from .interfaces import choose_interface
 from .measure import check_scale
-from .meeting import end_together
 from .messages import say
 from .mistakes import note_of_narrow_sums, warn_of_untied
 from .observers import Observer
@@ -99,12 +97,19 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
     _deepspeed.set_local_rank()
-    choose_interface()
-    with end_together(kwargs.get("timeout")):
-        rejoin_store(dist_backend, kwargs.get("timeout"), _deepspeed.this_device())
+    timeout = kwargs.get("timeout")
+
+    def connect() -> None:
+        rejoin_store(dist_backend, timeout, _deepspeed.this_device())
         _ds.init_distributed(dist_backend, *args, **kwargs)
-    watch_the_start()
-    watch_hosts()
+
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        connect()
+        watch_the_start()  # the launcher may be MPI, which sets other variables
+        return
+    from .meeting import meet
+
+    meet(connect, timeout)
 
 
 def __getattr__(name: str) -> Any:

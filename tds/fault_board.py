@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ._torch import default_store
-from .interfaces import spans_hosts
 from .messages import say
+from .parent_death import spans_hosts
 
 POLL_SECONDS = 0.25  # length of a tick
 RANKS_PER_TICK = 200  # how many ranks may query the store in one tick; more ranks take turns

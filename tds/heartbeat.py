@@ -20,8 +20,8 @@ import torch.distributed as dist
 from ._torch import default_store
 from .diagnose import Watchdog
 from .fault_board import HOST, FaultBoard, name_here, name_ranks
-from .interfaces import spans_hosts
 from .messages import say
+from .parent_death import spans_hosts
 
 VARIABLE = "TDS_HOST_TIMEOUT"
 SECONDS = 45.0  # default silence after which a host counts as lost; the report takes a few seconds more

@@ -13,6 +13,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+from .parent_death import is_loopback, spans_hosts
+
 VARIABLE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # asks the kernel for the IPv4 address of an interface
 ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses of no host, to find the interface of the default route
@@ -27,21 +29,6 @@ def choose_interface() -> None:
         os.environ[VARIABLE] = interface
 
 
-def spans_hosts() -> bool:
-    """Return whether some ranks of this run may be on other hosts."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-    master = os.environ.get("MASTER_ADDR", "localhost")
-    return world != here and world != "1" and master != "localhost" and not _is_loopback(master)
-
-
-def _is_loopback(address: str) -> bool:
-    """Return whether a numeric address is one of the loopback device. A name is not: other hosts may resolve it."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return False
-
-
 def _towards(host: str) -> str | None:
     """Return the interface from which this machine reaches `host`, or None if that is unknown.
 
@@ -52,8 +39,8 @@ def _towards(host: str) -> str | None:
     if address is None:
         return None
     interfaces = dict(_addresses())
-    if _is_loopback(address):
-        others = {name for each, name in interfaces.items() if not _is_loopback(each)}
+    if is_loopback(address):
+        others = {name for each, name in interfaces.items() if not is_loopback(each)}
         if len(others) == 1:
             return others.pop()
         routes = map(own_address, ANYWHERE)

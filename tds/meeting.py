@@ -10,15 +10,16 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from .diagnose import without_cpp
+from .diagnose import watch_the_start, without_cpp
 from .fault_board import RANKS_PER_TICK
-from .interfaces import VARIABLE
+from .heartbeat import watch_hosts
+from .interfaces import VARIABLE, choose_interface
 from .messages import say, shortened, ways, words_of
 
 POLL_SECONDS = 0.5
@@ -31,6 +32,18 @@ _UNCONNECTED = re.compile(r"connect|socket|resolve|ncclSystemError|ncclRemoteErr
 
 class MeetingError(ValueError):
     """The ranks reached the store, but not each other."""
+
+
+def meet(connect: Callable[[], None], timeout: timedelta | None) -> None:
+    """Call `connect`, which joins the other ranks; then watch for faults of ranks and hosts.
+
+    Raises MeetingError if the ranks cannot reach each other. timeout: how long a rank waits for the others.
+    """
+    choose_interface()
+    with end_together(timeout):
+        connect()
+    watch_the_start()
+    watch_hosts()
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ from ..atomic import remove
 from ..storage import RemotePath
 from .checksums import SHA256
 from .files import INDEX, aside, latest_name, point_latest_to, sums_file
-from .shared_folder import PREFIX
+
+PROBE = ".shared-"  # begin of the name of a file by which the nodes test whether they share a folder
 
 
 def discard(checkpoint: Path) -> None:
@@ -54,6 +55,6 @@ def clear(folder: Path) -> None:
 
         delete_incomplete(folder, INDEX)
         return
-    for left in [*folder.glob("iter_*.tmp"), *folder.glob(f"{PREFIX}*"), folder / "latest.tmp"]:
+    for left in [*folder.glob("iter_*.tmp"), *folder.glob(f"{PROBE}*"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
             remove(left)

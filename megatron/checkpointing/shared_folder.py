@@ -9,25 +9,28 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.config import Config
 from megatron.config.fields import describe
 from megatron.ranks.errors import RunError
 from megatron.ranks.objects import from_rank_0, gather_objects
 from megatron.ranks.rank_0 import is_rank_0, print_notes
 from megatron.storage import RemotePath
 
-PREFIX = ".shared-"  # a file that rank 0 writes for the other hosts
+from .leftovers import PROBE
+
 PATIENCE = 30.0  # seconds until a new file is taken as missing; NFS caches the entries of a folder this long
 
 
-def check_shared(folder: Path, flag: str, saves: bool) -> None:
+def check_shared(folder: Path, config: Config) -> None:
     """Raise RunError on all ranks if a host does not see what rank 0 writes to `folder`, or cannot write there.
 
-    flag: the flag that names the folder. saves: whether the run is to save checkpoints; if not, print a note instead.
-    If rank 0 itself cannot write to its disk, print a note as well, since the first save may find the disk repaired.
+    Print a note instead if the run is not to save checkpoints, or if rank 0 itself cannot write to its disk, since the
+    first save may find the disk repaired.
     """
-    if dist.get_world_size() == 1:
-        return
-    probe = folder / from_rank_0(f"{PREFIX}{uuid.uuid4().hex}")
+    settings = config.checkpoint
+    flag = "--save" if settings.save else "--run-dir"
+    saves = settings.save_interval or settings.save_at_end or settings.exit_interval
+    probe = folder / from_rank_0(f"{PROBE}{uuid.uuid4().hex}")
     unwritten = from_rank_0(_write(probe) if is_rank_0() else None)
     if unwritten and not isinstance(folder, RemotePath):
         print_notes([f"no test whether all nodes share {folder}: {unwritten}"])

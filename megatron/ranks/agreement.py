@@ -51,6 +51,17 @@ def settings_and_versions(config: Config) -> dict[str, str]:
     return found | kernel_choices()
 
 
+def identity_of(tokenizer: Any) -> dict[str, str]:
+    """Return what must agree between the tokenizers of all ranks; special tokens may come from other files."""
+    specials = repr(sorted(getattr(tokenizer, "specials", {}).items()))
+    return {
+        "the SHA-256 of --vocab-file": tokenizer.fingerprint,
+        "the end-of-document id of --vocab-file": str(tokenizer.eod),
+        "the first ids of a text by --vocab-file": str(getattr(tokenizer, "start", ())),
+        "the SHA-256 of the special tokens of --vocab-file": hashlib.sha256(specials.encode()).hexdigest()[:12],
+    }
+
+
 def same_code_everywhere() -> None:
     """Raise RunError on all ranks if they run different entry scripts or have imported different files of a module.
 

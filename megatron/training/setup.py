@@ -1,6 +1,5 @@
 """Setup of a run from its settings: starts the ranks, opens the data, builds the engine, loads the checkpoint."""
 
-import hashlib
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,14 +14,13 @@ from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.data_plan import with_consumed_data
 from ..checkpointing.leftovers import clear
 from ..checkpointing.load import step_lags
-from ..checkpointing.shared_folder import check_shared
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved
 from ..locks.run_lock import RunLock
 from ..model.parameter_counts import count_parameters
 from ..ranks import device as device_module
-from ..ranks.agreement import all_ranks, same_code_everywhere, same_everywhere
+from ..ranks.agreement import all_ranks, identity_of, same_code_everywhere, same_everywhere
 from ..ranks.initialize import initialize_megatron, use_step_timeout
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes, print_rank_0
@@ -51,7 +49,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     default_run_dir = f"runs/{task.name}-{from_rank_0(time.strftime('%Y%m%d-%H%M%S'))}"
     with all_ranks():
         config, tokenizer, run_dir = _prepare(task, config, default_run_dir)
-    same_everywhere({"--precision": resolved.precision, **_identity_of(tokenizer)})
+    same_everywhere({"--precision": resolved.precision, **identity_of(tokenizer)})
     publish(config, tokenizer, timers)
     with all_ranks():
         features = Features(config, own_features)
@@ -59,7 +57,6 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     try:
         _print_layout(config, resolved, device, locks)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
-        _check_shared(config, save_dir)
         start = find_start(config, save_dir)
         config = with_consumed_data(config, *start, reads_corpora(task))
         plan = Plan(task, config, resolved, device, tokenizer)
@@ -102,13 +99,6 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     )
 
 
-def _check_shared(config: Config, save_dir: str) -> None:
-    """Raise RunError on all ranks if the nodes do not share the folder to which the run is to save checkpoints."""
-    settings = config.checkpoint
-    saves = bool(settings.save_interval or settings.save_at_end or settings.exit_interval)
-    check_shared(place(save_dir), "--save" if settings.save else "--run-dir", saves)
-
-
 def _saver(config: Config, save_dir: str, engine: Any, fingerprint: str, run_dir: Path) -> RetryingSaver:
     """Return the saver of the run's checkpoints. fingerprint: SHA-256 of the tokenizer."""
     background = config.checkpoint.async_save
@@ -149,17 +139,6 @@ def _prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, 
     config = with_values(config, {"vocab_size": given or tokenizer.vocab_size})
     run_dir = config.log.run_dir or config.checkpoint.save or default_run_dir
     return with_values(config, {"run_dir": run_dir}), tokenizer, Path(run_dir)
-
-
-def _identity_of(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return what must agree between the tokenizers of all ranks; special tokens may come from other files."""
-    specials = repr(sorted(getattr(tokenizer, "specials", {}).items()))
-    return {
-        "the SHA-256 of --vocab-file": tokenizer.fingerprint,
-        "the end-of-document id of --vocab-file": str(tokenizer.eod),
-        "the first ids of a text by --vocab-file": str(getattr(tokenizer, "start", ())),
-        "the SHA-256 of the special tokens of --vocab-file": hashlib.sha256(specials.encode()).hexdigest()[:12],
-    }
 
 
 def _print_layout(config: Config, resolved: Resolved, device: torch.device, locks: Sequence[RunLock]) -> None:

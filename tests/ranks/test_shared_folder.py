@@ -11,9 +11,12 @@ import torch.distributed as dist
 
 from megatron.checkpointing import shared_folder
 from megatron.checkpointing.shared_folder import check_shared
+from megatron.config.command_line import parse
 from megatron.ranks.errors import RunError
 from megatron.storage import place
 from tests.support import on_ranks
+
+NOTHING_SAVED = ["--save-interval", "0", "--no-save-at-end"]
 
 
 def _check(folders: list[str], saves: bool, readonly: int | None) -> str:
@@ -26,7 +29,7 @@ def _check(folders: list[str], saves: bool, readonly: int | None) -> str:
         if dist.get_rank() == readonly:
             patch.setattr(Path, "write_bytes", _refuse)
         try:
-            check_shared(folder, "--save", saves)
+            check_shared(folder, parse(["--save", str(folder), "--run-dir", "run", *([] if saves else NOTHING_SAVED)]))
         except RunError as error:
             return f"refused: {error}"
     return notes.getvalue()
