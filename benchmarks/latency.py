@@ -14,7 +14,7 @@ from _alternate import ROOT, new_parser
 
 from tests.hosts.lab import Lab, lab, lacking
 
-SIZES = "--layers 4 --hidden 128 --seq 128 --vocab 2000 --batch 4"
+SIZES = "--layers 2 --hidden 128 --seq 128 --vocab 500 --batch 4"
 PORT = 29500
 
 

@@ -68,13 +68,13 @@ def ours(args: argparse.Namespace, more: str) -> Step:
     The function first restores the mesh with which the engine was built, since building another contender changes the
     current mesh.
     """
-    from megatron.mpu import mesh
+    from megatron.mpu import current
 
     step = _engine.ours(_flags(args, more)).step
-    here = mesh.parallel_context()
+    here = current.parallel_context()
 
     def step_in_mesh() -> None:
-        mesh.enter(here)
+        current.enter(here)
         step()
 
     return step_in_mesh
@@ -83,15 +83,15 @@ def ours(args: argparse.Namespace, more: str) -> Step:
 def alone(args: argparse.Namespace, text: Any) -> Step:
     from megatron.config.command_line import parse
     from megatron.model import GPT2Model
-    from megatron.mpu import mesh
+    from megatron.mpu import current
 
-    before = mesh.parallel_context()
-    single = mesh.ParallelContext(options=before.options)
+    before = current.parallel_context()
+    single = current.ParallelContext(options=before.options)
 
     def in_own_mesh(call: Callable[[], Any]) -> Any:
-        mesh.enter(single)
+        current.enter(single)
         found = call()
-        mesh.enter(before)
+        current.enter(before)
         return found
 
     model = in_own_mesh(lambda: GPT2Model(parse(_flags(args, "").split())))
