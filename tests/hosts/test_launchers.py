@@ -31,9 +31,21 @@ class Nodes:
         self._flags = f"{STEPS} {LAYOUTS['pp 2']} {where}".split()
 
     def start(self, host: Host, *more: str) -> "subprocess.Popen[str]":
+        """Start this project's launcher on a host."""
         number = int(host.name.removeprefix("node")) - 1
         nodes = f"--nnodes 2 --node-rank {number} --master-addr node1 --nproc-per-node 1".split()
-        argv = ["python", "tools/launch.py", *nodes, *more, str(self.folder / "train.py"), *self._flags]
+        return self._start(host, "tools/launch.py", *nodes, *more)
+
+    def start_deepspeed(self, host: Host) -> "subprocess.Popen[str]":
+        """Start DeepSpeed's launcher on a host, which would otherwise reach the other host by ssh."""
+        hosts = self.folder / "hosts"
+        hosts.write_text("node1 slots=1\nnode2 slots=1\n")
+        number = int(host.name.removeprefix("node")) - 1
+        more = f"--hostfile {hosts} --no_ssh --node_rank {number} --master_addr node1".split()
+        return self._start(host, "-m", "deepspeed.launcher.runner", *more)
+
+    def _start(self, host: Host, *launcher: str) -> "subprocess.Popen[str]":
+        argv = ["python", *launcher, str(self.folder / "train.py"), *self._flags]
         env = {"PYTHONPATH": str(ROOT), "TDS_HOST_TIMEOUT": "5"}
         return host.start(*argv, env=env, out=self.folder / f"{host.name}.log")
 
@@ -48,6 +60,20 @@ def wait_for_iteration(nodes: Nodes, iteration: int, *commands: "subprocess.Pope
         with pytest.raises(subprocess.TimeoutExpired):  # a command that ends here has failed
             commands[0].wait(0.1)
     raise AssertionError(nodes.said())
+
+
+@FULL
+@needs_hosts
+def test_both_launchers_train_the_same_run(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    found = []
+    for name in ("ours", "deepspeed"):
+        (tmp_path / name).mkdir()
+        nodes = Nodes(tmp_path / name, tiny_data, vocab_file)
+        with lab(2) as net:
+            commands = [nodes.start(host) if name == "ours" else nodes.start_deepspeed(host) for host in net.hosts]
+            assert [command.wait(120) for command in commands] == [0, 0], nodes.said()
+        found.append(results_of(nodes.run_dir))
+    assert len(found[0]) == 16 and found[0] == found[1]
 
 
 @FULL
