@@ -134,17 +134,18 @@ def _watch_first(port: int, seconds: float) -> None:
     try:
         connection = _connect(first, port, seconds)
     except OSError as error:
-        say(
-            f"note: {name_here(dist.get_rank())} cannot connect to port {port} of {first} "
-            f"({error}), so a machine that loses its power is noticed late; open this host's ports"
-        )
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            say(
+                f"note: {name_here(dist.get_rank())} cannot connect to port {port} of {first} ({error}), so the run "
+                "notices late if one of these machines loses its power; open the ports of that host"
+            )
         return
     try:
         while True:
             with contextlib.suppress(ConnectionError), connection:
-                while connection.recv(1):
-                    pass
-            time.sleep(1.0)
+                connection.recv(1)
+                return  # rank 0 sends nothing, so its process has ended, and its host may be switched off
+            time.sleep(1.0)  # something between the hosts has reset the connection
             connection = _connect(first, port, seconds)
     except OSError as error:
         if error.errno not in SILENT and not isinstance(error, TimeoutError):

@@ -1,6 +1,8 @@
 """The report of a hang lists the ranks' stacks, the progress of the device and unfinished collectives."""
 
 import json
+import socket
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -134,3 +136,15 @@ def test_timeout_of_silent_hosts(monkeypatch: pytest.MonkeyPatch, text: str | No
         monkeypatch.setenv("TDS_HOST_TIMEOUT", wrong)
         with pytest.raises(ValueError, match="TDS_HOST_TIMEOUT"):
             heartbeat.timeout()
+
+
+def test_the_host_of_a_rank_0_that_has_ended_is_watched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        watch = threading.Thread(target=heartbeat._watch_first, args=(server.getsockname()[1], 45.0), daemon=True)
+        watch.start()
+        connection, _ = server.accept()
+        assert connection.recv(100)
+        connection.close()
+        watch.join(5.0)
+    assert not watch.is_alive()
