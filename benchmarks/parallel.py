@@ -68,13 +68,13 @@ def ours(args: argparse.Namespace, more: str) -> Step:
     The function first restores the mesh with which the engine was built, since building another contender changes the
     current mesh.
     """
-    from megatron.mpu import mesh
+    from megatron.mpu import current
 
     step = _engine.ours(_flags(args, more)).step
-    here = mesh.parallel_context()
+    here = current.parallel_context()
 
     def step_in_mesh() -> None:
-        mesh.enter(here)
+        current.enter(here)
         step()
 
     return step_in_mesh
@@ -83,15 +83,15 @@ def ours(args: argparse.Namespace, more: str) -> Step:
 def alone(args: argparse.Namespace, text: Any) -> Step:
     from megatron.config.command_line import parse
     from megatron.model import GPT2Model
-    from megatron.mpu import mesh
+    from megatron.mpu import current
 
-    before = mesh.parallel_context()
-    single = mesh.ParallelContext(options=before.options)
+    before = current.parallel_context()
+    single = current.ParallelContext(options=before.options)
 
     def in_own_mesh(call: Callable[[], Any]) -> Any:
-        mesh.enter(single)
+        current.enter(single)
         found = call()
-        mesh.enter(before)
+        current.enter(before)
         return found
 
     model = in_own_mesh(lambda: GPT2Model(parse(_flags(args, "").split())))
@@ -227,11 +227,22 @@ def _kept(step: Step) -> int:
     return sum(seen.values())
 
 
+def _repeated(step: Step, times: int) -> Step:
+    """Return a function that makes `times` steps, so that the barrier after a turn weighs less."""
+
+    def steps() -> None:
+        for _ in range(times):
+            step()
+
+    return steps
+
+
 def main() -> None:
     parser = new_parser(__doc__)
     parser.add_argument("--kind", choices=("dp", "tp", "cp", "ep", "pp", "pp-dp"), default="dp")
     for name, default in (("layers", 6), ("hidden", 512), ("seq", 256), ("vocab", 16000), ("batch", 4), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--steps", type=int, default=1, help="steps of a contender in each round")
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16"),
@@ -274,9 +285,9 @@ def main() -> None:
     kept = {name: _kept(step) for name, step in steps.items()} if args.kind == "cp" else {}
     # "ours" lets the allocator keep freed memory after its first step; do the same for the other contenders.
     device_module.keep_freed_memory(torch.device("cpu"))
-    found = alternate(steps, args.rounds)
+    found = alternate({name: _repeated(step, args.steps) for name, step in steps.items()}, args.rounds)
     if dist.get_rank() == 0:
-        tokens = samples * args.seq * (2 if args.kind in ("dp", "pp-dp", "ep") else 1)
+        tokens = args.steps * samples * args.seq * (2 if args.kind in ("dp", "pp-dp", "ep") else 1)
         halves = 1.0 if args.kind in ("dp", "ep") else 0.5
         print("| contender | tokens/s, median (lowest to highest) | ours / it, by round | share of the ideal |")
         print("| --- | --- | --- | --- |")

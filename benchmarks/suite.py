@@ -61,6 +61,7 @@ SECTIONS = {
     "--flags=--optimizer_muon_--muon-ns-dtype_bf16",
     "dp": "parallel.py --kind dp",
     "ep": "parallel.py --kind ep",
+    "latency": "latency.py",
     "switches-dp": "parallel.py --kind dp --ours-only --flags=--no-overlap-grad-reduce",
     "switches-dp-bf16": "parallel.py --kind dp --precision bf16 --ours-only --flags=--no-overlap-grad-reduce",
     "switches-pp-dp": "parallel.py --kind pp-dp --flags=--no-overlap-grad-reduce",

@@ -4,9 +4,14 @@ Names such as `get_args`, which tutorials import from `megatron`, are loaded laz
 packages therefore do not load torch.
 """
 
+import os
 from pkgutil import extend_path
 from typing import Any
 
+if "RANK" in os.environ:
+    # Hide C++ stacks, which clutter the ranks' messages. torch reads the variable when it is loaded, and not every
+    # launcher passes its own variables on to other hosts.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
 __path__ = extend_path(__path__, __name__)  # also find `megatron.core` if megatron-core is installed elsewhere
 
 from ._compat import compat  # noqa: E402  # must follow the change of __path__, which decides where modules are found

@@ -30,6 +30,7 @@ examples:
   python tools/launch.py --nnodes 2 --node-rank 0 --master-addr node1 --master-port 6000 --nproc-per-node 8 \\
       pretrain_gpt2.py ..."""
 SHUTDOWN_SECONDS = 600
+DEFAULT_PORT = 29500  # of torchrun
 CAUSES = {
     int(signal.SIGBUS): "a file that it has mapped, such as a corpus, has become shorter, or /dev/shm is full",
     int(signal.SIGKILL): "the machine may have run out of memory (see dmesg)",
@@ -144,6 +145,11 @@ def _pid_namespace() -> str:
     return ""
 
 
+def _place(args: Any) -> str:
+    """Return where the nodes meet, as host:port."""
+    return str(args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or DEFAULT_PORT}")
+
+
 def _several(args: Any) -> bool:
     """Return whether the run spans more nodes than this one."""
     return str(args.nnodes) not in ("1", "1:1")
@@ -163,11 +169,13 @@ def wait_for_others(args: Any) -> None:
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         # Python's own handler of Ctrl-C would only run after torch's socket has timed out.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    say(f"node {args.node_rank} of {args.nnodes} waits for the other nodes at {args.master_addr}:{args.master_port}")
+    say(f"node {args.node_rank} of {args.nnodes} waits for the other nodes at {_place(args)}")
+    host = _place(args).rpartition(":")[0].strip("[]")
     try:
-        socket.getaddrinfo(args.master_addr, None)
+        socket.getaddrinfo(host, None)
     except OSError:  # not fatal: the host name of a container may not resolve until that container runs
-        say(f"the host {args.master_addr} does not resolve on this machine yet; check --master-addr (MASTER_ADDR=)")
+        flag = "--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr (MASTER_ADDR=)"
+        say(f"the host {host} does not resolve on this machine yet; check {flag}")
 
 
 def _startup_seconds(words: Sequence[str]) -> int | None:
@@ -190,11 +198,10 @@ def describe_rendezvous_error(error: Exception, args: Any) -> str:
         advice = "set another --master-port (MASTER_PORT=)"
         if _several(args):
             advice += ", or check that no other node has --node-rank 0 (NODE_RANK=)"
-        return f"port {args.master_port} of this machine is in use by another process; {advice}"
+        return f"port {_place(args).rpartition(':')[2]} of this machine is in use by another process; {advice}"
     return (
-        f"node {args.node_rank} of {args.nnodes} did not reach the other nodes at "
-        f"{args.master_addr}:{args.master_port} ({text[:150]}); start the missing nodes with the same --master-addr "
-        "and --master-port"
+        f"node {args.node_rank} of {args.nnodes} did not reach the other nodes at {_place(args)} ({text[:150]}); "
+        "start the missing nodes with the same --master-addr and --master-port"
     )
 
 

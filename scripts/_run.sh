@@ -33,7 +33,7 @@ fi
 HOSTFILE=${HOSTFILE:-}
 WORLD_SIZE=$((GPUS_PER_NODE * NNODES))
 if [ -n "$HOSTFILE" ]; then
-    WORLD_SIZE=$(sed -n 's/^[^#]*slots=\([0-9]*\).*/\1/p' "$HOSTFILE" | awk '{n += $1} END {print n + 0}')
+    WORLD_SIZE=$(PYTHONPATH=$ROOT python -m megatron_tools.doctor.network "$HOSTFILE")
 fi
 
 # ---- layout: MP_SIZE tensor-parallel ranks, PP_SIZE pipeline stages (0: no pipeline); data parallelism uses the rest

@@ -28,13 +28,17 @@ zero3_partition.py sharding of each layer over the replicas while a model is bui
 trace.py      recorder of a rank's timeline; align.py compares the ranks' clocks, timeline.py merges timelines
 timetable.py  checks a schedule before it runs and predicts its timeline
 parent_death.py ends ranks whose launcher died
+interfaces.py choice of the network interface that reaches the other hosts
+meeting.py    errors instead of hangs while the ranks connect to each other
 diagnose.py   errors instead of hangs; fault_board.py exchanges faults and reports through torch's store
+heartbeat.py  end of a run in which a host falls silent
 store_host.py limits of the process that hosts this store in large runs
 measure.py    check of how DeepSpeed scales gradients
 pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
 """
 
 import importlib
+import os
 import warnings
 from typing import Any
 
@@ -98,9 +102,19 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
     _deepspeed.set_local_rank()
-    rejoin_store(dist_backend, kwargs.get("timeout"), _deepspeed.this_device())
-    _ds.init_distributed(dist_backend, *args, **kwargs)
-    watch_the_start()
+    timeout = kwargs.get("timeout")
+
+    def connect() -> None:
+        rejoin_store(dist_backend, timeout, _deepspeed.this_device())
+        _ds.init_distributed(dist_backend, *args, **kwargs)
+
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        connect()
+        watch_the_start()  # the launcher may be MPI, which sets other variables
+        return
+    from .meeting import meet
+
+    meet(connect, timeout)
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from . import schedule
-from .fault_board import COLLECT_SECONDS, POLL_SECONDS, FaultBoard
+from .fault_board import COLLECT_SECONDS, POLL_SECONDS, FaultBoard, describe_store, name_here
 from .messages import say, shortened, words_of
 from .observers import Observer
 from .recorder import Finished, allocation_retries, not_ended
@@ -204,12 +204,12 @@ class Watchdog(Observer):
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore the second SIGINT, which launchers send
-        rank = f"rank {self._board.rank}"
+        rank = name_here(self._board.rank)
         fault, code = self._fault(error)
         try:
             self._board.announce(f"{rank} {fault}", code)
         except Exception:  # rank 0, which hosts the store, is gone
-            self._leave(f"{rank} lost the connection to the other ranks", "" if interrupted else text)
+            self.leave(f"{rank} lost the connection to the {describe_store()}", "" if interrupted else text)
         if code := self._report(text):
             _exit(code)
         error.tds_reported = True  # type: ignore[attr-defined]
@@ -231,7 +231,7 @@ class Watchdog(Observer):
 
     def _watch_faults(self) -> None:
         """End this rank, with a report, if a rank has announced a fault or an activity takes too long."""
-        rank = f"rank {self._board.rank}"
+        rank = name_here(self._board.rank)
         for tick, doing in enumerate(self._poll(), self._board.rank):
             late = doing is not None and time.monotonic() - doing[1] > self.timeout
             if tick % self._board.ticks and not late:
@@ -240,7 +240,7 @@ class Watchdog(Observer):
                 fault = self._board.has_fault()
             except Exception:
                 if doing is not None:  # a rank without activity may simply be exiting
-                    self._leave(f"{rank} lost the connection to the other ranks")
+                    self.leave(f"{rank} lost the connection to the {describe_store()}")
                 return
             self._answered = time.monotonic()
             if late:
@@ -256,9 +256,9 @@ class Watchdog(Observer):
             silence = SILENCE_SECONDS + 4 * self._board.delay
             silent = now - self._answered > silence
             if silent and doing is not None and now - doing[1] > self.timeout + silence:
-                self._leave(
-                    f"rank {self._board.rank}, {self._where()}, for {now - doing[1]:.1f} s; the process that hosts "
-                    "the ranks' store (rank 0, or the launcher) does not answer: it is dead or was stopped"
+                self.leave(
+                    f"{name_here(self._board.rank)}, {self._where()}, for {now - doing[1]:.1f} s; the "
+                    f"{describe_store()} does not answer: it is dead or stopped"
                 )
 
     def _stop(self) -> None:
@@ -307,10 +307,11 @@ class Watchdog(Observer):
         try:
             return self._board.report({"what": what, "since": since, "stack": stack, "more": self._more()})
         except Exception:
-            self._leave(f"rank {self._board.rank}: {what} for {since:.1f} s; rank 0 does not answer", stack)
+            self.leave(f"{name_here(self._board.rank)}: {what} for {since:.1f} s; rank 0 does not answer", stack)
         return 0
 
-    def _leave(self, why: str, stack: str = "") -> None:
+    def leave(self, why: str, stack: str = "") -> None:
+        """Print why this rank ends, and a stack, by default that of the main thread; end the process with code 1."""
         say("\n".join([f"{self._board.name} stopped: {why}", stack or self._stack()]), error=True)
         _exit(1)
 

@@ -5,42 +5,71 @@ One process hosts the store: rank 0, or the launcher of the first node. So in a 
 
 import json
 import math
+import os
 import re
+import socket
 import time
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 
 from ._torch import default_store
 from .messages import say
+from .parent_death import spans_hosts
 
 POLL_SECONDS = 0.25  # length of a tick
 RANKS_PER_TICK = 200  # how many ranks may query the store in one tick; more ranks take turns
 COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the other ranks, after all ranks have seen the fault
 FAULT, PRINTED = "tds/fault", "tds/printed"
+HOST = "tds/host/"  # + rank: the name of its host
 _LOST = re.compile(
     r"[Cc]onnection (reset|closed|refused)[\w ]*|[Bb]roken pipe|remote process exited[\w ]*|ncclRemoteError"
 )
 
 
-def _name_dead_ranks(fault: str, dead: list[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return `rank 3` or `ranks 3, 4, 5`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def name_here(rank: int) -> str:
+    """Return the name of this rank, with its host if the run spans hosts."""
+    return f"rank {rank} on {socket.gethostname()}" if spans_hosts() else f"rank {rank}"
+
+
+def describe_store() -> str:
+    """Describe the process that hosts the store."""
+    where = f" on {os.environ['MASTER_ADDR']}" if spans_hosts() else ""
+    return f"process that hosts the ranks' store{where} (rank 0, or the launcher)"
+
+
+def _name_dead_ranks(fault: str, dead: list[int], hosts: Mapping[int, str]) -> str:
     """Return `fault`, or a text that names the `dead` ranks if the fault is only a lost connection."""
     lost = _LOST.search(fault)
     if not dead or not lost:
         return fault
-    ranks = ", ".join(map(str, dead))
+    ranks = name_ranks(dead)
+    names = dict.fromkeys(hosts[rank] for rank in dead if rank in hosts)
+    if names:
+        ranks += f" on {', '.join(names)}"
     if len(dead) == 1:
-        silent = f"rank {ranks} does not answer: its process is dead or stopped"
+        silent = f"{ranks} does not answer: its process is dead or stopped"
     else:
-        silent = f"ranks {ranks} do not answer: their processes are dead or stopped"
+        silent = f"{ranks} do not answer: their processes are dead or stopped"
+    if names:
+        silent += ", or the network is down"
     return f"{silent}; {fault.split(' raised ')[0]} lost the connection ({lost[0]})"
 
 
-def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[str]:
+def where_ranks_stand(
+    reports: dict[int, dict[str, Any]], world: int, hosts: Mapping[int, str] = MappingProxyType({})
+) -> list[str]:
     """Return the lines of a report: all ranks, grouped by equal stacks, each stack printed once.
 
-    reports: keyed by rank; a rank that did not answer is absent.
+    reports: keyed by rank; a rank that did not answer is absent. hosts: rank -> host name; empty on a single machine.
     """
     alike: dict[str, list[int]] = {}
     for rank in range(world):
@@ -49,12 +78,14 @@ def where_ranks_stand(reports: dict[int, dict[str, Any]], world: int) -> list[st
     lines = []
     for stack, ranks in alike.items():
         for rank in ranks:
+            name = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
             if rank in reports:
                 report = reports[rank]
-                lines.append(f"--- rank {rank}, {report['what']}, for {report['since']:.1f} s")
+                lines.append(f"--- {name}, {report['what']}, for {report['since']:.1f} s")
                 lines += [f"    {line}" for line in report.get("more", [])]
             else:
-                lines.append(f"--- rank {rank} does not answer: its process is dead or was stopped")
+                unreachable = ", or its host cannot be reached" if hosts else ""
+                lines.append(f"--- {name} does not answer: its process is dead or was stopped{unreachable}")
         if stack:
             lines.append(stack)
     return lines
@@ -85,6 +116,13 @@ class FaultBoard:
         self.world = dist.get_world_size()
         self.ticks = ticks_between_queries(self.rank, self.world)
         self.delay = POLL_SECONDS * (math.ceil(self.world / RANKS_PER_TICK) - 1)
+
+    def hosts(self) -> dict[int, str]:
+        """Return rank -> host name, for all ranks that have written their hosts; none if the run is on one machine."""
+        if not spans_hosts():
+            return {}
+        known = [rank for rank in range(self.world) if self._store.check([f"{HOST}{rank}"])]
+        return {rank: self._store.get(f"{HOST}{rank}").decode() for rank in known}
 
     @property
     def collect_seconds(self) -> float:
@@ -121,10 +159,11 @@ class FaultBoard:
     def _print(self, fault: str, with_stacks: bool) -> None:
         answered = self._collect("tds/report", set(range(self.world)))
         dead = sorted(set(range(self.world)) - answered)
-        lines = [f"{self.name} stopped: {_name_dead_ranks(fault, dead)}"]
+        hosts = self.hosts()
+        lines = [f"{self.name} stopped: {_name_dead_ranks(fault, dead, hosts)}"]
         if with_stacks:
             found = {rank: json.loads(self._store.get(f"tds/report/{rank}")) for rank in sorted(answered)}
-            lines += where_ranks_stand(found, self.world)
+            lines += where_ranks_stand(found, self.world, hosts)
         say("\n".join(lines), error=True)
         self._store.set(PRINTED, "1")
         self._collect("tds/left", answered - {0})  # this process may host the store, which others still read

@@ -8,6 +8,7 @@ ways = {  # advice in error messages, worded for a ds_config; a program with its
     "no ZeRO": '"zero_optimization": {"stage": 0} in the ds_config',
     "no pipeline": "a plain module instead of the PipelineModule",
     "ranks": "torchrun --nproc-per-node",
+    "startup timeout": "timeout= of init_distributed()",
 }
 
 

@@ -5,6 +5,7 @@ nohup or tmux, may outlive its parent.
 """
 
 import contextlib
+import ipaddress
 import os
 import re
 import sys
@@ -83,6 +84,21 @@ def _number(name: str, least: int) -> int | None:
             f"{name}={text[:40]} in the environment is not a valid number: unset it, or use a launcher"
         )
     return int(text)
+
+
+def spans_hosts() -> bool:
+    """Return whether some ranks of this run may be on other hosts."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    return world != here and world != "1" and master != "localhost" and not is_loopback(master)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether a numeric address is one of the loopback device. A name is not: other hosts may resolve it."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return False
 
 
 def _is_gone() -> Callable[[], bool] | None:

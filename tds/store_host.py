@@ -6,7 +6,7 @@ import resource
 from .fault_board import ticks_between_queries
 from .messages import say
 
-CONNECTIONS = 4  # open files for each rank: one for torch, one for each fault board (at most two), and one to spare
+CONNECTIONS = 4  # open files for each rank: for torch, each fault board (at most two) and the heartbeat
 OWN_FILES = 512  # open files that the process needs besides the store: libraries, corpora, data workers
 USUAL_LIMIT = 1024  # the soft limit of open files on most systems
 NCCL_QUERIES = "TORCH_NCCL_COORD_CHECK_MILSEC"  # milliseconds between two queries of torch's NCCL monitor, default 1000

@@ -9,6 +9,8 @@ from ..storage import RemotePath
 from .checksums import SHA256
 from .files import INDEX, aside, latest_name, point_latest_to, sums_file
 
+PROBE = ".shared-"  # begin of the name of a file by which the nodes test whether they share a folder
+
 
 def discard(checkpoint: Path) -> None:
     """Delete a half-written checkpoint as far as possible; errors are ignored.
@@ -47,12 +49,12 @@ def recover(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Delete the half-written checkpoints that a crash has left."""
+    """Delete the half-written checkpoints and small files that a crash has left."""
     if isinstance(folder, RemotePath):
         from .remote import delete_incomplete
 
         delete_incomplete(folder, INDEX)
         return
-    for left in [*folder.glob("iter_*.tmp"), folder / "latest.tmp"]:
+    for left in [*folder.glob("iter_*.tmp"), *folder.glob(f"{PROBE}*"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
             remove(left)

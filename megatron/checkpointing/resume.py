@@ -32,8 +32,12 @@ class Start(NamedTuple):
 def find_start(config: Config, save_dir: str) -> Start:
     """Return the checkpoint to start from: this run's newest checkpoint, else that of --load, else none.
 
-    If any rank fails, every rank raises RunError.
+    If any rank fails, or the nodes do not share `save_dir`, every rank raises RunError.
     """
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        from .shared_folder import check_shared
+
+        check_shared(place(save_dir), config)
     load = config.checkpoint.load
     path = None
     with all_ranks():  # Rank 0 alone looks, because a run that is training may replace `latest` meanwhile.

@@ -19,6 +19,7 @@ from tds.sparse import numbers_of
 
 from .. import mpu
 from ..config.ds_config import Resolved
+from ..mpu import Axis
 from ..ranks.objects import gather_objects
 from ..timers import Timers
 from ..training.task import Task, what
@@ -82,31 +83,51 @@ class NoPipeEngine:
         ds.set_micro_batches(gas)
         set_lr(ds, lr)
         ds.train()
-        made, targets = self._read(batches, gas)
-        scale = self.factor(gas) / targets
+        made, counts = self._read(batches, gas)
+        self._share_mean(counts, gas)
         total = torch.zeros((), dtype=torch.float64, device=ds.device)
         aux: defaultdict[str, Any] = defaultdict(float)
-        for micro, batch in enumerate(made):
-            with self.timers("forward"):
-                loss = self._loss(ds, batch)
-            if not loss.requires_grad:
-                raise ValueError(
-                    "the loss does not depend on the model's parameters, or was detached from them: check `loss` and "
-                    "the model for detach(), item() and no_grad()"
-                )
-            total += loss.detach().double()
-            for name, value in self._aux().items():
-                aux[name] += torch.as_tensor(value, dtype=torch.float64, device=ds.device).detach()
-            self._backward(loss, scale, last=micro == gas - 1)
+        for batch in made[:-1]:
+            loss = self._forward(batch, total, aux)
+            self._backward(loss, self.factor(gas) / _at_least_one(counts).view(-1)[0], last=False)
+        loss = self._forward(made[-1], total, aux)
+        # The losses are complete, so their sum over the replicas travels during the last backward pass.
         names = self._agreed(aux, "training")
-        sums = self._sum(torch.stack([total, *(aux[name] for name in names)]))
-        loss, *others = (sums / targets).unbind()
+        sums = Sum(torch.stack([total, *(aux[name] for name in names)]), self.data)
+        targets = _at_least_one(counts).view(-1)[0]
+        self._backward(loss, self.factor(gas) / targets, last=True)
+        loss, *others = (sums.wait() / targets).unbind()
         with self.timers("optimizer"):
             norm = self._clip(ds, loss)
             ds.step()
         if norm is None:
             norm = ds.get_global_grad_norm()
         return end_step(ds, loss, norm, dict(zip(names, others, strict=True)))
+
+    def _share_mean(self, counts: "Sum", gas: int) -> None:
+        """Give the loss function the mean number of targets of a micro-batch, if it asks for it."""
+        loss_fn: Any = getattr(self.deepspeed.module, "loss_fn", None)
+
+        def mean() -> Tensor:
+            return _at_least_one(counts) / (gas * self.data.size)
+
+        if hasattr(loss_fn, "mean_targets"):
+            loss_fn.mean_targets = mean if getattr(loss_fn, "may_wait", False) else mean()
+
+    def _forward(self, batch: Any, total: Tensor, aux: defaultdict[str, Any]) -> Tensor:
+        """Return the loss of a micro-batch, a scalar. Add it to `total`, and the model's additional losses to `aux`."""
+        ds = self.deepspeed
+        with self.timers("forward"):
+            loss = self._loss(ds, batch)
+        if not loss.requires_grad:
+            raise ValueError(
+                "the loss does not depend on the model's parameters, or was detached from them: check `loss` and "
+                "the model for detach(), item() and no_grad()"
+            )
+        total += loss.detach().double()
+        for name, value in self._aux().items():
+            aux[name] += torch.as_tensor(value, dtype=torch.float64, device=ds.device).detach()
+        return loss
 
     def _backward(self, loss: Tensor, scale: Tensor, last: bool) -> None:
         """Run the backward pass of loss x scale, both scalars; reduce the gradients in the step's last micro-batch."""
@@ -161,14 +182,15 @@ class NoPipeEngine:
     def _eval_batch(self, batches: Batches | None) -> dict[str, float]:
         ds = self.deepspeed
         ds.eval()
-        made, targets = self._read(batches, self.gas)
+        made, counts = self._read(batches, self.gas)
+        self._share_mean(counts, self.gas)
         loss = torch.zeros((), dtype=torch.float64, device=ds.device)
         aux: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros_like(loss))
         for batch in made:
             loss += self._loss(ds.module, batch).double()
             for name, value in self._aux().items():
                 aux[name] += value
-        found = {"targets": targets.item(), "loss": self._sum(loss).item()}
+        found = {"targets": _at_least_one(counts).view(-1)[0].item(), "loss": self._sum(loss).item()}
         for name in self._agreed(aux, "evaluation"):
             found[name] = self._sum(aux[name]).item()
         return found
@@ -219,12 +241,12 @@ class NoPipeEngine:
     def times(self) -> dict[str, float]:
         return {}
 
-    def _read(self, batches: Batches | None, gas: int) -> tuple[list[Any], Tensor]:
-        """Return (`gas` micro-batches, number of targets of the global batch, a scalar).
+    def _read(self, batches: Batches | None, gas: int) -> tuple[list[Any], "Sum"]:
+        """Return (`gas` micro-batches, number of targets of the global batch).
 
-        If `count_targets` returns a vector, the number is the first element of a vector of counts; the model's loss_fn
-        gets the means of all of them in `mean_targets` if it has this attribute. A batch without targets counts as 1
-        target. The number stays on the device, so that the host does not wait for the device.
+        If `count_targets` returns a vector, the number is the first element of a vector of counts. The number stays on
+        the device, so that the host does not wait for the device. Its sum over the replicas travels during the first
+        forward pass.
         """
         with self.timers("data"):
             read: list[Any] = [None] * gas
@@ -233,15 +255,11 @@ class NoPipeEngine:
         with self.timers("targets"):
             made = [self.batch_fn(data) for data in read]
             if self.count_targets is None:
-                return made, torch.tensor(float(gas * self.data.size), dtype=torch.float64)
+                return made, Sum(torch.tensor(float(gas * self.data.size), dtype=torch.float64), None)
             total = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
             for batch in made:
                 total = total + _counts(self.count_targets(batch))
-            counts = self._sum(total).clamp(min=1.0)
-        loss_fn: Any = getattr(self.deepspeed.module, "loss_fn", None)
-        if hasattr(loss_fn, "mean_targets"):
-            loss_fn.mean_targets = counts / (gas * self.data.size)
-        return made, counts.view(-1)[0]
+            return made, Sum(total, self.data)
 
     def _norm_of_shares(self, ds: Any) -> Tensor:
         mesh = mpu.get_mesh()
@@ -251,9 +269,29 @@ class NoPipeEngine:
         return self._sum(total).sqrt()
 
     def _sum(self, x: Tensor) -> Tensor:
-        if self.data.size > 1:
-            dist.all_reduce(x, group=self.data.group)
-        return x
+        return Sum(x, self.data).wait()
+
+
+class Sum:
+    """A sum over the ranks of an axis, which travels while these ranks compute. axis: None for a tensor to keep."""
+
+    def __init__(self, x: Tensor, axis: Axis | None) -> None:
+        self._x = x
+        self._work: Any = None
+        if axis is not None and axis.size > 1:
+            self._work = dist.all_reduce(x, group=axis.group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return the sum. On an accelerator, its stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._x
+
+
+def _at_least_one(counts: Sum) -> Tensor:
+    """Return the number of targets; a batch without targets counts as 1 target."""
+    return counts.wait().clamp(min=1.0)
 
 
 def _counts(found: Any) -> Any:

@@ -77,13 +77,16 @@ def reference_losses(
     return losses + (z - z.detach()), z.detach()
 
 
-def of_routers(losses: Tensor, own: Tensor, means: Tensor | None) -> Tensor:
+def of_routers(losses: Tensor, own: Tensor, means: Tensor | Callable[[], Tensor] | None) -> Tensor:
     """Return the routers' loss, a scalar, in the units of the sum over targets, by which the engine divides it.
 
     losses: [n], for each stack of layers the mean over the text tokens of this micro-batch. A micro-batch with more
     text than others counts more, so that the loss of a step is the mean over all of its text tokens.
-    own: `count_targets` of the micro-batch. means: its mean over the micro-batches of the step; None for `own`.
+    own: `count_targets` of the micro-batch. means: its mean over the micro-batches of the step, or a function that
+    waits for it; None for `own`.
     """
+    if callable(means):
+        means = means()
     if means is None:
         means = own
     if own.dim():

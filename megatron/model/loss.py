@@ -73,9 +73,10 @@ class TokenLoss:
         self.z_loss = z_loss
         self.consumes_logits = consumes_logits
         self.axis = mpu.get_mesh().model
-        # Mean over the micro-batches of this step of `count_targets`, which the engine sets; without an engine, the
-        # micro-batch's own number is used. See `of_routers`.
-        self.mean_targets: Tensor | None = None
+        # Mean over the micro-batches of this step of `count_targets`, which the engine sets, or a function that waits
+        # for it. Without an engine, the micro-batch's own number is used. See `of_routers`.
+        self.mean_targets: Tensor | Callable[[], Tensor] | None = None
+        self.may_wait = True  # whether `mean_targets` may be a function
         # Values of the last micro-batch. Evaluation: sums over text tokens (`of_text`). Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}
         # If this is a list, evaluation appends a tensor [2, b] for each micro-batch: for each sample, the summed loss

@@ -13,6 +13,7 @@ from ..config import Config, settings
 from ..config.fields import first_of, flag
 from .errors import RunError, complaint
 from .objects import gather_objects
+from .source import kernel_choices, own_files, source_hash, versions
 
 
 @contextmanager
@@ -36,8 +37,6 @@ def all_ranks() -> Iterator[None]:
 
 def settings_and_versions(config: Config) -> dict[str, str]:
     """Return the settings and versions that must agree between ranks, keyed by their names in error messages."""
-    from .source import source_hash, versions
-
     found = {}
     for section, _, f in settings():
         found[flag(f.name)] = str(getattr(getattr(config, section), f.name))
@@ -49,15 +48,36 @@ def settings_and_versions(config: Config) -> dict[str, str]:
     found["the SHA-256 of the source of megatron and tds"] = source_hash()[:12]
     for name, version in versions().items():
         found[f"the version of {name}"] = version
-    return found
+    return found | kernel_choices()
 
 
-def same_everywhere(values: Mapping[str, str] | None) -> None:
+def identity_of(tokenizer: Any) -> dict[str, str]:
+    """Return what must agree between the tokenizers of all ranks; special tokens may come from other files."""
+    specials = repr(sorted(getattr(tokenizer, "specials", {}).items()))
+    return {
+        "the SHA-256 of --vocab-file": tokenizer.fingerprint,
+        "the end-of-document id of --vocab-file": str(tokenizer.eod),
+        "the first ids of a text by --vocab-file": str(getattr(tokenizer, "start", ())),
+        "the SHA-256 of the special tokens of --vocab-file": hashlib.sha256(specials.encode()).hexdigest()[:12],
+    }
+
+
+def same_code_everywhere() -> None:
+    """Raise RunError on all ranks if they run different entry scripts or have imported different files of a module.
+
+    A module that only some ranks have imported is not compared: a script may let one rank import more than the others.
+    """
+    hashes = {f"the SHA-256 of the {name}": digest[:12] for name, digest in own_files().items()}
+    same_everywhere(hashes, common=True)
+
+
+def same_everywhere(values: Mapping[str, str] | None, common: bool = False) -> None:
     """Raise RunError on all ranks if a value differs between ranks; the message has its name and the values.
 
     All ranks must call this. The ranks exchange a hash of the values; only if the hashes differ, they exchange the
     values themselves.
-    values: values by name; None on a rank that has nothing to compare.
+    values: values by name; None on a rank that has nothing to compare. common: compare only the names that all ranks
+    have.
     """
     if dist.get_world_size() == 1:
         return
@@ -68,20 +88,27 @@ def same_everywhere(values: Mapping[str, str] | None) -> None:
     if len(digests - {None}) <= 1:
         return
     everywhere = {rank: each for rank, each in enumerate(gather_objects(values)) if each is not None}
-    differences = _differences(everywhere)
+    differences = _differences(everywhere, common)
+    if not differences:
+        return
     named = "; ".join(differences[:3])
     if len(differences) > 3:
         named += f"; {len(differences) - 3} more differ"
-    raise RunError(f"{named}: start all ranks with the same settings and versions")
+    raise RunError(f"{named}: start all ranks with the same settings, code and versions")
 
 
-def _differences(everywhere: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Describe each name whose values differ between ranks. everywhere: rank -> values by name."""
-    names: dict[str, None] = {}
+def _differences(everywhere: Mapping[int, Mapping[str, str]], common: bool) -> list[str]:
+    """Describe each name whose values differ between ranks.
+
+    everywhere: rank -> values by name. common: skip the names that some ranks lack.
+    """
+    names = Counter[str]()
     for each in everywhere.values():
-        names |= dict.fromkeys(each)
+        names.update(each.keys())
     found = []
-    for name in names:
+    for name, ranks in names.items():
+        if common and ranks < len(everywhere):
+            continue
         by_rank = {rank: each.get(name, "not known") for rank, each in everywhere.items()}
         usual, first, others = split_usual(by_rank)
         if others:

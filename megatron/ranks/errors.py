@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import re
 import sys
-import sysconfig
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -13,10 +12,10 @@ from typing import NoReturn
 from tds.messages import words_of
 
 from ..config.fields import describe
+from .source import of_library
 
 _MEGATRON = Path(__file__).resolve().parent.parent
 _OURS = (f"{_MEGATRON}{os.sep}", f"{_MEGATRON.parent / 'tds'}{os.sep}")
-_LIBRARIES = (*{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}, "<")
 
 
 # Error that torch's DataLoader has received from a data worker, before its message.
@@ -36,8 +35,7 @@ def complaint(error: BaseException) -> str:
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(_OURS):
             break
-        of_library = frame.filename.startswith(_LIBRARIES) or "site-packages" in frame.filename
-        if not of_library:
+        if not of_library(frame.filename):
             return f"{describe(error)} ({frame.filename}, line {frame.lineno}, in {frame.name})"
     return describe(error)
 

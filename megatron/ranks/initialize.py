@@ -15,7 +15,7 @@ from .._torch import set_default_timeout, set_timeout_of_groups
 from ..config import Config
 from ..config.fields import ConfigError
 from . import device as device_module
-from .agreement import same_everywhere, settings_and_versions
+from .agreement import same_code_everywhere, same_everywhere, settings_and_versions
 from .cpu_matmul import by_onednn
 
 AFTER_THE_WATCHDOG = 30.0  # seconds by which the timeout of collectives exceeds the time limit of the watchdogs
@@ -24,6 +24,7 @@ FLAGS = {  # error messages of `tds` advise these flags; without this table they
     "no ZeRO": "--zero-stage 0",
     "no pipeline": "--pipe-parallel-size 0",
     "ranks": "--nproc-per-node, GPUS_PER_NODE=",
+    "startup timeout": "--startup-timeout-minutes",
 }
 
 
@@ -54,6 +55,7 @@ def initialize_megatron(config: Config) -> torch.device:
     device = _join(config)
     if dist.get_world_size() > 1:
         same_everywhere(settings_and_versions(config))
+        same_code_everywhere()
     torch.manual_seed(config.train.seed)
     options = mpu.Options(
         sequence_parallel=config.splits_sequences(device.type != "cpu"),

@@ -1,14 +1,32 @@
 """Identity of the code that runs: a hash of its source, and the versions of Python and of the packages it uses."""
 
 import hashlib
+import os
 import platform
+import sys
+import sysconfig
 from importlib import metadata
 from pathlib import Path
 
 import megatron
 import tds
 
-PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
+PACKAGES = ("torch", "deepspeed", "numpy", "safetensors", "tokenizers", "sentencepiece")
+KERNELS = ("triton", "apex", "flash-attn", "transformer-engine")  # optional packages that compute
+# Environment variables by which libraries choose kernels, number formats or the order of sums.
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+_LIBRARIES = (*{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}, "<")
 
 
 def source_files() -> dict[str, Path]:
@@ -29,6 +47,43 @@ def source_hash(script: str | None = None) -> str:
     if script is not None:
         digest.update(f"script\0{hashlib.sha256(Path(script).read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
+
+
+def of_library(filename: str) -> bool:
+    """Return whether a file belongs to the standard library or to an installed package."""
+    installed = "site-packages" in filename or "dist-packages" in filename
+    return installed or filename.startswith(_LIBRARIES)
+
+
+def own_files() -> dict[str, str]:
+    """Return the SHA-256 of the entry script and of each module that the user wrote, keyed by `script` or module name.
+
+    Those are the modules that this process has imported from Python files outside the standard library, the installed
+    packages and this project's megatron and tds, whose files `source_hash` covers.
+    """
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if not isinstance(file, str) or not file.endswith(".py") or of_library(file):
+            continue
+        if name.partition(".")[0] in ("megatron", "tds") or not os.path.isfile(file):
+            continue
+        label = "script" if name == "__main__" else f"module {name}"
+        found[label] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return found
+
+
+def kernel_choices() -> dict[str, str]:
+    """Return the versions of optional packages that compute, and the environment variables that choose kernels."""
+    found = {}
+    for name in KERNELS:
+        try:
+            found[f"the version of {name}"] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[f"the version of {name}"] = "not installed"
+    for name in VARIABLES:
+        found[f"the environment variable {name}"] = os.environ.get(name, "not set")
+    return found
 
 
 def versions() -> dict[str, str]:

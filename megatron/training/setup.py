@@ -20,7 +20,7 @@ from ..config.command_line import with_values
 from ..config.ds_config import Resolved
 from ..locks.run_lock import RunLock
 from ..model.parameter_counts import count_parameters
-from ..ranks.agreement import all_ranks, same_everywhere
+from ..ranks.agreement import all_ranks, identity_of, same_code_everywhere, same_everywhere
 from ..ranks.initialize import initialize_megatron, use_step_timeout
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes, print_rank_0
@@ -49,7 +49,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     default_run_dir = f"runs/{task.name}-{from_rank_0(time.strftime('%Y%m%d-%H%M%S'))}"
     with all_ranks():
         config, tokenizer, run_dir = prepare(task, config, default_run_dir)
-    same_everywhere({"--precision": resolved.precision, "the SHA-256 of --vocab-file": tokenizer.fingerprint})
+    same_everywhere({"--precision": resolved.precision, **identity_of(tokenizer)})
     publish(config, tokenizer, timers)
     with all_ranks():
         features = Features(config, own_features)
@@ -68,6 +68,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         with say_if_deleted(start.path), all_ranks():
             lags = step_lags(*start)
         engine = build_engine(model, plan, features, timers, lags)
+        same_code_everywhere()  # again, because the task may have imported further modules since the start
         if dist.get_world_size() > 1:
             engine.watch_steps(60 * config.parallel.distributed_timeout_minutes)
         with say_if_deleted(start.path):

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from .finding import Finding, failed, ok, warning
 
 SSH_SECONDS = 10
+LOOPBACK = ("127.", "::1")  # addresses of the machine itself
 PORT = 29500  # default MASTER_PORT of torchrun and DeepSpeed
 ASK = (
     "import importlib.metadata as m, os, sys; "
@@ -205,21 +206,32 @@ def port_is_free() -> Iterator[Finding]:
 
 
 def names() -> Iterator[Finding]:
-    """Check that this machine's name and MASTER_ADDR resolve."""
+    """Check that this machine's name and MASTER_ADDR resolve, and to addresses that other hosts can reach."""
     host = socket.gethostname()
     checked = [
-        ("hostname", host, f"add '127.0.0.1 {host}' to /etc/hosts, or its real address"),
+        ("hostname", host, f"add 'ADDRESS {host}' to /etc/hosts, with the address that other hosts reach"),
         ("MASTER_ADDR", os.environ.get("MASTER_ADDR"), "set a name or an address that every host can resolve"),
     ]
     for what, name, remedy in checked:
         if not name:
             continue
         try:
-            address = socket.getaddrinfo(name, None)[0][4][0]
+            address = str(socket.getaddrinfo(name, None)[0][4][0])
         except OSError:
             yield failed(what, f"{name} does not resolve", remedy)
+            continue
+        if address.startswith(LOOPBACK) and not name.startswith(("localhost", *LOOPBACK)):
+            yield warning(what, f"{name} resolves to {address}, which no other host can reach", _loopback_remedy(name))
         else:
             yield ok(what, f"{name} resolves to {address}")
+
+
+def _loopback_remedy(name: str) -> str:
+    """Return what to do about a host name that resolves to the loopback device, as on Debian and Ubuntu."""
+    return (
+        f"none is needed for runs on one machine; for several, put the address that other hosts reach before {name} in "
+        "/etc/hosts, or set GLOO_SOCKET_IFNAME if the run does not find the right interface itself"
+    )
 
 
 def interface() -> Iterator[Finding]:
@@ -240,3 +252,18 @@ def interface() -> Iterator[Finding]:
                     f"{variable}={wanted} is not an interface of this machine, which has {', '.join(there)}",
                     f"unset {variable} or set it to one of these interfaces",
                 )
+
+
+def main(path: str) -> int:
+    """Print the number of ranks of a hostfile, for the scripts; or say what is wrong with it, and return 2."""
+    try:
+        print(sum(host.slots for host in read_hostfile(path)))
+    except (OSError, ValueError) as error:
+        words = f"{path} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        print(f"HOSTFILE={words}; write one line for each host, 'name slots=N'", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

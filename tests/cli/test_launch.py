@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import tds
 from megatron.ranks import signals
 from megatron.ranks.signals import StopSignal, StopSignals, restored_signals
+from megatron_tools import launch
 from tds.parent_death import started
 from tests import support
 from tests.sentences import SENTENCES
@@ -261,6 +263,38 @@ def test_a_node_that_does_not_come_is_waited_for_as_long_as_is_said(tmp_path: Pa
     time.sleep(0.5)
     waiting.send_signal(signal.SIGINT)
     assert waiting.wait(timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("port", "endpoint", "where"),
+    [(None, "", "127.0.0.2:29500"), (6000, "", "127.0.0.2:6000"), (None, "[::1]:7000", "[::1]:7000")],
+)
+def test_the_place_where_nodes_meet_is_named(
+    port: int | None, endpoint: str, where: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    args = SimpleNamespace(nnodes="2", node_rank=1, rdzv_backend="static", rdzv_conf="timeout=1")
+    args.master_addr = "127.0.0.2"
+    args.master_port = port
+    args.rdzv_endpoint = endpoint
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    launch.wait_for_others(args)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith(f" {where}")
+    assert where in launch.describe_rendezvous_error(RuntimeError("Timed out"), args)
+
+
+def test_ranks_of_any_launcher_print_no_stacks_of_cpp() -> None:
+    """Launchers such as DeepSpeed's do not pass TORCH_CPP_LOG_LEVEL on."""
+    body = (
+        "import megatron, datetime, torch.distributed as dist\n"
+        "try: dist.TCPStore('127.0.0.1', int(__import__('sys').argv[1]), 1, False, datetime.timedelta(seconds=1))\n"
+        "except dist.DistError: pass"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_CPP_LOG_LEVEL"}
+    argv = [sys.executable, "-c", body, str(support.free_port())]
+    for more, quiet in (({"RANK": "0"}, True), ({"RANK": "0", "TORCH_CPP_LOG_LEVEL": "INFO"}, False)):
+        done = subprocess.run(argv, env={**env, **more}, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert (done.stderr == "") == quiet, done.stderr
 
 
 def test_a_signal_to_a_rank_that_has_ended_is_no_error() -> None:

@@ -45,6 +45,8 @@ def test_every_variable_that_is_read_is_listed() -> None:
         ({"NNODES": "2", "NODE_RANK": "2"}, [], "NODE_RANK=2 must be below NNODES=2"),
         ({"GPUS_PER_NODE": "2", "MP_SIZE": "4"}, [], "start a multiple of 4 ranks"),
         ({"CONFIG_JSON": "nix.json"}, [], "--deepspeed-config nix.json: there is no such file"),
+        ({"HOSTFILE": "no/hosts"}, [], "HOSTFILE=no/hosts cannot be read"),
+        ({"HOSTFILE": "README.md"}, [], "HOSTFILE=README.md, line "),
         ({"VOCAB_FILE": "nix.model"}, [], "VOCAB_FILE=nix.model does not exist"),
         ({"DATA_PATH": "nix"}, [], "DATA_PATH= needs VOCAB_FILE=, the tokenizer that it was prepared with"),
     ],

@@ -4,9 +4,12 @@ For each fault, a table row of docs/reliability.md describes what the user sees.
 """
 
 A, B, C = "tests/checkpoints/test_", "tests/ranks/test_", "tests/cli/test_"
-U = "tests/unit/test_"
+U, H = "tests/unit/test_", "tests/hosts/test_"
 FAULTS: dict[str, tuple[str, ...]] = {
     "a rank is killed": (f"{A}kills.py::test_a_few_kills", f"{B}faults.py::test_all_ranks_end_with_a_report"),
+    "a machine loses its power, hangs or loses its network": (
+        f"{H}heartbeat.py::test_a_silent_host_is_named_by_all_others",
+    ),
     "a rank freezes in a run with a pipeline": (f"{B}faults.py::test_all_ranks_end_with_a_report",),
     "the process that hosts torch's TCPStore freezes": (
         f"{B}failure_reports.py::test_a_frozen_process_that_keeps_the_store",
@@ -15,6 +18,10 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{B}initialize.py::test_a_run_without_a_pipeline_says_where_each_rank_stands",
     ),
     "a rank never joins the run": (f"{B}initialize.py::test_a_rank_that_does_not_come_ends_the_wait",),
+    "the ranks reach `MASTER_ADDR`, but not each other": (
+        f"{H}meeting.py::test_ranks_that_cannot_meet_end_together_with_a_sentence",
+        f"{H}meeting.py::test_ranks_behind_a_silent_network_end_at_the_timeout",
+    ),
     "a layer raises an exception": (f"{B}failure_reports.py::test_a_layer_that_raises_is_reported_once",),
     "memory runs out": (
         f"{B}failure_reports.py::test_want_of_memory_is_one_line",
@@ -55,8 +62,9 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "a run starts again from iteration 0": (
         f"{U}run_lock.py::test_a_run_that_begins_again_keeps_the_lines_of_the_one_before",
     ),
-    "ranks of one run are started with different settings": (
+    "ranks of one run are started with different settings, code or versions": (
         f"{B}agreement.py::test_ranks_that_were_started_differently_say_so",
+        f"{B}agreement.py::test_ranks_with_other_scripts_or_modules_are_refused",
     ),
     "copies of a weight differ between replicas": (
         f"{B}agreement.py::test_copies_that_differ_by_a_bit_are_not_saved",
@@ -78,6 +86,10 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{A}incomplete.py::test_every_error_of_a_writer_ends_the_save_and_nothing_else",
     ),
     "new checkpoints are damaged": (f"{A}incomplete.py::test_the_newest_whole_checkpoint_stays",),
+    "the nodes do not share the folder of the checkpoints, or use different object storage": (
+        f"{B}shared_folder.py::test_separate_folders_are_refused_unless_nothing_is_saved",
+        f"{H}disks.py::test_separate_disks_are_refused_before_the_first_step",
+    ),
     "the disk of the checkpoints is full": (
         f"{A}damage.py::test_a_disk_that_takes_no_more",
         f"{U}failing_outputs.py::test_a_failed_save_is_tried_again",

@@ -4,14 +4,18 @@ import contextlib
 import io
 import json
 import os
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 
 from megatron import mpu
@@ -61,8 +65,70 @@ def test_ranks_that_were_started_differently_say_so(tmp_path: Path) -> None:
     for told in on_ranks(3, _start_differently, str(tmp_path)):
         for sentence, (_, words) in zip(told, DIFFERENT.values(), strict=False):
             assert sentence.startswith(words)
-            assert sentence.endswith(": start all ranks with the same settings and versions")
+            assert sentence.endswith(": start all ranks with the same settings, code and versions")
         assert told[-1].startswith("the SHA-256 of --deepspeed-config ds.json is ")
+
+
+def _refused(argv: Sequence[str] = ()) -> str | None:
+    try:
+        initialize_megatron(parse([*argv]))
+    except RunError as error:
+        return str(error)
+    return None
+
+
+def _run_other_files(folder: str) -> list[str | None]:
+    """Return the refusals of ranks that differ in a script, a module, a module of one rank only, and a variable."""
+    rank = dist.get_rank()
+    own = Path(folder) / str(rank)
+    (own / "site-packages").mkdir(parents=True)
+    told = []
+    main = ModuleType("__main__")
+    sys.modules["__main__"] = main
+    main.__file__ = str(own / f"train{rank}.py")
+    for factor in (1, 1 + rank):
+        Path(main.__file__).write_text(f"FACTOR = {factor}\n")
+        told.append(_refused())
+    del main.__file__
+    for name, where in (("rate", "."), ("library", "site-packages"), (f"only_on_{rank}", ".")):
+        path = own / where / f"{name}.py"
+        path.write_text(f"RATE = {rank}\n")
+        sys.modules[name] = ModuleType(name)
+        sys.modules[name].__file__ = str(path)
+        told.append(_refused())
+        del sys.modules[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NVIDIA_TF32_OVERRIDE", str(rank))
+        told.append(_refused())
+    return told
+
+
+def test_ranks_with_other_scripts_or_modules_are_refused(tmp_path: Path) -> None:
+    for told in on_ranks(2, _run_other_files, str(tmp_path)):
+        same, script, module, library, alone, variable = told
+        assert same is None and library is None and alone is None
+        assert script is not None and "script" in script and "rank 1" in script
+        assert module is not None and "rate" in module
+        assert variable is not None and "NVIDIA_TF32_OVERRIDE" in variable
+
+
+def _other_end(folder: str) -> str:
+    """Start with a tokenizer whose vocabulary is the same on all ranks, but whose end of document is not."""
+    own = Path(folder) / str(dist.get_rank())
+    tokenizer = Tokenizer(WordLevel({"a": 0, "<end>": 1, "<stop>": 2}))
+    tokenizer.add_special_tokens(["<end>", "<stop>"])
+    own.mkdir()
+    os.chdir(own)  # as on nodes with disks of their own, the paths are the same and the files are not
+    tokenizer.save("tokenizer.json")
+    Path("tokenizer_config.json").write_text(json.dumps({"eos_token": ["<end>", "<stop>"][dist.get_rank()]}))
+    with pytest.raises(RunError) as error:
+        make(Start("gpt2", Path("run"), ""), None, "tokenizer.json")
+    return str(error.value)
+
+
+def test_ranks_with_other_ends_of_documents_are_refused(tmp_path: Path) -> None:
+    for told in on_ranks(2, _other_end, str(tmp_path)):
+        assert "end-of-document" in told and "rank 1" in told
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

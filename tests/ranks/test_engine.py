@@ -1,10 +1,11 @@
 """A training step without a pipeline does not synchronise with the device; reading its loss does."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron import mpu
@@ -85,3 +86,55 @@ def test_gradients_added_up_under_way_are_those_that_deepspeed_adds_up_afterward
     theirs = on_ranks(2, _learned, f"{flags} --no-overlap-grad-reduce")
     for mine, its in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)  # the runs sum gradients in different orders
+
+
+class Travelling:
+    """A collective on its way, which notes when it is waited for."""
+
+    def __init__(self, work: Any, events: list[str]) -> None:
+        self._work = work
+        self._events = events
+
+    def wait(self) -> None:
+        self._events.append("waits")
+        self._work.wait()
+
+
+def _events(evaluates: bool) -> list[str]:
+    """Return the order in which a step starts scalar all-reduces, waits for them and computes; dp 2."""
+    engine, batches = _engine("")
+    engine.train_batch(batches, 1e-3)
+    events: list[str] = []
+    all_reduce = dist.all_reduce
+
+    def noted(x: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        if x.numel() > 2:  # gradients
+            return all_reduce(x, *args, async_op=async_op, **kwargs)
+        events.append("starts" if async_op else "blocks")
+        work = all_reduce(x, *args, async_op=async_op, **kwargs)
+        return Travelling(work, events) if async_op else work
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted_call(*args: Any, **kwargs: Any) -> Any:
+            events.append(name)
+            return call(*args, **kwargs)
+
+        return noted_call
+
+    engine.loss = noting("forward", engine.loss)  # type: ignore[attr-defined]
+    engine.deepspeed.backward = noting("backward", engine.deepspeed.backward)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", noted)
+        if evaluates:
+            engine.eval_batch(batches)
+        else:
+            engine.train_batch(batches, 1e-3)
+    return events
+
+
+def test_sums_over_replicas_travel_while_a_step_computes() -> None:
+    """The number of targets travels during the first forward pass, the loss during the last backward pass."""
+    step = ["starts", "forward", "waits", "backward", "forward", "starts", "backward", "waits"]
+    assert on_ranks(2, _events, False) == [step] * 2
+    evaluation = ["starts", "forward", "forward", "waits", "starts", "waits"]
+    assert on_ranks(2, _events, True) == [evaluation] * 2

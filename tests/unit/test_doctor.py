@@ -186,7 +186,12 @@ def test_ports_names_and_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "many")
     assert only(network.port_is_free(), "port").state == "failed"
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert "/etc/hosts" in only(network.names(), "hostname").remedy
+    found = only(network.names(), "hostname")
+    assert found.state == "failed" and "/etc/hosts" in found.remedy and "127." not in found.remedy
+    for address, state in (("127.0.1.1", "warning"), ("10.0.0.5", "ok")):  # the first one is Debian's own entry
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "getaddrinfo", lambda *_, address=address: [(0, 0, 0, "", (address, 0))])
+            assert only(network.names(), "hostname").state == state
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
     found = only(network.interface(), "interface")
     assert found.state == "failed" and "nowhere7" in found.words

@@ -9,7 +9,7 @@ from tests.support import ROOT
 
 
 def rows(page: str) -> list[str]:
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8").partition("HOSTS_TABLE")[0]  # measured faults follow
     return [row for row in re.findall(r"^\| (.+?) \|", text, flags=re.MULTILINE) if row not in ("fault", "故障", "---")]
 
 

@@ -1,6 +1,8 @@
 """The report of a hang lists the ranks' stacks, the progress of the device and unfinished collectives."""
 
 import json
+import socket
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tds import recorder
+from tds import heartbeat, recorder
 from tds._torch import recorded_collectives
 from tds.fault_board import where_ranks_stand
 from tds.recorder import Finished, not_ended
@@ -109,3 +111,40 @@ def test_a_dump_that_is_off_costs_no_report() -> None:
     begin = time.monotonic()
     assert not_ended() == []
     assert time.monotonic() - begin < 1
+
+
+def test_reports_of_several_hosts_name_them() -> None:
+    reports = {rank: _report("waits") for rank in (0, 1)}
+    hosts = {0: "node1", 1: "node1", 2: "node2"}
+    lines = where_ranks_stand(reports, 3, hosts)
+    assert [line.split(",")[0].split(" does")[0] for line in lines if line.startswith("---")] == [
+        "--- rank 0 on node1",
+        "--- rank 1 on node1",
+        "--- rank 2 on node2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [(None, heartbeat.SECONDS), ("", heartbeat.SECONDS), ("0", 0), ("90", 90)]
+)
+def test_timeout_of_silent_hosts(monkeypatch: pytest.MonkeyPatch, text: str | None, seconds: float) -> None:
+    monkeypatch.delenv("TDS_HOST_TIMEOUT", raising=False)
+    if text is not None:
+        monkeypatch.setenv("TDS_HOST_TIMEOUT", text)
+    assert heartbeat.timeout() == seconds
+    for wrong in ("-1", "nan", "inf", "a minute"):
+        monkeypatch.setenv("TDS_HOST_TIMEOUT", wrong)
+        with pytest.raises(ValueError, match="TDS_HOST_TIMEOUT"):
+            heartbeat.timeout()
+
+
+def test_the_host_of_a_rank_0_that_has_ended_is_watched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        watch = threading.Thread(target=heartbeat._watch_first, args=(server.getsockname()[1], 45.0), daemon=True)
+        watch.start()
+        connection, _ = server.accept()
+        assert connection.recv(100)
+        connection.close()
+        watch.join(5.0)
+    assert not watch.is_alive()

@@ -1,0 +1,162 @@
+"""End of a run in which a host falls silent: a machine without power or network sends nothing that ends a wait for it.
+
+Each rank keeps an idle TCP connection to rank 0. The kernels of both hosts probe it (keepalive), whatever the processes
+do. So a silent host is noticed within a step of any length. A long step, a stopped process or one that holds Python's
+lock does not count as silent.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from ._torch import default_store
+from .diagnose import Watchdog
+from .fault_board import HOST, FaultBoard, name_here, name_ranks
+from .messages import say
+from .parent_death import spans_hosts
+
+VARIABLE = "TDS_HOST_TIMEOUT"
+SECONDS = 45.0  # default silence after which a host counts as lost; the report takes a few seconds more
+PORT = "tds/heartbeat"
+SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN}
+
+
+def timeout() -> float:
+    """Return the silence in seconds after which a host counts as lost; 0 turns this off. Raises ValueError."""
+    text = os.environ.get(VARIABLE) or str(SECONDS)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e6:
+        raise ValueError(f"{VARIABLE}={text} in the environment is not a number of seconds; give 0 or more")
+    return seconds
+
+
+def watch_hosts() -> None:
+    """Start to watch the other hosts, if this run spans hosts. Call it on all ranks, after they have met."""
+    seconds = timeout()
+    if not seconds or not spans_hosts() or dist.get_backend() == "fake":
+        return
+    store = default_store()
+    store.set(f"{HOST}{dist.get_rank()}", socket.gethostname())
+    if dist.get_rank() == 0:
+        listener = _listen()
+        store.set(PORT, str(listener.getsockname()[1]))
+        _start(_watch_others, listener, seconds)
+    else:
+        _start(_watch_first, int(store.get(PORT)), seconds)
+
+
+def _start(function: Any, *args: Any) -> None:
+    threading.Thread(target=function, args=args, name="tds-heartbeat", daemon=True).start()
+
+
+def _listen() -> socket.socket:
+    with contextlib.suppress(OSError):
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)
+
+
+def _probe(connection: socket.socket, seconds: float) -> None:
+    """Make the kernel probe an idle connection, and end it when the other host has been silent for `seconds`."""
+    first = max(1, int(seconds / 3))
+    interval = max(1, int(seconds / 9))
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, first)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1 + int((seconds - first) / interval))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+
+
+def _watch_others(listener: socket.socket, seconds: float) -> None:
+    """Announce a fault when a host has fallen silent; on rank 0."""
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            if connection is listener:
+                with contextlib.suppress(OSError):
+                    accepted = listener.accept()[0]
+                    _probe(accepted, seconds)
+                    selector.register(accepted, selectors.EVENT_READ, bytearray())
+            elif not _is_open(connection, key.data, seconds):
+                selector.unregister(connection)
+                connection.close()
+
+
+def _is_open(connection: socket.socket, hello: bytearray, seconds: float) -> bool:
+    """Read from a connection, appending to `hello`; return False after its end, and announce the host if it is silent.
+
+    If the process of the other side has ended, its watchdog or another rank reports that; or it connects again.
+    """
+    try:
+        part = connection.recv(4096)
+    except OSError as error:
+        if error.errno in SILENT:
+            _announce(hello, seconds)
+        return False
+    hello.extend(part)
+    return bool(part)
+
+
+def _announce(hello: bytearray, seconds: float) -> None:
+    """Announce that the host that sent `hello` is silent."""
+    with contextlib.suppress(Exception):  # without a hello, or without a store, rank 0 has nothing to announce
+        host = json.loads(hello)
+        board = FaultBoard("run")
+        ranks = [rank for rank, name in board.hosts().items() if name == host]
+        board.announce(_sentence(f"{host} ({name_ranks(ranks)})", seconds))
+
+
+def _sentence(host: str, seconds: float) -> str:
+    since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
+    return (
+        f"{host} has not answered since {since}, for {seconds:g} s ({VARIABLE}): the machine is off or hangs, or the "
+        "network to it is down"
+    )
+
+
+def _watch_first(port: int, seconds: float) -> None:
+    """End this process when the host of rank 0 has fallen silent; on all other ranks."""
+    first = os.environ["MASTER_ADDR"]
+    try:
+        connection = _connect(first, port, seconds)
+    except OSError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            say(
+                f"note: {name_here(dist.get_rank())} cannot connect to port {port} of {first} ({error}), so the run "
+                "notices late if one of these machines loses its power; open the ports of that host"
+            )
+        return
+    try:
+        while True:
+            with contextlib.suppress(ConnectionError), connection:
+                connection.recv(1)
+                return  # rank 0 sends nothing, so its process has ended, and its host may be switched off
+            time.sleep(1.0)  # something between the hosts has reset the connection
+            connection = _connect(first, port, seconds)
+    except OSError as error:
+        if error.errno not in SILENT and not isinstance(error, TimeoutError):
+            return  # rank 0 has ended, which the watchdog notices
+    watchdog = Watchdog.latest()
+    assert watchdog is not None, "watch_the_start() has made one"
+    watchdog.leave(f"{name_here(dist.get_rank())}: {_sentence(f'{first} (rank 0)', seconds)}")
+
+
+def _connect(host: str, port: int, seconds: float) -> socket.socket:
+    connection = socket.create_connection((host, port), timeout=seconds)
+    _probe(connection, seconds)
+    connection.sendall(json.dumps(socket.gethostname()).encode())
+    return connection
