@@ -30,7 +30,7 @@ examples:
   python tools/launch.py --nnodes 2 --node-rank 0 --master-addr node1 --master-port 6000 --nproc-per-node 8 \\
       pretrain_gpt2.py ..."""
 SHUTDOWN_SECONDS = 600
-DEFAULT_PORT = 29500  # of torchrun
+DEFAULT_PORT = 29500  # torchrun uses the same port
 CAUSES = {
     int(signal.SIGBUS): "a file that it has mapped, such as a corpus, has become shorter, or /dev/shm is full",
     int(signal.SIGKILL): "the machine may have run out of memory (see dmesg)",

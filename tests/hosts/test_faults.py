@@ -30,7 +30,7 @@ LASTING = 60.0  # seconds in which all ranks must have ended, by default
 
 
 class Fault(NamedTuple):
-    """What happens to the second host, unless the fault says otherwise.
+    """A fault of the second host, unless its name says otherwise.
 
     lasts: seconds until `end` undoes a transient fault; None: the fault stays. dead: ranks whose machines are dead.
     """
