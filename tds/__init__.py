@@ -14,7 +14,6 @@ batches.py    micro-batches of a step, copied when they are read
 engine.py     the pipeline engine: runs the instructions of a schedule as one training step
 patches.py    a user's replacements of DeepSpeed's functions: run, or refused by name
 observers.py  what the engine informs about each instruction: the watchdog, timers, timelines, the user's own
-super_chain.py what a client's `super(PipelineEngine, self)` finds
 untied.py     weights that stages share without a tie
 step.py       state of a stage during a step
 buckets.py    weights and gradients in flat memory

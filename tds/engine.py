@@ -21,6 +21,7 @@ from .batches import Batches, DataEnded
 from .boundary import check
 from .channel import BoundaryTensor, layout_of
 from .diagnose import Watchdog, describe
+from .engine_classes import DeepSpeedMethods
 from .groups import of_hosts
 from .hooks import PipelineHooks
 from .losses import Losses
@@ -42,7 +43,6 @@ from .schedule import Instruction
 from .split_backward import backward_input
 from .start import checked_schedule, exchange_declarations, refuse_idle_stages
 from .step import Step
-from .super_chain import DeepSpeedMethods
 
 
 class PipelineEngine(DeepSpeedMethods, PipelineHooks):

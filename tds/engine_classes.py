@@ -7,6 +7,7 @@ from typing import Any
 
 from ._deepspeed import DeepSpeedEngine, StockPipelineEngine, deepspeed
 from .messages import say
+from .optimizer_state import complete_weights
 from .patches import PACKAGE, maker
 
 
@@ -73,3 +74,28 @@ def _refuse_engine(name: str, *_: Any, model: Any = None, **__: Any) -> Any:
     else:
         cause = f"a {type(model).__name__}; use tds.PipelineModule, whose schedules are in docs/tds.md"
     raise ValueError(f"tds does not have DeepSpeed's {name}, which it would use because of {cause}")
+
+
+class DeepSpeedMethods:
+    """First base class of tds's PipelineEngine.
+
+    A client's engine calls methods such as `super(PipelineEngine, self).forward(inputs)`, since DeepSpeed's
+    PipelineEngine disables its own. But above tds's PipelineEngine comes DeepSpeed's, so this class stands between.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on one micro-batch, as DeepSpeedEngine does."""
+        return DeepSpeedEngine.forward(self, *args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute gradients of one micro-batch's loss, as DeepSpeedEngine does."""
+        return DeepSpeedEngine.backward(self, *args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer at the end of an accumulation, as DeepSpeedEngine does."""
+        return DeepSpeedEngine.step(self, *args, **kwargs)
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of this stage's module, which the PipelineEngine writes to files instead."""
+        complete_weights(self)
+        return DeepSpeedEngine.module_state_dict(self, *args, **kwargs)

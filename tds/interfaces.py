@@ -52,18 +52,18 @@ def own_address(host: str) -> str | None:
     """Return the address from which this machine sends to `host`; None if it does not resolve or has no route."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)  # a datagram socket sends nothing for this
-                return str(probe.getsockname()[0])
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as asking:
+                asking.connect(target)  # a datagram socket sends nothing for this
+                return str(asking.getsockname()[0])
     return None
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
     """Yield (address, interface) for each address of this machine that the kernel reports."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no IPv4 address
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 yield socket.inet_ntoa(answer[20:24]), name
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
