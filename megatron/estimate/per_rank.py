@@ -205,7 +205,7 @@ class _Moments:
         heads = in_flight(*schedule, stage.number, p.stages, gas, p.virtual_pipeline_size - 1)
         self.has_head = self.layers[-1].name == "head"
         self.logits, self.beside = logits_bytes(self.x) if self.has_head else (0.0, 0.0)
-        self.waiting_logits = (heads - 1) * self.logits  # of micro-batches whose backward pass comes later
+        self.waiting_logits = (heads - 1) * self.logits  # their backward passes come later
 
     def _gradients_stay(self) -> bool:
         """Return whether gradients stay between steps: with ZeRO 3, and sums in fp32 with ZeRO 1."""

@@ -27,7 +27,7 @@ from ..training.inputs import refuse_missing
 from ..training.setup import prepare
 from ..training.task import Task
 
-# With more instructions than this, the schedule of fewer micro-batches is checked; the rest repeats its steady state.
+# With more instructions than this, fewer micro-batches are checked, since the others repeat the steady state.
 MOST_INSTRUCTIONS = 1 << 16
 # A layout of one process: no weights are built, so only the data sees it.
 ALONE = {

@@ -1,4 +1,4 @@
-"""The words with which a run ends that cannot go on."""
+"""The sentence with which a run ends that cannot continue."""
 
 import os
 import sys

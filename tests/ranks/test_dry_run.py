@@ -1,5 +1,5 @@
 """--dry-run N checks a run of N ranks in one process: it says what the run needs, refuses what the run would refuse,
-and leaves nothing behind."""
+and writes nothing."""
 
 import contextlib
 import io

@@ -2,7 +2,7 @@
 
     python -m tests.unit.published
 
-prints the rows of three tables in benchmarks/results.toml. The runs stand in three files beside this one:
+prints the rows of three tables in benchmarks/results.toml. The runs are in three files beside this one:
 
 - published.json: papers from the time before fused attention.
 - published_llm_foundry.json: all rows in bf16 of scripts/train/benchmarking/README.md of mosaicml/llm-foundry (July
