@@ -300,4 +300,6 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     # gradient of the output weight; it is allocated after the fp32 copies of the logits have been freed
     of_matrix = rows * m.hidden_size * e
     of_matrix *= 1 if x.accelerated or e < 4 else 2  # oneDNN first copies the output weight to column-major order
-    return logits, max(copies * part, of_matrix) + extra
+    # The last copy is that of the chunk before.
+    before = min(part, max(tokens - step, 0) * rows * max(e, 4))
+    return logits, max((copies - 1) * part + before, of_matrix) + extra

@@ -24,6 +24,7 @@ from .activations import (
 from .sizes import Count, Stage, count_layers
 
 DEEPSPEED_BUCKET = 5 * 10**8  # DeepSpeed's default reduce_bucket_size, in elements
+MUON_BATCH = 1 << 24  # elements that Muon steps together
 DEEPSPEED_LIVE = 10**9  # DeepSpeed's default stage3_max_live_parameters, in elements
 
 
@@ -143,12 +144,14 @@ def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: i
     numbers = stage.count.held
     width = x.width
     found = 0.0
-    if _deepspeed_zero(resolved):
+    # DeepSpeed's ZeRO 1 sums bf16 gradients in fp32 without a bucket.
+    in_buckets = _deepspeed_zero(resolved) and (resolved.zero_stage > 1 or resolved.precision != "bf16")
+    if in_buckets:
         section = resolved.deepspeed["zero_optimization"]
         overlaps = section.get("overlap_comm", resolved.zero_stage == 3 and x.accelerated)
         buffers = 2 if overlaps and config.parallel.stages == 1 else 1
         found += buffers * _bucket(resolved, width)
-    if resolved.zero_stage == 3:
+    if resolved.zero_stage == 3 and replicas > 1:
         found += width * min(numbers, DEEPSPEED_LIVE)  # gathered weights
     if config.parallel.stages > 1:
         found += (2 * flying + 3) * _border(stage, config, x)
@@ -161,13 +164,8 @@ def _deepspeed_zero(resolved: Resolved) -> bool:
 
 
 def _bucket(resolved: Resolved, width: int) -> float:
-    """Return the bytes of a buffer in which DeepSpeed's ZeRO collects gradients. width: bytes of an activation.
-
-    ZeRO 1 collects its fp32 sums of bf16 gradients, ZeRO 2 and 3 the gradients themselves.
-    """
-    elements = float(resolved.deepspeed["zero_optimization"].get("reduce_bucket_size", DEEPSPEED_BUCKET))
-    summed = resolved.zero_stage == 1 and resolved.precision == "bf16"
-    return elements * (4 if summed else width)
+    """Return the bytes of a buffer in which DeepSpeed's ZeRO collects gradients. width: bytes of a gradient."""
+    return width * float(resolved.deepspeed["zero_optimization"].get("reduce_bucket_size", DEEPSPEED_BUCKET))
 
 
 def _border(stage: Stage, config: Config, x: Shapes) -> float:
@@ -238,12 +236,46 @@ class _Moments:
     def reduction(self) -> Memory:
         """Return the memory while gradients are reduced, when no activations are left."""
         buffers = 0.0
-        if self.resolved.zero_stage == 0 and self.replicas > 1:
+        ours = not _deepspeed_zero(self.resolved)
+        if ours and self.replicas > 1 and not (self.resolved.zero_stage and self.x.accelerated):
             launched = max(BUCKET_BYTES, BYTES_A_REPLICA * self.replicas) + self.stage.count.largest * self.x.width
             buffers = min(self.gradients, launched)
-        if _deepspeed_zero(self.resolved) and self.config.parallel.stages > 1:
+        if self.resolved.precision == "fp16" and self.config.parallel.stages > 1:
             buffers = _bucket(self.resolved, self.x.width)  # under a pipeline, DeepSpeed allocates another one
         return self._of(self.gradients, 0.0, 0.0, self.talk + buffers)
+
+    def step(self) -> Memory:
+        """Return the memory while the optimizer steps."""
+        parts = self.stage.count.by_replicas(self.replicas, self.config.parallel.expert_parallel_size)
+        buffers = sum(_copied_in_step(count.held, replicas, self.resolved, self.x) for count, replicas in parts)
+        if self.config.optim.optimizer == "muon":
+            buffers += _updates_of_muon(self.stage.count, self.x)
+        return self._of(self.gradients, 0.0, 0.0, self.talk, buffers)
+
+
+def _copied_in_step(numbers: int, replicas: int, resolved: Resolved, x: Shapes) -> float:
+    """Return the bytes of copies that DeepSpeed's ZeRO makes of gradients, or with ZeRO 3 of weights, to step.
+
+    ZeRO 1 and 2 copy the gradients of a rank's share to fp32, and flatten 16-bit ones before: ZeRO 1 only without
+    replicas. ZeRO 3 gathers weights while others are still gathered.
+    """
+    if not _deepspeed_zero(resolved):
+        return 0.0
+    if resolved.zero_stage == 3:
+        return float(x.width * min(numbers, DEEPSPEED_LIVE)) if replicas > 1 else 0.0
+    share = numbers / replicas
+    flattens = resolved.precision == "fp16" and (resolved.zero_stage == 2 or replicas == 1)
+    return max(x.width, 4) * share + (x.width * share if flattens else 0.0)
+
+
+def _updates_of_muon(count: Count, x: Shapes) -> float:
+    """Return the bytes of the updates that Muon computes together, before and after they are orthogonalised.
+
+    Tensor-parallel ranks also exchange shards for whole matrices.
+    """
+    together = min(count.hidden, MUON_BATCH + count.largest)
+    copies = 2 if x.ranks == 1 else 5
+    return copies * together * x.width
 
 
 def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int, accelerated: bool) -> Memory:
@@ -256,6 +288,7 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     if moments.has_head:
         found.append(moments.loss())
     found.append(moments.reduction())
+    found.append(moments.step())
     return max(found, key=lambda memory: memory.total)
 
 

@@ -13,6 +13,7 @@ from ..checkpointing import find_start
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved, resolve
+from ..config.fields import ConfigError
 from ..estimate.per_rank import rank_memory
 from ..estimate.sizes import in_words, parameters, stages_of
 from ..ranks import device as device_module
@@ -83,7 +84,12 @@ def _memory(config: Config, resolved: Resolved, ranks: int, device: torch.device
     if config.model.family is None:
         return ["memory: not estimated for a custom model"]
     accelerated = device.type != "cpu"
-    stages = stages_of(config)
+    try:
+        stages = stages_of(config)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a --partition-method that needs the built model
+        return [f"memory: not estimated: {error}"]
     lines = [f"{in_words(parameters(config))} parameters; peak memory of a rank on {device.type}, of tensors alone:"]
     first = 0
     before = ""

@@ -57,7 +57,10 @@ class Examination:
         yield from self._settings()
         yield from self._machine()
         if self.config is not None and self.torch_is_there:
-            yield from self._data(self.config)
+            if self.args.cluster and not self.config.data.names_corpora and self.config.data.vocab_file is None:
+                yield warning("data", "no corpus and no tokenizer is given", "give --data-path and --vocab-file")
+            else:
+                yield from self._data(self.config)
             yield from self._size_and_resume(self.config)
         where = self.run_dir
         if where is not None:
@@ -172,7 +175,8 @@ class Examination:
             compiles = bool(self.config.train.compile)
             workers = self.config.data.num_workers
         yield from machine.compiler(compiles)
-        yield from machine.threads(self.ranks_here or self.ranks, not usable)
+        if not self.args.cluster:
+            yield from machine.threads(self.ranks_here or self.ranks, not usable)
         yield from machine.open_files()
         yield from machine.shared_memory(workers)
 

@@ -427,7 +427,7 @@ def test_the_doctor_accepts_what_the_planner_writes(
     flags = f"--model {name} --cluster h200 --devices 32 --global-batch-size 256 --write {tmp_path}"
     plan.main(plan.build_parser().parse_args(flags.split()))
     command = capsys.readouterr().out.splitlines()[-1].partition("doctor.py ")[2]
-    doctor.main([*command.split(), "--quick", "--json"])
+    assert doctor.main([*command.split(), "--quick", "--json"]) == 0
     printed = capsys.readouterr().out
     states = {each["check"]: each["state"] for each in json.loads(printed[printed.index("[\n") :])}
     assert {states[check] for check in ("settings", "layout", "ds_config", "memory")} == {"ok"}
