@@ -28,7 +28,7 @@ parent_death.py ends ranks whose launcher died
 diagnose.py   errors instead of hangs; fault_board.py exchanges faults and reports through torch's store
 store_host.py limits of the process that hosts this store in large runs
 measure.py    check of how DeepSpeed scales gradients
-pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
+pipe.py       PipelineModule, LayerSpec, TiedLayerSpec; ties.py ties modules over stages
 """
 
 import importlib
