@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from safetensors import SafetensorError, safe_open
 
 from ..atomic import write_text
 from ..json_text import read_json
+from ..ranks.rank_0 import print_rank_0
 from ..storage import RemotePath, place
-from .checksums import BLAKE3, SHA256, Checksum, checksum_of
+from .checksums import BLAKE3, EVERY, SHA256, Checksum, checksum_of
 
 INDEX = "checkpoint.json"
+TENSORS = ".safetensors"
 FORMAT = 3
 WEIGHT = "weight"  # a weight has the key `weight.<parameter>`, an optimizer moment the key `<moment>.<parameter>`
 BUFFER = "buffer"  # a persistent buffer has the key `buffer.<name>`
@@ -39,6 +42,29 @@ def temporary_of(final: Path) -> Path:
     return final if isinstance(final, RemotePath) else final.with_name(final.name + ".tmp")
 
 
+def is_own(name: str) -> bool:
+    """Return whether a file of this name in the folder of a checkpoint was written by a save."""
+    return name in (INDEX, *(each.file for each in EVERY)) or name.endswith(TENSORS)
+
+
+def is_foreign(path: Path) -> bool:
+    """Return whether `path`, with the name of a checkpoint, is a file, or a folder with files of which none is own."""
+    names = [each.name for each in path.glob("*")]
+    return path.is_file() or bool(names) and not any(map(is_own, names))
+
+
+def keep_foreign(path: Path) -> None:
+    """Rename what is in the place of a checkpoint, unless a save has written it, and print a note."""
+    is_link = path.is_symlink()
+    if not is_link and not is_foreign(path):
+        return
+    free = (path.with_name(f"{path.name}.kept-{number}") for number in count(1))
+    kept = next(each for each in free if not os.path.lexists(each))
+    path.rename(kept)
+    what = "a link" if is_link else "no checkpoint"
+    print_rank_0(f"note: {path} was {what}, but a new checkpoint needs its name; it was renamed to {kept.name}")
+
+
 def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: Mapping[str, str]) -> None:
     """Turn the folder `temporary` of written tensors into the checkpoint `final`, and make `latest` name `final`.
 
@@ -53,6 +79,7 @@ def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: 
     write_text(temporary / checksum.file, sums_text(every), synced=True)
     sync(temporary)
     old = aside(final)
+    keep_foreign(final)
     if final.exists():  # there is an earlier save of this iteration
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)

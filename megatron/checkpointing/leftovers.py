@@ -7,7 +7,7 @@ from pathlib import Path
 from ..atomic import remove
 from ..storage import RemotePath
 from .checksums import SHA256
-from .files import INDEX, aside, latest_name, point_latest_to, sums_file
+from .files import INDEX, aside, keep_foreign, latest_name, point_latest_to, sums_file
 
 
 def discard(checkpoint: Path) -> None:
@@ -47,7 +47,7 @@ def recover(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Delete the half-written checkpoints that a crash has left."""
+    """Delete the half-written checkpoints that a crash has left; a file of such a name is renamed."""
     if isinstance(folder, RemotePath):
         from .remote import delete_incomplete
 
@@ -55,4 +55,8 @@ def clear(folder: Path) -> None:
         return
     for left in [*folder.glob("iter_*.tmp"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
-            remove(left)
+            is_file = left.is_file() and not left.is_symlink()
+            if is_file and left.name != "latest.tmp":  # a save writes folders only
+                keep_foreign(left)
+            else:
+                remove(left)
