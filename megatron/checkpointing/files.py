@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ..atomic import write_text
+from ..atomic import absence, write_text
 from ..json_text import read_json
 from ..ranks.rank_0 import print_rank_0
 from ..storage import RemotePath, place
@@ -132,6 +132,19 @@ def numbered_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def way_back(checkpoint: Path) -> str:
+    """Return how to resume without a checkpoint that cannot be read, as the end of a sentence.
+
+    It names the newest checkpoint before this one, so that following it never leads in circles, else the newest other.
+    """
+    others = [path for path in numbered_checkpoints(checkpoint.parent).values() if is_checkpoint(path)]
+    names = [path.name for path in others if path.name != checkpoint.name]
+    if not names:
+        return f"{checkpoint.parent} has no other checkpoint; restore it from a copy"
+    last = [name for name in names if name < checkpoint.name] or names
+    return f"to resume from {last[-1]}, write its name into {checkpoint.parent / 'latest'}"
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the checkpoint that `latest` names, None if there is no checkpoint yet.
 
@@ -139,31 +152,34 @@ def latest_checkpoint(folder: Path) -> Path | None:
     checkpoints but no `latest`. If a user writes `latest` by hand, the checksum may be omitted.
     """
     pointer = folder / "latest"
-    if not pointer.exists():
+    if not pointer.is_file():
         _refuse_missing_pointer(pointer)
         return None
     content = pointer.read_bytes()
     found = _LATEST.fullmatch(content.decode("utf-8", "replace"))
-    if not found or found["name"] in (".", ".."):
-        raise CheckpointError(f"{pointer} is damaged; write the name of the checkpoint to resume from into this file")
+    if not found or found["name"] in (".", "..") or not found["name"].isprintable():
+        raise CheckpointError(f"{pointer} is damaged; {way_back(pointer)}")
     path = folder / found["name"]
     if not path.is_dir():
         if pointer.read_bytes() != content:  # a run has saved and deleted meanwhile
             return latest_checkpoint(folder)
-        raise CheckpointError(f"{pointer} names {path.name}, but there is no checkpoint of that name in its folder")
+        what = "is a file" if path.is_file() else absence(path)
+        raise CheckpointError(f"{pointer} names {path.name}, but {path} {what}; {way_back(path)}")
     sums = sums_file(path)
     if found["sums"] and sums.is_file() and SHA256.of(sums) != found["sums"]:
         check = {BLAKE3.file: "b3sum -c", SHA256.file: "sha256sum -c"}[sums.name]
         raise CheckpointError(
             f"the checksum in {pointer} is not that of {sums}: one of the two files is damaged; "
             f"if `{check} {sums.name}` finds no error in {path.name}, "
-            f"write only the name {path.name} into latest"
+            f"write only the name {path.name} into latest; otherwise, {way_back(path)}"
         )
     return path
 
 
 def _refuse_missing_pointer(pointer: Path) -> None:
-    """Raise CheckpointError if there are checkpoints beside the missing file `latest`."""
+    """Raise CheckpointError if there are checkpoints beside the missing file `latest`, or if it is a folder."""
+    if pointer.is_dir():
+        raise CheckpointError(f"{pointer} is a folder, but must be a file: remove it; {way_back(pointer)}")
     whole = sorted(path.name for path in pointer.parent.glob("iter_*") if is_checkpoint(path))
     if whole:
         raise CheckpointError(
