@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +57,9 @@ def keep_foreign(path: Path) -> None:
     is_link = path.is_symlink()
     if not is_link and not is_foreign(path):
         return
-    free = (path.with_name(f"{path.name}.kept-{number}") for number in count(1))
-    kept = next(each for each in free if not os.path.lexists(each))
+    number = 1
+    while os.path.lexists(kept := path.with_name(f"{path.name}.kept-{number}")):
+        number += 1
     path.rename(kept)
     what = "a link" if is_link else "no checkpoint"
     print_rank_0(f"note: {path} was {what}, but a new checkpoint needs its name; it was renamed to {kept.name}")
@@ -137,8 +137,10 @@ def way_back(checkpoint: Path) -> str:
 
     It names the newest checkpoint before this one, so that following it never leads in circles, else the newest other.
     """
-    others = [path for path in numbered_checkpoints(checkpoint.parent).values() if is_checkpoint(path)]
-    names = [path.name for path in others if path.name != checkpoint.name]
+    names = []
+    for path in numbered_checkpoints(checkpoint.parent).values():
+        if path.name != checkpoint.name and is_checkpoint(path):
+            names.append(path.name)
     if not names:
         return f"{checkpoint.parent} has no other checkpoint; restore it from a copy"
     last = [name for name in names if name < checkpoint.name] or names
