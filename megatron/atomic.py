@@ -27,6 +27,13 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{process_name()}.tmp")
 
 
+def absence(path: Path) -> str:
+    """Return why `path` cannot be read although something refers to it, as the end of a sentence."""
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {path.readlink()}, where nothing is"
+    return "is missing"
+
+
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
     """Add `path` to an OSError that is raised in this context and names no file.

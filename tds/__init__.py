@@ -33,7 +33,7 @@ diagnose.py   errors instead of hangs; fault_board.py exchanges faults and repor
 heartbeat.py  end of a run in which a host falls silent
 store_host.py limits of the process that hosts this store in large runs
 measure.py    check of how DeepSpeed scales gradients
-pipe.py       PipelineModule, LayerSpec, TiedLayerSpec
+pipe.py       PipelineModule, LayerSpec, TiedLayerSpec; ties.py ties modules over stages
 """
 
 import importlib

@@ -60,7 +60,7 @@ deepspeed.monitor.monitor:MonitorMaster  reporting losses
 deepspeed.runtime.pipe.module:PipelineModule  building the layers of a stage
     uses      _count_layer_params _find_layer_type _set_bounds
     fields    _layer_specs _local_start _local_stop _topo global_rank num_stages parts stage_id
-    overrides _build _partition_layers ckpt_layer_path ckpt_layer_path_list stage_owner
+    overrides _build _index_tied_modules _partition_layers ckpt_layer_path ckpt_layer_path_list stage_owner
     patches   _build
 
 deepspeed.runtime.pipe.module:PipelineModule  running the layers of a stage

@@ -43,6 +43,7 @@ from .schedule import Instruction
 from .split_backward import backward_input
 from .start import checked_schedule, exchange_declarations, refuse_idle_stages
 from .step import Step
+from .ties import tie_all_weights
 
 
 class PipelineEngine(DeepSpeedMethods, PipelineHooks):
@@ -71,6 +72,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
             refuse_patches(type(self), kwargs.get("model"))
         choose_checkpoint_function(**kwargs)
         refuse_idle_stages(**kwargs)
+        tie_all_weights(kwargs["model"], kwargs["model"].tied_comms)  # for DeepSpeed's own PipelineModule
         super().__init__(*args, **kwargs)
         # Cached, because DeepSpeed computes these again at each call.
         self._is_last = self.is_last_stage()

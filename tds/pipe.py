@@ -26,6 +26,7 @@ from .groups import for_deepspeed
 from .layer_times import cut_by_time, layer_times
 from .nested import as_tuple, unwrap
 from .start import raise_if_any_failed
+from .ties import tie_all_weights
 
 
 class PipelineModule(StockPipelineModule):  # type: ignore[misc]
@@ -144,6 +145,11 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
             raise
         raise_if_any_failed(None)
         self._set_bounds(*self.bounds[0])
+
+    def _index_tied_modules(self) -> Any:
+        comms = super()._index_tied_modules()
+        tie_all_weights(self, comms)
+        return comms
 
 
 def is_pipeline(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 SENTENCES = {
     "latest_is_damaged": "latest is damaged",
-    "line_1_is_damaged": "line 1 is damaged",
+    "line_1_is_damaged": "damaged in line 1",
     "base_holds_no_checkpoint_there_is": "base holds no checkpoint: there is no such folder",
     "does_not_hold": "does not hold",
     "no_rank_has_written_weight_x": "no rank has written 'weight.x'",

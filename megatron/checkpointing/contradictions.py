@@ -36,7 +36,8 @@ def refuse_contradictions(
     saved = plain_config(reader)
     _refuse_other_model(reader, saved, config)
     if wanted.same_tokenizer:
-        reader.check_tokenizer(fingerprint, "; pass --override-tokenizer to continue with this run's tokenizer")
+        way_out = "; pass --override-tokenizer to continue with this run's tokenizer"
+        reader.check_tokenizer(fingerprint, config.data.vocab_file, way_out)
     before = reader.config["optim"]["optimizer"]
     if wanted.optimizer and reader.optimizer["moments"] and before != config.optim.optimizer:
         raise CheckpointError(

@@ -9,12 +9,14 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ..atomic import write_text
+from ..atomic import absence, write_text
 from ..json_text import read_json
+from ..ranks.rank_0 import print_rank_0
 from ..storage import RemotePath, place
-from .checksums import BLAKE3, SHA256, Checksum, checksum_of
+from .checksums import BLAKE3, EVERY, SHA256, Checksum, checksum_of
 
 INDEX = "checkpoint.json"
+TENSORS = ".safetensors"
 FORMAT = 3
 WEIGHT = "weight"  # a weight has the key `weight.<parameter>`, an optimizer moment the key `<moment>.<parameter>`
 BUFFER = "buffer"  # a persistent buffer has the key `buffer.<name>`
@@ -39,6 +41,30 @@ def temporary_of(final: Path) -> Path:
     return final if isinstance(final, RemotePath) else final.with_name(final.name + ".tmp")
 
 
+def is_own(name: str) -> bool:
+    """Return whether a file of this name in the folder of a checkpoint was written by a save."""
+    return name in (INDEX, *(each.file for each in EVERY)) or name.endswith(TENSORS)
+
+
+def is_foreign(path: Path) -> bool:
+    """Return whether `path`, with the name of a checkpoint, is a file, or a folder with files of which none is own."""
+    names = [each.name for each in path.glob("*")]
+    return path.is_file() or bool(names) and not any(map(is_own, names))
+
+
+def keep_foreign(path: Path) -> None:
+    """Rename what is in the place of a checkpoint, unless a save has written it, and print a note."""
+    is_link = path.is_symlink()
+    if not is_link and not is_foreign(path):
+        return
+    number = 1
+    while os.path.lexists(kept := path.with_name(f"{path.name}.kept-{number}")):
+        number += 1
+    path.rename(kept)
+    what = "a link" if is_link else "no checkpoint"
+    print_rank_0(f"note: {path} was {what}, but a new checkpoint needs its name; it was renamed to {kept.name}")
+
+
 def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: Mapping[str, str]) -> None:
     """Turn the folder `temporary` of written tensors into the checkpoint `final`, and make `latest` name `final`.
 
@@ -53,6 +79,7 @@ def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: 
     write_text(temporary / checksum.file, sums_text(every), synced=True)
     sync(temporary)
     old = aside(final)
+    keep_foreign(final)
     if final.exists():  # there is an earlier save of this iteration
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
@@ -105,6 +132,21 @@ def numbered_checkpoints(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def way_back(checkpoint: Path) -> str:
+    """Return how to resume without a checkpoint that cannot be read, as the end of a sentence.
+
+    It names the newest checkpoint before this one, so that following it never leads in circles, else the newest other.
+    """
+    names = []
+    for path in numbered_checkpoints(checkpoint.parent).values():
+        if path.name != checkpoint.name and is_checkpoint(path):
+            names.append(path.name)
+    if not names:
+        return f"{checkpoint.parent} has no other checkpoint; restore it from a copy"
+    last = [name for name in names if name < checkpoint.name] or names
+    return f"to resume from {last[-1]}, write its name into {checkpoint.parent / 'latest'}"
+
+
 def latest_checkpoint(folder: Path) -> Path | None:
     """Return the checkpoint that `latest` names, None if there is no checkpoint yet.
 
@@ -112,31 +154,34 @@ def latest_checkpoint(folder: Path) -> Path | None:
     checkpoints but no `latest`. If a user writes `latest` by hand, the checksum may be omitted.
     """
     pointer = folder / "latest"
-    if not pointer.exists():
+    if not pointer.is_file():
         _refuse_missing_pointer(pointer)
         return None
     content = pointer.read_bytes()
     found = _LATEST.fullmatch(content.decode("utf-8", "replace"))
-    if not found or found["name"] in (".", ".."):
-        raise CheckpointError(f"{pointer} is damaged; write the name of the checkpoint to resume from into this file")
+    if not found or found["name"] in (".", "..") or not found["name"].isprintable():
+        raise CheckpointError(f"{pointer} is damaged; {way_back(pointer)}")
     path = folder / found["name"]
     if not path.is_dir():
         if pointer.read_bytes() != content:  # a run has saved and deleted meanwhile
             return latest_checkpoint(folder)
-        raise CheckpointError(f"{pointer} names {path.name}, but there is no checkpoint of that name in its folder")
+        what = "is a file" if path.is_file() else absence(path)
+        raise CheckpointError(f"{pointer} names {path.name}, but {path} {what}; {way_back(path)}")
     sums = sums_file(path)
     if found["sums"] and sums.is_file() and SHA256.of(sums) != found["sums"]:
         check = {BLAKE3.file: "b3sum -c", SHA256.file: "sha256sum -c"}[sums.name]
         raise CheckpointError(
             f"the checksum in {pointer} is not that of {sums}: one of the two files is damaged; "
             f"if `{check} {sums.name}` finds no error in {path.name}, "
-            f"write only the name {path.name} into latest"
+            f"write only the name {path.name} into latest; otherwise, {way_back(path)}"
         )
     return path
 
 
 def _refuse_missing_pointer(pointer: Path) -> None:
-    """Raise CheckpointError if there are checkpoints beside the missing file `latest`."""
+    """Raise CheckpointError if there are checkpoints beside the missing file `latest`, or if it is a folder."""
+    if pointer.is_dir():
+        raise CheckpointError(f"{pointer} is a folder, but must be a file: remove it; {way_back(pointer)}")
     whole = sorted(path.name for path in pointer.parent.glob("iter_*") if is_checkpoint(path))
     if whole:
         raise CheckpointError(

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..atomic import remove
 from ..storage import RemotePath
 from .checksums import SHA256
-from .files import INDEX, aside, latest_name, point_latest_to, sums_file
+from .files import INDEX, aside, keep_foreign, latest_name, point_latest_to, sums_file
 
 PROBE = ".shared-"  # begin of the name of a file by which the nodes test whether they share a folder
 
@@ -49,7 +49,7 @@ def recover(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Delete the half-written checkpoints and small files that a crash has left."""
+    """Delete the half-written checkpoints and small files that a crash has left; a file of such a name is renamed."""
     if isinstance(folder, RemotePath):
         from .remote import delete_incomplete
 
@@ -57,4 +57,8 @@ def clear(folder: Path) -> None:
         return
     for left in [*folder.glob("iter_*.tmp"), *folder.glob(f"{PROBE}*"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
-            remove(left)
+            is_file = left.is_file() and not left.is_symlink()
+            if is_file and left.name.startswith("iter_"):  # a save writes folders of such names only
+                keep_foreign(left)
+            else:
+                remove(left)

@@ -20,7 +20,7 @@ from .bounds import refuse_absurd_sizes
 from .checksums import checksum_of
 from .files import BUFFER, FORMAT, INDEX, WEIGHT, CheckpointError, open_tensors
 from .stream import CODES, FLOATS, stored
-from .sums import check_file, read_sums
+from .sums import check_file, read_sums, unreadable
 
 
 class CheckpointReader:
@@ -66,7 +66,7 @@ class CheckpointReader:
         """
         used = {piece["file"] for entry in self.tensors.values() for piece in entry["pieces"]}
         for name in sorted(used - self.sums.keys()):
-            raise CheckpointError(f"{self.path / self._checksum.file} does not list {name}: it is damaged")
+            raise unreadable(self.path / self._checksum.file, f"is damaged: it does not list {name}")
         for name in sorted(self.sums)[rank::ranks]:
             if isinstance(self.path, RemotePath) and name.endswith(".safetensors"):
                 open_tensors(self.path / name)
@@ -131,16 +131,16 @@ class CheckpointReader:
             )
         return spec.with_padding(self.read(key, *spec.rows))
 
-    def check_tokenizer(self, fingerprint: str | None, way_out: str = "") -> None:
+    def check_tokenizer(self, fingerprint: str | None, vocab_file: str | None, way_out: str = "") -> None:
         """Raise CheckpointError if the checkpoint was trained with a tokenizer other than this run's.
 
-        fingerprint: SHA-256 of this run's tokenizer; None skips the check.
+        fingerprint: SHA-256 of this run's tokenizer; None skips the check. vocab_file: path of this tokenizer.
         way_out: advice to append to the error message.
         """
         if fingerprint is not None and self.tokenizer and fingerprint != self.tokenizer:
             raise CheckpointError(
                 f"{self.path} was trained with another tokenizer (its SHA-256 is {self.tokenizer[:12]}, that of "
-                f"--vocab-file is {fingerprint[:12]}){way_out}"
+                f"{vocab_file} is {fingerprint[:12]}){way_out}"
             )
 
     def _file(self, name: str) -> Any:

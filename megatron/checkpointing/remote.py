@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..json_text import brief, parse_json
 from ..storage import RemotePath, StorageError
+from .files import is_own
 from .stream import CODES
 
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 MOST = 100 << 20  # bytes of a header that safetensors accepts
-TENSORS = ".safetensors"
 
 
 class RemoteSlice:
@@ -94,10 +94,14 @@ class RemoteTensors:
 
 
 def delete(checkpoint: RemotePath, index: str) -> None:
-    """Delete a checkpoint; its index goes first, so that a crash leaves no checkpoint that looks complete."""
+    """Delete a checkpoint; its index goes first, so that a crash leaves no checkpoint that looks complete.
+
+    Objects that no save has written stay.
+    """
     (checkpoint / index).unlink(missing_ok=True)
     for path in checkpoint.glob("*"):
-        path.unlink(missing_ok=True)
+        if is_own(path.name):
+            path.unlink(missing_ok=True)
 
 
 def delete_incomplete(folder: RemotePath, index: str) -> None:

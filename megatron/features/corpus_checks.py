@@ -5,59 +5,79 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
 from ..config import Config
 from ..data.corpora import made_with
-from ..data.damage import ADVICE, Block, blocks_of, pairs_of, sums_of
+from ..data.damage import Block, blocks_of, pairs_of, sums_of
 from ..data.indexed_dataset import DatasetError
+from ..ranks.agreement import all_ranks
 from ..ranks.objects import gather_objects
+from ..ranks.rank_0 import print_rank_0
 from ..storage import RemotePath, place
 from ..training.data_ranks import blocks_at_start, corpora_of, reads
 from ..training.feature import Feature
+from ..training.run_folder import save_dir_of
 from ..training.run_state import Run
+from .corpus_changes import CorpusFile, Identity, Watch, identity_of
 
 REST = 4.0  # pause after a block, as a multiple of the time that it took
 LOOK_AGAIN = 10.0  # seconds between two looks for blocks that were downloaded meanwhile
 
-Identity = tuple[int, int, int]  # inode, size and time of change
-
-
-class CorpusFile(NamedTuple):
-    """A .bin or .idx file, and its blocks in order. cache: folder of its blocks on this machine, for an object."""
-
-    path: Path
-    cache: Path | None
-    blocks: list[Block]
-
 
 class CorpusChecks(Feature):
-    """Feature that ends the run if a block of a corpus has another SHA-256 than its sidecar lists.
+    """Feature that ends the run if a block of a corpus has another SHA-256 than its sidecar lists, or is changed.
 
     Before the run begins, rank 0 has compared a few blocks of each file, so that the start is fast. The ranks that read
     data compare the others in a thread. Ranks that see the same file share its blocks; a node with a copy of its own
     checks this copy. Of objects in storage, a node compares the blocks that are in its cache.
     """
 
-    _checker: "Checker | None" = None
-
     def start(self, run: Run) -> None:
+        self._config = run.config
         files = _files_of(run.config) if reads() else []
-        identities = {str(file.path): _identity(file) for file in files}
-        shares = _shares(files, gather_objects(identities), blocks_at_start(run.config))
-        if shares:
-            self._checker = Checker(shares)
-            self._checker.start()
+        self._watch = Watch(files, save_dir_of(run.config, run.run_dir), run.state.iteration)
+        self._checkers: list[Checker] = []
+        self._compare(files, blocks_at_start(run.config))
 
     def before_step(self, iteration: int) -> None:
-        if self._checker and self._checker.problem:
-            raise DatasetError(self._checker.problem)
+        for checker in self._checkers:
+            if checker.problem:
+                raise DatasetError(checker.problem)
+
+    def before_save(self, iteration: int) -> None:
+        """Compare files that were changed since the last save: a few blocks now, and all in a thread."""
+        changed = self._watch.changed()
+        most = blocks_at_start(self._config)
+        with all_ranks():
+            self.before_step(iteration)
+            for file in changed:
+                self._watch.refuse(file, most)
+        names: dict[str, None] = {}
+        for rank in gather_objects([str(file.path) for file in changed]):
+            names |= dict.fromkeys(rank)
+        if names:
+            print_rank_0(
+                f"note: {', '.join(names)} changed while the run trains on it, but the {most} blocks of each file "
+                "that were compared have the checksums of the sidecar; the others are compared while the run trains"
+            )
+            self._compare(changed, most)
+        elif not any(checker.is_alive() for checker in self._checkers):
+            self._watch.passed(iteration)
 
     def close(self, error: BaseException | None) -> None:
-        if self._checker:
-            self._checker.end()
+        for checker in self._checkers:
+            checker.end()
+
+    def _compare(self, files: Sequence[CorpusFile], blocks_before: int) -> None:
+        """Start to compare the files, which may be others on each rank. Collective. blocks_before: see `_shares`."""
+        identities = {str(file.path): identity_of(file) for file in files}
+        shares = _shares(files, gather_objects(identities), blocks_before)
+        if shares:
+            self._checkers.append(Checker(shares))
+            self._checkers[-1].start()
 
 
 class Checker(threading.Thread):
@@ -109,40 +129,37 @@ class Checker(threading.Thread):
             return False
         if damage := block.damage(pieces):
             where = f", or its copy in {file.cache} is; delete the copy and start again" if file.cache else ""
-            self.problem = f"{damage}{where or f'; {ADVICE}'}"
+            self.problem = f"{damage}{where or f'; {file.advice}'}"
         self._ended.wait(REST * (time.monotonic() - begin))
         return True
 
 
 def _files_of(config: Config) -> list[CorpusFile]:
-    """Return the files of the corpora that have checksums. Indices in storage are read from whole copies: left out."""
+    """Return the files of the corpora: local ones, and data in storage that have checksums.
+
+    Indices in storage are read from whole copies and left out.
+    """
     files = []
     for prefix in corpora_of(config):
         about = made_with(prefix)
         for pair in pairs_of(prefix):
             sums = sums_of(pair, about)
-            if sums:
-                data = place(f"{pair}.bin")
-                index = place(f"{pair}.idx")
+            data = place(f"{pair}.bin")
+            index = place(f"{pair}.idx")
+            if sums or not isinstance(data, RemotePath):
                 files.append(_corpus_file(data, sums))
-                if not isinstance(index, RemotePath):
-                    files.append(_corpus_file(index, sums))
+            if not isinstance(index, RemotePath):
+                files.append(_corpus_file(index, sums))
     return files
 
 
-def _corpus_file(path: Path, sums: dict[str, list[str]]) -> CorpusFile:
+def _corpus_file(path: Path, sums: dict[str, Any] | None) -> CorpusFile:
     cache = None
     if isinstance(path, RemotePath):
         from ..data.remote_tokens import folder_of
 
         cache = folder_of(path, path.stamp())
-    return CorpusFile(path, cache, blocks_of(path, sums))
-
-
-def _identity(file: CorpusFile) -> Identity:
-    """Return what differs between two copies of a file; of an object, its cache counts, which each node has."""
-    about = (file.cache or file.path).stat()
-    return about.st_ino, about.st_size, 0 if file.cache else about.st_mtime_ns
+    return CorpusFile(path, cache, blocks_of(path, sums) if sums else [])
 
 
 def _shares(
@@ -161,7 +178,7 @@ def _shares(
         mine = identities[rank][path]
         sharing = [each for each, seen in enumerate(identities) if seen.get(path) == mine]
         is_done = 0 in sharing and not file.cache and len(file.blocks) <= blocks_before
-        if not is_done:
+        if file.blocks and not is_done:
             own = file.blocks[sharing.index(rank) :: len(sharing)]
             shares.append(file._replace(blocks=own))
     return shares

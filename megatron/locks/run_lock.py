@@ -16,7 +16,7 @@ from typing import Any
 
 from tds.parent_death import process_table, started
 
-from ..atomic import process_name
+from ..atomic import absence, process_name
 from ..json_text import parse_json
 from . import advisory
 
@@ -144,6 +144,11 @@ class RunLock:
 
     def _make_folders(self, folder: Path) -> None:
         missing = [each for each in (folder, *folder.parents) if not each.exists()]
+        for each in missing:
+            if each.is_symlink():
+                raise ValueError(f"{each} {absence(each)}: create the folder there, or remove the link")
+        if self.path.is_dir():
+            raise ValueError(f"{self.path} is a folder, but must be the lock file of a run: remove it")
         folder.mkdir(parents=True, exist_ok=True)
         self._made = missing
 

@@ -119,7 +119,7 @@ def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | 
         return ""
     names = {i: f" ({name})" for name, i in tokenizer.marks.items()}
     ours = f"{tokenizer.eod}{names.get(tokenizer.eod, '')}"
-    return f"ends its documents with token {theirs}{names.get(theirs, '')}, but --vocab-file {vocab_file} with {ours}"
+    return f"ends its documents with token {theirs}{names.get(theirs, '')}, but {vocab_file} with {ours}"
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:

@@ -145,7 +145,7 @@ def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
             raise ValueError(
                 f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 "
                 f"{str(about.get('fingerprint'))[:12]}) "
-                f"than --vocab-file {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
+                f"than {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
             )
         if about is not None and (otherwise := other_end(about, tokenizer, config.data.vocab_file)):
             raise ValueError(f"{path}.bin {otherwise}: pass the tokenizer of the corpus, or preprocess the text again")

@@ -77,6 +77,9 @@ class Feature:
         samples: the iteration's number and its range of samples.
         """
 
+    def before_save(self, iteration: int) -> None:
+        """Act before the state after `iteration` is saved. Raises RunError, on all ranks, to end the run instead."""
+
     def instead(self, task: "Task", config: "Config") -> None:
         """Act in place of the run, before the ranks meet; only called for a row of the table with `instead`."""
 

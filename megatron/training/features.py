@@ -57,6 +57,11 @@ class Features:
                 stack.push(_Closing(each).leave)
             yield
 
+    def before_save(self, iteration: int) -> None:
+        """Call `before_save` of each feature."""
+        for each in self.all:
+            each.before_save(iteration)
+
     def row(self, interval: Interval) -> dict[str, Any]:
         """Return the entries of all features; dicts of one name are merged, such as the numbers of layers."""
         found: dict[str, Any] = {}

@@ -101,6 +101,7 @@ class Saves(Feature):
                 f"iteration {good.iteration}"
             )
         if good.iteration != self._saved or run.saver.failures:
+            run.features.before_save(good.iteration)
             with trace.span("checkpoint"):
                 run.saver.save(good, must=must)
         if lost:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron import mpu
+from megatron.atomic import absence
 from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.checksums import preferred
 from megatron.checkpointing.files import open_tensors
@@ -92,6 +93,7 @@ class FolderReader:
         elif single:
             self._where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:
+            _refuse_dangling(folder / "model.safetensors", index)
             raise ValueError(
                 f"{folder} contains no model.safetensors; pickled weights are not read, so save them with "
                 f"save_pretrained(..., safe_serialization=True)"
@@ -121,6 +123,7 @@ class FolderReader:
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
+            _refuse_dangling(self.folder / name)
             self._opened[name] = open_tensors(self.folder / name)
         return self._opened[name]
 
@@ -201,6 +204,13 @@ class FolderReader:
         return tensor.float()
 
 
+def _refuse_dangling(*paths: Path) -> None:
+    """Raise ValueError for a link to a file that does not exist, as in an incomplete cache of Hugging Face."""
+    for path in paths:
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{path} {absence(path)}: download the model again, or copy the whole cache")
+
+
 def _weight_map(index: Path) -> dict[str, str]:
     """Return tensor name -> file name from an index file. Raises ValueError for a file in another folder."""
     found = read_object(index).get("weight_map")
@@ -252,6 +262,7 @@ class Folder:
     def __init__(self, path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> None:
         self.path = path
         where = path / "config.json"
+        _refuse_dangling(where)
         if not where.is_file():
             raise ValueError(f"{where} does not exist: {path} is not a Hugging Face model")
         self.given = read_object(where)

@@ -73,7 +73,7 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
         if theirs != tokenizer.fingerprint:
             yield failed(
                 "tokenizer of the data",
-                f"{prefix}.bin was made with a tokenizer of SHA-256 {str(theirs)[:12]}, but --vocab-file "
+                f"{prefix}.bin was made with a tokenizer of SHA-256 {str(theirs)[:12]}, but "
                 f"{config.data.vocab_file} has SHA-256 {tokenizer.fingerprint[:12]}",
                 remedy,
             )

@@ -50,7 +50,7 @@ class Verdict:
     loss, forward_error, gradient_error: largest relative errors, None if nothing could be compared.
     initial_values, forward: the first difference in network order.
     backward: the last gradient in network order that differs, so the first one in the backward pass.
-    state: the first persistent buffer that differs after the last step.
+    state: the first persistent buffer that differs after the last step, or weight whose copies then differ.
     others: number of further parameters with different gradients.
     weights, gradients: largest relative error of each parameter's initial value and of its gradient, by name.
     stopped: error message of a run that failed, so that nothing could be compared.
@@ -114,6 +114,7 @@ class Comparison:
         self._compare_outputs(found)
         self._compare_gradients(found)
         self._compare_buffers(found)
+        self._compare_copies(found)
         return found
 
     @cached_property
@@ -280,6 +281,13 @@ class Comparison:
                 words += "; all-reduce its inputs over the replicas or model-parallel ranks"
                 found.state = self._difference(name, worst, words)
                 return
+
+    def _compare_copies(self, found: Verdict) -> None:
+        """Find the first parameter whose copies differ after the last step, if all else agrees."""
+        unequal = sorted(self.other.unequal_weights(), key=self._when)
+        if unequal and found.agrees:
+            words = "the copies of this parameter were equal, but differ after the last step; all-reduce its gradient"
+            found.state = self._difference(unequal[0], math.inf, f"{words} over the ranks that hold a copy")
 
 
 def _numbers(buffer: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from megatron.atomic import write_text
 from megatron.engines.engine import Batches, Engine, Step
 from megatron.engines.with_pipeline import PipeEngine
 from megatron.model.layers import global_buffers, global_parameters
+from megatron.ranks.replicas import fingerprint
 from megatron.training import loop, setup
 from tds import optimizer_state as zero_state
 
@@ -80,6 +81,7 @@ class Recorder:
 
     def attach(self, engine: Engine) -> Engine:
         """Attach the recorder to an engine, and return the engine."""
+        self._engine = engine.deepspeed
         self._model = engine.deepspeed.module
         mesh = mpu.get_mesh()
         self.record: dict[str, Any] = {
@@ -189,7 +191,12 @@ class Recorder:
         for name, value in buffers.items():
             if not torch.equal(value, self._initial_buffers[name]):
                 changed.append(name)
+        zero_state.complete_weights(self._engine)
+        trained = {}
+        for name, parameter in global_parameters(self._model):
+            trained[name] = int(fingerprint(zero_state.get_weight(parameter)))
         found = {**self.record, "losses": self.losses, "outputs": self.outputs, "gradients": self.gradients}
+        found["trained"] = trained
         found |= {"buffers": buffers, "changed": changed, "cut_short": self._bytes > MOST_BYTES}
         torch.save(found, self.folder / f"rank{dist.get_rank()}.pt")
 

@@ -97,6 +97,19 @@ class Records:
                 of_ranks[rank["model"]] = (spec, total)
         return {name: _wholes(list(parts.values())) for name, parts in sums.items()}
 
+    def unequal_weights(self) -> list[str]:
+        """Return the names of parameters whose copies, on the ranks that use them, differ by a bit after the last step.
+
+        Gradients are recorded before any reduction, so only the trained weights show a missing reduction.
+        """
+        found: dict[tuple[str, Any], set[int]] = defaultdict(set)
+        for rank in self.ranks:
+            for name in rank["gradients"]:
+                spec = rank["specs"][name]
+                shard = None if spec["dim"] is None else rank["model"]
+                found[name, shard].add(rank["trained"][name])
+        return list(dict.fromkeys(name for (name, _), values in found.items() if len(values) > 1))
+
     def buffers(self) -> dict[str, list[Tensor]]:
         """Return buffer name -> the ranks' copies of this persistent buffer after the last step.
 

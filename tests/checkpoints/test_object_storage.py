@@ -15,8 +15,7 @@ from safetensors.numpy import save_file
 
 from megatron import storage
 from megatron.checkpointing import CheckpointError, CheckpointReader, latest_checkpoint, remote, uploads
-from megatron.checkpointing.files import open_tensors
-from megatron.checkpointing.remote import TENSORS
+from megatron.checkpointing.files import TENSORS, open_tensors
 from megatron.checkpointing.uploads import make_room
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError

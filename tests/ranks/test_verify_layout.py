@@ -99,6 +99,14 @@ class OwnStatistics(Faulty):
         return super().forward(hidden)
 
 
+class Drifts(Faulty):
+    """A layer that changes its replicated weight on rank 1 by less than any tolerance, as an own gradient does."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.scale.data += 1e-6 * dist.get_rank()
+        return super().forward(hidden)
+
+
 def _decoder(fault: type[Faulty] | None) -> Callable[[], nn.Module]:
     class Block(decoder.TransformerBlockPipe):
         def __init__(self, hidden_size: int, heads: int) -> None:
@@ -255,6 +263,12 @@ def test_a_buffer_that_differs_is_named(tmp_path: Path, tiny_data: str, vocab_fi
     found = _verdict(OwnStatistics, Layout(dp=2), tmp_path, tiny_data, vocab_file)
     assert not found.agrees and found.forward is None and found.backward is None
     assert found.state and found.state.name == f"{AT}.extra.mean"
+
+
+def test_copies_of_a_weight_that_become_unequal_are_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    found = _verdict(Drifts, Layout(dp=2), tmp_path, tiny_data, vocab_file)
+    assert found.forward is None and found.backward is None and found.loss_differs_at is None
+    assert not found.agrees and found.state and found.state.name == f"{AT}.extra.scale"
 
 
 T5_FLAGS = ("--num-decoder-layers", "2", "--enc-seq-length", "24", "--dec-seq-length", "12", "--seq-length", "24")

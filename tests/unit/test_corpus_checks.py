@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import shutil
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from megatron.data.indexed_dataset import DatasetError
 from megatron.data.remote_tokens import RemoteTokens
 from megatron.features import corpus_checks
 from megatron.features.corpus_checks import CorpusChecks, CorpusFile
+from megatron.ranks.errors import RunError
 from megatron.storage import RemotePath, place
 from megatron.tokenizer import load_tokenizer
 from megatron.training import train
@@ -58,7 +61,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def started(prefix: str) -> CorpusChecks:
     feature = CorpusChecks()
-    run: Any = SimpleNamespace(config=parse(["--data-path", prefix]))
+    folder = Path(prefix).parent
+    run: Any = SimpleNamespace(
+        config=parse(["--data-path", prefix]), run_dir=folder, state=SimpleNamespace(iteration=10)
+    )
     feature.start(run)
     return feature
 
@@ -70,21 +76,80 @@ def test_each_block_is_compared(quick: None, tmp_path: Path) -> None:
         honest = Path(f"{prefix}.bin").read_bytes()
         change_token(prefix, at)
         feature = started(prefix)
-        assert feature._checker is not None
-        feature._checker.join(20)
+        feature._checkers[0].join(20)
         block = 2 * at // BLOCK * BLOCK
         with pytest.raises(DatasetError, match=rf"{prefix}\.bin is damaged in bytes {block} to "):
             feature.before_step(1)
         Path(f"{prefix}.bin").write_bytes(honest)
     feature = started(prefix)
-    assert feature._checker is not None
-    feature._checker.join(20)
+    feature._checkers[0].join(20)
     feature.before_step(1)
     feature.close(None)
 
 
+@pytest.mark.parametrize("ending", ["bin", "idx"])
+@pytest.mark.parametrize("how", ["in place", "replaced", "longer"])
+def test_a_file_that_changes_ends_the_run_at_the_next_save(how: str, ending: str, quick: None, tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "x")
+    for number in (10, 20, 30):
+        (tmp_path / f"checkpoints/iter_{number:07}").mkdir(parents=True)
+    feature = started(prefix)
+    feature._checkers[0].join(20)
+    feature.before_save(20)
+    path = Path(f"{prefix}.{ending}")
+    content = path.read_bytes()
+    target = path.with_suffix(".new") if how == "replaced" else path
+    target.write_bytes(content + bytes(8) if how == "longer" else bytes(len(content)))
+    target.rename(path)
+    with pytest.raises(RunError, match=rf"{path}.* write iter_0000020, "):
+        feature.before_save(30)
+
+
+def test_a_file_without_checksums_that_changes_ends_the_run(quick: None, tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "x")
+    Path(f"{prefix}.json").unlink()
+    feature = started(prefix)
+    feature.before_save(10)
+    change_token(prefix, 7)
+    os.utime(f"{prefix}.bin")  # writes to mapped memory need not change the time at once
+    with pytest.raises(RunError, match=rf"{prefix}\.bin has no checksums.* start again"):
+        feature.before_save(20)
+
+
+def test_a_file_with_another_time_or_inode_but_the_same_content_is_noted(
+    quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix = corpus(tmp_path / "x")
+    feature = started(prefix)
+    os.utime(f"{prefix}.bin")
+    shutil.copy(f"{prefix}.idx", f"{prefix}.new")
+    os.replace(f"{prefix}.new", f"{prefix}.idx")
+    feature.before_save(20)
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1 and f"{prefix}.bin" in notes[0] and f"{prefix}.idx" in notes[0]
+    feature.before_save(30)
+    Path(f"{prefix}.bin").unlink()
+    feature.before_save(40)
+    assert "note" not in capsys.readouterr().out
+
+
+def test_a_changed_block_that_the_save_missed_ends_the_run_later(quick: None, tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "x")
+    (tmp_path / "checkpoints/iter_0000010").mkdir(parents=True)
+    feature = started(prefix)
+    feature._checkers[0].join(20)
+    change_token(prefix, 3 * BLOCK // 2)  # in block 2 of 25, of which the save compares four
+    os.utime(f"{prefix}.bin")
+    feature.before_save(20)
+    feature._checkers[1].join(20)
+    with pytest.raises(DatasetError, match=rf"{prefix}\.bin .* write iter_0000010, "):
+        feature.before_step(21)
+    with pytest.raises(RunError):
+        feature.before_save(22)
+
+
 def test_files_that_were_compared_at_the_start(quick: None, tmp_path: Path) -> None:
-    assert started(corpus(tmp_path / "x", 3000))._checker is None
+    assert started(corpus(tmp_path / "x", 3000))._checkers == []
 
 
 def test_a_file_that_is_gone_is_noted(quick: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,8 +158,8 @@ def test_a_file_that_is_gone_is_noted(quick: None, tmp_path: Path, capsys: pytes
     feature = CorpusChecks()
     files = corpus_checks._files_of(parse(["--data-path", prefix]))
     Path(f"{prefix}.bin").unlink()
-    feature._checker = corpus_checks.Checker(files)
-    feature._checker.run()
+    feature._checkers = [corpus_checks.Checker(files)]
+    feature._checkers[0].run()
     feature.before_step(1)
     notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
     assert len(notes) == 1 and f"{prefix}.bin" in notes[0]
@@ -163,10 +228,34 @@ def _damaged_run(run_dir: Path, prefix: str, vocab_file: str) -> None:
         assert run.state.iteration == 0
 
 
-def test_a_run_ends(vocab_file: str, tmp_path: Path) -> None:
+def _changed_run(run_dir: Path, prefix: str, vocab_file: str) -> None:
+    def change(feature: CorpusChecks, iteration: int) -> None:
+        if iteration == 3:
+            path = Path(f"{prefix}.bin")
+            path.write_bytes(bytes(path.stat().st_size))
+
+    CorpusChecks.before_step = change  # type: ignore[method-assign]
+    flags = "--train-iters 6 --save-interval 2 --batch-size 2 --precision fp32"
+    with make(Start("gpt2", run_dir, flags), prefix, vocab_file) as run, pytest.raises(RunError, match="iter_0000002"):
+        train(run)
+
+
+def test_a_run_on_a_corpus_that_changes_saves_nothing_more(vocab_file: str, tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "x")
+    _with_tokenizer(prefix, vocab_file)
+    on_ranks(1, _changed_run, tmp_path / "run", prefix, vocab_file)
+    saved = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("iter_*"))
+    assert saved == ["iter_0000002"]
+
+
+def _with_tokenizer(prefix: str, vocab_file: str) -> None:
     tokenizer = load_tokenizer(vocab_file)
     about = {"fingerprint": tokenizer.fingerprint, "eod": tokenizer.eod, "sha256": {"x": _sums(prefix)}}
     Path(f"{prefix}.json").write_text(json.dumps(about))
+
+
+def test_a_run_ends(vocab_file: str, tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "x")
+    _with_tokenizer(prefix, vocab_file)
     change_token(prefix, 11 * BLOCK // 2 + 9)
     on_ranks(1, _damaged_run, tmp_path / "run", prefix, vocab_file)

@@ -377,7 +377,7 @@ def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
     inspect("verify", pair, "--vocab-file", str(tmp_path))
     other = tokenizer_with("<|im_end|>")
     assert other.fingerprint == usual.fingerprint and other.eod != usual.eod
-    words = rf"token {usual.eod} \(<\|endoftext\|>\), but --vocab-file \S+ with {other.eod} \(<\|im_end\|>\)"
+    words = rf"token {usual.eod} \(<\|endoftext\|>\), but \S+ with {other.eod} \(<\|im_end\|>\)"
     assert re.search(words, checked(other))
     with pytest.raises(ValueError, match=words):
         inspect("verify", pair, "--vocab-file", str(tmp_path))

@@ -1,0 +1,136 @@
+"""Ties of modules over pipeline stages: all weights of a tied module, not only those that its spec lists."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from deepspeed.pipe import TiedLayerSpec
+from torch import Tensor
+
+from .groups import gather_objects
+from .start import raise_if_any_failed
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class _Copy(NamedTuple):
+    """What one stage has of a tied module: the names that its spec lists, and the shapes of weights and buffers."""
+
+    listed: Sequence[str]
+    weights: Shapes
+    buffers: Shapes
+
+
+def tie_all_weights(module: Any, comms: Mapping[str, Any]) -> None:
+    """Extend each tie to all weights that its stages have, and give the stages equal initial values. Collective.
+
+    DeepSpeed ties the weights in `tied_weight_attr` only. Each stage would initialise and train its own copy of the
+    others, but a single stage has one module, so the numbers would depend on the layout. The values are those of the
+    stage that has the first layer with the key, as in one process. Buffers only start equal.
+    module: the PipelineModule. comms: its `tied_comms`.
+    Raises ValueError on all ranks if a weight of a tied module is on some of its stages only, or in several shapes.
+    """
+    if module.num_stages == 1:
+        return
+    buffers = _agree(comms)
+    for key, comm in comms.items():
+        _count_untied(comm)
+        source = comm["ranks"][_place_of_first(module, key)]
+        for name in [*comm["weight_attr"], *buffers[key]]:
+            _broadcast(_get(comm["module"], name), source, comm["group"])
+
+
+def _agree(comms: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Set the names of the weights of each tie, and return key -> names of the buffers that its stages have."""
+    buffers = {}
+    error = None
+    for key, comm in comms.items():
+        copies = gather_objects(_copy_of(comm), comm["group"])
+        buffers[key] = _same([copy.buffers for copy in copies])
+        try:
+            names = _tied_names(key, copies)
+            comm["weight_attr"] = list(_once(comm["module"], names))
+        except ValueError as refusal:
+            error = refusal
+    raise_if_any_failed(error)
+    if error:
+        raise error
+    return buffers
+
+
+def _copy_of(comm: Mapping[str, Any]) -> _Copy:
+    named = comm["module"].named_parameters(remove_duplicate=False)
+    weights = {name: tuple(p.shape) for name, p in named}
+    buffers = {name: tuple(each.shape) for name, each in comm["module"].named_buffers()}
+    return _Copy(list(comm["weight_attr"]), weights, buffers)
+
+
+def _tied_names(key: str, copies: Sequence[_Copy]) -> list[str]:
+    """Return the names of the weights to tie, in one order on all stages: the listed ones, then the others.
+
+    A weight that is not listed may be on a single stage, whose layers alone use it: it is not tied.
+    """
+    listed: dict[str, None] = {}
+    names: dict[str, None] = {}
+    for copy in copies:
+        listed |= dict.fromkeys(copy.listed)
+        names |= dict.fromkeys(copy.weights)
+    tied = []
+    for name in listed | names:
+        shapes = [copy.weights.get(name) for copy in copies]
+        if name not in listed and len(shapes) - shapes.count(None) == 1:
+            continue
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"the stages of the tied module {key!r} have the weight {name} in the shapes {shapes}: build the same "
+                f"class with the same arguments in all layers with this key"
+            )
+        tied.append(name)
+    return tied
+
+
+def _same(stages: Sequence[Shapes]) -> list[str]:
+    """Return the names that all stages have, in one shape."""
+    return [name for name, shape in stages[0].items() if all(each.get(name) == shape for each in stages)]
+
+
+def _once(module: Any, names: Sequence[str]) -> Iterator[str]:
+    """Yield the names without those of a tensor that had another name before: it would be summed twice."""
+    seen = set()
+    for name in names:
+        tensor = _get(module, name)
+        if id(tensor) not in seen:
+            yield name
+        seen.add(id(tensor))
+
+
+def _count_untied(comm: Mapping[str, Any]) -> None:
+    """Count the weights that only this stage has in norms; DeepSpeed leaves out the whole module on later stages."""
+    tied = {id(_get(comm["module"], name)) for name in comm["weight_attr"]}
+    for p in comm["module"].parameters():
+        if id(p) not in tied:
+            p.ds_pipe_replicated = False
+
+
+def _place_of_first(module: Any, key: str) -> int:
+    """Return the place, among the stages of a tie, of the one that has the first layer with this key."""
+    stages = []
+    for index, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec) and spec.key == key:
+            stages.append(module.stage_owner(index))
+    return sorted(set(stages)).index(stages[0])
+
+
+def _get(module: Any, name: str) -> Tensor:
+    path, _, attribute = name.rpartition(".")
+    found: Tensor = getattr(module.get_submodule(path), attribute)
+    return found
+
+
+@torch.no_grad()
+def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
+    """Copy the bytes of `tensor`, of any dtype, from the rank `source` to the group."""
+    whole = tensor.detach().resolve_conj().contiguous()
+    dist.broadcast(whole.view(-1).view(torch.uint8), source, group=group)
+    tensor.copy_(whole)
