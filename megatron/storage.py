@@ -306,11 +306,14 @@ def _pause(error: Exception, attempt: int, spent: float) -> float | None:
 
     attempt: number of the attempt that failed, from 1. spent: seconds since the first attempt began.
     """
-    busy = isinstance(error, OSError) and error.errno == errno.EBUSY
-    if _is_lasting(error) or attempt >= (min(BUSY_ATTEMPTS, ATTEMPTS) if busy else ATTEMPTS):
-        return None
-    pause = FIRST_WAIT * (4 if busy else 2) ** (attempt - 1)
-    return None if spent + pause > DEADLINE else pause
+    most = ATTEMPTS
+    growth = 2
+    if isinstance(error, OSError) and error.errno == errno.EBUSY:
+        most = min(BUSY_ATTEMPTS, ATTEMPTS)
+        growth = 4
+    pause = float(FIRST_WAIT * growth ** (attempt - 1))
+    is_over = attempt >= most or spent + pause > DEADLINE
+    return None if is_over or _is_lasting(error) else pause
 
 
 def _reason(error: Exception, attempts: int) -> str:

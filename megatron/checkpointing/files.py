@@ -11,9 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from ..atomic import absence, write_text
 from ..json_text import read_json
-from ..ranks.rank_0 import print_rank_0
 from ..storage import RemotePath, place
-from .checksums import BLAKE3, EVERY, SHA256, Checksum, checksum_of
+from .checksums import BLAKE3, SHA256, Checksum, checksum_of
 
 INDEX = "checkpoint.json"
 TENSORS = ".safetensors"
@@ -41,30 +40,6 @@ def temporary_of(final: Path) -> Path:
     return final if isinstance(final, RemotePath) else final.with_name(final.name + ".tmp")
 
 
-def is_own(name: str) -> bool:
-    """Return whether a file of this name in the folder of a checkpoint was written by a save."""
-    return name in (INDEX, *(each.file for each in EVERY)) or name.endswith(TENSORS)
-
-
-def is_foreign(path: Path) -> bool:
-    """Return whether `path`, with the name of a checkpoint, is a file, or a folder with files of which none is own."""
-    names = [each.name for each in path.glob("*")]
-    return path.is_file() or bool(names) and not any(map(is_own, names))
-
-
-def keep_foreign(path: Path) -> None:
-    """Rename what is in the place of a checkpoint, unless a save has written it, and print a note."""
-    is_link = path.is_symlink()
-    if not is_link and not is_foreign(path):
-        return
-    number = 1
-    while os.path.lexists(kept := path.with_name(f"{path.name}.kept-{number}")):
-        number += 1
-    path.rename(kept)
-    what = "a link" if is_link else "no checkpoint"
-    print_rank_0(f"note: {path} was {what}, but a new checkpoint needs its name; it was renamed to {kept.name}")
-
-
 def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: Mapping[str, str]) -> None:
     """Turn the folder `temporary` of written tensors into the checkpoint `final`, and make `latest` name `final`.
 
@@ -79,6 +54,8 @@ def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: 
     write_text(temporary / checksum.file, sums_text(every), synced=True)
     sync(temporary)
     old = aside(final)
+    from .foreign import keep_foreign
+
     keep_foreign(final)
     if final.exists():  # there is an earlier save of this iteration
         shutil.rmtree(old, ignore_errors=True)
@@ -133,10 +110,7 @@ def numbered_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def way_back(checkpoint: Path) -> str:
-    """Return how to resume without a checkpoint that cannot be read, as the end of a sentence.
-
-    It names the newest checkpoint before this one, so that following it never leads in circles, else the newest other.
-    """
+    """Return how to resume without a checkpoint that cannot be read: from the newest before it, else the newest other."""
     names = []
     for path in numbered_checkpoints(checkpoint.parent).values():
         if path.name != checkpoint.name and is_checkpoint(path):

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..atomic import remove
 from ..storage import RemotePath
 from .checksums import SHA256
-from .files import INDEX, aside, keep_foreign, latest_name, point_latest_to, sums_file
+from .files import INDEX, aside, latest_name, point_latest_to, sums_file
 
 PROBE = ".shared-"  # begin of the name of a file by which the nodes test whether they share a folder
 
@@ -59,6 +59,8 @@ def clear(folder: Path) -> None:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
             is_file = left.is_file() and not left.is_symlink()
             if is_file and left.name.startswith("iter_"):  # a save writes folders of such names only
+                from .foreign import keep_foreign
+
                 keep_foreign(left)
             else:
                 remove(left)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..json_text import brief, parse_json
 from ..storage import RemotePath, StorageError
-from .files import is_own
+from .foreign import is_own
 from .stream import CODES
 
 DTYPES = {code: dtype for dtype, code in CODES.items()}

@@ -6,7 +6,7 @@ from pathlib import Path
 from megatron.config.fields import describe
 from megatron.storage import RemotePath
 
-from .files import INDEX, aside, is_foreign, latest_name, numbered_checkpoints
+from .files import INDEX, aside, latest_name, numbered_checkpoints
 from .forks import Forks, without_abandoned
 from .whole import is_complete
 
@@ -43,11 +43,17 @@ def _dropped(folder: Path, keep_last: int, keep_every: int | None, forks: Forks)
     spared = {latest, *own[-keep_last:]}
     if keep_every:
         spared.update(name for name, number in numbered.items() if number % keep_every == 0)
-    dropped = [name for name in numbered if name not in spared and not is_foreign(folder / name)]
+    dropped = [name for name in numbered if name not in spared and not _is_foreign(folder / name)]
     if not dropped:
         return []
     whole = next((name for name in reversed(own) if is_complete(folder / name)), None)
     return [name for name in dropped if name != whole]
+
+
+def _is_foreign(path: Path) -> bool:
+    from .foreign import is_foreign
+
+    return is_foreign(path)
 
 
 def _up_to(latest: str | None, folder: Path) -> dict[str, int]:

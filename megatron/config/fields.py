@@ -177,10 +177,10 @@ def _as_declared(value: Any, kinds: tuple[type, ...]) -> Any:
 
 def _problems_of_type(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[str]:
     """Yield an error text for a value of another type, and for numbers that are too large or not finite."""
-    if type(value) not in kinds:
-        wanted = " or ".join(kind.__name__ for kind in kinds if kind is not type(None))
-        yield f"{flag(name)} must be {wanted}, got {brief(repr(value))}"
-    elif type(value) is int and abs(value) >= 2**64:
-        yield f"{flag(name)} {brief(value)} must be less than 2**64"
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield f"{flag(name)} {value} must be a finite number"
+    kind = type(value)
+    wanted = " or ".join(each.__name__ for each in kinds if each is not type(None))
+    yield from where(
+        (kind not in kinds, f"{flag(name)} must be {wanted}, got {brief(repr(value))}"),
+        (kind in kinds and kind is int and abs(value) >= 2**64, f"{flag(name)} {brief(value)} must be less than 2**64"),
+        (kind in kinds and kind is float and not math.isfinite(value), f"{flag(name)} {value} must be a finite number"),
+    )

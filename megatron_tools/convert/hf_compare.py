@@ -148,12 +148,13 @@ class _KeepFp64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         first = args[0] if args else None
-        if not isinstance(first, Tensor) or first.dtype is not torch.float64:
+        is_wide = isinstance(first, Tensor) and first.dtype is torch.float64
+        if not is_wide:
             return func(*args, **named)
         if func is Tensor.float:
             return first
-        wide_named = {key: _widened(each) for key, each in named.items()}
-        return func(*map(_widened, args), **wide_named)
+        values = map(_widened, named.values())
+        return func(*map(_widened, args), **dict(zip(named, values, strict=True)))
 
 
 def _widened(value: Any) -> Any:

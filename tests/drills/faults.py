@@ -121,6 +121,12 @@ FAULTS: dict[str, tuple[str, ...]] = {
         f"{U}corpus_damage.py::test_the_sha_256_is_that_of_the_sidecar",
         f"{U}corpus_damage.py::test_a_run_refuses_a_corpus_with_a_hole",
     ),
+    "a local file of a corpus is changed while a run trains on it": (
+        f"{U}corpus_checks.py::test_a_run_on_a_corpus_that_changes_saves_nothing_more",
+    ),
+    "the checkpoint to resume from, or `latest`, is damaged or missing": (
+        f"{U}unreadable_checkpoints.py::test_an_unreadable_checkpoint_leads_to_the_one_before",
+    ),
     "a token id in a corpus is damaged": (f"{C}pretrain.py::test_a_damaged_id_stops_the_run",),
     "tools/preprocess_data.py is killed": (f"{C}tools.py::test_a_killed_run_goes_on",),
     "tools/preprocess_data.py loses a worker process, or can no longer write its output or read its input": (
