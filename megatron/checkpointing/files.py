@@ -110,7 +110,7 @@ def numbered_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def way_back(checkpoint: Path) -> str:
-    """Return how to resume without a checkpoint that cannot be read: from the newest before it, else the newest other."""
+    """Return how to resume without an unreadable checkpoint: from the newest before it, else from the newest other."""
     names = []
     for path in numbered_checkpoints(checkpoint.parent).values():
         if path.name != checkpoint.name and is_checkpoint(path):

@@ -262,10 +262,12 @@ def _copied_in_step(numbers: int, replicas: int, resolved: Resolved, x: Shapes) 
     if not _deepspeed_zero(resolved):
         return 0.0
     if resolved.zero_stage == 3:
-        return float(x.width * min(numbers, DEEPSPEED_LIVE)) if replicas > 1 else 0.0
+        gathered = x.width * min(numbers, DEEPSPEED_LIVE)
+        return float(gathered * (replicas > 1))
     share = numbers / replicas
     flattens = resolved.precision == "fp16" and (resolved.zero_stage == 2 or replicas == 1)
-    return max(x.width, 4) * share + (x.width * share if flattens else 0.0)
+    flat = x.width if flattens else 0
+    return (max(x.width, 4) + flat) * share
 
 
 def _updates_of_muon(count: Count, x: Shapes) -> float:
