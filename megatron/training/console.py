@@ -92,11 +92,18 @@ def training_line(
     return " | ".join(columns)
 
 
+def _memory(row: Mapping[str, Any]) -> str:
+    """Return the peak memory; on a CPU, of the process, and how much of it came with the model and its training."""
+    words = f"{row['memory_mb'] / 1e3:6.2f} GB"
+    before = row.get("memory_before_model_mb")
+    return words if before is None else f"{words} ({(row['memory_mb'] - before) / 1e3:.2f} GB since the model)"
+
+
 def _details(row: Mapping[str, Any], last: int, seconds: float) -> list[str]:
     return [
         f"{100 * row['iteration'] / max(last, 1):5.1f}%",
         f"{short(row['consumed_tokens']):>5} tokens",
         f"{seconds * 1e3:6.0f} ms",
         f"{row['tflops']:8.3g} TFLOP/s",
-        f"{row['memory_mb'] / 1e3:6.2f} GB",
+        _memory(row),
     ]

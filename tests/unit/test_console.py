@@ -37,6 +37,8 @@ def test_the_line_has_what_a_run_is_watched_by() -> None:
     assert {"router loss 2.00e-02", "imbalance  2.25", "3 dead experts"} <= set(routed)
     details = set(training_line(ROW, 500, 0.503, 246.4, details=True).split(" | ")) - set(line.split(" | "))
     assert {"  2.0%", "20.5K tokens", "   503 ms", "  0.0173 TFLOP/s", "  0.46 GB"} <= details
+    on_a_cpu = training_line(ROW | {"memory_before_model_mb": 262.0}, 500, 0.503, 246.4, details=True)
+    assert "  0.46 GB (0.20 GB since the model)" in on_a_cpu.split(" | ")
 
 
 @pytest.mark.parametrize("last", [10, 500, 500_000])
