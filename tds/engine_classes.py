@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
-from ._deepspeed import DeepSpeedEngine, StockPipelineEngine, deepspeed
+from ._deepspeed import DeepSpeedEngine, StockPipelineModule, deepspeed
 from .messages import say
 from .optimizer_state import complete_weights
 from .patches import PACKAGE, maker
@@ -46,20 +46,24 @@ def _chosen(name: str, ours: type) -> Any:
 
 
 def report_stock(ours: type) -> None:
-    """Make DeepSpeed's PipelineEngine report on rank 0 that it is built, unless its class is derived from `ours`."""
-    honest = StockPipelineEngine.__init__
+    """Make DeepSpeed's engines report on rank 0 that they are built for a PipelineModule, unless derived from `ours`.
+
+    A project may also have a copy of DeepSpeed's PipelineEngine, derived from DeepSpeedEngine.
+    """
+    honest = DeepSpeedEngine.__init__
 
     @wraps(honest)
     def init(engine: Any, *args: Any, **kwargs: Any) -> None:
         honest(engine, *args, **kwargs)
-        if not isinstance(engine, ours) and engine.global_rank == 0:
+        runs_pipeline = isinstance(engine.module, StockPipelineModule)
+        if runs_pipeline and not isinstance(engine, ours) and engine.global_rank == 0:
             kind = type(engine)
             say(
-                f"warning: {kind.__module__}.{kind.__qualname__} is DeepSpeed's pipeline engine, although {PACKAGE} is "
-                f"imported: use {PACKAGE}.initialize, or derive the class from {PACKAGE}.PipelineEngine"
+                f"warning: {kind.__module__}.{kind.__qualname__} is DeepSpeed's pipeline engine or a copy of it, but "
+                f"{PACKAGE} is imported: use {PACKAGE}.initialize, or derive the class from {PACKAGE}.PipelineEngine"
             )
 
-    StockPipelineEngine.__init__ = init
+    DeepSpeedEngine.__init__ = init
 
 
 def engines() -> dict[str, type]:

@@ -93,6 +93,28 @@ def test_an_engine_derived_from_deepspeeds_is_reported_and_clips_wrongly() -> No
     assert "ClientEngine" not in second[1]
 
 
+def _copied() -> str:
+    """Build an engine that a client has copied from DeepSpeed's, derived from DeepSpeedEngine."""
+    lib = library("tds")
+    net = lib.PipelineModule(linears(), num_stages=2, loss_fn=mse, partition_method="uniform")
+    settings = config(CLIP)
+    read = import_module("deepspeed.runtime.config").DeepSpeedConfig(settings, net.mpu())
+
+    class Copied(import_module("deepspeed").DeepSpeedEngine):  # type: ignore[misc]
+        pass
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        Copied(args=None, model=net, optimizer=sgd(net), mpu=net.mpu(), config=settings, config_class=read)
+    return said.getvalue()
+
+
+def test_an_engine_copied_from_deepspeeds_is_reported() -> None:
+    first, second = on_ranks(2, _copied)
+    assert "Copied" in first and "tds.PipelineEngine" in first
+    assert "Copied" not in second
+
+
 def _chosen() -> list[float]:
     """Build a client's class, which it has put in place of DeepSpeed's, by `tds.initialize`."""
     import deepspeed
