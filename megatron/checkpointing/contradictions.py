@@ -37,7 +37,7 @@ def refuse_contradictions(
     _refuse_other_model(reader, saved, config)
     if wanted.same_tokenizer:
         way_out = "; pass --override-tokenizer to continue with this run's tokenizer"
-        reader.check_tokenizer(fingerprint, config.data.vocab_file, way_out)
+        reader.check_tokenizer(fingerprint, way_out, vocab_file=config.data.vocab_file)
     before = reader.config["optim"]["optimizer"]
     if wanted.optimizer and reader.optimizer["moments"] and before != config.optim.optimizer:
         raise CheckpointError(

@@ -131,16 +131,17 @@ class CheckpointReader:
             )
         return spec.with_padding(self.read(key, *spec.rows))
 
-    def check_tokenizer(self, fingerprint: str | None, vocab_file: str | None, way_out: str = "") -> None:
+    def check_tokenizer(self, fingerprint: str | None, way_out: str = "", *, vocab_file: str | None = None) -> None:
         """Raise CheckpointError if the checkpoint was trained with a tokenizer other than this run's.
 
         fingerprint: SHA-256 of this run's tokenizer; None skips the check. vocab_file: path of this tokenizer.
         way_out: advice to append to the error message.
         """
+        given = vocab_file or "the given one"
         if fingerprint is not None and self.tokenizer and fingerprint != self.tokenizer:
             raise CheckpointError(
                 f"{self.path} was trained with another tokenizer (its SHA-256 is {self.tokenizer[:12]}, that of "
-                f"{vocab_file} is {fingerprint[:12]}){way_out}"
+                f"{given} is {fingerprint[:12]}){way_out}"
             )
 
     def _file(self, name: str) -> Any:

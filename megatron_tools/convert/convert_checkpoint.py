@@ -140,7 +140,7 @@ def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None)
     tokenizer = load_tokenizer(given, config.data.tokenizer_type)
     if config.is_t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
-    reader.check_tokenizer(tokenizer.fingerprint, given)
+    reader.check_tokenizer(tokenizer.fingerprint, vocab_file=given)
     rows = config.model.vocab_size or 0
     if tokenizer.vocab_size > rows:
         raise ValueError(

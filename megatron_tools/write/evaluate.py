@@ -64,7 +64,7 @@ def _ours(args: argparse.Namespace, theirs: Folder | None, path: Path) -> Subjec
         theirs.load(model)
         usual = config.positions
     else:
-        load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint, vocab_file)
+        load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint, vocab_file=vocab_file)
         # The model was trained on samples of --seq-length tokens, even if it has more positions.
         usual = min(config.positions, config.data.seq_length)
     here = device.current()

@@ -88,7 +88,7 @@ def _load(args: argparse.Namespace, path: Path | None) -> Writer:
     if theirs:
         theirs.load(model)
     elif path:
-        load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint, vocab_file)
+        load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint, vocab_file=vocab_file)
     return Writer(model.to(device), tokenizer, config, stages, reader_of(args, config, tokenizer, vocab_file))
 
 

@@ -114,6 +114,6 @@ def test_a_hugging_face_folder_with_dangling_links_is_named(tmp_path: Path) -> N
 
 def test_another_tokenizer_is_named_by_its_path(tmp_path: Path) -> None:
     reader: Any = SimpleNamespace(path=tmp_path, tokenizer="a" * 64)
-    CheckpointReader.check_tokenizer(reader, "a" * 64, "run/tokenizer/t.model")
+    CheckpointReader.check_tokenizer(reader, "a" * 64, vocab_file="run/tokenizer/t.model")
     with pytest.raises(CheckpointError, match=r"that of run/tokenizer/t\.model is bbbb"):
-        CheckpointReader.check_tokenizer(reader, "b" * 64, "run/tokenizer/t.model")
+        CheckpointReader.check_tokenizer(reader, "b" * 64, vocab_file="run/tokenizer/t.model")
