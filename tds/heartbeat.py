@@ -151,7 +151,7 @@ def _watch_first(port: int, seconds: float) -> None:
         if error.errno not in SILENT and not isinstance(error, TimeoutError):
             return  # rank 0 has ended, which the watchdog notices
     watchdog = Watchdog.latest()
-    assert watchdog is not None, "watch_the_start() has made one"
+    assert watchdog is not None, "watch_the_start() creates a watchdog"
     watchdog.leave(f"{name_here(dist.get_rank())}: {_sentence(f'{first} (rank 0)', seconds)}")
 
 

@@ -38,11 +38,10 @@ def raise_if_any_failed(error: Exception | None) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    mine = error and (words_of(error) or type(error).__name__)
-    failed = {rank: words for rank, words in enumerate(gather_objects(mine)) if words is not None}
-    if failed and error is None:
-        first = min(failed)
-        raise ValueError(f"rank {first} could not build its layers: {failed[first]}")
+    mine = None if error is None else words_of(error) or type(error).__name__
+    for rank, words in enumerate(gather_objects(mine)):
+        if words is not None and error is None:
+            raise ValueError(f"rank {rank} could not build its layers: {words}")
 
 
 def prove(schedule: Schedule, engine: Any, chunks: int) -> None:

@@ -54,7 +54,7 @@ def read_newest(load: str, read: Callable[[Path], T], again: bool = True) -> T:
 def say_if_deleted(checkpoint: Path | None) -> Iterator[None]:
     """Context of a start from a checkpoint: if it fails because the checkpoint was deleted, the RunError says so.
 
-    A start is not repeated by itself: the model, data and optimizer were set up for this checkpoint.
+    A start is not repeated automatically: the model, data and optimizer were set up for this checkpoint.
     """
     try:
         yield

@@ -40,18 +40,15 @@ def with_expert_bias(flags: Mapping[str, Any]) -> Means | None:
     return Means({"router_balance": "bias"}) if BALANCING in flags else None
 
 
+PIPELINE_SIZE = Means(
+    {"pipe_parallel_size": lambda n: 0 if n == 1 else n},
+    "size 1, which means no pipeline in Megatron-LM, becomes 0",
+)
 _NO_FP8 = Refused("the only FP8 recipe is that of --precision fp8; use this flag instead")
 
 ROWS = (
     Row("--tensor-parallel-size --tp-size", same("model_parallel_size"), int),
-    Row(
-        "--pipeline-parallel-size --pp-size",
-        Means(
-            {"pipe_parallel_size": lambda n: 0 if n == 1 else n},
-            "size 1, which means no pipeline in Megatron-LM, becomes 0",
-        ),
-        int,
-    ),
+    Row("--pipeline-parallel-size --pp-size", PIPELINE_SIZE, int),
     Row("--cp-size", same("context_parallel_size"), int),
     Row(
         "--num-virtual-stages-per-pipeline-rank --virtual-pipeline-model-parallel-size",

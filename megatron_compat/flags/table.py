@@ -50,14 +50,7 @@ def counted_from_1(words: Any) -> list[str]:
 MEGATRON = (
     # layout and batch
     Row("--tensor-model-parallel-size", same("model_parallel_size"), int),
-    Row(
-        "--pipeline-model-parallel-size",
-        Means(
-            {"pipe_parallel_size": lambda n: 0 if n == 1 else n},
-            "size 1, which means no pipeline in Megatron-LM, becomes 0",
-        ),
-        int,
-    ),
+    Row("--pipeline-model-parallel-size", foreign_core.PIPELINE_SIZE, int),
     Row("--micro-batch-size", same("batch_size"), int),
     Row(
         "--global-batch-size",

@@ -155,7 +155,9 @@ def check_type(key: str, value: Any, default: Any, optional: type | None, where:
     """Raise ValueError if the value has another type than the default, or than `optional` if the default is null."""
     wanted = optional if default is None else type(default)
     may_be_null = default is None or optional is not None
-    if wanted is None or (value is None and may_be_null):
+    if wanted is None:
+        return
+    if value is None and may_be_null:
         return
     kinds = (float, int) if wanted is float else (wanted,)
     values = value if key == "eos_token_id" and isinstance(value, list) else [value]
