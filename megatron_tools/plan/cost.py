@@ -21,8 +21,6 @@ from tds.timetable import times
 
 from .cluster import Cluster, Link
 
-FORWARD, BACKWARD = 1.0, 2.0  # durations of a forward and a backward pass in a timetable
-
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
@@ -34,6 +32,8 @@ class Efficiency:
     hidden_passes, inner_passes, score_passes: how often a layer's forward pass, apart from matmuls, reads or writes the
     hidden states, the MLP's inner activations and the attention scores. score_passes is 0 for fused kernels.
     overlap: fraction of the gradient reduction hidden by the last backward pass.
+    backward: duration of a backward pass, as a multiple of that of a forward pass. Only the bubbles of schedules with
+    separate gradients of weights depend on it.
     step_seconds: constant overhead of a step.
     """
 
@@ -46,6 +46,7 @@ class Efficiency:
     inner_passes: float = 2.0
     score_passes: float = 0.0
     overlap: float = 0.6
+    backward: float = 2.0
     step_seconds: float = 0.0
 
 
@@ -116,12 +117,12 @@ class Cost:
 
 
 @lru_cache(maxsize=65536)
-def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int) -> float:
+def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int, backward: float = 2.0) -> float:
     """Return how long a pipeline step takes, in units of a micro-batch's forward and backward pass on one stage.
 
     The result is the length of a timetable of the schedule `name` in which all stages are equally fast. If there are
     many micro-batches, a timetable of fewer micro-batches is computed, and each one left out adds one unit.
-    extra: value of --pipeline-extra-warmup.
+    extra: value of --pipeline-extra-warmup. backward: duration of a backward pass; that of a forward pass is 1.
     """
     if stages == 1:
         return float(micros)
@@ -131,8 +132,8 @@ def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int)
     if steady and micros > 6 * stages * (1 + extra) and micros % stages == 0:
         few = 4 * stages * (1 + extra)
     plan = [list(schedule(stage, stages, few)) for stage in range(stages)]
-    end = max(span.end for span in times(plan, FORWARD, BACKWARD))
-    return end / (FORWARD + BACKWARD) + micros - few
+    end = max(span.end for span in times(plan, 1.0, backward))
+    return end / (1.0 + backward) + micros - few
 
 
 def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> float:
@@ -329,7 +330,7 @@ def cost_of(
     x = Shapes(config, resolved.precision, cluster.accelerated)
     replicas = p.data_parallel_size(world) * p.context_parallel_size
     schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
-    units = pipeline_units(*schedule, p.stages, gas)
+    units = pipeline_units(*schedule, p.stages, gas, e.backward)
     exact = 4 if resolved.zero_stage <= 1 else x.width
     seconds = []
     model = done = sums = share = boundary = exchanged = 0.0
