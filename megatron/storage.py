@@ -87,10 +87,17 @@ def _mistake(text: str) -> str | None:
         return f"a path on this machine has no scheme; give /{rest}"
     if not scheme or not rest:
         return f"it names no {'bucket' if scheme else 'scheme'}; give one such as s3://bucket/{rest or 'folder'}"
-    empty_bucket = scheme in STORES and bare[len(scheme) :].startswith(":///")
-    if bare != text or not _URL.match(bare) or empty_bucket:
-        around = " without the spaces or quotes around it" if bare != text else ""
-        return f"it is not one; did you mean {scheme}://{rest}{around}?"
+    meant = f"{scheme}://{rest}"
+    if bare != text:
+        return f"it is not one; did you mean {meant} without the spaces or quotes around it?"
+    has_empty_bucket = scheme in STORES and bare[len(scheme) :].startswith(":///")
+    if has_empty_bucket or not _URL.match(bare):
+        return f"it is not one; did you mean {meant}?"
+    return _mistake_of_path(scheme, rest)
+
+
+def _mistake_of_path(scheme: str, rest: str) -> str | None:
+    """Return what is wrong with the path `rest` of a URL, or None."""
     parts = rest.removesuffix("/").split("/")
     names = [part for part in parts if part not in ("", ".")]
     if names != parts:  # a path drops these parts, so it would name another object

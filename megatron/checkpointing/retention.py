@@ -41,13 +41,24 @@ def _dropped(folder: Path, keep_last: int, keep_every: int | None, forks: Forks)
     numbered = _up_to(latest, folder)
     own = [path.name for path in without_abandoned([folder / name for name in numbered], forks)]
     spared = {latest, *own[-keep_last:]}
-    if keep_every:
-        spared.update(name for name, number in numbered.items() if number % keep_every == 0)
-    dropped = [name for name in numbered if name not in spared and not _is_foreign(folder / name)]
-    if not dropped:
-        return []
-    whole = next((name for name in reversed(own) if is_complete(folder / name)), None)
-    return [name for name in dropped if name != whole]
+    dropped = []
+    for name, number in numbered.items():
+        is_kept_for_ever = keep_every is not None and number % keep_every == 0
+        if name in spared or is_kept_for_ever or _is_foreign(folder / name):
+            continue
+        dropped.append(name)
+    newest = _newest_whole(folder, own) if dropped else None
+    if newest in dropped:
+        dropped.remove(newest)
+    return dropped
+
+
+def _newest_whole(folder: Path, names: list[str]) -> str | None:
+    """Return the last of `names` that is a complete checkpoint, None if none is."""
+    for name in reversed(names):
+        if is_complete(folder / name):
+            return name
+    return None
 
 
 def _is_foreign(path: Path) -> bool:

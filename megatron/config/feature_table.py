@@ -50,6 +50,7 @@ TABLE = {
     "expert_log": Row("megatron.features.expert_log:ExpertLog", lambda c: c.model.num_experts is not None),
     "corpus_losses": Row("megatron.features.corpus_losses:CorpusLosses", lambda c: c.data.names_corpora),
     "corpus_checks": Row("megatron.features.corpus_checks:CorpusChecks", lambda c: c.data.names_corpora),
+    "bits_per_byte": Row("megatron.features.bits_per_byte:BitsPerByte", always),
     "stragglers": Row("megatron.features.stragglers:Stragglers", always),
     "eval_tasks": Row("megatron.features.eval_tasks:TaskEvaluations", lambda c: bool(c.train.eval_tasks)),
 }

@@ -48,13 +48,19 @@ def _there_are(path: str) -> str:
     wanted = Path(path)
     if wanted.exists():
         return ""
-    of_presets = wanted.parent in (Path(), Path("configs/models"))
-    folder = presets.folder("models") if of_presets else wanted.parent
+    is_preset = wanted.parent in (Path(), Path("configs/models"))
+    folder = presets.folder("models") if is_preset else wanted.parent
     stem, underscore, _ = wanted.stem.rpartition("_")
-    beside = sorted(each.name for each in folder.glob(f"{stem}_*.json")) if underscore else []
-    if not beside and of_presets:
-        beside = sorted(each.stem for each in folder.glob("*.json"))
-    return f"; there are {', '.join(beside)}" if beside else ""
+    files = sorted(folder.glob("*.json"))
+    names = []
+    for file in files:
+        if underscore and file.name.startswith(f"{stem}_"):
+            names.append(file.name)
+    if is_preset and not names:
+        names = [file.stem for file in files]
+    if not names:
+        return ""
+    return "; there are " + ", ".join(names)
 
 
 @dataclass

@@ -32,6 +32,7 @@ class Member(NamedTuple):
     dataset: Any
 
 
+CORPUS = "corpus"  # key of a sample's corpus
 Sets = dict[str, list[Member]]  # name of a data set, "" without names -> its corpora
 
 
@@ -43,7 +44,7 @@ class OfCorpus(WrappedDataset):
         self._number = torch.tensor(number)
 
     def __getitem__(self, n: int) -> dict[str, Any]:
-        return {**self.dataset[n], "corpus": self._number}
+        return {**self.dataset[n], CORPUS: self._number}
 
 
 def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:

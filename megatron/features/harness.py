@@ -4,17 +4,13 @@ Texts are encoded and cut by the rules of lm-eval's `hf` model, so its numbers c
 programs. The rules differ from those of `scoring.py`, which tools/evaluate.py uses for --input and --cloze.
 """
 
-import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from ..tokenizer import Tokenizer
+from .random_state import same_random_state
 from .scoring import Request, Scored
 
 
@@ -132,19 +128,6 @@ def local_tasks(path: Path) -> list[str]:
     return found
 
 
-@contextmanager
-def _same_random_state() -> Iterator[None]:
-    """Restore the global random generators at the end of the `with` block, because lm-eval seeds them."""
-    python = random.getstate()
-    numpy = np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
 def evaluate_tasks(
     model: LogLikelihoods, tasks: Sequence[str], limit: int | None, folders: Sequence[str], flag: str = "--tasks"
 ) -> dict[str, Any]:
@@ -161,7 +144,7 @@ def evaluate_tasks(
         loglikelihood_rolling = staticmethod(model.loglikelihood_rolling)
         generate_until = staticmethod(model.generate_until)
 
-    with _same_random_state():
+    with same_random_state():  # lm-eval seeds the generators
         found = simple_evaluate(
             model=Adapter(), tasks=list(tasks), limit=limit, task_manager=manager, bootstrap_iters=0
         )

@@ -19,10 +19,9 @@ from .run_state import Run
 def evaluate(run: Run, part: str) -> float | None:
     """Return the mean loss per target over the first --eval-iters global batches of a data set; None without data.
 
-    part: `train`, `valid` or `test`. The function also prints and logs the loss. If the model reports text tokens
-    separately, it also prints and logs the loss and the accuracy on text tokens. For a blend of corpora and for a dict
-    of named data sets, it also logs the loss of each, as the split `valid/<name>`. The mean loss of named data sets is
-    that of all their targets.
+    part: `train`, `valid` or `test`. The function prints and logs the loss, and the loss and accuracy on text tokens if
+    the model reports them. For a blend and for named data sets, it also logs the loss of each, as the split
+    `valid/<name>`. The mean loss of named data sets is that of all their targets.
     """
     dataset = run.datasets[("train", "valid", "test").index(part)]
     if dataset is None or not run.config.train.eval_iters:
@@ -39,6 +38,7 @@ def evaluate(run: Run, part: str) -> float | None:
     rows += run.features.evaluated(part, run.state.iteration, total)
     row = _row(total, part, run.state.iteration)
     for each in [*rows, row]:
+        run.features.extend(each)
         if "lm_loss" in each:
             print_rank_0(_line(each))
         run.metrics.write(each)
@@ -71,21 +71,18 @@ def perplexity(loss: float) -> float:
 def _line(row: Mapping[str, Any]) -> str:
     ppl = row.get("ppl", perplexity(row["lm_loss"]))
     line = f"iteration {row['iteration']:7d} | {row['split']} loss {row['lm_loss']:.4f} | ppl {ppl:.2f}"
+    if "bits_per_byte" in row:
+        line += f" | {row['bits_per_byte']:.3f} bits/byte"
     if "text_loss" in row:
         line += f" | text loss {row['text_loss']:.4f} | text accuracy {row['text_accuracy']:.1%}"
     return line
 
 
 def evaluate_once(run: Run, part: str) -> None:
-    """Evaluate `part`, unless metrics.jsonl already holds the result because a finished run was started again.
-
-    All ranks must call this.
-    """
+    """Evaluate `part` on all ranks, unless metrics.jsonl has the result because a finished run was started again."""
     if from_rank_0(run.metrics.holds(part, run.state.iteration)):
-        print_rank_0(
-            f"note: {run.run_dir}/metrics.jsonl already holds the {part} loss of iteration {run.state.iteration}, so "
-            f"there is no evaluation"
-        )
+        held = f"{run.run_dir}/metrics.jsonl already holds the {part} loss of iteration {run.state.iteration}"
+        print_rank_0(f"note: {held}, so there is no evaluation")
     else:
         evaluate(run, part)
 

@@ -91,6 +91,9 @@ class Feature:
         """Return further rows of metrics.jsonl, after the row of training that is due."""
         return []
 
+    def extend(self, row: dict[str, Any]) -> None:
+        """Add entries to a finished row of training or of an evaluation, before it is printed and written."""
+
     def evaluated(self, split: str, iteration: int, sums: Mapping[str, float]) -> list[dict[str, Any]]:
         """Return further rows of metrics.jsonl, before the row of an evaluation.
 

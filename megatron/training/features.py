@@ -3,8 +3,8 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config
@@ -54,7 +54,7 @@ class Features:
         with ExitStack() as stack:
             for each in self.all:
                 each.start(run)
-                stack.push(_Closing(each).leave)
+                stack.push(partial(_close, each))
             yield
 
     def before_save(self, iteration: int) -> None:
@@ -72,6 +72,11 @@ class Features:
     def rows(self, iteration: int) -> list[dict[str, Any]]:
         """Return the further rows of all features."""
         return [row for each in self.all for row in each.rows(iteration)]
+
+    def extend(self, row: dict[str, Any]) -> None:
+        """Call `extend` of each feature."""
+        for each in self.all:
+            each.extend(row)
 
     def evaluated(self, split: str, iteration: int, sums: Mapping[str, float]) -> list[dict[str, Any]]:
         """Return the further rows of all features about an evaluation."""
@@ -102,14 +107,8 @@ class Features:
                 )
 
 
-class _Closing:
-    """The exit of a feature, as `ExitStack.push` calls it."""
-
-    def __init__(self, feature: Feature) -> None:
-        self._feature = feature
-
-    def leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._feature.close(error)
+def _close(feature: Feature, kind: Any, error: BaseException | None, trace: Any) -> None:
+    feature.close(error)
 
 
 def _check_state(name: str, state: Any) -> None:

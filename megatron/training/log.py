@@ -116,8 +116,7 @@ class TrainingLog(Feature):
         steps = max(self.timed, 1)
         seconds = elapsed / steps
         timed = run.timers.take()
-        row = self._row(elapsed)
-        row |= run.features.row(Interval(self.timed, seconds, timed))
+        row = self._row(elapsed) | run.features.row(Interval(self.timed, seconds, timed))
         last = run.config.train.train_iters
         samples = run.state.consumed_samples
         whole = run.batches.after(samples, last - run.state.iteration)
@@ -127,8 +126,8 @@ class TrainingLog(Feature):
             parts = timed | run.engine.times()
             row["timers_ms"] = {name: 1e3 * spent / steps for name, spent in parts.items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
-        run.metrics.write(row)
-        for each in run.features.rows(run.state.iteration):
+        for each in [row, *run.features.rows(run.state.iteration)]:
+            run.features.extend(each)
             run.metrics.write(each)
         self.forget()
         self.restart()

@@ -32,6 +32,8 @@ def results(run: RunRead) -> Facts:
             ("validation loss, first and last", f"{first['lm_loss']:.3f}, {last['lm_loss']:.3f} nats/token"),
             ("best validation loss", f"{best['lm_loss']:.3f} {place}"),
         ]
+        if best.get("bits_per_byte"):
+            facts.append(("bits per byte, there", f"{best['bits_per_byte']:.3f}"))
         if "text_loss" in last:
             facts += [
                 ("masked text only, first and last", f"{first['text_loss']:.3f}, {last['text_loss']:.3f} nats/token"),

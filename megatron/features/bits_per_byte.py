@@ -1,0 +1,35 @@
+"""Bits per byte beside each loss: the loss of a target in bits, divided by the bytes of text that a target has.
+
+A loss in nats per token depends on the tokenizer: fewer and longer tokens have a higher loss. Bits per byte of UTF-8
+can be compared between tokenizers.
+"""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from ..ranks.rank_0 import is_rank_0
+from ..training.feature import Feature
+
+if TYPE_CHECKING:
+    from ..training.run_state import Run
+
+
+class BitsPerByte(Feature):
+    """Feature that adds `bits_per_byte` to the rows of training, of evaluations and of the corpora of a blend."""
+
+    def start(self, run: "Run") -> None:
+        self._run = run
+        self._bytes: dict[str, dict[str, float]] = {}  # by data set, see `bytes_per_target`
+
+    def extend(self, row: dict[str, Any]) -> None:
+        """Add `bits_per_byte` to a row with a loss, if the samples of its data set show the bytes of their targets."""
+        if not is_rank_0() or "lm_loss" not in row:
+            return
+        part, _, name = row["split"].partition("/")
+        if part not in self._bytes:
+            from .target_bytes import bytes_per_target
+
+            self._bytes[part] = bytes_per_target(self._run, part)
+        size = self._bytes[part].get(name)
+        if size:
+            row["bits_per_byte"] = row["lm_loss"] / math.log(2) / size

@@ -1,0 +1,94 @@
+"""Bytes of text of the targets of a data set, counted by rank 0 in the first samples."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..data.corpora import CORPUS, corpus_names
+from ..data.splits import PARTS
+from ..tokenizer import Tokenizer
+from ..training.run_state import Run
+from .random_state import same_random_state
+
+# Of a data set whose bytes are counted
+MOST_TARGETS = 200_000
+MOST_SAMPLES = 5_000
+
+Counts = defaultdict[str, list[int]]  # name -> [bytes, targets]
+
+
+def bytes_per_target(run: Run, part: str) -> dict[str, float]:
+    """Return the mean bytes of a target of `train`, `valid` or `test`, under "", and of each named set or corpus.
+
+    The result is empty if there is no such data set, or if its samples have a form that is not known.
+    """
+    dataset = run.datasets[PARTS.index(part)] if part in PARTS else None
+    if dataset is None or run.tokenizer is None:
+        return {}
+    data = run.config.data
+    corpora = corpus_names(data.paths) if data.names_corpora else []
+    named = dataset if isinstance(dataset, Mapping) else {None: dataset}
+    counts: Counts = defaultdict(lambda: [0, 0])
+    with same_random_state():
+        for name, each in named.items():
+            _count(each, name, corpora, run.tokenizer, counts)
+    found = {}
+    for name, (size, targets) in counts.items():
+        if targets:
+            found[name] = size / targets
+    return found
+
+
+def _count(dataset: Any, name: str | None, corpora: list[str], tokenizer: Tokenizer, counts: Counts) -> None:
+    """Add the bytes and targets of the first samples to counts[""], and to those of the set or of each corpus.
+
+    name: of a named data set, else None. corpora: names by the number that a sample of several corpora has.
+    """
+    seen = 0
+    for sample in _samples(dataset):
+        size, targets = bytes_of_targets(sample, tokenizer)
+        own = name
+        if own is None and CORPUS in sample:
+            own = corpora[int(sample[CORPUS])]
+        for key in {"", own or ""}:
+            counts[key][0] += size
+            counts[key][1] += targets
+        seen += targets
+        if seen >= MOST_TARGETS:
+            return
+
+
+def _samples(dataset: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the first samples of a data set, which may be endless; none if they are not mappings."""
+    for index in range(MOST_SAMPLES):
+        try:
+            sample = dataset[index]
+        except IndexError:
+            return
+        if not isinstance(sample, Mapping):
+            return
+        yield sample
+
+
+def bytes_of_targets(sample: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, int]:
+    """Return (bytes of UTF-8 of a sample's targets, number of its targets); (0, 0) for samples of an unknown form.
+
+    A sample has `labels` and `loss_mask`, or `text`, in which each token but the first is a target.
+    """
+    if "labels" in sample and "loss_mask" in sample:
+        is_target = torch.as_tensor(sample["loss_mask"]) > 0
+        ids = torch.as_tensor(sample["labels"])[is_target].tolist()
+        return _bytes(ids, tokenizer), len(ids)
+    if "text" in sample:
+        ids = torch.as_tensor(sample["text"]).tolist()
+        # The first token is decoded, too, as some tokenizers drop a space in front of a text.
+        return _bytes(ids, tokenizer) - _bytes(ids[:1], tokenizer), len(ids) - 1
+    return 0, 0
+
+
+def _bytes(ids: list[int], tokenizer: Tokenizer) -> int:
+    special = {*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", ())}
+    plain = [i for i in ids if i not in special]
+    return len(tokenizer.decode(plain).encode())

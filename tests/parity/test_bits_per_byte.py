@@ -1,0 +1,84 @@
+"""Bits per byte of training, evaluations and corpora: losses in bits over the UTF-8 bytes of the corpus's own text."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_utils.documents import texts
+from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.tokenizer import load_tokenizer
+from tests.materials import SAMPLE
+from tests.support import train_gpt2, train_t5
+
+MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --batch-size 2 --gas 2 --train-iters 4 --eval-iters 2"
+STEPS = "--eval-interval 2 --log-interval 2 --lr 1e-3 --hidden-dropout 0 --attention-dropout 0 --precision fp32"
+
+
+def corpus_of(documents: list[str], prefix: Path, vocab_file: str) -> tuple[str, float]:
+    """Write a corpus; return (its prefix, bytes of text per token). End-of-document tokens have no bytes."""
+    tokenizer = load_tokenizer(vocab_file)
+    tokens = 0
+    with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
+        for text in documents:
+            ids = [*tokenizer.encode(text), tokenizer.eod]
+            tokens += len(ids)
+            builder.add_document(ids)
+    return str(prefix), sum(len(text.encode()) for text in documents) / tokens
+
+
+def sizes_of(rows: list[dict[str, Any]], split: str) -> list[float]:
+    """Return the bytes of a target that the rows of a split imply."""
+    found = []
+    for row in rows:
+        if row["split"] == split:
+            found.append(row["lm_loss"] / math.log(2) / row["bits_per_byte"])
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "layout"), [(1, ""), (2, "--pipe-parallel-size 2"), (2, "--model-parallel-size 2")])
+def test_bytes_are_those_of_the_text(ranks: int, layout: str, tmp_path: Path, vocab_file: str) -> None:
+    """The corpora are the Chinese and the English documents of the bundled corpus; Chinese characters have 3 bytes."""
+    everything = list(texts([str(SAMPLE)]))
+    chinese = [text for text in everything if len(text.encode()) > 2 * len(text)]
+    english = [text for text in everything if len(text.encode()) < 1.1 * len(text)]
+    prefixes = []
+    sizes = []
+    for name, documents in (("zh", chinese), ("en", english)):
+        prefix, size = corpus_of(documents, tmp_path / name, vocab_file)
+        prefixes.append(prefix)
+        sizes.append(size)
+    assert sizes[0] != pytest.approx(sizes[1], rel=0.1)
+    paths = f"--train-data-path {' '.join(prefixes)} --valid-data-path zh={prefixes[0]} en={prefixes[1]}"
+    flags = f"{MODEL} {STEPS} {layout} --seq-length 64 --vocab-file {vocab_file} {paths}"
+    rows = train_gpt2(ranks, tmp_path / "run", *flags.split())
+    for name, size in zip(("zh", "en"), sizes, strict=True):
+        for split in (f"train/{name}", f"valid/{name}"):
+            found = sizes_of(rows, split)
+            assert found and found == pytest.approx([size] * len(found), rel=0.02)
+    for split in ("train", "valid"):
+        (size, *others) = sizes_of(rows, split)
+        assert min(sizes) < size < max(sizes) and others == pytest.approx([size] * len(others))
+
+
+def test_counting_changes_no_random_numbers(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
+    """The first log line counts. Whether it follows step 1 or step 4, the last loss with dropout is the same."""
+    flags = f"{MODEL} {STEPS} --hidden-dropout 0.1 --seq-length 32 --vocab-file {vocab_file} --data-path {tiny_data}"
+    counted = train_gpt2(1, tmp_path / "a", *flags.split(), "--log-interval", "1")
+    later = train_gpt2(1, tmp_path / "b", *flags.split(), "--log-interval", "4")
+    assert counted[-1]["lm_loss"] == later[-1]["lm_loss"]
+
+
+def test_targets_of_t5_are_its_masked_spans(tmp_path: Path, vocab_file: str) -> None:
+    """Sentinels have no bytes, so a target has fewer bytes than a token of the text."""
+    prefix, size = corpus_of(list(texts([str(SAMPLE)])), tmp_path / "all", vocab_file)
+    flags = f"{MODEL} {STEPS} --enc-seq-length 64 --dec-seq-length 32 --vocab-file {vocab_file} --data-path {prefix}"
+    rows = train_t5(1, tmp_path / "run", *flags.split())
+    (found, *_) = sizes_of(rows, "train")
+    # A span of three tokens has four targets: its sentinel, too.
+    assert 0.6 * size < found < 0.85 * size
+    printed = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert printed["bits_per_byte"] > 0
