@@ -10,8 +10,9 @@ from pretrain_decoder import layer_list  # this import also puts the checkout on
 
 from megatron import mpu
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
+from megatron.features.sampling import Sampling
 from megatron.tokenizer import load_tokenizer
-from megatron_tools.write.generation import ModelStepper, Sampling, sample
+from megatron_tools.write.generation import ModelStepper, sample
 from tds.pipe import SequentialModule
 
 

@@ -5,9 +5,10 @@ from typing import Any
 from .json_text import JsonBoundError, JsonError, brief, parse_json, shown
 
 NUMBERS = (
-    "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "text_loss", "text_accuracy", "lr", "grad_norm",
-    "loss_scale", "skipped_steps", "passed_over", "z_loss", "router_loss", "target_share", "tokens_per_second",
-    "padding", "tflops", "mfu", "memory_mb", "memory_before_model_mb", "global_batch", "accuracy", "questions",
+    "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "bits_per_byte", "text_loss", "text_accuracy", "lr",
+    "grad_norm", "loss_scale", "skipped_steps", "passed_over", "z_loss", "router_loss", "target_share",
+    "tokens_per_second", "padding", "tflops", "mfu", "memory_mb", "memory_before_model_mb", "global_batch", "accuracy",
+    "questions",
 )  # fmt: skip
 
 
@@ -26,6 +27,19 @@ def _are_counts(value: Any) -> bool:
     """Return whether `value` is an object of lists, one for each layer, with a count for each of its experts."""
     lists = value.values() if isinstance(value, dict) else [None]
     return all(isinstance(each, list) and all(type(x) is int and x >= 0 for x in each) for each in lists)
+
+
+def _are_samples(value: Any) -> bool:
+    if not isinstance(value, list):
+        return False
+    for each in value:
+        if (
+            not isinstance(each, dict)
+            or not isinstance(each.get("prompt"), str)
+            or not isinstance(each.get("text"), str)
+        ):
+            return False
+    return True
 
 
 def row_of(line: str) -> dict[str, Any] | None:
@@ -49,6 +63,8 @@ def row_of(line: str) -> dict[str, Any] | None:
         raise RowError('"layers" is not an object of objects of numbers')
     if not _are_counts(row.get("expert_tokens", {})):
         raise RowError('"expert_tokens" is not an object of lists of whole numbers')
+    if not _are_samples(row.get("samples", [])):
+        raise RowError('"samples" is not a list of objects with the texts "prompt" and "text"')
     if row.get("split") == "train":
         lacking = next((name for name in ("consumed_samples", "consumed_tokens") if row.get(name) is None), None)
         if lacking or not iteration:

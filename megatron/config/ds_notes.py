@@ -92,13 +92,17 @@ def _idle_in_fp16(keys: dict[str, Any], precision: str) -> Iterator[tuple[str, s
 
 
 def _idle_in_bf16(keys: dict[str, Any], precision: str, zero: int, offloads: bool) -> Iterator[tuple[str, str]]:
-    for key in keys.keys() - {"enabled"}:
-        if precision != "bf16":
+    given = keys.keys() - {"enabled"}
+    if precision != "bf16":
+        for key in given:
             yield key, f"the run is in {precision}"
-        elif key == "immediate_grad_update" and zero != 1:
-            yield key, f"the stage of ZeRO is {zero}"
-        elif key == "bf16_master_weights_and_grads" and zero == 1 and not offloads:
-            yield key, "the stage of ZeRO is 1"
+        return
+    updates_early = "immediate_grad_update"
+    narrow_states = "bf16_master_weights_and_grads"
+    if updates_early in given and zero != 1:
+        yield updates_early, f"the stage of ZeRO is {zero}"
+    if narrow_states in given and zero == 1 and not offloads:
+        yield narrow_states, "the stage of ZeRO is 1"
 
 
 def keys_for_zero(given: dict[str, Any], precision: str, zero: int) -> set[str]:

@@ -52,5 +52,6 @@ TABLE = {
     "corpus_checks": Row("megatron.features.corpus_checks:CorpusChecks", lambda c: c.data.names_corpora),
     "bits_per_byte": Row("megatron.features.bits_per_byte:BitsPerByte", always),
     "stragglers": Row("megatron.features.stragglers:Stragglers", always),
+    "samples": Row("megatron.features.samples:Samples", lambda c: bool(c.train.sample_prompt), "train"),
     "eval_tasks": Row("megatron.features.eval_tasks:TaskEvaluations", lambda c: bool(c.train.eval_tasks)),
 }

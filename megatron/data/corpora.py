@@ -32,7 +32,6 @@ class Member(NamedTuple):
     dataset: Any
 
 
-CORPUS = "corpus"  # key of a sample's corpus
 Sets = dict[str, list[Member]]  # name of a data set, "" without names -> its corpora
 
 
@@ -44,7 +43,7 @@ class OfCorpus(WrappedDataset):
         self._number = torch.tensor(number)
 
     def __getitem__(self, n: int) -> dict[str, Any]:
-        return {**self.dataset[n], CORPUS: self._number}
+        return {**self.dataset[n], "corpus": self._number}
 
 
 def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:

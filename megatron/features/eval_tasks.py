@@ -33,10 +33,14 @@ from .task_sets import TaskSet, read_tasks
 AT_ONCE = 8  # minimum number of micro-batches for which the engine is called, so that pipeline stages are busy
 
 
+def is_scored(model: nn.Module) -> bool:
+    """Return whether the logits of `model` can be had: it is a GPT-2 or Llama of this project, with its loss."""
+    return isinstance(model, (GPT2Model, GPT2ModelPipe)) and isinstance(model.loss_fn, TokenLoss)
+
+
 def check_model(model: nn.Module, config: Config) -> None:
     """Raise ValueError if --eval-tasks is given and `model` is not a GPT-2 or Llama of this project."""
-    fits = isinstance(model, (GPT2Model, GPT2ModelPipe)) and isinstance(model.loss_fn, TokenLoss)
-    if config.train.eval_tasks and not fits:
+    if config.train.eval_tasks and not is_scored(model):
         raise ValueError(
             f"--eval-tasks needs a GPT2Model or GPT2ModelPipe of megatron.model with the default loss TokenLoss, but "
             f"this task's model is a {type(model).__name__}, perhaps with another loss; leave the flag out"
@@ -103,7 +107,7 @@ class RankScorer(LogLikelihoods):
         share = mesh.share
         rounds = -(-len(parts) // share.of)  # every replica runs equally many micro-batches
         numbers = range(share.number, rounds * share.of, share.of)
-        made = [self._micro_batch(parts[i] if i < len(parts) else ()) for i in numbers]
+        made = [self.micro_batch(parts[i] if i < len(parts) else ()) for i in numbers]
         most = max(AT_ONCE, 4 * mesh.pipe.size)
         self._loss.samples = []
         try:
@@ -116,7 +120,7 @@ class RankScorer(LogLikelihoods):
             return {}
         return dict(zip(numbers, torch.stack(found).tolist(), strict=True))
 
-    def _micro_batch(self, requests: Sequence[Request]) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
+    def micro_batch(self, requests: Sequence[Request]) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         """Return ((tokens, positions, document ids), (labels, loss mask)) as the task's `batch` does."""
         text = torch.zeros(self._rows, self.longest + 1, dtype=torch.int64)
         loss_mask = torch.zeros(self._rows, self.longest)

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
-from ..data.corpora import CORPUS, corpus_names
+from ..data.corpora import corpus_names
 from ..data.splits import PARTS
 from ..tokenizer import Tokenizer
 from ..training.run_state import Run
 from .random_state import same_random_state
 
+CORPUS = "corpus"  # key of the number of a sample's corpus, see `OfCorpus`
 # Of a data set whose bytes are counted
 MOST_TARGETS = 200_000
 MOST_SAMPLES = 5_000

@@ -101,6 +101,7 @@ class TensorBoard:
     """
 
     name, flag, retries = "TensorBoard", "tensorboard", True
+    shows_texts = True
 
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
         self._folder = str(config.log.tensorboard_dir or run_dir / "tensorboard")
@@ -117,7 +118,8 @@ class TensorBoard:
         self._board = self._board or self._open()
         try:
             for name, value in numbers.items():
-                self._board.add_scalar(f"{split}/{name}", value, iteration)
+                add = self._board.add_text if isinstance(value, str) else self._board.add_scalar
+                add(f"{split}/{name}", value, iteration)
             self._board.flush()
         except OSError:
             self.close()
@@ -149,6 +151,7 @@ class WeightsAndBiases:
     """
 
     name, flag = "Weights & Biases", "wandb"
+    shows_texts = True
 
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
         import wandb

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from megatron import mpu
 
-from ..data.corpora import CORPUS
 from ..training.task import Batch
+
+KEY = "corpus"
 
 
 def broadcast_with_corpora(
@@ -23,10 +24,10 @@ def broadcast_with_corpora(
 
     corpora: c. Samples of a task's own data sets have no number of their corpus. They get c, which belongs to none.
     """
-    if data is not None and CORPUS not in data:
-        data = {**data, CORPUS: torch.full((samples,), corpora)}
+    if data is not None and KEY not in data:
+        data = {**data, KEY: torch.full((samples,), corpora)}
     if sizes is not None:
-        sizes = {**sizes, CORPUS: (samples,)}
-    found = mpu.broadcast_data([*keys, CORPUS], data, torch.int64, sizes=sizes)
-    numbers = found.pop(CORPUS)
+        sizes = {**sizes, KEY: (samples,)}
+    found = mpu.broadcast_data([*keys, KEY], data, torch.int64, sizes=sizes)
+    numbers = found.pop(KEY)
     return found, {"corpora": F.one_hot(numbers, corpora + 1)[:, :corpora].float()}

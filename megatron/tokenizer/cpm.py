@@ -66,13 +66,17 @@ class _ByPieces(Tokenizer):
     def _ids(self, text: str) -> NDArray[np.int32]:
         if not self._bytes or not _MARKS.search(text):
             return self._plain(text)
-        parts = []
+        ids = []
         for i, part in enumerate(_MARKS.split(text)):
-            if i % 2:  # one of the marks
-                parts.append(np.array([self._bytes[b] for b in part.encode()], np.int32))
-            elif part:
-                parts.append(self._plain(part))
-        return np.concatenate(parts)
+            if not part:
+                continue
+            is_mark = i % 2 == 1
+            found = self._ids_of_mark(part) if is_mark else self._plain(part)
+            ids.append(found)
+        return np.concatenate(ids)
+
+    def _ids_of_mark(self, mark: str) -> NDArray[np.int32]:
+        return np.array([self._bytes[byte] for byte in mark.encode()], np.int32)
 
     def _make_table(self, pieces: Mapping[str, int]) -> None:
         """Make `_bytes` and `_table` from the vocabulary, name -> id."""

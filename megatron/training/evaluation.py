@@ -26,6 +26,7 @@ def evaluate(run: Run, part: str) -> float | None:
     dataset = run.datasets[("train", "valid", "test").index(part)]
     if dataset is None or not run.config.train.eval_iters:
         return None
+    iteration = run.state.iteration
     total: defaultdict[str, float] = defaultdict(float)
     rows = []
     named = dataset.items() if isinstance(dataset, Mapping) else [("", dataset)]
@@ -34,9 +35,9 @@ def evaluate(run: Run, part: str) -> float | None:
         for key, value in sums.items():
             total[key] += value
         if name:
-            rows.append(_row(sums, f"{part}/{name}", run.state.iteration))
-    rows += run.features.evaluated(part, run.state.iteration, total)
-    row = _row(total, part, run.state.iteration)
+            rows.append(_row(sums, f"{part}/{name}", iteration))
+    rows += run.features.evaluated(part, iteration, total)
+    row = _row(total, part, iteration)
     for each in [*rows, row]:
         run.features.extend(each)
         if "lm_loss" in each:
@@ -81,8 +82,9 @@ def _line(row: Mapping[str, Any]) -> str:
 def evaluate_once(run: Run, part: str) -> None:
     """Evaluate `part` on all ranks, unless metrics.jsonl has the result because a finished run was started again."""
     if from_rank_0(run.metrics.holds(part, run.state.iteration)):
-        held = f"{run.run_dir}/metrics.jsonl already holds the {part} loss of iteration {run.state.iteration}"
-        print_rank_0(f"note: {held}, so there is no evaluation")
+        print_rank_0(
+            f"note: {run.run_dir}/metrics.jsonl has the {part} loss of iteration {run.state.iteration} already"
+        )
     else:
         evaluate(run, part)
 

@@ -107,8 +107,8 @@ class Features:
                 )
 
 
-def _close(feature: Feature, kind: Any, error: BaseException | None, trace: Any) -> None:
-    feature.close(error)
+def _close(feature: Feature, *raised: Any) -> None:
+    feature.close(raised[1])  # of the type of the error, the error and its traceback
 
 
 def _check_state(name: str, state: Any) -> None:

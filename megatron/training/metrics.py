@@ -25,8 +25,10 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a row, those of layers under names such as layers/LAYER/METRIC."""
+    """Return the numbers of a row, those of layers under names such as layers/LAYER/METRIC; texts by their prompt."""
     numbers = {}
+    for sample in row.get("samples", ()):
+        numbers[sample["prompt"]] = sample["text"]
     for name, value in row.items():
         if isinstance(value, (int, float)) and name != "iteration":
             numbers[name] = value
@@ -40,7 +42,8 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
 class Writer(Protocol):
     """Protocol of a writer to one destination of metrics besides metrics.jsonl.
 
-    name: name of the destination in messages. flag: flag of the destination, without dashes.
+    name: name of the destination in messages. flag: flag of the destination, without dashes. A writer with the
+    attribute shows_texts = True also gets the row of samples, as prompt -> text.
     """
 
     name: str
@@ -114,6 +117,8 @@ class MetricsWriter:
             self._append(self._path)
         numbers = _numbers(row)
         for other in list(self._others):
+            if "samples" in row and not getattr(other, "shows_texts", False):
+                continue
             self._late.setdefault(other.name, []).append((row.get("split", "train"), row["iteration"], numbers))
             self._forward(other)
 

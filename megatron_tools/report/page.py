@@ -74,6 +74,7 @@ def _body(
         _controls(),
         _figures(runs, charts(runs)),
         _table("Results", names, facts.table(columns)),
+        _samples(runs),
         sections(runs),
     ]
     for i, table in timetables.items():
@@ -152,6 +153,22 @@ def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
         lines += f"<tr><th>{shown}</th>{cells}</tr>"
     words = f"<h2>{escape(title)}</h2>" if title else ""
     return f'<section>{words}<div class="wide"><table>{top}<tbody>{lines}</tbody></table></div></section>'
+
+
+def _samples(runs: Sequence[RunRead]) -> str:
+    """Return the HTML of the texts of each prompt, with a row for each iteration and a column for each run."""
+    found: dict[str, dict[int, list[str]]] = {}
+    for i, run in enumerate(runs):
+        for row in run.part("samples"):
+            for sample in row["samples"]:
+                texts = found.setdefault(sample["prompt"], {}).setdefault(row["iteration"], [""] * len(runs))
+                texts[i] = sample["text"]
+    names = [run.name for run in runs]
+    html = ""
+    for prompt, by_iteration in found.items():
+        rows = [(f"{iteration:,}", texts) for iteration, texts in sorted(by_iteration.items())]
+        html += _table(f"Samples of “{prompt}”", names, rows)
+    return f'<div class="samples">{html}</div>' if html else ""
 
 
 def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:

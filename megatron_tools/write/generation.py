@@ -4,13 +4,14 @@ Shapes: b batch, s tokens so far, v vocabulary, t model-parallel ranks.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron import mpu
+from megatron.features.sampling import Sampling, choose
 from megatron.model.block import TransformerLayer
 from megatron.model.cache import Caches
 from megatron.model.gpt2 import GPT2Model
@@ -21,14 +22,6 @@ from megatron.model.t5 import StackStart, T5Model
 from .beams import Beam, Found
 
 Prompts = Sequence[int] | Sequence[Sequence[int]]
-
-
-class Sampling(NamedTuple):
-    """Sampling parameters. temperature 0: greedy. top_k 0: all tokens. top_p: nucleus (Holtzman et al. 2020)."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
 
 
 class Stepper(Protocol):
@@ -295,25 +288,6 @@ def _run(
 def _whole(model: GPT2Model | T5Model, logits: Any) -> Tensor:
     """Gather logits [s, b, v/t] over the ranks; return the last token's logits without vocabulary padding, [b, v]."""
     return mpu.gather_from_model_parallel_region(mpu.whole_logits(logits)[-1])[..., : model.vocab_size]
-
-
-def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
-    """Return next tokens [b], sampled from logits [b, v]."""
-    temperature, top_k, top_p = sampling
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    logits = logits / temperature
-    if top_k:
-        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if top_p < 1:
-        # With probabilities 0.5, 0.3 and 0.2, top_p 0.7 keeps two: the sums before them are 0, 0.5 and 0.8.
-        ordered, order = logits.sort(dim=-1, descending=True)
-        shares = ordered.softmax(dim=-1)
-        before = shares.cumsum(dim=-1) - shares
-        kept = ordered.masked_fill(before >= top_p, -torch.inf)
-        logits = torch.full_like(logits, -torch.inf).scatter(-1, order, kept)
-    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(-1)
 
 
 @torch.no_grad()

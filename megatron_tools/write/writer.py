@@ -9,12 +9,13 @@ import torch
 
 from megatron import mpu
 from megatron.config import Config
+from megatron.features.sampling import Sampling
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.t5 import T5Model
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
 
 from ..report.unigram import counted
-from .generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_searches, sample
+from .generation import GPT2Stepper, Stages, Stepper, T5Stepper, beam_searches, sample
 from .questions import Infill, Prompt, Question, Reader, answer
 
 OnTokens = Callable[[list[int]], None]

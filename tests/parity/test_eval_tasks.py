@@ -197,7 +197,7 @@ def run_with_a_broken_rank(start: Start, data: str, vocab_file: str) -> str:
         raise RuntimeError("out of memory")
 
     if dist.get_rank() == 1:
-        RankScorer._micro_batch = fails  # type: ignore[method-assign]
+        RankScorer.micro_batch = fails  # type: ignore[method-assign]
     return run_with_lm_eval([start], data, vocab_file)
 
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
+from megatron.features.sampling import Sampling
 from megatron.model import GPT2Model
 from megatron.model.router import Router, update_routers
 from megatron_tools.convert.hf_config import gpt2_config, t5_config
 from megatron_tools.convert.hf_folder import Folder, entries_of, write_tensors
 from megatron_tools.convert.hf_llama import llama_config
 from megatron_tools.convert.hf_names import matches_of
-from megatron_tools.write.generation import GPT2Stepper, Sampling, sample
+from megatron_tools.write.generation import GPT2Stepper, sample
 from tests.llama_twins import exact
 from tests.support import covering
 from tests.unit.test_hf_configs import KINDS, Edit, gone, nothing, old, write

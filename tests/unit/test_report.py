@@ -211,6 +211,31 @@ def test_experts_have_a_curve_of_imbalance_and_a_heat_map_of_shares(tmp_path: Pa
     assert shares_of(read_run(made(tmp_path / "b"))) is None
 
 
+def test_samples_of_runs_stand_beside_each_other(tmp_path: Path) -> None:
+    folders = []
+    for name in ("a", "b"):
+        folder = made(tmp_path / name)
+        texts = [{"prompt": "春 <b>", "text": f"春 <b>\nline of {name}"}]
+        row = {"split": "samples", "iteration": 20, "samples": texts}
+        lines = (folder / "metrics.jsonl").read_text().splitlines()[:-1]
+        (folder / "metrics.jsonl").write_text("\n".join([*lines, json.dumps(row)]) + "\n")
+        folders.append(str(folder))
+    report.main(report.build_parser().parse_args([*folders, "--output", str(tmp_path / "page.html")]))
+    page = (tmp_path / "page.html").read_text()
+    assert "Samples of “春 &lt;b&gt;”" in page
+    row_of_texts = page[page.index("<th>20</th>") :].partition("</tr>")[0]
+    assert row_of_texts.index("line of a") < row_of_texts.index("line of b")
+
+
+@pytest.mark.parametrize("samples", [7, [7], [{"prompt": "x"}], [{"prompt": "x", "text": 3}]])
+def test_samples_that_no_run_writes_are_refused(samples: Any, tmp_path: Path) -> None:
+    folder = made(tmp_path / "run")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write("\n" + json.dumps({"split": "samples", "iteration": 20, "samples": samples}) + "\n")
+    with pytest.raises(ValueError, match="samples"):
+        read_run(folder)
+
+
 def test_skipped_spikes_are_marked(tmp_path: Path) -> None:
     spike = {"iteration": 9, "first_sample": 64, "samples": 8, "name": "loss", "value": 9.5, "mean": 3, "deviation": 1}
     run = read_run(made(tmp_path / "a", skipped_spikes=[spike]))

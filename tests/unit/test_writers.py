@@ -72,6 +72,24 @@ def test_mlflow_gets_a_line_and_the_same_run_goes_on(tmp_path: Path, monkeypatch
     assert mlflow.named("log_metrics")[0] == (({"train/lm_loss": 7.5, "train/lr": 0.001},), {"step": 10})
 
 
+def test_tensorboard_gets_texts_and_csv_none(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = parse(["--tensorboard", "--csv"], {"family": "gpt2"})
+    metrics = MetricsWriter(str(tmp_path), 0, active=True)
+    metrics.forward_to(writers.writers(config, tmp_path, 0))
+    metrics.write({"split": "samples", "iteration": 3, "samples": [{"prompt": "春天", "text": "春天来了"}]})
+    assert metrics.close() == 0
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (tag,) = events.Tags()["tensors"]
+    (event,) = events.Tensors(tag)
+    assert tag.startswith("samples/春天") and event.step == 3
+    assert event.tensor_proto.string_val[0].decode() == "春天来了"
+    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1
+
+
 def test_csv_has_the_same_columns_in_every_row(tmp_path: Path) -> None:
     valid = {"split": "valid", "iteration": 20, "lm_loss": 7.0, "ppl": 1096.6}
     told(tmp_path, 0, "--csv", rows=(ROW, valid, ROW | {"iteration": 30}))

@@ -1,0 +1,103 @@
+"""The flag --sample-prompt: texts of the model at each evaluation, continued from the same prompts.
+
+Rank 0 encodes the prompts, and draws each next token. All ranks compute its logits, in the layout of the run.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..config.feature_settings import FeatureSettings
+from ..config.fields import at_least, opt
+from ..training.feature import Feature, Plan, due
+
+if TYPE_CHECKING:
+    from ..engines.engine import Step
+    from ..training.health import SampleRange
+    from ..training.run_state import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleSettings(FeatureSettings):
+    """The flags --sample-prompt, --sample-interval, --sample-tokens and --sample-temperature."""
+
+    sample_prompt: tuple[str, ...] | None = opt(
+        None,
+        "texts that the model continues at each evaluation, at the beginning of a document; the continuations are in "
+        "the log, in metrics.jsonl and in the report, and change no number",
+        family=("gpt2", "llama"),
+    )
+    sample_interval: int | None = opt(
+        None,
+        "with --sample-prompt: number of iterations between samples; 0 samples only at the end; if not given, "
+        "--eval-interval",
+        at_least(0),
+        family=("gpt2", "llama"),
+    )
+    sample_tokens: int = opt(
+        60, "with --sample-prompt: maximum number of new tokens", at_least(1), family=("gpt2", "llama")
+    )
+    sample_temperature: float = opt(
+        0.8, "with --sample-prompt: temperature of the samples; 0 is greedy", at_least(0), family=("gpt2", "llama")
+    )
+
+    def problems(self) -> Iterator[str]:
+        if self.sample_prompt:
+            return
+        for name in ("sample_interval", "sample_tokens", "sample_temperature"):
+            if getattr(self, name) != getattr(SampleSettings, name):
+                yield f"--{name.replace('_', '-')} needs --sample-prompt"
+
+    def conflicts(self, config: Any) -> Iterator[str]:
+        if self.sample_prompt and config.objective != "lm":
+            yield f"--sample-prompt continues plain text, so it cannot be combined with --objective {config.objective}"
+
+
+class Samples(Feature):
+    """Feature that writes a row with the split `samples` and the texts of all prompts."""
+
+    Settings = SampleSettings
+    after_log = True
+
+    def engine(self, engine: Any, plan: Plan) -> None:
+        from ..ranks.agreement import all_ranks
+        from .eval_tasks import is_scored
+
+        with all_ranks():
+            if not is_scored(engine.module):
+                raise ValueError(
+                    "--sample-prompt needs a GPT2Model or GPT2ModelPipe of megatron.model with the default loss "
+                    f"TokenLoss, but this task's model is a {type(engine.module).__name__}, perhaps with another loss"
+                )
+
+    def start(self, run: "Run") -> None:
+        self._run = run
+        given = run.config.of(SampleSettings).sample_interval
+        self._interval = run.config.train.eval_interval if given is None else given
+
+    def after_step(self, step: "Step | None", samples: "SampleRange") -> None:
+        if due(samples.iteration, self._interval) and samples.iteration < self._run.config.train.train_iters:
+            self._run.log.check()
+            self._write()
+            self._run.log.restart()
+
+    def end(self) -> None:
+        """Sample after the last iteration, unless metrics.jsonl already holds the texts."""
+        from ..ranks.objects import from_rank_0
+
+        if not from_rank_0(self._run.metrics.holds("samples", self._run.state.iteration)):
+            self._write()
+
+    def _write(self) -> None:
+        from ..ranks.rank_0 import print_rank_0
+        from .continuations import continuations
+
+        run = self._run
+        settings = run.config.of(SampleSettings)
+        prompts = settings.sample_prompt or ()
+        texts = continuations(run, prompts, settings.sample_tokens, settings.sample_temperature)
+        found = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            print_rank_0(f"iteration {run.state.iteration:7d} | sample of {prompt}: {text}")
+            found.append({"prompt": prompt, "text": text})
+        run.metrics.write({"split": "samples", "iteration": run.state.iteration, "samples": found})

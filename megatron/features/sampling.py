@@ -1,0 +1,33 @@
+"""Choice of the next token from logits, for samples while training and for tools/generate.py."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Sampling(NamedTuple):
+    """Sampling parameters. temperature 0: greedy. top_k 0: all tokens. top_p: nucleus (Holtzman et al. 2020)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def choose(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """Return next tokens [b], sampled from logits [b, v]."""
+    temperature, top_k, top_p = sampling
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k:
+        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if top_p < 1:
+        # With probabilities 0.5, 0.3 and 0.2, top_p 0.7 keeps two: the sums before them are 0, 0.5 and 0.8.
+        ordered, order = logits.sort(dim=-1, descending=True)
+        shares = ordered.softmax(dim=-1)
+        before = shares.cumsum(dim=-1) - shares
+        kept = ordered.masked_fill(before >= top_p, -torch.inf)
+        logits = torch.full_like(logits, -torch.inf).scatter(-1, order, kept)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(-1)
