@@ -113,8 +113,7 @@ class TrainingLog(Feature):
         self.check()
         device_module.synchronize(run.device)
         elapsed = time.perf_counter() - self.begin
-        steps = max(self.timed, 1)
-        seconds = elapsed / steps
+        seconds = elapsed / max(self.timed, 1)
         timed = run.timers.take()
         row = self._row(elapsed) | run.features.row(Interval(self.timed, seconds, timed))
         last = run.config.train.train_iters
@@ -123,8 +122,8 @@ class TrainingLog(Feature):
         left = self.left.after(samples, whole, elapsed / max(self.timed_samples, 1))
         print_rank_0(training_line(row, last, seconds, left, run.config.log.log_details))
         if run.resolved.wall_clock_breakdown and self.timed:
-            parts = timed | run.engine.times()
-            row["timers_ms"] = {name: 1e3 * spent / steps for name, spent in parts.items()}
+            timed |= run.engine.times()
+            row["timers_ms"] = {name: 1e3 * spent / max(self.timed, 1) for name, spent in timed.items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
         for each in [row, *run.features.rows(run.state.iteration)]:
             run.features.extend(each)

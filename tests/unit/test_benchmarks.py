@@ -6,13 +6,14 @@ import json
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from docs.site.results import results
 from megatron.config.command_line import build_parser
 from tests.sentences import SENTENCES
-from tests.support import ROOT, command
+from tests.support import ROOT, command, covering
 
 TEXT = """\
 2 stages, 8 micro-batches
@@ -33,6 +34,12 @@ TEXT = """\
 def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("suite")
+
+
+@pytest.fixture
+def plan_memory(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("plan_memory")
 
 
 def test_tables_are_read(suite: ModuleType) -> None:
@@ -99,3 +106,25 @@ def test_scripts_pass_flags_that_tools_have(path: Path) -> None:
     for tool, words in re.findall(r"tools/(\w+)\.py(.*)", text):
         known = settings | _options(tool) if tool != "launch" else settings | {"--standalone", "--nproc-per-node"}
         assert set(re.findall(r"(?<=\s)--[a-z][\w-]*", words)) <= known, tool
+
+
+def table_of_memory() -> dict[str, list[Any]]:
+    """Return the rows of the table plan-memory in results.toml by case."""
+    rows = results()["table"]["plan-memory"]["rows"]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_the_table_of_memory_holds_what_is_predicted(plan_memory: ModuleType, tmp_path: Path) -> None:
+    """All cases of the benchmark are in the table, with the numbers that the planner gives today."""
+    rows = table_of_memory()
+    assert list(rows) == list(plan_memory.CASES)
+    for case, (ranks, measured, predicted, error) in rows.items():
+        found = plan_memory.predict(ranks, plan_memory.flags_of(case, str(tmp_path))).total / 1e6
+        assert f"{found:.1f}" == predicted
+        assert error == f"{float(predicted) / float(measured) - 1:+.1%}"
+
+
+@pytest.mark.parametrize("case", covering(sorted(table_of_memory()), lambda case: case == "gpt2-bf16-zero2"))
+def test_the_table_of_memory_holds_what_is_measured(plan_memory: ModuleType, case: str) -> None:
+    found = plan_memory.compare(case)["measured"] / 1e6
+    assert found == pytest.approx(float(table_of_memory()[case][1]), rel=0.01)
