@@ -123,7 +123,7 @@ class TrainingLog(Feature):
         print_rank_0(training_line(row, last, seconds, left, run.config.log.log_details))
         if run.resolved.wall_clock_breakdown and self.timed:
             timed |= run.engine.times()
-            row["timers_ms"] = {name: 1e3 * spent / max(self.timed, 1) for name, spent in timed.items()}
+            row["timers_ms"] = {name: 1e3 * spent * seconds / elapsed for name, spent in timed.items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
         for each in [row, *run.features.rows(run.state.iteration)]:
             run.features.extend(each)
