@@ -2,13 +2,16 @@
 
     python benchmarks/plan_memory.py
     python benchmarks/plan_memory.py --only gpt2-bf16-zero1 t5-fp32-pp4
+    python benchmarks/plan_memory.py --rows tests/unit/measured_memory.json
 
-torch's profiler (profile_memory) records every allocation and release of tensor memory on each rank, from before the
-model is built to the end of the third step. The measured number is the peak of allocated bytes on the rank where this
-peak is highest. Memory of Python and libraries, and memory cached by an allocator, are not included. The prediction is
-the planner's total for the stage that needs the most memory. DeepSpeed's ZeRO 2 and 3 allocate a bucket of
+An allocator of torch counts every allocation and release of a tensor's memory on each rank, from before the model is
+built to the end of the third step; compiling it needs a C++ compiler and ninja. The measured number is the peak of live
+bytes on the rank where this peak is highest. Memory of Python and libraries is not included. The prediction is the
+planner's total for the stage that needs the most memory. DeepSpeed's ZeRO 2 and 3 allocate a bucket of
 reduce_bucket_size elements. This benchmark sets a small reduce_bucket_size, since a bucket of the default size would
 dominate the memory of these models.
+
+--rows FILE measures the random settings of tests/unit/measured_memory.json instead, and prints rows of such a file.
 """
 
 import argparse
@@ -90,38 +93,30 @@ BUCKET = 10**6  # elements in DeepSpeed's reduce bucket
 def flags_of(case: str, folder: str) -> str:
     """Return the flags of a case; for DeepSpeed's ZeRO also write a ds_config with a small bucket to `folder`."""
     flags = CASES[case][1]
-    if any(words in flags for words in ("--zero-stage 2", "--zero-stage 3", "fp16", "--no-overlap-grad-reduce")):
-        path = Path(folder) / "ds_config.json"
-        path.write_text(json.dumps({"zero_optimization": {"stage": "auto", "reduce_bucket_size": BUCKET}}))
-        flags += f" --deepspeed-config {path}"
+    buckets = ("--zero-stage 2", "--zero-stage 3", "fp16", "--no-overlap-grad-reduce")
+    if any(words in flags for words in buckets):
+        flags = with_bucket(flags, BUCKET, folder)
     return flags
 
 
+def with_bucket(flags: str, elements: int, folder: str) -> str:
+    """Write a ds_config with this reduce_bucket_size to `folder`; return the flags with it."""
+    path = Path(folder) / "ds_config.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": "auto", "reduce_bucket_size": elements}}))
+    return f"{flags} --deepspeed-config {path}"
+
+
 def measure(flags: str, steps: int = 3) -> int:
-    """Run `steps` training steps under the profiler; return the peak of allocated bytes on this rank."""
-    import torch
+    """Run `steps` training steps; return the peak of live bytes of tensors on this rank."""
+    import _meter
 
-    with torch.autograd.profiler.profile(profile_memory=True, use_kineto=True) as profile:
-        import _engine
+    meter = _meter.install()
+    import _engine
 
-        step = _engine.ours(flags).step
-        for _ in range(steps):
-            step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events = [e for e in json.loads(path.read_text())["traceEvents"] if e.get("name") == "[memory]"]
-    alive: dict[int, int] = {}
-    live = most = 0
-    for event in sorted(events, key=lambda e: e["ts"]):
-        at, size = event["args"]["Addr"], event["args"]["Bytes"]
-        # The profiler does not see releases by gloo's threads. So an allocation at an address that still counts as
-        # in use also counts as the release of the earlier allocation.
-        live += (size if size > 0 else 0) - alive.pop(at, 0)
-        if size > 0:
-            alive[at] = size
-        most = max(most, live)
-    return most
+    step = _engine.ours(flags).step
+    for _ in range(steps):
+        step()
+    return int(meter.peak_bytes())
 
 
 def predict(ranks: int, flags: str) -> Any:
@@ -141,14 +136,28 @@ def compare(case: str) -> dict[str, Any]:
     ranks = CASES[case][0]
     with tempfile.TemporaryDirectory() as folder:
         flags = flags_of(case, folder)
-        launch = [sys.executable, str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks)]
-        launch += [__file__, f"--measure={flags}", f"--into={folder}"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(launch, check=False, env=environment, capture_output=True, text=True, timeout=600)
-        peaks = [int(path.read_text()) for path in Path(folder).glob("*.peak")]
-        if done.returncode or len(peaks) < ranks:
-            sys.exit(f"{case}: {done.stderr[-2000:]}")
-        return {"ranks": ranks, "measured": max(peaks), "predicted": predict(ranks, flags)}
+        return {"ranks": ranks, "measured": highest(ranks, flags, folder), "predicted": predict(ranks, flags)}
+
+
+def highest(ranks: int, flags: str, folder: str) -> int:
+    """Start a run; return the highest peak of its ranks in bytes. folder: for their results."""
+    launch = [sys.executable, str(ROOT / "tools" / "launch.py"), "--standalone", "--nproc-per-node", str(ranks)]
+    launch += [__file__, f"--measure={flags}", f"--into={folder}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(launch, check=False, env=environment, capture_output=True, text=True, timeout=600)
+    peaks = [int(path.read_text()) for path in Path(folder).glob("*.peak")]
+    if done.returncode or len(peaks) < ranks:
+        sys.exit(f"{flags}: {done.stderr[-2000:]}")
+    return max(peaks)
+
+
+def measure_rows(path: str) -> None:
+    """Print the rows [ranks, megabytes, reduce_bucket_size or null, flags] of a file, with megabytes measured now."""
+    for ranks, _, bucket, flags in json.loads(Path(path).read_text(encoding="utf-8")):
+        with tempfile.TemporaryDirectory() as folder:
+            given = flags if bucket is None else with_bucket(flags, bucket, folder)
+            megabytes = round(highest(ranks, given, folder) / 1e6, 2)
+        print(f"  {json.dumps([ranks, megabytes, bucket, flags])},", flush=True)
 
 
 def main() -> None:
@@ -156,7 +165,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--into", help=argparse.SUPPRESS)
+    parser.add_argument("--rows", help="file of random settings to measure instead of the cases")
     args = parser.parse_args()
+    if args.rows:
+        measure_rows(args.rows)
+        return
     if args.measure:
         most = measure(args.measure)
         (Path(args.into) / f"{os.environ['RANK']}.peak").write_text(str(most))

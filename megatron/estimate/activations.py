@@ -80,7 +80,8 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
     e = x.width
     inner = m.num_attention_heads * m.head_size / t
     groups = max(m.key_value_heads / t, 1) * m.head_size
-    if queries != keys or length != seen:
+    context = x.config.parallel.context_parallel_size
+    if context == 1 and (queries != keys or length != seen):
         groups = inner
     kept = 0.0 if again else (queries * inner + 2 * keys * groups) * e
     if m.qk_norm:
@@ -93,14 +94,17 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
     heads = m.num_attention_heads / t
     b = x.config.train.batch_size
     scores = b * heads * length * seen
+    if context > 1 and not (x.config.is_t5 or m.checkpoint_attention):
+        kept += 2 * keys * context * groups * e  # keys and values of all ranks
+        # A rank has two slices of the sequence, each of which sees only what comes before it.
+        scores *= (2 * context + 1) / (4 * context)
+    bias = heads * length * seen * e if causal_bias else 0.0  # all samples of the batch share it
     if m.checkpoint_attention:
-        return kept
+        return kept + bias
     if m.attention_dropout and not x.accelerated:
         # It keeps the attention probabilities, the dropout mask, the product of both, and the scaled queries.
         return kept + 3 * scores * e + queries * inner * e
-    if causal_bias:
-        kept += heads * length * seen * e  # the bias, which all samples of the batch share
-    return kept + b * heads * length * 4
+    return kept + bias + b * heads * length * 4
 
 
 def _adjacent_heads(x: Shapes) -> bool:
@@ -194,15 +198,34 @@ def inner_working(x: Shapes, layer: Layer) -> float:
     tokens = x.of_layer(layer)
     parts = 2 if m.gated else 1
     hidden = 2 * x.hidden(tokens)
+    # The backward pass of a norm in 16 bits has its input, its gradient and the result in fp32.
+    of_norm = 3 * tokens * m.hidden_size * 4 / x.shared if x.width < 4 else 0.0
+    of_others = max(of_norm, _bias_working(x, layer))
     if not layer.routes:
-        return hidden + tokens * m.ff_size * _inner_gradients(x) / x.ranks * x.width
+        of_mlp = tokens * m.ff_size * _inner_gradients(x) / x.ranks * x.width
+        return hidden + max(of_mlp, of_others)
     rows = tokens * m.experts_per_token
     copies = 0.0
     looped = m.hidden_bias or "activation" in m.recompute_modules or x.config.parallel.zero_stage == 3
     if x.accelerated and x.precision == "bf16" and not looped:
         here = (m.num_experts or 0) / x.config.parallel.expert_parallel_size / x.ranks
         copies = 2 * here * m.hidden_size * m.expert_ff_size * parts * x.width
-    return hidden + 3 * rows * m.hidden_size * x.width + copies
+    of_rows = 3 * rows * m.hidden_size * x.width
+    shared = tokens * m.num_shared_experts * m.expert_ff_size
+    of_shared = shared * _inner_gradients(x) / x.ranks * x.width
+    return hidden + max(of_rows, of_shared, of_others) + copies
+
+
+def _bias_working(x: Shapes, layer: Layer) -> float:
+    """Return the bytes of temporary scores while a CPU computes the gradients of attention with a relative bias.
+
+    They are six tensors of the scores of one sample.
+    """
+    m = x.config.model
+    if m.position_embedding != "relative" or x.accelerated:
+        return 0.0
+    length = x.of_layer(layer) // x.config.train.batch_size
+    return 6 * m.num_attention_heads / x.ranks * length**2 * x.width
 
 
 def deferred_kept(x: Shapes, layers: Sequence[Layer]) -> float:
@@ -272,6 +295,20 @@ def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
     return max(groups, default=0.0)
 
 
+def kept_of_chunks(x: Shapes) -> float:
+    """Return the bytes that the loss of one micro-batch keeps if its logits are computed in chunks, else 0.
+
+    Its forward pass already computes the gradients of the output weight and of the hidden states.
+    """
+    m = x.config.model
+    tokens = x.tokens[1] if x.config.is_t5 else x.tokens[0]
+    chunk = m.logits_chunk_size
+    if not chunk or tokens <= chunk or "cross-entropy" in m.reference_ops:
+        return 0.0
+    rows = padded_vocabulary(x.config, x.ranks) // x.ranks
+    return float(rows * m.hidden_size * max(x.width, 4) + tokens * m.hidden_size * x.width)
+
+
 def logits_bytes(x: Shapes) -> tuple[float, float]:
     """Return (bytes of the logits, bytes of temporaries that exist at the same time as the logits).
 
@@ -283,14 +320,15 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     tokens = x.tokens[1] if x.config.is_t5 else x.tokens[0]
     rows = padded_vocabulary(x.config, x.ranks) // x.ranks
     chunk = m.logits_chunk_size
-    extra = 0.0
-    if chunk and tokens > chunk and "cross-entropy" not in m.reference_ops:
-        # The forward pass of the loss already computes and keeps the gradients of output weight and hidden states.
-        extra = rows * m.hidden_size * max(e, 4) + tokens * m.hidden_size * e
-        tokens = chunk
+    extra = kept_of_chunks(x)
+    if extra:
+        if e < 4 and not x.accelerated:
+            extra += rows * m.hidden_size * 4  # the gradient of a chunk in fp32, before it is added
+        tokens = chunk or tokens
     logits = float(tokens * rows * e)
-    step = max(1, (CE_CHUNK if x.accelerated else CE_CHUNK_CPU) // rows)
-    part = min(tokens, step) * rows * max(e, 4)
+    columns = min(rows, m.vocab_size)  # without padding, if one rank has all
+    step = max(1, (CE_CHUNK if x.accelerated else CE_CHUNK_CPU) // columns)
+    part = min(tokens, step) * columns * max(e, 4)
     padded = rows * x.ranks != m.vocab_size
     copies = 3 if padded else 2
     # The reference cross-entropy needs log-probabilities, their gradient and the gradient of the logits. 16-bit logits
@@ -300,6 +338,8 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     # gradient of the output weight; it is allocated after the fp32 copies of the logits have been freed
     of_matrix = rows * m.hidden_size * e
     of_matrix *= 1 if x.accelerated or e < 4 else 2  # oneDNN first copies the output weight to column-major order
+    if x.shared > 1:
+        of_matrix += 2 * tokens * m.hidden_size * e  # the gathered input, and its gradient before it is shared out
     # The last copy is that of the chunk before.
-    before = min(part, max(tokens - step, 0) * rows * max(e, 4))
+    before = min(part, max(tokens - step, 0) * columns * max(e, 4))
     return logits, max((copies - 1) * part + before, of_matrix) + extra

@@ -18,6 +18,7 @@ from .activations import (
     deferred_kept,
     inner_working,
     kept_by,
+    kept_of_chunks,
     logits_bytes,
     transformer_kept,
 )
@@ -71,8 +72,6 @@ def in_flight(
     name: --pipeline-schedule. extra: --pipeline-extra-warmup. micros: number of micro-batches.
     chunk: count only the passes through this group of layers; None counts those of all groups.
     """
-    if stages == 1:
-        return 1
     plan = _instructions(name, extra, chunks, stage, stages, micros)
     return most_in_flight([each for each in plan if chunk in (None, each.chunk)])
 
@@ -80,8 +79,6 @@ def in_flight(
 @lru_cache(maxsize=65536)
 def deferred(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> int:
     """Return of how many micro-batches the weight gradients are yet to be computed (zb-h1) when most are in flight."""
-    if stages == 1:
-        return 0
     alive = waiting = 0
     fullest = (0, 0)
     for each in _instructions(name, extra, chunks, stage, stages, micros):
@@ -135,9 +132,16 @@ def _states(count: Count, replicas: int, config: Config, resolved: Resolved) -> 
     if zero == 1:
         summed = exact if resolved.distributed_optimizer or resolved.precision == "bf16" else width
         return numbers * width, numbers * summed, moments + copy
+    gradients = _width_of_gradients(resolved) * share
     if zero == 2:
-        return numbers * width, exact * share, moments + copy
-    return share * width, exact * share, moments + copy
+        return numbers * width, gradients, moments + copy
+    return share * width, gradients, moments + copy
+
+
+def _width_of_gradients(resolved: Resolved) -> int:
+    """Return the bytes of an element of the gradients that DeepSpeed's ZeRO 2 and 3 keep: those of fp16 are fp16."""
+    width = WIDTHS[resolved.precision]
+    return width if resolved.precision == "fp16" else max(width, 4)
 
 
 def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: int, x: Shapes, flying: int) -> float:
@@ -154,7 +158,8 @@ def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: i
     if resolved.zero_stage == 3 and replicas > 1:
         found += width * min(numbers, DEEPSPEED_LIVE)  # gathered weights
     if config.parallel.stages > 1:
-        found += (2 * flying + 3) * _border(stage, config, x)
+        received = flying if stage.number else 0  # the first stage receives no activations
+        found += (received + flying + 3) * _border(stage, config, x)
     return found
 
 
@@ -192,7 +197,8 @@ class _Moments:
         self.x = Shapes(config, resolved.precision, accelerated)
         p = config.parallel
         gas = config.train.gas
-        schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
+        name = p.pipeline_schedule if p.pipe_parallel_size else "1f1b"
+        schedule = name, p.pipeline_extra_warmup, p.virtual_pipeline_size
         flying = in_flight(*schedule, stage.number, p.stages, gas)
         self.weights, self.gradients, self.optimizer = states(stage.count, config, resolved, replicas)
         self.later = gas > flying / p.virtual_pipeline_size  # True if gradients of earlier micro-batches exist
@@ -203,7 +209,8 @@ class _Moments:
         heads = in_flight(*schedule, stage.number, p.stages, gas, p.virtual_pipeline_size - 1)
         self.has_head = self.layers[-1].name == "head"
         self.logits, self.beside = logits_bytes(self.x) if self.has_head else (0.0, 0.0)
-        self.waiting_logits = (heads - 1) * self.logits  # their backward passes come later
+        # Their backward passes come later. With chunks, gradients are kept in place of logits.
+        self.waiting_logits = (heads - 1) * (kept_of_chunks(self.x) or self.logits) if self.has_head else 0.0
 
     def _gradients_stay(self) -> bool:
         """Return whether gradients stay between steps: with ZeRO 3, and sums in fp32 with ZeRO 1."""
@@ -216,8 +223,10 @@ class _Moments:
 
     def loss(self) -> Memory:
         """Return the memory while the loss of the last micro-batch in flight is computed."""
-        # DeepSpeed's ZeRO 1 and 2 allocate their bucket together with the first gradient.
-        bucket_comes = _deepspeed_zero(self.resolved) and self.resolved.zero_stage < 3 and not self.later
+        # DeepSpeed's ZeRO 1 and 2 allocate their bucket together with the first gradient. ZeRO 2 frees it after each
+        # micro-batch.
+        zero = self.resolved.zero_stage if _deepspeed_zero(self.resolved) else 0
+        bucket_comes = zero == 2 or (zero == 1 and not self.later)
         talk = 0.0 if bucket_comes else self.talk
         return self._of(self.waiting, self.kept, self.waiting_logits + self.logits + self.beside, talk)
 
@@ -229,27 +238,55 @@ class _Moments:
         left = self.kept - kept_by(x, self.layers[at + 1 :])
         before = count_layers(self.layers[: at + 1], self.config).held / self.stage.count.held
         gradients = self.waiting or self.gradients * (1 - before)
-        working = inner_working(x, self.layers[at]) + self.stage.count.largest * x.width
+        largest = count_layers([self.layers[at]], self.config).largest
+        working = inner_working(x, self.layers[at]) + largest * x.width
         working += computed_again(x, self.layers)
         return self._of(gradients, max(left, 0.0), self.waiting_logits, self.talk, working)
 
     def reduction(self) -> Memory:
         """Return the memory while gradients are reduced, when no activations are left."""
         buffers = 0.0
-        ours = not _deepspeed_zero(self.resolved)
-        if ours and self.replicas > 1 and not (self.resolved.zero_stage and self.x.accelerated):
+        if _deepspeed_zero(self.resolved):
+            buffers = self._copied_by_deepspeed()
+        elif self.replicas > 1 and not self.resolved.zero_stage:
             launched = max(BUCKET_BYTES, BYTES_A_REPLICA * self.replicas) + self.stage.count.largest * self.x.width
             buffers = min(self.gradients, launched)
-        if self.resolved.precision == "fp16" and self.config.parallel.stages > 1:
-            buffers = _bucket(self.resolved, self.x.width)  # under a pipeline, DeepSpeed allocates another one
+        elif self.replicas > 1 and not self.x.accelerated:
+            buffers = self.weights  # gloo copies all weights while it gathers them
         return self._of(self.gradients, 0.0, 0.0, self.talk + buffers)
+
+    def _copied_by_deepspeed(self) -> float:
+        """Return the bytes that DeepSpeed's ZeRO 1 and 2 copy while they reduce gradients.
+
+        The copies of a rank's share have all numbers of each matrix that touches the share. ZeRO 1 sums gradients in
+        bf16 as one flat tensor in fp32. Under a pipeline, fp16 has a second bucket.
+        """
+        zero = self.resolved.zero_stage
+        if zero == 3:
+            return 0.0
+        if zero == 1 and self.resolved.precision == "bf16":
+            return self.gradients if self.replicas > 1 else 0.0
+        count = self.stage.count
+        touched = min(count.held, count.held / self.replicas + count.largest)
+        found = touched * _width_of_gradients(self.resolved)
+        if self.resolved.precision == "fp16" and self.config.parallel.stages > 1:
+            found += _bucket(self.resolved, self.x.width)
+        return found
+
+    def embedding(self) -> Memory:
+        """Return the memory when the gradient of a tied embedding is added to that of the output layer."""
+        rows = self.stage.count.largest * self.x.width
+        # ZeRO 2 and 3 keep only a share of the sum.
+        tensors = 1 if self.resolved.zero_stage < 2 else 2
+        return self._of(self.gradients, 0.0, 0.0, self.talk, tensors * rows)
 
     def step(self) -> Memory:
         """Return the memory while the optimizer steps."""
         parts = self.stage.count.by_replicas(self.replicas, self.config.parallel.expert_parallel_size)
         buffers = sum(_copied_in_step(count.held, replicas, self.resolved, self.x) for count, replicas in parts)
         if self.config.optim.optimizer == "muon":
-            buffers += _updates_of_muon(self.stage.count, self.x)
+            shares = self.replicas if self.resolved.zero_stage else 1
+            buffers += _updates_of_muon(self.stage.count, shares, self.x)
         return self._of(self.gradients, 0.0, 0.0, self.talk, buffers)
 
 
@@ -257,26 +294,47 @@ def _copied_in_step(numbers: int, replicas: int, resolved: Resolved, x: Shapes) 
     """Return the bytes of copies that DeepSpeed's ZeRO makes of gradients, or with ZeRO 3 of weights, to step.
 
     ZeRO 1 and 2 copy the gradients of a rank's share to fp32, and flatten 16-bit ones before: ZeRO 1 only without
-    replicas. ZeRO 3 gathers weights while others are still gathered.
+    replicas.
     """
     if not _deepspeed_zero(resolved):
         return 0.0
-    if resolved.zero_stage == 3:
-        gathered = x.width * min(numbers, DEEPSPEED_LIVE)
-        return float(gathered * (replicas > 1))
     share = numbers / replicas
+    if resolved.zero_stage == 3:
+        return _copied_by_zero3(numbers, replicas, resolved, x)
     flattens = resolved.precision == "fp16" and (resolved.zero_stage == 2 or replicas == 1)
     flat = x.width if flattens else 0
     return (max(x.width, 4) + flat) * share
 
 
-def _updates_of_muon(count: Count, x: Shapes) -> float:
+def _copied_by_zero3(numbers: int, replicas: int, resolved: Resolved, x: Shapes) -> float:
+    """Return the bytes of copies in a step of DeepSpeed's ZeRO 3.
+
+    With replicas, weights are gathered while others are still gathered. Without, the gradients are flattened, and those
+    in fp16 also copied to fp32. The search for infinities, with fp16 and with tensor parallelism, makes a copy of the
+    gradients and their truth values.
+    """
+    share = numbers / replicas
+    width = _width_of_gradients(resolved)
+    is_fp16 = resolved.precision == "fp16"
+    if replicas > 1:
+        copied = float(x.width * min(numbers, DEEPSPEED_LIVE))
+    else:
+        copied = share * (width + 4 * is_fp16)
+    if is_fp16 or x.ranks > 1:
+        copied = max(copied, share * (width + 1))
+    return copied
+
+
+def _updates_of_muon(count: Count, shares: int, x: Shapes) -> float:
     """Return the bytes of the updates that Muon computes together, before and after they are orthogonalised.
 
-    Tensor-parallel ranks also exchange shards for whole matrices.
+    Without Nesterov momentum, the momentum itself is orthogonalised. Tensor-parallel ranks also exchange shards for
+    whole matrices. shares: number of ranks that divide the matrices.
     """
-    together = min(count.hidden, MUON_BATCH + count.largest)
+    together = min(count.hidden / shares, MUON_BATCH + count.largest)
     copies = 2 if x.ranks == 1 else 5
+    if not x.config.optim.muon_nesterov:
+        copies -= 1
     return copies * together * x.width
 
 
@@ -289,6 +347,8 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     found = [moments.backward(at) for at in _turning_points(moments.layers)]
     if moments.has_head:
         found.append(moments.loss())
+    if moments.has_head and config.model.tie_embeddings and stage.number == 0:
+        found.append(moments.embedding())
     found.append(moments.reduction())
     found.append(moments.step())
     return max(found, key=lambda memory: memory.total)

@@ -441,9 +441,10 @@ def test_the_doctor_accepts_what_the_planner_writes(
 
 
 def test_measured_runs_of_random_settings_are_predicted(tmp_path: Path) -> None:
-    """The peak memory of 60 random runs of one to four ranks, measured by an allocator that counts every allocation.
+    """The peak memory of random runs of one to four ranks, measured by an allocator that counts every allocation.
 
     Each row of measured_memory.json holds ranks, megabytes, reduce_bucket_size and flags (2026-11-28, torch 2.13).
+    `python benchmarks/plan_memory.py --rows tests/unit/measured_memory.json` measures them again.
     """
     errors = []
     for ranks, measured, bucket, flags in json.loads(Path(__file__).with_name("measured_memory.json").read_text()):
@@ -456,5 +457,5 @@ def test_measured_runs_of_random_settings_are_predicted(tmp_path: Path) -> None:
         memory = rank_memory(config, resolve(config, ranks, False), ranks, False, stages_of(config))
         errors.append(max(each.total for each in memory) / 1e6 / measured - 1)
     close = [error for error in errors if abs(error) <= 0.1]
-    assert len(close) / len(errors) >= 0.95
-    assert min(errors) > -0.15
+    assert len(close) / len(errors) >= 0.98
+    assert min(errors) > -0.11
