@@ -123,14 +123,20 @@ class Tracer:
 
     def iteration(self, number: int) -> None:
         """Begin iteration `number`: record it if it is in the range, and write the file from time to time."""
-        if self._now:
-            self._since_write += 1
-        self.on = self._first is None or self._last is None or self._first <= number <= self._last
-        if self._since_write >= EVERY or (self._now and not self.on):
+        has_spans = bool(self._now)
+        self._since_write += has_spans
+        self.on = self._is_in_range(number)
+        ends = has_spans and not self.on
+        if ends or self._since_write >= EVERY:
             self.try_to_write()
         self._now = []
         if self.on:
             self._kept.append((number, self._now))
+
+    def _is_in_range(self, number: int) -> bool:
+        if self._first is None or self._last is None:
+            return True
+        return self._first <= number <= self._last
 
     def forget(self) -> None:
         """Drop all recorded spans."""

@@ -111,14 +111,15 @@ def numbered_checkpoints(folder: Path) -> dict[int, Path]:
 
 def way_back(checkpoint: Path) -> str:
     """Return how to resume without an unreadable checkpoint: from the newest before it, else from the newest other."""
-    names = []
-    for path in numbered_checkpoints(checkpoint.parent).values():
-        if path.name != checkpoint.name and is_checkpoint(path):
-            names.append(path.name)
-    if not names:
-        return f"{checkpoint.parent} has no other checkpoint; restore it from a copy"
-    last = [name for name in names if name < checkpoint.name] or names
-    return f"to resume from {last[-1]}, write its name into {checkpoint.parent / 'latest'}"
+    folder = checkpoint.parent
+    others = [path.name for path in numbered_checkpoints(folder).values() if is_checkpoint(path)]
+    if checkpoint.name in others:
+        others.remove(checkpoint.name)
+    earlier = [name for name in others if name < checkpoint.name]
+    choices = earlier or others
+    if not choices:
+        return f"{folder} has no other checkpoint; restore it from a copy"
+    return f"to resume from {choices[-1]}, write its name into {folder / 'latest'}"
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -84,10 +84,14 @@ def _idle_in_zero(keys: dict[str, Any], precision: str, zero: int) -> Iterator[t
 def _idle_in_fp16(keys: dict[str, Any], precision: str) -> Iterator[tuple[str, str]]:
     """Yield keys of the loss scale that have other values than DeepSpeed's defaults and no effect."""
     unusual = [key for key, usual in _USUAL.items() if keys.get(key, usual) != usual]
-    for key in unusual:
-        if precision != "fp16":
+    if precision != "fp16":
+        for key in unusual:
             yield key, f"the run is in {precision}"
-        elif key in _DYNAMIC and keys.get("loss_scale"):
+        return
+    if not keys.get("loss_scale"):
+        return
+    for key in unusual:
+        if key in _DYNAMIC:
             yield key, "loss_scale sets a constant loss scale"
 
 

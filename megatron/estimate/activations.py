@@ -127,6 +127,8 @@ def transformer_kept(x: Shapes, layer: Layer) -> float:
     statistics = tokens / x.shared * 4 * (1 if m.normalization == "rmsnorm" else 2)
     sub_layers = 3 if layer.cls.__name__ == "DecoderBlock" else 2
     kept = sub_layers * (state + statistics) + (sub_layers - layer.routes) * (0 if norm_again else state)
+    if "rms-norm" in m.reference_ops and m.normalization == "rmsnorm":
+        kept += sub_layers * state * (1 if e >= 4 else 3)  # what is scaled, and a copy of the input in fp32
     if m.hidden_dropout:
         kept += sub_layers * state / e * x.mask
     seen = first if x.config.parallel.context_parallel_size > 1 and not x.config.is_t5 else length
@@ -326,15 +328,17 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
             extra += rows * m.hidden_size * 4  # the gradient of a chunk in fp32, before it is added
         tokens = chunk or tokens
     logits = float(tokens * rows * e)
-    columns = min(rows, m.vocab_size)  # without padding, if one rank has all
+    columns = min(rows, m.vocab_size or rows)  # without padding, if one rank has all
     step = max(1, (CE_CHUNK if x.accelerated else CE_CHUNK_CPU) // columns)
     part = min(tokens, step) * columns * max(e, 4)
     padded = rows * x.ranks != m.vocab_size
     copies = 3 if padded else 2
     # The reference cross-entropy needs log-probabilities, their gradient and the gradient of the logits. 16-bit logits
-    # are first copied to fp32.
+    # are first copied to fp32. Tensor-parallel ranks each gather all logits.
     if "cross-entropy" in m.reference_ops:
-        return logits, 3 * logits if e >= 4 else 8 * logits
+        copies = 3 if e >= 4 else 7
+        gathered = x.ranks * logits if x.ranks > 1 else 0.0
+        return logits, copies * x.ranks * logits + gathered
     # gradient of the output weight; it is allocated after the fp32 copies of the logits have been freed
     of_matrix = rows * m.hidden_size * e
     of_matrix *= 1 if x.accelerated or e < 4 else 2  # oneDNN first copies the output weight to column-major order

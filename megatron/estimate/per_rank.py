@@ -147,20 +147,26 @@ def _width_of_gradients(resolved: Resolved) -> int:
 def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: int, x: Shapes, flying: int) -> float:
     numbers = stage.count.held
     width = x.width
-    found = 0.0
-    # DeepSpeed's ZeRO 1 sums bf16 gradients in fp32 without a bucket.
-    in_buckets = _deepspeed_zero(resolved) and (resolved.zero_stage > 1 or resolved.precision != "bf16")
-    if in_buckets:
-        section = resolved.deepspeed["zero_optimization"]
-        overlaps = section.get("overlap_comm", resolved.zero_stage == 3 and x.accelerated)
-        buffers = 2 if overlaps and config.parallel.stages == 1 else 1
-        found += buffers * _bucket(resolved, width)
+    found = _buckets(config, resolved, x)
     if resolved.zero_stage == 3 and replicas > 1:
         found += width * min(numbers, DEEPSPEED_LIVE)  # gathered weights
     if config.parallel.stages > 1:
         received = flying if stage.number else 0  # the first stage receives no activations
         found += (received + flying + 3) * _border(stage, config, x)
     return found
+
+
+def _buckets(config: Config, resolved: Resolved, x: Shapes) -> float:
+    """Return the bytes of the buckets of DeepSpeed's ZeRO. Its ZeRO 1 sums bf16 gradients in fp32 without one."""
+    if not _deepspeed_zero(resolved):
+        return 0.0
+    zero = resolved.zero_stage
+    if zero == 1 and resolved.precision == "bf16":
+        return 0.0
+    usual = zero == 3 and x.accelerated
+    overlaps = resolved.deepspeed["zero_optimization"].get("overlap_comm", usual)
+    buffers = 2 if overlaps and config.parallel.stages == 1 else 1
+    return buffers * _bucket(resolved, x.width)
 
 
 def _deepspeed_zero(resolved: Resolved) -> bool:
@@ -282,12 +288,30 @@ class _Moments:
 
     def step(self) -> Memory:
         """Return the memory while the optimizer steps."""
-        parts = self.stage.count.by_replicas(self.replicas, self.config.parallel.expert_parallel_size)
-        buffers = sum(_copied_in_step(count.held, replicas, self.resolved, self.x) for count, replicas in parts)
-        if self.config.optim.optimizer == "muon":
+        count = self.stage.count
+        optimizer = self.config.optim.optimizer
+        buffers = 0.0
+        for part, replicas in count.by_replicas(self.replicas, self.config.parallel.expert_parallel_size):
+            buffers += _copied_in_step(part.held, replicas, self.resolved, self.x)
+        if optimizer == "sgd":
+            buffers = self._with_decay(buffers)
+        if optimizer == "muon":
             shares = self.replicas if self.resolved.zero_stage else 1
-            buffers += _updates_of_muon(self.stage.count, shares, self.x)
+            buffers += _updates_of_muon(count, shares, self.x)
         return self._of(self.gradients, 0.0, 0.0, self.talk, buffers)
+
+    def _with_decay(self, copied: float) -> float:
+        """Return the bytes of copies while SGD steps: torch adds the weight decay to a copy of the gradients.
+
+        With DeepSpeed's ZeRO, the gradients are one tensor. ZeRO 2 and fp16 have freed other copies then.
+        """
+        if not (_deepspeed_zero(self.resolved) and self.config.optim.weight_decay):
+            return copied
+        width = max(self.x.width, 4)
+        decayed = width * self.stage.count.held / self.replicas
+        if self.resolved.zero_stage == 2 or self.resolved.precision == "fp16":
+            return max(copied, decayed)
+        return copied + decayed
 
 
 def _copied_in_step(numbers: int, replicas: int, resolved: Resolved, x: Shapes) -> float:

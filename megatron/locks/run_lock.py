@@ -309,14 +309,18 @@ def holder_of(path: Path) -> Holder | None:
 def _parse(text: str | None) -> Holder | None:
     try:
         content: dict[str, Any] = parse_json(text or "", "the lock")
-        known = {each.name for each in fields(Holder)}
         # A lock file of a newer version may have more fields.
-        holder = Holder(**{key: value for key, value in content.items() if key in known})
-        numbered = isinstance(holder.pid, int) and holder.pid > 0
+        for name in content.keys() - {each.name for each in fields(Holder)}:
+            del content[name]
+        holder = Holder(**content)
     except (AttributeError, TypeError, ValueError):
         return None
-    worded = isinstance(holder.table, str) and isinstance(holder.job, str)
-    return holder if numbered and worded else None
+    return holder if _is_sound(holder) else None
+
+
+def _is_sound(holder: Holder) -> bool:
+    has_texts = isinstance(holder.table, str) and isinstance(holder.job, str)
+    return has_texts and isinstance(holder.pid, int) and holder.pid > 0
 
 
 def _refusal(path: Path, holder: Holder, me: Holder, alive: bool, other: str) -> str:

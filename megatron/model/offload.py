@@ -169,7 +169,9 @@ def offloaded(training: bool = True) -> Iterator[None]:
     def away(tensor: Tensor) -> Tensor | OffloadedTensor:
         nonlocal layer
         if _stays(tensor):
-            return tensor
+            # An operation that saves its own output would refer to itself through the tensor. Such a cycle is freed by
+            # a whole backward pass, but not by the two halves of zb-h1, which retain the graph.
+            return tensor.detach()
         if layer is None:
             layer = LayerActivations(copy_streams(tensor.device))
         storage = tensor.untyped_storage()

@@ -69,7 +69,8 @@ def save_recipe_for(*results: tuple[Recipe | None, Tensor | None]) -> Iterator[N
 
     def pack(tensor: Tensor) -> Any:
         recipe = recipes.get(tensor.untyped_storage().data_ptr())
-        return recipe.view(tensor) if recipe else tensor
+        # An operation's own output would refer to the operation, and such a cycle is not always freed.
+        return recipe.view(tensor) if recipe else tensor.detach()
 
     with saved_tensors_hooks(pack, _unpack):
         yield

@@ -26,9 +26,7 @@ def _plain(value: Any) -> Any:
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a row, those of layers under names such as layers/LAYER/METRIC; texts by their prompt."""
-    numbers = {}
-    for sample in row.get("samples", ()):
-        numbers[sample["prompt"]] = sample["text"]
+    numbers = {sample["prompt"]: sample["text"] for sample in row.get("samples", ())}
     for name, value in row.items():
         if isinstance(value, (int, float)) and name != "iteration":
             numbers[name] = value
