@@ -60,9 +60,12 @@ class Nano(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        tokens, labels = text[:, :-1], text[:, 1:]
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=text.device))
+        logits = self.logits(text[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Return the logits [b, s, vocab] of tokens [b, s]."""
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for layer in self.layers:
             x = layer(x)
-        logits = F.linear(self.norm(x), self.words.weight)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return F.linear(self.norm(x), self.words.weight)

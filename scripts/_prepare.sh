@@ -29,12 +29,12 @@ wait_for_turn() {
         # belongs to this SLURM job: the job was then requeued, which ended all its earlier processes on all nodes.
         if [ "$host" = "$(uname -n)" ] && [ "$table" = "$(process_table)" ] && ! kill -0 "$pid" 2>/dev/null \
             || [ -n "$job" ] && [ "$job" = "${SLURM_JOB_ID:-}" ]; then
-            echo "run_$NAME.sh: process $pid ended while it prepared $RUN_DIR/data; preparing it again"
+            echo "$ME: process $pid ended while it prepared $RUN_DIR/data; preparing it again"
             rm -rf "$turn"
             return
         fi
         if [ -z "$noted" ] && [ -n "$host" ]; then
-            echo "run_$NAME.sh: waiting for process $pid on $host to prepare $RUN_DIR/data (if it ended, delete $turn)"
+            echo "$ME: waiting for process $pid on $host to prepare $RUN_DIR/data (if it ended, delete $turn)"
             noted=1
         fi
         sleep 0.5
@@ -50,7 +50,7 @@ prepare_corpus() {
     before=$corpus
     if [ -f "$RUN_DIR/data/source" ]; then before=$(in_checkout "$ROOT" "$(cat "$RUN_DIR/data/source")"); fi
     if [ "$before" != "$corpus" ]; then
-        echo "run_$NAME.sh: $RUN_DIR contains a run on $before, not on $corpus; set another RUN_DIR=" >&2
+        echo "$ME: $RUN_DIR contains a run on $before, not on $corpus; set another RUN_DIR=" >&2
         exit 2
     fi
     mkdir -p "$RUN_DIR/data"

@@ -1,7 +1,8 @@
-# Shared by run_gpt2.sh, run_llama.sh and run_t5.sh, which source it. ROOT is the checkout; NAME is gpt2, llama or t5.
+# Shared by the scripts run_*.sh, which source it. ROOT is the checkout; NAME is gpt2, llama or t5.
 # User paths are relative to the current directory. Paths inside the checkout begin with $AT, which is set below.
 # shellcheck shell=bash disable=SC2034,SC2154
 # shellcheck disable=SC1091
+ME=$(basename "$0")
 source "$ROOT/scripts/_variables.sh"
 case " $* " in *" --help "* | *" -h "*) show_variables; exit 0 ;; esac
 bash "$ROOT/scripts/setup.sh"
@@ -22,12 +23,12 @@ for each in GPUS_PER_NODE NNODES NODE_RANK MP_SIZE PP_SIZE; do
     least=1
     if [[ $each =~ ^(NODE_RANK|PP_SIZE)$ ]]; then least=0; fi
     if ! [[ ${!each:-1} =~ ^[0-9]+$ ]] || [ "${!each:-1}" -lt $least ]; then
-        echo "run_$NAME.sh: $each=${!each} must be a whole number of at least $least" >&2
+        echo "$ME: $each=${!each} must be a whole number of at least $least" >&2
         exit 2
     fi
 done
 if [ "$NODE_RANK" -ge "$NNODES" ]; then
-    echo "run_$NAME.sh: NODE_RANK=$NODE_RANK must be below NNODES=$NNODES: nodes are counted from 0" >&2
+    echo "$ME: NODE_RANK=$NODE_RANK must be below NNODES=$NNODES: nodes are counted from 0" >&2
     exit 2
 fi
 HOSTFILE=${HOSTFILE:-}
@@ -47,7 +48,7 @@ if [ -z "${RUN_DIR:-}" ]; then
     case "$NAME ${VARIANT:-}" in gpt2* | "llama llama" | "t5 t5") kind= ;; *) kind=${VARIANT:+_$VARIANT} ;; esac
     RUN_DIR=${AT}runs/$NAME$kind${MODEL_SIZE:+_$MODEL_SIZE}
     if [ "$RUN_DIR" != "${AT}runs/$NAME" ] && [ ! -d "$RUN_DIR" ] && [ -d "${AT}runs/$NAME/checkpoints" ]; then
-        echo "run_$NAME.sh: starting a new run in $RUN_DIR; RUN_DIR=${AT}runs/$NAME resumes the run of version 0.1"
+        echo "$ME: starting a new run in $RUN_DIR; RUN_DIR=${AT}runs/$NAME resumes the run of version 0.1"
     fi
 fi
 # The vocabulary has 30000 tokens for a preset model on a custom corpus, else 4000. The bundled corpus is too small to
@@ -61,12 +62,12 @@ if [ -z "${CORPUS:-}" ] && [ -f "$RUN_DIR/data/source" ]; then # a resumed run k
 fi
 CORPUS=${CORPUS:-${AT}corpus/sample.jsonl}
 if [ -n "${VOCAB_FILE:-}" ] && [ ! -e "$VOCAB_FILE" ]; then
-    echo "run_$NAME.sh: VOCAB_FILE=$VOCAB_FILE does not exist; unset it to train a tokenizer on CORPUS, or" \
+    echo "$ME: VOCAB_FILE=$VOCAB_FILE does not exist; unset it to train a tokenizer on CORPUS, or" \
         "train one with tools/train_tokenizer.py" >&2
     exit 2
 fi
 if [ -n "${DATA_PATH:-}" ] && [ ! -e "${VOCAB_FILE:-$RUN_DIR/tokenizer.model}" ]; then
-    echo "run_$NAME.sh: DATA_PATH= needs VOCAB_FILE=, the tokenizer that it was prepared with" >&2
+    echo "$ME: DATA_PATH= needs VOCAB_FILE=, the tokenizer that it was prepared with" >&2
     exit 2
 fi
 VOCAB_FILE=${VOCAB_FILE:-$RUN_DIR/tokenizer.model}
@@ -87,7 +88,7 @@ preset_of() {
         there=$(cd "$ROOT/configs/models" && ls "$1"_*.json | sed 's/.*_//; s/\.json$//' | tr '\n' ' ')
         local wrong="$1 needs a MODEL_SIZE"
         if [ -n "${MODEL_SIZE:-}" ]; then wrong="$1 has no MODEL_SIZE=$2"; fi
-        echo "run_$NAME.sh: $wrong; choose one of ${there% }" >&2
+        echo "$ME: $wrong; choose one of ${there% }" >&2
         exit 2
     fi
     model=(--config "${AT}configs/models/$1_$2.json")

@@ -1,9 +1,9 @@
 # Help text and spelling check for the variables of run_*.sh; sourced by _run.sh.
 # shellcheck shell=bash disable=SC2154
 
-# Print the help text (--help): the comment at the head of run_$NAME.sh, then the variables. Needs no Python.
+# Print the help text (--help): the comment at the head of $ME, then the variables. Needs no Python.
 show_variables() {
-    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$ROOT/scripts/run_$NAME.sh"
+    sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$ROOT/scripts/$ME"
     printf '\nVariables:\n'
     sed 's/^/  /' "$ROOT/scripts/variables.txt"
     printf '\nFlags override variables; python pretrain_%s.py --help lists the usual ones, --help all all.\n' "$NAME"
@@ -12,7 +12,7 @@ show_variables() {
 # Exit with an error if an environment variable's name resembles one in variables.txt: it is probably a misspelling,
 # which would have no effect.
 refuse_misspelt() {
-    python - "$ROOT/scripts/variables.txt" "run_$NAME.sh" <<'EOF'
+    python - "$ROOT/scripts/variables.txt" "$ME" <<'EOF'
 import difflib, os, sys
 
 known = [line.split()[0] for line in open(sys.argv[1], encoding="utf-8")]
