@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results.toml"
 PAGES = tuple(
     ROOT / "docs" / f"{name}{end}.md"
-    for name in ("benchmarks", "scaling", "releases", "reliability")
+    for name in ("benchmarks", "poet", "scaling", "releases", "reliability")
     for end in ("", "_zh")
 )
 BLOCK = re.compile(r"(<!--table:([\w-]+)-->\n).*?(?=<!--/table-->)", re.DOTALL)

@@ -303,13 +303,13 @@ class _Moments:
     def _with_decay(self, copied: float) -> float:
         """Return the bytes of copies while SGD steps: torch adds the weight decay to a copy of the gradients.
 
-        With DeepSpeed's ZeRO, the gradients are one tensor. ZeRO 2 and fp16 have freed other copies then.
+        With DeepSpeed's ZeRO, the gradients are one tensor. ZeRO 2 and 16-bit runs have freed other copies then.
         """
         if not (_deepspeed_zero(self.resolved) and self.config.optim.weight_decay):
             return copied
         width = max(self.x.width, 4)
         decayed = width * self.stage.count.held / self.replicas
-        if self.resolved.zero_stage == 2 or self.resolved.precision == "fp16":
+        if self.resolved.zero_stage == 2 or self.x.width < 4:
             return max(copied, decayed)
         return copied + decayed
 
