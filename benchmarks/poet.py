@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from _alternate import ROOT, new_parser
 
-LAYERS, HIDDEN, HEADS, LENGTH, BATCH = 4, 256, 4, 128, 64
+LAYERS, HIDDEN, HEADS, LENGTH, BATCH = 4, 256, 4, 128, 32
 WARMUP = 100
 
 

@@ -2,8 +2,8 @@
 # Train a poet on 214,000 poems of the Tang and Song dynasties and let it write. Run it again to resume; flags override
 # the defaults:
 #   bash scripts/run_poet.sh                          about ten minutes on 2 cores
-#   SIZE=gpu bash scripts/run_poet.sh                 a larger model, for one GPU
-#   SIZE=long RUN_DIR=runs/long bash scripts/run_poet.sh    the small model for two hours on 2 cores
+#   POET_SIZE=gpu bash scripts/run_poet.sh                 a larger model, for one GPU
+#   POET_SIZE=long RUN_DIR=runs/long bash scripts/run_poet.sh    the small model for two hours on 2 cores
 #   CHARACTERS=traditional bash scripts/run_poet.sh   traditional characters, as in the source
 #   CORPUS=chinese-poetry-2.0.1.tgz bash scripts/run_poet.sh    the package, or a folder of it, that is already here
 # The poems come from npm's package chinese-poetry (MIT license). docs/poet.md has the rules of the task and records.
@@ -21,14 +21,14 @@ PP_SIZE=${PP_SIZE:-0}
 source "$ROOT/scripts/_run.sh"
 
 # ---- the model and its training
-SIZE=${SIZE:-laptop}
-case "$SIZE" in
+POET_SIZE=${POET_SIZE:-laptop}
+case "$POET_SIZE" in
     laptop) TRAIN_ITERS=${TRAIN_ITERS:-1000} ;;
     long) TRAIN_ITERS=${TRAIN_ITERS:-12000} ;;
     gpu) TRAIN_ITERS=${TRAIN_ITERS:-6000} NLAYERS=${NLAYERS:-8} NHIDDEN=${NHIDDEN:-512} NHEADS=${NHEADS:-8} ;;
-    *) echo "$ME: SIZE=$SIZE is not one of laptop, gpu, long" >&2; exit 2 ;;
+    *) echo "$ME: POET_SIZE=$POET_SIZE is not one of laptop, gpu, long" >&2; exit 2 ;;
 esac
-BATCHSIZE=${BATCHSIZE:-$((64 / WORLD_SIZE > 0 ? 64 / WORLD_SIZE : 1))} GAS=${GAS:-1}
+BATCHSIZE=${BATCHSIZE:-$((32 / WORLD_SIZE > 0 ? 32 / WORLD_SIZE : 1))} GAS=${GAS:-1}
 model=(--config "${AT}configs/models/llama_poet.json")
 [ -n "${NLAYERS:-}" ] && model+=(--num-layers "$NLAYERS")
 [ -n "${NHIDDEN:-}" ] && model+=(--hidden-size "$NHIDDEN" --ff-hidden-size $((NHIDDEN * 4)))

@@ -202,7 +202,7 @@ def inner_working(x: Shapes, layer: Layer) -> float:
     hidden = 2 * x.hidden(tokens)
     # The backward pass of a norm in 16 bits has its input, its gradient and the result in fp32.
     of_norm = 3 * tokens * m.hidden_size * 4 / x.shared if x.width < 4 else 0.0
-    of_others = max(of_norm, _bias_working(x, layer), _dropped_attention_again(x, layer))
+    of_others = max(of_norm, _bias_working(x, layer), _dropout_working(x, layer))
     if not layer.routes:
         of_mlp = tokens * m.ff_size * _inner_gradients(x) / x.ranks * x.width
         return hidden + max(of_mlp, of_others)
@@ -218,18 +218,19 @@ def inner_working(x: Shapes, layer: Layer) -> float:
     return hidden + max(of_rows, of_shared, of_others) + copies
 
 
-def _dropped_attention_again(x: Shapes, layer: Layer) -> float:
-    """Return the bytes of scores while --checkpoint-attention recomputes attention with dropout on a CPU.
+def _dropout_working(x: Shapes, layer: Layer) -> float:
+    """Return the bytes of temporary scores in the backward pass of attention with dropout on a CPU.
 
-    They are the three tensors that attention with dropout keeps, and a gradient.
+    They are a gradient, and with --checkpoint-attention the three tensors that attention with dropout keeps.
     """
     m = x.config.model
-    if not (m.checkpoint_attention and m.attention_dropout) or x.accelerated:
+    if x.accelerated or not m.attention_dropout:
         return 0.0
     b = x.config.train.batch_size
     length = x.of_layer(layer) // b
     seen = length * x.config.parallel.context_parallel_size
-    return 4 * b * m.num_attention_heads / x.ranks * length * seen * x.width
+    tensors = 4 if m.checkpoint_attention else 1
+    return tensors * b * m.num_attention_heads / x.ranks * length * seen * x.width
 
 
 def _bias_working(x: Shapes, layer: Layer) -> float:

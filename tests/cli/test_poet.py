@@ -116,5 +116,5 @@ def test_the_script_trains_resumes_and_writes(package: Path, tmp_path: Path) -> 
 
 
 def test_the_script_refuses_an_unknown_size(tmp_path: Path) -> None:
-    done = command("bash", "scripts/run_poet.sh", env={"SIZE": "huge", "RUN_DIR": str(tmp_path)})
-    assert done.returncode == 2 and "SIZE=huge" in done.stderr
+    done = command("bash", "scripts/run_poet.sh", env={"POET_SIZE": "huge", "RUN_DIR": str(tmp_path)})
+    assert done.returncode == 2 and "POET_SIZE=huge" in done.stderr

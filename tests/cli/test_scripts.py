@@ -65,7 +65,9 @@ def files_of(name: str, at: Path, **env: str) -> tuple[str, str, str, str]:
     """Return RUN_DIR, CORPUS and VOCAB_SIZE as scripts/_run.sh chooses them in a checkout at `at`, and its output."""
     text = (ROOT / "scripts" / "_run.sh").read_text()
     part = text[text.index("# ---- files") : text.index("CONFIG_JSON=")]
-    begin = "".join(f"{key}={value!r}\n" for key, value in {"NAME": name, "AT": f"{at}/", **env}.items())
+    begin = "".join(
+        f"{key}={value!r}\n" for key, value in {"NAME": name, "ME": f"run_{name}.sh", "AT": f"{at}/", **env}.items()
+    )
     done = command("bash", "-euc", f'{begin}{part}\nprintf \'%s\\n\' "$RUN_DIR" "$CORPUS" $VOCAB_SIZE')
     assert done.returncode == 0, done.stderr
     *said, run_dir, corpus, size = done.stdout.splitlines()

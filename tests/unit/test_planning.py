@@ -458,4 +458,4 @@ def test_measured_runs_of_random_settings_are_predicted(tmp_path: Path) -> None:
         errors.append(max(each.total for each in memory) / 1e6 / measured - 1)
     close = [error for error in errors if abs(error) <= 0.1]
     assert len(close) / len(errors) >= 0.98
-    assert min(errors) > -0.13
+    assert min(errors) > -0.18
