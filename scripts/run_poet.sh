@@ -23,8 +23,8 @@ source "$ROOT/scripts/_run.sh"
 # ---- the model and its training
 POET_SIZE=${POET_SIZE:-laptop}
 case "$POET_SIZE" in
-    laptop) TRAIN_ITERS=${TRAIN_ITERS:-1000} ;;
-    long) TRAIN_ITERS=${TRAIN_ITERS:-12000} ;;
+    laptop) TRAIN_ITERS=${TRAIN_ITERS:-1100} ;;
+    long) TRAIN_ITERS=${TRAIN_ITERS:-13000} ;;
     gpu) TRAIN_ITERS=${TRAIN_ITERS:-6000} NLAYERS=${NLAYERS:-8} NHIDDEN=${NHIDDEN:-512} NHEADS=${NHEADS:-8} ;;
     *) echo "$ME: POET_SIZE=$POET_SIZE is not one of laptop, gpu, long" >&2; exit 2 ;;
 esac
