@@ -115,8 +115,7 @@ def way_back(checkpoint: Path) -> str:
     others = [path.name for path in numbered_checkpoints(folder).values() if is_checkpoint(path)]
     if checkpoint.name in others:
         others.remove(checkpoint.name)
-    earlier = [name for name in others if name < checkpoint.name]
-    choices = earlier or others
+    choices = [name for name in others if name < checkpoint.name] or others
     if not choices:
         return f"{folder} has no other checkpoint; restore it from a copy"
     return f"to resume from {choices[-1]}, write its name into {folder / 'latest'}"
