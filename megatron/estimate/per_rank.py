@@ -356,9 +356,7 @@ def _updates_of_muon(count: Count, shares: int, x: Shapes) -> float:
     whole matrices. shares: number of ranks that divide the matrices.
     """
     together = min(count.hidden / shares, MUON_BATCH + count.largest)
-    copies = 2 if x.ranks == 1 else 5
-    if not x.config.optim.muon_nesterov:
-        copies -= 1
+    copies = (2 if x.ranks == 1 else 5) - (not x.config.optim.muon_nesterov)
     return copies * together * x.width
 
 

@@ -72,7 +72,16 @@ def test_poems_of_a_folder_and_of_a_package_are_the_same(package: Path, tmp_path
 
 
 def test_a_folder_without_poems_is_refused(tmp_path: Path) -> None:
-    done = command("python", "examples/poet/poems.py", "--input", str(tmp_path), "--output", str(tmp_path / "out"))
+    done = command(
+        "python",
+        "examples/poet/poems.py",
+        "--input",
+        str(tmp_path),
+        "--output",
+        str(tmp_path / "out"),
+        "--script",
+        "traditional",
+    )
     assert done.returncode == 1 and str(tmp_path) in done.stderr and "Traceback" not in done.stderr
 
 
