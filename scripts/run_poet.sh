@@ -69,27 +69,29 @@ prepare_poems() {
             || python -m pip install --disable-pip-version-check -q "opencc>=1.4,<2"
         python "${AT}examples/poet/poems.py" --input "$source" --output "$folder" --script "${CHARACTERS:-simplified}"
     fi
-    prepare_corpus
+    DATA_PATH='' prepare_corpus
     if [ ! -f "$folder/valid_text_document.idx" ]; then
         python "${AT}tools/preprocess_data.py" --input "$folder/valid.jsonl" --vocab-file "$VOCAB_FILE" \
             --output-prefix "$folder/valid"
     fi
 }
 
+DATA_PATH=${DATA_PATH:-$RUN_DIR/data/corpus_text_document}
 settings=(
-    --run-dir "$RUN_DIR" --vocab-file "$VOCAB_FILE" --valid-data-path "$RUN_DIR/poems/valid_text_document"
+    --run-dir "$RUN_DIR" --vocab-file "$VOCAB_FILE"
+    --train-data-path "$DATA_PATH" --valid-data-path "$RUN_DIR/poems/valid_text_document"
     --model-parallel-size "$MP_SIZE" --pipe-parallel-size "$PP_SIZE" "${model[@]}"
     --batch-size "$BATCHSIZE" --gas "$GAS" --train-iters "$TRAIN_ITERS"
     --eval-interval 100 --eval-iters 13 --save-interval 500 --log-interval 20
     --sample-prompt 月夜忆舍弟 --deepspeed-config "$CONFIG_JSON" "$@"
 )
+PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} python -m megatron.config.check "$NAME" "$WORLD_SIZE" "${settings[@]}"
 if [ "$NODE_RANK" = 0 ]; then
     prepare_poems
 else
     until [ -f "$RUN_DIR/poems/valid_text_document.idx" ]; do sleep 1; done
-    DATA_PATH=$RUN_DIR/data/corpus_text_document
 fi
-launch "${AT}pretrain_llama.py" --train-data-path "$DATA_PATH" "${settings[@]}"
+launch "${AT}pretrain_llama.py" "${settings[@]}"
 [ "$NODE_RANK" = 0 ] || exit 0
 echo
 python "${AT}examples/poet/poet.py" "$RUN_DIR"

@@ -124,6 +124,9 @@ def test_the_script_trains_resumes_and_writes(package: Path, tmp_path: Path) -> 
     assert found["bits_per_byte"] == pytest.approx(theirs["bits_per_byte"], rel=1e-5)
 
 
-def test_the_script_refuses_an_unknown_size(tmp_path: Path) -> None:
-    done = command("bash", "scripts/run_poet.sh", env={"POET_SIZE": "huge", "RUN_DIR": str(tmp_path)})
+def test_a_mistake_costs_nothing(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = command("bash", "scripts/run_poet.sh", env={"POET_SIZE": "huge", "RUN_DIR": str(run_dir)})
     assert done.returncode == 2 and "POET_SIZE=huge" in done.stderr
+    done = command("bash", "scripts/run_poet.sh", "--hidden-sise", "3", env={"RUN_DIR": str(run_dir)})
+    assert done.returncode == 2 and "--hidden-sise" in done.stderr and not run_dir.exists()
