@@ -3,7 +3,7 @@
     python examples/poet/poet.py runs/poet
     python examples/poet/poet.py runs/poet --title 春江花月夜 --samples 3
 
-Bits per character and per byte are those of all poems for validation, each scored by itself with the end of the poem.
+Bits per character and per byte are those of all poems for validation, each scored separately with the end of the poem.
 PRICE_PER_HOUR=2.5 in the environment adds the price of the training.
 """
 

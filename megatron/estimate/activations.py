@@ -362,7 +362,7 @@ def logits_bytes(x: Shapes) -> tuple[float, float]:
     of_matrix = rows * m.hidden_size * e
     of_matrix *= 1 if x.accelerated or e < 4 else 2  # oneDNN first copies the output weight to column-major order
     if x.shared > 1:
-        of_matrix += 2 * tokens * m.hidden_size * e  # the gathered input, and its gradient before it is shared out
+        of_matrix += 2 * tokens * m.hidden_size * e  # the gathered input, and its gradient before the reduce-scatter
     # The last copy is that of the chunk before.
     before = min(part, max(tokens - step, 0) * columns * max(e, 4))
     return logits, max((copies - 1) * part + before, of_matrix) + extra

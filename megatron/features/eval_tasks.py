@@ -33,16 +33,18 @@ from .task_sets import TaskSet, read_tasks
 AT_ONCE = 8  # minimum number of micro-batches for which the engine is called, so that pipeline stages are busy
 
 
-def is_scored(model: nn.Module) -> bool:
-    """Return whether the logits of `model` can be had: it is a GPT-2 or Llama of this project, with its loss."""
-    return isinstance(model, (GPT2Model, GPT2ModelPipe)) and isinstance(model.loss_fn, TokenLoss)
-
-
 def check_model(model: nn.Module, config: Config) -> None:
     """Raise ValueError if --eval-tasks is given and `model` is not a GPT-2 or Llama of this project."""
-    if config.train.eval_tasks and not is_scored(model):
+    if config.train.eval_tasks:
+        refuse_other_models(model, "--eval-tasks")
+
+
+def refuse_other_models(model: nn.Module, flag: str) -> None:
+    """Raise ValueError, naming the flag, unless `model` is a GPT-2 or Llama of this project with its loss."""
+    fits = isinstance(model, (GPT2Model, GPT2ModelPipe)) and isinstance(model.loss_fn, TokenLoss)
+    if not fits:
         raise ValueError(
-            f"--eval-tasks needs a GPT2Model or GPT2ModelPipe of megatron.model with the default loss TokenLoss, but "
+            f"{flag} needs a GPT2Model or GPT2ModelPipe of megatron.model with the default loss TokenLoss, but "
             f"this task's model is a {type(model).__name__}, perhaps with another loss; leave the flag out"
         )
 

@@ -61,14 +61,10 @@ class Samples(Feature):
 
     def engine(self, engine: Any, plan: Plan) -> None:
         from ..ranks.agreement import all_ranks
-        from .eval_tasks import is_scored
+        from .eval_tasks import refuse_other_models
 
         with all_ranks():
-            if not is_scored(engine.module):
-                raise ValueError(
-                    "--sample-prompt needs a GPT2Model or GPT2ModelPipe of megatron.model with the default loss "
-                    f"TokenLoss, but this task's model is a {type(engine.module).__name__}, perhaps with another loss"
-                )
+            refuse_other_models(engine.module, "--sample-prompt")
 
     def start(self, run: "Run") -> None:
         self._run = run
