@@ -89,13 +89,16 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
         kept += 0.0 if again else (queries * inner + 2 * keys * groups) * e
         kept += (queries * inner + keys * groups) / m.head_size * 4
     kept += queries * inner * e  # output of attention, which is the input of the output projection
-    if _adjacent_heads(x) and not (m.attention_dropout or m.checkpoint_attention):
+    has_window = m.sliding_window is not None and m.sliding_window < seen
+    in_pieces = context > 1 and not (x.accelerated or x.config.is_t5 or m.attention_dropout or has_window)
+    if _adjacent_heads(x) and not (in_pieces or m.attention_dropout or m.checkpoint_attention):
         kept += queries * inner * e  # the output is copied from the order of heads to the order of tokens
     heads = m.num_attention_heads / t
     b = x.config.train.batch_size
     scores = b * heads * length * seen
     if context > 1 and not (x.config.is_t5 or m.checkpoint_attention):
-        kept += 2 * keys * context * groups * e  # keys and values of all ranks
+        if not in_pieces:
+            kept += 2 * keys * context * groups * e  # keys and values of all ranks
         # A rank has two slices of the sequence, each of which sees only what comes before it.
         scores *= (2 * context + 1) / (4 * context)
     bias = heads * length * seen * e if causal_bias else 0.0  # all samples of the batch share it
@@ -278,7 +281,9 @@ def other_kept(x: Shapes, layer: Layer) -> float:
     name = layer.cls.__name__
     state = x.hidden(tokens)
     if name in ("StackNorm", "DecoderNorm"):
-        return 2 * state + tokens * 8 / x.shared
+        # Logits in chunks have their gradients before the backward pass, so nothing keeps the output.
+        tensors = 1 if kept_of_chunks(x) and layer.name != "encoder.final_norm" else 2
+        return tensors * state + tokens * 8 / x.shared
     if name in ("DecoderStart", "StackStart"):
         return (state / x.width * x.mask if m.hidden_dropout else 0.0) + 8 * tokens
     if name == "WordEmbedding" and layer.name != "head":
@@ -291,29 +296,42 @@ def kept_by(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
 
     With full recomputation, only the input of each group of --checkpoint-num-layers transformer layers is kept.
     """
-    n = x.config.recomputed_layers
     total = 0.0
-    at = 0
     for layer in layers:
         if not layer.repeated:
             total += other_kept(x, layer)
-        elif not n:
+        elif not x.config.recomputed_layers:
             total += transformer_kept(x, layer)
-        else:
-            if at % n == 0:
-                total += x.hidden(x.of_layer(layer))
-            at += 1
+    for group in _recomputed_groups(x, layers):
+        total += x.hidden(x.of_layer(group[0]))
     return total
+
+
+def _recomputed_groups(x: Shapes, layers: Sequence[Layer]) -> list[list[Layer]]:
+    """Return the groups of transformer layers that are recomputed together; those of two stacks are never together."""
+    most = x.config.recomputed_layers
+    groups: list[list[Layer]] = []
+    is_open = False
+    if not most:
+        return groups
+    for layer in layers:
+        if not layer.repeated:
+            is_open = is_open and layer.prelude
+        elif is_open and len(groups[-1]) < most:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+            is_open = True
+    return groups
 
 
 def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:
     """Return the peak bytes of recomputed activations: those of one group of --checkpoint-num-layers layers."""
-    n = x.config.recomputed_layers
-    if not n:
-        return 0.0
-    whole = [transformer_kept(x, layer) for layer in layers if layer.repeated]
-    groups = [sum(whole[at : at + n]) for at in range(0, len(whole), n)]
-    return max(groups, default=0.0)
+    most = 0.0
+    for group in _recomputed_groups(x, layers):
+        of_layers = [transformer_kept(x, layer) for layer in group]
+        most = max(most, sum(of_layers))
+    return most
 
 
 def kept_of_chunks(x: Shapes) -> float:

@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 from tds.bucket_launch import BUCKET_BYTES, BYTES_A_REPLICA
-from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward, Instruction, schedule_of
-from tds.timetable import most_in_flight
+from tds.schedule import BackwardInput, Forward
 
 from ..config import Config
 from ..config.ds_config import Resolved
@@ -22,7 +20,7 @@ from .activations import (
     logits_bytes,
     transformer_kept,
 )
-from .sizes import Count, Stage, count_layers
+from .sizes import Count, Stage, count_layers, fullest, in_flight
 
 DEEPSPEED_BUCKET = 5 * 10**8  # DeepSpeed's default reduce_bucket_size, in elements
 MUON_BATCH = 1 << 24  # elements that Muon steps together
@@ -50,57 +48,16 @@ class Memory:
         return float(sum(getattr(self, f.name) for f in fields(self)))
 
 
-@lru_cache(maxsize=65536)
-def _instructions(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> list[Instruction]:
-    """Return the instructions of a stage, with fewer micro-batches if a shorter schedule has the same steady state."""
-    few = micros
-    steady = name in ("1f1b", "interleaved", "zb-h1")
-    if steady and micros > 6 * stages * (1 + extra) and micros % stages == 0:
-        few = 4 * stages * (1 + extra)
-    schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
-    return list(schedule(stage, stages, few))
-
-
-@lru_cache(maxsize=65536)
-def in_flight(
-    name: str, extra: int, chunks: int, stage: int, stages: int, micros: int, chunk: int | None = None
-) -> int:
-    """Return the maximum number of forward passes whose activations a stage keeps at the same time.
-
-    A forward pass takes one micro-batch through one of the `chunks` groups of layers on the stage. The function finds
-    the maximum in the schedule of the stage.
-    name: --pipeline-schedule. extra: --pipeline-extra-warmup. micros: number of micro-batches.
-    chunk: count only the passes through this group of layers; None counts those of all groups.
-    """
-    plan = _instructions(name, extra, chunks, stage, stages, micros)
-    return most_in_flight([each for each in plan if chunk in (None, each.chunk)])
-
-
-@lru_cache(maxsize=65536)
-def deferred(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> int:
-    """Return of how many micro-batches the weight gradients are yet to be computed (zb-h1) when most are in flight."""
-    alive = waiting = 0
-    fullest = (0, 0)
-    for each in _instructions(name, extra, chunks, stage, stages, micros):
-        alive += isinstance(each, Forward) - isinstance(each, (Backward, BackwardWeight))
-        waiting += isinstance(each, BackwardInput) - isinstance(each, BackwardWeight)
-        if isinstance(each, Forward):
-            fullest = max(fullest, (alive, waiting))
-    return fullest[1]
-
-
 def moments_of(count: Count, config: Config) -> int:
     """Return the number of elements of the optimizer's moments on each model-parallel rank, before ZeRO shards them.
 
     The average of --ema-decay counts as a moment.
     """
-    moments = 2 * count.held
-    if config.optim.optimizer == "sgd":
-        moments = count.held
-    elif config.optim.optimizer == "muon":
-        moments -= count.hidden
+    one = count.held
+    of_optimizer = {"sgd": one, "muon": 2 * one - count.hidden}
+    moments = of_optimizer.get(config.optim.optimizer, 2 * one)
     if config.optim.ema_decay:
-        moments += count.held
+        moments += one
     return moments
 
 
@@ -210,7 +167,11 @@ class _Moments:
         self.later = gas > flying / p.virtual_pipeline_size  # True if gradients of earlier micro-batches exist
         self.waiting = self.gradients if self.later or self._gradients_stay() else 0.0
         self.kept = flying * kept_by(self.x, self.layers) / p.virtual_pipeline_size
-        self.kept += deferred(*schedule, stage.number, p.stages, gas) * deferred_kept(self.x, self.layers)
+        of_deferred = deferred_kept(self.x, self.layers)
+        self.kept += fullest(Forward, *schedule, stage.number, p.stages, gas)[1] * of_deferred
+        # The first stage has no gradients of inputs, and computes those of its weights at once.
+        alive, waiting = fullest(BackwardInput, *schedule, stage.number, p.stages, gas) if stage.number else (0, 0)
+        self.kept_deferred = alive * kept_by(self.x, self.layers) + waiting * of_deferred
         self.talk = _communication(stage, config, resolved, replicas, self.x, flying)
         heads = in_flight(*schedule, stage.number, p.stages, gas, p.virtual_pipeline_size - 1)
         self.has_head = self.layers[-1].name == "head"
@@ -249,6 +210,13 @@ class _Moments:
         working += computed_again(x, self.layers)
         return self._of(gradients, max(left, 0.0), self.waiting_logits, self.talk, working)
 
+    def deferred(self) -> Memory:
+        """Return the memory when most gradients of weights are yet to be computed (zb-h1)."""
+        working = 0.0
+        for at in _turning_points(self.layers):
+            working = max(working, inner_working(self.x, self.layers[at]))
+        return self._of(self.waiting, self.kept_deferred, 0.0, self.talk, working)
+
     def reduction(self) -> Memory:
         """Return the memory while gradients are reduced, when no activations are left."""
         buffers = 0.0
@@ -265,7 +233,7 @@ class _Moments:
         """Return the bytes that DeepSpeed's ZeRO 1 and 2 copy while they reduce gradients.
 
         The copies of a rank's share have all numbers of each matrix that touches the share. ZeRO 1 sums gradients in
-        bf16 as one flat tensor in fp32. Under a pipeline, fp16 has a second bucket.
+        bf16 as one flat tensor in fp32, ZeRO 2 one matrix after the other. Under a pipeline, fp16 has a second bucket.
         """
         zero = self.resolved.zero_stage
         if zero == 3:
@@ -273,18 +241,28 @@ class _Moments:
         if zero == 1 and self.resolved.precision == "bf16":
             return self.gradients if self.replicas > 1 else 0.0
         count = self.stage.count
+        bucket = _bucket(self.resolved, self.x.width)
+        # The numbers in the bucket are copied once more before replicas sum them.
+        flat = min(bucket, count.held * self.x.width) if self.replicas > 1 else 0.0
+        if self.resolved.precision == "bf16":
+            return flat + 4.0 * count.largest
         touched = min(count.held, count.held / self.replicas + count.largest)
-        found = touched * _width_of_gradients(self.resolved)
         if self.resolved.precision == "fp16" and self.config.parallel.stages > 1:
-            found += _bucket(self.resolved, self.x.width)
-        return found
+            flat = max(flat, bucket)
+        return flat + touched * _width_of_gradients(self.resolved)
 
     def embedding(self) -> Memory:
-        """Return the memory when the gradient of a tied embedding is added to that of the output layer."""
+        """Return the memory when the gradient of an embedding is added to that of the output layer, to which it is
+        tied, or to that of earlier micro-batches.
+        """
         rows = self.stage.count.largest * self.x.width
         # ZeRO 2 and 3 keep only a share of the sum.
         tensors = 1 if self.resolved.zero_stage < 2 else 2
-        return self._of(self.gradients, 0.0, 0.0, self.talk, tensors * rows)
+        working = tensors * rows
+        if self.resolved.distributed_optimizer and self.x.width < 4 and not self.x.accelerated:
+            working += self.stage.count.largest * 4  # a CPU widens what it adds to a sum in fp32
+        left = self.kept - kept_by(self.x, self.layers)
+        return self._of(self.gradients, max(left, 0.0), 0.0, self.talk, working)
 
     def step(self) -> Memory:
         """Return the memory while the optimizer steps."""
@@ -298,7 +276,10 @@ class _Moments:
         if optimizer == "muon":
             shares = self.replicas if self.resolved.zero_stage else 1
             buffers += _updates_of_muon(count, shares, self.x)
-        return self._of(self.gradients, 0.0, 0.0, self.talk, buffers)
+        talk = self.talk
+        if self.resolved.zero_stage == 2:
+            talk -= _buckets(self.config, self.resolved, self.x)  # freed after the last micro-batch
+        return self._of(self.gradients, 0.0, 0.0, talk, buffers)
 
     def _with_decay(self, copied: float) -> float:
         """Return the bytes of copies while SGD steps: torch adds the weight decay to a copy of the gradients.
@@ -369,10 +350,10 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
     found = [moments.backward(at) for at in _turning_points(moments.layers)]
     if moments.has_head:
         found.append(moments.loss())
-    if moments.has_head and config.model.tie_embeddings and stage.number == 0:
+    is_tied = moments.has_head and config.model.tie_embeddings
+    if stage.number == 0 and (is_tied or moments.waiting):
         found.append(moments.embedding())
-    found.append(moments.reduction())
-    found.append(moments.step())
+    found += [moments.deferred(), moments.reduction(), moments.step()]
     return max(found, key=lambda memory: memory.total)
 
 
@@ -385,7 +366,11 @@ def _turning_points(layers: Sequence[Layer]) -> list[int]:
     for at, layer in enumerate(layers):
         if layer.repeated:
             places.setdefault(layer.cls, []).append(at)
-    return [at for run in places.values() for at in {run[0], run[-1]}]
+    found = []
+    for run in places.values():
+        found.append(run[0])
+        found.append(run[-1])
+    return found
 
 
 def rank_memory(

@@ -1,9 +1,12 @@
-"""Formulas for the number of parameters of layers, stages and ranks, without building a model."""
+"""Formulas for what a rank holds, without building a model: its parameters, and micro-batches in flight."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+
+from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward, Instruction, schedule_of
+from tds.timetable import most_in_flight
 
 from ..config import Config, ModelConfig
 from ..config.fields import ConfigError
@@ -261,3 +264,47 @@ def in_words(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}" if number / size < 999.5 else f"{math.floor(number / size)} {unit}"
     return f"{number:.3g}"
+
+
+@lru_cache(maxsize=65536)
+def _instructions(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> list[Instruction]:
+    """Return the instructions of a stage, with fewer micro-batches if a shorter schedule has the same steady state."""
+    few = micros
+    steady = name in ("1f1b", "interleaved", "zb-h1")
+    if steady and micros > 6 * stages * (1 + extra) and micros % stages == 0:
+        few = 4 * stages * (1 + extra)
+    schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
+    return list(schedule(stage, stages, few))
+
+
+@lru_cache(maxsize=65536)
+def in_flight(
+    name: str, extra: int, chunks: int, stage: int, stages: int, micros: int, chunk: int | None = None
+) -> int:
+    """Return the maximum number of forward passes whose activations a stage keeps at the same time.
+
+    A forward pass takes one micro-batch through one of the `chunks` groups of layers on the stage. The function finds
+    the maximum in the schedule of the stage.
+    name: --pipeline-schedule. extra: --pipeline-extra-warmup. micros: number of micro-batches.
+    chunk: count only the passes through this group of layers; None counts those of all groups.
+    """
+    plan = _instructions(name, extra, chunks, stage, stages, micros)
+    return most_in_flight([each for each in plan if chunk in (None, each.chunk)])
+
+
+@lru_cache(maxsize=65536)
+def fullest(
+    after: type[Instruction], name: str, extra: int, chunks: int, stage: int, stages: int, micros: int
+) -> tuple[int, int]:
+    """Return (micro-batches in flight, those of them whose weight gradients zb-h1 has yet to compute).
+
+    They are counted after each instruction of the type `after`; the largest pair is returned, (0, 0) if there is none.
+    """
+    alive = waiting = 0
+    most = (0, 0)
+    for each in _instructions(name, extra, chunks, stage, stages, micros):
+        alive += isinstance(each, Forward) - isinstance(each, (Backward, BackwardWeight))
+        waiting += isinstance(each, BackwardInput) - isinstance(each, BackwardWeight)
+        if isinstance(each, after):
+            most = max(most, (alive, waiting))
+    return most

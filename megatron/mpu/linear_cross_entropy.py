@@ -135,6 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 count = 2.0 ** (len(x) - 1).bit_length() if unit != 1.0 else 1.0
                 mean = x / count if count != 1.0 else x
                 weight_grad = add_matmul(weight_grad, d.t(), mean.t(), onednn, count)
+            del logits, d  # their memory is free before the logits of the next chunk exist
         ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
         ctx.weight_grad = weight_grad
         ctx.axis = deferred.axis
