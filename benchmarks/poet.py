@@ -1,18 +1,21 @@
 """Bits per character of poems after minutes of training: nanoGPT's model and recipe, and scripts/run_poet.sh.
 
     TRAIN_ITERS=1 bash scripts/run_poet.sh                        # prepares the poems in runs/poet
-    python benchmarks/poet.py --minutes 10 --lr 3e-3 --iterations 300 --seeds 1 2 3
+    python benchmarks/poet.py --minutes 10 --lr 3e-3 --iterations 240 --seeds 1 2 3 --plot docs/images/poet.png
+    python benchmarks/poet.py --minutes 0 --iterations 110 --seeds 1 2 3 --ablate
 
 For each seed, nanoGPT's model trains for --minutes, and then ours for --iterations iterations, both with all cores.
 nanoGPT is plain compiled torch in fp32: learned positions, layer norms, GELU, AdamW with betas 0.9 and 0.95, weight
 decay 0.1, a warm-up of 100 steps, a cosine decay to a tenth of --lr, and random windows of the concatenated poems. Its
 clock starts after the compilation. The clock of ours is that of its log. Both have the same tokens, and all poems for
-validation are scored one by one, from the beginning of a poem to its end.
+validation are scored one by one, from the beginning of a poem to its end. --ablate trains ours again, each time without
+one of its ingredients.
 """
 
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -24,6 +27,21 @@ from _alternate import ROOT, new_parser
 
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH = 4, 256, 4, 128, 32
 WARMUP = 100
+PER_POINT = 10  # steps of a point of a curve
+# Ingredient -> flags that take it away
+ABLATIONS = {
+    "all": "",
+    "AdamW, learning rate 3e-3, for Muon": "--optimizer adam --lr 3e-3",
+    "learned positions for rotary ones": "--position-embedding learned",
+    "no QK norm": "--no-qk-norm",
+    "GELU for SwiGLU": "--activation gelu-tanh --ff-hidden-size 1024",
+    "LayerNorm for RMSNorm": "--normalization layernorm",
+    "cosine for linear decay": "--lr-decay-style cosine",
+    "one replica of two threads": "",
+}
+ONE_REPLICA = "one replica of two threads"
+
+Curve = list[tuple[float, float]]  # (minutes, mean training loss in nats per token since the last point)
 
 
 def tokens_of(prefix: Path) -> Any:
@@ -61,14 +79,16 @@ def nano(folder: Path, lr: float, minutes: float, seed: int, eod: int, character
     dice = torch.Generator().manual_seed(seed)
     window = torch.arange(LENGTH + 1)
 
-    def step(rate: float) -> None:
+    def step(rate: float) -> float:
         for group in optimizer.param_groups:
             group["lr"] = rate
         begins = torch.randint(len(train) - LENGTH, (BATCH, 1), generator=dice)
-        step_model(train[begins + window]).backward()
+        loss = step_model(train[begins + window])
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return float(loss)
 
     for _ in range(3):  # compilation, without an update
         step(0.0)
@@ -79,14 +99,19 @@ def nano(folder: Path, lr: float, minutes: float, seed: int, eod: int, character
     steps = int(60 * minutes / pace)
     begin = time.perf_counter()
     done = 0
+    curve: Curve = []
+    summed = 0.0
     # The decay follows the time, so that it is complete when the time is over, whatever else the machine does.
     while (spent := time.perf_counter() - begin) < 60 * minutes:
         share = spent / (60 * minutes)
         decay = 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share))
-        step(lr * min(1.0, (done + 1) / WARMUP) * decay)
+        summed += step(lr * min(1.0, (done + 1) / WARMUP) * decay)
         done += 1
+        if done % PER_POINT == 0:
+            curve.append(((time.perf_counter() - begin) / 60, summed / PER_POINT))
+            summed = 0.0
     bits = nats_of(model, poems) / math.log(2)
-    return {"bits": bits / characters, "steps": done, "planned": steps, "minutes": minutes}
+    return {"bits": bits / characters, "steps": done, "planned": steps, "minutes": minutes, "curve": curve}
 
 
 def nats_of(model: Any, poems: list[list[int]]) -> float:
@@ -106,20 +131,61 @@ def nats_of(model: Any, poems: list[list[int]]) -> float:
     return total
 
 
-def ours(folder: Path, iterations: int, seed: int, more: list[str]) -> dict[str, Any]:
-    """Run the recipe of scripts/run_poet.sh in a new directory; return its bits per character and minutes."""
-    run_dir = folder / f"seed{seed}_{iterations}"
+def ours(folder: Path, iterations: int, seed: int, more: list[str], replicas: int = 2) -> dict[str, Any]:
+    """Run the recipe of scripts/run_poet.sh in a new directory; return its bits per character, minutes and curve."""
+    run_dir = folder / "run"
+    shutil.rmtree(run_dir, ignore_errors=True)
     flags = ["--config", str(ROOT / "configs/models/llama_poet.json"), "--run-dir", str(run_dir)]
-    flags += ["--vocab-file", str(folder / "tokenizer.model"), "--batch-size", str(BATCH // 2)]
+    flags += ["--vocab-file", str(folder / "tokenizer.model"), "--batch-size", str(BATCH // replicas)]
     flags += ["--train-data-path", str(folder / "data/corpus_text_document"), "--seed", str(seed)]
     flags += ["--valid-data-path", str(folder / "poems/valid_text_document"), "--eval-iters", "0"]
-    launch = [sys.executable, str(ROOT / "tools/launch.py"), "--standalone", "--nproc-per-node", "2"]
+    launch = [sys.executable, str(ROOT / "tools/launch.py"), "--standalone", "--nproc-per-node", str(replicas)]
     launch += [str(ROOT / "pretrain_llama.py"), *flags, "--train-iters", str(iterations), *more]
-    subprocess.run(launch, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    threads = str(2 // replicas)
+    subprocess.run(launch, check=True, env={**os.environ, "OMP_NUM_THREADS": threads}, stdout=subprocess.DEVNULL)
     score = [sys.executable, str(ROOT / "examples/poet/poet.py"), str(run_dir), "--json"]
     score += ["--poems", str(folder / "poems/valid.jsonl")]
     scored = subprocess.run(score, check=True, capture_output=True, text=True)
-    return {**json.loads(scored.stdout), "steps": iterations}
+    return {**json.loads(scored.stdout), "steps": iterations, "curve": curve_of(run_dir)}
+
+
+def curve_of(run_dir: Path) -> Curve:
+    """Return the curve of a run's metrics.jsonl; its time is that of the training."""
+    found: Curve = []
+    minutes = 0.0
+    seen = 0
+    for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["split"] != "train":
+            continue
+        minutes += (row["consumed_tokens"] - seen) / row["tokens_per_second"] / 60
+        seen = row["consumed_tokens"]
+        found.append((minutes, row["lm_loss"]))
+    return found
+
+
+def plot(curves: list[tuple[str, Curve]], path: str) -> None:
+    """Draw training losses against minutes; curves: (contender, curve) of each run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6.4, 3.6))
+    colors: dict[str, str] = {}
+    for name, curve in curves:
+        label = None if name in colors else name
+        color = colors.setdefault(name, f"C{len(colors)}")
+        minutes = [point[0] for point in curve]
+        losses = [point[1] for point in curve]
+        axes.plot(minutes, losses, color=color, label=label, linewidth=1)
+    axes.set_xlabel("minutes of training on two cores")
+    axes.set_ylabel("training loss, nats per token")
+    axes.set_ylim(5, 8)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
@@ -130,6 +196,8 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=0, help="iterations of ours; 0 to leave it out")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--flags", default="", help="further flags of ours")
+    parser.add_argument("--ablate", action="store_true", help="train ours without each of its ingredients")
+    parser.add_argument("--plot", help="image file for training losses against time")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from data_utils.documents import texts
@@ -139,14 +207,20 @@ def main() -> None:
     eod = load_tokenizer(str(folder / "tokenizer.model")).eod
     characters = sum(len(text) for text in texts([str(folder / "poems/valid.jsonl")]))
     print("| contender | seed | minutes | steps | bits per character |\n| --- | --- | --- | --- | --- |")
+    curves = []
+    variants = ABLATIONS if args.ablate else {"ours": ""}
     for seed in args.seeds:
-        for lr in args.lr:
-            if args.minutes:
-                found = nano(folder, lr, args.minutes, seed, eod, characters)
-                print(_row(f"nanoGPT, AdamW {lr:g}", seed, found), flush=True)
-        if args.iterations:
-            found = ours(folder, args.iterations, seed, args.flags.split())
-            print(_row(f"ours {args.flags}".strip(), seed, found), flush=True)
+        for lr in args.lr if args.minutes else ():
+            found = nano(folder, lr, args.minutes, seed, eod, characters)
+            curves.append((f"nanoGPT, AdamW {lr:g}", found["curve"]))
+            print(_row(curves[-1][0], seed, found), flush=True)
+        for name, flags in variants.items() if args.iterations else ():
+            replicas = 1 if name == ONE_REPLICA else 2
+            found = ours(folder, args.iterations, seed, [*flags.split(), *args.flags.split()], replicas)
+            curves.append((name, found["curve"]))
+            print(_row(name, seed, found), flush=True)
+    if args.plot:
+        plot(curves, args.plot)
 
 
 def _row(name: str, seed: int, found: dict[str, Any]) -> str:

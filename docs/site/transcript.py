@@ -29,6 +29,9 @@ SHOWN = (
     r"\b[35]00 .*valid",
 )
 SUMMARY = re.compile(r"iterations {2,}\d+$")
+# The front page shows fewer lines.
+BRIEF = r"documents, .* tokens ->", r"\b10/\d+", r"\b(\d+)/\1\b"
+BRIEF_SUMMARY = re.compile("best validation loss")
 END = re.compile(r"settings {2,}")  # first line of the list of files at the end of the output; pages omit this list
 
 
@@ -47,12 +50,15 @@ def run(name: str, folder: str, *flags: str) -> list[str]:
     return done.stdout.replace(folder, f"runs/{name}").splitlines()
 
 
-def shown(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a script's output that a page shows."""
+def shown(name: str, lines: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of the output of run_NAME.sh that its page shows."""
+    is_brief = name == "gpt2"
+    patterns = BRIEF if is_brief else SHOWN
+    summary = BRIEF_SUMMARY if is_brief else SUMMARY
     gap, whole = False, False
     for line in lines:
-        whole = (whole or bool(SUMMARY.match(line))) and not END.match(line)
-        if whole or any(re.search(pattern, line) for pattern in SHOWN):
+        whole = (whole or bool(summary.match(line))) and not END.match(line)
+        if whole or any(re.search(pattern, line) for pattern in patterns):
             if gap:
                 yield "" if whole else "..."
             gap = False
@@ -79,7 +85,7 @@ def main(names: Sequence[str]) -> None:
     """Run each script and write its transcript into its pages."""
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
-            text = "\n".join(shown(run(name, folder))).strip() + "\n"
+            text = "\n".join(shown(name, run(name, folder))).strip() + "\n"
         for page in PAGES[name]:
             path = ROOT / page
             new, found = _block(name).subn(lambda match, text=text: match[1] + text, path.read_text(encoding="utf-8"))  # type: ignore[misc]

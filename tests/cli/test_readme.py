@@ -113,7 +113,7 @@ def as_the_page_shows_it(printed: list[str]) -> None:
 
     Lines must agree except for times, speed and memory; losses may differ by rounding.
     """
-    page, lines = transcript.on_page("README.md", "gpt2"), list(transcript.shown(printed))
+    page, lines = transcript.on_page("README.md", "gpt2"), list(transcript.shown("gpt2", printed))
     assert page == transcript.on_page("README_zh.md", "gpt2")
     # "..." stands for omitted lines. Which lines are omitted depends on the machine, so "..." is not compared.
     both = [[line for line in each if line != "..."] for each in (page, lines)]
@@ -134,7 +134,7 @@ def test_the_whole_transcript_is_what_the_script_prints(name: str, tmp_path: Pat
     """The final losses of a complete run are within 0.15 nats of the page's transcript; CPUs round differently."""
     page, printed = (
         transcript.on_page(transcript.PAGES[name][0], name),
-        list(transcript.shown(transcript.run(name, str(tmp_path / "run")))),
+        list(transcript.shown(name, transcript.run(name, str(tmp_path / "run")))),
     )
     facts = [{line[:34].strip(): line[34:] for line in each if "nats/token" in line} for each in (page, printed)]
     assert facts[0].keys() == facts[1].keys() and facts[0]
