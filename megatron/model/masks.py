@@ -91,7 +91,7 @@ def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = Fa
 
     None means that every query sees all keys.
     keys: None in self-attention, where keys and queries have the same ids. causal: later tokens are hidden, too.
-    A query may have no visible key because of padding. It then sees all keys, and its result is not used.
+    A query whose document has no keys sees all keys that are not padding. So padding changes no number.
     Raises ValueError if the caller passed an attention mask instead of ids.
     """
     documents = document_scope(queries, keys, causal)
@@ -134,7 +134,9 @@ def _mask(queries: Tensor, keys: Tensor | None, causal: bool) -> Tensor:
         in_prefix = (own < 0) & same
         same = (own.abs() == other.abs()).tril() | in_prefix
     if keys is not None:
-        same = same | ~same.any(-1, keepdim=True)
+        text = other != 0
+        text = text | ~text.any(-1, keepdim=True)  # a row of padding only
+        same = same | (text & ~same.any(-1, keepdim=True))
     return same.unsqueeze(1)
 
 

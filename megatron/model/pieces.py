@@ -86,7 +86,7 @@ def _of_documents(documents: Documents) -> Pieces | None:
     if causal and bool((queries < 0).any()):
         return None
     others = queries if keys is None else keys
-    everything = (0, others.shape[1])
+    length = others.shape[1]
     found: list[Piece] = []
     once = True
     for row in range(len(queries)):
@@ -94,15 +94,22 @@ def _of_documents(documents: Documents) -> Pieces | None:
         theirs = mine if keys is None else runs(keys[row])
         if mine is None or theirs is None:
             return None
+        padding = theirs.get(0, (length, length))
+        if padding[1] < length:
+            return None
+        text = (0, padding[0] or length)  # what queries see whose document has no keys
         rows = slice(row, row + 1)
         pieces = []
         stop = 0
         for number, span in mine.items():
-            seen = theirs.get(number, everything)
+            seen = theirs.get(number, text)
             once = once and seen[0] == stop
             stop = seen[1]
             pieces.append(Piece(rows, slice(*span), slice(*seen), causal=causal))
-        once = once and stop == everything[1]
+            if number not in theirs:  # other documents may not share its piece
+                found += [*merge_short(pieces[:-1], queries, others), pieces[-1]]
+                pieces = []
+        once = once and stop == length
         found += merge_short(pieces, queries, others)
     return Pieces(tuple(found), once)
 

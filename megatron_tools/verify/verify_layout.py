@@ -23,7 +23,9 @@ EXAMPLES = """\
   python tools/verify_layout.py pretrain_gpt2.py -- --data-path runs/steps/data_text_document \\
       --vocab-file runs/steps/tokenizer.model --num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64
   python tools/verify_layout.py examples/pretrain_decoder.py --layouts "pp 2" "tp 2, sp" --precision fp64 -- \\
-      --data-path ..."""
+      --data-path ...
+  python tools/verify_layout.py --fuzz 100 --seed 1"""
+TIMEOUT = 600.0  # seconds of a layout
 NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")}
 
 
@@ -47,11 +49,12 @@ def start(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -
         command += ["megatron_tools.launch", "--standalone", "--nproc-per-node", str(layout.ranks), "-m"]
     command += ["megatron_tools.verify.verify_rank", str(folder), str(args.steps), args.script, *flags]
     places = [str(Path(megatron.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    timeout = args.timeout or TIMEOUT
     env = {**os.environ, **NO_DEVICES, "PYTHONPATH": os.pathsep.join(filter(None, places))}
     try:
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.timeout, check=False)
+        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
-        return f"did not finish within {args.timeout:g} s (--timeout)"
+        return f"did not finish within {timeout:g} s (--timeout)"
     if len(list(folder.glob("rank*.pt"))) == layout.ranks:
         return None
     return failure(folder, ended.returncode, ended.stderr)
@@ -141,14 +144,20 @@ def refuse_flags_of_layouts(flags: Sequence[str]) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    if not compared(args):
+    if args.fuzz is not None:
+        from .fuzz_campaign import fuzz as compare
+    elif args.script is None:
+        raise ValueError("give the entry script to run, or --fuzz")
+    else:
+        compare = compared
+    if not compare(args):
         sys.exit(1)
 
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    add("script", type=local_path, help="entry script to run")
+    add("script", nargs="?", type=local_path, help="entry script to run; not with --fuzz")
     add(
         "--layouts",
         nargs="+",
@@ -176,7 +185,16 @@ def build_parser() -> Parser:
         help="largest relative difference that counts as agreement (default: 1e-4 in fp32, 1e-9 in fp64)",
     )
     add("--keep-dropout", action="store_true", help="do not turn off the dropout that the script's flags set")
-    add("--timeout", type=float, default=600.0, help="maximum seconds per layout (default: 600)")
+    add(
+        "--fuzz",
+        type=int,
+        metavar="N",
+        help="instead of a script: compare N random settings and layouts of GPT-2, Llama and T5 with one process",
+    )
+    add("--seed", type=int, default=0, help="with --fuzz: seed of the draws and of the corpora (default: 0)")
+    add("--draw", type=int, default=0, help="with --fuzz: number of the first draw (default: 0)")
+    add("--verbose", action="store_true", help="with --fuzz: print a line for each draw")
+    add("--timeout", type=float, help="maximum seconds per layout (default: 600, with --fuzz 60)")
     return parser
 
 

@@ -46,7 +46,7 @@ def _written_down(
     sees = queries[:, :, None] == keys[:, None, :]
     if causal:
         sees &= torch.arange(queries.shape[1])[:, None] >= torch.arange(keys.shape[1])
-    sees |= ~sees.any(-1, keepdim=True)
+    sees |= ~sees.any(-1, keepdim=True) & (keys != 0)[:, None, :]
     scores = (query @ key.mT * SCALE + bias).masked_fill(~sees[:, None], -torch.inf)
     return scores.softmax(-1) @ value
 
@@ -101,6 +101,32 @@ def test_with_a_learned_bias(name: str) -> None:
         )
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 30])
+@pytest.mark.parametrize("masked", [False, True])
+def test_appended_padding_of_keys_changes_nothing(masked: bool, size: int) -> None:
+    """A document without keys sees the text only, as before padding is appended for sequence parallelism."""
+    queries = _rows([(1, 4 * size), (3, 4 * size), (0, size)], [(1, size), (2, 6 * size), (0, 2 * size)])
+    keys = _rows([(1, 3 * size), (2, 4 * size)], [(1, 7 * size)])
+    text = Documents(queries, keys)
+    padded = Documents(queries, torch.cat([keys, torch.zeros(2, 3, dtype=keys.dtype)], 1))
+    query, key, value, _ = _drawn(padded, torch.float64)
+    call = _masked if masked else _ours
+    found = call(query, key, value, padded)
+    whole = key[:, :, :-3]
+    values = value[:, :, :-3]
+    wanted = call(query, whole, values, text)
+    real = queries != 0
+    torch.testing.assert_close(found.transpose(1, 2)[real], wanted.transpose(1, 2)[real], rtol=1e-12, atol=1e-12)
+    alone = slice(4 * size, 8 * size)  # document 3 of the first row, which has no keys
+    every = (query @ whole.mT * SCALE).softmax(-1) @ values
+    torch.testing.assert_close(found[0, :, alone], every[0, :, alone], rtol=1e-12, atol=1e-12)
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+    scores = (query @ key.mT * SCALE).masked_fill(~documents.mask(), -torch.inf)
+    return scores.softmax(-1) @ value
 
 
 def test_heads_lie_side_by_side_as_layers_go_on_with_them() -> None:
