@@ -31,10 +31,10 @@ def complain(error: BaseException, config: Config | None, everywhere: bool) -> N
         # exit. If this rank still runs after the wait, rank 0 has no error, so this rank prints the error.
         time.sleep(10)
     where = "" if rank == 0 else f" (rank {rank})"
-    print(f"{Path(sys.argv[0]).name}{where}: {_words(error, config)}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}{where}: {sentence_of(error, config)}", file=sys.stderr)
 
 
-def _words(error: BaseException, config: Config | None) -> str:
+def sentence_of(error: BaseException, config: Config | None) -> str:
     """Return what went wrong and what to do, for the errors that `run` expects."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (Ctrl-C)"

@@ -99,7 +99,7 @@ class MetricsWriter:
             except RowError as error:
                 tqdm.write(f"note: {path}, line {number} is invalid and is removed: {error}")
                 continue
-            if row is not None and row["iteration"] <= iteration:
+            if row is not None and row["iteration"] <= iteration and row.get("split") != "end":
                 kept.append(line + "\n")
                 self._held.add((str(row.get("split")), row["iteration"]))
         write_text(path, "".join(kept))
@@ -115,7 +115,7 @@ class MetricsWriter:
             self._append(self._path)
         numbers = _numbers(row)
         for other in list(self._others):
-            if "samples" in row and not getattr(other, "shows_texts", False):
+            if not numbers or "samples" in row and not getattr(other, "shows_texts", False):
                 continue
             self._late.setdefault(other.name, []).append((row.get("split", "train"), row["iteration"], numbers))
             self._forward(other)

@@ -57,11 +57,16 @@ class Run:
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        """Close the run's files and unlock its directory.
+    def __exit__(self, kind: type[BaseException] | None = None, error: BaseException | None = None, *_: object) -> None:
+        """Close the run's files and unlock its directory. An error becomes the last row of metrics.jsonl.
 
         Raises RunError if metrics.jsonl lacks rows, so that a run that has lost them does not end as a success.
         """
+        if error is not None:
+            from .complaints import sentence_of
+
+            reason = sentence_of(error, self.config)
+            self.metrics.write({"split": "end", "iteration": self.state.iteration, "reason": reason})
         lost = self.metrics.close()
         release(self.locks)
         if lost and kind is None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 
+from data_utils.cli import blocks
 from megatron.estimate.per_rank import Memory
 from megatron.estimate.sizes import in_words, parameters
 from megatron.model.work import lengths
@@ -17,11 +18,14 @@ KINDS = tuple(f.name for f in fields(Memory))
 
 
 def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    lines = ["-" * width for width in widths]
-    for row in (heads, lines, *rows):
-        yield "| " + " | ".join(map(str.ljust, row, widths)) + " |"
+    """Yield the lines of Markdown tables with aligned columns, one table for each part that fits the terminal."""
+    for number, (head, *block) in enumerate(blocks([heads, *rows], gap=3)):
+        if number:
+            yield ""
+        widths = [max(map(len, column)) for column in zip(head, *block, strict=True)]
+        lines = ["-" * width for width in widths]
+        for row in (head, lines, *block):
+            yield "| " + " | ".join(map(str.ljust, row, widths)) + " |"
 
 
 def recomputed(layout: Layout) -> str:

@@ -16,7 +16,8 @@ class Chart(NamedTuple):
     """One chart.
 
     log: whether the vertical axis is logarithmic. lines: results of `line`. levels: horizontal lines for comparison,
-    such as the unigram entropy. marks: iterations to highlight, such as jumps of the loss.
+    such as the unigram entropy. marks: iterations to highlight, such as jumps of the loss; those with "line" get a line
+    and show their label.
     """
 
     name: str
@@ -99,6 +100,7 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
             levels.append({"run": i, "label": f"unigram entropy of the {of}", "y": round(nats, 4)})
         for row in train:
             marks += _spikes(i, row)
+        marks += _last_nan(i, train)
     by_corpus = _by_split(runs, "lm_loss", 1, "train", "valid", "test")
     tasks = _by_split(runs, "accuracy", 100, "eval")
     shared = _once(levels, len(runs))
@@ -120,6 +122,19 @@ def _spikes(run: int, row: Row) -> Iterator[dict[str, Any]]:
     for spike in row.get("skipped_spikes", []):
         label = f"step skipped, {spike['name']} {spike['value']:.3f}"
         yield {"run": run, "x": spike["iteration"], "label": label}
+
+
+def _last_nan(run: int, train: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return a mark at the first log line from which on every loss is NaN, if the last loss is NaN."""
+    first = None
+    for row in train:
+        if math.isfinite(row["lm_loss"]):
+            first = None
+        elif first is None:
+            first = row["iteration"]
+    if first is None:
+        return []
+    return [{"run": run, "x": first, "label": f"NaN from iteration {first}", "line": True}]
 
 
 def _by_split(runs: Sequence[RunRead], key: str, factor: float, *parts: str) -> list[dict[str, Any]]:
