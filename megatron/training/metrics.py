@@ -157,12 +157,17 @@ class MetricsWriter:
             tqdm.write(f"note: {path} can be written again; it now has the {len(self._waiting) - 1} kept lines, too")
         self._waiting.clear()
 
-    def close(self) -> int:
+    def close(self, error: BaseException | None = None, run: Any = None) -> int:
         """Write the rows that could not be written yet, and close the other writers.
 
+        error: what has ended `run`, a Run; it becomes the last row of metrics.jsonl.
         Returns the number of rows that metrics.jsonl lacks.
         """
-        if self._path is not None and self._waiting:
+        if error is not None:
+            from .complaints import end_of
+
+            self.write(end_of(error, run))
+        elif self._path is not None and self._waiting:
             self._append(self._path)
         if self._waiting:
             tqdm.write(f"note: the last {len(self._waiting)} lines of {self._path} were not written")

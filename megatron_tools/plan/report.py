@@ -19,13 +19,18 @@ KINDS = tuple(f.name for f in fields(Memory))
 
 def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Yield the lines of Markdown tables with aligned columns, one table for each part that fits the terminal."""
-    for number, (head, *block) in enumerate(blocks([heads, *rows], gap=3)):
-        if number:
-            yield ""
-        widths = [max(map(len, column)) for column in zip(head, *block, strict=True)]
-        lines = ["-" * width for width in widths]
-        for row in (head, lines, *block):
-            yield "| " + " | ".join(map(str.ljust, row, widths)) + " |"
+    between: list[str] = []
+    for head, *block in blocks([heads, *rows], gap=3):
+        yield from between
+        yield from _as_markdown(head, block)
+        between = [""]
+
+
+def _as_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = ["-" * width for width in widths]
+    for row in (heads, lines, *rows):
+        yield "| " + " | ".join(map(str.ljust, row, widths)) + " |"
 
 
 def recomputed(layout: Layout) -> str:

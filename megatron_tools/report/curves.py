@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -126,15 +127,13 @@ def _spikes(run: int, row: Row) -> Iterator[dict[str, Any]]:
 
 def _last_nan(run: int, train: Sequence[Row]) -> list[dict[str, Any]]:
     """Return a mark at the first log line from which on every loss is NaN, if the last loss is NaN."""
-    first = None
-    for row in train:
-        if math.isfinite(row["lm_loss"]):
-            first = None
-        elif first is None:
-            first = row["iteration"]
-    if first is None:
-        return []
-    return [{"run": run, "x": first, "label": f"NaN from iteration {first}", "line": True}]
+    nan = list(takewhile(lambda row: not math.isfinite(row["lm_loss"]), reversed(train)))
+    marks = []
+    for row in nan[-1:]:
+        first = row["iteration"]
+        label = f"NaN from iteration {first}"
+        marks.append({"run": run, "x": first, "label": label, "line": True})
+    return marks
 
 
 def _by_split(runs: Sequence[RunRead], key: str, factor: float, *parts: str) -> list[dict[str, Any]]:

@@ -107,14 +107,16 @@ class RunRead:
             return "finished"
         if self.reason:
             return "failed"
+        return "running" if self._runs(now) else "stopped"
+
+    def _runs(self, now: float | None) -> bool:
         path = self.folder / NAME
         me = Holder.here()
         holder = holder_of(path)
         if holder is None or holder.is_gone(me, path):
-            return "stopped"
-        if now is None:
-            now = time.time()
-        return "running" if holder.is_alive(me, path) or now - self.written < QUIET else "stopped"
+            return False
+        quiet = (now or time.time()) - self.written
+        return holder.is_alive(me, path) or quiet < QUIET
 
     def axes(self, most: int = 400) -> dict[str, list[float]]:
         """Return {"iteration": [...], "tokens": [...], "hours": [...]} for about `most` of the logged iterations.

@@ -79,7 +79,8 @@ def test_a_run_that_has_lost_rows_of_metrics_fails(tmp_path: Path, monkeypatch: 
     writer.write({"iteration": 2})
     with pytest.raises(RunError, match=r"metrics\.jsonl"):
         Run.__exit__(run, None)
-    Run.__exit__(run, ValueError)  # another error is not hidden
+    run.config, run.state = None, SimpleNamespace(iteration=2)
+    Run.__exit__(run, ValueError, ValueError("x"))  # another error is not hidden
 
 
 def test_the_error_of_a_run_is_its_last_row(tmp_path: Path) -> None:
