@@ -33,9 +33,9 @@ def test_a_point_between_nans_is_drawn_and_the_end_is_marked(tmp_path: Path) -> 
     (folder / "metrics.jsonl").write_text("".join(rows))
     page_of([folder])
     document = drawn(folder / "page.html", tmp_path / "profile")
-    loss = document[document.index('id="chart-loss"') :].partition("</figure>")[0]
-    assert loss.count("<circle") == 1
-    assert "NaN from iteration 3" in loss.rpartition("</script>")[2]
+    chart = document[document.index('id="chart-loss"') :].partition("</figure>")[0]
+    assert chart.count("<circle") == 1
+    assert "NaN from iteration 3" in chart.rpartition("</script>")[2]
 
 
 @FULL
