@@ -9,7 +9,9 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -24,6 +26,15 @@ from .documents import LARGEST_DOCUMENT
 from .missing import MissingFiles, refuse_missing
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Formatter that wraps the paragraphs of a description and keeps the lines of examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith("examples:"):
+            return super()._fill_text(text, width, indent)
+        return "\n\n".join(textwrap.fill(each, width) for each in text.split("\n\n"))
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser with one-sentence errors and `--debug` for tracebacks."""
 
@@ -31,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             description=description,
             epilog=f"examples:\n{examples}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_Help,
             allow_abbrev=False,
             **more,
         )
@@ -201,6 +212,27 @@ def aligned(rows: Sequence[Sequence[Any]], left: int | None = None) -> list[str]
     for row in zip(*columns, strict=True):
         lines.append("  ".join(row).rstrip())
     return lines
+
+
+def blocks(rows: Sequence[Sequence[str]], gap: int) -> Iterator[list[tuple[str, ...]]]:
+    """Yield parts of a table that fit the terminal, each with the first column and some of the others.
+
+    The whole table is one part if the output is no terminal and COLUMNS is not set. gap: characters between columns.
+    """
+    most = shutil.get_terminal_size((1_000_000, 0)).columns
+    first, *others = zip(*rows, strict=True)
+    columns = [first]
+    begin = max(map(len, first))
+    used = begin
+    for column in others:
+        more = gap + max(map(len, column))
+        if len(columns) > 1 and used + more > most:
+            yield list(zip(*columns, strict=True))
+            columns = [first]
+            used = begin
+        columns.append(column)
+        used += more
+    yield list(zip(*columns, strict=True))
 
 
 def run(

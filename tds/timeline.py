@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 FOLDER, MERGED = "trace", "merged.json"
+ROWS = "steps", "parts of a step", "passes and messages", "collectives"  # rows of a rank in Perfetto, by track
 # For each send: the matching receive, and the receiver's virtual stage minus the sender's.
 PAIRS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}
 
@@ -82,22 +83,30 @@ def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
     """
     ranks = ranks or read(folder)
     path = folder / MERGED
-    names = []
+    heads = []
     spans: list[dict[str, Any]] = []
     for rank in ranks:
         about = rank.about
-        names.append({"ph": "M", "name": "process_name", "pid": about["rank"], "args": {"name": about["name"]}})
+        heads += names(about["rank"], about["name"])
         spans += rank.events
     zero = min((event["ts"] for event in spans), default=0.0)
     events = [{**event, "ts": round(event["ts"] - zero, 3)} for event in [*spans, *_arrows(ranks)]]
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    aside.write_text(json.dumps({"traceEvents": [*names, *events]}, separators=(",", ":")), encoding="utf-8")
+    aside.write_text(json.dumps({"traceEvents": [*heads, *events]}, separators=(",", ":")), encoding="utf-8")
     os.replace(aside, path)
     return Merged(path, len(ranks), max(r.error_us for r in ranks))
 
 
+def names(rank: int, name: str) -> list[dict[str, Any]]:
+    """Return the events that name a rank and its rows."""
+    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}]
+    for track, row in enumerate(ROWS):
+        found.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": row}})
+    return found
+
+
 def _arrows(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
-    """Yield flow events from the end of each send to the end of its receive."""
+    """Yield flow events from the start of each send to the end of its receive."""
     receives: dict[tuple[Any, ...], dict[str, Any]] = {}
     for rank in ranks:
         for event in rank.events:
@@ -112,7 +121,7 @@ def _arrows(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
                 continue
             common = {"name": "message", "cat": "flow", "id": f"{event['pid']}-{event['ts']}"}
             yield {**common, "ph": "s", "pid": event["pid"], "tid": event["tid"], "ts": event["ts"]}
-            end = arrived["ts"] + arrived["dur"]
+            end = arrived["ts"] + 0.99 * arrived["dur"]  # viewers drop an arrow that ends outside of its span
             yield {**common, "ph": "f", "bp": "e", "pid": arrived["pid"], "tid": arrived["tid"], "ts": end}
 
 

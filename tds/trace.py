@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ._torch import timed_event
 from .messages import say
 from .observers import Observer, What, everywhere
+from .timeline import names
 
 LAST = 50  # number of recorded iterations that are kept by default
 EVERY = 50  # iterations between two writes of the file
@@ -201,7 +202,7 @@ class Tracer:
         self._since_write = 0
         rank = self.about.get("rank", 0)
         name = self.about.get("name", f"rank {rank}")
-        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}]
+        events = names(rank, name)
         for number, pieces in self.pieces(wait):
             events += [_event(each, rank, number) for each in pieces]
         self.path.parent.mkdir(parents=True, exist_ok=True)

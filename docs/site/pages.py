@@ -63,6 +63,8 @@ NAMES = {
     "CHANGELOG": "changelog",
     "SECURITY": "security",
 }
+# Pages without a Chinese translation -> their names in the Chinese menu.
+ENGLISH = {"CHANGELOG": "更新日志（英文）", "SECURITY": "安全（英文）"}
 LEXERS = {".py": "python", ".json": "json", ".sh": "bash", ".txt": "text", ".md": "markdown", ".yml": "yaml"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 CHINESE_END, CHINESE_BEGIN = re.compile("[\u3000-\u9fff\uff00-\uffef]$"), re.compile("[\u4e00-\u9fff“（]")
@@ -204,11 +206,16 @@ class Tree:
                     {"name": "中文", "link": ("./zh/", "./")[here], "lang": "zh"},
                 ]
             },
-            "nav": [
-                {title[here]: [{HOME[here]: "index.md"} if page == "README" else staged(page) for page in pages]}
-                for title, pages in chapters().items()
-            ],
+            "nav": [{title[here]: [self._entry(page) for page in pages]} for title, pages in chapters().items()],
         }
+
+    def _entry(self, page: str) -> str | dict[str, str]:
+        """Return the entry of a page in the menu: its path, or {name: path} if its first heading is not its name."""
+        if page == "README":
+            return {HOME[LANGUAGES.index(self.language)]: "index.md"}
+        if self.language == "zh" and page in ENGLISH:
+            return {ENGLISH[page]: staged(page)}
+        return staged(page)
 
 
 def main(folder: Path, site: Path) -> None:

@@ -10,7 +10,7 @@ from .indexed_dataset import DatasetError
 from .splits import PARTS
 
 Paths = str | Sequence[str] | Staged | Mapping[str, Sequence[str] | Staged]
-NAMED = re.compile(r"([A-Za-z][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
+NAMED = re.compile(r"([^\W\d_][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
 
 
 def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:

@@ -106,6 +106,8 @@ class TensorBoard:
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
         self._folder = str(config.log.tensorboard_dir or run_dir / "tensorboard")
         self._board: Any = self._open(iteration + 1)
+        rows = [f"    {name}: {value}" for name, value in flat(config).items()]
+        self._board.add_text("settings", "\n".join(rows), iteration)
         _silence_threads_of_tensorboard()
 
     def _open(self, purge_step: int | None = None) -> Any:

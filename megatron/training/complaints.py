@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from tds.diagnose import Watchdog, out_of_memory
 
@@ -32,6 +33,11 @@ def complain(error: BaseException, config: Config | None, everywhere: bool) -> N
         time.sleep(10)
     where = "" if rank == 0 else f" (rank {rank})"
     print(f"{Path(sys.argv[0]).name}{where}: {_words(error, config)}", file=sys.stderr)
+
+
+def end_of(error: BaseException, run: Any) -> dict[str, Any]:
+    """Return the last row of metrics.jsonl of `run`, a Run that `error` has ended."""
+    return {"split": "end", "iteration": run.state.iteration, "reason": _words(error, run.config)}
 
 
 def _words(error: BaseException, config: Config | None) -> str:

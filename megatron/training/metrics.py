@@ -99,7 +99,7 @@ class MetricsWriter:
             except RowError as error:
                 tqdm.write(f"note: {path}, line {number} is invalid and is removed: {error}")
                 continue
-            if row is not None and row["iteration"] <= iteration:
+            if row is not None and row["iteration"] <= iteration and row.get("split") != "end":
                 kept.append(line + "\n")
                 self._held.add((str(row.get("split")), row["iteration"]))
         write_text(path, "".join(kept))
@@ -115,7 +115,7 @@ class MetricsWriter:
             self._append(self._path)
         numbers = _numbers(row)
         for other in list(self._others):
-            if "samples" in row and not getattr(other, "shows_texts", False):
+            if not numbers or "samples" in row and not getattr(other, "shows_texts", False):
                 continue
             self._late.setdefault(other.name, []).append((row.get("split", "train"), row["iteration"], numbers))
             self._forward(other)
@@ -157,12 +157,17 @@ class MetricsWriter:
             tqdm.write(f"note: {path} can be written again; it now has the {len(self._waiting) - 1} kept lines, too")
         self._waiting.clear()
 
-    def close(self) -> int:
+    def close(self, error: BaseException | None = None, run: Any = None) -> int:
         """Write the rows that could not be written yet, and close the other writers.
 
+        error: what has ended `run`, a Run; it becomes the last row of metrics.jsonl.
         Returns the number of rows that metrics.jsonl lacks.
         """
-        if self._path is not None and self._waiting:
+        if error is not None:
+            from .complaints import end_of
+
+            self.write(end_of(error, run))
+        elif self._path is not None and self._waiting:
             self._append(self._path)
         if self._waiting:
             tqdm.write(f"note: the last {len(self._waiting)} lines of {self._path} were not written")

@@ -57,16 +57,15 @@ class Run:
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        """Close the run's files and unlock its directory.
+    def __exit__(self, kind: object = None, error: BaseException | None = None, *_: object) -> None:
+        """Close the run's files and unlock its directory. An error becomes the last row of metrics.jsonl.
 
         Raises RunError if metrics.jsonl lacks rows, so that a run that has lost them does not end as a success.
         """
-        lost = self.metrics.close()
+        lost = self.metrics.close(error, self)
         release(self.locks)
-        if lost and kind is None:
-            path = self.run_dir / "metrics.jsonl"
-            raise RunError(f"the last {lost} rows of {path} were not written; a note above says why")
+        if lost and not error:
+            raise RunError(f"the last {lost} rows of {self.run_dir}/metrics.jsonl were not written; a note says why")
 
     @property
     def sample_shape(self) -> tuple[int, int]:

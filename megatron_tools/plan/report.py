@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 
+from data_utils.cli import blocks
 from megatron.estimate.per_rank import Memory
 from megatron.estimate.sizes import in_words, parameters
 from megatron.model.work import lengths
@@ -17,7 +18,15 @@ KINDS = tuple(f.name for f in fields(Memory))
 
 
 def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a Markdown table with aligned columns."""
+    """Yield the lines of Markdown tables with aligned columns, one table for each part that fits the terminal."""
+    between: list[str] = []
+    for head, *block in blocks([heads, *rows], gap=3):
+        yield from between
+        yield from _as_markdown(head, block)
+        between = [""]
+
+
+def _as_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     lines = ["-" * width for width in widths]
     for row in (heads, lines, *rows):

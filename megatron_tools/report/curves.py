@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import takewhile
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ class Chart(NamedTuple):
     """One chart.
 
     log: whether the vertical axis is logarithmic. lines: results of `line`. levels: horizontal lines for comparison,
-    such as the unigram entropy. marks: iterations to highlight, such as jumps of the loss.
+    such as the unigram entropy. marks: iterations to highlight, such as jumps of the loss; those with "line" get a line
+    and show their label.
     """
 
     name: str
@@ -99,6 +101,7 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
             levels.append({"run": i, "label": f"unigram entropy of the {of}", "y": round(nats, 4)})
         for row in train:
             marks += _spikes(i, row)
+        marks += _last_nan(i, train)
     by_corpus = _by_split(runs, "lm_loss", 1, "train", "valid", "test")
     tasks = _by_split(runs, "accuracy", 100, "eval")
     shared = _once(levels, len(runs))
@@ -120,6 +123,17 @@ def _spikes(run: int, row: Row) -> Iterator[dict[str, Any]]:
     for spike in row.get("skipped_spikes", []):
         label = f"step skipped, {spike['name']} {spike['value']:.3f}"
         yield {"run": run, "x": spike["iteration"], "label": label}
+
+
+def _last_nan(run: int, train: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return a mark at the first log line from which on every loss is NaN, if the last loss is NaN."""
+    nan = list(takewhile(lambda row: not math.isfinite(row["lm_loss"]), reversed(train)))
+    marks = []
+    for row in nan[-1:]:
+        first = row["iteration"]
+        label = f"NaN from iteration {first}"
+        marks.append({"run": run, "x": first, "label": label, "line": True})
+    return marks
 
 
 def _by_split(runs: Sequence[RunRead], key: str, factor: float, *parts: str) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from data_utils.cli import aligned
+from data_utils.cli import aligned, blocks
 
 from .runs import RunRead
 
@@ -124,8 +124,17 @@ def table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
 
 
 def as_text(names: Sequence[str], runs: Sequence[Facts]) -> list[str]:
-    """Return the lines of the table for a terminal. For a single run, the table has no header."""
+    """Return the lines of the table for a terminal. For a single run, the table has no header.
+
+    A table that is wider than the terminal becomes several, with a row for each run.
+    """
     rows = [[name, *values] for name, values in table(runs)]
     if len(runs) > 1:
         rows.insert(0, ["", *names])
-    return aligned(rows)
+    parts = list(blocks(rows, gap=2))
+    if len(parts) > 1:
+        parts = list(blocks(list(zip(*rows, strict=True)), gap=2))
+    lines: list[str] = []
+    for part in parts:
+        lines += ["", *aligned(part)]
+    return lines[1:]

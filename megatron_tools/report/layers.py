@@ -17,6 +17,7 @@ TITLES = {
     "imbalance": "Imbalance of experts by layer (largest share times number of experts)",
     "dead_experts": "Experts without tokens by layer",
 }
+SHARES = "Share of tokens by expert in the last step"
 EVEN = {"imbalance": 1.0}  # metric -> its value if a layer's experts have equal numbers of tokens
 # Metrics that may be negative or zero, so their axes and colours are not logarithmic.
 LINEAR = {"attention_logit", "imbalance", "dead_experts", "share"}
@@ -90,6 +91,7 @@ def shares_of(run: RunRead) -> LayerValues | None:
 def heat_map(values: LayerValues) -> str:
     """Return an SVG with a row for each layer and a column for each iteration, or for some of them if there are many.
 
+    The scale of its colours follows the SVG.
     Colours are logarithmic, except for the metrics in `LINEAR`. Experts are columns, too, and all of them are shown.
     """
     step = 1
@@ -106,7 +108,8 @@ def heat_map(values: LayerValues) -> str:
     span = max(max(known, default=0.0) - low, 1e-12)
     wide = (WIDTH - LEFT) / len(columns)
     tall = HEIGHT * len(shown) + 22
-    parts = [f'<svg viewBox="0 0 {WIDTH} {tall}" width="{WIDTH}" role="img" font-size="11">']
+    name = TITLES.get(values.metric, SHARES)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {tall}" width="{WIDTH}" role="img" font-size="11" aria-label="{name}">']
     for row, (name, heights) in enumerate(shown.items()):
         y = row * HEIGHT
         parts.append(f'<text x="0" y="{y + 12}" fill="currentColor">{html.escape(name)}</text>')
@@ -123,7 +126,7 @@ def heat_map(values: LayerValues) -> str:
     axis = HEIGHT * len(shown) + 14
     parts.append(f'<text x="{LEFT}" y="{axis}" fill="currentColor">{values.axis} {first:,}</text>')
     parts.append(f'<text x="{WIDTH}" y="{axis}" fill="currentColor" text-anchor="end">{last:,}</text></svg>')
-    return "".join(parts)
+    return "".join(parts) + _scale(values.metric, low, low + span)
 
 
 def sections(runs: Sequence[RunRead]) -> str:
@@ -135,7 +138,7 @@ def sections(runs: Sequence[RunRead]) -> str:
             maps += f'<h3>{TITLES[values.metric]}</h3><div class="wide">{heat_map(values)}</div>'
         shares = shares_of(run)
         if shares:
-            maps += f'<h3>Share of tokens by expert in the last step</h3><div class="wide">{heat_map(shares)}</div>'
+            maps += f'<h3>{SHARES}</h3><div class="wide">{heat_map(shares)}</div>'
         if maps:
             title = titled("Layers", html.escape(run.name), runs)
             parts.append(f"<section><h2>{title}</h2>{maps}</section>")
@@ -148,6 +151,16 @@ def _height(metric: str, value: float | None) -> float | None:
     if metric in LINEAR:
         return value
     return math.log10(value) if value > 0 else None
+
+
+def _scale(metric: str, low: float, high: float) -> str:
+    """Return the HTML of the scale of a heat map. low, high: the lowest and the highest value, of `_height`."""
+    words = " (linear)"
+    if metric not in LINEAR:
+        low = 10**low
+        high = 10**high
+        words = " (logarithmic)"
+    return f'<p class="note">{low:.3g}<i class="scale"></i>{high:.3g}{words}</p>'
 
 
 def _colour(share: float) -> str:

@@ -1,6 +1,6 @@
 "use strict";
 // Draws the charts of a page from the data in its script elements.
-const NS = "http://www.w3.org/2000/svg", MARKED = new Set(["dots", "squares"]);
+const NS = "http://www.w3.org/2000/svg", MARKED = new Set(["dots", "squares"]), DASHES = ["", "7 4", "2 3", "9 3 2 3"];
 const state = { x: "iteration", smooth: 0, hidden: new Set(), log: {}, zoom: null };
 const root = document.documentElement, tip = document.getElementById("tip"), page = document.getElementById("page");
 let about = null, drawn = [];
@@ -15,12 +15,19 @@ function make(name, attributes, parent) {
 function format(v) {
   const a = Math.abs(v);
   if (a === 0) return "0";
+  if (a >= 1e12) return v.toExponential(1).replace(".0e", "e").replace("e+", "e");
   if (a >= 1e9) return +(v / 1e9).toPrecision(3) + "G";
   if (a >= 1e6) return +(v / 1e6).toPrecision(3) + "M";
   if (a >= 1e4) return +(v / 1e3).toPrecision(3) + "k";
   if (a >= 100) return String(+v.toPrecision(4));
   if (a >= 1e-3) return String(+v.toPrecision(3));
   return v.toExponential(1).replace(".0e", "e");
+}
+
+// A value of the tooltip, with all digits that tell two runs apart.
+function exact(v) {
+  const a = Math.abs(v);
+  return a >= 1e12 || a && a < 1e-3 ? v.toPrecision(5) : a >= 1e4 ? Math.round(v).toLocaleString("en") : String(+v.toPrecision(6));
 }
 
 function ticks(low, high, log, most) {
@@ -59,12 +66,13 @@ function smoothed(y) {
 }
 
 function lineOf(figure, spec) {
-  const kinds = [...new Set(spec.lines.map(l => l.label))];
+  const kinds = [...new Set(spec.lines.map(l => l.label))], several = new Set(spec.lines.map(l => l.run)).size > 1;
   return spec.lines.filter(l => !state.hidden.has(l.run)).map(l => {
-    const one = about.names.length === 1 || l.kind === "parts";
+    const one = about.names.length === 1 || (l.kind === "parts" && !several);  // colours are for labels, else for runs
+    const dash = l.kind === "dashed" ? "6 4" : l.kind === "parts" && several ? DASHES[kinds.indexOf(l.label) % 4] : "";
     const xs = l.x.map(x => at(l.run, x));
     const smooth = state.smooth > 0 && (l.kind === "raw" || l.kind === "plain");
-    return { ...l, xs, ys: smooth ? smoothed(l.y) : l.y, raw: smooth ? l.y : null,
+    return { ...l, one, dash, xs, ys: smooth ? smoothed(l.y) : l.y, raw: smooth ? l.y : null,
       colour: `var(--c${(one ? kinds.indexOf(l.label) : l.run) % 8})` };
   });
 }
@@ -96,7 +104,7 @@ function head(figure, spec, log, lines) {
   top.className = "top";
   const title = document.createElement("b"), unit = document.createElement("span"), button = document.createElement("button");
   title.textContent = spec.title; unit.textContent = spec.unit;
-  button.textContent = "log"; button.setAttribute("aria-pressed", log);
+  button.textContent = "log"; button.setAttribute("aria-pressed", log); button.setAttribute("aria-label", `log axis: ${spec.title}`);
   button.onclick = () => { state.log[spec.name] = !log; drawAll(); };
   top.append(title, unit, button);
   figure.append(top);
@@ -106,7 +114,7 @@ function head(figure, spec, log, lines) {
   key.className = "key";
   for (const [label, l] of styles) {
     const item = document.createElement("span");
-    const colour = about.names.length === 1 || l.kind === "parts" ? l.colour : "currentColor";
+    const colour = l.one ? l.colour : "currentColor";
     const svg = make("svg", { width: 20, height: 9 }, item);
     stroke(make("line", { x1: 0, y1: 5, x2: 20, y2: 5 }, svg), l, colour);
     if (MARKED.has(l.kind)) point(l.kind, 10, 5, 3, colour, svg);
@@ -126,7 +134,7 @@ function stroke(element, l, colour) {
   const width = l.kind === "raw" ? 1.3 : l.kind === "plain" || l.kind === "parts" ? 1.6 : 2;
   element.setAttribute("style", `fill:none;stroke:${colour};stroke-width:${width};stroke-linejoin:round`);
   if (l.kind === "raw") element.setAttribute("opacity", state.smooth ? 0.9 : 0.6);
-  if (l.kind === "dashed") element.setAttribute("stroke-dasharray", "6 4");
+  if (l.dash) element.setAttribute("stroke-dasharray", l.dash);
   return element;
 }
 
@@ -154,7 +162,7 @@ function draw(figure) {
     text.textContent = format(x) + (state.x === "hours" ? " h" : "");
   }
   const clip = `clip-${spec.name}`, inside = make("g", { "clip-path": `url(#${clip})` }, svg);
-  make("rect", { x: box.l, y: 0, width: w - box.l - box.r, height: h - box.b + 2 }, make("clipPath", { id: clip }, svg));
+  make("rect", { x: box.l, y: 0, width: w - box.l - box.r + 4, height: h - box.b + 2 }, make("clipPath", { id: clip }, svg));
   for (const v of spec.levels) {
     if (v.run !== null && state.hidden.has(v.run)) continue;
     const colour = v.run === null || about.names.length === 1 ? "var(--soft)" : `var(--c${v.run % 8})`;
@@ -164,12 +172,19 @@ function draw(figure) {
   for (const l of lines) {
     if (l.raw) make("path", { d: path(l.xs, l.raw, sx, sy), style: `fill:none;stroke:${l.colour};stroke-width:1`, opacity: 0.25 }, inside);
     stroke(make("path", { d: path(l.xs, l.ys, sx, sy) }, inside), l, l.colour);
-    if (MARKED.has(l.kind) && l.xs.length <= 60 || l.xs.length === 1)
-      l.xs.forEach((x, i) => l.ys[i] !== null && point(l.kind, sx(x), sy(l.ys[i]), 2.8, l.colour, inside));
+    const marked = MARKED.has(l.kind) && l.xs.length <= 60, gap = i => (l.ys[i] ?? null) === null;
+    l.xs.forEach((x, i) => !gap(i) && (marked || gap(i - 1) && gap(i + 1)) && point(l.kind, sx(x), sy(l.ys[i]), 2.8, l.colour, inside));
   }
   for (const m of spec.marks) {
     if (state.hidden.has(m.run)) continue;
-    const x = sx(at(m.run, m.x)), mark = make("path", { d: `M${x - 4} ${h - box.b}h8l-4 -7z`, style: "fill:var(--c4)" }, inside);
+    const x = sx(at(m.run, m.x));
+    if (m.line) {
+      make("line", { x1: x, x2: x, y1: box.t, y2: h - box.b, style: "stroke:var(--c4);stroke-dasharray:4 3" }, inside);
+      const right = x < w / 2, words = make("text", { x: x + (right ? 5 : -5), y: box.t + 10, "text-anchor": right ? "start" : "end" }, inside);
+      words.textContent = about.names.length > 1 ? `${about.names[m.run]}: ${m.label}` : m.label;
+      continue;
+    }
+    const mark = make("path", { d: `M${x - 4} ${h - box.b}h8l-4 -7z`, style: "fill:var(--c4)" }, inside);
     make("title", {}, mark).textContent = `iteration ${m.x}: ${m.label}`;
   }
   listen(figure, svg, { lines, sx, sy, w, h, box, window_, spec });
@@ -203,16 +218,17 @@ function listen(figure, svg, c) {
     make("line", { x1: c.sx(x), x2: c.sx(x), y1: c.box.t, y2: c.h - c.box.b, style: "stroke:var(--soft)", opacity: 0.6 }, over);
     tip.replaceChildren();
     const words = document.createElement("b");
-    words.textContent = state.x === "iteration" ? `iteration ${Math.round(x)}` : state.x === "hours" ? `${format(x)} h` : `${format(x)} tokens`;
+    words.textContent = state.x === "iteration" ? `iteration ${Math.round(x).toLocaleString("en")}` : state.x === "hours" ? `${format(x)} h` : `${Math.round(x).toLocaleString("en")} tokens`;
     tip.append(words);
     for (const l of c.lines) {
-      const i = nearest(l.xs, x);
+      const i = nearest(l.xs, x), beyond = c.sx(x) - c.sx(l.xs[l.xs.length - 1]);
+      if (beyond > 12) continue;  // this run has ended before
       if (l.ys[i] === null || l.xs[i] < c.window_[0] || l.xs[i] > c.window_[1]) continue;
       make("circle", { cx: c.sx(l.xs[i]), cy: c.sy(l.ys[i]), r: 3.5, style: `fill:${l.colour}` }, over);
       const row = document.createElement("div"), dot = document.createElement("i"), name = document.createElement("span"), value = document.createElement("b");
       dot.className = "dot"; dot.style.setProperty("--c", l.colour);
       name.textContent = about.names.length > 1 ? `${about.names[l.run]}${c.lines.some(o => o.run === l.run && o !== l) ? ", " + l.label : ""}` : l.label;
-      value.textContent = format(l.ys[i]);
+      value.textContent = exact(l.ys[i]);
       row.append(dot, name, value);
       tip.append(row);
     }
@@ -224,7 +240,10 @@ function listen(figure, svg, c) {
 }
 
 function drawAll() {
+  const focused = document.activeElement?.closest(".chart")?.id;  // drawing replaces the button that has the focus
   document.querySelectorAll(".chart").forEach(draw);
+  if (focused) document.querySelector(`#${focused} .top button`).focus();
+  document.querySelectorAll(".wide").forEach(each => each.scrollWidth > each.clientWidth ? each.tabIndex = 0 : each.removeAttribute("tabindex"));
   const whole = document.getElementById("whole");
   if (whole) whole.hidden = !state.zoom;
   document.querySelectorAll(".card").forEach(card => card.setAttribute("aria-pressed", !state.hidden.has(+card.dataset.run)));
@@ -246,7 +265,7 @@ function begin() {
   const smooth = document.getElementById("smooth");
   smooth.value = state.smooth;
   smooth.oninput = () => { state.smooth = +smooth.value; drawAll(); };
-  document.getElementById("whole").onclick = () => { state.zoom = null; drawAll(); };
+  document.getElementById("whole").onclick = () => { state.zoom = null; smooth.focus(); drawAll(); };
   document.getElementById("theme").onclick = () => {
     const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
     theme(dark ? "light" : "dark");

@@ -45,7 +45,7 @@ def page(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(names)}</title><style>{style}</style></head><body>"
-        f'<div id="page">{_body(runs, parameters, timetables, now)}</div>'
+        f'<main id="page">{_body(runs, parameters, timetables, now)}</main>'
         '<noscript><p class="note">The curves need JavaScript; the tables are complete without it.</p></noscript>'
         f'<div id="tip" hidden></div><script>{script}</script></body></html>\n'
     )
@@ -88,7 +88,7 @@ def _dot(run: int) -> str:
 
 
 def _cards(runs: Sequence[RunRead], now: float | None) -> str:
-    """Return the HTML of one card for each run, with its progress and last loss."""
+    """Return the HTML of one card for each run, with its progress and last loss, and the reasons of failed runs."""
     found = []
     for i, run in enumerate(runs):
         words, share = facts.progress(run, now)
@@ -101,7 +101,11 @@ def _cards(runs: Sequence[RunRead], now: float | None) -> str:
             f'<b>{dot}{escape(run.name)}</b><span class="loss">{loss}</span>'
             f'<small>{escape(words)}</small><span class="bar"><span style="width:{share:.1%}"></span></span></button>'
         )
-    return f'<section class="cards">{"".join(found)}</section>'
+    reasons = ""
+    for run in runs:
+        if run.reason:
+            reasons += f'<p class="why"><b>{escape(run.name)}</b> failed: {escape(run.reason)}</p>'
+    return f'<section class="cards">{"".join(found)}</section>{reasons}'
 
 
 def _controls() -> str:
@@ -120,7 +124,7 @@ def _controls() -> str:
 def _figures(runs: Sequence[RunRead], found: Sequence[Chart]) -> str:
     """Return the HTML of the charts, which page.js draws from the data in it."""
     if not found:
-        return '<p class="note">metrics.jsonl has no rows yet.</p>'
+        return '<p class="note">metrics.jsonl has no values to draw yet.</p>'
     names = []
     axes = []
     for run in runs:
@@ -145,7 +149,7 @@ def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
     if len(names) > 1:
         for i, name in enumerate(names):
             top += f"<th>{_dot(i)}{escape(name)}</th>"
-        top = f"<thead><tr><th></th>{top}</tr></thead>"
+        top = f"<thead><tr><td></td>{top}</tr></thead>"
     lines = ""
     for name, values in rows:
         shown = f"<code>{escape(name)}</code>" if code else escape(name)

@@ -23,7 +23,7 @@ from .timetable import read_timetable
 from .unigram import of_targets, of_text
 
 EXAMPLES = """\
-  python tools/report.py runs/gpt2                        writes report.html and loss.png to its folder
+  python tools/report.py runs/gpt2                 writes report.html and loss.png to its folder
   python tools/report.py runs/a runs/b --output both.html"""
 
 
@@ -150,6 +150,9 @@ def main(args: argparse.Namespace) -> None:
     names = names_of(folders)
     runs = [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
     print("\n".join(facts.as_text(names, list(map(facts.results, runs)))), flush=True)
+    for each in runs:
+        if each.reason:
+            print(f"{each.name} failed: {each.reason}", flush=True)
     alone = len(runs) == 1 and not args.output  # a single run's page lies in its folder, with a plot beside it
     home = Path(args.output) if args.output else folders[0] / "report.html"
     files = "loss.png and report.html" if alone else home.name
@@ -161,8 +164,7 @@ def main(args: argparse.Namespace) -> None:
     except (ValueError, OSError) as error:
         print(f"report.py: {files} were not written to {home.parent}: {describe(error)}", file=sys.stderr)
         return
-    if not alone:
-        print(f"-> {home}")
+    print(f"-> {home}")
 
 
 def build_parser() -> Parser:

@@ -2,7 +2,6 @@
 
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 from megatron.checkpointing.relocation import relocated
 from megatron.config import Config
 from megatron.config.command_line import from_file
+from megatron.locks.run_lock import NAME, Holder, holder_of
 from megatron.rows import RowError, row_of
 
 Row = dict[str, Any]
-QUIET = 300.0  # an unfinished run without a new row for this many seconds counts as stopped
+QUIET = 300.0  # a run of another machine without a new row for this many seconds counts as stopped
 
 
 def _rows_of(path: Path) -> list[Row]:
@@ -91,13 +91,32 @@ class RunRead:
             return max(self.config.batches(1).sizes)
         return train[-1]["consumed_samples"] // train[-1]["iteration"] if train else None
 
+    @property
+    def reason(self) -> str:
+        """The error that has ended the run, "" if none has."""
+        last = self.rows[-1] if self.rows else {}
+        return str(last.get("reason")) if last.get("split") == "end" else ""
+
     def state(self, now: float | None = None) -> str:
-        """Return "finished", "running" or "stopped", depending on the last logged iteration and when it was logged."""
+        """Return "finished", "failed", "running" or "stopped".
+
+        The lock of the folder shows whether the run still runs. A lock of another machine proves nothing, so the time
+        of the last row decides then.
+        """
         if self.iteration >= self.config.train.train_iters:
             return "finished"
-        if now is None:
-            now = time.time()
-        return "running" if now - self.written < QUIET else "stopped"
+        if self.reason:
+            return "failed"
+        return "running" if self._runs(now) else "stopped"
+
+    def _runs(self, now: float | None) -> bool:
+        path = self.folder / NAME
+        me = Holder.here()
+        holder = holder_of(path)
+        if holder is None or holder.is_gone(me, path):
+            return False
+        quiet = (now or time.time()) - self.written
+        return holder.is_alive(me, path) or quiet < QUIET
 
     def axes(self, most: int = 400) -> dict[str, list[float]]:
         """Return {"iteration": [...], "tokens": [...], "hours": [...]} for about `most` of the logged iterations.
@@ -120,18 +139,6 @@ class RunRead:
         for name, values in at.items():
             found[name] = [values[i] for i in kept]
         return found
-
-
-def tokens_at(axes: Mapping[str, Sequence[float]], iteration: float) -> float:
-    """Return the number of training tokens up to `iteration`, interpolated from `axes`, the result of RunRead.axes."""
-    x = axes["iteration"]
-    y = axes["tokens"]
-    right = min(max(bisect_left(x, iteration), 1), len(x) - 1)
-    left = right - 1
-    if len(x) == 1 or x[right] == x[left]:
-        return y[-1]
-    rise = (y[right] - y[left]) * (iteration - x[left])
-    return y[left] + rise / (x[right] - x[left])
 
 
 def read_run(folder: Path, name: str | None = None, baselines: Mapping[str, float] | None = None) -> RunRead:

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +112,10 @@ def as_svg(table: Timetable) -> str:
     stages = table.stages
     scale = (WIDTH - LEFT - 4) / end_of(rows)
     tall = stages * HEIGHT + 32
-    parts = [f'<svg class="timetable" viewBox="0 0 {WIDTH} {tall * len(rows)}" width="{WIDTH}" role="img">']
+    parts = [
+        f'<svg class="timetable" viewBox="0 0 {WIDTH} {tall * len(rows)}" width="{WIDTH}" role="img" '
+        f'aria-label="{escape("; ".join(rows))}">',
+    ]
     for row, (words, spans) in enumerate(rows.items()):
         top = row * tall + 24
         parts.append(f'<text class="head" x="0" y="{top - 8}">{words}</text>')

@@ -190,6 +190,16 @@ def test_both_trees_of_the_site_are_whole(tmp_path: Path) -> None:
                         assert (file.parent / target.partition("#")[0]).exists(), f"{page}: {target}"
 
 
+def test_the_menu_marks_english_pages_and_the_page_404_needs_no_file(tmp_path: Path) -> None:
+    """A host shows the page 404 at addresses of any depth, where relative and absolute paths lead to nothing."""
+    nav = str(pages.Tree(tmp_path, "zh").settings(tmp_path)["nav"])
+    without = [page for page in pages.Tree(tmp_path, "zh").pages if pages.source_of(page, "zh").name == f"{page}.md"]
+    assert without and all(pages.ENGLISH[page] in nav for page in without)
+    page = text(ROOT / "docs/site/theme/404.html")
+    assert not re.search(r"""src=|<link|href="(?!\./")""", page)
+    assert "英文" not in str(pages.Tree(tmp_path, "en").settings(tmp_path)["nav"])
+
+
 def test_every_dependency_has_its_licence_on_the_page() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]

@@ -17,6 +17,7 @@ from megatron.config.command_line import parse
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError, types_of
 from megatron.config.places import ANYWHERE, LOCAL
+from megatron.data.corpus_paths import sets_of
 from megatron.data.remote_tokens import cache_folder
 from megatron.storage import PlaceError, RemotePath, is_url, local, place
 from tds.saving import refuse_url
@@ -145,3 +146,8 @@ def test_other_doors(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ValueError, match=url):
         refuse_url(url)
     refuse_url(tmp_path / "a:b")
+
+
+def test_data_sets_may_have_names_in_any_script() -> None:
+    assert sets_of(["中文=data/a", "été=0.5 b 0.5 c"], "valid") == {"中文": "data/a", "été": "0.5 b 0.5 c"}
+    assert sets_of(["7=data/a"], "valid") == {"": ["7=data/a"]}

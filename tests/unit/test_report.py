@@ -3,20 +3,21 @@
 import json
 import math
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron.config.command_line import parse
+from megatron.locks.run_lock import Holder, RunLock
 from megatron_tools.report import report
 from megatron_tools.report.curves import charts, thinned
 from megatron_tools.report.differences import settings
 from megatron_tools.report.facts import as_text, layout, progress, results
 from megatron_tools.report.layers import heat_map, shares_of, values_of
 from megatron_tools.report.page import as_data
-from megatron_tools.report.runs import names_of, read_run, tokens_at
+from megatron_tools.report.runs import names_of, read_run
 from tests.sentences import SENTENCES
 
 FLAGS = (
@@ -70,14 +71,52 @@ def test_facts_are_those_of_the_lines(tmp_path: Path) -> None:
     assert layout(run) == "no pipeline x data 2 x model 1"  # 8 samples a step / (--batch-size 2 x --gas 2) = 2
     divided = read_run(made(tmp_path / "b", "--num-experts 4 --expert-parallel-size 2"))
     assert layout(divided) == "no pipeline x data 2 x model 1, experts over 2"
-    assert progress(run, run.written + 10) == ("running · iteration 20 of 40", 0.5)
-    assert progress(run, run.written + 10_000)[0].startswith("stopped")
+    assert progress(run) == ("stopped · iteration 20 of 40", 0.5)
     assert ("training loss, first and last line", "7.000, 6.000 nats/token") in results(run)
     assert as_text(["a", "b"], [[("x", "1"), ("y", "2")], [("y", "3")]]) == ["   a  b", "x  1", "y  2  3"]
     axes = run.axes()
     assert (axes["iteration"], axes["tokens"]) == ([0, 10, 20], [0, 10_000, 20_000])
     assert axes["hours"] == pytest.approx([0, 20 / 3600, 40 / 3600])
-    assert tokens_at(axes, 15) == 15_000
+
+
+def test_a_wide_table_has_the_runs_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "24")
+    facts = [("speed", "1,234 tokens/s"), ("loss", "3.5"), ("memory", "1.25 GB")]
+    lines = as_text(["a", "b"], [facts, facts])
+    assert max(map(len, lines)) <= 24
+    assert [line.split()[0] for line in lines if line] == ["speed", "a", "b", "memory", "a", "b"]
+    assert as_text(["a"], [facts])[0] == "speed   1,234 tokens/s"
+
+
+def test_the_state_is_that_of_the_process(tmp_path: Path) -> None:
+    """A living run with old log lines is running, and a run that an error has ended has failed, with the reason."""
+    folder = made(tmp_path / "a")
+    run = replace(read_run(folder), written=0.0)
+    lock = RunLock(folder)
+    assert run.state() == "running"
+    lock.release()
+    assert run.state() == "stopped"
+    ended = {**asdict(Holder.here()), "started": "1"}
+    (folder / "run.lock").write_text(json.dumps(ended))
+    assert run.state() == "stopped", "the lock is of a process that has ended"
+    elsewhere = {**ended, "host": "another", "table": "another", "advisory": False}
+    (folder / "run.lock").write_text(json.dumps(elsewhere))
+    assert (run.state(now=10.0), run.state(now=10_000.0)) == ("running", "stopped")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write("\n" + json.dumps({"split": "end", "iteration": 23, "reason": "NaN <b>"}) + "\n")
+    failed = read_run(folder)
+    assert progress(failed)[0] == "failed · iteration 23 of 40"
+    assert "failed: NaN &lt;b&gt;" in page_of([folder])
+
+
+def test_losses_that_stay_nan_are_marked(tmp_path: Path) -> None:
+    folder = made(tmp_path / "a")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:-1]]
+    for i in (30, 31):
+        rows.append({**rows[2], "iteration": i, "lm_loss": None})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loss = next(chart for chart in charts([read_run(folder)]) if chart.name == "loss")
+    assert [(mark["x"], mark["line"]) for mark in loss.marks] == [(30, True)]
 
 
 def test_curves_have_the_values_with_gaps_where_there_are_none(tmp_path: Path) -> None:
@@ -186,7 +225,8 @@ def test_layers_have_a_chart_and_a_heat_map(tmp_path: Path) -> None:
     assert maps["update_ratio"].count("<rect") == 2, "a ratio of 0 has no logarithm"
     assert '#440154"><title>embedding, iteration 10: 2<' in maps["weight_norm"]
     assert '#fde725"><title>layers.&lt;0&gt;, iteration 20: 200<' in maps["weight_norm"]
-    assert "Weight norm by layer" in page_of([tmp_path / "a"])
+    assert "</i>200 (logarithmic)" in maps["weight_norm"]
+    assert 'aria-label="Weight norm by layer"' in page_of([tmp_path / "a"])
 
 
 def test_experts_have_a_curve_of_imbalance_and_a_heat_map_of_shares(tmp_path: Path) -> None:
@@ -205,6 +245,8 @@ def test_experts_have_a_curve_of_imbalance_and_a_heat_map_of_shares(tmp_path: Pa
     assert list(shares.layers.values()) == [[0.25] * 4, [0.5, 0.25, 0.25, 0.0], [0.25] * 4]
     figure = heat_map(shares)
     assert figure.count("<rect") == 12
+    assert 'aria-label="Share of tokens by expert' in figure
+    assert ">0<i" in figure and "</i>0.5 (linear)" in figure, "the colours have a scale"
     assert '#440154"><title>layers.0, expert 3: 0<' in figure
     assert '#fde725"><title>layers.0, expert 0: 0.5<' in figure
     assert "even share, 1/4" in page_of([tmp_path / "a"])

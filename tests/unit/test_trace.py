@@ -109,6 +109,11 @@ def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert (merged.ranks, merged.error_us) == (2, 2.0)
     events = json.loads(merged.path.read_text())["traceEvents"]
     arrows = [e for e in events if e.get("cat") == "flow"]
+    spans = [e for e in events if e["ph"] == "X"]
+    for arrow in arrows:
+        row = [e for e in spans if (e["pid"], e["tid"]) == (arrow["pid"], arrow["tid"])]
+        assert any(e["ts"] <= arrow["ts"] < e["ts"] + e["dur"] for e in row), "a viewer draws it"
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == set(timeline.ROWS)
     assert len(arrows) == 2 * 4 and {e["pid"] for e in arrows if e["ph"] == "s"} == {0}
     picture = tmp_path / "x.svg"
     draw_run(

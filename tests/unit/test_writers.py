@@ -83,7 +83,8 @@ def test_tensorboard_gets_texts_and_csv_none(tmp_path: Path) -> None:
     assert metrics.close() == 0
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    (tag,) = events.Tags()["tensors"]
+    settings, tag = events.Tags()["tensors"]
+    assert "    train_iters: " in events.Tensors(settings)[0].tensor_proto.string_val[0].decode()
     (event,) = events.Tensors(tag)
     assert tag.startswith("samples/春天") and event.step == 3
     assert event.tensor_proto.string_val[0].decode() == "春天来了"
