@@ -192,7 +192,7 @@ OUTSIDE = {
     "megatron.ranks": {"torch", "tqdm"},
     "megatron.checkpointing": {"torch", "safetensors", "blake3"},
     "megatron.training": {"torch", "tqdm"},
-    "megatron.features": {"numpy", "torch", "tqdm", "tensorboard", "wandb", "mlflow", "lm_eval"},
+    "megatron.features": {"numpy", "torch", "tqdm", "tensorboard", "wandb", "swanlab", "mlflow", "lm_eval"},
     "megatron.locks": set(),
     "megatron.engines": {"torch"},
     "megatron.estimate": {"torch"},

@@ -15,7 +15,7 @@ from tests.support import ROOT
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
     "tds": (62_800, 1),
-    "megatron": (203_300, 15),
+    "megatron": (203_600, 15),
     "megatron_compat": (13_700, 2),
     "data_utils": (36_600, 1),
     "megatron_tools": (76_300, 7),
