@@ -205,6 +205,7 @@ OUTSIDE = {
         "torch",
         "tqdm",
         "matplotlib",
+        "gradio",
         "transformers",
         "sentencepiece",
         "tokenizers",
