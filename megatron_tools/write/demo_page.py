@@ -1,6 +1,7 @@
 """The page of tools/demo.py, made with gradio. Importing this module raises ImportError if gradio is not installed."""
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,9 @@ def serve(writer: Writer, args: argparse.Namespace) -> None:
     # The fonts of gradio's other themes come from a server of Google.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     page = build(writer, args)
+    # gradio requests its own page, which a proxy of the environment does not find.
+    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    os.environ["no_proxy"] = f"{known},localhost,127.0.0.1,{args.host}".strip(",")
     print(f"the page is at http://{args.host}:{args.port}; Ctrl-C ends it", flush=True)
     try:
         page.launch(

@@ -1,4 +1,4 @@
-"""Poems in a form: lines of equal length, as those of scripts/run_poet.sh, whose texts are a title and two lines a row."""
+"""Poems in a form: lines of equal length, as in the texts of scripts/run_poet.sh: a title, and two lines a row."""
 
 import re
 
