@@ -18,7 +18,7 @@ LIMITS = {
     "megatron": (203_600, 15),
     "megatron_compat": (13_700, 2),
     "data_utils": (36_600, 1),
-    "megatron_tools": (76_300, 7),
+    "megatron_tools": (79_300, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {
