@@ -113,7 +113,6 @@ def serve(writer: Writer, args: argparse.Namespace) -> None:
     # gradio requests its own page, which a proxy of the environment does not find.
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     os.environ["no_proxy"] = f"{known},localhost,127.0.0.1,{args.host}".strip(",")
-    print(f"the page is at http://{args.host}:{args.port}; Ctrl-C ends it", flush=True)
     try:
         page.launch(
             server_name=args.host,
@@ -124,6 +123,11 @@ def serve(writer: Writer, args: argparse.Namespace) -> None:
             theme=theme,
             css=CSS,
             footer_links=[],
+            prevent_thread_lock=True,
         )
-    except OSError as error:
-        raise ValueError(f"--port {args.port} of --host {args.host}: {error}") from None
+    except OSError:
+        raise ValueError(
+            f"--port {args.port} of --host {args.host} is in use or not allowed; pass another one"
+        ) from None
+    print(f"the page is at http://{args.host}:{args.port}; Ctrl-C ends it", flush=True)
+    page.block_thread()

@@ -23,7 +23,9 @@ LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 def ask(url: str, content: Any = None, method: str | None = None) -> Any:
     """Return the JSON that a server on this machine answers."""
     data = None if content is None else json.dumps(content).encode()
-    with LOCAL.open(urllib.request.Request(url, data, method=method), timeout=60) as answer:
+    with LOCAL.open(
+        urllib.request.Request(url, data, {"Content-Type": "application/json"}, method=method), timeout=60
+    ) as answer:
         return json.loads(answer.read())
 
 
