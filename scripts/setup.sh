@@ -2,6 +2,8 @@
 # Create .venv in this checkout and install requirements.txt. Does nothing if everything is installed.
 #   PYTHON=python3.12 bash scripts/setup.sh      choose the interpreter
 #   bash scripts/setup.sh dev                    also install what the tests need
+#   bash scripts/setup.sh all                    also install every optional package, such as wandb, ray and gradio
+#   PIP_INDEX_URL=URL bash scripts/setup.sh      install from a mirror of the package index
 #   TORCH_INDEX_URL=URL bash scripts/setup.sh    install torch from this package index (builds for CPUs or ROCm)
 # If torch is already installed in .venv, or for the interpreter PYTHON as in vendors' images, the script keeps it.
 set -euo pipefail
@@ -11,8 +13,9 @@ files=(requirements.txt)
 case "${1:-}" in
     "") ;;
     dev) files+=(requirements-dev.txt) ;;
+    all) files+=(pyproject.toml) ;;
     -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' scripts/setup.sh; exit 0 ;;
-    *) echo "setup.sh: unknown argument $1; use dev or none (--help)" >&2; exit 2 ;;
+    *) echo "setup.sh: unknown argument $1; use dev, all or none (--help)" >&2; exit 2 ;;
 esac
 
 # .venv contains a copy of each requirements file whose packages were installed. Exit if no copy differs from its file.
@@ -65,13 +68,28 @@ pip() {
     fi
 }
 
+# Print what the file $1 requires, without torch: lines of a requirements file, or what the extra `all` of pyproject.toml names.
+wanted_by() {
+    if [ "$1" != pyproject.toml ]; then
+        grep -v '^torch==' "$1"
+        return
+    fi
+    .venv/bin/python -c '
+import re, tomllib
+with open("pyproject.toml", "rb") as file:
+    extras = tomllib.load(file)["project"]["optional-dependencies"]
+names = re.search(r"\[(.*)\]", extras["all"][0])[1]
+for name in names.split(","):
+    print(*extras[name], sep="\n")'
+}
+
 install_torch
 # This constraint keeps pip from replacing torch. DeepSpeed compiles no kernels when it is installed (DS_BUILD_OPS=0).
 echo "torch==$(torch_of .venv/bin/python)" >.venv/torch.txt
 for file in "${files[@]}"; do
     cmp -s "$file" ".venv/.installed-$file" && continue
     echo "setup.sh: installing $file (once, a minute or more)"
-    grep -v '^torch==' "$file" >.venv/wanted.txt
+    wanted_by "$file" >.venv/wanted.txt
     pip -c .venv/torch.txt -r .venv/wanted.txt
     cp "$file" ".venv/.installed-$file"
 done

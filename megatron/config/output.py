@@ -95,6 +95,11 @@ class LogConfig(Section):
     wandb: bool = opt(
         False, "log to Weights & Biases; configure it with WANDB_PROJECT, WANDB_MODE and wandb's other variables"
     )
+    swanlab: bool = opt(
+        False,
+        "log to SwanLab; configure it with SWANLAB_MODE (cloud, local, offline or disabled), SWANLAB_PROJ_NAME and "
+        "swanlab's other variables",
+    )
     mlflow: bool = opt(
         False, "log to MLflow: to MLFLOW_TRACKING_URI if the variable is set, else to mlflow/ in the run directory"
     )

@@ -1,4 +1,4 @@
-"""Writers of metrics to destinations other than metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a CSV file.
+"""Writers of metrics to TensorBoard, Weights & Biases, SwanLab, MLflow and a CSV file, besides metrics.jsonl.
 
 Each destination has its own flag. Its package is imported only if the destination is used.
 """
@@ -8,9 +8,11 @@ import csv
 import importlib.util
 import io
 import os
+import signal
+import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,12 @@ from ..training.feature import Feature, Plan
 from ..training.metrics import Writer
 from ..training.run_state import Run
 
-# Default project of Weights & Biases and experiment of MLflow; WANDB_PROJECT and MLFLOW_EXPERIMENT_NAME override it.
+# Default project of Weights & Biases and SwanLab, and experiment of MLflow; WANDB_PROJECT, SWANLAB_PROJ_NAME and
+# MLFLOW_EXPERIMENT_NAME override it.
 PROJECT = "pretraining"
 # Columns of metrics.csv, in order. A row has an empty cell for each metric that its split does not have.
 COLUMNS = ("split", "iteration", *NUMBERS)
-PACKAGES = "tensorboard", "wandb", "mlflow"  # each package has a flag of the same name
+PACKAGES = "tensorboard", "wandb", "swanlab", "mlflow"  # each package has a flag of the same name
 
 
 class Writers(Feature):
@@ -62,6 +65,7 @@ def writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
     wanted: dict[type[Writer], Any] = {
         TensorBoard: log.tensorboard or log.tensorboard_dir or automatic,
         WeightsAndBiases: log.wandb,
+        SwanLab: log.swanlab,
         MLflow: log.mlflow,
         CSV: log.csv,
     }
@@ -177,6 +181,59 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Wait until all metrics are uploaded, and finish the wandb run."""
         self._run.finish()
+
+
+@contextlib.contextmanager
+def _same_handlers() -> Iterator[None]:
+    """Restore the handlers of Ctrl-C and of uncaught errors at the end of the `with` block.
+
+    swanlab sets its own handlers. The first Ctrl-C would end its run, although training continues until it has saved.
+    """
+    on_error = sys.excepthook
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        sys.excepthook = on_error
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, on_interrupt)
+
+
+class SwanLab:
+    """Writer to SwanLab. A resumed training run resumes its SwanLab run.
+
+    SwanLab keeps the first value of a metric at an iteration. It drops those that a resumed run computes again.
+    SWANLAB_MODE=offline keeps the data in the run directory. The other environment variables of swanlab work, too.
+    """
+
+    name, flag = "SwanLab", "swanlab"
+    shows_texts = True
+
+    def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
+        import swanlab
+
+        self._text = swanlab.Text
+        with _same_handlers():
+            self._run = swanlab.init(
+                project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
+                experiment_name=os.environ.get("SWANLAB_EXP_NAME", run_dir.resolve().name),
+                id=_identity(run_dir / "swanlab_id", iteration, lambda: uuid.uuid4().hex[:21]),
+                resume="allow",
+                logdir=str(run_dir / "swanlab"),
+                config=flat(config),
+            )
+
+    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
+        """Log the numbers or texts of one row in one call."""
+        row = {}
+        for name, value in numbers.items():
+            row[f"{split}/{name}"] = self._text(value) if isinstance(value, str) else value
+        self._run.log(row, step=iteration)
+
+    def close(self) -> None:
+        """Wait until all metrics are uploaded, and finish the SwanLab run."""
+        with _same_handlers():
+            self._run.finish()
 
 
 class MLflow:

@@ -17,7 +17,7 @@ from ..locks.run_lock import CHECKPOINTS, RunLock, RunLockedError
 from ..storage import RemotePath, place
 
 SETTINGS, METRICS = "config.json", "metrics.jsonl"
-BY_PRODUCTS = METRICS, "metrics.csv", "tensorboard", "mlflow", "wandb", timeline.FOLDER, "profile"
+BY_PRODUCTS = METRICS, "metrics.csv", "tensorboard", "mlflow", "wandb", "swanlab", timeline.FOLDER, "profile"
 
 
 def save_dir_of(config: Config, run_dir: Path) -> Path:

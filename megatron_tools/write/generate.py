@@ -228,8 +228,8 @@ def main(args: argparse.Namespace) -> None:
         exit_now(0)
 
 
-def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+def add_model_flags(parser: Parser) -> None:
+    """Add the flags that name the model and its tokenizer."""
     add = parser.add_argument
     add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
     add(
@@ -238,15 +238,12 @@ def build_parser() -> Parser:
         required=True,
         help="run directory, checkpoint(s), or Hugging Face folder of a GPT-2, Llama, Qwen or Mistral",
     )
-    add_flags(parser)
-    add(
-        "--batch-size",
-        type=int,
-        default=16,
-        help="prompts of --input per batch; the texts and their order do not depend on it (default: 16)",
-    )
-    add("--stream", action="store_true", help="print the text while it is generated")
     add("--vocab-file", type=local_path, help="tokenizer file or folder (default: the tokenizer of --load)")
+
+
+def add_sampling_flags(parser: Parser) -> None:
+    """Add the flags of sampling."""
+    add = parser.add_argument
     add("--num-samples", type=int, default=1, help="texts per prompt (default: 1)")
     add("--max-new-tokens", type=int, default=64, help="longest continuation in tokens (default: 64)")
     add("--temperature", type=float, default=0.8, help="sampling temperature; 0 for greedy decoding (default: 0.8)")
@@ -257,15 +254,30 @@ def build_parser() -> Parser:
         default=0.9,
         help="sample from the likeliest tokens of total probability p (default: 0.9)",
     )
-    add("--num-beams", type=int, default=0, help="width of beam search; 0 for sampling (default: 0)")
-    add("--model-parallel-size", type=int, default=1, help="tensor-parallel ranks (default: 1)")
-    add("--pipe-parallel-size", type=int, default=0, help="pipeline stages; 0 for none (default: 0)")
     add(
         "--seed",
         type=int,
         default=1234,
         help="seed of the samples; each prompt draws random numbers of its own (default: 1234)",
     )
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__ or "", EXAMPLES)
+    add = parser.add_argument
+    add_model_flags(parser)
+    add_flags(parser)
+    add(
+        "--batch-size",
+        type=int,
+        default=16,
+        help="prompts of --input per batch; the texts and their order do not depend on it (default: 16)",
+    )
+    add("--stream", action="store_true", help="print the text while it is generated")
+    add_sampling_flags(parser)
+    add("--num-beams", type=int, default=0, help="width of beam search; 0 for sampling (default: 0)")
+    add("--model-parallel-size", type=int, default=1, help="tensor-parallel ranks (default: 1)")
+    add("--pipe-parallel-size", type=int, default=0, help="pipeline stages; 0 for none (default: 0)")
     add(
         "--top-lift",
         "--favoured",

@@ -3,8 +3,8 @@
 Shapes: b batch, s tokens so far, v vocabulary, t model-parallel ranks.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,13 @@ class Stepper(Protocol):
     def reorder(self, rows: Tensor) -> None:
         """Set continuation i to the state of continuation rows[i], for every i."""
         ...
+
+
+class Step(NamedTuple):
+    """The next token of each continuation, [b], and the logits [b, v] from which the tokens were drawn."""
+
+    tokens: Tensor
+    logits: Tensor
 
 
 class Stages:
@@ -291,42 +298,51 @@ def _whole(model: GPT2Model | T5Model, logits: Any) -> Tensor:
 
 
 @torch.no_grad()
-def sample(
-    stepper: Stepper,
-    batch: int,
-    max_new_tokens: int,
-    end: int,
-    sampling: Sampling,
-    seed: int | Sequence[int],
-    on_tokens: Callable[[list[int]], None] | None = None,
-) -> list[list[int]]:
-    """Return `batch` continuations per prompt. Each one stops after the token `end` or after `max_new_tokens` tokens.
+def sample_steps(
+    stepper: Stepper, batch: int, max_new_tokens: int, end: int, sampling: Sampling, seed: int | Sequence[int]
+) -> Iterator[Step]:
+    """Yield the steps of `batch` continuations per prompt, until all have ended or have `max_new_tokens` tokens.
 
+    After its token `end`, a continuation gets this token again in each step.
     seed: of the only prompt, or one for each prompt. Each prompt has its own random generator, so its samples do not
     depend on the other prompts of the batch.
-    on_tokens: callback that receives the new token of every continuation after each step.
     """
     logits = stepper.first(batch)
     count = logits.shape[0]
     seeds = [seed] * (count // batch) if isinstance(seed, int) else seed
     generators = [torch.Generator().manual_seed(each) for each in seeds]
     ended = torch.zeros(count, dtype=torch.bool)
-    found: list[Tensor] = []
-    while len(found) < max_new_tokens:
-        by_prompt = logits.float().cpu().chunk(len(generators))
+    for number in range(1, max_new_tokens + 1):
+        device = logits.device
+        logits = logits.float().cpu()
         chosen = []
-        for own, generator in zip(by_prompt, generators, strict=True):
+        for own, generator in zip(logits.chunk(len(generators)), generators, strict=True):
             chosen.append(choose(own, sampling, generator))
         new = torch.cat(chosen).masked_fill(ended, end)
+        yield Step(new, logits)
+        ended |= new == end
+        if ended.all() or number == max_new_tokens:
+            return
+        logits = stepper.next(new.to(device))
+
+
+def sample(
+    stepper: Stepper, batch: int, max_new_tokens: int, end: int, sampling: Sampling, seed: int | Sequence[int]
+) -> list[list[int]]:
+    """Return the tokens of `sample_steps`, to which it passes its arguments. `max_new_tokens` is at least 1."""
+    return collect(sample_steps(stepper, batch, max_new_tokens, end, sampling, seed), end)
+
+
+def collect(steps: Iterable[Step], end: int, on_tokens: Callable[[list[int]], None] | None = None) -> list[list[int]]:
+    """Return the tokens of each continuation, up to its first token `end` with it.
+
+    on_tokens: callback that receives the new token of every continuation after each step.
+    """
+    found = []
+    for new, _ in steps:
         found.append(new)
         if on_tokens is not None:
             on_tokens(new.tolist())
-        ended |= new == end
-        if ended.all() or len(found) == max_new_tokens:
-            break
-        logits = stepper.next(new.to(logits.device))
-    if not found:
-        return [[] for _ in range(count)]
     rows = torch.stack(found, dim=1).tolist()
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
 

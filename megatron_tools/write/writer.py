@@ -15,7 +15,7 @@ from megatron.model.t5 import T5Model
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
 
 from ..report.unigram import counted
-from .generation import GPT2Stepper, Stages, Stepper, T5Stepper, beam_searches, sample
+from .generation import GPT2Stepper, Stages, Step, Stepper, T5Stepper, beam_searches, collect, sample_steps
 from .questions import Infill, Prompt, Question, Reader, answer
 
 OnTokens = Callable[[list[int]], None]
@@ -52,23 +52,30 @@ class Writer:
         start = tokenizer.pad if tokenizer.convention == "t5" else tokenizer.sentinels[0]
         return T5Stepper(model, sources, start, stages=self.stages)
 
+    def longest(self, max_new_tokens: int) -> int:
+        """Return the number of tokens to generate at most: `max_new_tokens`, or the positions of a T5's decoder."""
+        if self.config.is_t5 and self.config.model.position_embedding == "learned":
+            return min(max_new_tokens, self.config.positions)
+        return max_new_tokens
+
+    def steps(self, asked: Sequence[Question], args: argparse.Namespace, stepper: Stepper) -> Iterator[Step]:
+        """Yield the steps of args.num_samples texts per prompt. `stepper` has read the prompts."""
+        sampling = Sampling(args.temperature, args.top_k, args.top_p)
+        # Equal seeds would draw equal random numbers for all prompts, so similar prompts would get equal texts.
+        seeds = [mpu.derive_seed(args.seed, "prompt", *question.tokens) for question in asked]
+        return sample_steps(stepper, args.num_samples, self.longest(args.max_new_tokens), asked[0].end, sampling, seeds)
+
     def write(self, asked: Sequence[Question], args: argparse.Namespace, on_tokens: OnTokens | None) -> list[list[str]]:
         """Return the generated texts of each prompt. The prompts must have equal length and the same end token."""
         stepper = self.stepper([question.tokens for question in asked])
         end = asked[0].end
         each = args.num_samples
-        longest = args.max_new_tokens
-        if self.config.is_t5 and self.config.model.position_embedding == "learned":
-            longest = min(longest, self.config.positions)
         found = []
         if args.num_beams:
-            for best in beam_searches(stepper, args.num_beams, longest, end):
+            for best in beam_searches(stepper, args.num_beams, self.longest(args.max_new_tokens), end):
                 found.append([ids for _, ids in best[:each]])
         else:
-            sampling = Sampling(args.temperature, args.top_k, args.top_p)
-            # Equal seeds would draw equal random numbers for all prompts, so similar prompts would get equal texts.
-            seeds = [mpu.derive_seed(args.seed, "prompt", *question.tokens) for question in asked]
-            rows = sample(stepper, each, longest, end, sampling, seeds, on_tokens)
+            rows = collect(self.steps(asked, args, stepper), end, on_tokens)
             for i in range(0, len(rows), each):
                 found.append(rows[i : i + each])
         texts = []

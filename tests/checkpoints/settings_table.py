@@ -223,6 +223,7 @@ CASES: dict[str, Case] = {
     "tensorboard": Case("--tensorboard", in_ci=True),
     "tensorboard_dir": Case("--tensorboard-dir {here}/board", "--tensorboard"),
     "wandb": Case("--wandb"),
+    "swanlab": Case("--swanlab"),
     "mlflow": Case("--mlflow"),
     "csv": Case("--csv"),
     "trace": Case("--trace"),

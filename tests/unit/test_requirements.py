@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -63,6 +64,7 @@ STAND_IN = """#!/bin/bash
 here=$(cd "$(dirname "$0")/../.." && pwd)
 case "$*" in
     *metadata*) cat "$here/torch" 2>/dev/null || true ;;
+    *tomllib*) exec "$REAL_PYTHON" "$@" ;;
     *"pip install"*) echo "${@: -1}" "$@" >>"$here/asked"
         case "${@: -1}" in
             torch==*) grep -qxF -- "${@: -1}" "$here/served" || exit 1; version=${@: -1}; version=${version#torch==}
@@ -72,12 +74,15 @@ esac
 """
 
 
-def set_up(folder: Path, torch: str = "", served: str = "torch==2.13.0", **env: str) -> tuple[int, str, str]:
+def set_up(
+    folder: Path, torch: str = "", served: str = "torch==2.13.0", kind: str = "", **env: str
+) -> tuple[int, str, str]:
     """Run setup.sh; return the exit code, the output and the arguments of pip.
 
     torch: version of torch that .venv already has, or "". served: version of torch that the stand-in for pip installs.
+    kind: argument of setup.sh, or "".
     """
-    for name in ("scripts/setup.sh", "scripts/_torch.sh", "requirements.txt"):
+    for name in ("scripts/setup.sh", "scripts/_torch.sh", "requirements.txt", "pyproject.toml"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes((ROOT / name).read_bytes())
     python = folder / ".venv/bin/python"
@@ -88,11 +93,22 @@ def set_up(folder: Path, torch: str = "", served: str = "torch==2.13.0", **env: 
     if torch:
         (folder / "torch").write_text(torch + "\n")
     environment = {key: value for key, value in os.environ.items() if key != "TORCH_INDEX_URL"} | env
-    done = subprocess.run(
-        ["bash", "scripts/setup.sh"], cwd=folder, capture_output=True, text=True, env=environment, timeout=60
-    )
+    environment["REAL_PYTHON"] = sys.executable
+    command = ["bash", "scripts/setup.sh", *kind.split()]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment, timeout=60)
     asked = (folder / "asked").read_text() if (folder / "asked").exists() else ""
     return done.returncode, done.stdout + done.stderr, asked
+
+
+def test_all_installs_each_optional_package_once(tmp_path: Path) -> None:
+    code, said, asked = set_up(tmp_path, torch="2.13.0", kind="all")
+    assert code == 0, said
+    wanted = (tmp_path / ".venv/wanted.txt").read_text().splitlines()
+    groups = PROJECT["optional-dependencies"]
+    optional = {each for name, group in groups.items() if name != "dev" for each in group if "megatron-tds" not in each}
+    assert len(wanted) == len(optional) and set(wanted) == optional
+    assert len(asked.splitlines()) == 2
+    assert set_up(tmp_path, torch="2.13.0", kind="all")[2] == asked, "nothing is installed again"
 
 
 no_gpu = pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="there is a GPU here")

@@ -18,7 +18,7 @@ LIMITS = {
     "megatron": (204_200, 15),
     "megatron_compat": (13_700, 2),
     "data_utils": (36_800, 1),
-    "megatron_tools": (83_000, 7),
+    "megatron_tools": (86_000, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {

@@ -1,8 +1,9 @@
-"""TensorBoard, Weights & Biases, MLflow and CSV get every line of metrics; a resumed run continues its records."""
+"""Each writer (TensorBoard, W&B, SwanLab, MLflow, CSV) gets all metrics; a resumed run continues its records."""
 
 import csv
 import importlib.util
 import resource
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ ROW = {"split": "train", "iteration": 10, "lm_loss": 7.5, "lr": 0.001, "loss_sca
 
 
 class Said(list[Any]):
-    """A stand-in for the module wandb or mlflow that records the calls of its functions."""
+    """A stand-in for the module wandb, swanlab or mlflow that records the calls of its functions."""
 
     def __getattr__(self, name: str) -> Any:
         def asked(*args: Any, **kwargs: Any) -> Any:
@@ -55,6 +56,48 @@ def test_wandb_gets_a_line_and_the_same_run_goes_on(tmp_path: Path, monkeypatch:
     assert first["id"] == second["id"] != third["id"], "a run that begins anew is another one"
     assert wandb.named("log")[0][0] == ({"train/lm_loss": 7.5, "train/lr": 0.001, "iteration": 10},)
     assert len(wandb.named("finish")) == 3
+
+
+def test_swanlab_gets_numbers_and_texts_and_the_same_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swanlab = Said()
+    monkeypatch.setitem(sys.modules, "swanlab", swanlab)  # type: ignore[arg-type]
+    monkeypatch.delenv("SWANLAB_PROJ_NAME", raising=False)
+    monkeypatch.setenv("SWANLAB_EXP_NAME", "mine")
+    samples = {"split": "samples", "iteration": 10, "samples": [{"prompt": "春天", "text": "春天来了"}]}
+    for iteration in (0, 10, 0):
+        told(tmp_path, iteration, "--swanlab", "--lr", "0.25", rows=(ROW, samples))
+    first, second, third = (kwargs for _, kwargs in swanlab.named("init"))
+    assert (first["project"], first["experiment_name"]) == (writers.PROJECT, "mine")
+    assert (first["config"]["lr"], first["resume"], first["logdir"]) == (0.25, "allow", str(tmp_path / "swanlab"))
+    assert first["id"] == second["id"] != third["id"], "a run that begins anew is another one"
+    numbers, texts = swanlab.named("log")[:2]
+    assert numbers == (({"train/lm_loss": 7.5, "train/lr": 0.001},), {"step": 10})
+    assert list(texts[0][0]) == ["samples/春天"] and swanlab.named("Text")[0][0] == ("春天来了",)
+    assert len(swanlab.named("finish")) == 3
+
+
+def test_swanlab_leaves_the_handlers_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """swanlab's handler of Ctrl-C would end its run, and its `finish` would remove the handler of the training loop."""
+
+    def take(*_: Any, **__: Any) -> Any:
+        sys.excepthook = lambda *_: None
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        return SimpleNamespace(finish=take)
+
+    monkeypatch.setitem(sys.modules, "swanlab", SimpleNamespace(init=take, Text=str))  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        (writer,) = writers.writers(config("--swanlab"), tmp_path, 0)
+        assert signal.getsignal(signal.SIGINT) is before
+        signal.signal(signal.SIGINT, handler := lambda *_: None)  # as the training loop does
+        sys.excepthook = hook = lambda *_: None
+        writer.close()
+        assert signal.getsignal(signal.SIGINT) is handler and sys.excepthook is hook
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_mlflow_gets_a_line_and_the_same_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +146,7 @@ def test_csv_has_the_same_columns_in_every_row(tmp_path: Path) -> None:
     assert (rows[1]["lr"], rows[1]["ppl"]) == ("", "1096.6")
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow", "tensorboard"])
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow", "tensorboard"])
 def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError) as error:
@@ -175,12 +218,13 @@ def test_a_writer_gets_its_rows_when_the_disk_has_space_again(
     assert found == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("flags", [["--wandb"], ["--mlflow"], ["--tensorboard"]])
+@pytest.mark.parametrize("flags", [["--wandb"], ["--swanlab"], ["--mlflow"], ["--tensorboard"]])
 def test_the_real_packages_offline(flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run and its resumption are logged offline by the real wandb, mlflow and TensorBoard, if installed."""
+    """A run and its resumption are logged offline by the real wandb, swanlab, mlflow and TensorBoard, if installed."""
     pytest.importorskip(flags[0][2:])
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("SWANLAB_MODE", "offline")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for iteration in (0, 10):
@@ -190,5 +234,9 @@ def test_the_real_packages_offline(flags: list[str], tmp_path: Path, monkeypatch
         assert [line.split()[1:] for line in kept.read_text().splitlines()] == [["7.5", "10"], ["7.5", "20"]]
     elif flags == ["--wandb"]:
         assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 2
+    elif flags == ["--swanlab"]:
+        files = sorted(tmp_path.glob("swanlab/run-*/*.swanlab"))
+        assert len(files) == 2 and {file.name for file in files} == {files[0].name}, "both have the id of one run"
+        assert all(b"train/lm_loss" in file.read_bytes() for file in files)
     else:
         assert len(list(tmp_path.glob("tensorboard/events*"))) == 2
