@@ -21,6 +21,7 @@ LONG = (
     "docs/howto.md",
     "docs/experts.md",
     "docs/own_model.md",
+    "docs/tds.md",
     "docs/planning.md",
     "docs/reliability.md",
     "docs/scaling.md",
