@@ -94,7 +94,7 @@ WORDS = {
         "api": "公开的名字",
         "api_about": "English: [api.md](api.md)\n\n脚本可以导入的名字。它们是稳定的：弃用的名字在下一个小版本里仍然可用，并给出警告。形状：`s` 序列长度，`b` "
         "微批次的样本数，`h` 隐藏层"
-        "宽度，`v` 词表大小，`t` 张量并行的进程数。说明文字取自代码，为英文。\n\n本页由 `python -m docs.site.reference` 从 docstring 写出。",
+        "宽度，`v` 词表大小，`t` 张量并行大小。说明文字取自代码，为英文。\n\n本页由 `python -m docs.site.reference` 从 docstring 写出。",
         "imports": "从 CPM-Pretrain 导入的名称",
         "imported": "CPM-Pretrain 中的名称",
         "here": "本项目中",

@@ -21,6 +21,7 @@ LONG = (
     "docs/howto.md",
     "docs/experts.md",
     "docs/own_model.md",
+    "docs/tds.md",
     "docs/planning.md",
     "docs/reliability.md",
     "docs/scaling.md",
@@ -52,7 +53,7 @@ def test_the_first_command_stands_at_the_top(readme: str) -> None:
     assert len(lines) <= 130, "the README is a front page; move details to a page in docs/"
 
 
-@pytest.mark.parametrize("pages", [READMES, ("docs/layouts.md", "docs/layouts_zh.md")], ids=lambda pages: pages[0])
+@pytest.mark.parametrize("pages", [READMES, ("docs/parity.md", "docs/parity_zh.md")], ids=lambda pages: pages[0])
 def test_both_languages_show_the_same_numbers(pages: tuple[str, str]) -> None:
     tables = [
         re.findall(r"^\|.*\d\.\d{6}.*\|$", (ROOT / p).read_text(encoding="utf-8"), flags=re.MULTILINE) for p in pages
@@ -64,7 +65,7 @@ def test_both_languages_show_the_same_numbers(pages: tuple[str, str]) -> None:
 
 def test_the_front_page_shows_rows_of_the_whole_table() -> None:
     whole: dict[str, str] = {}
-    for row in (ROOT / "docs/layouts.md").read_text(encoding="utf-8").splitlines():
+    for row in (ROOT / "docs/parity.md").read_text(encoding="utf-8").splitlines():
         whole.setdefault(row.split(" | ")[0], row)  # the first table, that of SGD
     rows = [
         row for row in (ROOT / "README.md").read_text(encoding="utf-8").splitlines() if re.search(r"\d\.\d{6}", row)

@@ -40,7 +40,7 @@ CHINESE = {
     "the device determines the backend, NCCL for GPUs and gloo for CPUs": "由设备决定：GPU 之间用 NCCL，CPU 之间用 gloo",
     "matmuls and their communication are separate kernels": "矩阵乘法与它们的通信是分开的内核",
     "--overlap-grad-reduce sets how replicas reduce gradients": "副本间怎样累加梯度，由 --overlap-grad-reduce 决定",
-    "the flag does not change the loss; each rank always sends only its slice of a tensor": "损失不变；每个进程各传消息的一份",
+    "the flag does not change the loss; each rank always sends only its slice of a tensor": "损失不变；每个 rank 各传消息的一份",
     "the flag does not change the loss; attention is always one fused kernel, and --compile "
     "fuses other operations": "这里损失不变；torch 的注意力是一个核函数，其余可融合的由 --compile 融合",
     "a run never releases the memory that torch's allocator caches": "运行不会释放 torch 分配器缓存的显存",
@@ -62,7 +62,7 @@ CHINESE = {
     "the loss is always the mean over all target tokens": "本来如此：损失是所有目标词元的均值",
     "samples never contain attention masks": "本来如此：样本里没有掩码",
     "--load always fails if it finds no checkpoint": "本来如此：--load 找不到检查点就是错误",
-    "checkpoints have only one format, which every layout can load": "检查点只有一种格式，任何布局都能读",
+    "checkpoints have only one format, which every layout can load": "检查点只有一种格式，任何并行策略都能读",
     "metrics.jsonl has all timings": "已有的计时都在 metrics.jsonl 里",
     # Advice for refused flags.
     "--partition-method sets how layers are split into stages": "层在哪里切开由 --partition-method 决定",
@@ -73,7 +73,7 @@ CHINESE = {
     '{"allgather_bucket_size": ...}',
     'write "zero_optimization": {"offload_optimizer": '
     "...} in --deepspeed-config": '在 --deepspeed-config 里写 "zero_optimization": {"offload_optimizer": ...}',
-    "process groups are always created after all ranks have joined; leave this flag out": "进程到齐后才建立进程组；去掉它",
+    "process groups are always created after all ranks have joined; leave this flag out": "rank 到齐后才建立进程组；去掉它",
     "start the ranks with tools/launch.py, torchrun or deepspeed": "用 tools/launch.py、torchrun 或 deepspeed 启动各进程",
     "layers do not share weights": "层之间不共享权重",
     "no token is dropped, so experts have no capacity": "从不丢弃词元，专家没有容量上限",
@@ -99,7 +99,7 @@ CHINESE = {
     "all layers use the same --sliding-window": "所有层用同一个 --sliding-window",
     "use --num-key-value-heads to shrink keys and values": "缩小键和值的是 --num-key-value-heads",
     "with --sequence-parallel each model-parallel rank stores only its "
-    "slice of the checkpointed inputs": "用 --sequence-parallel，每个张量并行进程只保留所存输入的一段",
+    "slice of the checkpointed inputs": "用 --sequence-parallel，每个张量并行 rank 只保留所存输入的一段",
     '"wall_clock_breakdown": true in --deepspeed-config '
     "measures the backward pass": '在 --deepspeed-config 里写 "wall_clock_breakdown": true 可以测量',
     "use --offload-activations instead of "

@@ -98,7 +98,7 @@ def test_words_do_not_drift(path: Path) -> None:
 
 def test_a_refused_word_is_found() -> None:
     assert len(refused()) > 20
-    assert len(drifting("各 rank 比较散列。\n\n`rank` 在代码里\n\n| ranks | 每个 token |\n")) == 3
+    assert len(drifting("各批次比较散列，都有 micro-batch。\n\n`token` 在代码里\n\n| tokens | 每个 token |\n")) == 3
 
 
 def test_the_reference_is_that_of_the_code() -> None:
