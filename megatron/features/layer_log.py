@@ -16,7 +16,7 @@ from .. import mpu
 from .._torch import is_compiled
 from ..engines.engine import Step
 from ..model.attention import Attention
-from ..model.attention_kernels import Call
+from ..model.attention_kernels import AttentionArgs
 from ..model.attention_logits import largest_logit
 from ..model.layers import Layer, global_parameters
 from ..model.text_tokens import text_tokens
@@ -104,7 +104,7 @@ class LayerLog(Feature):
         self._activations[:, self._at[layer.name]] += torch.stack([square, torch.full_like(square, hidden.numel())])
         return outputs
 
-    def _watch(self, at: int, call: Call) -> None:
+    def _watch(self, at: int, call: AttentionArgs) -> None:
         if self._model.training and not mpu.get_rng().recomputing:
             self._logits[at] = torch.maximum(self._logits[at], largest_logit(call, self._text).double())
 

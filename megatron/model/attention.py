@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from .attention_kernels import Call, Kernel, Mask, attend
+from .attention_kernels import AttentionArgs, Kernel, Mask, attend
 from .heads import split_heads
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ def _fill_heads(std: float, head_size: int, factors: Sequence[float], weight: Te
 class Attention(nn.Module):
     """Common part of self- and cross-attention (Vaswani et al. 2017): softmax(q k^T + bias) v, output projection.
 
-    kernel: function that computes a `Call`; `attend` lets `choose_kernel` choose.
+    kernel: function that computes a `AttentionArgs`; `attend` lets `choose_kernel` choose.
     watch: function that is called with each attention call before it is computed, or None.
     """
 
-    watch: Callable[[Call], None] | None = None
+    watch: Callable[[AttentionArgs], None] | None = None
 
     def __init__(self, config: ModelConfig, stream: str, output_std: float, causal: bool) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class Attention(nn.Module):
         self.kernel: Kernel = attend
         self.stream = mpu.Stream(self.rng, stream, split=True)
         self.recompute = config.checkpoint_attention
-        self.new_call: Callable[..., Call] = partial(
-            Call,
+        self.new_call: Callable[..., AttentionArgs] = partial(
+            AttentionArgs,
             causal=causal,
             scale=config.attention_scale,
             stream=self.stream,

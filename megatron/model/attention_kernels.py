@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from .context_attention import Views
     from .pieces import Pieces
 
-Mask = Union[Documents, "Views", Tensor, None]  # see `Call`
-Kernel = Callable[["Call"], Tensor]  # function that computes a call -> [b, n, q, d]
+Mask = Union[Documents, "Views", Tensor, None]  # see `AttentionArgs`
+Kernel = Callable[["AttentionArgs"], Tensor]  # function that computes a call -> [b, n, q, d]
 
 
-class Call(NamedTuple):
+class AttentionArgs(NamedTuple):
     """One attention call: query [b, n, q, d], key and value [b, g, k, d] -> [b, n, q, d].
 
     mask: `Documents` if tokens may attend only within their document; or a bool mask [1 or b, 1, q, k], True where a
@@ -74,7 +74,7 @@ class Call(NamedTuple):
         """
         if self.views:
             raise ValueError(
-                "a call with context parallelism has no mask of its own: see `Call.views`, or leave it to `attend`"
+                "a call with context parallelism has no mask of its own: see `views`, or leave it to `attend`"
             )
         mask: Any = self.mask.mask() if isinstance(self.mask, Documents) else self.mask
         q = self.query.shape[2]
@@ -97,7 +97,7 @@ class Call(NamedTuple):
         return self.bias.masked_fill(~mask, -torch.inf), hides
 
 
-def torchs(c: Call) -> Tensor:
+def torchs(c: AttentionArgs) -> Tensor:
     """Call torch's scaled_dot_product_attention, which chooses the kernel -> [b, n, q, d]."""
     added, hides = c.added()
     query = c.query
@@ -125,7 +125,7 @@ def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[No
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def choose_kernel(c: Call) -> Kernel:
+def choose_kernel(c: AttentionArgs) -> Kernel:
     """Return the kernel of the call: torch's, unless documents, a bias, context parallelism or dropout need another."""
     special = isinstance(c.mask, Documents) or c.views or c.bias is not None or (c.p and c.on_cpu)
     if not special:
@@ -135,7 +135,7 @@ def choose_kernel(c: Call) -> Kernel:
     return choose_special_kernel(c)
 
 
-def attend(c: Call) -> Tensor:
+def attend(c: AttentionArgs) -> Tensor:
     """Compute the call by the kernel that `choose_kernel` returns -> [b, n, q, d].
 
     Raises ValueError if a token has no document id.

@@ -6,14 +6,14 @@ Shapes: b batch, n query heads and g key-value heads of this rank, q queries, k 
 import torch
 from torch import Tensor
 
-from .attention_kernels import Call
+from .attention_kernels import AttentionArgs
 from .context_attention import Views, whole_keys_and_values
 
 AT_ONCE, ROWS = 1 << 24, 128  # largest numbers of logits in memory, and of queries whose logits are computed at once
 
 
 @torch.no_grad()
-def largest_logit(c: Call, text: Tensor | None = None) -> Tensor:
+def largest_logit(c: AttentionArgs, text: Tensor | None = None) -> Tensor:
     """Return the largest logit, q k^T x scale + bias, over all keys that a query may see: a scalar, in fp32 or fp64.
 
     text: bool [b, q], False for queries that are padding and do not count; None if all count.
@@ -38,7 +38,7 @@ def largest_logit(c: Call, text: Tensor | None = None) -> Tensor:
     return torch.stack(found).max()
 
 
-def _largest(c: Call, text: Tensor | None) -> Tensor:
+def _largest(c: AttentionArgs, text: Tensor | None) -> Tensor:
     mask, hides = c.visible()
     dtype = torch.promote_types(c.query.dtype, torch.float32)
     b, n, q, d = c.query.shape

@@ -146,7 +146,7 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def build_mask(window: int | None, role: DocumentRole, context: mpu.Axis) -> Callable[[Tensor, int, int], Any]:
-    """Return the function that makes the mask of a decoder-only model's layer, see `attention_kernels.Call`.
+    """Return the function that makes the mask of a decoder-only model's layer, see `attention_kernels.AttentionArgs`.
 
     Its arguments are document ids [b, s] or empty, the length s of the whole sequence, and the number of cached tokens.
     window: number of last tokens that a query sees, None for all. context: ranks that shard a sequence.

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_kernels import Call, Kernel, attend, torchs
+from .attention_kernels import AttentionArgs, Kernel, attend, torchs
 from .heads import repeat_heads
 from .masks import Documents
 
 
-def flash_in_pieces(c: Call) -> Tensor:
+def flash_in_pieces(c: AttentionArgs) -> Tensor:
     """Run torch's flash attention for CPUs on one block of queries and keys after another -> [b, n, q, d]."""
     from .flash_attention import flash_attention
 
@@ -26,7 +26,7 @@ def flash_in_pieces(c: Call) -> Tensor:
     return flash_attention(c.query, c.key, c.value, c.pieces, c.scale, axis)
 
 
-def slice_by_slice(c: Call) -> Tensor:
+def slice_by_slice(c: AttentionArgs) -> Tensor:
     """Attend from each slice of this context rank to the gathered keys -> [b, n, q, d]."""
     from .context_attention import gather_keys_and_values
 
@@ -56,7 +56,7 @@ def _lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=causal, scale=scale)
 
 
-def biased(c: Call) -> Tensor:
+def biased(c: AttentionArgs) -> Tensor:
     """Attend with a learned bias, recomputing the probabilities in the backward pass -> [b, n, q, d]."""
     from .biased_attention import biased_attention
 
@@ -68,7 +68,7 @@ def biased(c: Call) -> Tensor:
     return biased_attention(c.query, key, value, c.bias, sees, c.scale)
 
 
-def dropout_in_pieces(c: Call) -> Tensor:
+def dropout_in_pieces(c: AttentionArgs) -> Tensor:
     """Attend with dropout document by document -> [b, n, q, d]."""
     from .attention_dropout import by_document
 
@@ -77,7 +77,7 @@ def dropout_in_pieces(c: Call) -> Tensor:
     return by_document(c.query, key, value, c.pieces, c.scale, c.p, c.stream)
 
 
-def dropout(c: Call) -> Tensor:
+def dropout(c: AttentionArgs) -> Tensor:
     """Attend with dropout by torch's matmul, softmax and dropout operations -> [b, n, q, d]."""
     from .attention_dropout import attention_with_dropout
 
@@ -86,7 +86,7 @@ def dropout(c: Call) -> Tensor:
     return attention_with_dropout(c.query, key, value, added, c.scale, c.p, c.stream, c.turn)
 
 
-def packed(c: Call) -> Tensor:
+def packed(c: AttentionArgs) -> Tensor:
     """Run torch's kernel for packed documents on CUDA -> [b, n, q, d]."""
     from .packed_attention import packed_attention
 
@@ -95,7 +95,7 @@ def packed(c: Call) -> Tensor:
     return packed_attention(c.query, key, value, c.mask, c.scale)
 
 
-def _packs(c: Call) -> bool:
+def _packs(c: AttentionArgs) -> bool:
     if not (c.by_document and c.packs and isinstance(c.mask, Documents)):
         return False
     from .packed_attention import serves
@@ -103,7 +103,7 @@ def _packs(c: Call) -> bool:
     return serves(c.query, c.mask)
 
 
-def _differentiates_bias(c: Call) -> bool:
+def _differentiates_bias(c: AttentionArgs) -> bool:
     if not c.fused_bias or c.bias is None:
         return False
     from .biased_attention import serves
@@ -113,7 +113,7 @@ def _differentiates_bias(c: Call) -> bool:
 
 # (condition, kernel): the first kernel whose condition holds computes the call. The mask is a `Views` only with context
 # parallelism, which does not support a bias.
-KERNELS: tuple[tuple[Callable[[Call], Any], Kernel], ...] = (
+KERNELS: tuple[tuple[Callable[[AttentionArgs], Any], Kernel], ...] = (
     (lambda c: c.pieces and not c.p and c.bias is None, flash_in_pieces),
     (lambda c: c.views, slice_by_slice),
     (lambda c: c.pieces and not c.p and c.fused_bias, biased),
@@ -125,7 +125,7 @@ KERNELS: tuple[tuple[Callable[[Call], Any], Kernel], ...] = (
 )
 
 
-def choose_special_kernel(c: Call) -> Kernel:
+def choose_special_kernel(c: AttentionArgs) -> Kernel:
     """Return the first kernel of KERNELS whose condition holds for the call."""
     for serves, kernel in KERNELS:
         if serves(c):

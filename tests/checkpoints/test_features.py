@@ -18,7 +18,7 @@ from megatron.config.feature_table import TABLE, Row
 from megatron.config.fields import ConfigError, at_least, opt
 from megatron.config.train import TrainConfig
 from megatron.model.attention import Attention
-from megatron.model.attention_kernels import Call
+from megatron.model.attention_kernels import AttentionArgs
 from megatron.ranks.errors import RunError
 from megatron.tasks import functions as home
 from megatron.training import Feature, Run, train
@@ -219,7 +219,7 @@ def test_files_of_features_with_settings_import_no_torch() -> None:
                 assert not {str(name).split(".")[0] for name in names} & {"torch", "tds", "numpy", "deepspeed"}
 
 
-def _plain(call: Call) -> Any:
+def _plain(call: AttentionArgs) -> Any:
     """The kernel that docs/own_model.md shows, for calls without bias, dropout and grouped heads."""
     mask, causal = call.added()
     scores = call.scale * call.query @ call.key.mT

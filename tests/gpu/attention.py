@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron import mpu
 from megatron.model import context_attention, packed_attention
-from megatron.model.attention_kernels import Call, Mask, attend, choose_kernel
+from megatron.model.attention_kernels import AttentionArgs, Mask, attend, choose_kernel
 from megatron.model.context_attention import Views
 from megatron.model.masks import Documents, no_documents
 from megatron.model.special_kernels import slice_by_slice
@@ -25,9 +25,9 @@ def _inputs(length: int) -> list[Tensor]:
     return [torch.randn(B, heads, length, D, generator=dice) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
 
 
-def _call(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> Call:
+def _call(query: Tensor, key: Tensor, value: Tensor, mask: Mask) -> AttentionArgs:
     stream = mpu.Stream(mpu.get_rng(), "tests.gpu")
-    return Call(query, key, value, mask, None, 0.0, True, D**-0.5, stream, True, True, True)
+    return AttentionArgs(query, key, value, mask, None, 0.0, True, D**-0.5, stream, True, True, True)
 
 
 def _wanted(inputs: Sequence[Tensor], visible: Tensor) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron import mpu
-from megatron.model.attention_kernels import Call, Mask, attend, choose_kernel
+from megatron.model.attention_kernels import AttentionArgs, Mask, attend, choose_kernel
 from megatron.model.context_attention import views_of
 from megatron.model.masks import Documents, causal_mask, document_scope
 from megatron.model.pieces import pieces_for
@@ -26,7 +26,7 @@ def _kernel(mask: Mask, bias: Tensor | None = None, p: float = 0.0, fused: bool 
     x = torch.zeros(1, 2, S, 4)
     stream = mpu.Stream(mpu.RngStreams(), "attention")
     unfused = {"by_document": fused, "fused_bias": fused, "packs": fused}
-    call = Call(x, x, x, mask, bias, p, causal=True, scale=1.0, stream=stream, **unfused)
+    call = AttentionArgs(x, x, x, mask, bias, p, causal=True, scale=1.0, stream=stream, **unfused)
     if fused and isinstance(mask, tuple):
         call = call._replace(pieces=pieces_for(x, mask))
     return choose_kernel(call).__name__
@@ -63,7 +63,7 @@ def test_the_first_kernel_that_serves_is_chosen(mask: Mask, more: dict[str, Any]
     assert _kernel(mask, **more) == expected
 
 
-def _defined(c: Call, sees: Tensor) -> Tensor:
+def _defined(c: AttentionArgs, sees: Tensor) -> Tensor:
     """Return the textbook's attention of a call, with `sees` [1 or b, q, k], which keys a query may see."""
     each = c.query.shape[1] // c.key.shape[1]
     key = c.key.repeat_interleave(each, 1)
@@ -108,7 +108,7 @@ def test_the_kernel_computes_the_definition(name: str, fused: bool, heads: int) 
     bias = draw(1, 4, S, S) if has_bias else None
     stream = mpu.Stream(mpu.RngStreams(), "attention")
     allowed = {"by_document": fused, "fused_bias": fused, "packs": fused}
-    call = Call(*inputs, mask, bias, 0.0, causal=True, scale=0.3, stream=stream, **allowed)
+    call = AttentionArgs(*inputs, mask, bias, 0.0, causal=True, scale=0.3, stream=stream, **allowed)
     leaves = [*inputs, bias] if bias is not None else inputs
     weights = torch.randn(1, 4, S, 8, generator=generator, dtype=torch.float64)
     found = attend(call)
@@ -123,6 +123,6 @@ def test_a_kernel_gets_no_mask_with_context_parallelism() -> None:
     x = torch.zeros(1, 2, S, 4)
     stream = mpu.Stream(mpu.RngStreams(), "attention")
     fused = {"by_document": True, "fused_bias": True, "packs": True}
-    call = Call(x, x, x, _views(), None, 0.0, causal=True, scale=1.0, stream=stream, **fused)
+    call = AttentionArgs(x, x, x, _views(), None, 0.0, causal=True, scale=1.0, stream=stream, **fused)
     with pytest.raises(ValueError, match="context parallelism"):
         call.added()
