@@ -16,7 +16,7 @@ from tds.spikes import Deviation
 Batches = Iterator[dict[str, Tensor]]
 
 
-class Step(NamedTuple):
+class StepResult(NamedTuple):
     """Result of one optimizer step.
 
     loss: mean loss over the global batch. grad_norm: gradient norm before clipping. Both may be tensors that the device
@@ -40,7 +40,7 @@ class Engine(Protocol):
 
     deepspeed: Any
 
-    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> Step:
+    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> StepResult:
         """Run one optimizer step with learning rate `lr`.
 
         batches: iterator over micro-batches, or None on a rank that reads no data.
@@ -84,7 +84,7 @@ def set_lr(engine: Any, lr: float) -> None:
         group["lr"] = lr * group.get("lr_factor", 1.0)
 
 
-def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> Step:
+def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> StepResult:
     """Update the routers of experts and the average of the weights, and return the result of the step."""
     spike = engine.spike_guard.found if engine.spike_guard else None
     skipped = spike is not None or zero_state.was_skipped(engine)
@@ -106,4 +106,4 @@ def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) ->
         update_routers(engine.module, applied)
     if engine.weight_average is not None:
         engine.weight_average.end_step(applied)
-    return Step(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux, spike)
+    return StepResult(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux, spike)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..timers import Timers
-from .engine import Batches, Step, end_step, set_lr
+from .engine import Batches, StepResult, end_step, set_lr
 
 
 class PipeEngine:
@@ -23,7 +23,7 @@ class PipeEngine:
         self.gas: int = engine.micro_batches
         engine.progress.breakdown = breakdown
 
-    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> Step:
+    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> StepResult:
         ds = self.deepspeed
         ds.set_micro_batches(gas or self.gas)
         set_lr(ds, lr)

@@ -23,7 +23,7 @@ from ..mpu import Axis
 from ..ranks.objects import gather_objects
 from ..timers import Timers
 from ..training.task import Task, what
-from .engine import Batches, Step, end_step, set_lr
+from .engine import Batches, StepResult, end_step, set_lr
 from .watch import StepWatch
 
 
@@ -74,11 +74,11 @@ class NoPipeEngine:
         """
         return gas * self._averaged
 
-    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> Step:
+    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> StepResult:
         with self._watched("training"), trace.span("train_batch", "step"):
             return self._train_batch(batches, lr, gas or self.gas)
 
-    def _train_batch(self, batches: Batches | None, lr: float, gas: int) -> Step:
+    def _train_batch(self, batches: Batches | None, lr: float, gas: int) -> StepResult:
         ds = self.deepspeed
         ds.set_micro_batches(gas)
         set_lr(ds, lr)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config import Config
 from ..data.corpora import corpus_names
 from ..data.splits import PARTS
-from ..engines.engine import Step
+from ..engines.engine import StepResult
 from ..model.loss import CORPUS_LOSS, CORPUS_TARGETS
 from ..training.evaluation import perplexity
 from ..training.feature import Feature
@@ -53,7 +53,7 @@ class CorpusLosses(Feature):
         self._sums: dict[str, Tensor] = {}
         self._steps: Tensor | float = 0.0
 
-    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         """Add the sums of a step, unless its loss is NaN or Inf."""
         if step is None:
             return

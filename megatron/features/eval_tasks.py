@@ -13,7 +13,7 @@ from tds import trace
 
 from .. import mpu
 from ..config import Config
-from ..engines.engine import Step
+from ..engines.engine import StepResult
 from ..model.gpt2 import GPT2Model
 from ..model.loss import TokenLoss
 from ..model.masks import no_documents
@@ -222,7 +222,7 @@ class TaskEvaluations(Feature):
         given = run.config.train.eval_tasks_interval
         self._interval = run.config.checkpoint.save_interval if given is None else given
 
-    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         """Evaluate after iterations of --eval-tasks-interval, except the last."""
         t = self._run.config.train
         if due(samples.iteration, self._interval) and samples.iteration < t.train_iters:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import mpu
 from ..config.fields import first_of
-from ..engines.engine import Step
+from ..engines.engine import StepResult
 from ..model.layers import global_parameters
 from ..ranks import device as device_module
 from ..ranks.objects import gather_objects
@@ -29,7 +29,7 @@ class FirstStep(Feature):
     def _note(self, name: str, gradient: Tensor) -> None:
         self._learns[name] = True
 
-    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         if step is None or self._done:
             return
         self._done = True

@@ -13,7 +13,7 @@ from ..config.fields import at_least, opt
 from ..training.feature import Feature, due
 
 if TYPE_CHECKING:
-    from ..engines.engine import Step
+    from ..engines.engine import StepResult
     from ..training.health import SampleRange
     from ..training.run_state import Run
 
@@ -54,6 +54,6 @@ class Garbage(Feature):
         if self._was_on:
             gc.enable()
 
-    def after_step(self, step: "Step | None", samples: "SampleRange") -> None:
+    def after_step(self, step: "StepResult | None", samples: "SampleRange") -> None:
         if due(samples.iteration, self._interval):
             gc.collect()

@@ -14,7 +14,7 @@ from tds.step_norms import StepNorms, squared_norm
 
 from .. import mpu
 from .._torch import is_compiled
-from ..engines.engine import Step
+from ..engines.engine import StepResult
 from ..model.attention import Attention
 from ..model.attention_kernels import AttentionArgs
 from ..model.attention_logits import largest_logit
@@ -108,7 +108,7 @@ class LayerLog(Feature):
         if self._model.training and not mpu.get_rng().recomputing:
             self._logits[at] = torch.maximum(self._logits[at], largest_logit(call, self._text).double())
 
-    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         """Set `found`, if this iteration was measured. All ranks must call this."""
         self.found = {}
         if not self._armed:

@@ -12,7 +12,7 @@ from ..config.fields import at_least, opt
 from ..training.feature import Feature, Plan, due
 
 if TYPE_CHECKING:
-    from ..engines.engine import Step
+    from ..engines.engine import StepResult
     from ..training.health import SampleRange
     from ..training.run_state import Run
 
@@ -71,7 +71,7 @@ class Samples(Feature):
         given = run.config.of(SampleSettings).sample_interval
         self._interval = run.config.train.eval_interval if given is None else given
 
-    def after_step(self, step: "Step | None", samples: "SampleRange") -> None:
+    def after_step(self, step: "StepResult | None", samples: "SampleRange") -> None:
         if due(samples.iteration, self._interval) and samples.iteration < self._run.config.train.train_iters:
             self._run.log.check()
             self._write()

@@ -11,7 +11,7 @@ from ..json_text import brief
 from ..training.feature import Feature, Interval, Plan
 
 if TYPE_CHECKING:
-    from ..engines.engine import Step
+    from ..engines.engine import StepResult
     from ..training.health import SampleRange
 
 
@@ -49,7 +49,7 @@ class Guard(Feature):
         self._guard = SpikeGuard(engine, settings.skip_step_sigma, settings.skip_step_window)
         self._skipped: list[dict[str, Any]] = []
 
-    def after_step(self, step: "Step | None", samples: "SampleRange") -> None:
+    def after_step(self, step: "StepResult | None", samples: "SampleRange") -> None:
         from ..ranks.rank_0 import print_rank_0
 
         if step is None or step.spike is None:

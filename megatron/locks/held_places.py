@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from ..engines.engine import Step
+from ..engines.engine import StepResult
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0
 from ..ranks.signals import StopSignal
@@ -27,7 +27,7 @@ class HeldPlaces(Feature):
         self._run = run
         self._lost: LostPlace | None = None
 
-    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         """Ask for a save and the end of the run if a folder is lost."""
         if any(lock.is_lost() for lock in self._run.locks):
             self._run.metrics.withheld = True

@@ -7,7 +7,7 @@ from typing import Any
 
 from tds import trace
 
-from ..engines.engine import Step
+from ..engines.engine import StepResult
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import print_rank_0
 from .data_ranks import read
@@ -95,7 +95,7 @@ class Evaluations(Feature):
     def __init__(self, run: Run) -> None:
         self._run = run
 
-    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         t = self._run.config.train
         if due(samples.iteration, t.eval_interval) and samples.iteration < t.train_iters:
             self._run.log.check()

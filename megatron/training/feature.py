@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from ..config import Config
     from ..config.ds_config import Resolved
-    from ..engines.engine import Batches, Step
+    from ..engines.engine import Batches, StepResult
     from ..tokenizer import Tokenizer
     from .health import SampleRange
     from .run_state import Run
@@ -70,7 +70,7 @@ class Feature:
     def before_step(self, iteration: int) -> None:
         """Act before iteration `iteration`, counted from 1."""
 
-    def after_step(self, step: "Step | None", samples: "SampleRange") -> None:
+    def after_step(self, step: "StepResult | None", samples: "SampleRange") -> None:
         """Act after an iteration.
 
         step: None if a --skip-* flag skipped the iteration.

@@ -12,7 +12,7 @@ from torch import Tensor
 from tds.spikes import Deviation
 
 from ..checkpointing import TrainState
-from ..engines.engine import Step
+from ..engines.engine import StepResult
 
 REMEMBERED = 64  # a new loss is compared with the median of at most this number of recent losses
 LEAST = 16  # spikes are reported only if there are at least this number of recent losses
@@ -88,11 +88,11 @@ class Health:
         self._good = replace(state)
         self._streak = 0
         self._starts = least_scale is not None
-        self._unread: list[tuple[Step, SampleRange, TrainState]] = []
+        self._unread: list[tuple[StepResult, SampleRange, TrainState]] = []
         self._before: deque[float] = deque(maxlen=REMEMBERED)
         self.fault: Fault | None = None
 
-    def add(self, step: Step, samples: SampleRange, state: TrainState) -> None:
+    def add(self, step: StepResult, samples: SampleRange, state: TrainState) -> None:
         """Store the result of a step.
 
         samples: the iteration's number and its range of samples. state: training state after the step.
@@ -137,7 +137,7 @@ class Health:
                 found = found._replace(skipped=found.skipped + 1)
         return found
 
-    def _update(self, step: Step, samples: SampleRange, loss: float, applied: bool) -> None:
+    def _update(self, step: StepResult, samples: SampleRange, loss: float, applied: bool) -> None:
         """Count skipped steps, and set `fault` after a step that ends the run."""
         has_least_scale = self._least is not None and self._scale == step.loss_scale == self._least
         self._scale = step.loss_scale

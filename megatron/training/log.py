@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tds import optimizer_state as zero_state
 
-from ..engines.engine import Step
+from ..engines.engine import StepResult
 from ..model.work import flops_per_token
 from ..ranks import device as device_module
 from ..ranks.errors import RunError
@@ -62,7 +62,7 @@ class TrainingLog(Feature):
                 f"{self.batch} samples ({self.run.micro_batches(first)} micro-batches on each replica)"
             )
 
-    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         self.last = samples
         self.run.state.features = self.run.features.state()  # before `health` copies the training state
         if step is None:

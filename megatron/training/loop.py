@@ -8,7 +8,7 @@ from tqdm import tqdm
 from .. import mpu
 from ..data.sample_hash import extend
 from ..data.skips import Skips, parse_ranges
-from ..engines.engine import Batches, Step
+from ..engines.engine import Batches, StepResult
 from ..locks.held_places import HeldPlaces
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..ranks.replicas import check_replicas
@@ -62,7 +62,7 @@ def train(run: Run) -> None:
         part.end()
 
 
-def _step(run: Run, batches: Batches | None) -> Step:
+def _step(run: Run, batches: Batches | None) -> StepResult:
     """Take an optimizer step on the next global batch."""
     state = run.state
     mpu.get_rng().begin(state.iteration)
@@ -105,7 +105,7 @@ class ReplicaChecks(Feature):
         self._interval = run.config.train.check_replicas
         self._steps = 0
 
-    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         self._steps += 1
         is_power_of_two = self._steps.bit_count() == 1
         if is_power_of_two or due(samples.iteration, self._interval):

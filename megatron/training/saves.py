@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from tds import trace
 
-from ..engines.engine import Step
+from ..engines.engine import StepResult
 from ..locks.held_places import HeldPlaces
 from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
@@ -44,7 +44,7 @@ class Saves(Feature):
         except RunError as failure:
             print_rank_0(f"note: {failure}")
 
-    def after_step(self, step: Step | None, samples: SampleRange) -> None:
+    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         run = self._run
         settings = run.config.checkpoint
         asked, is_written = run.signals.agree(run.saver.pending and not run.saver.busy)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.atomic import write_text
-from megatron.engines.engine import Batches, Engine, Step
+from megatron.engines.engine import Batches, Engine, StepResult
 from megatron.engines.with_pipeline import PipeEngine
 from megatron.model.layers import global_buffers, global_parameters
 from megatron.ranks.replicas import fingerprint
@@ -169,7 +169,7 @@ class Recorder:
             value = gradient.detach().double().cpu()
             self.gradients[name] = self.gradients[name] + value if name in self.gradients else value.clone()
 
-    def _train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> Step:
+    def _train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> StepResult:
         """Run a training step and record its loss; write everything after the last step."""
         try:
             step = self._original(batches, lr, gas)

@@ -10,7 +10,7 @@ import torch
 from megatron.checkpointing import TrainState
 from megatron.data.sampler import ConsecutiveSampler
 from megatron.data.skips import Skips, parse_ranges
-from megatron.engines.engine import Step
+from megatron.engines.engine import StepResult
 from megatron.training.health import Health, SampleRange
 from megatron.training.metrics import MetricsWriter
 from tds.clip import leave_out_unless_finite
@@ -21,7 +21,7 @@ NAN, INF = math.nan, math.inf
 def feed(health: Health, norms: list[Any], scales: list[float | None] | None = None, losses: Any = None) -> None:
     for i, norm in enumerate(norms):
         loss = torch.tensor(losses[i] if losses else 2.0, dtype=torch.float64)
-        step = Step(loss, norm, scales[i] if scales else None, skipped=bool(scales) and not math.isfinite(norm))
+        step = StepResult(loss, norm, scales[i] if scales else None, skipped=bool(scales) and not math.isfinite(norm))
         health.add(step, SampleRange(i + 1, 8 * i, 8), TrainState(i + 1, 8 * i + 8))
 
 

@@ -14,7 +14,7 @@ from megatron.checkpointing import TrainState
 from megatron.checkpointing.schema import SchemaError, _check_state
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron.engines.engine import Step
+from megatron.engines.engine import StepResult
 from megatron.features.spike_guard import Guard
 from megatron.training.health import Health, SampleRange
 from tds.spikes import Deviation, SpikeGuard
@@ -113,7 +113,7 @@ def test_a_streak_of_spikes_ends_the_run_also_at_the_smallest_loss_scale() -> No
     health = Health(TrainState(), 3, 1.0, 1.0)
     for i in range(3):
         assert health.fault is None
-        step = Step(torch.tensor(9.0), math.inf, 1.0, True, spike=spike)
+        step = StepResult(torch.tensor(9.0), math.inf, 1.0, True, spike=spike)
         health.add(step, SampleRange(i + 1, 8 * i, 8), TrainState(i + 1))
         health.read()
     assert health.fault is not None
