@@ -130,6 +130,7 @@ GRIDS = (
     *({"tp": 2}, {"dp": 2}, {"cp": 2}, {"pp": 2}) * 2,
     *({"tp": 2, "dp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}, {"dp": 2, "cp": 2}, {"dp": 2, "pp": 2}),
     *({"tp": 2, "pp": 2}, {"cp": 2, "pp": 2}, {"dp": 2, "pp": 2}, {"cp": 2, "pp": 2}, {"dp": 3}, {"pp": 3}),
+    *({"tp": 2, "pp": 2},) * 2,
     *({"tp": 4}, {"dp": 4}, {"cp": 4}, {"pp": 4}, {"pp": 1}, {"pp": 1, "dp": 2}, {"pp": 1, "tp": 2}),
 )
 # Values to draw if the layout has more than one rank on one of these axes; None is the plain value.
@@ -137,7 +138,8 @@ OPTIONS = (
     ("sp", ("tp",), (None, True)),
     ("schedule", ("pp",), (None, None, "zb-h1", "zb-h1", "gpipe", "interleaved")),
     ("zero", ("dp", "cp"), (*(None,) * 7, 1, 1, 2, 3)),
-    ("ep", ("dp", "cp"), (None, 2, 2, 4)),
+    ("zero", ("pp", "tp"), (*(None,) * 5, 1)),  # tied weights and whole matrices of Muon, also on one replica
+    ("ep", ("dp", "cp"), (*(None,) * 4, 2, 2, 4)),
     ("gas", ("pp", "tp", "dp", "cp"), (None, None, None, 1, 3, 4)),
 )
 
@@ -194,7 +196,7 @@ def draw(rng: random.Random, few: bool) -> dict[str, Any]:
 
     few: whether to draw at most three settings, and those that they need, so that each setting is also seen alone.
     """
-    family = rng.choice(("gpt2", "llama", "llama", "t5"))
+    family = rng.choice(("gpt2", "llama", "llama", "t5", "t5"))
     chosen = {"--family": family, **_draw_layout(rng, family)}
     ranges = ranges_of(family)
     # Sampling without replacement with weights 3 and 1 (Efraimidis and Spirakis 2006).
@@ -212,7 +214,8 @@ def draw(rng: random.Random, few: bool) -> dict[str, Any]:
 def _draw_layout(rng: random.Random, family: str) -> dict[str, Any]:
     """Draw a layout of up to four ranks, and the micro-batches of each replica (gas).
 
-    Return the values that are not plain. A T5 has no context parallelism, and an interleaved schedule needs 4 layers.
+    Return the values that are not plain. A T5 has no context parallelism, an interleaved schedule needs 4 layers, and
+    expert parallelism needs experts.
     """
     grids = [grid for grid in GRIDS if family != "t5" or "cp" not in grid]
     found: dict[str, Any] = dict(rng.choice(grids))
@@ -222,4 +225,6 @@ def _draw_layout(rng: random.Random, family: str) -> dict[str, Any]:
             found[name] = value
     if found.get("schedule") == "interleaved":
         found |= {"vpp": 2, "--num-layers": 4}
+    if "ep" in found:
+        found["--num-experts"] = 4
     return found

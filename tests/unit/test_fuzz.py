@@ -28,7 +28,7 @@ def test_every_setting_is_drawn_alone_and_with_others() -> None:
         assert {each.name for each in RANGES} <= set().union(*drawn)
         assert {"pp", "tp", "dp", "cp", "ep", "vpp", "sp", "zero"} <= set().union(*drawn)
         settings = [len(each) for each in drawn]
-        assert max(settings) <= 12 if few else max(settings) > 15
+        assert max(settings) <= 13 if few else max(settings) > 15
         assert all(case_of(each).layout.ranks <= 4 for each in drawn)
 
 
