@@ -142,6 +142,11 @@ OPTIONS = (
     ("ep", ("dp", "cp"), (*(None,) * 4, 2, 2, 4)),
     ("gas", ("pp", "tp", "dp", "cp"), (None, None, None, 1, 3, 4)),
 )
+# Stacks of a T5 that a uniform partition cuts between a table of relative positions and the layer that reads it.
+CUT_BEFORE_A_LAYER = {
+    **{"--partition-method": "uniform", "--num-layers": 4, "--num-decoder-layers": 1},
+    "--position-embedding": RELATIVE,
+}
 
 
 def ranges_of(family: str) -> dict[str, Range]:
@@ -227,4 +232,6 @@ def _draw_layout(rng: random.Random, family: str) -> dict[str, Any]:
         found |= {"vpp": 2, "--num-layers": 4}
     if "ep" in found:
         found["--num-experts"] = 4
+    if family == "t5" and "pp" in found and rng.random() < 0.2:
+        found |= CUT_BEFORE_A_LAYER
     return found
