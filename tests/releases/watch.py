@@ -105,12 +105,12 @@ WATCHED = {
     "s3fs": Watched(
         ("2024.10.0", "2026.9.0"),
         "with_s3fs",
-        {"listing after a write": STORE, "ranged reads": STORE, "files of several parts": STORE},
+        {"listing after a write": STORE, "ranged reads": STORE, "a file of several parts": STORE},
     ),
     "lm-eval": Watched(
         ("0.4.9", "0.4.13"),
         "with_references",
-        {"accuracy of a task": TASKS, "scores of lm-eval's hf model": TASKS},
+        {"accuracy of a task": TASKS},
     ),
     "megatron-core": Watched(
         ("0.14.0", "0.16.1"),
