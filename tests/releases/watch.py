@@ -20,25 +20,25 @@ class Watched(NamedTuple):
     """A package under watch.
 
     releases: releases to measure, the oldest that pyproject.toml allows first. module: module of this folder whose
-    dictionary CHECKS has the checks of this package. uses: contract -> (what of this project depends on it, in English
-    and in Chinese).
+    dictionary CHECKS has the checks of this package. uses: contract -> what of this project depends on it. Chinese
+    words for both are in docs/site/releases.py.
     """
 
     releases: tuple[str, ...]
     module: str
-    uses: Mapping[str, tuple[str, str]]
+    uses: Mapping[str, str]
 
 
-CONVERT = "`convert_checkpoint.py --verify`", "`convert_checkpoint.py --verify`"
-EXPORT = "exported tokenizers", "导出的分词器"
-PREPROCESS = "`preprocess_data.py`", "`preprocess_data.py`"
-TRAIN_TOKENIZER = "`train_tokenizer.py`", "`train_tokenizer.py`"
-STORE = "corpora and checkpoints at `s3://`", "`s3://` 上的语料和检查点"
-TASKS = "`--eval-tasks`, `evaluate.py --tasks`", "`--eval-tasks`、`evaluate.py --tasks`"
+CONVERT = "`convert_checkpoint.py --verify`"
+EXPORT = "exported tokenizers"
+PREPROCESS = "`preprocess_data.py`"
+TRAIN_TOKENIZER = "`train_tokenizer.py`"
+NEAR = "`clean_corpus.py --near-duplicates`"
+STORE = "corpora and checkpoints at `s3://`"
 
 WATCHED = {
     "transformers": Watched(
-        ("5.0.0", "5.10.4", "5.24.0"),
+        ("5.3.0", "5.10.4", "5.24.0"),
         "with_transformers",
         {
             "logits of GPT-2": CONVERT,
@@ -46,12 +46,12 @@ WATCHED = {
             "logits of T5": CONVERT,
             "logits of UMT5 that are not scaled": CONVERT,
             "logits of Mixtral": CONVERT,
-            "auxiliary loss of a padded batch": ("`--router-aux-loss` of imported models", "导入模型的 `--router-aux-loss`"),
-            "T5 loss of accumulated batches": ("training exported T5 models further", "继续训练导出的 T5"),
+            "ids of an imported vocab.json": CONVERT,
             "ids of an exported tokenizer.json": EXPORT,
             "ids of an exported Llama tokenizer.model": EXPORT,
-            "ids of an imported vocab.json": CONVERT,
-            "vocab_file= of GPT2Tokenizer": ("scripts that load exported vocabularies", "加载导出词表的脚本"),
+            "auxiliary loss of a padded batch": "training of exported Mixtral models with transformers",
+            "T5 loss of accumulated batches": "training of exported T5 models with transformers",
+            "vocab_file= of GPT2Tokenizer": "scripts that load an exported vocab.json",
         },
     ),
     "tokenizers": Watched(
@@ -75,52 +75,38 @@ WATCHED = {
     ),
     "rjieba": Watched(("0.1.13", "0.2.2"), "with_files", {"words of jieba": PREPROCESS}),
     "numpy": Watched(
-        ("2.0.0", "2.4.6"),
-        "with_files",
-        {"random numbers of a seed": ("order of samples after a resume", "断点续训后的样本顺序")},
+        ("2.0.0", "2.4.6"), "with_files", {"random numbers of a seed": "the order of samples after a resume"}
     ),
     "safetensors": Watched(
         ("0.5.0", "0.8.0"),
         "with_files",
         {
-            "tensors of known bytes": ("`convert_checkpoint.py --from-hf`", "`convert_checkpoint.py --from-hf`"),
-            "tensors of our files": ("exported checkpoints", "导出的检查点"),
+            "tensors of known bytes": "`convert_checkpoint.py --from-hf`",
+            "tensors of our files": "exported checkpoints",
         },
     ),
-    "blake3": Watched(("1.0.0", "1.0.11"), "with_files", {"checksum of a file": ("`BLAKE3SUMS`", "`BLAKE3SUMS`")}),
+    "blake3": Watched(("1.0.0", "1.0.11"), "with_files", {"checksum of a file": "`BLAKE3SUMS` of checkpoints"}),
     "zstandard": Watched(
         ("0.23.0", "0.24.0", "0.25.0"),
         "with_files",
         {"frames of known bytes": PREPROCESS, "several frames of unknown size": PREPROCESS},
     ),
     "pyarrow": Watched(("17.0.0", "26.0.1"), "with_files", {"documents of a .parquet file": PREPROCESS}),
-    "rensa": Watched(
-        ("0.5.0",),
-        "with_files",
-        {
-            "estimated similarity": ("`clean_corpus.py --near-duplicates`", "`clean_corpus.py --near-duplicates`"),
-            "signature of a document": ("`clean_corpus.py --near-duplicates`", "`clean_corpus.py --near-duplicates`"),
-        },
-    ),
+    "rensa": Watched(("0.5.0",), "with_files", {"estimated similarity": NEAR, "signature of a document": NEAR}),
     "s3fs": Watched(
         ("2024.10.0", "2026.9.0"),
         "with_s3fs",
         {"listing after a write": STORE, "ranged reads": STORE, "a file of several parts": STORE},
     ),
     "lm-eval": Watched(
-        ("0.4.9", "0.4.13"),
-        "with_references",
-        {"accuracy of a task": TASKS},
+        ("0.4.10", "0.4.13"), "with_references", {"accuracy of a task": "`--eval-tasks`, `evaluate.py --tasks`"}
     ),
     "megatron-core": Watched(
         ("0.14.0", "0.16.1"),
         "with_references",
-        {
-            "corpus files": ("`.bin` and `.idx`", "`.bin` 和 `.idx`"),
-            "defaults and learning rates": ("flags of Megatron-LM", "Megatron-LM 的参数"),
-        },
+        {"corpus files": "`.bin` and `.idx` files", "defaults and learning rates": "flags of Megatron-LM"},
     ),
-}  # fmt: skip
+}
 
 
 def outcome(check: Check, release: str) -> str:

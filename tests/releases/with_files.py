@@ -63,7 +63,9 @@ def check_safetensors() -> None:
         "b": {"dtype": "BF16", "shape": [2], "data_offsets": [24, 28]},
     }).encode()  # fmt: skip
     header += b" " * (-len(header) % 8)
-    content = struct.pack("<Q", len(header)) + header + struct.pack("<6f", *range(6)) + struct.pack("<2H", 0x3FC0, 0xC000)
+    content = (
+        struct.pack("<Q", len(header)) + header + struct.pack("<6f", *range(6)) + struct.pack("<2H", 0x3FC0, 0xC000)
+    )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "model.safetensors").write_bytes(content)
         reader = FolderReader(Path(folder))

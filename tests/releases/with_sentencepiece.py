@@ -3,7 +3,6 @@
 import hashlib
 import tempfile
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from data_utils.documents import texts
