@@ -58,7 +58,7 @@ PACKAGE_ZH = {
     "T5 loss of accumulated batches": "梯度累积时 T5 的损失",
     "vocab_file= of GPT2Tokenizer": "GPT2Tokenizer 的 vocab_file=",
     "ids of byte-level BPE": "字节级 BPE 的 id",
-    "ids of added tokens": "附加 token 的 id",
+    "ids of added tokens": "附加词元的 id",
     "vocabulary from a text": "从文本训练的词表",
     "ids of BPE": "BPE 的 id",
     "ids of unigram": "unigram 的 id",
