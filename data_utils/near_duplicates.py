@@ -36,7 +36,7 @@ def sketch(shingles: list[str]) -> Words:
     try:
         import rensa
     except ImportError:
-        raise ValueError("--near-duplicates needs the package rensa: pip install rensa") from None
+        raise ValueError("--near-duplicates needs the package rensa: pip install 'rensa>=0.5,<0.6'") from None
     made: Any = rensa.RMinHash(num_perm=HASHES, seed=1)
     made.update(shingles)
     return np.array(made.digest(), dtype=np.uint32)

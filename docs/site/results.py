@@ -1,6 +1,6 @@
 """Write the tables of measurements in docs/benchmarks.md and docs/scaling.md from benchmarks/results.toml.
 
-The table in docs/releases.md is made by docs/site/releases.py.
+The tables in docs/releases.md are made by docs/site/releases.py.
 
 `python -m docs.site.results` writes each table between `<!--table:NAME-->` and `<!--/table-->` of the English and the
 Chinese page; a test fails when a page is stale.
@@ -51,6 +51,8 @@ def block(name: str, language: str) -> str:
     """
     if name == "releases":
         return releases.block(language)
+    if name == "packages":
+        return releases.packages_block(language)
     found = results()["table"][name]
     machine = results()["machines"].get(found.get("machine"), {}).get(language)
     measured = "Measured with `{}`" if language == "en" else "用 `{}` 测量"

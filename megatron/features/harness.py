@@ -104,8 +104,8 @@ def task_manager(tasks: Iterable[str], folders: Sequence[str], flag: str) -> Any
     """
     try:
         from lm_eval.tasks import TaskManager
-    except ImportError as error:  # a package that lm-eval needs may be missing, too
-        raise ValueError(f"{flag} needs the package lm-eval: pip install lm-eval ({error})") from None
+    except (ImportError, AttributeError) as error:  # a package that lm-eval needs may be missing or too new
+        raise ValueError(f"{flag} needs the package lm-eval: pip install 'lm-eval>=0.4.10' ({error})") from None
     manager = TaskManager(include_path=list(folders) or None)
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:

@@ -21,9 +21,11 @@ from megatron.tokenizer.load import file_of, folder_has_one
 from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
 from megatron.tokenizer.sibling_files import SETTINGS
 
+from ..doctor.machine import version_key
 from .hf_config import FAMILIES
 from .hf_tokenizer import texts_of
 
+OLDEST = "5.3"  # release of transformers; 5.0 to 5.2 give other ids for the tokenizer.model of a Llama
 SCALE = "scale_decoder_outputs"
 SHORTEST = 64  # tokens of a comparison, if the model has that many positions
 MARGIN = 17  # tokens beyond the last distance at which the model changes
@@ -57,11 +59,15 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
 
 
 def _transformers() -> Any:
-    """Import the package transformers. Raises ValueError if it is not installed."""
+    """Import the package transformers. Raises ValueError if it is not installed, or older than OLDEST."""
+    how = f"pip install 'transformers>={OLDEST}'"
     try:
         import transformers
     except ImportError:
-        raise ValueError("--verify needs the package transformers: pip install transformers") from None
+        raise ValueError(f"--verify needs the package transformers: {how}") from None
+    found = transformers.__version__
+    if version_key(found) < version_key(OLDEST):
+        raise ValueError(f"--verify needs transformers {OLDEST} or later, but {found} is installed: {how}")
     return transformers
 
 
