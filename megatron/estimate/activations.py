@@ -7,62 +7,13 @@ Names in the code: b is the micro-batch size, t the number of model-parallel ran
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from ..config import Config
 from ..model.layers import Layer
 from ..model.work import lengths
-from .sizes import padded_vocabulary
+from .sizes import Shapes, padded_vocabulary
 
-WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 # Numbers of logits that mpu/cross_entropy.py converts to fp32 at a time, on an accelerator and on a CPU.
 CE_CHUNK, CE_CHUNK_CPU = 1 << 24, 1 << 20
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """Settings, precision and device kind of a rank, and the activation sizes that follow from them."""
-
-    config: Config
-    precision: str
-    accelerated: bool
-
-    @property
-    def width(self) -> int:
-        """Bytes per element of an activation."""
-        return WIDTHS[self.precision]
-
-    @property
-    def ranks(self) -> int:
-        """Number of model-parallel ranks."""
-        return self.config.parallel.model_parallel_size
-
-    @property
-    def shared(self) -> int:
-        """Number of ranks that shard hidden states: all model-parallel ranks with sequence parallelism, else 1."""
-        return self.ranks if self.config.splits_sequences(self.accelerated) else 1
-
-    @property
-    def tokens(self) -> tuple[int, int]:
-        """Numbers of tokens of a micro-batch on one rank: (encoder, decoder) for T5, (all, 0) for GPT-2 and Llama."""
-        first, second = lengths(self.config)
-        b = self.config.train.batch_size
-        return first * b // self.config.parallel.context_parallel_size, second * b
-
-    def hidden(self, tokens: int) -> float:
-        """Return the bytes of the hidden states of `tokens` tokens on one rank; sequence parallelism shards them."""
-        return tokens * self.config.model.hidden_size * self.width / self.shared
-
-    def of_layer(self, layer: Layer) -> int:
-        """Return the number of tokens in a micro-batch that `layer` processes on one rank."""
-        encoder, decoder = self.tokens
-        in_decoder = self.config.is_t5 and (layer.name.startswith("decoder.") or layer.name == "head")
-        return decoder if in_decoder else encoder
-
-    @property
-    def mask(self) -> float:
-        """Bytes per element of a dropout mask."""
-        return 1 if self.accelerated else self.width
 
 
 def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causal_bias: bool, again: bool) -> float:
@@ -99,8 +50,7 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
     if context > 1 and not (x.config.is_t5 or m.checkpoint_attention):
         if not in_pieces:
             kept += 2 * keys * context * groups * e  # keys and values of all ranks
-        # A rank has two slices of the sequence, each of which sees only what comes before it.
-        scores *= (2 * context + 1) / (4 * context)
+        scores *= _visible_share(context)
     bias = heads * length * seen * e if causal_bias else 0.0  # all samples of the batch share it
     if m.checkpoint_attention:
         return kept + bias
@@ -108,6 +58,14 @@ def _attention(x: Shapes, queries: int, keys: int, length: int, seen: int, causa
         # It keeps the attention probabilities, the dropout mask, the product of both, and the scaled queries.
         return kept + 3 * scores * e + queries * inner * e
     return kept + bias + b * heads * length * 4
+
+
+def _visible_share(context: int) -> float:
+    """Return the share of scores that a context-parallel rank computes.
+
+    A rank has two slices of the sequence, each of which sees only what comes before it.
+    """
+    return (2 * context + 1) / (4 * context) if context > 1 else 1.0
 
 
 def _adjacent_heads(x: Shapes) -> bool:
@@ -231,7 +189,8 @@ def _dropout_working(x: Shapes, layer: Layer) -> float:
         return 0.0
     b = x.config.train.batch_size
     length = x.of_layer(layer) // b
-    seen = length * x.config.parallel.context_parallel_size
+    context = x.config.parallel.context_parallel_size
+    seen = length * context * _visible_share(context)
     tensors = 4 if m.checkpoint_attention else 1
     return tensors * b * m.num_attention_heads / x.ranks * length * seen * x.width
 
@@ -323,6 +282,24 @@ def _recomputed_groups(x: Shapes, layers: Sequence[Layer]) -> list[list[Layer]]:
             groups.append([layer])
             is_open = True
     return groups
+
+
+def tables_of(x: Shapes, layers: Sequence[Layer]) -> float:
+    """Return the bytes of the mask of --sliding-window and of the rotation angles, which micro-batches share.
+
+    Layers share them, too, except under ZeRO 3, whose hooks give each layer tensors of its own.
+    """
+    m = x.config.model
+    repeated = [layer for layer in layers if layer.repeated]
+    copies = len(repeated) if x.config.parallel.zero_stage == 3 else 1
+    length, _ = lengths(x.config)
+    found = 0.0
+    is_whole = x.config.parallel.context_parallel_size == 1
+    if is_whole and m.sliding_window is not None and m.sliding_window < length:
+        found += length**2 * (1 + copies * x.width)
+    if m.position_embedding == "rope":
+        found += copies * 2 * length * m.rotary_size * 4
+    return found
 
 
 def computed_again(x: Shapes, layers: list[Layer] | tuple[Layer, ...]) -> float:

@@ -10,17 +10,16 @@ from ..config import Config
 from ..config.ds_config import Resolved
 from ..model.layers import Layer
 from .activations import (
-    WIDTHS,
-    Shapes,
     computed_again,
     deferred_kept,
     inner_working,
     kept_by,
     kept_of_chunks,
     logits_bytes,
+    tables_of,
     transformer_kept,
 )
-from .sizes import Count, Stage, count_layers, fullest, in_flight
+from .sizes import WIDTHS, Count, Shapes, Stage, count_layers, fullest, in_flight
 
 DEEPSPEED_BUCKET = 5 * 10**8  # DeepSpeed's default reduce_bucket_size, in elements
 MUON_BATCH = 1 << 24  # elements that Muon steps together
@@ -167,6 +166,7 @@ class _Moments:
         self.later = gas > flying / p.virtual_pipeline_size  # True if gradients of earlier micro-batches exist
         self.waiting = self.gradients if self.later or self._gradients_stay() else 0.0
         self.kept = flying * kept_by(self.x, self.layers) / p.virtual_pipeline_size
+        self.kept += tables_of(self.x, self.layers)
         of_deferred = deferred_kept(self.x, self.layers)
         self.kept += fullest(Forward, *schedule, stage.number, p.stages, gas)[1] * of_deferred
         # The first stage has no gradients of inputs, and computes those of its weights at once.
@@ -207,8 +207,21 @@ class _Moments:
         gradients = self.waiting or self.gradients * (1 - before)
         largest = count_layers([self.layers[at]], self.config).largest
         working = inner_working(x, self.layers[at]) + largest * x.width
-        working += computed_again(x, self.layers)
+        working += computed_again(x, self.layers) + self._partition_of_micro_batch()
         return self._of(gradients, max(left, 0.0), self.waiting_logits, self.talk, working)
+
+    def _partition_of_micro_batch(self) -> float:
+        """Return the bytes in which DeepSpeed's ZeRO 2 collects its share of a later micro-batch's gradients.
+
+        It allocates them with the first full bucket. Gradients in bf16 are added to the sums in fp32 without them.
+        """
+        count = self.stage.count
+        is_full = _bucket(self.resolved, self.x.width) < count.held * self.x.width
+        if self.resolved.zero_stage != 2 or not (self.later and is_full):
+            return 0.0
+        if self.resolved.precision == "bf16":
+            return 0.0
+        return count.touched(self.replicas) * _width_of_gradients(self.resolved)
 
     def deferred(self) -> Memory:
         """Return the memory when most gradients of weights are yet to be computed (zb-h1)."""
@@ -246,10 +259,9 @@ class _Moments:
         flat = min(bucket, count.held * self.x.width) if self.replicas > 1 else 0.0
         if self.resolved.precision == "bf16":
             return flat + 4.0 * count.largest
-        touched = min(count.held, count.held / self.replicas + count.largest)
         if self.resolved.precision == "fp16" and self.config.parallel.stages > 1:
             flat = max(flat, bucket)
-        return flat + touched * _width_of_gradients(self.resolved)
+        return flat + count.touched(self.replicas) * _width_of_gradients(self.resolved)
 
     def embedding(self) -> Memory:
         """Return the memory when the gradient of an embedding is added to that of the output layer, to which it is

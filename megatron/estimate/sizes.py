@@ -13,6 +13,9 @@ from ..config.fields import ConfigError
 from ..model.gpt2 import gpt2_layers, vocab_size_of
 from ..model.layers import Layer
 from ..model.pipe import balanced_cuts
+from ..model.work import lengths
+
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class Count:
     hidden: int = 0
     experts: int = 0
     expert_matrices: int = 0
+
+    def touched(self, replicas: int) -> float:
+        """Return the number of elements of all matrices that touch the share of one of `replicas` ranks."""
+        return min(self.held, self.held / replicas + self.largest)
 
     def by_replicas(self, replicas: int, expert_ranks: int) -> list[tuple["Count", int]]:
         """Return the parameters without experts, and those of any experts, each with the number of ranks with copies.
@@ -308,3 +315,49 @@ def fullest(
         if isinstance(each, after):
             most = max(most, (alive, waiting))
     return most
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Settings, precision and device kind of a rank, and the activation sizes that follow from them."""
+
+    config: Config
+    precision: str
+    accelerated: bool
+
+    @property
+    def width(self) -> int:
+        """Bytes per element of an activation."""
+        return WIDTHS[self.precision]
+
+    @property
+    def ranks(self) -> int:
+        """Number of model-parallel ranks."""
+        return self.config.parallel.model_parallel_size
+
+    @property
+    def shared(self) -> int:
+        """Number of ranks that shard hidden states: all model-parallel ranks with sequence parallelism, else 1."""
+        return self.ranks if self.config.splits_sequences(self.accelerated) else 1
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Numbers of tokens of a micro-batch on one rank: (encoder, decoder) for T5, (all, 0) for GPT-2 and Llama."""
+        first, second = lengths(self.config)
+        b = self.config.train.batch_size
+        return first * b // self.config.parallel.context_parallel_size, second * b
+
+    def hidden(self, tokens: int) -> float:
+        """Return the bytes of the hidden states of `tokens` tokens on one rank; sequence parallelism shards them."""
+        return tokens * self.config.model.hidden_size * self.width / self.shared
+
+    def of_layer(self, layer: Layer) -> int:
+        """Return the number of tokens in a micro-batch that `layer` processes on one rank."""
+        encoder, decoder = self.tokens
+        in_decoder = self.config.is_t5 and (layer.name.startswith("decoder.") or layer.name == "head")
+        return decoder if in_decoder else encoder
+
+    @property
+    def mask(self) -> float:
+        """Bytes per element of a dropout mask."""
+        return 1 if self.accelerated else self.width

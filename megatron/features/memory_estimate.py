@@ -6,9 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.estimate.activations import WIDTHS
 from megatron.estimate.per_rank import Memory, rank_memory
-from megatron.estimate.sizes import parameters, stages_of
+from megatron.estimate.sizes import WIDTHS, parameters, stages_of
 from tds.diagnose import Watchdog
 
 from ..config import Config

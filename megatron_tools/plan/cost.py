@@ -12,8 +12,7 @@ from functools import lru_cache
 
 from megatron.config import Config
 from megatron.config.ds_config import Resolved
-from megatron.estimate.activations import Shapes
-from megatron.estimate.sizes import Count, Stage, padded_vocabulary
+from megatron.estimate.sizes import Count, Shapes, Stage, padded_vocabulary
 from megatron.model.layers import Layer
 from megatron.model.work import lengths
 from tds.schedule import schedule_of

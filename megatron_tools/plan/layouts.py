@@ -10,9 +10,8 @@ from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.ds_config import Resolved, resolve
 from megatron.config.fields import ConfigError
-from megatron.estimate.activations import Shapes
 from megatron.estimate.per_rank import Memory, rank_memory
-from megatron.estimate.sizes import Stage, in_words, parameters, stages_of
+from megatron.estimate.sizes import Shapes, Stage, in_words, parameters, stages_of
 
 from .cluster import Cluster
 from .cost import DEFAULT, Cost, Efficiency, cost_of

@@ -15,10 +15,10 @@ from tests.support import ROOT
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
     "tds": (62_900, 1),
-    "megatron": (204_200, 15),
+    "megatron": (204_500, 15),
     "megatron_compat": (13_700, 2),
     "data_utils": (36_800, 1),
-    "megatron_tools": (86_000, 7),
+    "megatron_tools": (86_100, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {
