@@ -97,7 +97,7 @@ def _of_documents(documents: Documents) -> Pieces | None:
         padding = theirs.get(0, (length, length))
         if padding[1] < length:
             return None
-        text = (0, padding[0] or length)  # what queries see whose document has no keys
+        text = (0, padding[0] or length)  # queries whose document has no keys see these keys
         rows = slice(row, row + 1)
         pieces = []
         stop = 0

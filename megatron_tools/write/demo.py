@@ -27,7 +27,7 @@ BARS = 20  # next tokens that the page shows
 
 
 class Shown(NamedTuple):
-    """What the page shows after a step.
+    """Content of the page after a step.
 
     texts: (prompt, continuation) of each sample so far; the continuation of a T5 is the whole prompt with filled spans.
     bars: (token, probability) of the likeliest next tokens of the first sample, likeliest first.

@@ -1,4 +1,4 @@
-"""What this project needs of other packages, checked with the installed release of one package.
+"""Contracts of this project with other packages, checked with the installed release of one package.
 
 `python -m tests.releases.watch PACKAGE` prints the outcomes of the package's contracts as JSON: contract -> "right",
 "wrong: ...", "refused: ..." (this project names the release and stops) or "fails: ...".
