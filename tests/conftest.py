@@ -11,6 +11,7 @@ from hypothesis import settings
 from .materials import SAMPLE, random_corpus, small_tokenizer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and tools would split the tables that tests read
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # Shells let background jobs ignore SIGINT. Ranks would inherit that, but tests of Ctrl-C need the signal.
     signal.signal(signal.SIGINT, signal.default_int_handler)

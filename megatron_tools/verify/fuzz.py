@@ -58,6 +58,7 @@ class Found:
 
     @property
     def failed(self) -> bool:
+        """True if the case differs from one process, crashes or hangs."""
         return self.outcome.kind not in ("ok", "refused")
 
 

@@ -9,12 +9,10 @@ import pytest
 from megatron_tools.verify.fuzz import Fuzzer
 from megatron_tools.verify.fuzz_campaign import Campaign, shrink
 from megatron_tools.verify.fuzz_data import write_data
-from megatron_tools.verify.fuzz_ranks import MODULES
 from megatron_tools.verify.fuzz_table import case_of
 from megatron_tools.verify.verify_layout import build_parser
-from tests.support import FULL, preload
+from tests.support import FULL
 
-preload(*MODULES)
 Start = Callable[[Callable[[], object] | None], Fuzzer]
 
 

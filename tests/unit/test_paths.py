@@ -34,8 +34,8 @@ WORDS = {
     "moe_layer_frequency", "rope_scaling", "recompute_modules", "reference_ops", "partition_method", "split",
     "tokenizer_type", "fim_tokens", "batch_size_schedule", "skip_iterations", "skip_samples", "trace_iterations",
     "profile_iterations", "encoding", "max_document_mb", "json_key", "ray", "tasks", "prompt", "suffix",
-    "sample_prompt",
-    "special_tokens", "keys", "chat_date", "params", "layouts", "reference", "flags", "documents",
+    "sample_prompt", "host", "special_tokens", "keys", "chat_date", "params", "layouts", "reference", "flags",
+    "documents",
 }  # fmt: skip
 
 
