@@ -70,7 +70,7 @@ class Campaign:
         return not self.failures
 
     def drawn(self, number: int) -> Chosen:
-        """Return the first values of a draw that the project does not refuse. Raises ValueError if it refuses all."""
+        """Return the values of a draw. Those that the project refuses are drawn again; ValueError if it refuses all."""
         for attempt in range(ATTEMPTS):
             chosen = draw(random.Random(f"{self.seed} {number} {attempt}"), few=number % 2 == 0)
             if self._accepts(chosen):

@@ -36,7 +36,7 @@ def lines() -> list[str]:
 
 
 def _scores(processor: Any) -> dict[str, float]:
-    """Return piece -> score of the pieces that stand for text."""
+    """Return piece -> score of the pieces that are text."""
     ids = range(processor.vocab_size())
     plain = (i for i in ids if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)))
     return {processor.id_to_piece(i): processor.get_score(i) for i in plain}

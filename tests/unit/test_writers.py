@@ -53,7 +53,7 @@ def test_wandb_gets_a_line_and_the_same_run_goes_on(tmp_path: Path, monkeypatch:
         told(tmp_path, iteration, "--wandb", "--lr", "0.25")
     first, second, third = (kwargs for _, kwargs in wandb.named("init"))
     assert (first["name"], first["config"]["lr"], first["resume"]) == (tmp_path.name, 0.25, "allow")
-    assert first["id"] == second["id"] != third["id"], "a run that begins anew is another one"
+    assert first["id"] == second["id"] != third["id"], "a run that begins again is another one"
     assert wandb.named("log")[0][0] == ({"train/lm_loss": 7.5, "train/lr": 0.001, "iteration": 10},)
     assert len(wandb.named("finish")) == 3
 
@@ -92,7 +92,7 @@ def test_swanlab_leaves_the_handlers_of_the_run(tmp_path: Path, monkeypatch: pyt
     try:
         (writer,) = writers.writers(config("--swanlab"), tmp_path, 0)
         assert signal.getsignal(signal.SIGINT) is before
-        signal.signal(signal.SIGINT, handler := lambda *_: None)  # as the training loop does
+        signal.signal(signal.SIGINT, handler := lambda *_: None)  # The training loop does the same.
         sys.excepthook = hook = lambda *_: None
         writer.close()
         assert signal.getsignal(signal.SIGINT) is handler and sys.excepthook is hook
