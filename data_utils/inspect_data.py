@@ -150,7 +150,7 @@ def decode(args: argparse.Namespace) -> None:
 
 def stages(args: argparse.Namespace) -> None:
     """Run the command `stages`: print how many samples, tokens and epochs each corpus gives in each data stage."""
-    from megatron.config.command_line import parse_of_any_family
+    from megatron.config.families import parse_of_any_family
 
     from . import stage_plan
     from .iterations import Iterations

@@ -26,7 +26,7 @@ from megatron.features.sampling import Sampling
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.parameter_counts import count_parameters
 from megatron.model.work import flops_per_token
-from megatron.mpu.random import derive_seed
+from megatron.mpu import derive_seed
 from megatron.tokenizer import load_tokenizer
 from megatron_tools.report.runs import read_run
 from megatron_tools.shapes import described

@@ -3,7 +3,7 @@
 A `Config` is built once, is immutable and is passed explicitly to the code that reads it.
 """
 
-from .model import ModelConfig, with_family
+from .model import ModelConfig
 from .sections import (
     SECTIONS,
     CheckpointConfig,
@@ -15,6 +15,7 @@ from .sections import (
     TrainConfig,
     settings,
 )
+from .source import with_family
 
 __all__ = [
     "SECTIONS",

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..streams import guarded
-from .command_line import help_if_asked, parse
+from .command_line import parse
 from .defaults import DEFAULTS
 from .fields import ConfigError
 from .sections import Config
@@ -30,6 +30,25 @@ def parse_early(family: str) -> Config | None:
         return None
     with _one_sentence(Path(sys.argv[0]).name):
         return parse(sys.argv[1:], DEFAULTS[family], int(ranks), print_note)
+
+
+def help_if_asked(family: str | None = None) -> None:
+    """Print help on the settings of `family` and exit if the command line has -h or --help, perhaps with a topic."""
+    words = sys.argv[1:]
+    if not {"-h", "--help"} & set(words):
+        return
+    from .help import help_text
+
+    at = next(at for at, word in enumerate(words) if word in ("-h", "--help"))
+    topic = words[at + 1] if at + 1 < len(words) else None
+    script = Path(sys.argv[0]).name
+    with guarded("the rest of the help is lost", "stdout"):
+        try:
+            print(help_text(script, family, topic))
+        except ConfigError as error:
+            print(f"{script}: {error}", file=sys.stderr)
+            sys.exit(2)
+    sys.exit(0)
 
 
 first_look = parse_early  # name of 0.2.0

@@ -5,29 +5,24 @@ Precedence: defaults < `--config FILE` < flags. If a flag is given several times
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import presets
 from .._compat import compat
 from ..storage import PlaceError, local
 from . import ineffective, mup
-from .defaults import DEFAULTS
 from .fields import ConfigError, listed
-from .model import with_family
 from .names import HOME, RENAMED, nearest, refuse_removed, unknown_arguments, with_new_names
-from .parser import SettingsParser, build_parser, help_if_asked
+from .parser import SettingsParser, build_parser
 from .places import problems_with_places
 from .sections import Config
 from .settings_files import named, read_json
-from .source import given_in_files, merge, new_source
+from .source import given_in_files, merge, new_source, with_family
 
 __all__ = [
-    "HOME", "RENAMED", "SettingsParser", "build_parser", "from_file", "help_if_asked", "nearest", "parse",
-    "parse_of_any_family", "read_json", "refuse_removed", "with_values",
+    "HOME", "RENAMED", "SettingsParser", "build_parser", "from_file", "nearest", "parse", "read_json", "refuse_removed",
+    "with_values",
 ]  # fmt: skip
-
-DEFAULTS_OF_SCRIPT = "args_defaults"
 
 
 def parse(
@@ -44,9 +39,9 @@ def parse(
     Raises ConfigError with one sentence, or one line per invalid argument.
     """
     words, notes = with_new_names(argv)
-    flags = _read_flags(words)
-    sources = [named(defaults or {}, DEFAULTS_OF_SCRIPT)]
-    for path in _paths(flags.files):
+    flags = read_flags(words)
+    sources = [named(defaults or {}, "args_defaults")]
+    for path in paths_of(flags.files):
         sources.append(named(read_json(path), path))
     line = new_source(flags.settings, flags.foreign)
     line.add_all(flags.foreign)
@@ -67,7 +62,8 @@ def parse(
     notes += dropped
     notes += mup.notes(config.model, config.optim.optimizer == "muon")
     decided = set(line.values).union(*(source.values for source in sources[1:]))
-    notes += _notes_of_megatron(config, flags.foreign, defaults or {}, decided)
+    if flags.foreign:
+        notes += compat("flags.defaults").notes(config, flags.foreign, decided, defaults or {})
     notes += line.notes
     given = {**given_in_files(sources[1:]), **line.values}
     for note in [*notes, *ineffective.notes(config, ranks, given)]:
@@ -84,7 +80,7 @@ class _Flags(NamedTuple):
     unknown: list[str]
 
 
-def _read_flags(words: Sequence[str]) -> _Flags:
+def read_flags(words: Sequence[str]) -> _Flags:
     found, unknown = build_parser(foreign=False).parse_known_args(words)
     if unknown:  # flags of another framework, or mistakes
         found, unknown = build_parser().parse_known_args(words)
@@ -95,7 +91,7 @@ def _read_flags(words: Sequence[str]) -> _Flags:
     return _Flags(settings, foreign, files, unknown)
 
 
-def _paths(names: Sequence[str]) -> list[str]:
+def paths_of(names: Sequence[str]) -> list[str]:
     """Return the paths of the files that --config names."""
     try:
         return [str(presets.find(local(name), "models")) for name in names]
@@ -119,46 +115,6 @@ def _problems(config: Config, own: str | None) -> list[str]:
     else:
         problems += problems_with_places(config)
     return problems
-
-
-def _notes_of_megatron(
-    config: Config, foreign: Mapping[str, Any], defaults: Mapping[str, Any], decided: set[str]
-) -> list[str]:
-    """Return notes on other defaults of Megatron-LM, if the command line has flags of it.
-
-    defaults: those of the entry script. decided: names of the settings that the user has given.
-    """
-    if not foreign:
-        return []
-    flags = compat("flags.defaults")
-    found: list[str] = flags.notes(config, foreign, flags.chosen(defaults) | decided)
-    return found
-
-
-def parse_of_any_family(argv: Sequence[str], ranks: int = 1) -> Config:
-    """Return the configuration of a training command, with the defaults of the family that `argv` names, or of GPT-2.
-
-    The command may begin with an entry script, such as pretrain_llama.py, which then names the family; any other script
-    trains a custom model without a family. ranks, errors: see `parse`.
-    """
-    if argv and argv[0].endswith(".py"):
-        family = Path(argv[0]).stem.removeprefix("pretrain_")
-        argv = argv[1:]
-        if family not in DEFAULTS:
-            return parse(argv, None, ranks)
-    else:
-        family = _family_of(argv)
-    return parse(argv, {"family": family, **DEFAULTS[family]}, ranks)
-
-
-def _family_of(argv: Sequence[str]) -> str:
-    """Return the family that --family, or else the last --config file with a family, names; gpt2 if none does."""
-    flags = _read_flags(with_new_names(argv)[0])
-    family = None
-    for path in _paths(flags.files):
-        family = named(read_json(path), path).values.get("family", family)
-    family = flags.settings.get("family", family)
-    return family if family in DEFAULTS else "gpt2"
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

@@ -11,6 +11,21 @@ from .optim import share_of
 if TYPE_CHECKING:
     from .sections import Config
 
+LATE_GATHER = (
+    "--overlap-param-gather needs --zero-stage 1 in fp32 or bf16, --overlap-grad-reduce, and a --deepspeed-config "
+    "without other keys in zero_optimization and bf16"
+)
+PARTIAL_REPLICAS = (
+    "--expert-parallel-size reduces experts over some replicas only, which DeepSpeed's optimizers cannot: use "
+    "--zero-stage 0 in fp32, or --zero-stage 1 in fp32 or bf16, with --overlap-grad-reduce and a --deepspeed-config "
+    "without other keys in zero_optimization and bf16"
+)
+WHOLE_MATRICES = (
+    "--optimizer muon steps whole matrices, which DeepSpeed's ZeRO shards: use --zero-stage 0 in fp32, or "
+    "--zero-stage 1 in fp32 or bf16 with --overlap-grad-reduce and a --deepspeed-config without other keys in "
+    "zero_optimization and bf16"
+)
+
 
 def conflicts(config: "Config") -> Iterator[str]:
     """Yield an error text for each conflict of `config`."""
@@ -238,3 +253,35 @@ def _of_object_storage(config: "Config") -> Iterator[str]:
             f"--save {save} needs --run-dir, a folder on this machine for metrics, locks and files on their way to "
             "object storage"
         )
+
+
+def needs_own_reduction(config: "Config", zero: int, own: bool, plain: bool) -> Iterator[str]:
+    """Yield an error text for each flag that needs this project's reduction of gradients instead of DeepSpeed's.
+
+    own: whether the run uses this project's ZeRO 1. plain: whether it reduces all gradients itself, without ZeRO.
+    """
+    p = config.parallel
+    yield from where(
+        (p.overlap_param_gather and not own, LATE_GATHER),
+        (config.optim.optimizer == "muon" and zero and not own, WHOLE_MATRICES),
+        (p.expert_parallel_size > 1 and not own and not plain, PARTIAL_REPLICAS),
+    )
+
+
+def misfits_of_zero(config: "Config", precision: str, stage: int) -> Iterator[str]:
+    """Yield an error text if the stage of ZeRO cannot be used with the pipeline or the number format `precision`."""
+    yield from where(
+        (
+            config.parallel.pipe_parallel_size > 0 and stage > 1,
+            f"ZeRO stage {stage} cannot be used with a pipeline, as each micro-batch would reduce-scatter the "
+            f"gradients again; use --zero-stage 1 or --pipe-parallel-size 0",
+        ),
+        (
+            precision in ("fp16", "bf16") and stage == 0,
+            f"{precision} needs fp32 master weights and gradients; use --zero-stage 1 or higher, which keeps them",
+        ),
+        (
+            precision == "fp64" and stage > 0,
+            f"--precision fp64, a mode for numerical checks, needs --zero-stage 0, not {stage}",
+        ),
+    )

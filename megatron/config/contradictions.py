@@ -2,10 +2,11 @@
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .batches import BatchSchedule, parse_entries, schedule_of
-from .fields import flag, where
+from .fields import flag, refuse, where
 
 if TYPE_CHECKING:
     from .sections import Config
@@ -85,7 +86,7 @@ def _sizes_of_batches(config: "Config") -> Iterator[str]:
         )
 
 
-def unfit_sizes(train: Any, batches: BatchSchedule, replicas: int) -> Iterator[str]:
+def _unfit_sizes(train: Any, batches: BatchSchedule, replicas: int) -> Iterator[str]:
     """Yield an error text for each batch that the replicas cannot share, and if --train-samples is below one batch.
 
     train: a `TrainConfig`.
@@ -101,6 +102,19 @@ def unfit_sizes(train: Any, batches: BatchSchedule, replicas: int) -> Iterator[s
     first = batches.sizes[0]
     if train.train_samples is not None and train.train_samples < first:
         yield f"--train-samples {train.train_samples} is less than one global batch of {first} samples"
+
+
+def scheduled(config: "Config", world_size: int, iteration: int, consumed: int) -> Any:
+    """Return the section `train` with --gas and --train-iters of a schedule; see `Config.with_batches`."""
+    train = config.train
+    replicas = config.parallel.data_parallel_size(world_size)
+    batches = config.batches(world_size)
+    refuse(_unfit_sizes(train, batches, replicas))
+    gas = max(batches.sizes) // (train.batch_size * replicas)
+    iterations = train.train_iters
+    if train.train_samples is not None:
+        iterations = iteration + batches.iterations(consumed, train.train_samples)
+    return replace(train, gas=gas, train_iters=iterations)
 
 
 def _stages_without_layers(config: "Config") -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..json_text import brief, shown
 from ..storage import PlaceError, local
@@ -129,3 +129,87 @@ def _require_overflow_checks(given: dict[str, Any], path: str) -> None:
     for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if given.get(section, {}).get(key) is False:
             raise ConfigError(f"{path} sets {section}.{key} = false, which would apply NaN or Inf gradients; remove it")
+
+
+class FileValues(NamedTuple):
+    """Values of the file that replace defaults of flags, None for an absent key, and notes on values without effect."""
+
+    precision: str | None
+    zero_stage: int | None
+    clip_grad: float | None
+    log_interval: int | None
+    notes: list[str]
+
+
+def values_of(config: Config, given: dict[str, Any], world_size: int) -> FileValues:
+    """Return the values of the file, whose content is `given`. Raises ConfigError if a flag contradicts one."""
+    path = path_of(config)
+    notes = _other_batch_sizes(config, given, world_size)
+    enabled = [name for name in ("fp16", "bf16") if given.get(name, {}).get("enabled") is True]
+    if len(enabled) == 2:
+        raise ConfigError(f"{path} enables both fp16 and bf16; keep one")
+    precision = enabled[0] if enabled else None
+    if precision and config.train.dtype not in ("auto", precision):
+        raise ConfigError(
+            f"{path} enables {precision}, but --precision is {config.train.precision}; change one of them"
+        )
+    zero = given.get("zero_optimization", {}).get("stage")
+    if zero == "auto":
+        zero = None
+    _refuse_other("ZeRO stage", zero, "--zero-stage", config.parallel.zero_stage, path)
+    clip = given.get("gradient_clipping")
+    _refuse_other("gradient_clipping =", clip, "--clip-grad", config.optim.clip_grad, path)
+    interval = given.get("steps_per_print")
+    flag = config.log.log_interval
+    if flag is not None and interval not in (None, flag):
+        notes.append(f"{path} sets steps_per_print = {interval}, but --log-interval {flag} overrides it")
+    return FileValues(precision, zero, clip, interval, notes)
+
+
+def path_of(config: Config) -> str:
+    """Return the path of the file, for messages."""
+    return config.train.deepspeed_config or "ds_config"
+
+
+def _refuse_other(words: str, in_file: Any, flag: str, value: Any, path: str) -> None:
+    if None not in (in_file, value) and in_file != value:
+        raise ConfigError(f"{path} sets {words} {in_file}, but {flag} is {value}; change one of them")
+
+
+def batch_sizes(config: Config, world_size: int) -> dict[str, int]:
+    """Return the batch sizes that the flags set, by DeepSpeed's keys."""
+    return {
+        "train_batch_size": config.train_batch_size(world_size),
+        "train_micro_batch_size_per_gpu": config.train.batch_size,
+        "gradient_accumulation_steps": config.train.gas,
+    }
+
+
+def _other_batch_sizes(config: Config, given: dict[str, Any], world_size: int) -> list[str]:
+    """Return notes on batch sizes in the file that differ from the flags.
+
+    CPM-Pretrain reads the file's batch sizes only if a pipeline is used. Therefore, a different size raises
+    ConfigError if there are two or more pipeline stages, and gives a note otherwise.
+    """
+    t = config.train
+    p = config.parallel
+    path = path_of(config)
+    notes = []
+    sizes = batch_sizes(config, world_size)
+    for key, value in sizes.items():
+        in_file = given.get(key, value)
+        if in_file == value:
+            continue
+        if p.stages == 1:
+            notes.append(
+                f"{path} sets {key} = {in_file}, which has no effect without a pipeline; {key} is {value}, as the "
+                f"flags set it"
+            )
+            continue
+        context = f" / --context-parallel-size {p.context_parallel_size}" if p.context_parallel_size > 1 else ""
+        raise ConfigError(
+            f"{path} sets {key} = {in_file}, but the flags set {value}: train_batch_size {sizes['train_batch_size']} = "
+            f"--batch-size {t.batch_size} x --gas {t.gas} x ({world_size} ranks / --pipe-parallel-size {p.stages} "
+            f'/ --model-parallel-size {p.model_parallel_size}{context}); change one of them or write "auto"'
+        )
+    return notes

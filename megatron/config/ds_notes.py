@@ -120,8 +120,9 @@ def keys_for_zero(given: dict[str, Any], precision: str, zero: int) -> set[str]:
     return asked
 
 
-def notes_on_keys(config: Config, path: str, given: dict[str, Any], precision: str, zero: int) -> Iterator[str]:
-    """Yield a note for each section of the file `path` and each reason why keys of it have no effect."""
+def notes_on_keys(config: Config, given: dict[str, Any], precision: str, zero: int) -> Iterator[str]:
+    """Yield a note for each section of the file and each reason why keys of it have no effect."""
+    path = config.train.deepspeed_config
     for section, keys in idle_keys(given, precision, zero).items():
         by_reason: dict[str, list[str]] = {}
         for key, reason in keys:

@@ -86,19 +86,6 @@ def one_of(*choices: Any) -> OneOf:
     return OneOf(choices)
 
 
-def each_of(*choices: Any) -> Callable[[Any], str | None]:
-    """Return a check that returns None if all words of a value are in `choices`, and an error text otherwise."""
-    return lambda values: None if set(values) <= set(choices) else f"may name only {', '.join(map(str, choices))}"
-
-
-def range_problem(word: str) -> str | None:
-    """Return None if `word` is a number `A` or a range `A-B` with A <= B, else an error text."""
-    first, dash, last = word.partition("-")
-    short = len(word) <= 40  # Python refuses to convert thousands of digits
-    right = short and first.isdecimal() and (not dash or (last.isdecimal() and int(last) >= int(first)))
-    return None if right else "must be a number or a range such as 10-12"
-
-
 def opt(
     default: Any,
     help: str,

@@ -1,15 +1,15 @@
 """Settings of the model's layers; the other sections are in `sections.py`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from .decoder import LLAMA, DecoderConfig
-from .fields import at_least, between, each_of, one_of, opt
+from .fields import at_least, between, one_of, opt
 from .model_problems import problems_of_heads, problems_of_layers, problems_of_positions
 from .model_sizes import GATED, ModelSizes
-from .old_files import with_family
 
-__all__ = ["ACTIVATIONS", "FAMILIES", "FUSED", "GATED", "ModelConfig", "with_family"]
+__all__ = ["ACTIVATIONS", "FAMILIES", "FUSED", "GATED", "ModelConfig"]
 
 FAMILIES = ("gpt2", "llama", "t5")
 ACTIVATIONS = ("gelu", "gelu-tanh", "relu", "gated-gelu", "swiglu")
@@ -24,6 +24,11 @@ FUSED = (
     "rope",
     "swiglu",
 )
+
+
+def each_of(*choices: Any) -> Callable[[Any], str | None]:
+    """Return a check that returns None if all words of a value are in `choices`, and an error text otherwise."""
+    return lambda values: None if set(values) <= set(choices) else f"may name only {', '.join(map(str, choices))}"
 
 
 @dataclass(frozen=True, kw_only=True)

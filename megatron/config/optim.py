@@ -1,9 +1,10 @@
 """Settings of the optimizer and learning rate; the other sections are in `sections.py`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from .fields import Section, at_least, between, flag, one_of, opt, where
+from .fields import at_least, between, one_of, opt
+from .muon import MuonConfig
 
 
 def share_of(share: float, total: int) -> int:
@@ -17,7 +18,7 @@ def share_of(share: float, total: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimConfig(Section):
+class OptimConfig(MuonConfig):
     """Settings of the optimizer and the learning-rate schedule."""
 
     optimizer: str = opt(
@@ -86,26 +87,6 @@ class OptimConfig(Section):
     adam_eps: float = opt(
         1e-8, "Adam's epsilon; muP divides it by the width of the model over the base width", at_least(0)
     )
-    muon_momentum: float = opt(0.95, "Muon's momentum", between(0, 1))
-    muon_nesterov: bool = opt(True, "use Nesterov momentum in Muon")
-    muon_ns_steps: int = opt(5, "number of Newton-Schulz iterations with which Muon orthogonalises", between(1, 99))
-    muon_ns_dtype: str = opt(
-        "auto",
-        "number format of Muon's Newton-Schulz iterations: auto is bf16 with --precision bf16 and fp8, else the format "
-        "of the weights; torch.optim.Muon always uses bf16",
-        one_of("auto", "fp32", "bf16"),
-    )
-    muon_adjust_lr_fn: str = opt(
-        "match_rms_adamw",
-        "factor on the learning rate of a matrix with o rows and i columns in Muon: match_rms_adamw (0.2 sqrt(max(o, "
-        "i)), with which learning rates of AdamW fit) or original (sqrt(max(1, o / i)))",
-        one_of("match_rms_adamw", "original"),
-    )
-    muon_lr_factor: float = opt(
-        1.0,
-        "factor on --lr and --min-lr for the matrices that Muon steps, e.g. with --muon-adjust-lr-fn original",
-        at_least(0),
-    )
     ema_decay: float | None = opt(
         None,
         "keep an exponential moving average of the weights, average = decay x average + (1 - decay) x weight, updated "
@@ -120,16 +101,9 @@ class OptimConfig(Section):
         return self.muon_adjust_lr_fn if self.optimizer == "muon" else None
 
     def _problems(self) -> Iterator[str]:
-        given = [f.name for f in fields(self) if f.name.startswith("muon_") and getattr(self, f.name) != f.default]
-        first = flag(given[0]) if given else ""
-        yield from where(
-            (
-                given and self.optimizer != "muon",
-                f"{first} is for --optimizer muon, not for {self.optimizer}; leave it out",
-            ),
-            (
-                self.lr_decay_iters is not None and self.lr_decay_samples is not None,
+        yield from super()._problems()
+        if self.lr_decay_iters is not None and self.lr_decay_samples is not None:
+            yield (
                 f"--lr-decay-iters {self.lr_decay_iters} and --lr-decay-samples {self.lr_decay_samples} both set the "
-                f"end of the learning-rate decay; leave one of them out",
-            ),
-        )
+                f"end of the learning-rate decay; leave one of them out"
+            )

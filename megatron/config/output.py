@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .fields import Section, at_least, opt, range_problem, where
+from .fields import Section, at_least, opt, where
+from .train import range_problem
 
 
 @dataclass(frozen=True, kw_only=True)

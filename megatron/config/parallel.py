@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .fields import ConfigError, OneOf, Section, at_least, between, opt, where
+
+if TYPE_CHECKING:
+    from .sections import Config
 
 
 class _Schedules(OneOf):
@@ -163,3 +166,20 @@ class ParallelConfig(Section):
                 f"{self.expert_parallel_size}; choose a divisor"
             )
         return world_size // cell
+
+
+def splits_sequences(config: "Config", accelerated: bool) -> bool:
+    """Return whether the run uses sequence parallelism.
+
+    accelerated: whether the device is an accelerator. On a CPU, sequence parallelism is slower and therefore off
+    by default.
+    """
+    p = config.parallel
+    d = config.data
+    if p.sequence_parallel is not None:
+        return p.sequence_parallel
+    if not accelerated or p.model_parallel_size == 1 or config.model.family is None:
+        return False
+    tokens = d.seq_length // p.context_parallel_size
+    lengths = (tokens, d.enc_seq_length or 0, d.dec_seq_length or 0)
+    return all(length % p.model_parallel_size == 0 for length in lengths)

@@ -1,16 +1,13 @@
 """The parser of the command line: one flag per setting, and its `--help`."""
 
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import Field
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 from .._compat import compat
 from ..json_text import brief
-from ..streams import guarded
 from .fields import ConfigError, OneOf, flag, types_of
 from .sections import settings
 
@@ -49,25 +46,6 @@ def _form(section: type, setting: Any) -> dict[str, Any]:
     if kind is tuple:
         return form | {"nargs": "+", "type": str, "action": partial(_Words, none=setting.default)}
     return form | {"type": _or_none(kind) if type(None) in kinds else kind}
-
-
-def help_if_asked(family: str | None = None) -> None:
-    """Print help on the settings of `family` and exit if the command line has -h or --help, perhaps with a topic."""
-    words = sys.argv[1:]
-    if not {"-h", "--help"} & set(words):
-        return
-    from .help import help_text
-
-    at = next(at for at, word in enumerate(words) if word in ("-h", "--help"))
-    topic = words[at + 1] if at + 1 < len(words) else None
-    script = Path(sys.argv[0]).name
-    with guarded("the rest of the help is lost", "stdout"):
-        try:
-            print(help_text(script, family, topic))
-        except ConfigError as error:
-            print(f"{script}: {error}", file=sys.stderr)
-            sys.exit(2)
-    sys.exit(0)
 
 
 def _or_none(kind: type) -> Callable[[str], Any]:

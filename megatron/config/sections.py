@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from .batches import BatchSchedule, schedule_of
 from .conflicts import conflicts
-from .contradictions import contradictions, unfit_sizes
+from .contradictions import contradictions, scheduled
 from .data import DataConfig, objectives_of
 from .feature_settings import FeatureSettings, conflicts_with_features, with_features
 from .fields import ConfigError, refuse
@@ -52,22 +52,6 @@ class Config:
             if isinstance(section, kind):
                 return section
         raise TypeError(f"no row of megatron/config/feature_table.py leads to {kind.__name__}")
-
-    def splits_sequences(self, accelerated: bool) -> bool:
-        """Return whether the run uses sequence parallelism.
-
-        accelerated: whether the device is an accelerator. On a CPU, sequence parallelism is slower and therefore off
-        by default.
-        """
-        ranks = self.parallel.model_parallel_size
-        d = self.data
-        if self.parallel.sequence_parallel is not None:
-            return self.parallel.sequence_parallel
-        if not accelerated or ranks == 1 or self.model.family is None:
-            return False
-        tokens = d.seq_length // self.parallel.context_parallel_size
-        lengths = (tokens, d.enc_seq_length or 0, d.dec_seq_length or 0)
-        return all(length % ranks == 0 for length in lengths)
 
     @property
     def positions(self) -> int:
@@ -127,14 +111,7 @@ class Config:
         train = self.train
         if train.batch_size_schedule is None and train.train_samples is None:
             return self
-        replicas = self.parallel.data_parallel_size(world_size)
-        batches = self.batches(world_size)
-        refuse(unfit_sizes(train, batches, replicas))
-        train = replace(train, gas=max(batches.sizes) // (train.batch_size * replicas))
-        if train.train_samples is not None:
-            more = batches.iterations(consumed, train.train_samples)
-            train = replace(train, train_iters=iteration + more)
-        return replace(self, train=train)
+        return replace(self, train=scheduled(self, world_size, iteration, consumed))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return all settings by section, as in config.json."""

@@ -7,7 +7,6 @@ from .._compat import compat
 from .decoder import unread
 from .fields import OneOf, flag, written
 from .names import HOME
-from .old_files import without_t5s_objective
 from .sections import Config, settings
 
 Change = Callable[[Config, Mapping[str, Any]], Config]
@@ -110,3 +109,21 @@ def given_in_files(sources: Sequence[Source]) -> dict[str, Any]:
         if len(source.values) < len(HOME) / 2:
             given |= source.values
     return given
+
+
+def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings `values`, by name, with `family` added if it is missing.
+
+    Only old settings files lack `family`; the missing family is t5 if the file sets enc_seq_length, else gpt2.
+    An objective that older versions stored by mistake is removed, see `without_t5s_objective`.
+    """
+    return without_t5s_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
+
+
+def without_t5s_objective(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings `values` of a file, by name, without the objective `span-corruption` if the family is not t5.
+
+    Older versions stored this default objective of T5 in the settings of all families.
+    """
+    strange = values.get("family", "t5") != "t5" and values.get("objective") == "span-corruption"
+    return {name: value for name, value in values.items() if not (strange and name == "objective")}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..json_text import brief
 from .batches import schedule_problem
-from .fields import Section, at_least, one_of, opt, range_problem, where
+from .fields import Section, at_least, one_of, opt, where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,3 +129,11 @@ def _problem_with_range(flag: str, word: str) -> Iterator[str]:
     problem = range_problem(word)
     if problem:
         yield f"{flag} {brief(word)} {problem}"
+
+
+def range_problem(word: str) -> str | None:
+    """Return None if `word` is a number `A` or a range `A-B` with A <= B, else an error text."""
+    first, dash, last = word.partition("-")
+    short = len(word) <= 40  # Python refuses to convert thousands of digits
+    right = short and first.isdecimal() and (not dash or (last.isdecimal() and int(last) >= int(first)))
+    return None if right else "must be a number or a range such as 10-12"

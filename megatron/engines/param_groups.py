@@ -11,8 +11,8 @@ from .. import mpu
 from ..config import Config
 from ..config.ds_config import Resolved
 from ..config.param_groups import ParamRule, match_rules
-from ..model.embedding import embedding_weights
 from ..model.layers import PLACEHOLDER, global_parameters
+from ..model.muon_parameters import embedding_weights
 from ..optim import GroupKey, group_keys
 from ..ranks.objects import gather_objects
 

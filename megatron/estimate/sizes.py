@@ -10,9 +10,10 @@ from tds.timetable import most_in_flight
 
 from ..config import Config, ModelConfig
 from ..config.fields import ConfigError
+from ..config.parallel import splits_sequences
+from ..model.cuts import balanced_cuts
 from ..model.gpt2 import gpt2_layers, vocab_size_of
 from ..model.layers import Layer
-from ..model.pipe import balanced_cuts
 from ..model.work import lengths
 
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -338,7 +339,7 @@ class Shapes:
     @property
     def shared(self) -> int:
         """Number of ranks that shard hidden states: all model-parallel ranks with sequence parallelism, else 1."""
-        return self.ranks if self.config.splits_sequences(self.accelerated) else 1
+        return self.ranks if splits_sequences(self.config, self.accelerated) else 1
 
     @property
     def tokens(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from ..config import Config
 from ..data.corpora import corpus_names
 from ..data.splits import PARTS
 from ..engines.engine import StepResult
-from ..model.loss import CORPUS_LOSS, CORPUS_TARGETS
+from ..model.extra_losses import CORPUS_LOSS, CORPUS_TARGETS
 from ..training.evaluation import perplexity
 from ..training.feature import Feature
 from ..training.health import SampleRange

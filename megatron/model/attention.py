@@ -1,7 +1,7 @@
 """Multi-head attention with its heads sharded over the model-parallel ranks.
 
 Shapes: s or q query tokens, k key tokens, b batch, h hidden, n heads, d width of a head, t model-parallel ranks,
-g key-value heads of a rank: n/t, or fewer if each is shared by a group of query heads.
+g key-value heads of a rank: n/t, or fewer if each is shared by a group of query heads; p parts of a fused projection.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,6 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 from .attention_kernels import AttentionArgs, Kernel, Mask, attend
-from .heads import split_heads
 
 if TYPE_CHECKING:
     from .cache import KeyValueCache
@@ -161,6 +160,47 @@ class SelfAttention(Attention):
     def split(self, qkv: Tensor, angles: "Rotation | None") -> tuple[Tensor, ...]:
         """Split [s, b, (n/t + 2 g) * d] into queries [b, n/t, s, d] and keys and values [b, g, s, d]."""
         return split_heads(qkv, self.head_size, 3)
+
+
+def split_heads(fused: Tensor, size: int, parts: int) -> tuple[Tensor, ...]:
+    """Split `fused` [s, b, n * p * d], whose rows are all parts of head 0, then of head 1, into p tensors [b, n, s, d].
+
+    size: d. parts: p. The results are views of `fused`.
+    """
+    by_head = fused.view(*fused.shape[:2], -1, parts, size)  # [s, b, n, p, d]
+    if torch.compiler.is_compiling():  # torch.compile fuses the gradients itself
+        found = by_head.unbind(3)
+    else:
+        found = _Split.apply(by_head)  # type: ignore[no-untyped-call]
+    return tuple(part.permute(1, 2, 0, 3) for part in found)
+
+
+class _Split(torch.autograd.Function):
+    """Split [s, b, n, p, d] into p tensors [s, b, n, d].
+
+    The backward pass writes each part's gradient straight into the gradient of the projection. torch's own operations
+    would stack the gradients and then rearrange the stack, which copies each gradient twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, by_head: Tensor) -> tuple[Tensor, ...]:
+        ctx.shape = by_head.shape
+        ctx.set_materialize_grads(False)
+        return tuple(by_head.select(3, part) for part in range(by_head.shape[3]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:  # type: ignore[override]
+        known = next((grad for grad in grads if grad is not None), None)
+        if known is None:
+            return None
+        whole = known.new_empty(ctx.shape)
+        for part, grad in enumerate(grads):
+            place = whole.select(3, part)
+            if grad is None:
+                place.zero_()
+            else:
+                place.copy_(grad)
+        return whole
 
 
 def build_self_attention(config: ModelConfig, name: str, output_std: float, causal: bool) -> SelfAttention:

@@ -21,7 +21,6 @@ from .norm import build_norm
 
 if TYPE_CHECKING:
     from .cache import Caches
-    from .cross_attention import Encoded
     from .rotary import Rotation
     from .routing import Routing
 
@@ -45,7 +44,7 @@ Sublayer = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class TransformerLayer(nn.Module):
-    """Pre-norm transformer layer (Radford et al. 2019), optionally with cross-attention.
+    """Pre-norm transformer layer (Radford et al. 2019).
 
     name: name of the layer in the whole model.
     branches: number of residual branches of the whole stack, see `ModelConfig.output_std`.
@@ -55,7 +54,7 @@ class TransformerLayer(nn.Module):
     stack = 0
     stacks = 1
 
-    def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True, cross: bool = False) -> None:
+    def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True) -> None:
         super().__init__()
         decoder = self.stack == 1
         output_std = config.output_std(branches, config.width_factor, decoder)
@@ -66,12 +65,7 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = build_norm(config)
         self.attention = build_self_attention(config, name, output_std, causal)
         self.attention_dropout = Dropout(config.hidden_dropout, f"{name}.attention_output")
-        if cross:
-            from .cross_attention import build_cross_attention
-
-            self.cross_layernorm = build_norm(config)
-            self.cross_attention = build_cross_attention(config, name, output_std)
-            self.cross_dropout = Dropout(config.hidden_dropout, f"{name}.cross_attention_output")
+        self.build_between(config, name, output_std)
         self.post_attention_layernorm = build_norm(config)
         self.mlp = build_mlp(config, name, branches, decoder)
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
@@ -91,7 +85,7 @@ class TransformerLayer(nn.Module):
         hidden: Tensor,
         mask: Mask,
         bias: Tensor | None = None,
-        encoded: "Encoded | None" = None,
+        encoded: Any = None,
         caches: "Caches | None" = None,
         angles: "Rotation | None" = None,
         routing: "Routing | None" = None,
@@ -99,27 +93,30 @@ class TransformerLayer(nn.Module):
         """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
 
         mask, bias, angles: arguments of self-attention, see `SelfAttention`. routing: for a layer with experts.
+        encoded: argument of `run_between`, for a layer of a T5's decoder.
         The sublayers below get the normalised hidden states x, and with --recompute-modules also how to recompute x, as
         the keyword `recipe`, which only layers built for it accept.
         """
         own = caches.own if caches else None
-        other = caches.cross if caches else None
 
         def attend(x: Tensor, **recipe: Any) -> Any:
             return self.attention(x, mask, bias, own, angles, **recipe)
-
-        def attend_to_encoder(x: Tensor, **recipe: Any) -> Any:
-            assert encoded is not None
-            return self.cross_attention(x, *encoded, other, **recipe)
 
         def run_mlp(x: Tensor, **recipe: Any) -> Any:
             return self._run_mlp(x, routing)
 
         with self.saving(self.training):
-            hidden = self._add(self.input_layernorm, self.attention_dropout, attend, hidden)
+            hidden = self.add(self.input_layernorm, self.attention_dropout, attend, hidden)
             if encoded is not None:
-                hidden = self._add(self.cross_layernorm, self.cross_dropout, attend_to_encoder, hidden)
-            return self._add(self.post_attention_layernorm, self.mlp_dropout, run_mlp, hidden)
+                hidden = self.run_between(hidden, encoded, caches)
+            return self.add(self.post_attention_layernorm, self.mlp_dropout, run_mlp, hidden)
+
+    def build_between(self, config: ModelConfig, name: str, output_std: float) -> None:
+        """Build what a layer has between self-attention and MLP: cross-attention in a T5's decoder, else nothing."""
+
+    def run_between(self, hidden: Tensor, encoded: Any, caches: "Caches | None") -> Tensor:
+        """Run what `build_between` has built: [s, b, h] -> [s, b, h]."""
+        raise NotImplementedError
 
     def _run_mlp(self, x: Tensor, routing: "Routing | None") -> tuple[Tensor, Tensor | None]:
         """Apply the MLP or the mixture: [s, b, h] -> ([s, b, h], bias). The mixture adds its loss to `routing`."""
@@ -140,7 +137,7 @@ class TransformerLayer(nn.Module):
 
         return routing_of(self, losses, document_ids)
 
-    def _add(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
+    def add(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
         """Add the residual branch to the hidden states [s, b, h]: hidden + factor * dropout(sublayer(norm(hidden)))."""
         added, bias = self.after_norm(norm, sublayer, hidden)
         if bias is not None:

@@ -10,9 +10,8 @@ from torch import Tensor
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from .attention import Attention
+from .attention import Attention, split_heads
 from .cache import KeyValueCache
-from .heads import split_heads
 from .masks import Documents
 
 

@@ -3,8 +3,6 @@
 Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +10,6 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 from .block import Dropout
-from .layers import global_parameters
 from .masks import DocumentRole
 from .norm import build_norm
 
@@ -57,17 +54,6 @@ class WordEmbedding(nn.Module):
     def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> "Tensor | mpu.DeferredLogits":
         """Return `embedding.output(hidden)`: logits [s, b, v/t] or DeferredLogits. inputs: (hidden [s, b, h], ...)."""
         return embedding.output(inputs[0])
-
-    @staticmethod
-    def logits_and_loss(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> Any:
-        """Return `logits` and the routers' loss [n]; in evaluation only the logits.
-
-        inputs: (hidden [s, b, h], ..., loss).
-        """
-        logits = embedding.output(inputs[0])
-        if not embedding.training:
-            return logits
-        return logits, inputs[-1]
 
 
 class ModelStart(nn.Module):
@@ -145,12 +131,3 @@ class StackNorm(nn.Module):
         """Normalise the hidden states of (hidden [s, b, h], ...)."""
         hidden, *rest = inputs
         return self.norm(hidden), *rest
-
-
-def embedding_weights(model: nn.Module) -> set[nn.Parameter]:
-    """Return the token and position tables, including an output weight that is tied to one of them."""
-    found: set[nn.Parameter] = set()
-    for module in model.modules():
-        if isinstance(module, (nn.Embedding, mpu.VocabParallelEmbedding, ModelStart)):
-            found.update(module.parameters(recurse=False))
-    return found - {p for name, p in global_parameters(model) if name.startswith("head.")}

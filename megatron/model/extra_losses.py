@@ -1,10 +1,11 @@
-"""Additional values that some losses report or add: of routers, of each corpus, of text, and torch's reference loss.
+"""Evaluation of losses, and what some losses add or report: of routers, of each corpus, of text, torch's reference.
 
 Shapes: s sequence, b batch, v vocabulary, t model-parallel ranks.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from megatron import mpu
 
-from .loss import CORPUS_LOSS, CORPUS_TARGETS
+if TYPE_CHECKING:
+    from .loss import Logits, TokenLoss
+
+CORPUS_LOSS, CORPUS_TARGETS = "corpus_loss", "corpus_targets"  # names of additional values, followed by a number
 
 
 def by_corpus(losses: Tensor, loss_mask: Tensor, corpora: Tensor) -> dict[str, Tensor]:
@@ -29,19 +33,51 @@ def by_corpus(losses: Tensor, loss_mask: Tensor, corpora: Tensor) -> dict[str, T
     return found
 
 
-def in_chunks(
-    see: Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]], logits: mpu.DeferredLogits, labels: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return `see(logits, labels)` for deferred logits, of which one chunk of tokens exists at a time.
+def evaluate(loss: "TokenLoss", logits: "Logits", labels: Tensor) -> Tensor:
+    """Return [1, b, s], the loss of every token; if `loss.samples` is a list, [2, b, s], with 1 for a wrong token.
 
-    see: `TokenLoss._seen`. labels: [b, s].
+    logits: [s, b, v/t]. labels: [b, s]. Without gradients, sets `loss.aux` to further values of the micro-batch.
     """
+    if isinstance(logits, Tensor):
+        values, loss.aux = _evaluate(loss, logits, labels)
+    elif torch.is_grad_enabled():
+        values, loss.aux = _evaluate(loss, logits.in_full(), labels)
+    else:
+        values, loss.aux = _in_chunks(loss, logits, labels)
+    return values
+
+
+def evaluate_targets(loss: "TokenLoss", logits: "Logits", labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed loss, a scalar, and the loss of each target, [b, s], 0 for other tokens.
+
+    Appends the sums of each sample to `loss.samples`, if it is a list.
+    """
+    values = evaluate(loss, logits, labels) * loss_mask
+    if loss.samples is not None:
+        loss.samples.append(values.sum(2, dtype=torch.float64))
+    return values[0].sum(), values[0]
+
+
+def _evaluate(loss: "TokenLoss", logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the values of `evaluate`, and in evaluation {name: value} of the additional values to report."""
+    losses, _ = loss.both(logits, labels)
+    values = losses.unsqueeze(0)
+    if loss.samples is not None:
+        right = mpu.vocab_parallel_right(logits, labels.t(), loss.vocab_size, axis=loss.axis).t()
+        values = torch.stack([losses, (~right).to(losses.dtype)])
+    if loss.is_text is None or torch.is_grad_enabled():
+        return values, {}
+    return values, of_text(logits, labels, losses, loss.is_text(labels), loss.vocab_size, loss.axis)
+
+
+def _in_chunks(loss: "TokenLoss", logits: mpu.DeferredLogits, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return `_evaluate` for deferred logits, of which one chunk of tokens exists at a time."""
     across = labels.t()  # [s, b]
     tokens = across.reshape(1, -1)
     found = []
     sums: dict[str, list[Tensor]] = defaultdict(list)
     for rows, chunk in logits.chunks():
-        values, aux = see(chunk.unsqueeze(1), tokens[:, rows])
+        values, aux = _evaluate(loss, chunk.unsqueeze(1), tokens[:, rows])
         found.append(values)
         for name, value in aux.items():
             sums[name].append(value)

@@ -9,7 +9,6 @@ Shapes: s sequence, b batch, h hidden, v vocabulary, t model-parallel ranks.
 """
 
 from collections.abc import Callable, Container
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from .block import Block
 from .embedding import DecoderStart, StackNorm, WordEmbedding
 from .layers import Layer, LayerStack
 from .loss import IsText, TokenLoss, split_loss
-from .masks import DocumentRole, no_documents
+from .masks import DocumentRole, no_documents, role_of
 from .work import block_work, lengths
 
 
@@ -65,21 +64,6 @@ def _block(config: Config, i: int, role: DocumentRole) -> Layer:
     return Layer(name, Block, (m, name, role), repeated=True, work=work, routes=routes)
 
 
-def role_of(config: Config) -> DocumentRole:
-    """Return whether document ids restrict attention and whether they restart positions.
-
-    In a rotary model with --reset-position-ids but without --reset-attention-mask, document ids restart positions and
-    do not restrict attention.
-    """
-    data = config.data
-    if data.reset_attention_mask or config.objective != "lm":
-        attention = True
-    else:
-        rotary = config.model.position_embedding == "rope"
-        attention = not (rotary and data.reset_position_ids)
-    return DocumentRole(attention, positions=data.reset_position_ids)
-
-
 def output_layer(config: Config, vocab_size: int) -> Layer:
     """Return a model's last layer, which computes the logits.
 
@@ -89,10 +73,8 @@ def output_layer(config: Config, vocab_size: int) -> Layer:
     encoder, decoder = lengths(config)
     tied = "embedding" if m.tie_embeddings else None
     work = (decoder or encoder) * m.hidden_size * vocab_size
-    logits: Callable[..., Any] = WordEmbedding.logits
-    if m.num_experts:
-        logits = WordEmbedding.logits_and_loss
-    return Layer("head", WordEmbedding, (m, vocab_size), tied=tied, call=logits, outputs=("logits",), work=work)
+    call = WordEmbedding.logits
+    return Layer("head", WordEmbedding, (m, vocab_size), tied=tied, call=call, outputs=("logits",), work=work)
 
 
 def vocab_size_of(config: Config) -> int:
@@ -141,7 +123,10 @@ class LanguageModel(LayerStack):
         """
         logits = self.run(inputs)  # [s, b, v/t]
         if labels is not None:
-            return self.loss_fn.of_labels(logits, labels, loss_mask, others)
+            if loss_mask is None:
+                return self.loss_fn.per_token(logits, labels)
+            given = {name: each for name, each in others.items() if each is not None}
+            return self.loss_fn(logits, (labels, loss_mask, given))
         logits, _ = split_loss(logits)
         logits = mpu.whole_logits(logits).transpose(0, 1)
         if self.parallel_output:

@@ -19,7 +19,6 @@ Logits = Union[Tensor, "mpu.DeferredLogits"]
 # - `text`: fp64 [n], the number of text tokens of the micro-batch in each of the model's n stacks of layers, divided by
 #   the number of context-parallel ranks.
 Targets = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]]
-CORPUS_LOSS, CORPUS_TARGETS = "corpus_loss", "corpus_targets"  # names of additional values, followed by a number
 
 
 def split_loss(logits: Any) -> tuple[Logits, Tensor | None]:
@@ -89,53 +88,18 @@ class TokenLoss:
         fused = "cross-entropy" not in config.model.reference_ops
         return cls(vocab_size, fused, is_text, config.train.z_loss, consumes_logits=True)
 
-    def of_labels(
-        self, logits: Any, labels: Tensor, loss_mask: Tensor | None, others: Mapping[str, Tensor | None]
-    ) -> Tensor:
-        """Return the loss [b, s] of every token, or with a loss mask [b, s] the sum over targets, a scalar.
-
-        others: third element of `Targets`, with None for tensors that are missing.
-        """
-        if loss_mask is None:
-            return self.per_token(logits, labels)
-        given = {name: each for name, each in others.items() if each is not None}
-        return self(logits, (labels, loss_mask, given))
-
     def per_token(self, logits: Any, labels: Tensor) -> Tensor:
         """Return the loss [b, s] of logits [s, b, v/t] and labels [b, s], in nats, fp32 (fp64 for fp64 logits).
 
         Without gradients, deferred logits are computed in chunks. With gradients, all logits are computed at once,
         because each token's loss may be weighted differently.
         """
+        from .extra_losses import evaluate
+
         logits, _ = split_loss(logits)
-        return self._per_token(logits, labels)[0]
+        return evaluate(self, logits, labels)[0]
 
-    def _per_token(self, logits: Logits, labels: Tensor) -> Tensor:
-        """Return [1, b, s], the loss of every token; if `samples` is a list, [2, b, s], with 1 for a wrong token."""
-        if isinstance(logits, Tensor):
-            values, self.aux = self._seen(logits, labels)
-        elif torch.is_grad_enabled():
-            values, self.aux = self._seen(logits.in_full(), labels)
-        else:
-            from .extra_losses import in_chunks
-
-            values, self.aux = in_chunks(self._seen, logits, labels)
-        return values
-
-    def _seen(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return `_per_token`, and in evaluation {name: value} of the additional values to report."""
-        losses, _ = self._both(logits, labels)
-        values = losses.unsqueeze(0)
-        if self.samples is not None:
-            right = mpu.vocab_parallel_right(logits, labels.t(), self.vocab_size, axis=self.axis).t()
-            values = torch.stack([losses, (~right).to(losses.dtype)])
-        if self.is_text is None or torch.is_grad_enabled():
-            return values, {}
-        from .extra_losses import of_text
-
-        return values, of_text(logits, labels, losses, self.is_text(labels), self.vocab_size, self.axis)
-
-    def _both(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def both(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cross entropy and the z-loss of every token, [b, s] each.
 
         The cross entropy that is returned has the gradient of cross entropy plus z-loss. The z-loss has no gradient.
@@ -177,22 +141,19 @@ class TokenLoss:
     def _summed(self, logits: Logits, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed loss, a scalar, and the loss of each target, [b, s], 0 for other tokens; set `aux`."""
         if not torch.is_grad_enabled():
-            values = self._per_token(logits, labels) * loss_mask
-            if self.samples is not None:
-                self.samples.append(values.sum(2, dtype=torch.float64))
-            return values[0].sum(), values[0]
-        self.aux = {}
+            from .extra_losses import evaluate_targets
+
+            return evaluate_targets(self, logits, labels, loss_mask)
         if isinstance(logits, Tensor):
-            losses, z = self._both(logits, labels)
+            losses, z = self.both(logits, labels)
             losses = losses * loss_mask
             total = losses.sum()
-            if self.z_loss:
-                self.aux = {"z_loss": (z * loss_mask).sum()}
-            return total, losses
-        total, z, losses = logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size, self.z_loss)
-        if self.z_loss:
-            self.aux = {"z_loss": z}
-        return total, losses.t()
+            of_z = (z * loss_mask).sum()
+        else:
+            total, of_z, losses = logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size, self.z_loss)
+            losses = losses.t()
+        self.aux = {"z_loss": of_z} if self.z_loss else {}
+        return total, losses
 
     def count_targets(self, targets: Targets) -> Tensor:
         """Return the number of targets, a scalar by which the engine divides."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron import mpu
 from megatron._torch import version
+from megatron.config import Config
 
 Found = TypeVar("Found")
 
@@ -56,6 +57,21 @@ class DocumentRole(NamedTuple):
 
     attention: bool = True
     positions: bool = False
+
+
+def role_of(config: Config) -> DocumentRole:
+    """Return whether document ids restrict attention and whether they restart positions.
+
+    In a rotary model with --reset-position-ids but without --reset-attention-mask, document ids restart positions and
+    do not restrict attention.
+    """
+    data = config.data
+    if data.reset_attention_mask or config.objective != "lm":
+        attention = True
+    else:
+        rotary = config.model.position_embedding == "rope"
+        attention = not (rotary and data.reset_position_ids)
+    return DocumentRole(attention, positions=data.reset_position_ids)
 
 
 def document_scope(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Documents | None:

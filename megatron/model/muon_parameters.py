@@ -1,4 +1,4 @@
-"""The weights that Muon orthogonalises."""
+"""Weights that the optimizer treats in a special way: those that Muon orthogonalises, and those of embeddings."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ from torch import nn
 from megatron import mpu
 
 from .block import TransformerLayer
+from .embedding import ModelStart
+from .layers import global_parameters
 
 
 def muon_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -25,3 +27,12 @@ def _linear_weights(layer: nn.Module) -> set[nn.Parameter]:
     kinds = nn.Linear, mpu.ColumnParallelLinear, mpu.RowParallelLinear
     linear: list[Any] = [module for module in layer.modules() if isinstance(module, kinds)]
     return {module.weight for module in linear}
+
+
+def embedding_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Return the token and position tables, including an output weight that is tied to one of them."""
+    found: set[nn.Parameter] = set()
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, mpu.VocabParallelEmbedding, ModelStart)):
+            found.update(module.parameters(recurse=False))
+    return found - {p for name, p in global_parameters(model) if name.startswith("head.")}

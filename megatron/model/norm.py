@@ -5,51 +5,11 @@ Shapes: h hidden.
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron import mpu
 from megatron.config import ModelConfig
 from megatron.kernels import norm_class
-
-
-class RMSNorm(nn.RMSNorm):
-    """RMS norm that on a CPU is faster than torch's and saves fewer activations.
-
-    torch's RMSNorm saves both the input and the normalised input, and reads them a dozen times.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., h] -> [..., h]."""
-        if x.device.type != "cpu" or torch.compiler.is_compiling():
-            return super().forward(x)
-        return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call,no-any-return]
-
-
-class _RMSNorm(torch.autograd.Function):
-    """RMS norm of [..., h], computed in fp32, which saves only its input and one number per row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        factor: Tensor = (square / x.shape[-1] + eps).rsqrt_()
-        ctx.save_for_backward(x, weight, factor)
-        return (wide * factor).to(x.dtype).mul_(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
-        x, weight, factor = ctx.saved_tensors
-        normal = x * factor  # fp32
-        of_x = None
-        of_weight = None
-        if mpu.needs_grad(ctx, 1):
-            of_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
-        if mpu.needs_grad(ctx, 0):
-            wide = grad * weight.to(factor.dtype)
-            along = torch.linalg.vecdot(wide, normal).unsqueeze(-1) / x.shape[-1]
-            of_x = wide.addcmul_(normal, along, value=-1).mul_(factor).to(x.dtype)
-        return of_x, of_weight, None
 
 
 def build_head_norm(config: ModelConfig) -> nn.Module:
@@ -72,11 +32,13 @@ def _build(config: ModelConfig, size: int, rms: bool, sequence: mpu.Axis) -> nn.
     kind: Any = norm_class(config.kernels, rms)
     if rms and "rms-norm" in config.reference_ops:
         kind = nn.RMSNorm
+    elif kind is None and rms:
+        from .rms_norm import RMSNorm
+
+        kind = RMSNorm
     elif kind is None:
-        kind = RMSNorm if rms else mpu.LayerNorm
+        return mpu.LayerNorm(size, eps=config.layernorm_epsilon)  # it declares its weights
     norm: Any = kind(size, eps=config.layernorm_epsilon)
-    if kind is mpu.LayerNorm:
-        return norm  # type: ignore[no-any-return]  # it has declared its weights
     mpu.declare(norm.weight, mpu.ones, sequence=sequence)
     if not rms:
         mpu.declare(norm.bias, sequence=sequence)

@@ -11,17 +11,13 @@ from torch import nn
 from megatron import mpu
 from megatron.config import Config
 from tds.boundary import Boundary
-from tds.layer_times import cut_by_time
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
+from .cuts import partition_method
 from .gpt2 import gpt2_layers, vocab_size_of
 from .layers import AuxLossMixin, Layer, Observer, global_names, init_weights, run
 from .loss import TokenLoss
 from .masks import no_documents
-
-# Work of a layer's forward and backward pass, in units of its forward pass: without and with recomputation.
-FORWARD_AND_BACKWARD = 3
-RECOMPUTED = 4
 
 # Hidden states are replicated on all model-parallel ranks, so each rank sends only its share of them. With
 # sequence parallelism each rank holds a different shard and sends all of it.
@@ -59,7 +55,7 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
             layers=specs,
             topology=mpu.get_topology(),
             loss_fn=loss_fn,
-            partition_method=_partition_method(layers, config),
+            partition_method=partition_method(layers, config),
             chunks=config.parallel.virtual_pipeline_size,
             example=example,
         )
@@ -93,39 +89,6 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
         return run(steps, inputs, self.observe)
 
 
-def _partition_method(layers: Sequence[Layer], config: Config) -> Any:
-    """Return the partition method of --partition-method, as tds knows it."""
-    p = config.parallel
-    if p.partition_method == "measured":
-        return "balanced"  # the name that tds has for this method
-    ranges = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
-    if p.partition_method == "balanced" and len(layers) >= ranges:
-        return balanced_cuts(layers, ranges, bool(config.recomputed_layers))
-    return p.partition_method
-
-
-def balanced_cuts(layers: Sequence[Layer], stretches: int, recomputed: bool) -> list[int]:
-    """Cut the layers into ranges such that the heaviest range has the least possible work.
-
-    Returns the start of each range, followed by the number of layers.
-    stretches: number of ranges. recomputed: whether repeated layers run forward twice.
-    Layers without counted work (an embedding, a norm, a table of positions) stay with the layer after them,
-    unless there are more ranges than layers with work. If no layer has counted work, all layers weigh the
-    same.
-    """
-    ends = [end for end, layer in enumerate(layers, start=1) if layer.work]
-    counted = bool(ends)
-    if len(ends) < stretches or ends[-1] < len(layers):
-        ends = list(range(1, len(layers) + 1))
-    costs = []
-    for end in ends:
-        layer = layers[end - 1]
-        passes = RECOMPUTED if recomputed and layer.repeated else FORWARD_AND_BACKWARD
-        costs.append(float(layer.work * passes) if counted else 1.0)
-    _, *cuts = cut_by_time(costs, stretches)
-    return [0, *(ends[cut - 1] for cut in cuts)]
-
-
 def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
     spec = LayerSpec(layer.cls, *layer.args)
     if layer.tied or layer.call:  # DeepSpeed accepts a `forward_fn` only for tied layers
@@ -135,9 +98,8 @@ def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
             key = layer.tied
             weight = tied_weights[key]
         spec = TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=weight)
-    spec.build = lambda log=False: layer.build(
-        seed
-    )  # in place of DeepSpeed's, whose layers draw from no seed of their own
+    # DeepSpeed's own `build` would draw from no seed of the layer.
+    spec.build = lambda log=False: layer.build(seed)
     return spec
 
 
@@ -152,11 +114,7 @@ def _boundaries_before(layers: Sequence[Layer], at: int) -> list[Boundary] | Non
 
 
 # Key of tied layers -> name of the shared weight in their module.
-TIED_WEIGHTS = {
-    "embedding": "word_embeddings.weight",
-    "encoder_positions": "weight",
-    "decoder_positions": "weight",
-}
+TIED_WEIGHTS = {"embedding": "word_embeddings.weight"}
 
 
 class GPT2ModelPipe(LayerStackPipe):

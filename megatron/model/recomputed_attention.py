@@ -11,11 +11,10 @@ from torch import Tensor
 from megatron import mpu
 from megatron.config import ModelConfig
 
-from .attention import SelfAttention
+from .attention import SelfAttention, split_heads
 from .attention_kernels import Mask
 from .cache import KeyValueCache
 from .cross_attention import CrossAttention
-from .heads import split_heads
 from .masks import Documents
 from .recompute import Recipe, save_recipe_for
 from .rotary import Rotation

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .block import TransformerLayer
+from .embedding import WordEmbedding
 from .layers import Layer
 from .text_tokens import Text, text_tokens
 
@@ -53,6 +54,15 @@ def with_router_loss(layers: Sequence[Layer]) -> list[Layer]:
         if routed:
             *names, last = layer.outputs
             kept = ("router_loss", last) if last == "table" else (last, "router_loss")
-            layer = replace(layer, outputs=(*names, *kept))
+            call = _logits_and_loss if last == "logits" else layer.call
+            layer = replace(layer, call=call, outputs=(*names, *kept))
         found.append(layer)
     return found
+
+
+def _logits_and_loss(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> Any:
+    """Return the logits of (hidden [s, b, h], ..., loss) and the routers' loss [n]; in evaluation only the logits."""
+    logits = embedding.output(inputs[0])
+    if not embedding.training:
+        return logits
+    return logits, inputs[-1]

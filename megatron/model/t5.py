@@ -11,6 +11,7 @@ ranks.
 """
 
 from collections.abc import Container, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +20,15 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import Config, ModelConfig
 
-from .block import TransformerLayer
+from .block import Dropout, TransformerLayer
 from .cache import Caches
-from .cross_attention import Encoded
+from .cross_attention import Encoded, build_cross_attention
 from .embedding import ModelStart, StackNorm, WordEmbedding
 from .gpt2 import LanguageModel, output_layer
 from .layers import Layer
 from .loss import IsText
 from .masks import document_scope, no_documents, positions_in_documents
+from .norm import build_norm
 from .relative import RelativePositions, position_bias
 from .routing import with_router_loss
 from .work import block_work, lengths
@@ -132,8 +134,20 @@ class DecoderBlock(TransformerLayer):
     stacks = 2
 
     def __init__(self, config: ModelConfig, name: str) -> None:
-        super().__init__(config, name, branches=3 * config.decoder_layers, causal=True, cross=True)
+        super().__init__(config, name, branches=3 * config.decoder_layers)
         self.config = config
+
+    def build_between(self, config: ModelConfig, name: str, output_std: float) -> None:
+        """Build the cross-attention with its norm and its dropout."""
+        self.cross_layernorm = build_norm(config)
+        self.cross_attention = build_cross_attention(config, name, output_std)
+        self.cross_dropout = Dropout(config.hidden_dropout, f"{name}.cross_attention_output")
+
+    def run_between(self, hidden: Tensor, encoded: Encoded, caches: Caches | None) -> Tensor:
+        """Add what the tokens attend to in the encoder's output: [q, b, h] -> [q, b, h]."""
+        cache = caches.cross if caches else None
+        attend = partial(self.cross_attention, encoded=encoded.states, mask=encoded.mask, cache=cache)
+        return self.add(self.cross_layernorm, self.cross_dropout, attend, hidden)
 
     def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
         """Run the layer on (hidden [q, b, h], encoded [k, b, h], encoder ids, decoder ids, loss, table).

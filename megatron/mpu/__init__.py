@@ -32,7 +32,7 @@ from .groups import (
     get_pipe_parallel_world_size,
     model_parallel_is_initialized,
 )  # fmt: skip
-from .initial_values import InitMethod, normal, ones, zeros
+from .initial_values import InitMethod, derive_seed, normal, ones, seeded, zeros
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .mappings import (
     copy_to_model_parallel_region,
@@ -54,7 +54,7 @@ from .megatron_compat import (
 )  # fmt: skip
 from .mesh import TRIVIAL_AXIS, Axis, Mesh, Options, neighbours
 from .parameters import ParamSpec, declare, replicas_of, sharded_by_zero, spec_of
-from .random import RngStreams, derive_seed, seeded
+from .random import RngStreams
 from .sequence import (
     gather_from_sequence_parallel_region,
     local_shard,

@@ -1,11 +1,12 @@
-"""Whether targets have the largest logit of a vocabulary that is sharded over the model-parallel ranks."""
+"""Comparison of each target's logit with the others of a vocabulary that is sharded over the model-parallel ranks."""
 
 import torch
 from torch import Tensor
 
+from .cross_entropy import on_this_rank
 from .current import current
+from .mappings import reduce_from_model_parallel_region
 from .mesh import Axis
-from .token_losses import on_this_rank
 from .vocab_shards import largest, refuse_other_tokens
 
 
@@ -33,3 +34,14 @@ def vocab_parallel_right(
     top, own = largest(best, logits.reshape(-1, logits.shape[-1]), axis)
     right: Tensor = own == top
     return right
+
+
+def excess_over_mean(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -> Tensor:
+    """Return by how much each target's logit exceeds the mean logit, [n] in fp32 (fp64 for fp64 logits).
+
+    Label smoothing adds it to the cross entropy (Szegedy et al. 2016). logits: [n, v/t]. target: [n] ids < vocab_size.
+    """
+    local, mine, real = on_this_rank(logits, target, vocab_size, axis)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    of_target = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
+    return reduce_from_model_parallel_region(of_target - wide[:, :real].sum(-1) / vocab_size, axis)

@@ -31,59 +31,33 @@ def broadcast_data(
     """
     axis = axis or current().model
     device = default_device(axis) if device is None else torch.device(device)
-    if axis.size == 1:
-        return _checked(keys, data, datatype, device)
     problem = ""
+    valid = None
     if axis.rank == 0:
-        problem = _problem(keys, data, datatype, sizes)
+        problem = _problem(keys, data, datatype, sizes if axis.size > 1 else None)
+        valid = None if problem else data
+    if axis.size == 1:
+        if valid is None:
+            raise ValueError(problem)
+        return {key: valid[key].to(device) for key in keys}
+    complaint = problem or f"broadcast_data: rank {axis.first} has no valid data for {', '.join(keys)}"
     if sizes:
         shapes = [torch.Size(sizes[key]) for key in keys]
     else:
-        shapes = _sent_shapes(keys, data, problem, device, axis)
+        from .data_shapes import broadcast_shapes
+
+        shapes = broadcast_shapes(keys, valid, device, axis, complaint)
     counts = [1, *(shape.numel() for shape in shapes)]
     # The element before the data is 1 if the data is valid, else 0.
     flat = torch.zeros(sum(counts), dtype=datatype, device=device)
-    if axis.rank == 0 and not problem and data is not None:
-        valid = torch.ones(1, dtype=datatype, device=device)
-        torch.cat([valid, *(data[key].reshape(-1).to(device) for key in keys)], out=flat)
+    if valid is not None:
+        first = torch.ones(1, dtype=datatype, device=device)
+        torch.cat([first, *(valid[key].reshape(-1).to(device) for key in keys)], out=flat)
     dist.broadcast(flat, axis.first, group=axis.group)
     if problem or (device.type == "cpu" and not flat[0]):
-        raise ValueError(_complaint(problem, keys, axis))
+        raise ValueError(complaint)
     parts = torch.split(flat, counts)[1:]
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
-
-
-def _checked(
-    keys: Sequence[str], data: Mapping[str, Tensor] | None, datatype: torch.dtype, device: torch.device
-) -> dict[str, Tensor]:
-    """Return `data[key]` for every key on `device`. Raises ValueError for invalid data."""
-    problem = _problem(keys, data, datatype, None)
-    if problem or data is None:
-        raise ValueError(problem)
-    return {key: data[key].to(device) for key in keys}
-
-
-def _sent_shapes(
-    keys: Sequence[str], data: Mapping[str, Tensor] | None, problem: str, device: torch.device, axis: Axis
-) -> list[torch.Size]:
-    """Broadcast and return the shapes of the first rank's data. Raises ValueError on all ranks for invalid data."""
-    # Row 0 is 1 if the data is valid. Every other row has the number of dimensions of a tensor, then its shape.
-    header = torch.full((1 + len(keys), 1 + MAX_DIMS), -1, dtype=torch.int64)
-    if axis.rank == 0 and not problem and data is not None:
-        header[0] = 1
-        for row, key in zip(header[1:], keys, strict=True):
-            shape = data[key].shape
-            row[: 1 + len(shape)] = torch.tensor([len(shape), *shape])
-    header = header.to(device)
-    dist.broadcast(header, axis.first, group=axis.group)
-    first, *rows = header.tolist()
-    if first[0] != 1:
-        raise ValueError(_complaint(problem, keys, axis))
-    return [torch.Size(row[1 : 1 + row[0]]) for row in rows]
-
-
-def _complaint(problem: str, keys: Sequence[str], axis: Axis) -> str:
-    return problem or f"broadcast_data: rank {axis.first} has no valid data for {', '.join(keys)}"
 
 
 def _problem(

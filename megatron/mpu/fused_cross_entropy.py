@@ -8,8 +8,8 @@ from torch import Tensor
 
 from megatron.fused import Fused
 
+from .cross_entropy import LossState, chunks_of, loss_of
 from .mesh import Axis
-from .token_losses import LossState, chunks_of, loss_of
 from .vocab_shards import largest, total
 
 # Number of logits per call. The limit, 1 GiB in fp32, is for functions that torch.compile leaves as they are.
@@ -28,9 +28,7 @@ top_and_log_sum = Fused(
 )
 
 
-def fused_losses(
-    logits: Tensor, real: int, target: Tensor, label_smoothing: float, vocab_size: int, axis: Axis
-) -> tuple[Tensor, Tensor, Tensor]:
+def fused_losses(logits: Tensor, real: int, target: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """Return each token's loss, and its largest logit and log sum exp(logit - largest) over all ranks, [n] each.
 
     Arguments are those of `_losses_over_ranks`.
@@ -46,19 +44,18 @@ def fused_losses(
         own = top if real else top - torch.inf
         top = largest(own, logits, axis)
         log_sum = total((own - top + log_sum).exp(), axis).log()
-    loss = loss_of(x, target, top, log_sum, label_smoothing, vocab_size, axis)
-    return loss, top, log_sum
+    return loss_of(x, target, top, log_sum, axis), top, log_sum
 
 
 def _write_gradient(
-    x: Tensor, top: Tensor, log_sum: Tensor, target: Tensor, factor: Tensor, of_target: Tensor, smoothed: Tensor
+    x: Tensor, top: Tensor, log_sum: Tensor, target: Tensor, factor: Tensor, of_target: Tensor
 ) -> Tensor:
-    """Overwrite logits x [n, v] with factor * exp(x - top - log_sum) - smoothed, plus of_target at targets.
+    """Overwrite logits x [n, v] with factor * exp(x - top - log_sum), plus of_target at targets.
 
     All other arguments are [n].
     """
     shifted = x.to(factor.dtype) - top.unsqueeze(-1) - log_sum.unsqueeze(-1)
-    d = shifted.exp() * factor.unsqueeze(-1) - smoothed.unsqueeze(-1)
+    d = shifted.exp() * factor.unsqueeze(-1)
     is_target = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
     return x.copy_(torch.where(is_target, d + of_target.unsqueeze(-1), d))
 
@@ -72,17 +69,14 @@ def _write_in_chunks(x: Tensor, *of_tokens: Tensor) -> Tensor:
 write_gradient = Fused(_write_gradient, _write_in_chunks)
 
 
-def fused_gradient(
-    logits: Tensor, found: LossState, grad: Tensor, smoothed: float, label_smoothing: float, overwrite: bool
-) -> Tensor:
+def fused_gradient(logits: Tensor, found: LossState, grad: Tensor, overwrite: bool) -> Tensor:
     """Return the gradient of the losses with respect to logits [n, v/t]; see `cross_entropy.gradient`."""
     real = found.real
     out = logits if overwrite else logits.clone(memory_format=torch.contiguous_format)
     out[:, real:] = 0.0
     if not real:
         return out
-    of_target = found.mine * grad * (label_smoothing - 1)
-    of_tokens = (found.top, found.log_sum, found.target, grad * found.share, of_target, smoothed * grad)
+    of_tokens = (found.top, found.log_sum, found.target, grad * found.share, -(found.mine * grad))
     for chunk in chunks_of(out, FUSED_CHUNK):
         write_gradient(out[chunk, :real], *(values[chunk] for values in of_tokens))
     return out

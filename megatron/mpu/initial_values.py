@@ -4,14 +4,14 @@ A large parameter is drawn in blocks of rows, each from its own seed, and a rank
 holds rows. If an initialiser needs the whole parameter, every rank draws all of it and keeps its part.
 """
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-
-from .random import derive_seed, seeded
 
 InitMethod = Callable[[Tensor], object]  # fills a whole weight in place, like the functions of torch.nn.init
 
@@ -28,6 +28,30 @@ _BY_NUMBER = (
     nn.init.trunc_normal_,
 )
 AT_ONCE = 1 << 20  # number of elements of a block of rows that is drawn from one seed; a longer row is a block itself
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a 63-bit seed derived from `parts`, the same on every machine and Python version."""
+    digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed torch's generator of `device`, by default the CPU, inside the block; restore its state afterwards."""
+    if device is None or device.type == "cpu":
+        outside = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        restore = torch.set_rng_state
+    else:
+        module = torch.get_device_module(device)
+        outside = module.get_rng_state(device)
+        restore = partial(module.set_rng_state, device=device)
+        module.manual_seed(seed)
+    try:
+        yield
+    finally:
+        restore(outside)
 
 
 def normal(std: float) -> InitMethod:

@@ -13,17 +13,50 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from . import mappings
+from .current import parallel_context
 from .initial_values import NORMAL, InitMethod
 from .linear import linear
-from .mappings import gather_from_model_parallel_region, scatter_to_model_parallel_region
+from .megatron_compat import refuse_strides
 from .mesh import TRIVIAL_AXIS, Axis, Options
 from .parameters import declare, spec_of
-from .sharded import Sharded, divide, refuse_strides, sum_over_ranks
 from .vocab_shards import padded_vocab_size, refuse_strange_ids
 from .wide_sums import embedding
 
 if TYPE_CHECKING:
     from .linear_cross_entropy import DeferredLogits
+
+
+def divide(total: int, axis: Axis, what: str) -> int:
+    """Return `total` / number of ranks. Raises ValueError with the name `what` if there is a remainder."""
+    if total % axis.size:
+        raise ValueError(f"{what} {total} cannot be split over {axis.size} model-parallel ranks")
+    return total // axis.size
+
+
+class Sharded(nn.Module):
+    """Layer sharded over the ranks of `axis`, with the communication and kernel options `options`."""
+
+    def __init__(self, axis: Axis | None, options: Options | None) -> None:
+        super().__init__()
+        context = parallel_context()
+        self.axis = axis or context.mesh.model
+        self.options = options or context.options
+
+
+def sum_over_ranks(x: Tensor, axis: Axis, options: Options) -> Tensor:
+    """Sum the ranks' partial results [s, ...] in place; with sequence parallelism reduce-scatter to [s/t, ...]."""
+    if axis.size == 1:
+        return x
+    if torch.compiler.is_compiling():
+        from .traced import traced_reduce
+
+        return traced_reduce(x, axis, options.sequence_parallel)
+    if options.sequence_parallel:
+        from .sequence import reduce_scatter_to_sequence_parallel_region
+
+        return reduce_scatter_to_sequence_parallel_region(x, axis)
+    return mappings.sum_in_place(x, axis)
 
 
 class VocabParallelEmbedding(Sharded):
@@ -126,7 +159,7 @@ class ColumnParallelLinear(Sharded):
         bias = None if self.skip_bias_add else self.bias
         y = linear(x, self.weight, bias, self.axis, self.options)
         if self.gather_output:
-            y = gather_from_model_parallel_region(y, self.axis)
+            y = mappings.gather_from_model_parallel_region(y, self.axis)
         if self.skip_bias_add:
             return y, self.bias
         return y, None
@@ -175,7 +208,7 @@ class RowParallelLinear(Sharded):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Apply the layer: x [..., i/t] (without input_is_parallel [..., i]) -> [..., o], or its shard [s/t, b, o]."""
         if not self.input_is_parallel:
-            x = scatter_to_model_parallel_region(x, self.axis)
+            x = mappings.scatter_to_model_parallel_region(x, self.axis)
         partial = linear(x, self.weight, None, TRIVIAL_AXIS, self.options)
         y = sum_over_ranks(partial, self.axis, self.options)
         if self.skip_bias_add:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .cross_entropy import compute_losses, gradient
 from .linear import by_onednn, linear, start_sum
-from .matmuls import add_matmul, matmul, needs_grad
+from .matmuls import matmul, needs_grad
 from .mesh import Axis, Options
 from .sequence import start_all_gather
-from .token_losses import compute_losses, gradient
 
 # The forward pass computes gradients before the loss is scaled. In fp16, whose smallest number is 6e-8, small gradients
 # would become 0. So the forward pass multiplies gradients by this factor, and the backward pass divides by it.
@@ -101,6 +101,23 @@ def _chunks(deferred: DeferredLogits, tokens: Tensor | None = None) -> Iterator[
         yield slice(at, at + len(x)), matmul(x, deferred.weight, None, by_onednn(x, deferred.options))
 
 
+def _add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:
+    """Add factor * (x [..., i] times the transpose of weight [o, i]) to total [..., o] in place.
+
+    If total is None, the result is a new tensor, in at least fp32. If total has the dtype of x, torch's matmul adds
+    to it in a single pass over memory.
+    """
+    if total is not None and total.dtype == x.dtype and not onednn:
+        return total.addmm_(x, weight.t(), alpha=factor)
+    found = matmul(x, weight, None, onednn)
+    if total is not None:
+        return total.add_(found, alpha=factor)
+    found = found.to(torch.promote_types(x.dtype, torch.float32))
+    if factor != 1.0:
+        found.mul_(factor)
+    return found
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -134,7 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # A sum over many tokens would overflow fp16; a mean does not.
                 count = 2.0 ** (len(x) - 1).bit_length() if unit != 1.0 else 1.0
                 mean = x / count if count != 1.0 else x
-                weight_grad = add_matmul(weight_grad, d.t(), mean.t(), onednn, count)
+                weight_grad = _add_matmul(weight_grad, d.t(), mean.t(), onednn, count)
             del logits, d  # their memory is free before the logits of the next chunk exist
         ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
         ctx.weight_grad = weight_grad

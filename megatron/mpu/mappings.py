@@ -5,7 +5,6 @@
     reduce       all-reduce              identity        Megatron's g
     scatter      keep own part           all-gather
     gather       all-gather              keep own part
-    partial      all-gather              sum, keep own part    for ranks that use the gathered tensor differently
 
 Shapes: ... any leading dimensions, n last dimension, t model-parallel ranks.
 """
@@ -116,8 +115,3 @@ def scatter_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Ten
 def gather_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """All-gather [..., n/t] -> [..., n]; the backward pass keeps this rank's part of the gradient."""
     return _apply(x, axis, all_gather, own_part)
-
-
-def own_part_of_sum(x: Tensor, axis: Axis) -> Tensor:
-    """Sum x [..., n] over the ranks and keep this rank's part, [..., n/t]."""
-    return own_part(all_reduce(x, axis), axis)

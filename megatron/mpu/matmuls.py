@@ -33,23 +33,6 @@ def transposed_matmul(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
     return matmul(x.t(), y.t(), None, onednn)
 
 
-def add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:
-    """Add factor * (x [..., i] times the transpose of weight [o, i]) to total [..., o] in place.
-
-    If total is None, the result is a new tensor, in at least fp32. If total has the dtype of x, torch's matmul adds
-    to it in a single pass over memory.
-    """
-    if total is not None and total.dtype == x.dtype and not onednn:
-        return total.addmm_(x, weight.t(), alpha=factor)
-    found = matmul(x, weight, None, onednn)
-    if total is not None:
-        return total.add_(found, alpha=factor)
-    found = found.to(torch.promote_types(x.dtype, torch.float32))
-    if factor != 1.0:
-        found.mul_(factor)
-    return found
-
-
 def gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
     """Return the transpose of grad [n, o] times x [n, i], for n tokens; None if `ctx.accumulate` did the work.
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from . import current as _current
 from .data import default_device
-from .initial_values import ones, zeros
+from .initial_values import derive_seed, ones, zeros
 from .parameters import declare
-from .random import RngStreams, checkpoint_with, derive_seed
+from .random import RngStreams, checkpoint_with
 from .wide_sums import layer_norm
 
 
@@ -23,6 +23,19 @@ def divide(numerator: int, denominator: int) -> int:
     if numerator % denominator:
         raise ValueError(f"{numerator} cannot be divided by {denominator} without a remainder")
     return numerator // denominator
+
+
+def refuse_strides(stride: int, keep_master_weight_for_test: bool) -> None:
+    """Raise ValueError for values of Megatron-LM's arguments that the layers of this package do not support."""
+    if stride != 1:
+        raise ValueError(
+            f"stride={stride} is not supported, because each rank holds contiguous rows of the weight; leave stride at "
+            f"1, and order the rows by head (query, key and value of head 0, then query, key and value of head 1, ...)"
+        )
+    if keep_master_weight_for_test:
+        raise ValueError(
+            "keep_master_weight_for_test=True is not supported, because no rank holds the whole weight; leave it out"
+        )
 
 
 def split_tensor_along_last_dim(

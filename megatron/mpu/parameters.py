@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from .current import parallel_context
 from .fused_rows import FusedRows
-from .initial_values import InitMethod, draw_rows, draws_each_element, zeros
+from .initial_values import InitMethod, draw_rows, draws_each_element, seeded, zeros
 from .mappings import all_reduce
 from .mesh import TRIVIAL_AXIS, Axis
-from .random import seeded
 
 
 class Rows(NamedTuple):

@@ -1,8 +1,9 @@
 """Coordinates of each rank in the pipe x data x model grid, computed from sizes alone, without process groups."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from .process_topology import ProcessTopology
 
 AXES = ("pipe", "data", "model")
 
@@ -16,12 +17,11 @@ class Coord(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Topology:
+class Topology(ProcessTopology):
     """Grid of ranks in row-major order over (pipe, data, model); the model coordinate varies fastest.
 
     Model-parallel neighbours communicate most (twice a layer), so they get adjacent ranks and with them the
     fastest links. Stages communicate least and are farthest apart (Narayanan et al. 2021).
-    Method names are those of DeepSpeed's `ProcessTopology`, so that DeepSpeed can use this object.
 
     context: number of consecutive data-parallel ranks that hold different tokens of the same samples (context
     parallelism). Context ranks hold the same weights and sum gradients with the other data-parallel ranks, so the grid
@@ -87,10 +87,6 @@ class Topology:
         """Return the axis names, for DeepSpeed."""
         return list(AXES)
 
-    def get_dim(self, axis: str) -> int:
-        """Return the size of `axis`; 0 for an unknown axis, as DeepSpeed expects."""
-        return int(getattr(self, axis)) if axis in AXES else 0
-
     def get_rank(self, *, pipe: int, data: int, model: int) -> int:
         """Return the rank at these coordinates. Raises ValueError outside the grid."""
         coord = Coord(pipe, data, model)
@@ -106,37 +102,6 @@ class Topology:
         rest, model = divmod(rank, self.model)
         pipe, data = divmod(rest, self.data)
         return Coord(pipe, data, model)
-
-    def get_rank_repr(
-        self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
-    ) -> str:
-        """Return a name of `rank` for file names, e.g. `model_01`."""
-        coord = self.get_coord(rank)
-        kept = [axis for axis in AXES if axis not in frozenset(omit_axes)]
-        return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in kept)
-
-    def filter_match(self, **wanted: int) -> list[int]:
-        """Return the ranks with all given coordinates, in ascending order; `filter_match(pipe=0)` is the first stage.
-
-        Raises ValueError for an unknown axis.
-        """
-        unknown = wanted.keys() - set(AXES)
-        if unknown:
-            raise ValueError(f"the grid has no axis {sorted(unknown)[0]}; its axes are {', '.join(AXES)}")
-        found = []
-        for rank in range(self.world_size()):
-            coord = self.get_coord(rank)
-            if all(getattr(coord, axis) == at for axis, at in wanted.items()):
-                found.append(rank)
-        return found
-
-    def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Return the ranks whose coordinate on `axis` is `idx`."""
-        return self.filter_match(**{axis: idx})
-
-    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the groups of ranks that communicate along `axis`, each a list; an empty list for an unknown axis."""
-        return self.lines(axis) if axis in AXES else []
 
     def lines(self, *varying: str) -> list[list[int]]:
         """Return the groups of ranks that differ only in the `varying` axes; each group is in rank order."""

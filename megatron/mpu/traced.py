@@ -12,7 +12,7 @@ from torch import Tensor
 from .._torch import gather_in_graph, scatter_sum_in_graph, sum_in_graph
 from . import mappings
 from .current import current
-from .mappings import _Mapped, all_gather, keep, own_part_of_sum
+from .mappings import _Mapped, all_gather, all_reduce, keep, own_part
 from .mesh import Axis
 
 
@@ -42,4 +42,9 @@ def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = Non
     if is_traced(axis):
         parts = traced_gather(x.unsqueeze(0), axis, sequence=True)  # [t, ..., n/t]
         return parts.movedim(0, -2).flatten(-2)
-    return x if axis.size == 1 else mappings.over_ranks(x, axis, all_gather, own_part_of_sum)
+    return x if axis.size == 1 else mappings.over_ranks(x, axis, all_gather, _own_part_of_sum)
+
+
+def _own_part_of_sum(x: Tensor, axis: Axis) -> Tensor:
+    """Sum x [..., n] over the ranks and keep this rank's part, [..., n/t]."""
+    return own_part(all_reduce(x, axis), axis)

@@ -1,6 +1,7 @@
 """Optimizer and learning-rate schedule of a run."""
 
-from .lr import lr_at, settled
+from .lr import lr_at
 from .optimizer import GroupKey, build_optimizer, group_keys
+from .resumed_lr import settled
 
 __all__ = ["GroupKey", "build_optimizer", "group_keys", "lr_at", "settled"]

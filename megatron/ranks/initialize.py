@@ -14,6 +14,7 @@ from .. import mpu
 from .._torch import set_default_timeout, set_timeout_of_groups
 from ..config import Config
 from ..config.fields import ConfigError
+from ..config.parallel import splits_sequences
 from . import device as device_module
 from .agreement import same_code_everywhere, same_everywhere, settings_and_versions
 from .cpu_matmul import by_onednn
@@ -58,7 +59,7 @@ def initialize_megatron(config: Config) -> torch.device:
         same_code_everywhere()
     torch.manual_seed(config.train.seed)
     options = mpu.Options(
-        sequence_parallel=config.splits_sequences(device.type != "cpu"),
+        sequence_parallel=splits_sequences(config, device.type != "cpu"),
         overlap=config.parallel.async_tensor_model_parallel_allreduce,
         onednn=_choose_kernels(config, device),
     )

@@ -11,8 +11,8 @@ from tds.diagnose import out_of_memory
 from tds.parent_death import ImpossibleRanks, refuse_impossible_ranks
 
 from ..config import Config
-from ..config.check import print_note
-from ..config.command_line import help_if_asked, parse
+from ..config.check import help_if_asked, print_note
+from ..config.command_line import parse
 from ..config.ds_config import resolve
 from ..data.workers import describe_end
 from ..ranks import device as device_module

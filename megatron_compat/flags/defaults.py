@@ -33,17 +33,14 @@ MEGATRON: Mapping[str, Any] = {
 _USUAL = {f.name: f.default for _, _, f in settings()}
 
 
-def chosen(defaults: Mapping[str, Any]) -> set[str]:
-    """Return the settings among the `defaults` of an entry script that are not the usual ones of its family."""
-    usual = DEFAULTS.get(defaults.get("family", ""), {})
-    return {name for name, value in defaults.items() if usual.get(name, _USUAL.get(name)) != value}
-
-
-def notes(config: Config, foreign: Container[str], given: Container[str]) -> list[str]:
+def notes(config: Config, foreign: Container[str], given: set[str], defaults: Mapping[str, Any]) -> list[str]:
     """Return notes on what Megatron-LM would do otherwise with the same command line.
 
     foreign: the flags of other frameworks on the command line. given: names of the settings that the user has decided.
+    defaults: those of the entry script, which has decided those that are not the usual ones of its family.
     """
+    usual = DEFAULTS.get(defaults.get("family", ""), {})
+    given = given | {name for name, value in defaults.items() if usual.get(name, _USUAL.get(name)) != value}
     found = []
     mark = next((name for name in MARKS if name in foreign), None)
     open_ = _undecided(config, foreign, given) if mark and not config.is_t5 else {}

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config import Config
-from megatron.config.command_line import from_file, parse_of_any_family
+from megatron.config.command_line import from_file
+from megatron.config.families import parse_of_any_family
 from megatron.config.fields import ConfigError
 
 from . import memory

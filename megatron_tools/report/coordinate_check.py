@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from data_utils.cli import local_path, run
 from megatron.atomic import whole_file
 from megatron.config import Config
-from megatron.config.command_line import parse_of_any_family, with_values
+from megatron.config.command_line import with_values
+from megatron.config.families import parse_of_any_family
 from megatron.config.mup import BASE_SIZES
 from megatron.model.attention import Attention
 from megatron.model.block import TransformerLayer

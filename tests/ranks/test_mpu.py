@@ -10,7 +10,7 @@ from megatron import mpu
 from megatron.config import Config, ModelConfig
 from megatron.config.sections import DataConfig, ParallelConfig
 from megatron.model import GPT2Model
-from megatron.mpu import token_losses
+from megatron.mpu import cross_entropy
 from megatron.mpu.mappings import own_part
 from tests.sentences import SENTENCES
 from tests.support import covering, on_ranks
@@ -158,7 +158,7 @@ FUSED = pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"]) 
 
 
 def _choose_functions(fused: bool) -> None:
-    token_losses.on_cuda = lambda _: fused
+    cross_entropy.on_cuda = lambda _: fused
 
 
 def _cross_entropy(ranks: int, smoothing: float, fused: bool) -> None:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron import mpu
 from megatron.config import ModelConfig
-from megatron.model.block import Block, TransformerLayer
+from megatron.model.block import Block
 from megatron.model.cross_attention import Encoded
+from megatron.model.t5 import DecoderBlock
 from tests.support import on_ranks
 
 from .test_mpu import draw
@@ -150,7 +151,7 @@ def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[
     config = ModelConfig(
         hidden_size=16, num_attention_heads=2, hidden_dropout=0, attention_dropout=0, checkpoint_attention=recompute
     )
-    layer = TransformerLayer(config, "x", branches=2, cross=cross) if cross else Block(config, "x")
+    layer = DecoderBlock(config, "x") if cross else Block(config, "x")
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     x = mpu.local_shard(draw(SEQ, BATCH, 16).float()).requires_grad_()

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.command_line import parse_of_any_family, with_values
+from megatron.config.command_line import with_values
 from megatron.config.ds_config import resolve
+from megatron.config.families import parse_of_any_family
 from megatron.estimate.sizes import parameters, stages_of
 from megatron_tools.plan.cluster import Cluster, load_cluster
 from megatron_tools.plan.cost import DEFAULT, cost_of

@@ -17,7 +17,7 @@ from megatron.config.fields import ConfigError
 from megatron.config.sections import TrainConfig
 from megatron.data.sampler import ConsecutiveSampler
 from megatron.optim import lr_at, settled
-from megatron.optim.lr import describe
+from megatron.optim.resumed_lr import describe
 from megatron_compat.script import numbers_of_samples
 from megatron_tools.plan import plan
 from megatron_tools.report.facts import layout

@@ -16,6 +16,7 @@ from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError
 from megatron.config.help import help_text
+from megatron.config.parallel import splits_sequences
 from megatron_compat.args import Args
 from tests.sentences import SENTENCES
 from tests.support import command
@@ -338,7 +339,7 @@ def test_every_setting_is_read_by_something() -> None:
     ],
 )
 def test_sequences_are_split_where_that_pays(flags: str, accelerated: bool, splits: bool) -> None:
-    assert parse(flags.split()).splits_sequences(accelerated) is splits
+    assert splits_sequences(parse(flags.split()), accelerated) is splits
 
 
 def test_context_ranks_are_no_replicas(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.optim import lr_at, settled
-from megatron.optim.lr import describe
+from megatron.optim.resumed_lr import describe
 
 
 def rates(*argv: str) -> list[float]:

@@ -11,7 +11,7 @@ from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.config.param_groups import ParamRule, describe_rules, match_rules, read_param_rules
 from megatron.model import GPT2Model, T5Model, global_parameters
-from megatron.model.embedding import embedding_weights
+from megatron.model.muon_parameters import embedding_weights
 from megatron.optim import build_optimizer, group_keys
 
 SIZES = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 40"

@@ -14,8 +14,9 @@ import torch
 
 from megatron import mpu
 from megatron.config import Config
-from megatron.config.command_line import parse, parse_of_any_family, with_values
+from megatron.config.command_line import parse, with_values
 from megatron.config.ds_config import resolve
+from megatron.config.families import parse_of_any_family
 from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import in_flight, rank_memory, states
 from megatron.estimate.sizes import count_layers, layers_of, parameters, stages_of

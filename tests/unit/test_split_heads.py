@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.model.heads import split_heads
+from megatron.model.attention import split_heads
 
 S, B, N, D = 7, 2, 3, 4
 
