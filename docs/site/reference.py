@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.config import SECTIONS, settings
+from megatron.config import SECTIONS
 from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_file import INSTEAD, PASSED_ON, RESOLVED
 from megatron.config.fields import OneOf, flag, types_of
+from megatron.config.help import own_first
 
 from .imports import imports_page
 from .words import KEYS, WORDS
@@ -78,18 +79,11 @@ def flags_page(say: dict[str, str]) -> str:
     heads = (say["flag"], say["values"], say["default"], say["meaning"])
     for name, section in SECTIONS.items():
         rows = []
-        for where, _, each in settings():
-            if where == name:
-                family = each.metadata["family"]
-                only = f" ({say['only']}: {', '.join(family)})" if family else ""
-                rows.append(
-                    (
-                        code(flag(each.name)),
-                        _values(section, each),
-                        _default(each.default),
-                        cell(each.metadata["help"]) + only,
-                    )
-                )
+        for each in own_first(section):
+            family = each.metadata["family"]
+            only = f" ({say['only']}: {', '.join(family)})" if family else ""
+            about = cell(each.metadata["help"]) + only
+            rows.append((code(flag(each.name)), _values(section, each), _default(each.default), about))
         out.append(f"## {name}\n\n{cell(' '.join((section.__doc__ or '').split()))}\n\n{table(heads, rows)}")
     rows = [
         (code(f"pretrain_{family}.py"), code(flag(name)), _default(value))

@@ -17,7 +17,6 @@ from ..json_text import JsonError, brief, parse_json, shown, why_unread
 from ..storage import is_url
 from .fields import ConfigError
 
-UNITS = ("samples", "tokens")
 FACTORS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 LARGEST = 2**63  # samples are counted in int64
 BEGIN = re.compile(r"\s*([\d_.]+(?:[eE]\+?\d+)?)\s*([kKMGBT]?)[\s_]*(samples|tokens)?\s*:(.*)", re.DOTALL)

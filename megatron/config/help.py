@@ -76,12 +76,16 @@ def _is_read(setting: "Field[Any]", family: str | None) -> bool:
     return families is None or family is None or family in families
 
 
-def _settings_of(section: type, family: str | None) -> list[_Setting]:
-    """Return the settings of a section that the family reads: its own first, then those of its features."""
+def own_first(section: type) -> list["Field[Any]"]:
+    """Return the settings of a section: its own first, then those of its base classes and features."""
     known = {each.name: each for each in fields(section)}  # type: ignore[arg-type]
     names = dict.fromkeys(chain.from_iterable(vars(kind).get("__annotations__", {}) for kind in section.__mro__))
-    order = [known[name] for name in names if name in known]
-    read = [each for each in order if _is_read(each, family)]
+    return [known[name] for name in names if name in known]
+
+
+def _settings_of(section: type, family: str | None) -> list[_Setting]:
+    """Return the settings of a section that the family reads."""
+    read = [each for each in own_first(section) if _is_read(each, family)]
     return [_Setting(each.name, _title(section, each), _text(each, family)) for each in read]
 
 

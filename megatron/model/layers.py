@@ -65,13 +65,6 @@ Observer = Callable[[Layer, Callable[[Any], Any], Any], Any]
 Steps = Sequence[tuple[Layer, Callable[[Any], Any]]]  # (layer, function that calls its module)
 
 
-def run(steps: Steps, inputs: Any, observe: Observer | None = None) -> Any:
-    """Pass `inputs` through all steps in order. observe: runs each layer, or None."""
-    for layer, call in steps:
-        inputs = call(inputs) if observe is None else observe(layer, call, inputs)
-    return inputs
-
-
 def _elsewhere(inputs: Any, *more: Any) -> Any:
     raise RuntimeError("this layer was not built in this process, because it is on another pipeline stage")
 
@@ -82,10 +75,27 @@ def global_names(layers: Sequence[Layer]) -> list[str]:
     return [first[layer.tied] if layer.tied else layer.name for layer in layers]
 
 
-class AuxLossMixin:
-    """Mixin for models whose loss function may report values besides the loss."""
+class LayerRunner:
+    """Mixin for models that are lists of layers, and whose loss function may report values besides the loss.
+
+    observe: runs each layer, or None.
+    """
 
     loss_fn: Any = None
+    observe: Observer | None = None
+    _recomputed = 0  # number of layers in a recomputed group, 0 without recomputation
+    _rng: mpu.RngStreams  # dropout streams from which the layers draw
+    training: bool
+
+    def run_steps(self, steps: Steps, inputs: Any) -> Any:
+        """Pass `inputs` through all steps in order."""
+        if self.training and self._recomputed:
+            from .recomputed_groups import run_in_groups
+
+            return run_in_groups(steps, inputs, self._recomputed, self._rng, self.observe)
+        for layer, call in steps:
+            inputs = call(inputs) if self.observe is None else self.observe(layer, call, inputs)
+        return inputs
 
     def get_additional_losses(self) -> dict[str, Tensor]:
         """Return the values that the loss function reported for the last micro-batch besides the loss: name -> scalar.
@@ -95,16 +105,14 @@ class AuxLossMixin:
         return getattr(self.loss_fn, "aux", {})
 
 
-class LayerStack(AuxLossMixin, nn.Module):
+class LayerStack(LayerRunner, nn.Module):
     """All layers of a model in one process, or only the layers whose indices are in `own`.
 
     seed: seed of the initial weights.
     own: indices of the layers to build, for generation over pipeline stages; calling any other layer raises
     RuntimeError.
-    observe: runs each layer, or None. layer_names: global names of all layers in order.
+    layer_names: global names of all layers in order.
     """
-
-    observe: Observer | None = None
 
     def __init__(
         self, layers: Sequence[Layer], seed: int, checkpoint_num_layers: int = 0, own: Container[int] | None = None
@@ -145,11 +153,7 @@ class LayerStack(AuxLossMixin, nn.Module):
 
     def run(self, inputs: Any) -> Any:
         """Run all layers in order."""
-        if self.training and self._recomputed:
-            from .recomputed_groups import run_in_groups
-
-            return run_in_groups(self.steps, inputs, self._recomputed, self._rng, self.observe)
-        return run(self.steps, inputs, self.observe)
+        return self.run_steps(self.steps, inputs)
 
 
 def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -15,7 +15,7 @@ from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from .cuts import partition_method
 from .gpt2 import gpt2_layers, vocab_size_of
-from .layers import AuxLossMixin, Layer, Observer, global_names, init_weights, run
+from .layers import Layer, LayerRunner, global_names, init_weights
 from .loss import TokenLoss
 from .masks import no_documents
 
@@ -34,13 +34,11 @@ BOUNDARIES = {
 }
 
 
-class LayerStackPipe(AuxLossMixin, PipelineModule):
+class LayerStackPipe(LayerRunner, PipelineModule):
     """One pipeline stage of a list of layers: a range of layers, or one range per virtual-pipeline chunk.
 
-    observe, layer_names: see LayerStack.
+    layer_names: see LayerStack.
     """
-
-    observe: Observer | None = None
 
     def __init__(
         self, layers: Sequence[Layer], config: Config, tied_weights: dict[str, str], loss_fn: Any, example: Any
@@ -82,11 +80,7 @@ class LayerStackPipe(AuxLossMixin, PipelineModule):
         steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
         # The engine passes a tensor, not a tuple, if only one tensor crosses a boundary; layers expect tuples.
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-        if self.training and self._recomputed:
-            from .recomputed_groups import run_in_groups
-
-            return run_in_groups(steps, inputs, self._recomputed, self._rng, self.observe)
-        return run(steps, inputs, self.observe)
+        return self.run_steps(steps, inputs)
 
 
 def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:

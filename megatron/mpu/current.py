@@ -70,7 +70,8 @@ def current() -> Mesh:
 def context_on(mesh: Mesh, options: Options | None, seed: int) -> ParallelContext:
     """Return a copy of the current context with `mesh`, `options` and dropout streams seeded by `seed`."""
     before = _Current.context or ParallelContext()
-    return replace(before, mesh=mesh, options=options or Options(), rng=mesh.streams(seed))
+    rng = RngStreams(seed, mesh.data.rank, mesh.model.rank, mesh.pipe.rank)
+    return replace(before, mesh=mesh, options=options or Options(), rng=rng)
 
 
 @contextmanager

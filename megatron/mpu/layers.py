@@ -43,20 +43,19 @@ class Sharded(nn.Module):
         self.axis = axis or context.mesh.model
         self.options = options or context.options
 
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """Sum the ranks' partial results [s, ...] in place; with sequence parallelism reduce-scatter to [s/t, ...]."""
+        if self.axis.size == 1:
+            return x
+        if torch.compiler.is_compiling():
+            from .traced import traced_reduce
 
-def sum_over_ranks(x: Tensor, axis: Axis, options: Options) -> Tensor:
-    """Sum the ranks' partial results [s, ...] in place; with sequence parallelism reduce-scatter to [s/t, ...]."""
-    if axis.size == 1:
-        return x
-    if torch.compiler.is_compiling():
-        from .traced import traced_reduce
+            return traced_reduce(x, self.axis, self.options.sequence_parallel)
+        if self.options.sequence_parallel:
+            from .sequence import reduce_scatter_to_sequence_parallel_region
 
-        return traced_reduce(x, axis, options.sequence_parallel)
-    if options.sequence_parallel:
-        from .sequence import reduce_scatter_to_sequence_parallel_region
-
-        return reduce_scatter_to_sequence_parallel_region(x, axis)
-    return mappings.sum_in_place(x, axis)
+            return reduce_scatter_to_sequence_parallel_region(x, self.axis)
+        return mappings.sum_in_place(x, self.axis)
 
 
 class VocabParallelEmbedding(Sharded):
@@ -103,7 +102,7 @@ class VocabParallelEmbedding(Sharded):
         local = ids - self.first_row
         elsewhere = (local < 0) | (local >= self.rows)
         rows = embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return sum_over_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.axis, self.options)
+        return self.sum_over_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute this rank's logits [..., v/t], including padding, from hidden [..., h] or its shard [s/t, b, h]."""
@@ -210,7 +209,7 @@ class RowParallelLinear(Sharded):
         if not self.input_is_parallel:
             x = mappings.scatter_to_model_parallel_region(x, self.axis)
         partial = linear(x, self.weight, None, TRIVIAL_AXIS, self.options)
-        y = sum_over_ranks(partial, self.axis, self.options)
+        y = self.sum_over_ranks(partial)
         if self.skip_bias_add:
             return y, self.bias
         if self.bias is not None:

@@ -38,18 +38,12 @@ def gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
 
     `ctx.accumulate` runs the matmul and adds its result to the accumulated gradient in one pass over memory.
     """
-    autograd_adds = ctx.accumulate is None or torch.is_grad_enabled() or not _is_accumulated(ctx, 1)
-    if not autograd_adds and ctx.accumulate(grad.t(), x):
-        return None
+    if ctx.accumulate is not None and not torch.is_grad_enabled():
+        # `backward()` accumulates the gradient of the weight into `.grad`; `torch.autograd.grad` returns it instead.
+        accumulates = will_run(ctx.next_functions[1][0], otherwise=False)
+        if accumulates and ctx.accumulate(grad.t(), x):
+            return None
     return transposed_matmul(grad, x, ctx.onednn)
-
-
-def _is_accumulated(ctx: Any, i: int) -> bool:
-    """Return whether this backward pass accumulates the gradient of input `i` into `.grad`.
-
-    `backward()` accumulates; `torch.autograd.grad` returns gradients instead.
-    """
-    return will_run(ctx.next_functions[i][0], otherwise=False)
 
 
 def needs_grad(ctx: Any, i: int) -> bool:

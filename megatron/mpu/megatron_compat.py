@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from . import current as _current
 from .data import default_device
 from .initial_values import derive_seed, ones, zeros
 from .parameters import declare
-from .random import RngStreams, checkpoint_with
+from .random import RngStreams
 from .wide_sums import layer_norm
 
 
@@ -139,7 +140,9 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None = None) -> Any:
     """Run `function(*args)`, saving only its inputs, and run it again in the backward pass.
 
-    The recomputation repeats all random draws, both from streams and from torch's generators (as in nn.Dropout).
-    rng: the dropout streams; by default this rank's.
+    The recomputation repeats all random draws, both from streams and from torch's generators, as in nn.Dropout (Chen et
+    al. 2016, with the replay of Megatron-LM). torch's non-reentrant checkpoint is used, so inputs need not require
+    gradients. rng: the dropout streams; by default this rank's.
     """
-    return checkpoint_with(rng or _current.parallel_context().rng, function, *args, torchs_own=True)
+    streams = rng or _current.parallel_context().rng
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=streams.contexts)

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .random import RngStreams
 from .topology import Topology
 
 
@@ -131,10 +130,6 @@ class Mesh:
         same = cls._line(topology.expert_replicas())
         same = replace(same, group=same.group or group_of_members(same.ranks))
         return replace(mesh, expert=expert, expert_replicas=same)
-
-    def streams(self, seed: int) -> RngStreams:
-        """Return the dropout streams of this rank."""
-        return RngStreams(seed, self.data.rank, self.model.rank, self.pipe.rank)
 
     @staticmethod
     def _line(lines: list[list[int]], urgent: bool = False) -> Axis:

@@ -1,42 +1,25 @@
 """Methods of a grid of ranks by the names of DeepSpeed's `ProcessTopology`, so that DeepSpeed can use the grid."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any
 
 
-class ProcessTopology(ABC):
-    """Grid of ranks over the axes pipe, data and model."""
+class ProcessTopology:
+    """Mixin of `Topology`."""
 
-    @abstractmethod
-    def get_axis_names(self) -> list[str]:
-        """Return the axis names."""
-
-    @abstractmethod
-    def world_size(self) -> int:
-        """Return the number of ranks in the grid."""
-
-    @abstractmethod
-    def get_coord(self, rank: int) -> Any:
-        """Return the coordinates of `rank`."""
-
-    @abstractmethod
-    def lines(self, *varying: str) -> list[list[int]]:
-        """Return the groups of ranks that differ only in the `varying` axes."""
-
-    def get_dim(self, axis: str) -> int:
+    def get_dim(self: Any, axis: str) -> int:
         """Return the size of `axis`; 0 for an unknown axis, as DeepSpeed expects."""
         return int(getattr(self, axis)) if axis in self.get_axis_names() else 0
 
     def get_rank_repr(
-        self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+        self: Any, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
         """Return a name of `rank` for file names, e.g. `model_01`."""
         coord = self.get_coord(rank)
         kept = [axis for axis in self.get_axis_names() if axis not in frozenset(omit_axes)]
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in kept)
 
-    def filter_match(self, **wanted: int) -> list[int]:
+    def filter_match(self: Any, **wanted: int) -> list[int]:
         """Return the ranks with all given coordinates, in ascending order; `filter_match(pipe=0)` is the first stage.
 
         Raises ValueError for an unknown axis.
@@ -52,10 +35,10 @@ class ProcessTopology(ABC):
                 found.append(rank)
         return found
 
-    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+    def get_axis_list(self: Any, axis: str, idx: int) -> list[int]:
         """Return the ranks whose coordinate on `axis` is `idx`."""
         return self.filter_match(**{axis: idx})
 
-    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+    def get_axis_comm_lists(self: Any, axis: str) -> list[list[int]]:
         """Return the groups of ranks that communicate along `axis`, each a list; an empty list for an unknown axis."""
         return self.lines(axis) if axis in self.get_axis_names() else []

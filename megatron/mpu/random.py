@@ -1,4 +1,4 @@
-"""Named random streams, and activation checkpointing that replays them.
+"""Named random streams.
 
 Every dropout site draws from its own stream. Its draws are a pure function of seed, iteration, name, data
 rank, the number of earlier draws in this iteration and, where activations are sharded, the model rank. So
@@ -7,12 +7,10 @@ equal masks for replicated activations and different ones for sharded activation
 saved generator state, and a recomputation only resets the counters of draws.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from .initial_values import derive_seed, seeded
 
@@ -88,16 +86,3 @@ class RngStreams:
         The replay resets the draw counters to their values at the time of this call.
         """
         return nullcontext(), self._replay(self.get_state())
-
-
-def checkpoint_with(rng: RngStreams, function: Callable[..., Any], *args: Any, torchs_own: bool = False) -> Any:
-    """Run `function(*args)`, saving only its inputs, and run it again in the backward pass.
-
-    The recomputation draws the same dropout masks as the first run (Chen et al. 2016, with the replay of
-    Megatron-LM). torch's non-reentrant checkpoint is used, so inputs need not require gradients.
-    torchs_own: `function` may also draw from torch's generators, as nn.Dropout does, so their states are
-    saved.
-    """
-    return torch_checkpoint(
-        function, *args, use_reentrant=False, preserve_rng_state=torchs_own, context_fn=rng.contexts
-    )

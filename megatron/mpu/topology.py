@@ -22,6 +22,7 @@ class Topology(ProcessTopology):
 
     Model-parallel neighbours communicate most (twice a layer), so they get adjacent ranks and with them the
     fastest links. Stages communicate least and are farthest apart (Narayanan et al. 2021).
+    The grid also has the methods of DeepSpeed's `ProcessTopology`, so that DeepSpeed can use it.
 
     context: number of consecutive data-parallel ranks that hold different tokens of the same samples (context
     parallelism). Context ranks hold the same weights and sum gradients with the other data-parallel ranks, so the grid

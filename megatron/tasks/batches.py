@@ -1,4 +1,4 @@
-"""Functions that all tasks share: broadcast of a batch over the model-parallel ranks, and its loss."""
+"""What the tasks of all families share: broadcast of a batch over the model-parallel ranks, and its loss."""
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -12,8 +12,7 @@ from megatron import mpu
 from ..config import Config
 from ..config.data import DataConfig
 from ..data.corpora import prefixes_of
-from ..model.loss import Targets
-from ..training.task import Batch
+from ..training.task import Batch, Task
 
 
 @lru_cache(4)
@@ -40,9 +39,12 @@ def broadcast_batch(
     return mpu.broadcast_data(keys, data, torch.int64, sizes=sizes), {}
 
 
-def summed_loss(model: Any, inputs: tuple[Tensor, ...], targets: Targets) -> Tensor:
-    """Return the loss of `model` summed over the targets, a scalar. The model is one without a pipeline."""
-    labels, loss_mask, *others = targets
-    more = others[0] if others else {}
-    total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **more)
-    return total
+class LanguageTask(Task):
+    """Base class of tasks whose model computes the loss, because it may compute the logits in chunks."""
+
+    def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
+        """Return the loss summed over the targets of a micro-batch, a scalar. The model is one without a pipeline."""
+        inputs, (labels, loss_mask, *others) = batch
+        more = others[0] if others else {}
+        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **more)
+        return total

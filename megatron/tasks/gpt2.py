@@ -12,12 +12,12 @@ from ..data.gpt2_dataset import build_train_valid_test_datasets
 from ..model.gpt2 import GPT2Model
 from ..model.loss import Targets, targets_of
 from ..tokenizer import Tokenizer
-from ..training.task import Batch, Datasets, Task
+from ..training.task import Batch, Datasets
 from ..utils import get_ltor_documents_and_position_ids
-from .batches import broadcast_batch, summed_loss
+from .batches import LanguageTask, broadcast_batch
 
 
-class GPT2(Task):
+class GPT2(LanguageTask):
     """Training task of a decoder that reads windows of --seq-length tokens."""
 
     name = "gpt2"
@@ -108,14 +108,6 @@ class GPT2(Task):
 
             document_ids, loss_mask = with_prefixes(found["prefixes"], document_ids, loss_mask)
         return (tokens, position_ids, document_ids), targets_of(labels, loss_mask, others)
-
-    def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """Return the summed loss, a scalar.
-
-        The model computes the loss because it may compute the logits in chunks.
-        """
-        inputs, targets = batch
-        return summed_loss(model, inputs, targets)
 
 
 class Llama(GPT2):

@@ -1,7 +1,7 @@
 """Training task of T5: predict masked spans of a text or the continuation of a text, depending on --objective."""
 
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from ..model.masks import no_documents
 from ..model.t5 import T5Model
 from ..model.text_tokens import text_count
 from ..tokenizer import SentinelTokenizer, Tokenizer
-from ..training.task import Batch, Datasets, Task
-from .batches import broadcast_batch, summed_loss
+from ..training.task import Batch, Datasets
+from .batches import LanguageTask, broadcast_batch
 
 KEYS = ["encoder", "decoder", "labels", "encoder_document_ids", "decoder_document_ids", "loss_mask"]
 
@@ -62,7 +62,7 @@ def _short(ids: Tensor) -> Tensor:
     return ids.short() if ids.numel() else no_documents(ids.device)
 
 
-class T5(Task):
+class T5(LanguageTask):
     """Training task of an encoder that reads --enc-seq-length tokens and a decoder that predicts the targets."""
 
     name = "t5"
@@ -139,11 +139,3 @@ class T5(Task):
             in_decoder = text_count(batch["decoder"], decoder_ids, alone)
             others["text"] = torch.cat([in_encoder, in_decoder])
         return inputs, targets_of(labels, loss_mask, others)
-
-    def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
-        """Return the summed loss, a scalar.
-
-        The model computes the loss because it may compute the logits in chunks.
-        """
-        inputs, targets = batch
-        return summed_loss(model, inputs, targets)

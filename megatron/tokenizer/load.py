@@ -1,5 +1,6 @@
 """Detection and loading of the tokenizer in a file or folder."""
 
+from importlib import import_module
 from pathlib import Path
 
 from .base import Tokenizer, TokenizerError
@@ -10,6 +11,11 @@ PROBES = (
     "春天来了，花都开了。老人坐在树下。", "The river runs slowly to the sea.", " a  b ", "2024年1,234.5元",
     "\n\n1234 \t", "é, Ａﬁ①",
 )  # fmt: skip
+# Kind of tokenizer -> its module, which is imported when the tokenizer is loaded, and its class.
+_CLASSES = {
+    "sentencepiece": ("sentencepiece", "SentencePieceTokenizer"), "cpm": ("cpm", "CpmTokenizer"),
+    "cpm-vocab": ("cpm", "CpmVocabTokenizer"), "gpt2-bpe": ("hf", "Gpt2BpeTokenizer"), "hf": ("hf", "HFTokenizer"),
+}  # fmt: skip
 IN_FOLDER = ("tokenizer.json", "vocab.json", "gpt2-vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 
 
@@ -29,7 +35,10 @@ def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
         raise TokenizerError(f"--tokenizer-type {kind!r} must be one of {', '.join(KINDS)}")
     path = file_of(vocab_file)
     name, _, segmenter = (_recognize(path) if kind == "auto" else kind).partition("+")
-    return _OPEN[name](path, segmenter or "jieba")
+    module, kind_of = _CLASSES[name]
+    tokenizer = getattr(import_module(f".{module}", __package__), kind_of)
+    arguments = [segmenter or "jieba"] if module == "cpm" else []
+    return tokenizer(str(path), *arguments)  # type: ignore[no-any-return]
 
 
 def file_of(vocab_file: str) -> Path:
@@ -97,36 +106,3 @@ def _recognize(path: Path) -> str:
     with open(path, "rb") as file:
         head = file.read(4096)
     return "hf" if b'"model"' in head or b'"added_tokens"' in head else "cpm-vocab"
-
-
-def _sentencepiece(path: Path, segmenter: str) -> Tokenizer:
-    from .sentencepiece import SentencePieceTokenizer
-
-    return SentencePieceTokenizer(str(path))
-
-
-def _cpm(path: Path, segmenter: str) -> Tokenizer:
-    from .cpm import CpmTokenizer
-
-    return CpmTokenizer(str(path), segmenter)
-
-
-def _cpm_vocab(path: Path, segmenter: str) -> Tokenizer:
-    from .cpm import CpmVocabTokenizer
-
-    return CpmVocabTokenizer(str(path), segmenter)
-
-
-def _gpt2_bpe(path: Path, segmenter: str) -> Tokenizer:
-    from .hf import Gpt2BpeTokenizer
-
-    return Gpt2BpeTokenizer(str(path))
-
-
-def _hf(path: Path, segmenter: str) -> Tokenizer:
-    from .hf import HFTokenizer
-
-    return HFTokenizer(str(path))
-
-
-_OPEN = {"sentencepiece": _sentencepiece, "cpm": _cpm, "cpm-vocab": _cpm_vocab, "gpt2-bpe": _gpt2_bpe, "hf": _hf}

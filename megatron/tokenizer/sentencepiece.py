@@ -175,8 +175,11 @@ class SentencePieceTokenizer(Tokenizer):
 
         sentencepiece matches user-defined symbols before other pieces.
         """
-        pieces = {self._sp.id_to_piece(i): i for i in self.facts.of_type(USER_DEFINED)}
-        return {piece: i for piece, i in pieces.items() if re.fullmatch(r"<\S+>", piece) and piece not in self.specials}
+        pieces = self._user_defined().items()
+        return {piece: i for piece, i in pieces if re.fullmatch(r"<\S+>", piece) and piece not in self.specials}
+
+    def _user_defined(self) -> dict[str, int]:
+        return {self._sp.id_to_piece(i): i for i in self.facts.of_type(USER_DEFINED)}
 
     @functools.cached_property
     def _bare(self) -> Any:
@@ -236,8 +239,7 @@ class SentencePieceTokenizer(Tokenizer):
 
         transformers splits a text at these symbols before it encodes each part with a prepended space.
         """
-        pieces = {self._sp.id_to_piece(i): i for i in self.facts.of_type(USER_DEFINED)}
-        return {piece: i for piece, i in pieces.items() if MARK not in piece}
+        return {piece: i for piece, i in self._user_defined().items() if MARK not in piece}
 
     def _encode_as_llama(self, text: str) -> NDArray[np.int32]:
         parts = [part for part in any_of(self._symbols).split(text) if part]
