@@ -1,21 +1,23 @@
-"""Parsing of a command line and JSON files into a Config.
+"""Parsing of a command line, which has one flag per setting, and of JSON files into a Config.
 
 Precedence: defaults < `--config FILE` < flags. If a flag is given several times, its last value wins.
 """
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import Field, replace
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 from .. import presets
 from .._compat import compat
+from ..json_text import brief
 from ..storage import PlaceError, local
 from . import ineffective, mup
-from .fields import ConfigError, listed
+from .fields import ConfigError, OneOf, flag, listed, types_of
 from .names import HOME, RENAMED, nearest, refuse_removed, unknown_arguments, with_new_names
-from .parser import SettingsParser, build_parser
 from .places import problems_with_places
-from .sections import Config
+from .sections import Config, settings
 from .settings_files import named, read_json
 from .source import given_in_files, merge, new_source, with_family
 
@@ -84,11 +86,11 @@ def read_flags(words: Sequence[str]) -> _Flags:
     found, unknown = build_parser(foreign=False).parse_known_args(words)
     if unknown:  # flags of another framework, or mistakes
         found, unknown = build_parser().parse_known_args(words)
-    settings = vars(found)
-    settings.pop("local_rank", None)
-    foreign = settings.pop("foreign", {})
-    files = settings.pop("config", [])
-    return _Flags(settings, foreign, files, unknown)
+    values = vars(found)
+    values.pop("local_rank", None)
+    foreign = values.pop("foreign", {})
+    files = values.pop("config", [])
+    return _Flags(values, foreign, files, unknown)
 
 
 def paths_of(names: Sequence[str]) -> list[str]:
@@ -130,3 +132,75 @@ def from_file(path: str) -> Config:
     """Return the configuration in a config.json that a run wrote to its folder. Raises ConfigError."""
     found = named(read_json(path), path)
     return with_values(Config(), with_family({**found.values, **found.follow(found.values)}))
+
+
+class SettingsParser(argparse.ArgumentParser):
+    """Parser that raises ConfigError for a mistake instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
+        raise ConfigError(brief(message, 500))
+
+
+def build_parser(foreign: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with one flag per setting; its result contains only the flags that are given.
+
+    foreign: accept flags of other frameworks, too.
+    """
+    parser = SettingsParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("--config", action="append", metavar="FILE")
+    for _, section, f in settings():
+        parser.add_argument(flag(f.name), **_form(section, f))
+    # Launchers pass this flag to every process. It is ignored, as the environment has the rank.
+    parser.add_argument("--local_rank", "--local-rank", type=int)
+    if foreign:
+        compat("flags.translate").add_to(parser)
+    return parser
+
+
+def _form(section: type, setting: Any) -> dict[str, Any]:
+    """Return the arguments of `add_argument` for a setting."""
+    kinds = types_of(section, setting.name)
+    if bool in kinds:
+        return {"action": argparse.BooleanOptionalAction}
+    kind = next(each for each in kinds if each is not type(None))
+    form: dict[str, Any] = {"metavar": metavar(setting, kind)}
+    if kind is tuple:
+        return form | {"nargs": "+", "type": str, "action": partial(_Words, none=setting.default)}
+    return form | {"type": _or_none(kind) if type(None) in kinds else kind}
+
+
+def _or_none(kind: type) -> Callable[[str], Any]:
+    """Return a function that converts the word `none` to None and any other word to `kind`.
+
+    The word `none` after a flag removes an optional setting that a --config file sets.
+    """
+
+    def read(word: str) -> Any:
+        return None if word == "none" else kind(word)
+
+    read.__name__ = kind.__name__  # argparse prints this name in its own messages
+    return read
+
+
+class _Words(argparse.Action):
+    """Argument that takes several words, or the single word `none`, which stands for the setting's default."""
+
+    def __init__(self, *args: Any, none: tuple[str, ...] | None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.none = none
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, self.none if values == ["none"] else values)
+
+
+def metavar(setting: "Field[Any]", kind: type) -> str:
+    """Return the placeholder that `--help` shows for a setting's value: its choices or its type."""
+    check = setting.metadata["check"]
+    if isinstance(check, OneOf):
+        return "{" + ",".join(str(choice) for choice in check.choices if choice is not None) + "}"
+    if kind is not tuple:
+        return kind.__name__.upper()
+    if setting.name.endswith("_path"):
+        return "PATH"
+    return "A-B" if setting.name.startswith("skip_") else "NAME"

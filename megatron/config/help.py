@@ -8,10 +8,10 @@ from dataclasses import Field, fields
 from itertools import chain
 from typing import Any, NamedTuple
 
+from .command_line import metavar
 from .defaults import DEFAULTS
 from .fields import ConfigError, flag, types_of
 from .names import nearest
-from .parser import metavar
 from .sections import SECTIONS
 
 ABOUT = {

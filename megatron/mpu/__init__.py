@@ -34,13 +34,13 @@ from .groups import (
 )  # fmt: skip
 from .initial_values import InitMethod, derive_seed, normal, ones, seeded, zeros
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .linear import needs_grad
 from .mappings import (
     copy_to_model_parallel_region,
     gather_from_model_parallel_region,
     reduce_from_model_parallel_region,
     scatter_to_model_parallel_region,
 )  # fmt: skip
-from .matmuls import needs_grad
 from .megatron_compat import (
     LayerNorm,
     checkpoint,

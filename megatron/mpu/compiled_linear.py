@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import accumulates
-from .linear import by_onednn
-from .matmuls import matmul, transposed_matmul
+from .linear import by_onednn, matmul, transposed_matmul
 from .mesh import Axis, Options
 from .parameters import spec_of
 from .traced import is_traced, traced_gather

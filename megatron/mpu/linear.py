@@ -8,18 +8,19 @@ input is saved, and the whole input is gathered again while the input's gradient
 On a CPU torch runs fp32 matmuls in the BLAS that it was built with. MKL uses half of the AVX-512 throughput
 of CPUs other than Intel's; oneDNN, which torch bundles, uses all of it.
 
-Shapes: ... any leading dimensions, mostly s sequence, b batch; i features in, o features out, t model-parallel ranks.
+Shapes: ... any leading dimensions, mostly s sequence, b batch; i features in, o features out, n tokens, t
+model-parallel ranks.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .matmuls import gradient_of_weight, matmul, needs_grad
+from .._torch import onednn_linear, will_run
 from .mesh import Axis, Options
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
@@ -42,9 +43,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     accumulate = accumulate_wgrad(x, weight, options)
     if axis.size == 1 and not onednn and accumulate is None and not options.fp8:
         return F.linear(x, weight, bias)
-    sequence = options.sequence_axis(axis)
-    more = options.overlap, onednn, accumulate, options.fp8
-    return _Linear.apply(x, weight, bias, axis, sequence, *more)  # type: ignore[no-untyped-call,no-any-return]
+    how = _How(axis, options.sequence_axis(axis), options.overlap, onednn, accumulate, options.fp8)
+    return _Linear.apply(x, weight, bias, how)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
@@ -67,67 +67,107 @@ def by_onednn(x: Tensor, options: Options) -> bool:
     return options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and rows >= FEWEST_ROWS
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: Axis,
-        sequence: Axis,
-        overlap: bool,
-        onednn: bool,
-        accumulate: Callable[[Tensor, Tensor], bool] | None,
-        fp8: bool,
-    ) -> Tensor:
-        ctx.axis = axis
-        ctx.sequence = sequence
-        ctx.overlap = overlap
-        ctx.onednn = onednn
-        ctx.accumulate = accumulate
-        ctx.fp8 = fp8
-        ctx.save_for_backward(x, weight)
-        whole = start_all_gather(x, sequence).wait() if sequence.size > 1 else x
-        if fp8:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
+    """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both x and weight may have any strides."""
+    if onednn:
+        return onednn_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def transposed_matmul(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
+    """Multiply the transpose of x [n, o] by y [n, i] -> [o, i].
+
+    oneDNN copies its first factor unless that factor is row-major, so it would copy the transposed x. For a large x,
+    such as the gradient of logits, copying y and the result is cheaper: y is then the first factor, and the result
+    is transposed.
+    """
+    n, o = x.shape
+    i = y.shape[1]
+    if onednn and n * o > n * i + o * i:
+        return matmul(y.t(), x.t(), None, onednn).t().contiguous()
+    return matmul(x.t(), y.t(), None, onednn)
+
+
+def needs_grad(ctx: Any, i: int) -> bool:
+    """Return whether this backward pass needs the gradient of input `i`.
+
+    A pipeline may compute gradients of inputs and of weights separately (Qi et al. 2023).
+    """
+    if torch.compiler.is_compiling():
+        # The compiler of torch 2.11 cannot trace `next_functions`, but the compiler itself removes unused gradients.
+        return bool(ctx.needs_input_grad[i])
+    # A bias of None has no entry in `next_functions`.
+    node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None
+    # If torch cannot tell whether the gradient is needed, compute it: autograd discards an unneeded gradient.
+    return node is not None and will_run(node, otherwise=True)
+
+
+class _How(NamedTuple):
+    """How a linear function is computed: its ranks, and what `Options` and `accumulate_wgrad` say."""
+
+    axis: Axis
+    sequence: Axis
+    overlap: bool
+    onednn: bool
+    accumulate: Callable[[Tensor, Tensor], bool] | None
+    fp8: bool
+
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply x [..., i] by the transpose of weight [o, i], in fp8 if the layer does -> [..., o]."""
+        if self.fp8:
             from .fp8 import fp8_matmul
 
-            return fp8_matmul(whole, weight, bias)
-        return matmul(whole, weight, bias, onednn)
+            return fp8_matmul(x, weight, bias)
+        return matmul(x, weight, bias, self.onednn)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+        ctx.how = how
+        ctx.save_for_backward(x, weight)
+        whole = start_all_gather(x, how.sequence).wait() if how.sequence.size > 1 else x
+        return how.matmul(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
+        how: _How = ctx.how
         input_grad = weight_grad = bias_grad = None
         whole = summed = None
         # The all-gather starts first, so that all ranks start the same collectives in the same order.
-        if needs_grad(ctx, 1) and ctx.sequence.size > 1:
-            whole = start_all_gather(x, ctx.sequence)
-            if not ctx.overlap:
+        if needs_grad(ctx, 1) and how.sequence.size > 1:
+            whole = start_all_gather(x, how.sequence)
+            if not how.overlap:
                 whole.settle()
         if needs_grad(ctx, 0):
-            summed = start_sum(_gradient_of_input(ctx, grad, weight), ctx.axis, ctx.sequence)
-            if not ctx.overlap:
+            summed = start_sum(how.matmul(grad, weight.t(), None), how.axis, how.sequence)
+            if not how.overlap:
                 summed.settle()
         flat = grad.reshape(-1, grad.shape[-1])  # [s * b, o/t]
         if needs_grad(ctx, 1):
             if whole is not None:
                 x = whole.wait()
-            weight_grad = gradient_of_weight(ctx, flat, x.reshape(-1, x.shape[-1]))
+            weight_grad = _gradient_of_weight(ctx, flat, x.reshape(-1, x.shape[-1]))
         if needs_grad(ctx, 2):
             bias_grad = flat.sum(0)
         if summed is not None:
             input_grad = summed.wait()
-        return input_grad, weight_grad, bias_grad, *[None] * 6
+        return input_grad, weight_grad, bias_grad, None
 
 
-def _gradient_of_input(ctx: Any, grad: Tensor, weight: Tensor) -> Tensor:
-    """Return this rank's part of the gradient of x: grad [..., o/t] times weight [o/t, i]."""
-    if ctx.fp8:
-        from .fp8 import fp8_matmul
+def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
+    """Return the transpose of grad [n, o] times x [n, i], for n tokens; None if `accumulate` did the work.
 
-        return fp8_matmul(grad, weight.t(), None)
-    return matmul(grad, weight.t(), None, ctx.onednn)
+    `accumulate` runs the matmul and adds its result to the accumulated gradient in one pass over memory.
+    """
+    accumulate = ctx.how.accumulate
+    if accumulate is not None and not torch.is_grad_enabled():
+        # `backward()` accumulates the gradient of the weight into `.grad`; `torch.autograd.grad` returns it instead.
+        accumulates = will_run(ctx.next_functions[1][0], otherwise=False)
+        if accumulates and accumulate(grad.t(), x):
+            return None
+    return transposed_matmul(grad, x, ctx.how.onednn)
 
 
 def start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from .cross_entropy import compute_losses, gradient
-from .linear import by_onednn, linear, start_sum
-from .matmuls import matmul, needs_grad
+from .linear import by_onednn, linear, matmul, needs_grad, start_sum
 from .mesh import Axis, Options
 from .sequence import start_all_gather
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .matmuls import needs_grad
+from .linear import needs_grad
 
 
 def sums_in_input_dtype(x: Tensor) -> bool:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from megatron.config import OptimConfig
 from megatron.config.mup import muon_divisor, muon_ratio
 from megatron.mpu import Options, ParamSpec, get_mesh, get_options, spec_of
-from megatron.mpu.linear import by_onednn
-from megatron.mpu.matmuls import matmul
+from megatron.mpu.linear import by_onednn, matmul
 
 from .whole_matrices import by_whole_matrices, work_of
 

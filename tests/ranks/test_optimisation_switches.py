@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.config.command_line import parse
 from megatron.config.model import FUSED
 from megatron.model import GPT2Model, T5Model
-from megatron.mpu import linear, matmuls
+from megatron.mpu import linear
 from megatron.mpu.sequence import Pending
 from megatron.ranks.initialize import initialize_megatron
 from tests.support import on_ranks
@@ -57,7 +57,6 @@ def _listening() -> Iterator[list[str]]:
             ("start", Pending, "__init__"),
             ("settle", Pending, "settle"),
             ("matmul", linear, "matmul"),
-            ("matmul", matmuls, "matmul"),
         ):
             patch.setattr(owner, what, telling(name, getattr(owner, what)))
         yield said
