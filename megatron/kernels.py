@@ -8,7 +8,6 @@ import importlib
 from typing import Any
 
 import torch
-from torch import nn
 
 
 def _apex(module: str, name: str) -> Any:
@@ -24,8 +23,11 @@ def _on_gpu() -> bool:
     return accelerator is not None and accelerator.type == "cuda"
 
 
-def _chosen(kernels: str, module: str, name: str) -> Any:
-    """Return the apex class to use, or None for torch's. Raises ValueError if apex is required but unavailable."""
+def apex_class(kernels: str, module: str, name: str) -> Any:
+    """Return a class of apex to use, by its module and name, or None for torch's.
+
+    kernels: the value of --kernels. Raises ValueError if apex is required but unavailable.
+    """
     if kernels == "torch":
         return None
     on_gpu = _on_gpu()
@@ -35,18 +37,3 @@ def _chosen(kernels: str, module: str, name: str) -> Any:
         why = missing if on_gpu else "there is no CUDA device"
         raise ValueError(f"--kernels apex: {why}; use --kernels auto or torch")
     return found
-
-
-def norm_class(kernels: str, rms: bool) -> type[nn.Module] | None:
-    """Return apex's norm class, which takes the arguments (hidden size, eps=), or None if torch's norm is chosen."""
-    return _chosen(kernels, "normalization", "FusedRMSNorm" if rms else "FusedLayerNorm")  # type: ignore[no-any-return]
-
-
-def adamw(groups: list[dict[str, Any]], kernels: str, **settings: Any) -> torch.optim.Optimizer:
-    """Build AdamW (Loshchilov and Hutter 2019). settings: lr, betas, eps."""
-    fused = _chosen(kernels, "optimizers", "FusedAdam")
-    if fused is not None:
-        return fused(groups, adam_w_mode=True, **settings)  # type: ignore[no-any-return]
-    # fused=True makes one pass over memory: 4x faster on a CPU than the default, as fast as DeepSpeed's
-    # compiled Adam.
-    return torch.optim.AdamW(groups, fused=True, **settings)

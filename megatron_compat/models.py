@@ -71,8 +71,7 @@ class GPT2Model(gpt2.GPT2Model):
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
-        corpora: Tensor | None = None,
-        text: Tensor | None = None,
+        **others: Tensor,
     ) -> Tensor:
         """Return the logits, or the loss if `labels` are given, as `megatron.model.gpt2.GPT2Model` does.
 
@@ -82,7 +81,7 @@ class GPT2Model(gpt2.GPT2Model):
         if document_ids is not None and document_ids.dim() == 4:
             document_ids = decoder_documents(document_ids, tokens)
         # CPM-Pretrain's scripts flatten the token losses by view(-1), which requires contiguous memory.
-        return super().forward(tokens, position_ids, document_ids, labels, loss_mask, corpora, text).contiguous()
+        return super().forward(tokens, position_ids, document_ids, labels, loss_mask, **others).contiguous()
 
 
 class T5Model(t5.T5Model):

@@ -110,23 +110,18 @@ class LanguageModel(LayerStack):
         self.loss_fn: TokenLoss = TokenLoss.by(config, vocab_size, is_text)
 
     def compute(
-        self,
-        inputs: tuple[Tensor, ...],
-        labels: Tensor | None,
-        loss_mask: Tensor | None,
-        **others: Tensor | None,
+        self, inputs: tuple[Tensor, ...], labels: Tensor | None, loss_mask: Tensor | None, others: dict[str, Tensor]
     ) -> Tensor:
         """Run the layers and return logits, [b, s, v/t] or [b, s, v].
 
         With labels [b, s], return the loss of every token, [b, s], or with a loss_mask [b, s] as well, the masked sum.
-        others: `corpora` and `text`, see `Targets` in loss.py.
+        others: see `Targets` in loss.py.
         """
         logits = self.run(inputs)  # [s, b, v/t]
         if labels is not None:
             if loss_mask is None:
                 return self.loss_fn.per_token(logits, labels)
-            given = {name: each for name, each in others.items() if each is not None}
-            return self.loss_fn(logits, (labels, loss_mask, given))
+            return self.loss_fn(logits, (labels, loss_mask, others))
         logits, _ = split_loss(logits)
         logits = mpu.whole_logits(logits).transpose(0, 1)
         if self.parallel_output:
@@ -148,8 +143,7 @@ class GPT2Model(LanguageModel):
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
-        corpora: Tensor | None = None,
-        text: Tensor | None = None,
+        **others: Tensor,
     ) -> Tensor:
         """Return the logits of tokens [b, s], or the loss if labels are given.
 
@@ -160,8 +154,7 @@ class GPT2Model(LanguageModel):
         position ids only to find where they restart at 0, see `DecoderStart`.
         document_ids: [b, s], the number of the document to which each token's attention is restricted, 0 for padding;
         by default one document without padding.
-        corpora: float [b, c], 1 at the corpus of each sample, to get the loss of each corpus as additional losses.
-        text: fp64 [1], the number of text tokens, for routers' losses over several micro-batches, see `Targets`.
+        others: the further tensors `corpora` and `text` of `Targets`.
         On each of c context-parallel ranks, tokens, labels and loss mask are the rank's own, [b, s/c]; position and
         document ids are those of the whole sequence.
         """
@@ -170,4 +163,4 @@ class GPT2Model(LanguageModel):
             position_ids = torch.arange(own * self.context.size, device=tokens.device).expand(b, -1)
         if document_ids is None:
             document_ids = no_documents(tokens.device)
-        return self.compute((tokens, position_ids, document_ids), labels, loss_mask, corpora=corpora, text=text)
+        return self.compute((tokens, position_ids, document_ids), labels, loss_mask, others)

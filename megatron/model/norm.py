@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron import mpu
 from megatron.config import ModelConfig
-from megatron.kernels import norm_class
+from megatron.kernels import apex_class
 
 
 def build_head_norm(config: ModelConfig) -> nn.Module:
@@ -29,7 +29,7 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 def _build(config: ModelConfig, size: int, rms: bool, sequence: mpu.Axis) -> nn.Module:
-    kind: Any = norm_class(config.kernels, rms)
+    kind = apex_class(config.kernels, "normalization", "FusedRMSNorm" if rms else "FusedLayerNorm")
     if rms and "rms-norm" in config.reference_ops:
         kind = nn.RMSNorm
     elif kind is None and rms:

@@ -246,8 +246,7 @@ class T5Model(LanguageModel):
         decoder_document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
-        corpora: Tensor | None = None,
-        text: Tensor | None = None,
+        **others: Tensor,
     ) -> Tensor:
         """Return the logits of encoder tokens [b, k] and decoder tokens [b, q], or the loss if labels are given.
 
@@ -256,11 +255,11 @@ class T5Model(LanguageModel):
         the logits.
         encoder_document_ids, decoder_document_ids: [b, k] and [b, q], the number of each token's document, 0 for
         padding; tokens attend only within their document. Give both or neither; neither means one document without
-        padding.
+        padding. others: the further tensors `corpora` and `text` of `Targets`.
         """
         if encoder_document_ids is None:
             encoder_document_ids = no_documents(encoder_tokens.device)
         if decoder_document_ids is None:
             decoder_document_ids = no_documents(encoder_tokens.device)
         inputs = encoder_tokens, decoder_tokens, encoder_document_ids, decoder_document_ids
-        return self.compute(inputs, labels, loss_mask, corpora=corpora, text=text)
+        return self.compute(inputs, labels, loss_mask, others)

