@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .matmuls import gradient_of_weight, matmul, needs_grad
+from .matmuls import Products, gradient_of_weight, matmul, needs_grad
 from .mesh import Axis, Options
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
@@ -32,39 +32,42 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     """Compute this rank's columns of x W^T + b for the whole sequence: x [..., i] -> [..., o/t].
 
     x: replicated on all ranks of `axis`, or with sequence parallelism this rank's shard [s/t, ..., i].
-    weight: [o/t, i]. bias: [o/t]. `by_onednn` decides between oneDNN and torch's BLAS.
+    weight: [o/t, i]. bias: [o/t]. `products_of` chooses the kernels.
     """
     if torch.compiler.is_compiling():
         from .compiled_linear import compiled_linear
 
         return compiled_linear(x, weight, bias, axis, options)
-    onednn = by_onednn(x, options)
-    accumulate = accumulate_wgrad(x, weight, options)
-    if axis.size == 1 and not onednn and accumulate is None and not options.fp8:
+    products = products_of(x, weight, options)
+    accumulate = None if products.weight_grad else accumulate_wgrad(x, weight)
+    if axis.size == 1 and not any(products) and accumulate is None and not options.fp8:
         return F.linear(x, weight, bias)
     sequence = options.sequence_axis(axis)
-    more = options.overlap, onednn, accumulate, options.fp8
+    more = options.overlap, products, accumulate, options.fp8
     return _Linear.apply(x, weight, bias, axis, sequence, *more)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
+def accumulate_wgrad(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], bool] | None:
     """Return `ParamSpec.accumulate_wgrad` of weight [o, i], or None if autograd must accumulate the weight's gradient.
 
-    Autograd accumulates under autocast and oneDNN. It also accumulates for a weight tied to an embedding, because it
-    must first sum the gradients of look-up and matmul. Compiled code uses `_AccumulatingLinear` instead.
+    Autograd accumulates under autocast. It also accumulates for a weight tied to an embedding, because it must first
+    sum the gradients of look-up and matmul. Compiled code uses `_AccumulatingLinear` instead.
     """
-    if options.onednn:
-        return None
     spec = spec_of(weight)
     if spec.accumulate_wgrad is None or spec.used_as_embedding or torch.is_autocast_enabled(x.device.type):
         return None
     return spec.accumulate_wgrad
 
 
-def by_onednn(x: Tensor, options: Options) -> bool:
-    """Return whether oneDNN multiplies x [..., i]: it is enabled, and x is fp32, on a CPU, with >= FEWEST_ROWS rows."""
-    rows = x.shape[:-1].numel()
-    return options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and rows >= FEWEST_ROWS
+def products_of(x: Tensor, weight: Tensor, options: Options) -> Products:
+    """Return the kernels for x [..., i] and weight [o, i]: `options` decide, for >= FEWEST_ROWS rows on a CPU."""
+    if x.device.type != "cpu" or x.shape[:-1].numel() < FEWEST_ROWS:
+        return Products()
+    if options.products:
+        o, i = weight.shape
+        return options.products.get((x.dtype, o, i)) or options.products.get((x.dtype, 0, 0), Products())
+    onednn = options.onednn and x.dtype == torch.float32
+    return Products(onednn, onednn, onednn)
 
 
 class _Linear(torch.autograd.Function):
@@ -77,14 +80,14 @@ class _Linear(torch.autograd.Function):
         axis: Axis,
         sequence: Axis,
         overlap: bool,
-        onednn: bool,
+        products: Products,
         accumulate: Callable[[Tensor, Tensor], bool] | None,
         fp8: bool,
     ) -> Tensor:
         ctx.axis = axis
         ctx.sequence = sequence
         ctx.overlap = overlap
-        ctx.onednn = onednn
+        ctx.products = products
         ctx.accumulate = accumulate
         ctx.fp8 = fp8
         ctx.save_for_backward(x, weight)
@@ -93,7 +96,7 @@ class _Linear(torch.autograd.Function):
             from .fp8 import fp8_matmul
 
             return fp8_matmul(whole, weight, bias)
-        return matmul(whole, weight, bias, onednn)
+        return matmul(whole, weight, bias, products.output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -127,7 +130,7 @@ def _gradient_of_input(ctx: Any, grad: Tensor, weight: Tensor) -> Tensor:
         from .fp8 import fp8_matmul
 
         return fp8_matmul(grad, weight.t(), None)
-    return matmul(grad, weight.t(), None, ctx.onednn)
+    return matmul(grad, weight.t(), None, ctx.products.input_grad)
 
 
 def start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .linear import by_onednn, linear, start_sum
+from .linear import linear, products_of, start_sum
 from .matmuls import add_matmul, matmul, needs_grad
 from .mesh import Axis, Options
 from .sequence import start_all_gather
@@ -98,7 +98,8 @@ def _chunks(deferred: DeferredLogits, tokens: Tensor | None = None) -> Iterator[
     tokens = _all_tokens(deferred) if tokens is None else tokens
     for at in range(0, len(tokens), deferred.chunk):
         x = tokens[at : at + deferred.chunk]
-        yield slice(at, at + len(x)), matmul(x, deferred.weight, None, by_onednn(x, deferred.options))
+        second = products_of(x, deferred.weight, deferred.options).output
+        yield slice(at, at + len(x)), matmul(x, deferred.weight, None, second)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -127,14 +128,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             d = gradient(logits, found, weights[rows].to(dtype) * unit, overwrite=True)  # [c, v/t]
             x = tokens[rows]
-            onednn = by_onednn(x, deferred.options)
+            products = products_of(x, weight, deferred.options)
             if hidden_grad is not None:
-                hidden_grad[rows] = matmul(d, weight.t(), None, onednn)
+                hidden_grad[rows] = matmul(d, weight.t(), None, products.input_grad)
             if of_weight:
                 # A sum over many tokens would overflow fp16; a mean does not.
                 count = 2.0 ** (len(x) - 1).bit_length() if unit != 1.0 else 1.0
                 mean = x / count if count != 1.0 else x
-                weight_grad = add_matmul(weight_grad, d.t(), mean.t(), onednn, count)
+                weight_grad = add_matmul(weight_grad, d.t(), mean.t(), products.weight_grad, count)
             del logits, d  # their memory is free before the logits of the next chunk exist
         ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
         ctx.weight_grad = weight_grad
