@@ -40,7 +40,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
         return compiled_linear(x, weight, bias, axis, options)
     products = products_of(x, weight, options)
     accumulate = None if products.weight_grad else accumulate_wgrad(x, weight)
-    if axis.size == 1 and not any(products) and accumulate is None and not options.fp8:
+    plain = axis.size == 1 and not options.fp8
+    if plain and not torch.is_grad_enabled():
+        return matmul(x, weight, bias, products.output)
+    if plain and not any(products) and accumulate is None:
         return F.linear(x, weight, bias)
     sequence = options.sequence_axis(axis)
     more = options.overlap, products, accumulate, options.fp8
