@@ -3,7 +3,6 @@
 Shapes: b batch, g key-value heads of a rank, q new tokens, k cached tokens, d width of a head.
 """
 
-import torch
 from torch import Tensor
 
 
