@@ -9,9 +9,11 @@ nanoGPT is plain compiled torch in fp32: learned positions, layer norms, GELU, A
 decay 0.1, a warm-up of 100 steps, a cosine decay to a tenth of --lr, and random windows of the concatenated poems. Its
 clock starts after the compilation. The clock of ours is that of its log. Both have the same tokens, and all poems for
 validation are scored one by one, from the beginning of a poem to its end. --ablate trains ours again, each time without
-one of its ingredients.
+one of its ingredients; --plain trains our GPT-2 and Llama with AdamW. --peers trainer is a GPT-2 that Hugging Face's
+Trainer trains for --minutes with nanoGPT's recipe.
 """
 
+import itertools
 import json
 import math
 import os
@@ -19,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,13 @@ ABLATIONS = {
     "one replica of two threads": "",
 }
 ONE_REPLICA = "one replica of two threads"
+ADAM = "--optimizer adam --lr 3e-3 --lr-decay-style cosine --min-lr 3e-4"
+GPT2 = (
+    "--position-embedding learned --no-qk-norm --activation gelu-tanh --ff-hidden-size 1024 --normalization layernorm "
+    "--hidden-bias"
+)
+# Ours with nanoGPT's recipe, for --plain
+PLAIN = {"our GPT-2, AdamW": f"{ADAM} {GPT2}", "our Llama, AdamW": f"{ADAM} --no-qk-norm"}
 
 Curve = list[tuple[float, float]]  # (minutes, mean training loss in nats per token since the last point)
 
@@ -60,6 +70,25 @@ def documents_of(tokens: Any, eod: int) -> list[list[int]]:
     return found
 
 
+def padded_vocab(tokens: Any) -> int:
+    """Return the number of token ids, rounded up to a multiple of 64."""
+    size = int(tokens.max()) + 1
+    return math.ceil(size / 64) * 64
+
+
+def hugging_face(folder: Path, lr: float, minutes: float, seed: int, eod: int, characters: int) -> dict[str, Any]:
+    """Let Hugging Face's Trainer train its GPT-2; return its bits per character, steps, minutes and curve."""
+    import _trainer
+    import torch
+
+    tokens = torch.from_numpy(tokens_of(folder / "data/corpus_text_document").astype(np.int64))
+    poems = documents_of(tokens_of(folder / "poems/valid_text_document"), eod)
+    sizes = (LAYERS, HIDDEN, HEADS, LENGTH)
+    model, found = _trainer.train(tokens, padded_vocab(tokens), sizes, BATCH, lr, minutes, seed)
+    nats = nats_of(lambda text: model(input_ids=text).logits, poems)
+    return {**found, "bits": nats / math.log(2) / characters}
+
+
 def nano(folder: Path, lr: float, minutes: float, seed: int, eod: int, characters: int) -> dict[str, Any]:
     """Train nanoGPT's model; return its bits per character, steps and seconds."""
     import torch
@@ -68,8 +97,7 @@ def nano(folder: Path, lr: float, minutes: float, seed: int, eod: int, character
     torch.manual_seed(seed)
     train = torch.from_numpy(tokens_of(folder / "data/corpus_text_document").astype(np.int64))
     poems = documents_of(tokens_of(folder / "poems/valid_text_document"), eod)
-    vocab = int(train.max()) + 1
-    vocab += -vocab % 64
+    vocab = padded_vocab(train)
     model = Nano(vocab, LENGTH, HIDDEN, LAYERS, HEADS)
     step_model = torch.compile(model)
     decayed = [p for p in model.parameters() if p.dim() > 1]
@@ -88,7 +116,7 @@ def nano(folder: Path, lr: float, minutes: float, seed: int, eod: int, character
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return float(loss.detach())
 
     for _ in range(3):  # compilation, without an update
         step(0.0)
@@ -110,12 +138,12 @@ def nano(folder: Path, lr: float, minutes: float, seed: int, eod: int, character
         if done % PER_POINT == 0:
             curve.append(((time.perf_counter() - begin) / 60, summed / PER_POINT))
             summed = 0.0
-    bits = nats_of(model, poems) / math.log(2)
+    bits = nats_of(model.logits, poems) / math.log(2)
     return {"bits": bits / characters, "steps": done, "planned": steps, "minutes": minutes, "curve": curve}
 
 
-def nats_of(model: Any, poems: list[list[int]]) -> float:
-    """Return the summed loss of all tokens of the poems in nats."""
+def nats_of(logits_of: Callable[[Any], Any], poems: list[list[int]]) -> float:
+    """Return the summed loss of all tokens of the poems in nats; logits_of maps tokens [b, s] to [b, s, vocab]."""
     import torch
     import torch.nn.functional as F
 
@@ -126,7 +154,7 @@ def nats_of(model: Any, poems: list[list[int]]) -> float:
             batch = [torch.tensor(row[: LENGTH + 1]) for row in rows[at : at + 64]]
             text = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=-100)
             labels = text[:, 1:]
-            logits = model.logits(text[:, :-1].clamp(min=0))
+            logits = logits_of(text[:, :-1].clamp(min=0))
             total += float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100))
     return total
 
@@ -164,6 +192,10 @@ def curve_of(run_dir: Path) -> Curve:
     return found
 
 
+# Value of --peers -> (name in the table, function that trains it)
+PEERS = {"nano": ("nanoGPT", nano), "trainer": ("Hugging Face's Trainer", hugging_face)}
+
+
 def plot(curves: list[tuple[str, Curve]], path: str) -> None:
     """Draw training losses against minutes; curves: (contender, curve) of each run."""
     import matplotlib
@@ -197,6 +229,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--flags", default="", help="further flags of ours")
     parser.add_argument("--ablate", action="store_true", help="train ours without each of its ingredients")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=["nano"], help="contenders for --minutes")
+    parser.add_argument("--plain", action="store_true", help="train ours with AdamW instead")
     parser.add_argument("--plot", help="image file for training losses against time")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
@@ -208,11 +242,16 @@ def main() -> None:
     characters = sum(len(text) for text in texts([str(folder / "poems/valid.jsonl")]))
     print("| contender | seed | minutes | steps | bits per character |\n| --- | --- | --- | --- | --- |")
     curves = []
-    variants = ABLATIONS if args.ablate else {"ours": ""}
+    variants = {"ours": ""}
+    if args.ablate:
+        variants = ABLATIONS
+    if args.plain:
+        variants = PLAIN
     for seed in args.seeds:
-        for lr in args.lr if args.minutes else ():
-            found = nano(folder, lr, args.minutes, seed, eod, characters)
-            curves.append((f"nanoGPT, AdamW {lr:g}", found["curve"]))
+        for peer, lr in itertools.product(args.peers, args.lr) if args.minutes else ():
+            name, train = PEERS[peer]
+            found = train(folder, lr, args.minutes, seed, eod, characters)
+            curves.append((f"{name}, AdamW {lr:g}", found["curve"]))
             print(_row(curves[-1][0], seed, found), flush=True)
         for name, flags in variants.items() if args.iterations else ():
             replicas = 1 if name == ONE_REPLICA else 2

@@ -63,6 +63,13 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return reshaped(found, (*x.shape[:-1], found.shape[-1]))
 
 
+def emulates(dtype: torch.dtype) -> bool:
+    """Return whether this CPU lacks instructions for matmuls in a 16-bit dtype, so that torch's are slow."""
+    checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    check = getattr(torch.ops.mkldnn, checks.get(dtype, ""), None)
+    return check is not None and not check()
+
+
 def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return `x` in another shape, as a tensor that autograd does not regard as a view.
 

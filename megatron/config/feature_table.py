@@ -36,6 +36,7 @@ TABLE = {
     "memory_estimate": Row("megatron.features.memory_estimate:MemoryEstimate", always),
     "freezing": Row("megatron.features.freezing:Freezing", lambda c: c.optim.param_groups is not None),
     "compilation": Row("megatron.features.compiling:Compilation", lambda c: c.train.compile is not False),
+    "cpu_matmul": Row("megatron.features.cpu_matmul:CpuMatmul", lambda c: c.train.cpu_matmul == "auto"),
     "fp8": Row("megatron.features.fp8:Fp8", lambda c: c.train.precision == "fp8"),
     # The average comes before the guard, whose hook on the optimizer restores the gradients of a skipped step.
     "weight_average": Row("megatron.features.weight_average:Average", lambda c: c.optim.ema_decay is not None),

@@ -97,8 +97,9 @@ class TrainConfig(Section):
     )
     cpu_matmul: str = opt(
         "auto",
-        "library for fp32 matmuls on a CPU: torch (torch's BLAS, MKL) or onednn; auto takes the faster library, which "
-        "the first run on a machine measures within milliseconds (cached in ~/.cache/megatron-cpu-matmul.json)",
+        "kernels of matmuls on a CPU: torch (torch's own) or onednn (oneDNN in fp32); auto measures each matmul of a "
+        "model (cached in ~/.cache/megatron-cpu-matmul.json) and takes the faster kernel; in bf16, it multiplies in "
+        "fp32 if that is faster",
         one_of("auto", "torch", "onednn"),
     )
     keep_freed_memory: bool = opt(

@@ -69,7 +69,7 @@ def accumulate_in_graph(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, (mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
             spec = mpu.spec_of(module.weight)
-            if spec.accumulate_wgrad is not None and not spec.used_as_embedding and not module.options.onednn:
+            if spec.accumulate_wgrad is not None and not spec.used_as_embedding:
                 module.options = replace(module.options, wgrad_in_graph=True)
 
 

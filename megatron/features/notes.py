@@ -17,12 +17,6 @@ class Notes(Feature):
                 "note: model-parallel ranks shard activations along the sequence (sequence parallelism); "
                 "--no-sequence-parallel turns this off"
             )
-        automatic = (plan.resolved.precision, config.train.cpu_matmul) == ("fp32", "auto")
-        if config.log.log_details and options.onednn and automatic:
-            print_rank_0(
-                "note: fp32 matmuls use oneDNN, which is faster than PyTorch's BLAS on this CPU; --cpu-matmul torch "
-                "turns this off"
-            )
         slow = device_module.precision_note(plan.device, plan.resolved.precision)
         if slow:
             print_rank_0(slow)

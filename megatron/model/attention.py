@@ -168,7 +168,7 @@ def split_heads(fused: Tensor, size: int, parts: int) -> tuple[Tensor, ...]:
     size: d. parts: p. The results are views of `fused`.
     """
     by_head = fused.view(*fused.shape[:2], -1, parts, size)  # [s, b, n, p, d]
-    if torch.compiler.is_compiling():  # torch.compile fuses the gradients itself
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # torch.compile fuses the gradients itself
         found = by_head.unbind(3)
     else:
         found = _Split.apply(by_head)  # type: ignore[no-untyped-call]

@@ -126,9 +126,10 @@ def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[No
 
 
 def choose_kernel(c: AttentionArgs) -> Kernel:
-    """Return the kernel of the call: torch's, unless documents, a bias, context parallelism or dropout need another."""
-    special = isinstance(c.mask, Documents) or c.views or c.bias is not None or (c.p and c.on_cpu)
-    if not special:
+    """Return the kernel of the call: torch's, unless documents, a bias, dropout or another part needs another."""
+    special = isinstance(c.mask, Documents) or c.views or c.bias is not None
+    on_cpu = c.on_cpu and (c.p or c.query.dtype != torch.float32)
+    if not special and not on_cpu:
         return torchs
     from .special_kernels import choose_special_kernel
 

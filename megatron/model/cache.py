@@ -3,36 +3,47 @@
 Shapes: b batch, g key-value heads of a rank, q new tokens, k cached tokens, d width of a head.
 """
 
-import torch
 from torch import Tensor
 
 
 class KeyValueCache:
-    """Keys and values of earlier tokens, for one attention layer, [b, g, k, d] each."""
+    """Keys and values of earlier tokens, for one attention layer, [b, g, k, d] each.
+
+    The memory has room for more tokens, so that most new tokens are appended without copying the old ones.
+    """
 
     def __init__(self) -> None:
-        self.key: Tensor | None = None
-        self.value: Tensor | None = None
-
-    @property
-    def length(self) -> int:
-        """Number k of cached tokens."""
-        return 0 if self.key is None else self.key.shape[2]
+        self.memory: Tensor | None = None  # [2, b, g, room, d]
+        self.length = 0  # number k of cached tokens
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of new tokens, [b, g, q, d] each; return all cached keys and values."""
-        if self.key is not None and self.value is not None:
-            key = torch.cat([self.key, key], dim=2)
-            value = torch.cat([self.value, value], dim=2)
-        self.key = key
-        self.value = value
-        return key, value
+        begin = self.length
+        self.length += key.shape[2]
+        memory = self._with_room(key)
+        memory[0, :, :, begin : self.length] = key
+        memory[1, :, :, begin : self.length] = value
+        return self.whole()
+
+    def _with_room(self, key: Tensor) -> Tensor:
+        """Return the memory with room for `length` tokens; if it grows, it grows to twice as many."""
+        if self.memory is None or self.memory.shape[3] < self.length:
+            b, g, _, d = key.shape
+            larger = key.new_empty(2, b, g, 2 * self.length, d)
+            if self.memory is not None:
+                larger[:, :, :, : self.memory.shape[3]] = self.memory
+            self.memory = larger
+        return self.memory
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Return all cached keys and values."""
+        assert self.memory is not None
+        return self.memory[0, :, :, : self.length], self.memory[1, :, :, : self.length]
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row i of the batch by row rows[i], for beam search; rows: [b]."""
-        if self.key is not None and self.value is not None:
-            self.key = self.key[rows]
-            self.value = self.value[rows]
+        if self.memory is not None:
+            self.memory = self.memory[:, rows]
 
 
 class Caches:

@@ -43,9 +43,8 @@ class CrossAttention(Attention):
         """
         projected, _ = self.query(hidden)
         query = self.queries(projected)
-        if cache is not None and cache.key is not None and cache.value is not None:
-            key = cache.key
-            value = cache.value
+        if cache is not None and cache.length:
+            key, value = cache.whole()
         else:
             both, _ = self.key_value(encoded)
             key, value = split_heads(both, self.head_size, 2)

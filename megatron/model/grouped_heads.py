@@ -68,6 +68,8 @@ def split_heads(
         cut = [part.flatten(2, 3) for part in _cut(by_head(fused, groups, size), parts)]
         turns = _angles_of(parts, angles)
         found = tuple(rotate(part, turn) for part, turn in zip(cut, turns, strict=True))
+    elif not torch.is_grad_enabled():
+        found = _split(by_head(fused, groups, size), parts, angles)
     else:
         found = _Split.apply(fused, groups, size, parts, angles)  # type: ignore[no-untyped-call]
     return tuple(part.permute(1, 2, 0, 3) for part in found)

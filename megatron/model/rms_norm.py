@@ -18,7 +18,17 @@ class RMSNorm(nn.RMSNorm):
         """Normalise x [..., h] -> [..., h]."""
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return super().forward(x)
+        if not torch.is_grad_enabled():
+            return _normalise(x, self.weight, self.eps)[0]
         return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x [..., h] normalised and multiplied by weight [h], and the factor of each row, [..., 1]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    factor = (square / x.shape[-1] + eps).rsqrt_()
+    return (wide * factor).to(x.dtype).mul_(weight), factor
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -26,11 +36,9 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        factor: Tensor = (square / x.shape[-1] + eps).rsqrt_()
+        out, factor = _normalise(x, weight, eps)
         ctx.save_for_backward(x, weight, factor)
-        return (wide * factor).to(x.dtype).mul_(weight)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]

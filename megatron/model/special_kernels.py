@@ -12,9 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_kernels import AttentionArgs, Kernel, attend, torchs
+from .._torch import emulates
+from .attention_kernels import AttentionArgs, Kernel, attend, choose_kernel, torchs
 from .heads import repeat_heads
 from .masks import Documents
+
+
+def in_fp32(c: AttentionArgs) -> Tensor:
+    """Attend in fp32 and round the result, on CPUs that emulate 16-bit matmuls -> [b, n, q, d]."""
+    bias = None if c.bias is None else c.bias.float()
+    wide = c._replace(query=c.query.float(), key=c.key.float(), value=c.value.float(), bias=bias)
+    return choose_kernel(wide)(wide).to(c.query.dtype)
 
 
 def flash_in_pieces(c: AttentionArgs) -> Tensor:
@@ -114,6 +122,7 @@ def _differentiates_bias(c: AttentionArgs) -> bool:
 # (condition, kernel): the first kernel whose condition holds computes the call. The mask is a `Views` only with context
 # parallelism, which does not support a bias.
 KERNELS: tuple[tuple[Callable[[AttentionArgs], Any], Kernel], ...] = (
+    (lambda c: c.packs and c.on_cpu and emulates(c.query.dtype), in_fp32),
     (lambda c: c.pieces and not c.p and c.bias is None, flash_in_pieces),
     (lambda c: c.views, slice_by_slice),
     (lambda c: c.pieces and not c.p and c.fused_bias, biased),

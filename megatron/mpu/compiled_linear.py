@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import accumulates
-from .linear import by_onednn, matmul, transposed_matmul
+from .linear import matmul, products_of, transposed_matmul
 from .mesh import Axis, Options
 from .parameters import spec_of
 from .traced import is_traced, traced_gather
@@ -15,27 +15,27 @@ from .traced import is_traced, traced_gather
 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options) -> Tensor:
     """Compute x W^T + b for the whole sequence: x [..., i] -> [..., o/t], see `linear.linear`."""
-    onednn = by_onednn(x, options)
+    products = products_of(x, weight, options)
     if is_traced(axis):
         x = traced_gather(x, axis, options.sequence_parallel)
-    if onednn:
+    if products.output:  # a compiled layer runs all three products in one kernel
         return _in_graph(x, weight, bias)  # type: ignore[no-any-return]
     if options.wgrad_in_graph and _accumulates_in_graph(x, weight):
         return _AccumulatingLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     return F.linear(x, weight, bias)
 
 
-# oneDNN matmuls are registered as custom operations so that torch.compile need not trace into them.
+# Matmuls of the second kernel are registered as custom operations so that torch.compile need not trace into them.
 
 
-@torch.library.custom_op("megatron::onednn_product", mutates_args=())
+@torch.library.custom_op("megatron::second_product", mutates_args=())
 def _in_graph(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return matmul(x, weight, bias, onednn=True)
+    return matmul(x, weight, bias, second=True)
 
 
-@torch.library.custom_op("megatron::onednn_transposed_product", mutates_args=())
+@torch.library.custom_op("megatron::second_transposed_product", mutates_args=())
 def _transposed_in_graph(x: Tensor, y: Tensor) -> Tensor:
-    return transposed_matmul(x, y, onednn=True)
+    return transposed_matmul(x, y, second=True)
 
 
 @_in_graph.register_fake

@@ -24,7 +24,7 @@ class ParallelContext:
     """
 
     mesh: Mesh = field(default_factory=Mesh)
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
     rng: RngStreams = field(default_factory=RngStreams)
     defer_init: bool = False
     skip_init: bool = False

@@ -6,7 +6,7 @@ the input's gradient runs while the weight's gradient is computed (Narayanan et 
 input is saved, and the whole input is gathered again while the input's gradient is computed (Korthikanti et al. 2022).
 
 On a CPU torch runs fp32 matmuls in the BLAS that it was built with. MKL uses half of the AVX-512 throughput
-of CPUs other than Intel's; oneDNN, which torch bundles, uses all of it.
+of CPUs other than Intel's; oneDNN, which torch bundles, uses all of it. CPUs without instructions for bf16 emulate it.
 
 Shapes: ... any leading dimensions, mostly s sequence, b batch; i features in, o features out, n tokens, t
 model-parallel ranks.
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import onednn_linear, will_run
-from .mesh import Axis, Options
+from .mesh import Axis, Options, Products
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
 
@@ -33,48 +33,59 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     """Compute this rank's columns of x W^T + b for the whole sequence: x [..., i] -> [..., o/t].
 
     x: replicated on all ranks of `axis`, or with sequence parallelism this rank's shard [s/t, ..., i].
-    weight: [o/t, i]. bias: [o/t]. `by_onednn` decides between oneDNN and torch's BLAS.
+    weight: [o/t, i]. bias: [o/t]. `products_of` chooses the kernels.
     """
     if torch.compiler.is_compiling():
         from .compiled_linear import compiled_linear
 
         return compiled_linear(x, weight, bias, axis, options)
-    onednn = by_onednn(x, options)
-    accumulate = accumulate_wgrad(x, weight, options)
-    if axis.size == 1 and not onednn and accumulate is None and not options.fp8:
-        return F.linear(x, weight, bias)
-    how = _How(axis, options.sequence_axis(axis), options.overlap, onednn, accumulate, options.fp8)
+    products = products_of(x, weight, options)
+    accumulate = None if products.weight_grad else accumulate_wgrad(x, weight)
+    differs = torch.is_grad_enabled() and (any(products) or accumulate is not None)
+    if axis.size == 1 and not differs and not options.fp8:
+        return matmul(x, weight, bias, products.output)
+    how = _How(axis, options.sequence_axis(axis), options.overlap, products, accumulate, options.fp8)
     return _Linear.apply(x, weight, bias, how)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def accumulate_wgrad(x: Tensor, weight: Tensor, options: Options) -> Callable[[Tensor, Tensor], bool] | None:
+def accumulate_wgrad(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], bool] | None:
     """Return `ParamSpec.accumulate_wgrad` of weight [o, i], or None if autograd must accumulate the weight's gradient.
 
-    Autograd accumulates under autocast and oneDNN. It also accumulates for a weight tied to an embedding, because it
-    must first sum the gradients of look-up and matmul. Compiled code uses `_AccumulatingLinear` instead.
+    Autograd accumulates under autocast. It also accumulates for a weight tied to an embedding, because it must first
+    sum the gradients of look-up and matmul. Compiled code uses `_AccumulatingLinear` instead.
     """
-    if options.onednn:
-        return None
     spec = spec_of(weight)
     if spec.accumulate_wgrad is None or spec.used_as_embedding or torch.is_autocast_enabled(x.device.type):
         return None
     return spec.accumulate_wgrad
 
 
-def by_onednn(x: Tensor, options: Options) -> bool:
-    """Return whether oneDNN multiplies x [..., i]: it is enabled, and x is fp32, on a CPU, with >= FEWEST_ROWS rows."""
-    rows = x.shape[:-1].numel()
-    return options.onednn and x.device.type == "cpu" and x.dtype == torch.float32 and rows >= FEWEST_ROWS
+def products_of(x: Tensor, weight: Tensor, options: Options) -> Products:
+    """Return the kernels for x [..., i] and weight [o, i]: `options` decide, for >= FEWEST_ROWS rows on a CPU."""
+    if x.device.type != "cpu" or x.shape[:-1].numel() < FEWEST_ROWS:
+        return Products()
+    if options.products:
+        o, i = weight.shape
+        return options.products.get((x.dtype, o, i)) or options.products.get((x.dtype, 0, 0), Products())
+    onednn = options.onednn and x.dtype == torch.float32
+    return Products(onednn, onednn, onednn)
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, onednn: bool) -> Tensor:
-    """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both x and weight may have any strides."""
-    if onednn:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, second: bool) -> Tensor:
+    """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both x and weight may have any strides.
+
+    second: use a kernel that is faster than torch's own on some CPUs. For fp32 this is oneDNN's. For 16 bits it is the
+    kernel for fp32, with the result rounded.
+    """
+    if not second:
+        return F.linear(x, weight, bias)
+    if x.dtype == torch.float32:
         return onednn_linear(x, weight, bias)
-    return F.linear(x, weight, bias)
+    wide_bias = None if bias is None else bias.float()
+    return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
 
 
-def transposed_matmul(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
+def transposed_matmul(x: Tensor, y: Tensor, second: bool) -> Tensor:
     """Multiply the transpose of x [n, o] by y [n, i] -> [o, i].
 
     oneDNN copies its first factor unless that factor is row-major, so it would copy the transposed x. For a large x,
@@ -83,9 +94,9 @@ def transposed_matmul(x: Tensor, y: Tensor, onednn: bool) -> Tensor:
     """
     n, o = x.shape
     i = y.shape[1]
-    if onednn and n * o > n * i + o * i:
-        return matmul(y.t(), x.t(), None, onednn).t().contiguous()
-    return matmul(x.t(), y.t(), None, onednn)
+    if second and x.dtype == torch.float32 and n * o > n * i + o * i:
+        return matmul(y.t(), x.t(), None, second).t().contiguous()
+    return matmul(x.t(), y.t(), None, second)
 
 
 def needs_grad(ctx: Any, i: int) -> bool:
@@ -108,17 +119,17 @@ class _How(NamedTuple):
     axis: Axis
     sequence: Axis
     overlap: bool
-    onednn: bool
+    products: Products
     accumulate: Callable[[Tensor, Tensor], bool] | None
     fp8: bool
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, second: bool) -> Tensor:
         """Multiply x [..., i] by the transpose of weight [o, i], in fp8 if the layer does -> [..., o]."""
         if self.fp8:
             from .fp8 import fp8_matmul
 
             return fp8_matmul(x, weight, bias)
-        return matmul(x, weight, bias, self.onednn)
+        return matmul(x, weight, bias, second)
 
 
 class _Linear(torch.autograd.Function):
@@ -127,7 +138,7 @@ class _Linear(torch.autograd.Function):
         ctx.how = how
         ctx.save_for_backward(x, weight)
         whole = start_all_gather(x, how.sequence).wait() if how.sequence.size > 1 else x
-        return how.matmul(whole, weight, bias)
+        return how.matmul(whole, weight, bias, how.products.output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -141,7 +152,7 @@ class _Linear(torch.autograd.Function):
             if not how.overlap:
                 whole.settle()
         if needs_grad(ctx, 0):
-            summed = start_sum(how.matmul(grad, weight.t(), None), how.axis, how.sequence)
+            summed = start_sum(how.matmul(grad, weight.t(), None, how.products.input_grad), how.axis, how.sequence)
             if not how.overlap:
                 summed.settle()
         flat = grad.reshape(-1, grad.shape[-1])  # [s * b, o/t]
@@ -167,7 +178,7 @@ def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
         accumulates = will_run(ctx.next_functions[1][0], otherwise=False)
         if accumulates and accumulate(grad.t(), x):
             return None
-    return transposed_matmul(grad, x, ctx.how.onednn)
+    return transposed_matmul(grad, x, ctx.how.products.weight_grad)
 
 
 def start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .cross_entropy import compute_losses, gradient
-from .linear import by_onednn, linear, matmul, needs_grad, start_sum
+from .linear import linear, matmul, needs_grad, products_of, start_sum
 from .mesh import Axis, Options
 from .sequence import start_all_gather
 
@@ -97,18 +97,19 @@ def _chunks(deferred: DeferredLogits, tokens: Tensor | None = None) -> Iterator[
     tokens = _all_tokens(deferred) if tokens is None else tokens
     for at in range(0, len(tokens), deferred.chunk):
         x = tokens[at : at + deferred.chunk]
-        yield slice(at, at + len(x)), matmul(x, deferred.weight, None, by_onednn(x, deferred.options))
+        second = products_of(x, deferred.weight, deferred.options).output
+        yield slice(at, at + len(x)), matmul(x, deferred.weight, None, second)
 
 
-def _add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, onednn: bool, factor: float = 1.0) -> Tensor:
+def _add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, second: bool, factor: float = 1.0) -> Tensor:
     """Add factor * (x [..., i] times the transpose of weight [o, i]) to total [..., o] in place.
 
     If total is None, the result is a new tensor, in at least fp32. If total has the dtype of x, torch's matmul adds
     to it in a single pass over memory.
     """
-    if total is not None and total.dtype == x.dtype and not onednn:
+    if total is not None and total.dtype == x.dtype and not second:
         return total.addmm_(x, weight.t(), alpha=factor)
-    found = matmul(x, weight, None, onednn)
+    found = matmul(x, weight, None, second)
     if total is not None:
         return total.add_(found, alpha=factor)
     found = found.to(torch.promote_types(x.dtype, torch.float32))
@@ -143,14 +144,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
             d = gradient(logits, found, weights[rows].to(dtype) * unit, overwrite=True)  # [c, v/t]
             x = tokens[rows]
-            onednn = by_onednn(x, deferred.options)
+            products = products_of(x, weight, deferred.options)
             if hidden_grad is not None:
-                hidden_grad[rows] = matmul(d, weight.t(), None, onednn)
+                hidden_grad[rows] = matmul(d, weight.t(), None, products.input_grad)
             if of_weight:
                 # A sum over many tokens would overflow fp16; a mean does not.
                 count = 2.0 ** (len(x) - 1).bit_length() if unit != 1.0 else 1.0
                 mean = x / count if count != 1.0 else x
-                weight_grad = _add_matmul(weight_grad, d.t(), mean.t(), onednn, count)
+                weight_grad = _add_matmul(weight_grad, d.t(), mean.t(), products.weight_grad, count)
             del logits, d  # their memory is free before the logits of the next chunk exist
         ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
         ctx.weight_grad = weight_grad

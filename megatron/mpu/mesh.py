@@ -1,8 +1,9 @@
 """Process groups of this rank (Mesh) and options of sharded layers (Options)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from .topology import Topology
@@ -53,6 +54,14 @@ def neighbours(axis: Axis, count: int) -> Axis:
     return Axis(group, ranks, axis.rank - first)
 
 
+class Products(NamedTuple):
+    """Which products of a linear layer run in the second of the two kernels between which `linear.matmul` chooses."""
+
+    output: bool = False
+    input_grad: bool = False
+    weight_grad: bool = False
+
+
 @dataclass(frozen=True)
 class Options:
     """Communication and kernel options of sharded layers.
@@ -61,6 +70,8 @@ class Options:
     (Korthikanti et al. 2022).
     overlap: all-reduce the gradient of a layer's input while the gradient of the layer's weight is computed.
     onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains overlap and onednn.
+    products: (dtype, o, i) of a weight [o, i] -> its products that run in the second kernel of `linear.matmul`.
+    (dtype, 0, 0) is for other weights. If this is empty, `onednn` decides.
     wgrad_in_graph: in compiled code, too, call the weight's `ParamSpec.accumulate_wgrad` instead of giving the weight's
     gradient to autograd.
     fp8: run the matmuls of outputs and of input gradients in fp8; see `fp8.py`.
@@ -71,6 +82,7 @@ class Options:
     onednn: bool = False
     wgrad_in_graph: bool = False
     fp8: bool = False
+    products: dict[tuple[torch.dtype, int, int], Products] = field(default_factory=dict, compare=False)
 
     def sequence_axis(self, axis: Axis) -> Axis:
         """Return the ranks that shard a sequence between layers: `axis` with sequence parallelism, else this rank."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron.config import OptimConfig
 from megatron.config.mup import muon_divisor, muon_ratio
 from megatron.mpu import Options, ParamSpec, get_mesh, get_options, spec_of
-from megatron.mpu.linear import by_onednn, matmul
+from megatron.mpu.linear import matmul, products_of
 
 from .whole_matrices import by_whole_matrices, work_of
 
@@ -40,12 +40,12 @@ def orthogonalise(matrix: Tensor, steps: int, options: Options = PLAIN) -> Tenso
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=EPS)  # now all singular values are at most 1
-    onednn = by_onednn(x, options)
+    second = products_of(x, x, options).output
     for _ in range(steps):
-        gram = matmul(x, x, None, onednn)
-        if onednn:
-            polynomial = matmul(gram, gram, None, onednn).mul_(c).add_(gram, alpha=b)
-            x = matmul(polynomial, x.T, None, onednn).add_(x, alpha=a)
+        gram = matmul(x, x, None, second)
+        if second:
+            polynomial = matmul(gram, gram, None, second).mul_(c).add_(gram, alpha=b)
+            x = matmul(polynomial, x.T, None, second).add_(x, alpha=a)
         else:
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x

@@ -17,7 +17,6 @@ from ..config.fields import ConfigError
 from ..config.parallel import splits_sequences
 from . import device as device_module
 from .agreement import same_code_everywhere, same_everywhere, settings_and_versions
-from .cpu_matmul import by_onednn
 
 AFTER_THE_WATCHDOG = 30.0  # seconds by which the timeout of collectives exceeds the time limit of the watchdogs
 FLAGS = {  # error messages of `tds` advise these flags; without this table they would advise keys of a ds_config
@@ -57,11 +56,12 @@ def initialize_megatron(config: Config) -> torch.device:
     if dist.get_world_size() > 1:
         same_everywhere(settings_and_versions(config))
         same_code_everywhere()
+    _load_kernels(config, device)
     torch.manual_seed(config.train.seed)
     options = mpu.Options(
         sequence_parallel=splits_sequences(config, device.type != "cpu"),
         overlap=config.parallel.async_tensor_model_parallel_allreduce,
-        onednn=_choose_kernels(config, device),
+        onednn=config.train.cpu_matmul == "onednn",
     )
     p = config.parallel
     seed = mpu.derive_seed(config.train.seed, "dropout")
@@ -102,17 +102,17 @@ def _become_only_rank() -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
-def _choose_kernels(config: Config, device: torch.device) -> bool:
-    """Load the kernels of the settings, and return whether oneDNN multiplies. Raises ConfigError for a wrong device."""
+def _load_kernels(config: Config, device: torch.device) -> None:
+    """Load the kernels of the settings. Raises ConfigError for a device or a build of torch that lacks them."""
     train = config.train
     if train.precision == "fp8":
         problem = device_module.fp8_problem(device)
         if problem:
             raise ConfigError(f"--precision fp8: this {device.type} device cannot be used, as {problem}; use bf16")
-    onednn = by_onednn(train.cpu_matmul, device)
+    if train.cpu_matmul == "onednn" and not mpu.onednn_is_there():
+        raise ConfigError("--cpu-matmul onednn: this build of torch has no oneDNN; use --cpu-matmul torch")
     if train.flash_attention_impl:
         device_module.use_flash_attention(train.flash_attention_impl, device)
-    return onednn
 
 
 def use_step_timeout(config: Config) -> None:

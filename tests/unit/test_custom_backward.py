@@ -1,7 +1,6 @@
 """Custom backward passes give the gradients that autograd computes from the plain formulas."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.config.command_line import parse
-from megatron.config.fields import ConfigError
 from megatron.model.biased_attention import biased_attention
 from megatron.model.gated_activations import gated_gelu
 from megatron.model.norm import RMSNorm
 from megatron.mpu.linear import linear
 from megatron.mpu.mesh import TRIVIAL_AXIS, Options
-from megatron.ranks import cpu_matmul
-from megatron.ranks.cpu_matmul import by_onednn, remembered, this_cpu
 from tds.split_backward import backward_input
 
 Inputs = tuple[Tensor, ...]
@@ -169,49 +164,3 @@ def test_what_onednn_does_not_do_is_torchs() -> None:
             type(linear(x, weight.to(dtype), None, TRIVIAL_AXIS, Options(onednn=True)).grad_fn).__name__
             != "_LinearBackward"
         )
-
-
-def test_who_multiplies_is_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    cpu = torch.device("cpu")
-    monkeypatch.setattr("megatron.mpu.onednn_is_there", lambda: True)
-    for times, faster in ((1.5, True), (1.05, False)):
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / str(times)))
-        monkeypatch.setattr(cpu_matmul, "speedup", lambda times=times: times)
-        for flags, expected in (("", faster), ("--cpu-matmul torch", False), ("--cpu-matmul onednn", True)):
-            assert by_onednn(parse(flags.split()).train.cpu_matmul, cpu) == expected
-        monkeypatch.setattr(cpu_matmul, "speedup", lambda: 1 / 0)
-        assert by_onednn("auto", cpu) == faster, "it was measured before"
-        assert not by_onednn("auto", torch.device("meta"))
-    monkeypatch.setattr("megatron.mpu.onednn_is_there", lambda: False)
-    assert not by_onednn("auto", cpu)
-    with pytest.raises(ConfigError, match="--cpu-matmul"):
-        by_onednn("onednn", cpu)
-
-
-def test_what_was_measured_stays_and_what_is_damaged_is_measured_again(tmp_path: Path) -> None:
-    path = tmp_path / "cache" / "x.json"
-    found = [remembered(path, key, iter([value]).__next__) for key, value in (("a", 1.0), ("b", 2.0), ("a", 3.0))]
-    assert found == [1.0, 2.0, 1.0]
-    for damage in ("[]", "{", '{"a": "fast"}'):
-        path.write_text(damage)
-        assert remembered(path, "a", lambda: 4.0) == 4.0
-        assert remembered(path, "a", lambda: 5.0) == 4.0
-    (tmp_path / "file").write_text("in the way")
-    assert remembered(tmp_path / "file" / "x.json", "a", lambda: 6.0) == 6.0
-    assert torch.__version__ in this_cpu()
-
-
-def test_who_has_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    def home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", home)
-    assert cpu_matmul.cache_file().parent.is_dir()
-
-
-def test_the_measurement_takes_no_time() -> None:
-    """Measuring the speedup of oneDNN's matmul over torch's, in 15 rounds of 0.1 GFLOP, gives a plausible number."""
-    if not mpu.onednn_is_there():
-        pytest.skip("this build of torch has no oneDNN")
-    assert 0.05 < cpu_matmul.speedup() < 20
