@@ -19,6 +19,7 @@ class RMSNorm(nn.RMSNorm):
         if x.device.type != "cpu" or torch.compiler.is_compiling():
             return super().forward(x)
         if not torch.is_grad_enabled():
+            assert self.eps is not None
             return _normalise(x, self.weight, self.eps)[0]
         return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call,no-any-return]
 

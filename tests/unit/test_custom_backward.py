@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.model.biased_attention import biased_attention
 from megatron.model.gated_activations import gated_gelu
-from megatron.model.norm import RMSNorm
+from megatron.model.rms_norm import RMSNorm
 from megatron.mpu.linear import linear
 from megatron.mpu.mesh import TRIVIAL_AXIS, Options
 from tds.split_backward import backward_input
