@@ -191,7 +191,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             )
         logits, *values = ctx.saved_tensors
         ctx.overwritten = ctx.overwrite
-        return gradient(logits, LossState(*values, ctx.real), grad, ctx.overwrite), *[None] * 5
+        found = LossState._make([*values, ctx.real])
+        return gradient(logits, found, grad, ctx.overwrite), *[None] * 5
 
 
 def vocab_parallel_cross_entropy(

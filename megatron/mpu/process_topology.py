@@ -37,8 +37,10 @@ class ProcessTopology:
 
     def get_axis_list(self: Any, axis: str, idx: int) -> list[int]:
         """Return the ranks whose coordinate on `axis` is `idx`."""
-        return self.filter_match(**{axis: idx})
+        found: list[int] = self.filter_match(**{axis: idx})
+        return found
 
     def get_axis_comm_lists(self: Any, axis: str) -> list[list[int]]:
         """Return the groups of ranks that communicate along `axis`, each a list; an empty list for an unknown axis."""
-        return self.lines(axis) if axis in self.get_axis_names() else []
+        found: list[list[int]] = self.lines(axis) if axis in self.get_axis_names() else []
+        return found

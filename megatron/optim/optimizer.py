@@ -1,6 +1,6 @@
 """Optimizer: AdamW (Loshchilov and Hutter 2019), SGD or Muon, with weight decay only on matrices."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -95,7 +95,7 @@ def build_optimizer(
     if fused is None:
         # fused=True makes one pass over memory: 4x faster on a CPU than the default, as fast as DeepSpeed's compiled
         # Adam.
-        adam = partial(torch.optim.AdamW, fused=True, **settings)
+        adam: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True, **settings)
     else:
         adam = partial(fused, adam_w_mode=True, **settings)
     if config.optimizer == "muon":

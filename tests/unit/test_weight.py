@@ -15,8 +15,8 @@ from tests.support import ROOT
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
     "tds": (62_900, 1),
-    "megatron": (204_500, 15),
-    "megatron_compat": (13_700, 2),
+    "megatron": (203_950, 15),
+    "megatron_compat": (13_610, 2),
     "data_utils": (36_800, 1),
     "megatron_tools": (86_100, 7),
 }
