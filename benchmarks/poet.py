@@ -31,7 +31,7 @@ from _alternate import ROOT, new_parser
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH = 4, 256, 4, 128, 32
 WARMUP = 100
 PER_POINT = 10  # steps of a point of a curve
-# Ingredient -> flags that take it away
+# What is left out, exchanged or added -> flags for it
 ABLATIONS = {
     "all": "",
     "AdamW, learning rate 3e-3, for Muon": "--optimizer adam --lr 3e-3",
@@ -40,6 +40,7 @@ ABLATIONS = {
     "GELU for SwiGLU": "--activation gelu-tanh --ff-hidden-size 1024",
     "LayerNorm for RMSNorm": "--normalization layernorm",
     "cosine for linear decay": "--lr-decay-style cosine",
+    "attention within poems only": "--reset-attention-mask --reset-position-ids",
     "one replica of two threads": "",
 }
 ONE_REPLICA = "one replica of two threads"

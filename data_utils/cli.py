@@ -27,12 +27,49 @@ from .missing import MissingFiles, refuse_missing
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Formatter that wraps the paragraphs of a description and keeps the lines of examples."""
+    """Formatter that keeps lines short.
+
+    It wraps paragraphs at spaces, continues long commands of examples on a new line, and moves a long list of choices
+    from the usage to the help of its flag.
+    """
+
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
+        if _long_choices(action):
+            return lambda count: (default_metavar,) * count
+        return super()._metavar_formatter(action, default_metavar)
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        text = super()._expand_help(action)
+        return f"{text}: {', '.join(action.choices or ())}" if _long_choices(action) else text
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith("examples:"):
-            return super()._fill_text(text, width, indent)
-        return "\n\n".join(textwrap.fill(each, width) for each in text.split("\n\n"))
+            whole = text.replace(" \\\n      ", " ")
+            return "\n".join(_wrapped(line, width) for line in whole.split("\n"))
+        return "\n\n".join(textwrap.fill(each, width, break_on_hyphens=False) for each in text.split("\n\n"))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # flags are not broken
+
+
+def _long_choices(action: argparse.Action) -> bool:
+    return action.metavar is None and sum(len(str(choice)) for choice in action.choices or ()) > 30
+
+
+def _wrapped(line: str, width: int) -> str:
+    """Return a line of examples, a shell command or a remark, as lines of at most `width` characters."""
+    command = line.startswith("  python ")
+    quoted = r"\"[^\"]*\"|'[^']*'"
+    words = re.findall(rf"(?:--\S+ (?={quoted}|[^\s-]))?(?:{quoted}|\S)+", line)  # a flag stays with its value
+    indent = line[: len(line) - len(line.lstrip())]
+    found = [indent + " ".join(words[:1])]
+    for word in words[1:]:
+        if len(found[-1]) + len(word) + 3 > max(width, 60):
+            found[-1] += " \\" if command else ""
+            found.append(f"      {word}")
+        else:
+            found[-1] += f" {word}"
+    return "\n".join(found)
 
 
 class Parser(argparse.ArgumentParser):

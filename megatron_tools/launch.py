@@ -1,11 +1,13 @@
-"""Start the ranks of a run on this machine (or on this node of several) like torchrun, with short error messages.
+"""Start the ranks of a run like torchrun, with short error messages.
 
-Takes torchrun's arguments, then the script and its arguments. The ranks report errors themselves; the exit code
-is the code of the first rank that failed.
+The ranks run on this machine, or on this node of several. Takes torchrun's
+arguments, then the script and its arguments. The ranks report errors
+themselves; the exit code is the code of the first rank that failed.
 
-SIGTERM, Ctrl-C   the ranks save and exit within --shutdown-timeout seconds (default: the variable
-                  TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else 600); a second signal kills them at once;
-                  the exit code is 128 + the signal's number
+SIGTERM, Ctrl-C   the ranks save and exit within --shutdown-timeout seconds
+                  (default: the variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT, else
+                  600); a second signal kills them at once; the exit code is
+                  128 + the signal's number
 SIGUSR1           the ranks save and continue
 """
 
@@ -26,9 +28,10 @@ from megatron.streams import fill_closed
 
 EXAMPLES = """\
 examples:
-  python tools/launch.py --standalone --nproc-per-node 2 pretrain_gpt2.py --pipe-parallel-size 2 --data-path ...
-  python tools/launch.py --nnodes 2 --node-rank 0 --master-addr node1 --master-port 6000 --nproc-per-node 8 \\
-      pretrain_gpt2.py ..."""
+  python tools/launch.py --standalone --nproc-per-node 2 pretrain_gpt2.py \\
+      --pipe-parallel-size 2 --data-path ...
+  python tools/launch.py --nnodes 2 --node-rank 0 --master-addr node1 \\
+      --master-port 6000 --nproc-per-node 8 pretrain_gpt2.py ..."""
 SHUTDOWN_SECONDS = 600
 DEFAULT_PORT = 29500  # torchrun uses the same port
 CAUSES = {

@@ -96,5 +96,6 @@ launch "${AT}pretrain_llama.py" "${settings[@]}"
 echo
 python "${AT}examples/poet/poet.py" "$RUN_DIR"
 echo
-echo "report       python ${AT}tools/report.py --run-dir $RUN_DIR"
+echo "report       ${AT}.venv/bin/python ${AT}tools/report.py --run-dir $RUN_DIR"
 echo "more poems   ${AT}.venv/bin/python ${AT}examples/poet/poet.py $RUN_DIR --title 春江花月夜 --samples 3"
+echo "on a page    ${AT}.venv/bin/python ${AT}tools/demo.py --load $RUN_DIR --poem    (pip install 'gradio>=6,<7')"

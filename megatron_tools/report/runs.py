@@ -93,9 +93,10 @@ class RunRead:
 
     @property
     def reason(self) -> str:
-        """The error that has ended the run, "" if none has."""
+        """The error that has ended the run, "" if none has; Ctrl-C is no error."""
         last = self.rows[-1] if self.rows else {}
-        return str(last.get("reason")) if last.get("split") == "end" else ""
+        reason = str(last.get("reason")) if last.get("split") == "end" else ""
+        return "" if reason.startswith("interrupted") else reason
 
     def state(self, now: float | None = None) -> str:
         """Return "finished", "failed", "running" or "stopped".

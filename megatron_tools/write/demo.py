@@ -22,7 +22,8 @@ from .writer import Writer
 EXAMPLES = """\
   python tools/demo.py --load runs/gpt2
   python tools/demo.py --load exported/ --port 8000 --num-samples 3
-  python tools/demo.py --load runs/poet --poem      (a model of scripts/run_poet.sh: title -> poem)"""
+  python tools/demo.py --load runs/poet --poem
+      a model of scripts/run_poet.sh: title -> poem"""
 BARS = 20  # next tokens that the page shows
 
 

@@ -34,7 +34,8 @@ EXAMPLES = """\
   python tools/evaluate.py --load runs/gpt2 --cloze questions.jsonl
       each line {"context": "...", "target": "..."}: is the target the greedy continuation?
   python tools/evaluate.py --hf exported/ --input held_out.jsonl
-  python tools/evaluate.py --load runs/gpt2 --tasks lambada_openai,hellaswag    (pip install lm-eval)"""
+  python tools/evaluate.py --load runs/gpt2 --tasks lambada_openai,hellaswag
+      pip install lm-eval"""
 
 
 def ours(args: argparse.Namespace) -> Subject:

@@ -40,9 +40,12 @@ EXAMPLES = """\
   python tools/generate.py --load runs/gpt2 --prompt "Once upon" --num-samples 3 --temperature 0.8 --top-p 0.9
   python tools/generate.py --load runs/gpt2 --interactive
   python tools/generate.py --load runs/gpt2 --input prompts.txt --batch-size 32 --json > texts.jsonl
-  python tools/generate.py --load downloaded/ --prompt "Once upon"      (a Hugging Face folder)
-  python tools/generate.py --load runs/chat --chat --interactive        (trained with --objective sft, or a chat model)
-  python tools/generate.py --load runs/code --prompt "def add(a, b):" --suffix "    return c"    (--fim-rate)
+  python tools/generate.py --load downloaded/ --prompt "Once upon"
+      a Hugging Face folder
+  python tools/generate.py --load runs/chat --chat --interactive
+      trained with --objective sft, or a chat model
+  python tools/generate.py --load runs/code --prompt "def add(a, b):" --suffix "    return c"
+      --fim-rate
   python tools/generate.py --load runs/t5 --prompt "春天来了，<extra_id_0>都开了。" --num-beams 4
   python tools/launch.py --standalone --nproc-per-node 4 tools/generate.py --load runs/gpt2 \\
       --model-parallel-size 2 --pipe-parallel-size 2 --prompt "春天" """

@@ -130,3 +130,28 @@ def test_a_mistake_costs_nothing(tmp_path: Path) -> None:
     assert done.returncode == 2 and "POET_SIZE=huge" in done.stderr
     done = command("bash", "scripts/run_poet.sh", "--hidden-sise", "3", env={"RUN_DIR": str(run_dir)})
     assert done.returncode == 2 and "--hidden-sise" in done.stderr and not run_dir.exists()
+
+
+def test_titles_are_written_without_scores_and_with_other_seeds_each_time(
+    poems: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """poet.py --title scores nothing, and its poems differ from those of another call, unless --seed is given."""
+    poet = importlib.import_module("poet")
+    seeds: list[list[int]] = []
+
+    class Fake:
+        def __init__(self, folder: str) -> None:
+            seeds.append([])
+
+        def poem(self, title: str, seed: int) -> str:
+            seeds[-1].append(seed)
+            return "春眠不覺曉，處處聞啼鳥。\n夜來風雨聲，花落知多少。"
+
+    monkeypatch.setattr(poet, "Poet", Fake)
+    for more in ([], [], ["--seed", "7"]):
+        monkeypatch.setattr("sys.argv", ["poet.py", "run", "--title", "春曉", "--samples", "2", *more])
+        poet.main()
+    assert seeds[0] != seeds[1] and len(set(seeds[0])) == 2
+    assert seeds[2] == [7, 8]
+    printed = capsys.readouterr().out
+    assert "bits" not in printed and printed.count("《春曉》") == 6

@@ -102,8 +102,12 @@ def test_the_state_is_that_of_the_process(tmp_path: Path) -> None:
     elsewhere = {**ended, "host": "another", "table": "another", "advisory": False}
     (folder / "run.lock").write_text(json.dumps(elsewhere))
     assert (run.state(now=10.0), run.state(now=10_000.0)) == ("running", "stopped")
+    (folder / "run.lock").write_text(json.dumps(ended))
     with open(folder / "metrics.jsonl", "a") as file:
-        file.write("\n" + json.dumps({"split": "end", "iteration": 23, "reason": "NaN <b>"}) + "\n")
+        file.write("\n" + json.dumps({"split": "end", "iteration": 23, "reason": "interrupted (Ctrl-C)"}) + "\n")
+    assert progress(read_run(folder))[0] == "stopped · iteration 23 of 40"
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"split": "end", "iteration": 23, "reason": "NaN <b>"}) + "\n")
     failed = read_run(folder)
     assert progress(failed)[0] == "failed · iteration 23 of 40"
     assert "failed: NaN &lt;b&gt;" in page_of([folder])
