@@ -19,11 +19,12 @@ from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
 from .bucket_launch import BucketLauncher, pack, sort_buckets
 from .buckets import Bucket
-from .clip import clip_in_step, is_unique_param, squared_norm_of, steps_separately
+from .clip import is_unique_param, squared_norm_of
 from .flat_matrices import Work, is_even
 from .gathers import DeferredGathers, layers_that_wait
 from .messages import ways
 from .module_changes import ADVICE, ReplacedWeightError
+from .optimizers import clip_in_step, steps_separately
 from .param_replicas import by_holders
 
 # Largest number of groups. While a group is stepped, the weights of the previous group are gathered. Each call of the

@@ -11,10 +11,11 @@ from torch import Tensor
 from ._deepspeed import StockPipelineEngine
 from .base_engine import Engine
 from .batches import DataEnded
-from .clip import clip_by_norm, drop_gradients
+from .clip import clip_by_norm
 from .losses import Losses
 from .neighbours import Neighbours
 from .observers import Observers
+from .optimizers import drop_gradients
 from .param_replicas import squared_norm_of_replica
 from .patches import is_reduction_replaced
 from .reductions import Reduction

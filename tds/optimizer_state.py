@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from ._deepspeed import BF16_Optimizer, DeepSpeedOptimizer, Zero3Optimizer, Zero12Optimizer
 from ._torch import norms
 from .average import AVERAGE
-from .clip import adam_of, weights_of
+from .clip import weights_of
 from .distributed_optimizer import DistributedOptimizer
+from .optimizers import adam_of
 
 LINKS_MOMENTS = BF16_Optimizer, Zero12Optimizer, DistributedOptimizer
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .corpora import Make, Paths, build_datasets
 from .corpus_dataset import CorpusDataset
-from .gpt2_dataset import open_corpus
+from .index_check import open_corpus
 from .indexed_dataset import LOSS, DatasetError, IndexedDataset
 from .packing import Ints, PackedOrder
 

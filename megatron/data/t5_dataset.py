@@ -19,11 +19,11 @@ from torch import Tensor
 
 from .corpora import Make, Paths, build_datasets, prefixes_of
 from .corpus_dataset import CorpusDataset
-from .gpt2_dataset import open_corpus
+from .index_check import open_corpus
 from .indexed_dataset import IndexedDataset
+from .sample_order import Windows
 from .short_documents import fit_documents
 from .spans import SpanPlan, draw_spans, draw_spans_to_document_ends, plan_spans, splice
-from .windows import Windows
 
 Ids = NDArray[np.int64]
 

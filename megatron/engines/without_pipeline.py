@@ -12,8 +12,8 @@ from torch import Tensor
 import tds
 from tds import optimizer_state as zero_state
 from tds import trace
-from tds.clip import clip_in_step
 from tds.measure import check_factor
+from tds.optimizers import clip_in_step
 from tds.reducer import GradReducer
 from tds.sparse import numbers_of
 

@@ -14,7 +14,7 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
-    "tds": (62_900, 1),
+    "tds": (62_970, 1),
     "megatron": (204_500, 15),
     "megatron_compat": (13_700, 2),
     "data_utils": (36_800, 1),
