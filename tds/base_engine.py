@@ -49,6 +49,11 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         return self.optimizer if isinstance(self.optimizer, DistributedOptimizer) else None
 
     @property
+    def has_wrapped_optimizer(self) -> bool:
+        """True if a DeepSpeed optimizer wraps the user's optimizer and clips the gradients."""
+        return bool(self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization())
+
+    @property
     def skipped_steps(self) -> int:
         """Number of skipped steps. Reading it may wait for the device."""
         if self._unread_skips is not None:
@@ -94,7 +99,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         if self.zero_optimization_stage() == 3:
             make_rows_contiguous(self.module)
         if not isinstance(client_optimizer, DistributedOptimizer):
-            if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
+            if self.has_wrapped_optimizer:
                 make_dense(sparse_weights(self.module))
             else:
                 refuse_sparse(self.module, client_optimizer)
@@ -112,9 +117,9 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _sum_gradients_in_fp64(self) -> None:
         """Sum fp64 gradients over replicas in fp64: DeepSpeed sums in fp32 unless communication_data_type is given."""
-        other = self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled()
-        asked = self._config.communication_data_type is not None
-        if not other and not asked and any(p.dtype is torch.float64 for p in self.module.parameters()):
+        if self.has_wrapped_optimizer or self._config.communication_data_type is not None:
+            return
+        if any(p.dtype is torch.float64 for p in self.module.parameters()):
             self._config.communication_data_type = torch.float64
 
     def _broadcast_model(self) -> None:

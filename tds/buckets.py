@@ -41,14 +41,14 @@ class Bucket:
         self.weights = torch.zeros(share * self.replicas, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(share * self.replicas, dtype=exact, device=first.device)
         self._grad_of: dict[nn.Parameter, Tensor] = {}
-        self._view_of: dict[nn.Parameter, Tensor] = {}  # views of `weights`
+        self.view_of: dict[nn.Parameter, Tensor] = {}  # views of `weights`, in the shapes of the parameters
         self._offset_of = dict(zip(self.parameters, offsets, strict=True))
         for parameter, at in self._offset_of.items():
             end = at + parameter.numel()
             view = self.weights[at:end].view_as(parameter)
             view.copy_(parameter.detach())
             parameter.data = view
-            self._view_of[parameter] = view
+            self.view_of[parameter] = view
             self._grad_of[parameter] = self.grads[at:end].view_as(parameter)
         mine = self.weights[self.begin : self.end]
         self.copies = exact is not first.dtype
@@ -95,13 +95,9 @@ class Bucket:
         """
         self._views = users(self.weights)
 
-    def view_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the view of the flat memory that holds the values of `parameter`, in its shape."""
-        return self._view_of[parameter]
-
     def replaced(self) -> list[nn.Parameter]:
         """Return the weights that no longer view their slice of the flat memory."""
-        return [p for p, place in self._view_of.items() if not _is_same_view(p, place)]
+        return [p for p, place in self.view_of.items() if not _is_same_view(p, place)]
 
     def adopt(self, replaced: Sequence[nn.Parameter]) -> bool:
         """Copy the replaced weights into the flat memory and make them views of this memory again.
@@ -112,8 +108,8 @@ class Bucket:
         if users(self.weights) != self._views - len(replaced):
             return False
         for parameter in replaced:
-            self._view_of[parameter].copy_(parameter.detach())
-            parameter.data = self._view_of[parameter]
+            self.view_of[parameter].copy_(parameter.detach())
+            parameter.data = self.view_of[parameter]
         return True
 
     def add(self, parameter: nn.Parameter) -> None:

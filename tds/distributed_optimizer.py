@@ -206,7 +206,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             replaced = bucket.replaced()
             for p in replaced:
-                view = bucket.view_of(p)
+                view = bucket.view_of[p]
                 became = None
                 if p.untyped_storage().data_ptr() in ours:
                     became = "shares memory with another weight"

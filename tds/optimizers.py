@@ -128,6 +128,12 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, ONE_BY_ONE) and all(group.get("fused") for group in optimizer.param_groups)
 
 
+def inner_of(engine: Any) -> torch.optim.Optimizer:
+    """Return the torch optimizer of a DeepSpeed engine, which a wrapper may contain."""
+    inner: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return inner
+
+
 def adam_of(wrapped: torch.optim.Optimizer) -> Any:
     """Return the Adam inside Muon, or None if Muon has none; return any other optimizer itself."""
     return getattr(wrapped, "adamw", wrapped)

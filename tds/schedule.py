@@ -95,12 +95,18 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
     (stages - 1 - s)(1 + n) + 1 micro-batches, or of all micro-batches if a step has fewer.
     """
     warmup = min((stages - 1 - stage) * (1 + extra_warmup), micros)
-    order: list[Instruction] = [Forward(i) for i in range(warmup)]
-    for i in range(micros):
-        if i + warmup < micros:
-            order.append(Forward(i + warmup))
-        order.append(Backward(i))
-    return with_messages(order, stage, stages)
+    forward = [Forward(i) for i in range(micros)]
+    backward = [Backward(i) for i in range(micros)]
+    return with_messages(_alternate(forward, backward, warmup), stage, stages)
+
+
+def _alternate(forward: Sequence[Instruction], backward: Sequence[Instruction], warmup: int) -> list[Instruction]:
+    """Return `warmup` forward passes, then one forward and one backward pass in turn, as long as there are any."""
+    order = list(forward[:warmup])
+    for i, each in enumerate(backward):
+        order += forward[warmup + i : warmup + i + 1]
+        order.append(each)
+    return order
 
 
 def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
@@ -128,11 +134,7 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterat
     forward, backward = _through_chunks(stages, micros, chunks)
     group = -(-micros // max(micros // stages, 1))
     warmup = min((stages - 1 - stage) * 2 + (chunks - 1) * group, micros * chunks)
-    order: list[Instruction] = [Forward(*each) for each in forward[:warmup]]
-    for i in range(len(backward)):
-        if i + warmup < len(forward):
-            order.append(Forward(*forward[i + warmup]))
-        order.append(Backward(*backward[i]))
+    order = _alternate([Forward(*each) for each in forward], [Backward(*each) for each in backward], warmup)
     return with_messages(order, stage, stages, chunks)
 
 
@@ -148,13 +150,13 @@ def zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     from (stages - 1)(F + B + W) to (stages - 1)(F + B - W), where F, B and W are the times of the passes.
     """
     warmup = min(stages - 1 - stage, micros)
-    order: list[Instruction] = [Forward(i) for i in range(warmup)]
-    for i in range(micros):
-        if i + warmup < micros:
-            order.append(Forward(i + warmup))
-        order.append(BackwardInput(i))
-        if i >= stage:
-            order.append(BackwardWeight(i - stage))
+    forward = [Forward(i) for i in range(micros)]
+    backward = [BackwardInput(i) for i in range(micros)]
+    order: list[Instruction] = []
+    for each in _alternate(forward, backward, warmup):
+        order.append(each)
+        if isinstance(each, BackwardInput) and each.micro >= stage:
+            order.append(BackwardWeight(each.micro - stage))
     order += [BackwardWeight(i) for i in range(max(micros - stage, 0), micros)]
     return with_messages(order, stage, stages)
 

@@ -91,10 +91,15 @@ def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
         spans += rank.events
     zero = min((event["ts"] for event in spans), default=0.0)
     events = [{**event, "ts": round(event["ts"] - zero, 3)} for event in [*spans, *_arrows(ranks)]]
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    aside.write_text(json.dumps({"traceEvents": [*heads, *events]}, separators=(",", ":")), encoding="utf-8")
-    os.replace(aside, path)
+    write_events(path, [*heads, *events])
     return Merged(path, len(ranks), max(r.error_us for r in ranks))
+
+
+def write_events(path: Path, events: Sequence[dict[str, Any]], **more: Any) -> None:
+    """Write a file in the Trace Event Format atomically. more: further keys of the file."""
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    aside.write_text(json.dumps({"traceEvents": events, **more}, separators=(",", ":")), encoding="utf-8")
+    os.replace(aside, path)
 
 
 def names(rank: int, name: str) -> list[dict[str, Any]]:
