@@ -13,6 +13,7 @@ from torch import Tensor
 from ._torch import to_device
 from .groups import gather_objects
 
+ByName = dict[str, Tensor]
 TRAINED, ADDITIONAL = 0, 1  # kinds of losses
 Key = tuple[int, str]  # kind (TRAINED or ADDITIONAL) and name of a loss
 
@@ -194,15 +195,15 @@ class Losses:
         return self._host[-1]
 
     @property
-    def means(self) -> dict[str, Tensor]:
+    def means(self) -> ByName:
         """The losses of the last step by name, scalars in fp64."""
         return self._of(TRAINED)
 
-    def _of(self, wanted: int) -> dict[str, Tensor]:
+    def _of(self, wanted: int) -> ByName:
         return {name: value for (kind, name), value in self._found.items() if kind == wanted}
 
     @property
-    def additional(self) -> dict[str, Tensor]:
+    def additional(self) -> ByName:
         """The means of the additional losses of the last step by name, scalars in fp64."""
         return self._of(ADDITIONAL)
 
@@ -218,6 +219,6 @@ class Losses:
         return torch.stack(trained).sum().to(self.dtype) if trained else None
 
     @property
-    def named(self) -> dict[str, Tensor]:
+    def named(self) -> ByName:
         """All losses by name, scalars, for a progress line."""
         return {name: value for (_, name), value in self._found.items()}

@@ -66,6 +66,7 @@ class RecvGrad(Instruction):
     """Receive of the outputs' gradients from the next virtual stage."""
 
 
+Kind = type[Instruction]
 Schedule = Callable[[int, int, int], Iterator[Instruction]]
 Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from ..atomic import own_folder, temporary_name, whole_file
 from .pages import Arrays
 
-Make = Callable[[dict[str, NDArray[Any]]], None]  # function that fills new arrays
+Filled = dict[str, NDArray[Any]]  # name -> array of an epoch
+Make = Callable[[Filled], None]  # function that fills new arrays
 
 
-def map_or_none(folder: str, name: str, arrays: Arrays, make: Make) -> dict[str, NDArray[Any]] | None:
+def map_or_none(folder: str, name: str, arrays: Arrays, make: Make) -> Filled | None:
     """Return the result of `map_arrays`; None if the file can be written nowhere, with a message on stderr."""
     try:
         return map_arrays(folder, name, arrays, make)
@@ -32,7 +33,7 @@ def map_or_none(folder: str, name: str, arrays: Arrays, make: Make) -> dict[str,
         return None
 
 
-def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, make: Make) -> dict[str, NDArray[Any]]:
+def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, make: Make) -> Filled:
     """Return the arrays in the file `folder/name`, read-only. If the file does not exist, create it and call `make`.
 
     arrays: name, length and dtype of each array. make: fills the new arrays.
@@ -114,9 +115,9 @@ def _reserve(path: Path, size: int) -> None:
         raise
 
 
-def _views(path: Path, arrays: Arrays, mode: Any) -> dict[str, NDArray[Any]]:
+def _views(path: Path, arrays: Arrays, mode: Any) -> Filled:
     raw = np.memmap(path, np.uint8, mode)
-    found: dict[str, NDArray[Any]] = {}
+    found: Filled = {}
     at = 0
     for name, (length, dtype) in arrays.items():
         end = at + length * np.dtype(dtype).itemsize

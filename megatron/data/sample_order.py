@@ -20,6 +20,7 @@ from .indexed_dataset import DatasetError, IndexedDataset
 from .pages import Arrays, release_pages, slices_of
 from .sizes import Sizes
 
+Numbers = NDArray[np.integer]
 SMALL = 1 << 20  # the order of an epoch is kept in memory if documents + samples <= SMALL, else in a file
 OFTEN = 256  # number of documents after whose reading memory-mapped pages and files are released
 
@@ -27,9 +28,9 @@ OFTEN = 256  # number of documents after whose reading memory-mapped pages and f
 class Epoch(NamedTuple):
     """Order of one pass over the documents."""
 
-    order: NDArray[np.integer]  # [documents] shuffled document indices
-    ends: NDArray[np.integer]  # [documents] entry i: number of tokens in the documents order[0] to order[i]
-    samples: NDArray[np.integer]  # [samples] shuffled sample indices
+    order: Numbers  # [documents] shuffled document indices
+    ends: Numbers  # [documents] entry i: number of tokens in the documents order[0] to order[i]
+    samples: Numbers  # [samples] shuffled sample indices
 
 
 _EMPTY = np.empty(0, np.int64)
@@ -47,7 +48,7 @@ class SampleOrder:
     """
 
     def __init__(
-        self, sizes: NDArray[np.integer] | Sizes, length: int, seed: int, stream: str, overlap: int = 1,
+        self, sizes: Numbers | Sizes, length: int, seed: int, stream: str, overlap: int = 1,
         shuffle: bool = True, folder: str | None = None,
     ) -> None:  # fmt: skip
         self._sizes = sizes
@@ -72,11 +73,11 @@ class SampleOrder:
         """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""
         return {**self.__dict__, "_epochs": OrderedDict(), "_latest": _NO_EPOCH}
 
-    def sizes(self) -> NDArray[np.integer]:
+    def sizes(self) -> Numbers:
         """Return the number of tokens of each document, int [documents]."""
         return self._sizes.read() if isinstance(self._sizes, Sizes) else self._sizes
 
-    def _count_tokens(self, sizes: NDArray[np.integer]) -> int:
+    def _count_tokens(self, sizes: Numbers) -> int:
         """Return the number of tokens of all documents, and keep a hash of all lengths for the names of order files."""
         tokens = 0
         digest = hashlib.blake2b(digest_size=16)
@@ -270,7 +271,7 @@ class Windows:
             self._refuse(n, raw)
         return raw.astype(np.int64), sizes
 
-    def _is_outside(self, raw: NDArray[np.integer]) -> bool:
+    def _is_outside(self, raw: Numbers) -> bool:
         """Return whether one of the token ids is outside the vocabulary."""
         if np.maximum.reduce(raw) >= self._vocab_size:  # faster than raw.max() for short arrays
             return True
@@ -286,7 +287,7 @@ class Windows:
         for array in (self._indexed.tokens, self._indexed.sizes):
             release_pages(array)
 
-    def _refuse(self, n: int, raw: NDArray[np.integer]) -> None:
+    def _refuse(self, n: int, raw: Numbers) -> None:
         bad = int(raw.max()) if raw.max() >= self._vocab_size else int(raw.min())
         where = [self._first + document for document, _, _ in self.order.pieces(n)]
         raise DatasetError(

@@ -126,7 +126,7 @@ class Saves(Feature):
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: object, error: object, *_: object) -> None:
         """Complete a background save if an error ends the run and all ranks have this error, since it is collective."""
         if not self._run.saver.pending:
             return

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 
+Parts = Sequence[Tensor]
+
 
 @dataclass(frozen=True)
 class Match:
@@ -20,8 +22,11 @@ class Match:
 
     ours: str
     theirs: tuple[str, ...]
-    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]  # converts our tensor to Hugging Face's
-    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]  # the reverse of `split`
+    split: Callable[[Tensor], Parts] = lambda tensor: [tensor]  # converts our tensor to Hugging Face's
+    join: Callable[[Parts], Tensor] = lambda tensors: tensors[0]  # the reverse of `split`
+
+
+Matches = Iterator[Match]
 
 
 def _transposed(ours: str, theirs: str) -> Match:
@@ -41,7 +46,7 @@ def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match
         stacked = by_head.transpose(0, 1).reshape(t.shape)
         return [stacked.T if transpose else stacked]
 
-    def join(ts: Sequence[Tensor]) -> Tensor:
+    def join(ts: Parts) -> Tensor:
         t = ts[0].T if transpose else ts[0]
         by_kind = t.reshape(3, heads, -1, *t.shape[1:])
         return by_kind.transpose(0, 1).reshape(t.shape)
@@ -60,7 +65,7 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
         parts = t.view(groups, len(theirs), -1, *t.shape[1:])
         return [part.reshape(-1, *t.shape[1:]) for part in parts.unbind(1)]
 
-    def join(ts: Sequence[Tensor]) -> Tensor:
+    def join(ts: Parts) -> Tensor:
         by_group = [t.view(groups, -1, *t.shape[1:]) for t in ts]
         return torch.stack(by_group, 1).flatten(0, 2)
 
@@ -82,14 +87,14 @@ def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -
         values = heads[:, -1:]
         return [part.flatten(0, 2) for part in (queries, keys, values)]
 
-    def join(ts: Sequence[Tensor]) -> Tensor:
+    def join(ts: Parts) -> Tensor:
         by_group = [t.view(groups, -1, size, *t.shape[1:]) for t in ts]
         return torch.cat(by_group, 1).flatten(0, 2)
 
     return Match(ours, theirs, split, join)
 
 
-def matches_of(m: ModelConfig) -> Iterator[Match]:
+def matches_of(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a model, whatever its family.
 
     Hugging Face's models have no factors of muP and fixed factors of attention scores, so the weights that a match
@@ -133,16 +138,16 @@ def _folded(match: Match, factor: float, m: ModelConfig) -> Match:
         queries = heads[:, :-2] * by
         return torch.cat([queries, heads[:, -2:]], 1).reshape(t.shape)
 
-    def split(t: Tensor) -> Sequence[Tensor]:
+    def split(t: Tensor) -> Parts:
         return match.split(scaled(t, factor))
 
-    def join(ts: Sequence[Tensor]) -> Tensor:
+    def join(ts: Parts) -> Tensor:
         return scaled(match.join(ts), 1 / factor)
 
     return Match(match.ours, match.theirs, split, join)
 
 
-def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
+def gpt2_matches(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a GPT-2."""
     yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield Match("position_embedding.weight", ("transformer.wpe.weight",))
@@ -166,7 +171,7 @@ def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
         yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 
 
-def llama_matches(m: ModelConfig) -> Iterator[Match]:
+def llama_matches(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a Llama, Qwen, Mistral or Mixtral."""
     yield Match("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     of_qkv = ("weight", "bias") if m.has_qkv_bias else ("weight",)
@@ -196,14 +201,14 @@ def llama_matches(m: ModelConfig) -> Iterator[Match]:
 
 def _gated_mlp(
     at: str, its: str, width: int, kind: str = "weight", names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
-) -> Iterator[Match]:
+) -> Matches:
     """Yield the matches of a gated MLP. names: Hugging Face's names of gate, up and down projection."""
     gate, up, down = (f"{its}.{name}.{kind}" for name in names)
     yield _interleaved(f"{at}.dense_h_to_4h.{kind}", (gate, up), width)
     yield Match(f"{at}.dense_4h_to_h.{kind}", (down,))
 
 
-def _mixture(m: ModelConfig, at: str, layer: str) -> Iterator[Match]:
+def _mixture(m: ModelConfig, at: str, layer: str) -> Matches:
     """Yield the matches of a mixture of experts, with the names of Qwen or, for the settings of Mixtral, Mixtral's."""
     its = f"{layer}.mlp"
     names = ("gate_proj", "up_proj", "down_proj")
@@ -219,7 +224,7 @@ def _mixture(m: ModelConfig, at: str, layer: str) -> Iterator[Match]:
         yield Match(f"{at}.shared_gate", (f"{its}.shared_expert_gate.weight",))
 
 
-def t5_matches(m: ModelConfig) -> Iterator[Match]:
+def t5_matches(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a T5, mT5 or UMT5."""
     yield Match("embedding.word_embeddings.weight", ("shared.weight",))
     for stack, layers in (("encoder", m.num_layers), ("decoder", m.decoder_layers)):
@@ -236,7 +241,7 @@ def t5_matches(m: ModelConfig) -> Iterator[Match]:
         yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 
 
-def _t5_block(m: ModelConfig, stack: str, i: int) -> Iterator[Match]:
+def _t5_block(m: ModelConfig, stack: str, i: int) -> Matches:
     """Yield the matches of layer `i` of the encoder or decoder."""
     at = f"{stack}.layers.{i}"
     its = f"{stack}.block.{i}.layer"

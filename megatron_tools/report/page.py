@@ -14,6 +14,7 @@ from .layers import sections, titled
 from .runs import RunRead
 from .timetable import Timetable, as_svg
 
+Runs = Sequence[RunRead]
 COLOURS = 8  # number of run colours in page.css
 
 
@@ -29,7 +30,7 @@ def as_data(content: Any) -> str:
 
 
 def page(
-    runs: Sequence[RunRead],
+    runs: Runs,
     parameters: Sequence[int | None],
     timetables: Mapping[int, Timetable],
     now: float | None = None,
@@ -52,7 +53,7 @@ def page(
 
 
 def _body(
-    runs: Sequence[RunRead],
+    runs: Runs,
     parameters: Sequence[int | None],
     timetables: Mapping[int, Timetable],
     now: float | None,
@@ -87,7 +88,7 @@ def _dot(run: int) -> str:
     return f'<i class="dot" style="--c:var(--c{run % COLOURS})"></i>'
 
 
-def _cards(runs: Sequence[RunRead], now: float | None) -> str:
+def _cards(runs: Runs, now: float | None) -> str:
     """Return the HTML of one card for each run, with its progress and last loss, and the reasons of failed runs."""
     found = []
     for i, run in enumerate(runs):
@@ -121,7 +122,7 @@ def _controls() -> str:
     )
 
 
-def _figures(runs: Sequence[RunRead], found: Sequence[Chart]) -> str:
+def _figures(runs: Runs, found: Sequence[Chart]) -> str:
     """Return the HTML of the charts, which page.js draws from the data in it."""
     if not found:
         return '<p class="note">metrics.jsonl has no values to draw yet.</p>'
@@ -159,7 +160,7 @@ def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
     return f'<section>{words}<div class="wide"><table>{top}<tbody>{lines}</tbody></table></div></section>'
 
 
-def _samples(runs: Sequence[RunRead]) -> str:
+def _samples(runs: Runs) -> str:
     """Return the HTML of the texts of each prompt, with a row for each iteration and a column for each run."""
     found: dict[str, dict[int, list[str]]] = {}
     for i, run in enumerate(runs):
@@ -175,7 +176,7 @@ def _samples(runs: Sequence[RunRead]) -> str:
     return f'<div class="samples">{html}</div>' if html else ""
 
 
-def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
+def _timetable(runs: Runs, run: int, table: Timetable) -> str:
     """Return the HTML of a run's pipeline timetable."""
     title = titled("Pipeline timetable", _dot(run) + escape(runs[run].name), runs)
     return (
@@ -186,7 +187,7 @@ def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
     )
 
 
-def _settings(runs: Sequence[RunRead], rows: Sequence[Setting]) -> str:
+def _settings(runs: Runs, rows: Sequence[Setting]) -> str:
     """Return the HTML of the tables of settings: those that differ, those that were changed, and all."""
     names = [run.name for run in runs]
     differ = []

@@ -21,6 +21,7 @@ from megatron.model.t5 import StackStart, T5Model
 
 from .beams import Beam, Found
 
+Ids = list[int]
 Prompts = Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -188,7 +189,7 @@ class ModelStepper:
     logits: tokens [b, s] -> logits [b, s, v], equal on all ranks. positions: longest input; older text is dropped.
     """
 
-    def __init__(self, logits: Callable[[Tensor], Tensor], prompt: list[int], positions: int) -> None:
+    def __init__(self, logits: Callable[[Tensor], Tensor], prompt: Ids, positions: int) -> None:
         self.logits, self.prompt, self.positions = logits, prompt, positions
 
     def first(self, batch: int) -> Tensor:
@@ -251,7 +252,7 @@ class T5Stepper(_Stepper):
         return _whole(self.model, found)
 
 
-def _as_rows(prompt: Prompts) -> list[list[int]]:
+def _as_rows(prompt: Prompts) -> list[Ids]:
     """Return one or more prompts as a list. Raises ValueError unless they have equal length."""
     rows = [list(row) for row in prompt if not isinstance(row, int)] or [[i for i in prompt if isinstance(i, int)]]
     if len({len(row) for row in rows}) > 1:
@@ -259,7 +260,7 @@ def _as_rows(prompt: Prompts) -> list[list[int]]:
     return rows
 
 
-def _repeated(rows: list[list[int]], times: int, device: torch.device) -> Tensor:
+def _repeated(rows: list[Ids], times: int, device: torch.device) -> Tensor:
     """Return tokens [len(rows) * times, s]: `times` copies of the first row, then of the second, and so on."""
     return torch.tensor(rows, dtype=torch.int64, device=device).repeat_interleave(times, dim=0)
 
@@ -328,12 +329,12 @@ def sample_steps(
 
 def sample(
     stepper: Stepper, batch: int, max_new_tokens: int, end: int, sampling: Sampling, seed: int | Sequence[int]
-) -> list[list[int]]:
+) -> list[Ids]:
     """Return the tokens of `sample_steps`, to which it passes its arguments. `max_new_tokens` is at least 1."""
     return collect(sample_steps(stepper, batch, max_new_tokens, end, sampling, seed), end)
 
 
-def collect(steps: Iterable[Step], end: int, on_tokens: Callable[[list[int]], None] | None = None) -> list[list[int]]:
+def collect(steps: Iterable[Step], end: int, on_tokens: Callable[[Ids], None] | None = None) -> list[Ids]:
     """Return the tokens of each continuation, up to its first token `end` with it.
 
     on_tokens: callback that receives the new token of every continuation after each step.
