@@ -29,6 +29,7 @@ examples:
   python tools/launch.py --standalone --nproc-per-node 2 pretrain_gpt2.py --pipe-parallel-size 2 --data-path ...
   python tools/launch.py --nnodes 2 --node-rank 0 --master-addr node1 --master-port 6000 --nproc-per-node 8 \\
       pretrain_gpt2.py ..."""
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SHUTDOWN_SECONDS = 600
 DEFAULT_PORT = 29500  # torchrun uses the same port
 CAUSES = {
@@ -72,18 +73,19 @@ class Signals:
     def handle(self) -> None:
         """Install the launcher's signal handlers. Called after the rank processes have started."""
         signal.signal(signal.SIGUSR1, lambda *_: self._forward(signal.SIGUSR1))
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        for number in ENDING:
             # Keep ignoring a signal that was ignored before the launch, such as SIGHUP under nohup.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._stop)
 
-    def _pids(self) -> list[int]:
-        return [pid for group in self._groups[-1:] for pid in group.pids().values()]
-
     def _forward(self, number: int) -> None:
-        for pid in self._pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        self._signal(os.kill, number)
+
+    def _signal(self, send: Callable[[int, int], None], number: int) -> None:
+        for group in self._groups[-1:]:
+            for pid in group.pids().values():
+                with contextlib.suppress(ProcessLookupError):
+                    send(pid, number)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         """Ask the ranks to save and exit; kill them if the signal comes again or the time is up."""
@@ -110,9 +112,7 @@ class Signals:
         self._end(128 + self.asked)
 
     def _end(self, code: int) -> None:
-        for pid in self._pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # torch puts each rank into its own process group
+        self._signal(os.killpg, signal.SIGKILL)  # torch puts each rank into its own process group
         os._exit(code)
 
 
@@ -126,8 +126,7 @@ def install_signals(args: Any) -> Signals:
     signals = Signals(float(seconds))
 
     def start(group: Any, start_with_torch: Callable[[Any], None]) -> None:
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-        before = dict(zip(numbers, map(signal.getsignal, numbers), strict=True))
+        before = {number: signal.getsignal(number) for number in ENDING}
         signals.listen(group)
         start_with_torch(group)
         for number, handler in before.items():

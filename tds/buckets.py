@@ -5,7 +5,7 @@ and owns one equal share of it. Only the owner of a share keeps the optimizer mo
 half precision, its fp32 copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -63,12 +63,14 @@ class Bucket:
 
     def _pieces(self) -> list[tuple[nn.Parameter, int]]:
         """Return the weights in this replica's share, each with the begin of its elements in the share."""
-        found = []
+        return [(parameter, begin) for parameter, begin, _ in self._slices()]
+
+    def _slices(self) -> Iterator[tuple[nn.Parameter, int, int]]:
+        """Yield each weight in this replica's share, and the range (begin, end) of its elements in it."""
         for parameter in self.parameters:
             begin, end = self.slice_of(parameter)
             if begin < end:
-                found.append((parameter, begin))
-        return found
+                yield parameter, begin, end
 
     def slice_of(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return the range (begin, end) of `parameter` in this replica's share; empty if other replicas own it."""
@@ -182,12 +184,7 @@ class Bucket:
 
     def shares_of_grads(self) -> list[Tensor]:
         """Return this replica's slice `[n]` of each parameter's summed gradient, without empty slices."""
-        found = []
-        for parameter in self.parameters:
-            begin, end = self.slice_of(parameter)
-            if begin < end:
-                found.append(self.share_grad[begin:end])
-        return found
+        return [self.share_grad[begin:end] for _, begin, end in self._slices()]
 
     def drop_grads(self) -> None:
         """Drop all gradients at the start of a step."""
@@ -201,10 +198,7 @@ class Bucket:
         counts: for each parameter, whether this rank includes its gradient in the global norm.
         """
         ranges: list[list[Any]] = []  # [begin, end, whether it counts] of neighbouring weights that count alike
-        for parameter in self.parameters:
-            begin, end = self.slice_of(parameter)
-            if begin == end:
-                continue
+        for parameter, begin, end in self._slices():
             if ranges and ranges[-1][1] == begin and ranges[-1][2] is counts[parameter]:
                 ranges[-1][1] = end
             else:

@@ -9,7 +9,7 @@ receiver posts a receive when its message has been sent and the receiver is betw
 time only moves forward, so with these points no stage can wait for its own later work. deadlocks.py checks this.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -54,8 +54,8 @@ class _Stage:
     passes: int = 0
     unanswered: int = 0
     agenda: dict[Kind, deque[At]] = field(default_factory=dict)
-    sent: dict[Kind, dict[At, int]] = field(default_factory=lambda: {kind: {} for kind in RECEIVES})
-    points: dict[Kind, dict[At, int]] = field(default_factory=lambda: {kind: {} for kind in RECEIVES})
+    sent: dict[Kind, dict[At, int]] = field(default_factory=lambda: defaultdict(dict))
+    points: dict[Kind, dict[At, int]] = field(default_factory=lambda: defaultdict(dict))
 
 
 class _Simulation:

@@ -12,7 +12,7 @@ from .. import mpu
 from ..data.sample_hash import extend
 from ..data.skips import skipper
 from ..engines.engine import Batches, StepResult
-from ..locks.held_places import HeldPlaces
+from ..locks.held_places import HeldPlaces, LostPlace
 from ..ranks.errors import RunError
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..ranks.signals import StopSignal
@@ -168,10 +168,15 @@ class Saves(Feature):
             self._save(must=True)
 
     def _finish(self) -> None:
+        self._find_lost()
+        self._run.saver.finish()
+
+    def _find_lost(self) -> LostPlace | None:
+        """Return a folder that the run has lost and taken again. Raises RunError if it could not take it again."""
         lost = self._places.find_lost()
         if lost and not lost.free:
             raise RunError(lost.words)
-        self._run.saver.finish()
+        return lost
 
     def _save(self, must: bool) -> None:
         """Save the state after the last step that was not skipped, unless this state is already saved.
@@ -180,9 +185,7 @@ class Saves(Feature):
         """
         run = self._run
         log = run.log
-        lost = self._places.find_lost()
-        if lost and not lost.free:
-            raise RunError(lost.words)
+        lost = self._find_lost()
         must = must or lost is not None
         log.check()
         if must and log.has_unreported:

@@ -34,18 +34,18 @@ class Chart(NamedTuple):
     zero: bool = False  # whether the vertical axis starts at 0
 
 
-def thinned(points: Sequence[Point], most: int = MOST) -> list[Point]:
-    """Reduce the points of a line to about `most`.
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Reduce the points of a line to about MOST.
 
     The line is cut into ranges. From each range, the first, the last, the lowest and the highest point are kept.
     """
-    if len(points) <= most:
+    if len(points) <= MOST:
         return list(points)
 
     def height(i: int) -> float:
         return points[i][1] or 0.0
 
-    size = math.ceil(4 * len(points) / most)
+    size = math.ceil(4 * len(points) / MOST)
     kept = []
     for begin in range(0, len(points), size):
         part = range(begin, min(begin + size, len(points)))

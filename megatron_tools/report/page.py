@@ -33,7 +33,6 @@ def page(
     runs: Runs,
     parameters: Sequence[int | None],
     timetables: Mapping[int, Timetable],
-    now: float | None = None,
 ) -> str:
     """Return the HTML of the whole page.
 
@@ -46,7 +45,7 @@ def page(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(names)}</title><style>{style}</style></head><body>"
-        f'<main id="page">{_body(runs, parameters, timetables, now)}</main>'
+        f'<main id="page">{_body(runs, parameters, timetables)}</main>'
         '<noscript><p class="note">The curves need JavaScript; the tables are complete without it.</p></noscript>'
         f'<div id="tip" hidden></div><script>{script}</script></body></html>\n'
     )
@@ -56,7 +55,6 @@ def _body(
     runs: Runs,
     parameters: Sequence[int | None],
     timetables: Mapping[int, Timetable],
-    now: float | None,
 ) -> str:
     """Return the page's content, without its head and scripts."""
     names = []
@@ -66,12 +64,12 @@ def _body(
         names.append(run.name)
         given.append(run.given)
         columns.append([*facts.results(run), *facts.machine(run, count)])
-    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
+    at = time.strftime("%Y-%m-%d %H:%M")
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     parts = [
         f'<header><h1>{escape(title)}</h1><span class="when">{at}</span>'
         '<button id="theme" title="light or dark" aria-label="light or dark">◐</button></header>',
-        _cards(runs, now),
+        _cards(runs),
         _controls(),
         _figures(runs, charts(runs)),
         _table("Results", names, facts.table(columns)),
@@ -88,11 +86,11 @@ def _dot(run: int) -> str:
     return f'<i class="dot" style="--c:var(--c{run % COLOURS})"></i>'
 
 
-def _cards(runs: Runs, now: float | None) -> str:
+def _cards(runs: Runs) -> str:
     """Return the HTML of one card for each run, with its progress and last loss, and the reasons of failed runs."""
     found = []
     for i, run in enumerate(runs):
-        words, share = facts.progress(run, now)
+        words, share = facts.progress(run)
         dot = _dot(i) if len(runs) > 1 else ""
         loss = "–"
         for row in run.part("train")[-1:]:

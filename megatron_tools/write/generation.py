@@ -376,11 +376,3 @@ def beam_searches(
         if any(not search.over for search in running):
             stepper.reorder(torch.cat(order).to(device))
             logits = stepper.next(torch.cat(new).to(device))
-
-
-def beam_search(
-    stepper: Stepper, beams: int, max_new_tokens: int, end: int, length_penalty: float = 1.0
-) -> list[Found]:
-    """Return the result of `beam_searches` for a single prompt."""
-    (found,) = beam_searches(stepper, beams, max_new_tokens, end, length_penalty)
-    return found
