@@ -28,7 +28,7 @@ from .watch import StepWatch
 
 
 class NoPipeEngine:
-    """Engine without a pipeline: every rank runs all layers.
+    """Engine without a pipeline, with the methods of PipeEngine: every rank runs all layers.
 
     All micro-batches of a step are read before the first forward pass, because their targets must be counted.
     watch: watchdog that ends all ranks if one rank fails or stalls in a step; None for no watchdog.
