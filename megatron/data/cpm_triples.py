@@ -7,6 +7,8 @@
 Every document ends with a masked span. The last token of this span is the only end-of-document token.
 """
 
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,7 +18,6 @@ from .corpora import Make, Paths, build_datasets, prefixes_of
 from .cpm_masking import PARTS
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
-from .sizes import Sizes
 from .spans import SpanPlan
 from .t5_dataset import Datasets, Specials, T5Samples
 
@@ -48,8 +49,9 @@ class CPMTripleDataset(T5Samples):
         self.documents = documents
         self.plan = SpanPlan(encoder, 0, 0, encoder, decoder)
         self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
-        sizes = Sizes(self.parts["context"], documents)
-        self.order = SampleOrder(sizes, encoder, seed, part, overlap=0, folder=self.parts["context"].orders)
+        contexts = self.parts["context"]
+        sizes = partial(contexts.document_sizes, documents)
+        self.order = SampleOrder(sizes, encoder, seed, part, overlap=0, folder=contexts.orders)
 
     def _of(self, name: str, document: int) -> Ids:
         begin, end = self.starts[name][document : document + 2]

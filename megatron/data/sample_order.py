@@ -11,6 +11,8 @@ computed in memory on first use. The order of a large epoch is stored in a file 
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +20,6 @@ from numpy.typing import NDArray
 
 from .indexed_dataset import DatasetError, IndexedDataset
 from .pages import Arrays, release_pages, slices_of
-from .sizes import Sizes
 
 Numbers = NDArray[np.integer]
 SMALL = 1 << 20  # the order of an epoch is kept in memory if documents + samples <= SMALL, else in a file
@@ -41,21 +42,25 @@ Piece = tuple[int, int, int]  # document, first token, last token + 1
 class SampleOrder:
     """Order of samples of `length` + `overlap` tokens, which start every `length` tokens in the shuffled text.
 
-    sizes: number of tokens of each document, int [documents]. shuffle=False keeps documents and samples in
-    corpus order. stream: any string, used as part of the random seed; different strings give independent orders.
+    sizes: returns the number of tokens of each document, int [documents]; called when needed, so a process keeps no
+    copy. stream: any string, used as part of the random seed; different strings give independent orders.
     folder: folder for the files with the order of large epochs; None keeps all epochs in memory.
     Raises ValueError if all documents together do not fill one sample.
     """
 
     def __init__(
-        self, sizes: Numbers | Sizes, length: int, seed: int, stream: str, overlap: int = 1,
-        shuffle: bool = True, folder: str | None = None,
-    ) -> None:  # fmt: skip
-        self._sizes = sizes
+        self,
+        sizes: Callable[[], Numbers],
+        length: int,
+        seed: int,
+        stream: str,
+        overlap: int = 1,
+        folder: str | None = None,
+    ) -> None:
+        self.sizes = sizes
         self._folder = folder
         self.length = length
         self.overlap = overlap
-        self.shuffle = shuffle
         self.seed = [seed, *stream.encode()]
         lengths = self.sizes()
         self.documents = len(lengths)
@@ -72,10 +77,6 @@ class SampleOrder:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""
         return {**self.__dict__, "_epochs": OrderedDict(), "_latest": _NO_EPOCH}
-
-    def sizes(self) -> Numbers:
-        """Return the number of tokens of each document, int [documents]."""
-        return self._sizes.read() if isinstance(self._sizes, Sizes) else self._sizes
 
     def _count_tokens(self, sizes: Numbers) -> int:
         """Return the number of tokens of all documents, and keep a hash of all lengths for the names of order files."""
@@ -136,7 +137,7 @@ class SampleOrder:
 
     def _name(self, number: int) -> str:
         """Return the name of the order file: a hash of everything that determines the order of epoch `number`."""
-        facts = (self._digest, self.documents, self.length, self.overlap, self.shuffle, self.seed, number)
+        facts = (self._digest, self.documents, self.length, self.overlap, True, self.seed, number)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest() + ".order"
 
     def _shapes(self) -> Arrays:
@@ -166,8 +167,7 @@ class SampleOrder:
     def _permute(self, array: NDArray[Any], epoch: int, stream: int) -> None:
         for piece in slices_of(len(array)):
             array[piece] = np.arange(piece.start, piece.stop)
-        if self.shuffle:
-            np.random.default_rng([*self.seed, epoch, stream]).shuffle(array)
+        np.random.default_rng([*self.seed, epoch, stream]).shuffle(array)
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
         """Return a unique id for each sample from `first` to `first + count` - 1.
@@ -249,7 +249,7 @@ class Windows:
         self._signed = limits.min < 0
         self._read = 0  # documents read since the last release of pages
         self._large = len(documents) > SMALL
-        sizes = Sizes(indexed, documents)
+        sizes = partial(indexed.document_sizes, documents)
         self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=indexed.orders)
 
     def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:

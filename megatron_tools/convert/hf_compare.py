@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,9 +47,6 @@ def compare(config: Config, weight: Reader, folder: Path) -> None:
     other = _their_model(config, folder)
     tokens = _tokens(config, max(_length(config), _their_length(config, other.config)))
 
-    def ours(dtype: torch.dtype) -> Tensor:
-        return _logits(config, weight, tokens, dtype)
-
     def theirs(dtype: torch.dtype) -> Tensor:
         inputs = {"input_ids": tokens}
         if config.is_t5:
@@ -56,7 +54,7 @@ def compare(config: Config, weight: Reader, folder: Path) -> None:
         found: Tensor = other.to(dtype)(**inputs).logits
         return found
 
-    _refuse_difference(ours, theirs, folder)
+    _refuse_difference(partial(_logits, config, weight, tokens), theirs, folder)
 
 
 def _transformers() -> Any:
@@ -93,13 +91,8 @@ def _their_model(config: Config, folder: Path) -> Any:
 def compare_ours(config: Config, weight: Reader, other: Config, other_weight: Reader, path: Path) -> None:
     """Compare logits of two models of this project as `compare` does. path: the checkpoint of the second model."""
     tokens = _tokens(config, max(_length(config), _length(other)))
-
-    def ours(dtype: torch.dtype) -> Tensor:
-        return _logits(config, weight, tokens, dtype)
-
-    def theirs(dtype: torch.dtype) -> Tensor:
-        return _logits(other, other_weight, tokens, dtype)
-
+    ours = partial(_logits, config, weight, tokens)
+    theirs = partial(_logits, other, other_weight, tokens)
     _refuse_difference(ours, theirs, path)
 
 

@@ -29,11 +29,19 @@ class Match:
 Matches = Iterator[Match]
 
 
-def _transposed(ours: str, theirs: str) -> Match:
-    return Match(ours, (theirs,), lambda t: [t.T], lambda ts: ts[0].T)
+def _transposed(match: Match) -> Match:
+    """Return `match` with Hugging Face's matrix transposed."""
+
+    def split(t: Tensor) -> Parts:
+        return [part.T for part in match.split(t)]
+
+    def join(ts: Parts) -> Tensor:
+        return match.join([t.T for t in ts])
+
+    return Match(match.ours, match.theirs, split, join)
 
 
-def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match:
+def _stacked_heads(ours: str, theirs: str, heads: int) -> Match:
     """Match two fused tensors of query, key and value rows.
 
     Our rows are ordered by head: q, k and v of head 0, then of head 1, and so on. Hugging Face's tensor holds all q
@@ -43,11 +51,10 @@ def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match
     # Two heads: our rows q0 k0 v0 q1 k1 v1 are q0 q1 k0 k1 v0 v1 in Hugging Face's tensor.
     def split(t: Tensor) -> list[Tensor]:
         by_head = t.view(heads, 3, -1, *t.shape[1:])
-        stacked = by_head.transpose(0, 1).reshape(t.shape)
-        return [stacked.T if transpose else stacked]
+        return [by_head.transpose(0, 1).reshape(t.shape)]
 
     def join(ts: Parts) -> Tensor:
-        t = ts[0].T if transpose else ts[0]
+        t = ts[0]
         by_kind = t.reshape(3, heads, -1, *t.shape[1:])
         return by_kind.transpose(0, 1).reshape(t.shape)
 
@@ -151,7 +158,7 @@ def gpt2_matches(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a GPT-2."""
     yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield Match("position_embedding.weight", ("transformer.wpe.weight",))
-    linear = {"attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
+    names = {"attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
     for i in range(m.num_layers):
         at = f"layers.{i}"
         its = f"transformer.h.{i}"
@@ -159,12 +166,9 @@ def gpt2_matches(m: ModelConfig) -> Matches:
             yield Match(f"{at}.input_layernorm.{kind}", (f"{its}.ln_1.{kind}",))
             yield Match(f"{at}.post_attention_layernorm.{kind}", (f"{its}.ln_2.{kind}",))
             fused = f"{at}.attention.query_key_value.{kind}"
-            yield _stacked_heads(fused, f"{its}.attn.c_attn.{kind}", m.num_attention_heads, kind == "weight")
-            for ours, theirs in linear.items():
-                if kind == "weight":
-                    yield _transposed(f"{at}.{ours}.weight", f"{its}.{theirs}.weight")
-                else:
-                    yield Match(f"{at}.{ours}.bias", (f"{its}.{theirs}.bias",))
+            linear = [_stacked_heads(fused, f"{its}.attn.c_attn.{kind}", m.num_attention_heads)]
+            linear += [Match(f"{at}.{ours}.{kind}", (f"{its}.{theirs}.{kind}",)) for ours, theirs in names.items()]
+            yield from map(_transposed, linear) if kind == "weight" else linear
     for kind in ("weight", "bias"):
         yield Match(f"final_norm.norm.{kind}", (f"transformer.ln_f.{kind}",))
     if not m.tie_embeddings:

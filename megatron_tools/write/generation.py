@@ -98,7 +98,7 @@ class Stages:
 
 
 class _Stepper:
-    """Base class of GPT2Stepper and T5Stepper. It holds the text so far as tokens [b, s], and the key-value caches."""
+    """Base class of the steppers. It holds the text so far as tokens [b, s], and the key-value caches."""
 
     model: GPT2Model | T5Model
     tokens: Tensor
@@ -106,11 +106,14 @@ class _Stepper:
     stages: "Stages | None" = None
 
     def next(self, tokens: Tensor) -> Tensor:
-        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
-        return self._logits(tokens.unsqueeze(1))
+        """Append a token to each continuation, tokens [b], and return logits [b, v] of the next token."""
+        new = tokens.unsqueeze(1).to(self.tokens.device)
+        self.tokens = torch.cat([self.tokens, new], dim=1)
+        return self._logits(new)
 
     def reorder(self, rows: Tensor) -> None:
-        self.tokens = self.tokens[rows]
+        """Set continuation i to the state of continuation rows[i], for every i."""
+        self.tokens = self.tokens[rows.to(self.tokens.device)]
         for each in self.caches.values():
             each.own.reorder(rows)
             each.cross.reorder(rows)
@@ -183,30 +186,24 @@ class GPT2Stepper(_Stepper):
         return begun_by_prefix(visible, left) if self.prefix else no_documents(visible.device)
 
 
-class ModelStepper:
+class ModelStepper(_Stepper):
     """Stepper of a user-defined model, which reads the whole text again for each token.
 
     logits: tokens [b, s] -> logits [b, s, v], equal on all ranks. positions: longest input; older text is dropped.
     """
 
     def __init__(self, logits: Callable[[Tensor], Tensor], prompt: Ids, positions: int) -> None:
-        self.logits, self.prompt, self.positions = logits, prompt, positions
+        self.logits = logits
+        self.prompt = prompt
+        self.positions = positions
+        self.caches = {}
 
     def first(self, batch: int) -> Tensor:
         """Start b = `batch` continuations of the prompt. Return logits [b, v] of their first tokens."""
         self.tokens = torch.tensor([self.prompt] * batch)
-        return self._last()
+        return self._logits(self.tokens)
 
-    def next(self, tokens: Tensor) -> Tensor:
-        """Append a token to each continuation, tokens [b], and return logits [b, v] of the next token."""
-        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1).to(self.tokens.device)], dim=1)
-        return self._last()
-
-    def reorder(self, rows: Tensor) -> None:
-        """Set continuation i to the state of continuation rows[i], for every i."""
-        self.tokens = self.tokens[rows.to(self.tokens.device)]
-
-    def _last(self) -> Tensor:
+    def _logits(self, new: Tensor) -> Tensor:
         return self.logits(self.tokens[:, -self.positions :])[:, -1]
 
 
