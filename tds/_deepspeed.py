@@ -37,7 +37,7 @@ def refuse_other_releases(version: str) -> str | None:
     If the environment variable TDS_ANY_DEEPSPEED is set to anything but 0, return a warning instead. Return None for a
     supported release.
     """
-    found = _numbers(version)[:2]
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     wanted = "deepspeed>={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
     lacks = "".join(f"; it lacks {each}" for each in missing_names())
     if SUPPORTED[0] <= found < SUPPORTED[1] and not lacks:
@@ -48,10 +48,6 @@ def refuse_other_releases(version: str) -> str | None:
         f"DeepSpeed {version} may silently train on wrong gradients{lacks}: pip install '{wanted}', "
         f"or set {INSIST}=1 to use this release nevertheless"
     )
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def _insists() -> bool:
@@ -65,7 +61,8 @@ def refuse_wrong_route(engine: Any) -> str | None:
     is set, return a warning instead. Return None if nothing is known to be wrong.
     """
     version = deepspeed.__version__
-    if _numbers(version)[:3] >= ZERO_3_ON_CPU or engine.zero_optimization_stage() != 3 or not on_cpu():
+    found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if found >= ZERO_3_ON_CPU or engine.zero_optimization_stage() != 3 or not on_cpu():
         return None
     problem = f"DeepSpeed {version} with ZeRO 3 on CPUs may read weights before they have arrived"
     if _insists():

@@ -198,10 +198,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def _adopt_replaced(self) -> None:
-        """Copy weights whose storage a user replaced since the last step into the buckets.
-
-        Raises ReplacedWeightError if the new values cannot be copied safely.
-        """
+        """Copy weights whose storage was replaced into the buckets. Raises ReplacedWeightError if that is not safe."""
         ours = {bucket.weights.untyped_storage().data_ptr() for bucket in self.buckets}
         for bucket in self.buckets:
             replaced = bucket.replaced()
