@@ -6,17 +6,16 @@ everything that determines the content. The file gets this name when it is compl
 """
 
 import contextlib
-import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import own_folder, temporary_name, whole_file
+from ..atomic import locked, own_folder, temporary_name, whole_file
 from .pages import Arrays
 
 Filled = dict[str, NDArray[Any]]  # name -> array of an epoch
@@ -43,7 +42,7 @@ def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, make: 
     size = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays.values())
     path = _find(places, size)
     if path is None:
-        with _node_lock(name):
+        with locked(scratch() / f"{name}.lock"):
             path = _find(places, size) or _create(places, arrays, size, make)
     return _views(path, arrays, "r")
 
@@ -67,17 +66,6 @@ def _find(places: list[Path], size: int) -> Path | None:
             if path.stat().st_size == size:
                 return path
     return None
-
-
-@contextlib.contextmanager
-def _node_lock(name: str) -> Iterator[None]:
-    """Hold a lock among the processes of this node.
-
-    The lock file is on local disk because some shared file systems lack locks.
-    """
-    with open(scratch() / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _create(places: list[Path], arrays: Arrays, size: int, make: Make) -> Path:

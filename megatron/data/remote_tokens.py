@@ -7,7 +7,6 @@ MEGATRON_CACHE_DIR names the cache's folder, MEGATRON_CACHE_GB is the limit of i
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import mmap
 import os
@@ -19,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import naming, own_folder, whole_file
+from ..atomic import locked, naming, own_folder, whole_file
 from ..storage import RemotePath, StorageError, local
 
 Array = NDArray[Any]
@@ -64,7 +63,7 @@ def local_copy(path: RemotePath) -> Path:
     """Return the copy of an object in the cache, and download the object if there is none."""
     stamp = path.stamp()
     there = folder_of(path, stamp) / COPY
-    with _locked(there.with_name(f"{COPY}.lock")):
+    with locked(there.with_name(f"{COPY}.lock")):
         if there.is_file():
             os.utime(there)
         else:
@@ -212,7 +211,7 @@ class RemoteTokens:
     def _downloaded(self, number: int) -> Array:
         with contextlib.suppress(OSError):  # somebody may have deleted the cache while the run reads from it
             self._folder.mkdir(parents=True, exist_ok=True)
-        with _locked(self._folder / f"{number % LOCKS}.lock"):
+        with locked(self._folder / f"{number % LOCKS}.lock"):
             found = self._cached(number)  # another process may have downloaded the block meanwhile
             if found is not None:
                 return found
@@ -312,11 +311,3 @@ def _refuse_change(path: RemotePath, stamp: tuple[int, str]) -> None:
         raise StorageError(
             f"{path} has changed since this run opened it: start the run again, and do not change a corpus in use"
         )
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Any:
-    """Hold a lock among the processes of this node."""
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
