@@ -29,9 +29,9 @@ examples:
   python tools/launch.py --standalone --nproc-per-node 2 pretrain_gpt2.py --pipe-parallel-size 2 --data-path ...
   python tools/launch.py --nnodes 2 --node-rank 0 --master-addr node1 --master-port 6000 --nproc-per-node 8 \\
       pretrain_gpt2.py ..."""
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 SHUTDOWN_SECONDS = 600
 DEFAULT_PORT = 29500  # torchrun uses the same port
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 CAUSES = {
     int(signal.SIGBUS): "a file that it has mapped, such as a corpus, has become shorter, or /dev/shm is full",
     int(signal.SIGKILL): "the machine may have run out of memory (see dmesg)",
