@@ -52,6 +52,10 @@ class Piece(NamedTuple):
     joined: bool = False
 
 
+Messages = Sequence[Message]
+Pieces = tuple[Piece, ...]
+
+
 class Template(Protocol):
     """Protocol of a chat template, which renders a conversation as text.
 
@@ -61,11 +65,11 @@ class Template(Protocol):
     source: str
     date: str | None
 
-    def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+    def pieces(self, messages: Messages) -> Pieces:
         """Return the rendered conversation in pieces. Raises ValueError if the template cannot render it."""
         ...
 
-    def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+    def asking(self, messages: Messages) -> Pieces:
         """Return the prompt: the conversation up to the point where the assistant's next answer begins."""
         ...
 
@@ -129,7 +133,7 @@ class ChatML:
         "+ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     )  # this template as Jinja source, for exported tokenizers
 
-    def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+    def pieces(self, messages: Messages) -> Pieces:
         """Return the rendered conversation in pieces; the assistant's content and <|im_end|> count in the loss."""
         found: list[Piece] = []
         for role, content in messages:
@@ -138,7 +142,7 @@ class ChatML:
             found += [Piece(END, own, True), Piece("\n", False, True)]
         return tuple(found)
 
-    def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+    def asking(self, messages: Messages) -> Pieces:
         """Return the prompt: the conversation, then `<|im_start|>assistant`, after which the model answers."""
         return *self.pieces(messages), Piece(f"{BEGIN}assistant\n", False, True)
 
@@ -179,7 +183,7 @@ class JinjaTemplate:
         """True if the template marks with `{% generation %}` what counts in the loss."""
         return self._blocks.exist
 
-    def pieces(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+    def pieces(self, messages: Messages) -> Pieces:
         """Return the rendered conversation in pieces.
 
         Raises ValueError if a template without `{% generation %}` changes the text of earlier turns in a later turn,
@@ -191,7 +195,7 @@ class JinjaTemplate:
         whole = self.render(messages, False)
         return self._marked(messages, whole, self._blocks.ranges)
 
-    def turns(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+    def turns(self, messages: Messages) -> Pieces:
         """Return the rendered conversation in pieces of which those of the assistant count, whatever blocks mark.
 
         Raises ValueError if a turn changes the text of earlier turns.
@@ -217,7 +221,7 @@ class JinjaTemplate:
         found.append(Piece(whole[at:], False, True))
         return tuple(piece for piece in found if piece.text)
 
-    def _marked(self, messages: Sequence[Message], whole: str, blocks: Sequence[tuple[int, int]]) -> tuple[Piece, ...]:
+    def _marked(self, messages: Messages, whole: str, blocks: Sequence[tuple[int, int]]) -> Pieces:
         """Return the rendered conversation `whole` in pieces that begin and end with its blocks."""
         prompts = self._prompt_lengths(messages, whole)
         borders = {0, len(whole)}
@@ -232,7 +236,7 @@ class JinjaTemplate:
             found.append(Piece(whole[begin:end], begin in learned, True, joined=begin not in prompts))
         return tuple(found)
 
-    def _prompt_lengths(self, messages: Sequence[Message], whole: str) -> set[int]:
+    def _prompt_lengths(self, messages: Messages, whole: str) -> set[int]:
         """Return the lengths of all prompts with which the rendered conversation `whole` begins."""
         found = set()
         for number, message in enumerate(messages):
@@ -248,12 +252,12 @@ class JinjaTemplate:
                 found.add(len(prompt))
         return found
 
-    def asking(self, messages: Sequence[Message]) -> tuple[Piece, ...]:
+    def asking(self, messages: Messages) -> Pieces:
         """Return the prompt, up to the point where the assistant's next answer begins, as one piece."""
         self._refuse_names(messages)
         return (Piece(self.render(messages, True), False, True),)
 
-    def _refuse_names(self, messages: Sequence[Message]) -> None:
+    def _refuse_names(self, messages: Messages) -> None:
         for message in messages:
             if name := self._forbidden_names.search(message.content):
                 kind = "a special token" if name[0] in self._tokenizer.specials else "a token that delimits turns"
@@ -285,7 +289,7 @@ class JinjaTemplate:
             names.add(opening[0])
         return any_of(names)
 
-    def render(self, messages: Sequence[Message], asks: bool) -> str:
+    def render(self, messages: Messages, asks: bool) -> str:
         """Return the rendered conversation; asks: end it where the assistant's next answer begins."""
         turns = [message._asdict() for message in messages]
         try:

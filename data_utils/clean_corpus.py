@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -129,15 +130,11 @@ class Report:
 def _worker_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of cleaning for the worker processes."""
     named = {*DEFAULT_RULES, *args.on} - set(args.off)
-    limits = Limits(
-        min_chars=args.min_chars, max_chars=args.max_chars, max_repeated=args.max_repeated,
-        max_mojibake=args.max_mojibake, max_markup=args.max_markup, max_encoded=args.max_encoded,
-        max_urls=args.max_urls, script=args.script, min_script=args.min_script,
-    )  # fmt: skip
+    limits = {field.name: getattr(args, field.name) for field in fields(Limits)}
     return {
         "key": args.json_key,
         "rules": tuple(named),
-        "limits": limits,
+        "limits": Limits(**limits),
         "seed": args.seed,
         "largest": max_document_bytes(args),
     }

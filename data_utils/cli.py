@@ -13,9 +13,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.atomic import write_text
+from megatron.atomic import whole_file, write_text
 from megatron.config.data import prefix_of
 from megatron.config.fields import describe, listed
 from megatron.storage import PlaceError, anywhere, local
@@ -235,6 +236,21 @@ def unreadable(bad: object) -> ValueError:
 def write_json(path: str, content: object) -> None:
     """Write `content` as JSON, atomically."""
     write_text(path, json.dumps(content, indent=2))
+
+
+def new_figure(what: str, **more: Any) -> Any:
+    """Return a figure of matplotlib. Raises ValueError, which names `what` needs it, if it is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(f"{what} needs the package matplotlib: pip install matplotlib") from None
+    return Figure(**more)
+
+
+def save_figure(figure: Any, path: str | Path, **more: Any) -> None:
+    """Write a figure of matplotlib as a PNG, atomically."""
+    with whole_file(path) as there:
+        figure.savefig(there, format="png", **more)
 
 
 def aligned(rows: Sequence[Sequence[Any]], left: int | None = None) -> list[str]:

@@ -254,14 +254,21 @@ def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         lines.append(line)
         length += len(raw) + 1
         if length >= size:
-            yield Chunk(source, start, length, b"\n".join([*held, b""]), tuple(lines), tuple(bad))
+            yield _chunk_of(source, start, held, lines, bad)
             held = []
             lines = []
             bad = []
             start = start + length
             length = 0
     if held:
-        yield Chunk(source, start, length, b"\n".join([*held, b""]), tuple(lines), tuple(bad))
+        yield _chunk_of(source, start, held, lines, bad)
+
+
+def _chunk_of(
+    source: Source, start: int, records: list[bytes], lines: list[int], bad: list[tuple[int, BadLine]]
+) -> Chunk:
+    content = b"".join(record + b"\n" for record in records)
+    return Chunk(source, start, len(content), content, tuple(lines), tuple(bad))
 
 
 def documents(

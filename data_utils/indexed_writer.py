@@ -11,7 +11,6 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from megatron.atomic import naming, process_name
 from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION
 
+Array = NDArray[Any]
 BLOCK = 1 << 26  # bytes of a file per checksum
 AT_ONCE = 1 << 20  # index entries in memory at once
 
@@ -64,14 +64,14 @@ class IndexedDatasetBuilder:
         """Number of tokens written so far."""
         return self._tokens.size // self.dtype.itemsize
 
-    def add_document(self, ids: Sequence[int] | NDArray[Any], lengths: Sequence[int] | None = None) -> None:
+    def add_document(self, ids: Sequence[int] | Array, lengths: Sequence[int] | None = None) -> None:
         """Append one document of one sequence, or of several sequences of the given lengths."""
         if lengths is None:
             lengths = [len(ids)]
         sizes = np.array(lengths, dtype=np.int64)
         self.add_batch(np.asarray(ids), sizes, np.array([len(sizes)]))
 
-    def add_batch(self, ids: NDArray[Any], lengths: NDArray[Any], sequences_per_document: NDArray[Any]) -> None:
+    def add_batch(self, ids: Array, lengths: Array, sequences_per_document: Array) -> None:
         """Append many documents at once.
 
         ids: concatenated tokens. lengths: tokens of each sequence. sequences_per_document: number of sequences
@@ -153,9 +153,7 @@ class IndexedDatasetBuilder:
     def __enter__(self) -> "IndexedDatasetBuilder":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.finalize()
         else:
@@ -231,7 +229,7 @@ class _Log:
             self._file.close()
 
 
-def fit(ids: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
+def fit(ids: Array, dtype: np.dtype[Any], where: str) -> Array:
     """Cast ids to `dtype`. Raises ValueError for an id that would overflow."""
     if ids.dtype == dtype or not len(ids):
         return ids.astype(dtype, copy=False)
@@ -242,6 +240,6 @@ def fit(ids: NDArray[Any], dtype: np.dtype[Any], where: str) -> NDArray[Any]:
     return ids.astype(dtype)
 
 
-def little(array: NDArray[Any]) -> bytes:
+def little(array: Array) -> bytes:
     """Return the array's bytes in little-endian order on every machine."""
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()

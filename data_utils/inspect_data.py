@@ -36,7 +36,6 @@ EXAMPLES = """\
       the documents on which iteration 100 trains
   python tools/inspect_data.py stages -- --data-stages "0: 0.8 a 0.2 b; 1M: b" --vocab-file tokenizer.model"""
 AT_ONCE = 1 << 22  # tokens checked per block
-PAIR = "path of the pair, without .bin or .idx"
 _PARTS_OF_TRIPLE = tuple(f"_{part}" for part in TRIPLE)  # endings of the pairs of a CPM corpus for T5
 
 
@@ -214,22 +213,21 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, function: Any, help: str) -> argparse.ArgumentParser:
+    def command(name: str, function: Any, help: str, pair: bool = False) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=help, description=help, examples=EXAMPLES)
         made.set_defaults(function=function)
+        if pair:
+            made.add_argument("prefix", type=any_prefix, help="path of the pair, without .bin or .idx")
         return made
 
     def tokenizer_of(made: argparse.ArgumentParser, required: bool) -> None:
         made.add_argument("--vocab-file", type=local_path, required=required, help="tokenizer file or folder")
         made.add_argument("--tokenizer-type", default="auto", help="tokenizer type (default: detected from the file)")
 
-    made = command("info", info, "summarise a pair")
-    made.add_argument("prefix", type=any_prefix, help=PAIR)
-    made = command("verify", verify, "check lengths, boundaries, checksums and ids")
-    made.add_argument("prefix", type=any_prefix, help=PAIR)
+    made = command("info", info, "summarise a pair", pair=True)
+    made = command("verify", verify, "check lengths, boundaries, checksums and ids", pair=True)
     tokenizer_of(made, required=False)
-    made = command("decode", decode, "print documents as text")
-    made.add_argument("prefix", type=any_prefix, help=PAIR)
+    made = command("decode", decode, "print documents as text", pair=True)
     made.add_argument("documents", type=int, nargs="+", help="document numbers, from 0")
     made.add_argument("--ids", action="store_true", help="print token ids in place of text")
     tokenizer_of(made, required=True)
@@ -255,15 +253,14 @@ def build_parser() -> Parser:
     return parser
 
 
-def _add_writers(command: Callable[[str, Any, str], argparse.ArgumentParser]) -> None:
-    """Add the commands that write new pairs."""
+def _add_writers(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Add the commands that write new pairs. command: function of `build_parser` that adds one."""
     made = command("merge", merge_pairs, "merge several pairs into one, in constant memory")
     made.add_argument(
         "prefixes", type=any_path, nargs="+", help="paths of the pairs, in order, with or without .bin or .idx"
     )
     made.add_argument("--output", type=local_path, required=True, help="path of the new pair, without .bin or .idx")
-    made = command("split", split_pair, "split a pair into training, validation and test")
-    made.add_argument("prefix", type=any_prefix, help=PAIR)
+    made = command("split", split_pair, "split a pair into training, validation and test", pair=True)
     made.add_argument(
         "--split",
         default="98,1,1",
@@ -274,8 +271,7 @@ def _add_writers(command: Callable[[str, Any, str], argparse.ArgumentParser]) ->
         type=local_path,
         help="path of the new pairs, without _train, _valid or _test (default: path of the given pair)",
     )
-    made = command("drop", drop_documents, "write a pair without some documents")
-    made.add_argument("prefix", type=any_prefix, help=PAIR)
+    made = command("drop", drop_documents, "write a pair without some documents", pair=True)
     made.add_argument("documents", nargs="+", help="document numbers, from 0, and ranges such as 20-31")
     made.add_argument("--output", type=local_path, required=True, help="path of the new pair, without .bin or .idx")
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.config.batches import BatchSchedule
-from megatron.data.skips import Skips, parse_ranges
+from megatron.data.skips import skips_of
 from megatron.rows import row_of
 
 
@@ -41,7 +41,7 @@ class Iterations:
         self._anchors.append(last)
         left = max(train.train_iters - last.iteration, 0)
         self.total = batches.after(last.samples, left)
-        self._skips = Skips(parse_ranges(train.skip_iterations or ()), parse_ranges(train.skip_samples or ()))
+        self._skips = skips_of(train)
 
     def of_sample(self, n: int) -> int:
         """Return the iteration that trains on sample n."""

@@ -1,16 +1,17 @@
 """Merging, splitting and filtering `.bin/.idx` pairs by copying byte ranges, in constant memory."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
+from megatron.data.pages import runs_of
 from megatron.storage import place
 
-AT_ONCE = 1 << 22  # tokens, sequences or documents copied at once
+AT_ONCE = 1 << 22  # tokens copied at once
 
 
 def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
@@ -72,7 +73,7 @@ def drop(prefix: str, words: Sequence[str], output: str) -> IndexedDatasetBuilde
 
 def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuilder) -> None:
     """Append `documents` of the corpus `indexed` to `builder`, a few million tokens at a time."""
-    for some in _runs(indexed, documents):
+    for some in runs_of(indexed, documents, AT_ONCE):
         index = indexed.document_index[some.start : some.stop + 1]  # number of the first sequence of each document
         first = int(index[0])
         sizes = indexed.sizes[first : int(index[-1])]
@@ -82,16 +83,3 @@ def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuild
             begin = int(indexed.pointers[first]) // indexed.dtype.itemsize
         tokens = indexed.tokens[begin : begin + total]
         builder.add_batch(tokens, sizes, np.diff(index))
-
-
-def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
-    """Yield ranges of consecutive documents with at most AT_ONCE tokens; a longer document has its own range."""
-    at = documents.start
-    while at < documents.stop:
-        window = range(at, min(at + AT_ONCE // 16, documents.stop))
-        # Documents of 3, 4 and 5 tokens end at 3, 7 and 12, so the first two have at most 8 tokens.
-        ends = np.cumsum(indexed.document_sizes(window), dtype=np.int64)
-        fitting = int(ends.searchsorted(AT_ONCE, side="right"))
-        count = max(fitting, 1)
-        yield range(at, min(at + count, documents.stop))
-        at += count

@@ -22,7 +22,7 @@ def config_of(run_dir: str) -> Config:
 def datasets_of(config: Config) -> tuple[Any, Any]:
     """Return the tokenizer and the (training, validation, test) data sets of a run."""
     from megatron.tasks import task_of
-    from megatron.training.task import checked_datasets
+    from megatron.training.task_checks import checked_datasets
 
     task = task_of(config)
     if config.data.vocab_file is None:

@@ -11,9 +11,11 @@ from megatron.tasks.prefix import with_prefixes
 from megatron.tokenizer import Tokenizer
 from megatron.utils import get_ltor_documents_and_position_ids
 
-from .cli import aligned
+from .cli import aligned, new_figure
 
+Sample = dict[str, Tensor]  # tensors of a sample, or attention masks, by name
 Columns = dict[str, list[Any]]
+View = tuple[dict[str, Columns], Sample]  # token tables and attention masks, by name
 
 
 def _words(ids: Tensor, tokenizer: Tokenizer) -> list[str]:
@@ -22,9 +24,7 @@ def _words(ids: Tensor, tokenizer: Tokenizer) -> list[str]:
     return [names.get(i) or repr(tokenizer.decode([i])) for i in ids.tolist()]
 
 
-def gpt2_view(
-    sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
-) -> tuple[dict[str, Columns], dict[str, Tensor]]:
+def gpt2_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
     """Return (token tables by name, attention masks by name) of a GPT-2 sample.
 
     A mask is True where a query (row) may attend to a key (column).
@@ -66,9 +66,7 @@ def _causal(documents: Tensor) -> Tensor:
     return mask[0, 0]
 
 
-def sft_view(
-    sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
-) -> tuple[dict[str, Columns], dict[str, Tensor]]:
+def sft_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
     """Return (token tables, attention masks) of a sample that packs several fine-tuning records."""
     documents = sample["document_ids"][None]
     positions = positions_in_documents(documents)[0]
@@ -76,9 +74,7 @@ def sft_view(
     return {"tokens": table}, {"attention": _causal(documents)}
 
 
-def t5_view(
-    sample: dict[str, Tensor], tokenizer: Tokenizer, config: Any
-) -> tuple[dict[str, Columns], dict[str, Tensor]]:
+def t5_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
     """Return (token tables, attention masks) of a T5 sample.
 
     There are two tables, for the encoder and the decoder. There are masks for the encoder, the decoder and the
@@ -127,16 +123,12 @@ def as_text(tables: dict[str, Columns]) -> str:
     return "\n".join(lines)
 
 
-def draw(tables: dict[str, Columns], masks: dict[str, Tensor], title: str, path: Path) -> None:
+def draw(tables: dict[str, Columns], masks: Sample, title: str, path: Path) -> None:
     """Plot each attention mask; strips below it show the document and the loss mask of each key.
 
     Raises ValueError if matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--png needs the package matplotlib: pip install matplotlib") from None
-    figure = Figure(figsize=(1.5 + 4.8 * len(masks), 6.4), layout="constrained")
+    figure = new_figure("--png", figsize=(1.5 + 4.8 * len(masks), 6.4), layout="constrained")
     axes = figure.subplots(3, len(masks), squeeze=False, height_ratios=[16, 1, 1])
     of_columns = {"attention": "tokens", "encoder": "encoder", "decoder": "decoder", "decoder to encoder": "encoder"}
     for i, (name, mask) in enumerate(masks.items()):

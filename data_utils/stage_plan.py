@@ -5,11 +5,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.atomic import whole_file
 from megatron.config import Config
 from megatron.data.corpora import corpus_names, tokens_of
 
-from .cli import aligned
+from .cli import aligned, new_figure, save_figure
 
 
 class Plan(NamedTuple):
@@ -86,16 +85,12 @@ def draw(plan: Plan, path: Path) -> None:
 
     Raises ValueError without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--png needs the package matplotlib: pip install matplotlib") from None
     edges = plan.edges
     samples = edges[-1]
     points = sorted({*edges, *(samples * i // 60 for i in range(61))})
     epochs = list(map(plan.epochs, points))
     counts = list(map(plan.consumed, edges))
-    figure = Figure(figsize=(7.6, 5.4), dpi=150, layout="constrained")
+    figure = new_figure("--png", figsize=(7.6, 5.4), dpi=150, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     floor = [0.0] * (len(edges) - 1)
     for i, name in enumerate(plan.names):
@@ -115,5 +110,4 @@ def draw(plan: Plan, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
     above.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    with whole_file(path) as there:
-        figure.savefig(there, format="png")
+    save_figure(figure, path)

@@ -186,9 +186,7 @@ def _raw_blocks(path: str, size: int) -> Iterator[bytes]:
             while block := file.read(size):
                 yield block
                 line += block.count(b"\n")
-    except InputError:
-        raise
-    except FileNotFoundError:
+    except (InputError, FileNotFoundError):
         raise
     except _damage() as error:
         raise InputError(f"{path}, near line {line}: damaged compressed data ({error})") from None

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
@@ -68,6 +69,14 @@ def own_folder(name: str) -> Path:
     if found.st_mode & 0o022:
         raise ValueError(f"{path} is writable by other users; run chmod 700 on it, or set TMPDIR to a private folder")
     return path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock among the processes of this node. path: its file, on local disk, as some shared disks lack locks."""
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager

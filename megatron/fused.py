@@ -13,8 +13,10 @@ from torch import Tensor
 
 from ._torch import version
 
+Function = Callable[..., Tensor]
 
-def compiled(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+
+def compiled(plain: Function) -> Function:
     """Return `plain`, a function of tensors [...], compiled into one kernel."""
     # Without this option, the compiler does not fuse every concatenation.
     return torch.compile(plain, options={"force_pointwise_cat": True})
@@ -29,10 +31,10 @@ class Fused:
     if `plain` cannot be compiled, for instance without Triton.
     """
 
-    def __init__(self, plain: Callable[..., Tensor], eager: Callable[..., Tensor]) -> None:
+    def __init__(self, plain: Function, eager: Function) -> None:
         self.plain = plain
         self.eager = eager
-        self.compiled: Callable[..., Tensor] | None = None  # set by the first call on CUDA
+        self.compiled: Function | None = None  # set by the first call on CUDA
 
     def __call__(self, x: Tensor, *more: Any) -> Tensor:
         """Return the function of x [...] and `more`; the device of x selects the definition."""

@@ -34,6 +34,7 @@ examples:
       --master-port 6000 --nproc-per-node 8 pretrain_gpt2.py ..."""
 SHUTDOWN_SECONDS = 600
 DEFAULT_PORT = 29500  # torchrun uses the same port
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 CAUSES = {
     int(signal.SIGBUS): "a file that it has mapped, such as a corpus, has become shorter, or /dev/shm is full",
     int(signal.SIGKILL): "the machine may have run out of memory (see dmesg)",
@@ -75,18 +76,19 @@ class Signals:
     def handle(self) -> None:
         """Install the launcher's signal handlers. Called after the rank processes have started."""
         signal.signal(signal.SIGUSR1, lambda *_: self._forward(signal.SIGUSR1))
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        for number in ENDING:
             # Keep ignoring a signal that was ignored before the launch, such as SIGHUP under nohup.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._stop)
 
-    def _pids(self) -> list[int]:
-        return [pid for group in self._groups[-1:] for pid in group.pids().values()]
-
     def _forward(self, number: int) -> None:
-        for pid in self._pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+        self._signal(os.kill, number)
+
+    def _signal(self, send: Callable[[int, int], None], number: int) -> None:
+        for group in self._groups[-1:]:
+            for pid in group.pids().values():
+                with contextlib.suppress(ProcessLookupError):
+                    send(pid, number)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         """Ask the ranks to save and exit; kill them if the signal comes again or the time is up."""
@@ -113,9 +115,7 @@ class Signals:
         self._end(128 + self.asked)
 
     def _end(self, code: int) -> None:
-        for pid in self._pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # torch puts each rank into its own process group
+        self._signal(os.killpg, signal.SIGKILL)  # torch puts each rank into its own process group
         os._exit(code)
 
 
@@ -129,8 +129,7 @@ def install_signals(args: Any) -> Signals:
     signals = Signals(float(seconds))
 
     def start(group: Any, start_with_torch: Callable[[Any], None]) -> None:
-        numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-        before = dict(zip(numbers, map(signal.getsignal, numbers), strict=True))
+        before = {number: signal.getsignal(number) for number in ENDING}
         signals.listen(group)
         start_with_torch(group)
         for number, handler in before.items():

@@ -2,7 +2,7 @@
 
 Names that this package does not define are taken from DeepSpeed.
 
-schedule.py   order of each stage's passes and messages, as a list of instructions
+schedule.py   order of each stage's passes and messages, as a list of instructions; other_schedules.py: besides 1f1b
 boundary.py   tensors that cross from one stage to the next
 channel.py    point-to-point transport of tensors between stages
 neighbours.py neighbours of a stage and their process groups
@@ -19,6 +19,7 @@ step.py       state of a stage during a step
 buckets.py    weights and gradients in flat memory
 zero_settings.py settings of ZeRO that DeepSpeed refuses without naming their keys
 layout.py     weights whose memory layout DeepSpeed's broadcasts do not accept
+zero_reductions.py sums of the gradients of DeepSpeed's ZeRO optimizers
 flat_matrices.py places weights in buckets, sharded anywhere or stepped as wholes
 distributed_optimizer.py steps the weights in these buckets, sharded over the replicas
 engine_classes.py the engines that deepspeed.initialize may choose
@@ -33,7 +34,7 @@ diagnose.py   errors instead of hangs; fault_board.py exchanges faults and repor
 heartbeat.py  end of a run in which a host falls silent
 store_host.py limits of the process that hosts this store in large runs
 measure.py    check of how DeepSpeed scales gradients
-pipe.py       PipelineModule, LayerSpec, TiedLayerSpec; ties.py ties modules over stages
+pipe.py       PipelineModule, LayerSpec, TiedLayerSpec; sequential.py runs layers, ties.py ties modules over stages
 """
 
 import importlib

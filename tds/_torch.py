@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+Function = Callable[..., Tensor]
+
 
 def timed_event(device: torch.device) -> torch.Event:
     """Return a device event with timing enabled, recorded now on the accelerator `device`."""
@@ -48,13 +50,13 @@ def copy_widened(to: Tensor, tensor: Tensor) -> None:
         to.copy_(tensor)
 
 
-def compiled_on_cuda(function: Callable[..., Tensor], eager: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def compiled_on_cuda(function: Function, eager: Function) -> Function:
     """Return a function of tensors that runs `function`, compiled, on CUDA, and `eager` elsewhere.
 
     Both overwrite their first argument, and a second call must change nothing. If compiling fails, for instance without
     Triton, there is a warning and `eager` runs.
     """
-    chosen: list[Callable[..., Tensor]] = []
+    chosen: list[Function] = []
 
     def call(x: Tensor, *more: Tensor) -> Tensor:
         if not x.is_cuda:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .clip import weights_of
+from .optimizers import inner_of
 
 AVERAGE = "ema"  # name of the average among a parameter's optimizer tensors
 
@@ -28,7 +29,7 @@ class WeightAverage:
         self.held: dict[Tensor, Tensor | None] = {}
         self._kept_here: set[Tensor] = set()
         self._steps: int | Tensor = 0  # applied since the averages in `held` were loaded
-        inner: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        inner = inner_of(engine)
         # A DistributedOptimizer steps its buckets in groups: only those of the current group have a gradient.
         self._in_groups = engine.distributed is not None
         inner.register_step_pre_hook(lambda *_: self._before(inner))

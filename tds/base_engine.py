@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, configure_compression, is_tested
+from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, configure_compression
 from .average import WeightAverage
 from .distributed_optimizer import DistributedOptimizer
 from .layout import flat_scalars, flat_where_needed, make_rows_contiguous
@@ -21,11 +21,10 @@ from .optimizer_state import complete_weights, drop_skipped_gradients
 from .optimizers import refuse_closures
 from .param_replicas import by_holders, holders_of
 from .pipe import chunk_of_weights, tied_weights
-from .reductions import keep_missing_grads
 from .saving import refuse_url, warn_of_copies
 from .sparse import make_dense, refuse_sparse, sparse_weights
 from .spikes import SpikeGuard
-from .zero_settings import naming_keys, refuse_quantization_on_cpus
+from .zero_settings import naming_keys, refuse_quantization_on_cpus, refuse_unsupported
 
 
 class Engine(DeepSpeedEngine):  # type: ignore[misc]
@@ -48,6 +47,11 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     def distributed(self) -> DistributedOptimizer | None:
         """The optimizer, if it is a DistributedOptimizer, else None."""
         return self.optimizer if isinstance(self.optimizer, DistributedOptimizer) else None
+
+    @property
+    def has_wrapped_optimizer(self) -> bool:
+        """True if a DeepSpeed optimizer wraps the user's optimizer and clips the gradients."""
+        return bool(self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization())
 
     @property
     def skipped_steps(self) -> int:
@@ -95,14 +99,14 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         if self.zero_optimization_stage() == 3:
             make_rows_contiguous(self.module)
         if not isinstance(client_optimizer, DistributedOptimizer):
-            if self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled():
+            if self.has_wrapped_optimizer:
                 make_dense(sparse_weights(self.module))
             else:
                 refuse_sparse(self.module, client_optimizer)
             with naming_keys(self):
                 super()._configure_optimizer(client_optimizer, model_parameters)
             return
-        _refuse_unsupported(self, client_optimizer)
+        refuse_unsupported(self, client_optimizer)
         self.basic_optimizer = client_optimizer.optimizer
         self.optimizer = client_optimizer
         client_optimizer.attach(
@@ -113,9 +117,9 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def _sum_gradients_in_fp64(self) -> None:
         """Sum fp64 gradients over replicas in fp64: DeepSpeed sums in fp32 unless communication_data_type is given."""
-        other = self.zero_optimization() or self.fp16_enabled() or self.bfloat16_enabled()
-        asked = self._config.communication_data_type is not None
-        if not other and not asked and any(p.dtype is torch.float64 for p in self.module.parameters()):
+        if self.has_wrapped_optimizer or self._config.communication_data_type is not None:
+            return
+        if any(p.dtype is torch.float64 for p in self.module.parameters()):
             self._config.communication_data_type = torch.float64
 
     def _broadcast_model(self) -> None:
@@ -140,6 +144,8 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
             return
+        from .zero_reductions import keep_missing_grads
+
         with keep_missing_grads(self.module, self.seq_data_parallel_group):
             super().buffered_allreduce_fallback(grads, *args, **kwargs)
 
@@ -193,33 +199,3 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
             self._compared = True
             warn_of_copies(self.module, self.seq_data_parallel_group)
         return super().save_checkpoint(save_dir, *args, **kwargs)
-
-
-def _refuse_unsupported(engine: Any, optimizer: DistributedOptimizer) -> None:
-    """Raise ValueError for settings that a DistributedOptimizer does not support."""
-    problem = None
-    if engine.fp16_enabled():
-        problem = "has no loss scale for fp16: use bf16 or fp32"
-    elif engine.zero_optimization_stage() != 1:
-        problem = (
-            f'needs ZeRO stage 1, not {int(engine.zero_optimization_stage())}: set "zero_optimization": {{"stage": 1}}'
-        )
-    elif not engine.gradient_average:
-        problem = 'averages gradients over replicas: leave "gradient_allreduce_op" out of the ds_config'
-    elif engine.zero_cpu_offload():
-        problem = "keeps its states on the device: leave offload_optimizer out of the ds_config"
-    elif engine._config.torch_autocast_enabled and engine._config.torch_autocast_dtype == torch.float16:
-        problem = "has no loss scale for torch_autocast in float16: use bfloat16"
-    elif not (
-        is_tested(optimizer.optimizer)
-        or hasattr(optimizer.optimizer, "whole_work")
-        or engine.zero_allow_untested_optimizer()
-    ):
-        problem = (
-            f"needs an element-wise update, which {type(optimizer.optimizer).__name__} is not known to have: set "
-            f'"zero_allow_untested_optimizer": true if it has one'
-        )
-    if problem:
-        raise ValueError(
-            f"tds.DistributedOptimizer {problem}, or do not wrap your optimizer in tds.DistributedOptimizer"
-        )

@@ -5,7 +5,7 @@ and owns one equal share of it. Only the owner of a share keeps the optimizer mo
 half precision, its fp32 copy.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -41,14 +41,14 @@ class Bucket:
         self.weights = torch.zeros(share * self.replicas, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(share * self.replicas, dtype=exact, device=first.device)
         self._grad_of: dict[nn.Parameter, Tensor] = {}
-        self._view_of: dict[nn.Parameter, Tensor] = {}  # views of `weights`
+        self.view_of: dict[nn.Parameter, Tensor] = {}  # views of `weights`, in the shapes of the parameters
         self._offset_of = dict(zip(self.parameters, offsets, strict=True))
         for parameter, at in self._offset_of.items():
             end = at + parameter.numel()
             view = self.weights[at:end].view_as(parameter)
             view.copy_(parameter.detach())
             parameter.data = view
-            self._view_of[parameter] = view
+            self.view_of[parameter] = view
             self._grad_of[parameter] = self.grads[at:end].view_as(parameter)
         mine = self.weights[self.begin : self.end]
         self.copies = exact is not first.dtype
@@ -63,12 +63,14 @@ class Bucket:
 
     def _pieces(self) -> list[tuple[nn.Parameter, int]]:
         """Return the weights in this replica's share, each with the begin of its elements in the share."""
-        found = []
+        return [(parameter, begin) for parameter, begin, _ in self._slices()]
+
+    def _slices(self) -> Iterator[tuple[nn.Parameter, int, int]]:
+        """Yield each weight in this replica's share, and the range (begin, end) of its elements in it."""
         for parameter in self.parameters:
             begin, end = self.slice_of(parameter)
             if begin < end:
-                found.append((parameter, begin))
-        return found
+                yield parameter, begin, end
 
     def slice_of(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return the range (begin, end) of `parameter` in this replica's share; empty if other replicas own it."""
@@ -95,13 +97,9 @@ class Bucket:
         """
         self._views = users(self.weights)
 
-    def view_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the view of the flat memory that holds the values of `parameter`, in its shape."""
-        return self._view_of[parameter]
-
     def replaced(self) -> list[nn.Parameter]:
         """Return the weights that no longer view their slice of the flat memory."""
-        return [p for p, place in self._view_of.items() if not _is_same_view(p, place)]
+        return [p for p, place in self.view_of.items() if not _is_same_view(p, place)]
 
     def adopt(self, replaced: Sequence[nn.Parameter]) -> bool:
         """Copy the replaced weights into the flat memory and make them views of this memory again.
@@ -112,8 +110,8 @@ class Bucket:
         if users(self.weights) != self._views - len(replaced):
             return False
         for parameter in replaced:
-            self._view_of[parameter].copy_(parameter.detach())
-            parameter.data = self._view_of[parameter]
+            self.view_of[parameter].copy_(parameter.detach())
+            parameter.data = self.view_of[parameter]
         return True
 
     def add(self, parameter: nn.Parameter) -> None:
@@ -186,12 +184,7 @@ class Bucket:
 
     def shares_of_grads(self) -> list[Tensor]:
         """Return this replica's slice `[n]` of each parameter's summed gradient, without empty slices."""
-        found = []
-        for parameter in self.parameters:
-            begin, end = self.slice_of(parameter)
-            if begin < end:
-                found.append(self.share_grad[begin:end])
-        return found
+        return [self.share_grad[begin:end] for _, begin, end in self._slices()]
 
     def drop_grads(self) -> None:
         """Drop all gradients at the start of a step."""
@@ -205,10 +198,7 @@ class Bucket:
         counts: for each parameter, whether this rank includes its gradient in the global norm.
         """
         ranges: list[list[Any]] = []  # [begin, end, whether it counts] of neighbouring weights that count alike
-        for parameter in self.parameters:
-            begin, end = self.slice_of(parameter)
-            if begin == end:
-                continue
+        for parameter, begin, end in self._slices():
             if ranges and ranges[-1][1] == begin and ranges[-1][2] is counts[parameter]:
                 ranges[-1][1] = end
             else:

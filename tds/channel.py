@@ -22,7 +22,7 @@ from . import trace
 from ._torch import users
 from .batches import DataEnded
 from .boundary import BoundaryError
-from .memory import Pool, alias
+from .memory import Pool, alias, same_storage
 from .schedule import At
 
 HEADER_SIZE = 1536  # bytes; room for about 60 tensors of 4 dimensions
@@ -156,15 +156,12 @@ class Sender:
                 # Before `_slice` makes views: another user of the tensor could change it while it is sent.
                 is_shared = users(each.tensor) > 1
                 part = _padded_bytes(self._slice(each))
-                must_copy = bool(parts) or (is_shared and _same_memory(part, each.tensor))
+                must_copy = bool(parts) or (is_shared and same_storage(part, each.tensor))
                 parts.append(part)
         if must_copy:
-            return self._copy(parts)
+            size = sum(part.numel() for part in parts)
+            return torch.cat(parts, out=self.link.pool.take(size))
         return parts[0] if parts else None
-
-    def _copy(self, parts: list[Tensor]) -> Tensor:
-        size = sum(part.numel() for part in parts)
-        return torch.cat(parts, out=self.link.pool.take(size))
 
     def _start_header(self, content: list[Any], what: str) -> None:
         text = json.dumps(content).encode()
@@ -361,7 +358,3 @@ def _padded_bytes(part: Tensor) -> Tensor:
     raw = part.view(torch.uint8)
     gap = -raw.numel() % ALIGN
     return torch.nn.functional.pad(raw, (0, gap)) if gap else raw
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -4,16 +4,12 @@ Pascanu et al. 2013.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ._torch import norms, scale_all
 from .sparse import numbers_of
-
-# These optimizers count steps per tensor or not at all.
-ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -72,24 +68,11 @@ def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.devi
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Clip the gradients to the global norm `limit` (0: no clipping). norm: the current global norm, a scalar."""
-    _clip([numbers_of(p) for p in parameters if p.grad is not None], norm, limit)
+    clip([numbers_of(p) for p in parameters if p.grad is not None], norm, limit)
 
 
-def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
-    """Clip `gradients` to the global norm `limit` (0: no clipping) before or in the next `optimizer.step()`.
-
-    A fused optimizer divides them in its kernel, which saves a pass over all gradients. Its divisor is in fp32, so
-    gradients in fp64 are clipped here. If `norm`, the current global norm, is not finite, the step is a no-op.
-    """
-    leave_out_unless_finite(optimizer, norm)
-    in_kernel = limit > 0 and is_fused(optimizer) and all(g.dtype is not torch.float64 for g in gradients)
-    divisor = ((norm + 1e-6) / limit).clamp(min=1.0).float() if in_kernel else None
-    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-    if not in_kernel:
-        _clip(gradients, norm, limit)
-
-
-def _clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
+def clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
+    """Clip `gradients`, which may have several dtypes, to the global norm `limit` (0: no clipping)."""
     if limit <= 0 or not gradients:
         return
     # Multiplying by a clamped factor avoids reading a value back from the device.
@@ -101,48 +84,3 @@ def _clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
         # The factor is not in half precision, because it would be rounded, possibly to 0.
         wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
         scale_all(alike, factor.to(wide))
-
-
-def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
-    """Make the next `optimizer.step()` a no-op, moments and step counts included, if `norm`, a scalar, is not finite.
-
-    torch's fused Adam reads a flag on the device. For any other optimizer, the host reads the norm, which
-    synchronizes with the device in every step, and drops the gradients if the norm is not finite. These other
-    optimizers include apex's Adam and torch's fused SGD. The kernel of fused SGD would leave the momentum uninitialised
-    if it skipped the first step.
-    """
-    if is_fused(optimizer) and not isinstance(optimizer, torch.optim.SGD):
-        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-    elif not norm.isfinite():
-        drop_gradients(optimizer)
-
-
-def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Drop all gradients, so that the next `optimizer.step()` is a no-op, step counts included."""
-    for parameter in weights_of(optimizer):
-        parameter.grad = None
-    if steps_separately(optimizer):
-        return
-    inner = adam_of(optimizer)
-    for group in inner.param_groups:
-        if "step" in group or type(inner).__module__.startswith("apex."):  # counts a step even without gradients
-            group["step"] = group.get("step", 0) - 1
-
-
-def is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether one of torch's fused kernels, which read the attribute `grad_scale`, steps all weights.
-
-    An optimizer that calls a fused optimizer, such as Muon, has groups that are fused, but its attributes are not read.
-    """
-    return isinstance(optimizer, ONE_BY_ONE) and all(group.get("fused") for group in optimizer.param_groups)
-
-
-def adam_of(wrapped: torch.optim.Optimizer) -> Any:
-    """Return the Adam inside Muon, or None if Muon has none; return any other optimizer itself."""
-    return getattr(wrapped, "adamw", wrapped)
-
-
-def steps_separately(wrapped: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer counts steps per weight or not at all, so that some weights can be stepped first."""
-    inner = adam_of(wrapped)  # Muon itself counts no steps
-    return inner is None or type(inner) in ONE_BY_ONE or getattr(inner, "steps_separately", False)

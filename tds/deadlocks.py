@@ -18,6 +18,7 @@ from .queues import POSTED_AHEAD, boundary_parity
 from .schedule import (
     At,
     Instruction,
+    Kind,
     Plan,
     RecvActivation,
     RecvGrad,
@@ -129,9 +130,9 @@ class StageGraph:
         self._since_sync: list[int] = []  # end events of the operations since the last device synchronization
         # For each kind of receive: _agenda has the receives that are not posted yet, _posted the posted receives, and
         # _known the messages whose layout is known.
-        self._agenda: dict[type[Instruction], deque[At]] = defaultdict(deque)
-        self._posted: dict[type[Instruction], deque[int]] = defaultdict(deque)
-        self._known: dict[type[Instruction], set[At]] = defaultdict(set)
+        self._agenda: dict[Kind, deque[At]] = defaultdict(deque)
+        self._posted: dict[Kind, deque[int]] = defaultdict(deque)
+        self._known: dict[Kind, set[At]] = defaultdict(set)
 
     def run(self, instructions: Sequence[Instruction]) -> None:
         """Submit all instructions."""
@@ -197,20 +198,20 @@ class StageGraph:
         self._since_sync.append(end)
         return start, end
 
-    def _header(self, kind: type[Instruction], at: At) -> int:
+    def _header(self, kind: Kind, at: At) -> int:
         """Send or receive a header, which goes from host to host, so that only the receiving host waits."""
         event = self.graph.add_event(f"{kind.__name__}({at.micro}, header) of stage {self.stage}", self._host)
         self.headers[self._link(kind, at), kind is SendActivation] = event
         return event
 
-    def _link(self, kind: type[Instruction], at: At) -> tuple[int, bool, At]:
+    def _link(self, kind: Kind, at: At) -> tuple[int, bool, At]:
         """Return (boundary, whether the message goes to the next virtual stage, micro-batch and sender's chunk)."""
         boundary = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
         # The first stage's chunk c + 1 follows the last stage's chunk c; a message between them is numbered c.
         sender = at.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else at.chunk
         return boundary, kind in (SendActivation, RecvActivation), At(at.micro, sender)
 
-    def _message(self, kind: type[Instruction], at: At) -> int:
+    def _message(self, kind: Kind, at: At) -> int:
         link = self._link(kind, at)
         queue = self.rules.queue(link[0], self.stages, link[1])
         name = f"{kind.__name__}({at.micro}) of stage {self.stage}"
@@ -219,7 +220,7 @@ class StageGraph:
         self.ends[link, kind in SENDS] = start, end
         return end
 
-    def _take(self, kind: type[Instruction]) -> None:
+    def _take(self, kind: Kind) -> None:
         """Make the device, not the host, wait for the next message of this kind."""
         if not self._posted[kind]:
             self._synchronize(f"the buffer for {kind.__name__} of stage {self.stage}")
@@ -229,7 +230,7 @@ class StageGraph:
         arrived = self._posted[kind].popleft()
         self._computed = self._submit(f"what stage {self.stage} computes after {kind.__name__}", arrived)[0]
 
-    def _post(self, kind: type[Instruction], messages: int = 0) -> None:
+    def _post(self, kind: Kind, messages: int = 0) -> None:
         """Post receives of known layout: all that are due, then others until `messages` receives are pending."""
         agenda = self._agenda[kind]
         posted = self._posted[kind]
@@ -239,7 +240,7 @@ class StageGraph:
                 return
             posted.append(self._message(kind, agenda.popleft()))
 
-    def _is_due(self, kind: type[Instruction], at: At) -> bool:
+    def _is_due(self, kind: Kind, at: At) -> bool:
         points = self._points.get(kind, {})
         return at in points and points[at] <= self._passes
 

@@ -19,11 +19,12 @@ from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
 from .bucket_launch import BucketLauncher, pack, sort_buckets
 from .buckets import Bucket
-from .clip import clip_in_step, is_unique_param, squared_norm_of, steps_separately
+from .clip import is_unique_param, squared_norm_of
 from .flat_matrices import Work, is_even
 from .gathers import DeferredGathers, layers_that_wait
 from .messages import ways
 from .module_changes import ADVICE, ReplacedWeightError
+from .optimizers import clip_in_step, steps_separately
 from .param_replicas import by_holders
 
 # Largest number of groups. While a group is stepped, the weights of the previous group are gathered. Each call of the
@@ -197,15 +198,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def _adopt_replaced(self) -> None:
-        """Copy weights whose storage a user replaced since the last step into the buckets.
-
-        Raises ReplacedWeightError if the new values cannot be copied safely.
-        """
+        """Copy weights whose storage was replaced into the buckets. Raises ReplacedWeightError if that is not safe."""
         ours = {bucket.weights.untyped_storage().data_ptr() for bucket in self.buckets}
         for bucket in self.buckets:
             replaced = bucket.replaced()
             for p in replaced:
-                view = bucket.view_of(p)
+                view = bucket.view_of[p]
                 became = None
                 if p.untyped_storage().data_ptr() in ours:
                     became = "shares memory with another weight"

@@ -102,14 +102,14 @@ def _cached(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     return _Cache.groups[key]
 
 
-def max_with_nan(x: Tensor, group: Any = None) -> Tensor:
+def max_with_nan(x: Tensor) -> Tensor:
     """Return the maximum of floats x [...] over the ranks, NaN where any rank has NaN. Collective.
 
     The MAX of gloo and of NCCL loses a NaN of another rank.
     """
     missing = x.isnan()
     both = torch.stack([x.masked_fill(missing, -math.inf), missing.to(x.dtype)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
     return both[0].masked_fill(both[1] > 0, math.nan)
 
 

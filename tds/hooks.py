@@ -11,10 +11,11 @@ from torch import Tensor
 from ._deepspeed import StockPipelineEngine
 from .base_engine import Engine
 from .batches import DataEnded
-from .clip import clip_by_norm, drop_gradients
+from .clip import clip_by_norm
 from .losses import Losses
 from .neighbours import Neighbours
 from .observers import Observers
+from .optimizers import drop_gradients
 from .param_replicas import squared_norm_of_replica
 from .patches import is_reduction_replaced
 from .reductions import Reduction
@@ -42,11 +43,6 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     _step: Step
     _proven: set[int]  # numbers of micro-batches with which no step can deadlock
     _norm_is_shared = False  # whether this step's all-reduce of the losses also summed the squared norm
-
-    @property
-    def has_wrapped_optimizer(self) -> bool:
-        """True if a DeepSpeed optimizer wraps the user's optimizer and clips the gradients."""
-        return bool(self.fp16_enabled() or self.bfloat16_enabled() or self.zero_optimization())
 
     @property
     def named_losses(self) -> dict[str, Tensor]:
@@ -97,10 +93,9 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         model_rank = self.grid.get_slice_parallel_rank()
         if self.distributed:
             square = self.distributed.squared_norm(model_rank, self.device)
-            dist.all_reduce(square, group=self.grid.get_data_parallel_group())
+            dist.all_reduce(square, group=self._replicas)
             return square
-        replicas = self.grid.get_data_parallel_group()
-        return squared_norm_of_replica(self.module.parameters(), model_rank, self.device, replicas)
+        return squared_norm_of_replica(self.module.parameters(), model_rank, self.device, self._replicas)
 
     def _take_norm(self) -> Tensor:
         """Return the global gradient norm, a scalar.

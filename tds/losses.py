@@ -13,6 +13,7 @@ from torch import Tensor
 from ._torch import to_device
 from .groups import gather_objects
 
+ByName = dict[str, Tensor]
 TRAINED, ADDITIONAL = 0, 1  # kinds of losses
 Key = tuple[int, str]  # kind (TRAINED or ADDITIONAL) and name of a loss
 
@@ -39,23 +40,17 @@ class Losses:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.targets = 0.0  # divisor of the losses of the last step
-        self.dtype = torch.float32  # dtype of the losses that the engine returns
         self._found: dict[Key, Tensor] = {}  # losses of the last step, after the division
-        self._sums: dict[Key, Tensor] = {}
         self._known: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all ranks
-        self._own = 1  # micro-batches of this replica
-        self._divisor: Tensor | None = None  # number of targets in the global batch, if they are counted
         self.counts: Tensor | None = None  # sum of what `count_targets` returned, at least 1 each
         # fp64 vector that the ranks reduce together. Its elements, in order: number of targets and of micro-batches of
         # all replicas; 1 if a loss has a new name; 1 if losses are fp64; for each key of `_known`, 1 if a replica has
         # this loss; the mean of each of these losses; the number that `share` sums, if it was called.
         self._numbers = torch.zeros(())
-        self._host: list[float] | None = None  # `_numbers` on the host
-        self._reduced = False  # whether this rank has called `reduce` in this step
         self._replicas: Any = None
         self._source = 0
         self._stages = None
+        self.begin(1, 0)
 
     def begin(self, micro_batches: int, replicas: int) -> None:
         """Start a step with `micro_batches` on this replica.
@@ -63,12 +58,12 @@ class Losses:
         Unless `count` is called, losses are divided by the number of micro-batches on all replicas.
         """
         self._own = micro_batches
-        self._divisor = None
-        self._host = None
-        self._reduced = False
-        self.targets = float(micro_batches * replicas)
-        self._sums = {}
-        self.dtype = torch.float32
+        self._divisor: Tensor | None = None  # number of targets in the global batch, if they are counted
+        self._host: list[float] | None = None  # `_numbers` on the host
+        self._reduced = False  # whether this rank has called `reduce` in this step
+        self.targets = float(micro_batches * replicas)  # divisor of the losses
+        self._sums: dict[Key, Tensor] = {}
+        self.dtype = torch.float32  # dtype of the losses that the engine returns
 
     def count(self, count_targets: Callable[[Any], Any], labels: Sequence[Any], replicas: Any) -> None:
         """Set the divisor of the losses to the number of targets in `labels`, summed over the replicas.
@@ -200,14 +195,17 @@ class Losses:
         return self._host[-1]
 
     @property
-    def means(self) -> dict[str, Tensor]:
+    def means(self) -> ByName:
         """The losses of the last step by name, scalars in fp64."""
-        return {name: value for (kind, name), value in self._found.items() if kind == TRAINED}
+        return self._of(TRAINED)
+
+    def _of(self, wanted: int) -> ByName:
+        return {name: value for (kind, name), value in self._found.items() if kind == wanted}
 
     @property
-    def additional(self) -> dict[str, Tensor]:
+    def additional(self) -> ByName:
         """The means of the additional losses of the last step by name, scalars in fp64."""
-        return {name: value for (kind, name), value in self._found.items() if kind == ADDITIONAL}
+        return self._of(ADDITIONAL)
 
     @property
     def total(self) -> Tensor:
@@ -221,6 +219,6 @@ class Losses:
         return torch.stack(trained).sum().to(self.dtype) if trained else None
 
     @property
-    def named(self) -> dict[str, Tensor]:
+    def named(self) -> ByName:
         """All losses by name, scalars, for a progress line."""
         return {name: value for (_, name), value in self._found.items()}

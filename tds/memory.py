@@ -35,6 +35,11 @@ def alias(tensor: Tensor) -> Tensor:
     )
 
 
+def same_storage(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors view the same memory."""
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
 class _NonLeafView(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:  # type: ignore[override]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import flat_groups
 from .clip import weights_of
+from .memory import same_storage
 
 ADVICE = (
     "copy into the weight instead (p.data.copy_(new), load_state_dict without assign), or call tds.initialize() again"
@@ -67,15 +68,11 @@ class KnownModel:
                 )
         for weights, flat in flat_groups(optimizer):
             for weight in weights:
-                if weight in names and weight.numel() and not _same_storage(weight, flat):
+                if weight in names and weight.numel() and not same_storage(weight, flat):
                     raise ReplacedWeightError(
                         f"the storage of the weight {names[weight]} was replaced after tds.initialize(), and "
                         f"{type(optimizer).__name__} would keep stepping the old storage: {ADVICE}"
                     )
-
-
-def _same_storage(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 def _layers(module: Any) -> dict[str, nn.Module]:

@@ -16,11 +16,12 @@ from deepspeed import utils as _utils
 from deepspeed import zero
 from torch import Tensor, nn
 
-from ._deepspeed import BF16_Optimizer, DeepSpeedOptimizer, Zero3Optimizer, Zero12Optimizer
+from ._deepspeed import BF16_Optimizer, Zero3Optimizer, Zero12Optimizer
 from ._torch import norms
 from .average import AVERAGE
-from .clip import adam_of, weights_of
+from .clip import weights_of
 from .distributed_optimizer import DistributedOptimizer
+from .optimizers import adam_of, inner_of
 
 LINKS_MOMENTS = BF16_Optimizer, Zero12Optimizer, DistributedOptimizer
 
@@ -29,19 +30,12 @@ def _wrapped(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
-def _inner(engine: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside DeepSpeed's wrapper."""
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    assert isinstance(inner, torch.optim.Optimizer)
-    return inner
-
-
 def owners(engine: Any) -> list[Tensor]:
     """Return the tensors that the torch optimizer steps: the parameters, or ZeRO's flat shards of them."""
-    if engine.zero_optimization_stage() == 3 and engine.optimizer is not _inner(engine):
+    if engine.zero_optimization_stage() == 3 and engine.optimizer is not inner_of(engine):
         # ZeRO-3 puts these shards into param_groups only while it steps them.
         return list(engine.optimizer.fp32_partitioned_groups_flat)
-    return weights_of(_inner(engine))
+    return weights_of(inner_of(engine))
 
 
 def _owner_of(engine: Any) -> dict[nn.Parameter, Tensor]:
@@ -73,12 +67,12 @@ def complete_weights(engine: Any) -> None:
 
 def reads_copies(engine: Any) -> bool:
     """Return whether `get_weight` and `get_moment` return copies, because an optimizer wraps the torch optimizer."""
-    return engine.optimizer is not _inner(engine)
+    return engine.optimizer is not inner_of(engine)
 
 
 def before_step(engine: Any, hook: Callable[[], None]) -> None:
     """Call `hook` before each change of weights and moments by the optimizer."""
-    _inner(engine).register_step_pre_hook(lambda *_: hook())
+    inner_of(engine).register_step_pre_hook(lambda *_: hook())
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:
@@ -140,15 +134,11 @@ def moment_names(engine: Any) -> list[str]:
     _link_moments(engine)
     names = set[str]()
     for owner in owners(engine):
-        for name, value in _inner(engine).state.get(owner, {}).items():
-            if _is_moment(name, value, owner):
+        for name, value in inner_of(engine).state.get(owner, {}).items():
+            # Adam's step count is a tensor without dimensions, as a weight may be, too.
+            if isinstance(value, Tensor) and value.shape == owner.shape and name != "step":
                 names.add(name)
     return sorted(names)
-
-
-def _is_moment(name: str, value: Any, owner: Tensor) -> bool:
-    """Return whether `value` has the shape of the weight `owner`. Adam's step count is a tensor without dimensions."""
-    return isinstance(value, Tensor) and value.shape == owner.shape and name != "step"
 
 
 def moments_of(engine: Any, parameter: nn.Parameter, names: Sequence[str]) -> list[str]:
@@ -159,14 +149,14 @@ def moments_of(engine: Any, parameter: nn.Parameter, names: Sequence[str]) -> li
     if not parameter.requires_grad:
         average = engine.weight_average
         return [name for name in names if name == AVERAGE and average is not None and parameter in average.held]
-    if not (_wrapped(parameter) or parameter in _inner(engine).state):
+    if not (_wrapped(parameter) or parameter in inner_of(engine).state):
         return []
     return _names_of(engine, parameter, names)
 
 
 def _names_of(engine: Any, tensor: Tensor, names: Sequence[str]) -> list[str]:
     """Return which moments in `names` belong to `tensor`, a weight or an owner, if the optimizer distinguishes them."""
-    of = getattr(_inner(engine), "moments_of", None)
+    of = getattr(inner_of(engine), "moments_of", None)
     if of is None:
         return list(names)
     own = {AVERAGE, *of(tensor)}
@@ -179,7 +169,7 @@ def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
         return engine.weight_average.of_frozen(parameter, get_weight(parameter))  # type: ignore[no-any-return]
     if _wrapped(parameter):
         return _utils.safe_get_full_optimizer_state(parameter, name)  # type: ignore[no-any-return]
-    return _inner(engine).state[parameter][name]  # type: ignore[no-any-return]
+    return inner_of(engine).state[parameter][name]  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -190,12 +180,12 @@ def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -
     elif _wrapped(parameter):
         _utils.safe_set_full_optimizer_state(parameter, value, name)
     else:
-        _inner(engine).state[parameter][name].copy_(value)
+        inner_of(engine).state[parameter][name].copy_(value)
 
 
 def get_step(engine: Any) -> int:
     """Return the optimizer's step count (Adam's t), the highest one on this rank."""
-    inner = _inner(engine)
+    inner = inner_of(engine)
     highest = max((int(group.get("step", 0)) for group in inner.param_groups), default=0)  # apex's Adam counts by group
     for owner in owners(engine):
         highest = max(highest, int(inner.state.get(owner, {}).get("step") or 0))
@@ -207,7 +197,7 @@ def step_counts(engine: Any) -> dict[nn.Parameter, int]:
 
     A parameter that was frozen or had no gradient in some steps has a lower count than the other parameters.
     """
-    inner = _inner(engine)
+    inner = inner_of(engine)
     by_group: dict[Tensor, Any] = {}
     for group in inner.param_groups:
         by_group.update(dict.fromkeys(group["params"], group.get("step")))  # apex's Adam
@@ -227,7 +217,7 @@ def make_moments(
     of: step counts of the parameters whose count differs from `step`. None stands for a parameter that never had a
     gradient; it gets no state. If ZeRO flattens parameters into a shard, the shard gets their highest count.
     """
-    inner = _inner(engine)
+    inner = inner_of(engine)
     adam = adam_of(inner)
     counts = _counts_of_owners(engine, step, of or {})
     # Fused and capturable kernels read the step count on the device of the weights; torch's `load_state_dict` moves it
@@ -273,9 +263,7 @@ def take_over_reduction(engine: Any) -> None:
 
 def was_skipped(engine: Any) -> bool:
     """Return whether the last step was skipped because a gradient had a NaN or Inf."""
-    if isinstance(engine.optimizer, DeepSpeedOptimizer):
-        return bool(engine.optimizer.overflow)
-    return bool(getattr(engine.optimizer, "overflow", False))  # set by tds's engines when they skip a step
+    return bool(getattr(engine.optimizer, "overflow", False))  # of torch's optimizers, tds's engines set it
 
 
 def drop_skipped_gradients(engine: Any) -> None:

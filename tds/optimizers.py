@@ -1,17 +1,25 @@
-"""Optimizers named in a ds_config: on a CPU, torch's optimizers replace DeepSpeed's, which must be compiled."""
+"""torch optimizers: those named in a ds_config, clipping and skipping inside their kernels, and their step counts.
+
+On a CPU, torch's optimizers replace DeepSpeed's, which must be compiled.
+"""
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ._deepspeed import DeepSpeedEngine, on_cpu
+from .clip import clip, weights_of
 
 ADAMS = ("adam", "adamw", "muon")  # Muon contains an Adam for parameters that are not matrices
 NOT_ON_CPUS = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")
 OF_THE_KERNELS = ("set_grad_none", "fp32_optimizer_states")  # DeepSpeed's memory options, which torch's Adam lacks
+
+# These optimizers count steps per tensor or not at all.
+ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
 @contextlib.contextmanager
@@ -70,3 +78,68 @@ def _torch_settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     if name.lower() == "muon":
         return {**kept, "torch_adam": True}
     return {"weight_decay": 0.0, **kept, "torch_adam": True, "fused": True}
+
+
+def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
+    """Clip `gradients` to the global norm `limit` (0: no clipping) before or in the next `optimizer.step()`.
+
+    A fused optimizer divides them in its kernel, which saves a pass over all gradients. Its divisor is in fp32, so
+    gradients in fp64 are clipped here. If `norm`, the current global norm, is not finite, the step is a no-op.
+    """
+    leave_out_unless_finite(optimizer, norm)
+    in_kernel = limit > 0 and is_fused(optimizer) and all(g.dtype is not torch.float64 for g in gradients)
+    divisor = ((norm + 1e-6) / limit).clamp(min=1.0).float() if in_kernel else None
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+    if not in_kernel:
+        clip(gradients, norm, limit)
+
+
+def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+    """Make the next `optimizer.step()` a no-op, moments and step counts included, if `norm`, a scalar, is not finite.
+
+    torch's fused Adam reads a flag on the device. For any other optimizer, the host reads the norm, which
+    synchronizes with the device in every step, and drops the gradients if the norm is not finite. These other
+    optimizers include apex's Adam and torch's fused SGD. The kernel of fused SGD would leave the momentum uninitialised
+    if it skipped the first step.
+    """
+    if is_fused(optimizer) and not isinstance(optimizer, torch.optim.SGD):
+        optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+    elif not norm.isfinite():
+        drop_gradients(optimizer)
+
+
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Drop all gradients, so that the next `optimizer.step()` is a no-op, step counts included."""
+    for parameter in weights_of(optimizer):
+        parameter.grad = None
+    if steps_separately(optimizer):
+        return
+    inner = adam_of(optimizer)
+    for group in inner.param_groups:
+        if "step" in group or type(inner).__module__.startswith("apex."):  # counts a step even without gradients
+            group["step"] = group.get("step", 0) - 1
+
+
+def is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether one of torch's fused kernels, which read the attribute `grad_scale`, steps all weights.
+
+    An optimizer that calls a fused optimizer, such as Muon, has groups that are fused, but its attributes are not read.
+    """
+    return isinstance(optimizer, ONE_BY_ONE) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def inner_of(engine: Any) -> torch.optim.Optimizer:
+    """Return the torch optimizer of a DeepSpeed engine, which a wrapper may contain."""
+    inner: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return inner
+
+
+def adam_of(wrapped: torch.optim.Optimizer) -> Any:
+    """Return the Adam inside Muon, or None if Muon has none; return any other optimizer itself."""
+    return getattr(wrapped, "adamw", wrapped)
+
+
+def steps_separately(wrapped: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer counts steps per weight or not at all, so that some weights can be stepped first."""
+    inner = adam_of(wrapped)  # Muon itself counts no steps
+    return inner is None or type(inner) in ONE_BY_ONE or getattr(inner, "steps_separately", False)

@@ -9,7 +9,7 @@ receiver posts a receive when its message has been sent and the receiver is betw
 time only moves forward, so with these points no stage can wait for its own later work. deadlocks.py checks this.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from .schedule import (
     BackwardWeight,
     Forward,
     Instruction,
+    Kind,
     Plan,
     RecvActivation,
     RecvGrad,
@@ -35,7 +36,7 @@ COST = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}
 SENDS = SendActivation, SendGrad
 RECEIVES = RecvActivation, RecvGrad
 # For each kind of receive: message -> number of passes of the stage after which this receive is posted.
-Points = Mapping[type[Instruction], Mapping[At, int]]
+Points = Mapping[Kind, Mapping[At, int]]
 
 
 @dataclass
@@ -52,9 +53,9 @@ class _Stage:
     busy_until: float | None = None
     passes: int = 0
     unanswered: int = 0
-    agenda: dict[type[Instruction], deque[At]] = field(default_factory=dict)
-    sent: dict[type[Instruction], dict[At, int]] = field(default_factory=lambda: {kind: {} for kind in RECEIVES})
-    points: dict[type[Instruction], dict[At, int]] = field(default_factory=lambda: {kind: {} for kind in RECEIVES})
+    agenda: dict[Kind, deque[At]] = field(default_factory=dict)
+    sent: dict[Kind, dict[At, int]] = field(default_factory=lambda: defaultdict(dict))
+    points: dict[Kind, dict[At, int]] = field(default_factory=lambda: defaultdict(dict))
 
 
 class _Simulation:

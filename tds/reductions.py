@@ -5,66 +5,30 @@ AdamW decays a weight whose gradient is zero, but leaves a weight without a grad
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._deepspeed import bf16_sums, this_device
+from ._deepspeed import this_device
 from .distributed_optimizer import DistributedOptimizer
 from .patches import instruction_of, is_reduction_replaced
-from .pipe import chunk_of_weights, tied_weights, ties
+from .pipe import chunk_of_weights, ties
 from .reducer import GradReducer
 from .schedule import Backward, BackwardWeight, Instruction
-from .sparse import empty_gradient, sparse_weights, sum_sparse
+from .sparse import sparse_weights, sum_sparse
 
 GradientOf = Callable[[nn.Parameter], Tensor | None]
 
 
-def _anywhere(flags: Sequence[bool], group: Any) -> list[bool]:
+def anywhere(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return for each flag whether it is set on any rank of the group. Collective, unless there are no flags."""
     if not flags:
         return []
     there = torch.tensor(flags, dtype=torch.int32, device=this_device())
     dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
     return [bool(each) for each in there.tolist()]
-
-
-def _with_gradient(weights: Sequence[nn.Parameter], group: Any) -> list[nn.Parameter]:
-    """Return the weights that have a gradient on any rank of the group. Collective, unless there are no weights."""
-    return list(compress(weights, _anywhere([weight.grad is not None for weight in weights], group)))
-
-
-def _trainable(module: nn.Module) -> list[nn.Parameter]:
-    return [p for p in module.parameters() if p.requires_grad]
-
-
-@contextmanager
-def keep_missing_grads(module: nn.Module, replicas: Any) -> Iterator[None]:
-    """Run a reduction in this block, then remove the zeros that it filled in for gradients that no replica has."""
-    weights = _trainable(module)
-    learned = set(_with_gradient(weights, replicas))
-    for weight in sparse_weights(module):
-        if weight.grad is None:  # DeepSpeed's dense zeros would not match the sparse gradients of other replicas
-            weight.grad = empty_gradient(weight)
-    yield
-    for weight in weights:
-        if weight not in learned:
-            weight.grad = None
-
-
-def fill_for_replicas(weights: Sequence[nn.Parameter], replicas: Any) -> list[nn.Parameter]:
-    """Set a missing gradient to zeros if another replica has it; return the weights with a gradient on any replica.
-
-    Collective. ZeRO packs gradients one after another and leaves out missing ones. Without these zeros, the buckets of
-    the replicas would not match.
-    """
-    learned = _with_gradient(weights, replicas)
-    for weight in learned:
-        weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-    return learned
 
 
 def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = None) -> None:
@@ -79,7 +43,7 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
     sparse = set() if gradient else set(sparse_weights(module))
     for key, group, weights in ties(module):
         grads = [gradient(weight) if gradient else weight.grad for weight in weights.values()]
-        learned = _anywhere([grad is not None for grad in grads], group)
+        learned = anywhere([grad is not None for grad in grads], group)
         for (name, weight), grad, learns in zip(weights.items(), grads, learned, strict=True):
             if not learns:
                 continue
@@ -114,7 +78,8 @@ class Reduction:
     """Summation of a pipeline engine's gradients: over the replicas, then over the stages of each tied weight.
 
     `accumulating` surrounds each backward pass and `finish` follows the last one. This class lets DeepSpeed reduce
-    over the replicas after the last backward pass (fp32 without ZeRO); its subclasses reduce in other ways.
+    over the replicas after the last backward pass (fp32 without ZeRO); its subclasses, of which some are in
+    zero_reductions.py, reduce in other ways.
 
     Summing over replicas first makes all copies of a tied weight bitwise equal. DeepSpeed sums over stages first. In
     that order, the rounding of a sum over three or more replicas depends on the weight's position in a message, which
@@ -172,53 +137,6 @@ class Overlapped(Reduction):
         reduce_tied_grads(self._module, self._engine.stage_id, share)
 
 
-class Bf16(Reduction):
-    """Reduction of the fp32 gradient sums of DeepSpeed's bf16 optimizer."""
-
-    @contextmanager
-    def accumulating(self, instruction: Instruction) -> Iterator[None]:
-        optimizer = self._engine.optimizer
-        optimizer.clear_lp_grads()
-        yield
-        if not optimizer.immediate_grad_update:
-            optimizer.update_hp_grads(clear_lp_grads=False)
-
-    def finish(self) -> None:
-        self.over_replicas()
-        sums = bf16_sums(self._engine.optimizer)
-        reduce_tied_grads(self._module, self._engine.stage_id, lambda w: sums[w].gradient if w in sums else None)
-        for _, group, weights in ties(self._module):
-            tied = [sums[weight] for weight in weights.values() if weight in sums]
-            learned = _anywhere([each.flags[each.at] for each in tied], group)
-            # A weight with a gradient on one stage must be counted and clipped on all of its stages.
-            for each, learns in zip(tied, learned, strict=True):
-                each.flags[each.at] = learns
-
-
-class Zero(Reduction):
-    """Reduction by ZeRO's optimizers, after tied gradients have been summed over their stages.
-
-    After ZeRO's reduction, each rank has only a shard of the sum over replicas. So tied gradients are summed over their
-    stages before ZeRO's reduction. With three or more replicas, tied gradients are first summed over the replicas and
-    then over the stages, so that all stages round equally. One replica then passes the complete sum to ZeRO, and the
-    other replicas pass zeros.
-    """
-
-    def finish(self) -> None:
-        tied = tied_weights(self._module)
-        several = dist.get_world_size(self._replicas) > 2  # a sum over two replicas rounds equally in any order
-        if several:
-            for weight in fill_for_replicas(tied, self._replicas):
-                dist.all_reduce(weight.grad, group=self._replicas)
-        reduce_tied_grads(self._module, self._engine.stage_id)
-        if several and dist.get_rank(self._replicas):
-            for weight in tied:
-                if weight.grad is not None:
-                    weight.grad.zero_()
-        fill_for_replicas(_trainable(self._module), self._replicas)
-        self.over_replicas()
-
-
 def reduction_of(engine: Any) -> Reduction:
     """Return the Reduction that a new pipeline engine needs for its optimizer and precision.
 
@@ -230,16 +148,11 @@ def reduction_of(engine: Any) -> Reduction:
     if _may_overlap(engine):
         replicas = engine.grid.get_data_parallel_group()
         return Overlapped(engine, GradReducer(engine.module, replicas, chunk_of=chunk_of_weights(engine.module)))
-    if engine.using_bf16_optimizer:
-        return Bf16(engine)
-    elsewhere = engine.zero_optimization() and engine.optimizer.use_grad_accum_attribute
-    # Stages without tied weights raise, too; else they would wait for the others.
-    if elsewhere and any(_anywhere([bool(tied_weights(engine.module))], engine.grid.get_pipe_parallel_group())):
-        raise ValueError(
-            "with bf16 and offload_optimizer, DeepSpeed keeps gradients where a pipeline cannot sum those of tied "
-            'weights: leave "offload_optimizer" out of the ds_config, use fp32, or do not tie weights across stages'
-        )
-    return Zero(engine) if engine.zero_optimization() else Reduction(engine)
+    if engine.has_wrapped_optimizer:
+        from .zero_reductions import reduction_by_deepspeed
+
+        return reduction_by_deepspeed(engine)
+    return Reduction(engine)
 
 
 def _may_overlap(engine: Any) -> bool:

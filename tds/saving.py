@@ -21,6 +21,7 @@ from ._torch import raw_bytes
 from .groups import gather_objects
 from .pipe import ties
 
+Layout = dict[str, Any]  # how the layers are cut
 FILE = "tds_state-stage{stage:02d}-model{model:02d}.pt"
 NOTE = "tds_layout.json"
 
@@ -135,7 +136,7 @@ class PipelineState:
         return (changed or having)[0]
 
 
-def layout_of(module: Any) -> dict[str, Any]:
+def layout_of(module: Any) -> Layout:
     """Return the partition of the layers: `cuts` (first layer of each group) and `chunks` (groups per stage)."""
     return {"cuts": [int(cut) for cut in getattr(module, "cuts", module.parts)], "chunks": getattr(module, "chunks", 1)}
 
@@ -149,16 +150,16 @@ def _folder_of(folder: Path, tag: Any) -> Path | None:
     return path if tag is not None and path.is_dir() else None
 
 
-def _read_note(note: Path) -> dict[str, Any]:
+def _read_note(note: Path) -> Layout:
     """Return how the model of a checkpoint was cut. Raises ValueError, which names the file, if it is damaged."""
     try:
-        there: dict[str, Any] = json.loads(note.read_text(encoding="utf-8"))
+        there: Layout = json.loads(note.read_text(encoding="utf-8"))
         return {"cuts": there["cuts"], "chunks": there["chunks"], **there}
     except (LookupError, RecursionError, TypeError, ValueError):
         raise ValueError(f"{note} is damaged; copy the checkpoint again") from None
 
 
-def _refuse_another_cut(path: Path, here: dict[str, Any]) -> None:
+def _refuse_another_cut(path: Path, here: Layout) -> None:
     note = path / NOTE
     there = _read_note(note) if note.is_file() else None
     if here == there or (there is None and here["chunks"] == 1):

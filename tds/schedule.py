@@ -66,6 +66,7 @@ class RecvGrad(Instruction):
     """Receive of the outputs' gradients from the next virtual stage."""
 
 
+Kind = type[Instruction]
 Schedule = Callable[[int, int, int], Iterator[Instruction]]
 Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 
@@ -95,93 +96,40 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
     (stages - 1 - s)(1 + n) + 1 micro-batches, or of all micro-batches if a step has fewer.
     """
     warmup = min((stages - 1 - stage) * (1 + extra_warmup), micros)
-    order: list[Instruction] = [Forward(i) for i in range(warmup)]
-    for i in range(micros):
-        if i + warmup < micros:
-            order.append(Forward(i + warmup))
-        order.append(Backward(i))
-    return with_messages(order, stage, stages)
+    forward = [Forward(i) for i in range(micros)]
+    backward = [Backward(i) for i in range(micros)]
+    return with_messages(alternate(forward, backward, warmup), stage, stages)
 
 
-def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
-    """Yield all forward passes, then all backward passes (Huang et al. 2019).
-
-    Each stage keeps the activations of all micro-batches until the backward passes.
-
-        stage 0 | F0 F1 F2 F3             B0 B1 B2 B3
-        stage 1 |    F0 F1 F2 F3       B0 B1 B2 B3
-        stage 2 |       F0 F1 F2 F3 B0 B1 B2 B3
-    """
-    order: list[Instruction] = [Forward(i) for i in range(micros)]
-    order += [Backward(i) for i in range(micros)]
-    return with_messages(order, stage, stages)
-
-
-def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterator[Instruction]:
-    """Yield 1F1B over several chunks per stage (Narayanan et al. 2021).
-
-    Micro-batches go through the chunks in groups of `stages`: the first group through chunk 0, then through chunk
-    1 ..., then the next group. A pass over one chunk takes 1/chunks of the time of a pass in 1F1B, so the idle time
-    at the start and end of a step is 1/chunks of that in 1F1B. The price is `chunks` times as many messages. If
-    `stages` does not divide the number of micro-batches, the groups are larger and a stage keeps more activations.
-    """
-    forward, backward = _through_chunks(stages, micros, chunks)
-    group = -(-micros // max(micros // stages, 1))
-    warmup = min((stages - 1 - stage) * 2 + (chunks - 1) * group, micros * chunks)
-    order: list[Instruction] = [Forward(*each) for each in forward[:warmup]]
-    for i in range(len(backward)):
-        if i + warmup < len(forward):
-            order.append(Forward(*forward[i + warmup]))
-        order.append(Backward(*backward[i]))
-    return with_messages(order, stage, stages, chunks)
-
-
-def zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
-    """Yield ZB-H1 (Qi et al. 2023): 1F1B with split backward passes, so that weight gradients fill the bubble.
-
-        stage 0 | F0 F1 F2       B0 W0 F3 B1 W1 B2 W2 B3 W3
-        stage 1 |    F0 F1    B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
-        stage 2 |       F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
-
-    The gradient of the inputs (B) goes to the previous stage as soon as possible, and stage s delays weight gradients
-    (W) by s micro-batches. No stage keeps more micro-batches than the first stage in 1F1B. The bubble shrinks
-    from (stages - 1)(F + B + W) to (stages - 1)(F + B - W), where F, B and W are the times of the passes.
-    """
-    warmup = min(stages - 1 - stage, micros)
-    order: list[Instruction] = [Forward(i) for i in range(warmup)]
-    for i in range(micros):
-        if i + warmup < micros:
-            order.append(Forward(i + warmup))
-        order.append(BackwardInput(i))
-        if i >= stage:
-            order.append(BackwardWeight(i - stage))
-    order += [BackwardWeight(i) for i in range(max(micros - stage, 0), micros)]
-    return with_messages(order, stage, stages)
+def alternate(forward: Sequence[Instruction], backward: Sequence[Instruction], warmup: int) -> list[Instruction]:
+    """Return `warmup` forward passes, then one forward and one backward pass in turn, as long as there are any."""
+    order = list(forward[:warmup])
+    for i, each in enumerate(backward):
+        order += forward[warmup + i : warmup + i + 1]
+        order.append(each)
+    return order
 
 
 def forward_only(stage: int, stages: int, micros: int, chunks: int = 1) -> Iterator[Instruction]:
     """Yield the instructions of `stage` for an evaluation: forward passes only."""
-    forward, _ = _through_chunks(stages, micros, chunks)
-    return with_messages([Forward(*each) for each in forward], stage, stages, chunks)
+    order = [Forward(*each) for each in through_chunks(stages, micros, chunks)]
+    return with_messages(order, stage, stages, chunks)
 
 
-def _through_chunks(stages: int, micros: int, chunks: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the (micro, chunk) pairs in the order of the forward passes, then in the order of the backward passes.
+def through_chunks(stages: int, micros: int, chunks: int) -> list[tuple[int, int]]:
+    """Return the (micro, chunk) pairs in the order of the forward passes, which is the same on every stage.
 
-    Both orders are the same on every stage. Micro-batches go through the chunks in groups of `stages` or slightly more
-    (fewer only if the whole step has fewer). In a smaller group, the first stage would finish chunk 0 before the first
-    micro-batch arrives from the last stage, and would have to wait.
+    Micro-batches go through the chunks in groups of `stages` or slightly more (fewer only if the whole step has fewer).
+    In a smaller group, the first stage would finish chunk 0 before the first micro-batch arrives from the last stage,
+    and would have to wait.
     """
-    forward = []
-    backward = []
+    order = []
     count = max(micros // stages, 1)
     for number in range(count):
         group = range(micros * number // count, micros * (number + 1) // count)
         for chunk in range(chunks):
-            forward += [(micro, chunk) for micro in group]
-        for chunk in reversed(range(chunks)):
-            backward += [(micro, chunk) for micro in group]
-    return forward, backward
+            order += [(micro, chunk) for micro in group]
+    return order
 
 
 def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks: int = 1) -> Iterator[Instruction]:
@@ -209,10 +157,7 @@ def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks:
                 yield SendGrad(*at)
 
 
-_BUILT_IN: dict[str, Callable[..., Any]] = {
-    "1f1b": one_forward_one_backward, "gpipe": gpipe, "interleaved": interleaved, "zb-h1": zero_bubble,
-}  # fmt: skip
-NAMES = tuple(_BUILT_IN)
+NAMES = ("1f1b", "gpipe", "interleaved", "zb-h1")
 _ADDED: dict[str, Schedule] = {}
 
 
@@ -243,9 +188,15 @@ def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
             f"extra_warmup {extra!r} is not supported by the schedule {name}: "
             f"1f1b supports 0, 1, 2 ..., every other schedule only 0"
         )
-    if name == "interleaved":
-        return partial(interleaved, chunks=chunks)
-    if chunks > 1:
+    if chunks > 1 and name != "interleaved":
         raise ValueError(f"a model with {chunks} chunks a stage needs the schedule interleaved, not {name}")
-    schedule: Callable[..., Any] = {**_BUILT_IN, **_ADDED}[name]
-    return partial(schedule, extra_warmup=extra) if name == "1f1b" else schedule
+    if name == "1f1b":
+        return partial(one_forward_one_backward, extra_warmup=extra)
+    from . import other_schedules as others
+
+    built_in: dict[str, Schedule] = {
+        "gpipe": others.gpipe,
+        "interleaved": partial(others.interleaved, chunks=chunks),
+        "zb-h1": others.zero_bubble,
+    }
+    return built_in.get(name) or _ADDED[name]

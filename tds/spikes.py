@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ._deepspeed import DeepSpeedOptimizer
-from .clip import leave_out_unless_finite, weights_of
+from .clip import weights_of
 from .groups import max_with_nan
+from .optimizers import leave_out_unless_finite
 
 Number = TypeVar("Number", Tensor, float)
 

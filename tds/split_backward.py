@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+Grads = Sequence[Tensor | None]
 COMPILED, REENTRANT = "CompiledFunctionBackward", "CheckpointFunctionBackward"  # names of autograd's nodes
 
 
@@ -36,9 +37,9 @@ class DeferredWeightGrads:
     """The deferred half of a backward pass: the gradients of the weights."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[Fork, Sequence[Tensor | None]]] = []
+        self._noted: list[tuple[Fork, Grads]] = []
 
-    def _note(self, fork: Fork, arrived: Sequence[Tensor | None]) -> None:
+    def _note(self, fork: Fork, arrived: Grads) -> None:
         """Record the gradients that arrive at a fork in the first pass."""
         self._noted.append((fork, arrived))
 
@@ -60,12 +61,12 @@ class DeferredWeightGrads:
         self._noted = []
 
 
-def _instead(noted: tuple[Tensor | None, ...], arrived: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+def _instead(noted: tuple[Tensor | None, ...], arrived: Grads) -> tuple[Tensor | None, ...]:
     return noted
 
 
 def backward_input(
-    outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Grads, inputs: Sequence[Tensor]
 ) -> DeferredWeightGrads:
     """Accumulate the gradients of `inputs` into their `.grad`, and return the deferred weight gradients.
 

@@ -11,6 +11,7 @@ from ._deepspeed import Zero3Optimizer
 from ._torch import norms
 from .clip import weights_of
 from .optimizer_state import local_piece, owners
+from .optimizers import inner_of
 from .param_replicas import is_first_holder
 
 
@@ -47,7 +48,7 @@ class StepNorms:
         self._first = first_replica
         self._slices: list[_Slice] | None = None  # None: do not measure
         self._before: dict[Tensor, Tensor] = {}
-        inner: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+        inner = inner_of(engine)
         inner.register_step_pre_hook(lambda *_: self._pre(inner))
         inner.register_step_post_hook(lambda *_: self._post())
 

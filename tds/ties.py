@@ -11,6 +11,7 @@ from torch import Tensor
 from .groups import gather_objects
 from .start import raise_if_any_failed
 
+Comm = Mapping[str, Any]  # an entry of `tied_comms`
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -22,7 +23,7 @@ class _Copy(NamedTuple):
     buffers: Shapes
 
 
-def tie_all_weights(module: Any, comms: Mapping[str, Any]) -> None:
+def tie_all_weights(module: Any, comms: Comm) -> None:
     """Extend each tie to all weights that its stages have, and give the stages equal initial values. Collective.
 
     DeepSpeed ties the weights in `tied_weight_attr` only. Each stage would initialise and train its own copy of the
@@ -41,7 +42,7 @@ def tie_all_weights(module: Any, comms: Mapping[str, Any]) -> None:
             _broadcast(_get(comm["module"], name), source, comm["group"])
 
 
-def _agree(comms: Mapping[str, Any]) -> dict[str, list[str]]:
+def _agree(comms: Comm) -> dict[str, list[str]]:
     """Set the names of the weights of each tie, and return key -> names of the buffers that its stages have."""
     buffers = {}
     error = None
@@ -59,7 +60,7 @@ def _agree(comms: Mapping[str, Any]) -> dict[str, list[str]]:
     return buffers
 
 
-def _copy_of(comm: Mapping[str, Any]) -> _Copy:
+def _copy_of(comm: Comm) -> _Copy:
     named = comm["module"].named_parameters(remove_duplicate=False)
     weights = {name: tuple(p.shape) for name, p in named}
     buffers = {name: tuple(each.shape) for name, each in comm["module"].named_buffers()}
@@ -105,7 +106,7 @@ def _once(module: Any, names: Sequence[str]) -> Iterator[str]:
         seen.add(id(tensor))
 
 
-def _count_untied(comm: Mapping[str, Any]) -> None:
+def _count_untied(comm: Comm) -> None:
     """Count the weights that only this stage has in norms; DeepSpeed leaves out the whole module on later stages."""
     tied = {id(_get(comm["module"], name)) for name in comm["weight_attr"]}
     for p in comm["module"].parameters():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+Event = dict[str, Any]  # one event of the Trace Event Format
 FOLDER, MERGED = "trace", "merged.json"
 ROWS = "steps", "parts of a step", "passes and messages", "collectives"  # rows of a rank in Perfetto, by track
 # For each send: the matching receive, and the receiver's virtual stage minus the sender's.
@@ -35,11 +36,11 @@ class Merged(NamedTuple):
 class RankTrace:
     """One rank's events (Trace Event Format, microseconds), on the clock of rank 0."""
 
-    about: dict[str, Any]
-    events: list[dict[str, Any]]
+    about: Event
+    events: list[Event]
     error_us: float
 
-    def named(self, iteration: int, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def named(self, iteration: int, kinds: Sequence[str]) -> Iterator[Event]:
         """Yield the spans of these kinds in an iteration, in recorded order."""
         return (e for e in self.events if e["cat"] in kinds and e["args"]["iteration"] == iteration)
 
@@ -61,7 +62,7 @@ def read(folder: Path) -> list[RankTrace]:
     return found
 
 
-def _aligned(about: dict[str, Any], events: list[dict[str, Any]]) -> RankTrace:
+def _aligned(about: Event, events: list[Event]) -> RankTrace:
     """Convert events to rank 0's clock, assuming linear drift between the first and last comparison of the clocks."""
     clock = about["clock"]
     if not clock:
@@ -84,30 +85,35 @@ def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
     ranks = ranks or read(folder)
     path = folder / MERGED
     heads = []
-    spans: list[dict[str, Any]] = []
+    spans: list[Event] = []
     for rank in ranks:
         about = rank.about
         heads += names(about["rank"], about["name"])
         spans += rank.events
     zero = min((event["ts"] for event in spans), default=0.0)
     events = [{**event, "ts": round(event["ts"] - zero, 3)} for event in [*spans, *_arrows(ranks)]]
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    aside.write_text(json.dumps({"traceEvents": [*heads, *events]}, separators=(",", ":")), encoding="utf-8")
-    os.replace(aside, path)
+    write_events(path, [*heads, *events])
     return Merged(path, len(ranks), max(r.error_us for r in ranks))
 
 
-def names(rank: int, name: str) -> list[dict[str, Any]]:
+def write_events(path: Path, events: Sequence[Event], **more: Any) -> None:
+    """Write a file in the Trace Event Format atomically. more: further keys of the file."""
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    aside.write_text(json.dumps({"traceEvents": events, **more}, separators=(",", ":")), encoding="utf-8")
+    os.replace(aside, path)
+
+
+def names(rank: int, name: str) -> list[Event]:
     """Return the events that name a rank and its rows."""
-    found: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}]
+    found: list[Event] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}]
     for track, row in enumerate(ROWS):
         found.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": row}})
     return found
 
 
-def _arrows(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
+def _arrows(ranks: Sequence[RankTrace]) -> Iterator[Event]:
     """Yield flow events from the start of each send to the end of its receive."""
-    receives: dict[tuple[Any, ...], dict[str, Any]] = {}
+    receives: dict[tuple[Any, ...], Event] = {}
     for rank in ranks:
         for event in rank.events:
             if event["cat"] == "message" and event["name"].startswith("Recv"):
@@ -125,7 +131,7 @@ def _arrows(ranks: Sequence[RankTrace]) -> Iterator[dict[str, Any]]:
             yield {**common, "ph": "f", "bp": "e", "pid": arrived["pid"], "tid": arrived["tid"], "ts": end}
 
 
-def _key(rank: RankTrace, event: dict[str, Any], name: str, hop: int) -> tuple[Any, ...]:
+def _key(rank: RankTrace, event: Event, name: str, hop: int) -> tuple[Any, ...]:
     """Return a key that is equal for a send and the matching receive.
 
     name: the name of the receive. hop: the receiver's virtual stage minus that of `event`.

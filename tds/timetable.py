@@ -11,6 +11,7 @@ from .schedule import (
     BackwardWeight,
     Forward,
     Instruction,
+    Kind,
     Plan,
     RecvActivation,
     RecvGrad,
@@ -24,14 +25,14 @@ from .schedule import (
 # For each receive, the distance in virtual stages to the sender, and the sender's instruction.
 SENT_BY = {RecvActivation: (-1, SendActivation), RecvGrad: (1, SendGrad)}
 PASSES = {Forward: "F", Backward: "B", BackwardInput: "B", BackwardWeight: "W"}
-PassSeconds = Callable[[type[Instruction], int, int], float]  # (kind, stage, chunk) -> seconds of one pass
+PassSeconds = Callable[[Kind, int, int], float]  # (kind, stage, chunk) -> seconds of one pass
 # (instruction, an instruction that must come before it if the plan needs that one)
 AFTER = (
     (Forward, RecvActivation), (SendActivation, Forward), (Backward, Forward), (Backward, RecvGrad),
     (BackwardInput, Forward), (BackwardInput, RecvGrad), (BackwardWeight, BackwardInput), (SendGrad, Backward),
     (SendGrad, BackwardInput),
 )  # fmt: skip
-Pairs = Sequence[tuple[type[Instruction], type[Instruction]]]
+Pairs = Sequence[tuple[Kind, Kind]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     """
     stages = len(plan)
     chunks = chunks_of(plan)
-    passes: tuple[type[Instruction], ...] = (Forward, *_backward_kinds(plan))
+    passes: tuple[Kind, ...] = (Forward, *_backward_kinds(plan))
     for stage, instructions in enumerate(plan):
         for chunk in range(chunks):
             order = [kind(0, chunk) for kind in passes]
@@ -65,10 +66,10 @@ def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
         refuse_deadlocks(plan, rules)
 
 
-def _backward_kinds(plan: Plan) -> tuple[type[Instruction], ...]:
+def _backward_kinds(plan: Plan) -> tuple[Kind, ...]:
     """Return the kinds of backward passes in a plan. Raises ScheduleError if whole and split passes are mixed."""
     split = (BackwardInput, BackwardWeight)
-    kinds = set[type[Instruction]]()
+    kinds = set[Kind]()
     for instructions in plan:
         kinds.update(type(each) for each in instructions)
     if kinds.isdisjoint(split):
@@ -82,12 +83,12 @@ def _backward_kinds(plan: Plan) -> tuple[type[Instruction], ...]:
 
 
 def _check_counts(
-    instructions: Sequence[Instruction], due: Sequence[type[Instruction]], micros: int, stage: int, chunk: int
+    instructions: Sequence[Instruction], due: Sequence[Kind], micros: int, stage: int, chunk: int
 ) -> None:
     """Raise ScheduleError unless a chunk has each kind of instruction in `due` once for every micro-batch."""
     after = [pair for pair in AFTER if {*pair} <= {*due}]
     done = _in_order(instructions, stage, chunk, after)
-    kinds: list[type[Instruction]] = [*PASSES, *due, *done]  # in a fixed order, so that all ranks report the same error
+    kinds: list[Kind] = [*PASSES, *due, *done]  # in a fixed order, so that all ranks report the same error
     for kind in kinds:
         wanted = micros if kind in due else 0
         if done[kind] != wanted:
@@ -96,13 +97,13 @@ def _check_counts(
             )
 
 
-def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int, after: Pairs) -> Counter[type[Instruction]]:
+def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int, after: Pairs) -> Counter[Kind]:
     """Return the number of instructions of each kind on a chunk.
 
     Raises ScheduleError unless each kind takes the micro-batches in rising order, and each instruction follows those
     that it depends on, e.g. a backward pass its forward pass.
     """
-    done: Counter[type[Instruction]] = Counter()
+    done: Counter[Kind] = Counter()
     for each in instructions:
         if each.chunk != chunk:
             continue

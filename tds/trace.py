@@ -7,9 +7,6 @@ align.py compares the clocks of the ranks; timeline.py reads the files.
 """
 
 import functools
-import json
-import os
-import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +20,8 @@ import torch.distributed as dist
 from ._torch import timed_event
 from .messages import say
 from .observers import Observer, What, everywhere
-from .timeline import names
+from .progress import COMPUTING
+from .timeline import names, write_events
 
 LAST = 50  # number of recorded iterations that are kept by default
 EVERY = 50  # iterations between two writes of the file
@@ -64,7 +62,6 @@ class Piece(NamedTuple):
 
 
 STEPS = {"train_batch", "eval_batch"}
-PASSES = {"Forward", "Backward", "BackwardInput", "BackwardWeight"}
 
 
 class _Spans(Observer):
@@ -82,7 +79,7 @@ class _Spans(Observer):
             end(mark, what, "step" if what in STEPS else "part")
         else:
             name = type(what).__name__
-            end(mark, name, "pass" if name in PASSES else "message", *what.at)
+            end(mark, name, "pass" if name in COMPUTING else "message", *what.at)
 
 
 class Tracer:
@@ -126,18 +123,13 @@ class Tracer:
         """Begin iteration `number`: record it if it is in the range, and write the file from time to time."""
         has_spans = bool(self._now)
         self._since_write += has_spans
-        self.on = self._is_in_range(number)
+        self.on = self._first is None or self._last is None or self._first <= number <= self._last
         ends = has_spans and not self.on
         if ends or self._since_write >= EVERY:
             self.try_to_write()
         self._now = []
         if self.on:
             self._kept.append((number, self._now))
-
-    def _is_in_range(self, number: int) -> bool:
-        if self._first is None or self._last is None:
-            return True
-        return self._first <= number <= self._last
 
     def forget(self) -> None:
         """Drop all recorded spans."""
@@ -206,10 +198,7 @@ class Tracer:
         for number, pieces in self.pieces(wait):
             events += [_event(each, rank, number) for each in pieces]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}.tmp")
-        content = {"traceEvents": events, "otherData": {**self.about, "clock": self.clock}}
-        aside.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
-        os.replace(aside, self.path)
+        write_events(self.path, events, otherData={**self.about, "clock": self.clock})
 
 
 TRACKS = {"step": 0, "part": 1, "pass": 2, "message": 2, "collective": 3}  # kind of span -> row in Perfetto

@@ -1,10 +1,12 @@
-"""Settings of ZeRO that DeepSpeed refuses without naming the key of the ds_config."""
+"""Settings of ZeRO that DeepSpeed refuses without naming their keys, and those that tds does not support."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ._deepspeed import on_cpu
+import torch
+
+from ._deepspeed import is_tested, on_cpu
 
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
@@ -34,3 +36,33 @@ def naming_keys(engine: Any) -> Iterator[None]:
             f'"allgather_bucket_size": {size} in the section "zero_optimization" of the ds_config is odd, but '
             f"DeepSpeed needs a multiple of 2: write {size + 1}"
         ) from error
+
+
+def refuse_unsupported(engine: Any, optimizer: Any) -> None:
+    """Raise ValueError for settings that a DistributedOptimizer does not support."""
+    problem = None
+    if engine.fp16_enabled():
+        problem = "has no loss scale for fp16: use bf16 or fp32"
+    elif engine.zero_optimization_stage() != 1:
+        problem = (
+            f'needs ZeRO stage 1, not {int(engine.zero_optimization_stage())}: set "zero_optimization": {{"stage": 1}}'
+        )
+    elif not engine.gradient_average:
+        problem = 'averages gradients over replicas: leave "gradient_allreduce_op" out of the ds_config'
+    elif engine.zero_cpu_offload():
+        problem = "keeps its states on the device: leave offload_optimizer out of the ds_config"
+    elif engine._config.torch_autocast_enabled and engine._config.torch_autocast_dtype == torch.float16:
+        problem = "has no loss scale for torch_autocast in float16: use bfloat16"
+    elif not (
+        is_tested(optimizer.optimizer)
+        or hasattr(optimizer.optimizer, "whole_work")
+        or engine.zero_allow_untested_optimizer()
+    ):
+        problem = (
+            f"needs an element-wise update, which {type(optimizer.optimizer).__name__} is not known to have: set "
+            f'"zero_allow_untested_optimizer": true if it has one'
+        )
+    if problem:
+        raise ValueError(
+            f"tds.DistributedOptimizer {problem}, or do not wrap your optimizer in tds.DistributedOptimizer"
+        )

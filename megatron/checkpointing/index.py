@@ -11,15 +11,17 @@ from .files import FORMAT, WEIGHT
 from .state import TrainState
 from .survey import Report
 
+Entry = dict[str, Any]  # an object of checkpoint.json, or of a report
+
 
 def index_text(
     state: TrainState,
     config: Config,
     fingerprint: str,
-    tensors: dict[str, Any],
-    optimizer: dict[str, Any] | None = None,
+    tensors: Entry,
+    optimizer: Entry | None = None,
     rng_seed: int | None = None,
-    average_of: list[dict[str, Any]] | None = None,
+    average_of: list[Entry] | None = None,
 ) -> str:
     """Return the text of checkpoint.json. average_of: the checkpoints whose average the weights are."""
     content = {
@@ -44,15 +46,15 @@ class Merged(NamedTuple):
     `optimizer` of checkpoint.json. sums: checksum of each file, by name.
     """
 
-    tensors: dict[str, Any]
+    tensors: Entry
     expected: dict[str, list[int]]
-    optimizer: dict[str, Any]
+    optimizer: Entry
     sums: dict[str, str]
 
 
 def merge(reports: Sequence[Report], optimizer: Mapping[str, Any]) -> Merged:
     """Merge the reports of all ranks. optimizer: what is known of the optimizer's entry."""
-    files: list[dict[str, Any]] = []
+    files: list[Entry] = []
     expected: dict[str, list[int]] = {}
     steps: dict[str, int] = {}
     for report in reports:
@@ -68,13 +70,13 @@ def merge(reports: Sequence[Report], optimizer: Mapping[str, Any]) -> Merged:
     return Merged(tensors, expected, entry, sums)
 
 
-def _merge_tensors(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _merge_tensors(files: Sequence[Mapping[str, Any]]) -> Entry:
     """Return key -> full shape, split dimension and pieces of each tensor in the reports `files`.
 
     Several stages hold and write the parameters of the PipelineModule itself, and those parameters of a tied module
     that are not tied. For such a parameter, the result names the file of the stage on which it gets gradients.
     """
-    tensors: dict[str, Any] = {}
+    tensors: Entry = {}
     pieces: dict[str, dict[int, Any]] = {}  # key -> first row -> piece
     for file in files:
         for key, place in file["tensors"].items():
@@ -89,7 +91,7 @@ def _merge_tensors(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return tensors
 
 
-def _list_moments(entry: dict[str, Any], files: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any]) -> None:
+def _list_moments(entry: Entry, files: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any]) -> None:
     """Add to the optimizer's `entry` which weights lack some of its moments.
 
     without_moments: names of the weights that have none, because they are frozen or never had a gradient; a frozen

@@ -80,11 +80,11 @@ class CheckpointReader:
         entry = self.tensors[key]
         split = entry["dim"]
         if dim != split:  # read all pieces
-            return self.read(key, split, 0, entry["shape"][split]).narrow(dim, begin, end - begin)
+            return self.whole(key).narrow(dim, begin, end - begin)
         if begin == end:  # this rank holds only padding
             shape = list(entry["shape"])
             shape[dim] = 0
-            return torch.empty(shape, dtype=self._dtype(key))
+            return torch.empty(shape, dtype=self.dtype(key))
         found = []
         for piece in sorted(entry["pieces"], key=lambda piece: int(piece["begin"])):
             low = max(begin, piece["begin"])
@@ -95,6 +95,11 @@ class CheckpointReader:
         if sum(part.shape[dim] for part in found) != end - begin:
             raise CheckpointError(f"{self.path}: rows {begin} to {end} of {key!r} are incomplete")
         return torch.cat(found, dim) if len(found) > 1 else found[0]
+
+    def whole(self, key: str) -> Tensor:
+        """Return the whole tensor `key`."""
+        entry = self.tensors[key]
+        return self.read(key, entry["dim"], 0, entry["shape"][entry["dim"]])
 
     def _piece(self, key: str, piece: dict[str, Any]) -> Any:
         """Return one piece of a tensor as a safetensors slice.
@@ -117,7 +122,8 @@ class CheckpointReader:
             )
         return part
 
-    def _dtype(self, key: str) -> torch.dtype:
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of tensor `key`."""
         some = next(piece for piece in self.tensors[key]["pieces"] if piece["begin"] < piece["end"])
         stored = self._piece(key, some).get_dtype()
         return next(dtype for dtype, code in CODES.items() if code == stored)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..json_text import brief, parse_json
 from ..storage import RemotePath, StorageError
 from .foreign import is_own
+from .schema import is_count, is_list
 from .stream import CODES
 
 DTYPES = {code: dtype for dtype, code in CODES.items()}
@@ -60,13 +61,7 @@ def _entries_of(header: bytes) -> dict[str, Any]:
 def _is_sound(entry: Any) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
-    return _are_counts(entry.get("shape")) and _are_counts(entry.get("data_offsets"), 2)
-
-
-def _are_counts(value: Any, length: int | None = None) -> bool:
-    if not isinstance(value, list) or length not in (None, len(value)):
-        return False
-    return all(type(each) is int and each >= 0 for each in value)
+    return is_list(entry.get("shape"), is_count) and is_list(entry.get("data_offsets"), is_count, 2)
 
 
 class RemoteTensors:

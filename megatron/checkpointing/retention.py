@@ -25,13 +25,9 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None, forks: Fo
     if keep_last is None:
         return []
     try:
-        return _prune(folder, keep_last, keep_every, forks)
+        notes = [_delete(folder / name) for name in _dropped(folder, keep_last, keep_every, forks)]
     except OSError as error:
         return [f"old checkpoints in {folder} could not be deleted ({describe(error)}); the next save tries again"]
-
-
-def _prune(folder: Path, keep_last: int, keep_every: int | None, forks: Forks) -> list[str]:
-    notes = [_delete(folder / name) for name in _dropped(folder, keep_last, keep_every, forks)]
     return [note for note in notes if note]
 
 

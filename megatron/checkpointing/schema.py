@@ -28,7 +28,8 @@ def read(text: str) -> dict[str, Any]:
     return content
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> bool:
+    """Return whether a value is a whole number, 0 or more, of at most 63 bits."""
     return type(value) is int and 0 <= value < 2**63
 
 
@@ -51,7 +52,7 @@ def check(content: Mapping[str, Any], files: Collection[str]) -> None:
     positions = content["positions"]
     _expect(seed is None or type(seed) is int, "rng_seed", "a whole number", seed)
     _expect(tokenizer is None or isinstance(tokenizer, str), "tokenizer", "a text", tokenizer)
-    _expect(_is_count(positions), "positions", "a whole number", positions)
+    _expect(is_count(positions), "positions", "a whole number", positions)
     _check_optimizer(content["optimizer"])
     _check_config(content["config"])
     tensors = content["tensors"]
@@ -80,7 +81,7 @@ def _elements(shape: list[int]) -> int:
     return product
 
 
-def _is_list(value: Any, right: Callable[[Any], bool], length: int | None = None) -> bool:
+def is_list(value: Any, right: Callable[[Any], bool], length: int | None = None) -> bool:
     """Return whether a value is a list, of `length` items if given, that are all `right`."""
     return isinstance(value, list) and length in (None, len(value)) and all(map(right, value))
 
@@ -99,7 +100,7 @@ def _is_name(value: Any) -> bool:
 
 
 def _is_recent(value: Any) -> bool:
-    return _is_list(value, lambda pair: _is_list(pair, lambda x: type(x) is float and math.isfinite(x), 2))
+    return is_list(value, lambda pair: is_list(pair, lambda x: type(x) is float and math.isfinite(x), 2))
 
 
 def _are_features(value: Any) -> bool:
@@ -107,7 +108,7 @@ def _are_features(value: Any) -> bool:
 
 
 def _are_forks(value: Any) -> bool:
-    return _is_list(value, lambda fork: _is_list(fork, _is_count, 2))
+    return is_list(value, lambda fork: is_list(fork, is_count, 2))
 
 
 def _is_seed(value: Any) -> bool:
@@ -144,17 +145,17 @@ def _check_state(state: Any) -> None:
 def _check_optimizer(optimizer: Any) -> None:
     _expect(isinstance(optimizer, dict), "optimizer", "an object", optimizer)
     step = optimizer.get("step")
-    _expect(_is_count(step), "optimizer.step", "a whole number", step)
+    _expect(is_count(step), "optimizer.step", "a whole number", step)
     steps = optimizer.get("steps", {})
-    right = _is_object(steps, _is_count)
+    right = _is_object(steps, is_count)
     _expect(right, "optimizer.steps", "an object of whole numbers, keyed by weight name", steps)
     moments = optimizer.get("moments")
-    _expect(_is_list(moments, _is_name), "optimizer.moments", "a list of names", moments)
+    _expect(is_list(moments, _is_name), "optimizer.moments", "a list of names", moments)
     for name in ("without_moments", "frozen"):
         names = optimizer.get(name, [])
-        _expect(_is_list(names, _is_name), f"optimizer.{name}", "a list of names", names)
+        _expect(is_list(names, _is_name), f"optimizer.{name}", "a list of names", names)
     some = optimizer.get("moments_of", {})
-    right = _is_object(some, lambda own: bool(own) and _is_list(own, lambda name: name in moments))
+    right = _is_object(some, lambda own: bool(own) and is_list(own, lambda name: name in moments))
     _expect(right, "optimizer.moments_of", "an object of lists of names in optimizer.moments", some)
     scaler = optimizer.get("loss_scaler")
     _expect(_is_object(scaler, _is_finite), "optimizer.loss_scaler", "an object of numbers", scaler)
@@ -189,13 +190,13 @@ def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
     shape = entry.get("shape")
     dim = entry.get("dim")
     pieces = entry.get("pieces")
-    right = bool(shape) and _is_list(shape, _is_count) and _elements(shape) <= MOST
+    right = bool(shape) and is_list(shape, is_count) and _elements(shape) <= MOST
     _expect(right, f"{where}.shape", f"a list of sizes with a product of {MOST} at most", shape)
-    right = _is_count(dim) and dim < len(shape)
+    right = is_count(dim) and dim < len(shape)
     _expect(right, f"{where}.dim", f"the index of one of the {len(shape)} dimensions", dim)
     _expect(isinstance(pieces, list) and bool(pieces), f"{where}.pieces", "a list", pieces)
     for piece in pieces:
-        right = isinstance(piece, dict) and _is_count(piece.get("begin")) and _is_count(piece.get("end"))
+        right = isinstance(piece, dict) and is_count(piece.get("begin")) and is_count(piece.get("end"))
         _expect(right, f"each of {where}.pieces", "an object with file, begin and end", piece)
         name = piece.get("file")
         right = isinstance(name, str) and name in files

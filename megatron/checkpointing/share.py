@@ -139,7 +139,8 @@ def write_share(
     try:
         if not mine:
             return None
-        with StreamWriter(path, _slots(mine.values()), checksum) as writer:
+        places = {slot: place for slot, place in _contents(mine.values())}
+        with StreamWriter(path, places, checksum) as writer:
             for key, value in values:
                 writer.add(key, value)
                 kind, name = key.split(".", 1)
@@ -152,12 +153,12 @@ def write_share(
         for _ in values:  # reading a value may be a collective, so read all of them for the other ranks
             pass
     frozen = [name for name, part in mine.items() if not part.parameter.requires_grad]
-    places = _places(mine.values())
-    return {"file": path.name, "sum": writer.sum, "tensors": places, "learns": learns, "frozen": frozen}
+    tensors = {slot.name: place for slot, place in places.items()}
+    return {"file": path.name, "sum": writer.sum, "tensors": tensors, "learns": learns, "frozen": frozen}
 
 
-def _slots(parts: Iterable[Part]) -> Iterator[Slot]:
-    """Yield name, shape and dtype of each tensor in the file of `parts`."""
+def _contents(parts: Iterable[Part]) -> Iterator[tuple[Slot, dict[str, Any]]]:
+    """Yield each tensor in the file of `parts`: its name, shape and dtype; its full shape and stored rows."""
     for part in parts:
         spec = mpu.spec_of(part.parameter)
         dim, begin, end = spec.rows
@@ -165,19 +166,8 @@ def _slots(parts: Iterable[Part]) -> Iterator[Slot]:
         shape[dim] = end - begin
         dtype = torch.float64 if part.parameter.dtype == torch.float64 else torch.float32
         for kind in part.kinds:
-            yield Slot(f"{kind}.{part.name}", tuple(shape), dtype)
-
-
-def _places(parts: Iterable[Part]) -> dict[str, Any]:
-    """Return key -> full shape and stored rows of each tensor in the file of `parts`."""
-    places = {}
-    for part in parts:
-        spec = mpu.spec_of(part.parameter)
-        dim, begin, end = spec.rows
-        for kind in part.kinds:
             place = {"dim": dim, "begin": begin, "end": end, "shape": list(spec.full_shape)}
-            places[f"{kind}.{part.name}"] = place
-    return places
+            yield Slot(f"{kind}.{part.name}", tuple(shape), dtype), place
 
 
 def _finite(x: Tensor) -> bool:

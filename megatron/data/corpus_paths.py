@@ -9,11 +9,12 @@ from ..config.data_stages import Stage, Staged, prefixes_in
 from .indexed_dataset import DatasetError
 from .splits import PARTS
 
-Paths = str | Sequence[str] | Staged | Mapping[str, Sequence[str] | Staged]
+Words = Sequence[str]
+Paths = str | Words | Staged | Mapping[str, Words | Staged]
 NAMED = re.compile(r"([^\W\d_][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
 
 
-def parse_blend(words: str | Sequence[str]) -> list[tuple[str | None, str]]:
+def parse_blend(words: str | Words) -> list[tuple[str | None, str]]:
     """Parse `0.7 a 0.3 b`, `a` or `a b` into pairs (weight, prefix).
 
     Without weights, corpora are sampled in proportion to their size. Raises DatasetError if `words` has another form.
@@ -63,7 +64,7 @@ def _is_corpus(word: str) -> bool:
     return Path(f"{word}.idx").exists()
 
 
-def sets_of(words: str | Sequence[str], part: str) -> dict[str, str | Sequence[str]]:
+def sets_of(words: str | Words, part: str) -> dict[str, str | Words]:
     """Return name -> blend of the data sets in `web=a "books=0.7 b 0.3 c"`; {"": words} if the words have no names.
 
     part: "train", "valid" or "test".
@@ -71,7 +72,7 @@ def sets_of(words: str | Sequence[str], part: str) -> dict[str, str | Sequence[s
     """
     parts = [words] if isinstance(words, str) else words
     given = " ".join(parts)
-    found: dict[str, str | Sequence[str]] = {}
+    found: dict[str, str | Words] = {}
     unnamed = 0
     repeated = None
     for word in parts:
@@ -100,7 +101,7 @@ class Use(NamedTuple):
     is_split: whether --split divides its documents.
     """
 
-    parts: Sequence[str]
+    parts: Words
     name: str
     weight: str | None
     prefix: str
@@ -124,7 +125,7 @@ def uses_of(paths: Paths) -> Iterator[Use]:
             yield Use(PARTS, "", weight, prefix, True)
 
 
-def _uses_of_part(words: Sequence[str], part: str) -> Iterator[Use]:
+def _uses_of_part(words: Words, part: str) -> Iterator[Use]:
     for name, blend in sets_of(words, part).items():
         for weight, prefix in parse_blend(blend):
             yield Use((part,), name, weight, prefix, False)

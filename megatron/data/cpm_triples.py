@@ -7,6 +7,9 @@
 Every document ends with a masked span. The last token of this span is the only end-of-document token.
 """
 
+from collections.abc import Iterator
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,7 +19,6 @@ from .corpora import Make, Paths, build_datasets, prefixes_of
 from .cpm_masking import PARTS
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
-from .sizes import Sizes
 from .spans import SpanPlan
 from .t5_dataset import Datasets, Specials, T5Samples
 
@@ -48,50 +50,54 @@ class CPMTripleDataset(T5Samples):
         self.documents = documents
         self.plan = SpanPlan(encoder, 0, 0, encoder, decoder)
         self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
-        sizes = Sizes(self.parts["context"], documents)
-        self.order = SampleOrder(sizes, encoder, seed, part, overlap=0, folder=self.parts["context"].orders)
+        contexts = self.parts["context"]
+        sizes = partial(contexts.document_sizes, documents)
+        self.order = SampleOrder(sizes, encoder, seed, part, overlap=0, folder=contexts.orders)
 
     def _of(self, name: str, document: int) -> Ids:
         begin, end = self.starts[name][document : document + 2]
         return self.parts[name].tokens[begin:end].astype(np.int64)
 
-    def __getitem__(self, n: int) -> dict[str, Tensor]:
+    def _read(self, n: int) -> Iterator[tuple[int, int, Ids | None]]:
+        """Yield (number of its document in the sample, token, None) for each token of a window.
+
+        For a sentinel, the third value is the tokens of the span that it replaces.
+        """
         for part in self.parts.values():
             part.refuse_shrunk()
+        for number, (document, start, end) in enumerate(self.pieces(n), 1):
+            target = self._of("target", document)
+            offsets = self._of("target_offset", document).reshape(-1, 2)
+            for token in self._of("context", document)[start:end].tolist():
+                span = None
+                if token >= self.first_id:
+                    begin, length = offsets[token - self.first_id].tolist()
+                    span = target[begin : begin + length]
+                    span = span[1:] if len(span) and span[0] >= self.first_id else span
+                yield number, token, span
+
+    def __getitem__(self, n: int) -> dict[str, Tensor]:
         context: list[int] = []
         owners: list[int] = []
         written: list[int] = []
         written_owners: list[int] = []
         sentinels = self.specials.sentinels
         used = 0
-        for number, (document, start, end) in enumerate(self.pieces(n), 1):
-            target = self._of("target", document)
-            offsets = self._of("target_offset", document).reshape(-1, 2)
-            for token in self._of("context", document)[start:end].tolist():
-                if token < self.first_id:
-                    context.append(token)
-                    owners.append(number)
-                    continue
-                begin, length = offsets[token - self.first_id].tolist()
-                span = target[begin : begin + length].tolist()
-                span = span[1:] if span and span[0] >= self.first_id else span
+        for number, token, span in self._read(n):
+            if span is not None:
                 if len(written) + 1 + len(span) > self.plan.decoder or used + 1 >= len(sentinels):
-                    return self._closed(context, owners, written, written_owners, used)
-                context.append(sentinels[used])
-                owners.append(number)
-                written += [sentinels[used], *span]
+                    break
+                token = sentinels[used]
+                written += [token, *span.tolist()]
                 written_owners += [number] * (1 + len(span))
                 used += 1
-        return self._closed(context, owners, written, written_owners, used)
-
-    def _closed(
-        self, context: list[int], owners: list[int], written: list[int], written_owners: list[int], used: int
-    ) -> dict[str, Tensor]:
+            context.append(token)
+            owners.append(number)
         if not written:  # the window contains no span, so the decoder predicts the closing sentinel only
-            written = [self.specials.sentinels[0]]
+            written = [sentinels[0]]
             written_owners = [1]
             used = max(used, 1)
-        closed = [*written, self.specials.sentinels[used]]
+        closed = [*written, sentinels[used]]
         arrays = (np.array(each, dtype=np.int64) for each in (context, owners, closed[:-1], closed[1:], written_owners))
         return self.padded(*arrays)
 

@@ -12,6 +12,7 @@ from ..storage import place
 from .cpm_masking import PARTS
 from .indexed_dataset import LOSS, IndexedDataset
 
+About = Mapping[str, Any]  # the content of a sidecar
 READ_AT_ONCE = 1 << 22  # bytes
 SUSPICIOUS = 1024  # tokens; a shorter run of one id is no hole
 TOKENS_AT_ONCE = 1 << 20
@@ -25,7 +26,7 @@ def spread(count: int, most: int) -> list[int]:
     return sorted({int(at) for at in np.linspace(0, count - 1, min(most, count))})
 
 
-def sums_of(prefix: str, about: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def sums_of(prefix: str, about: About | None) -> dict[str, Any] | None:
     """Return the checksums of the pair `prefix` in its sidecar `about`, or None if there are none.
 
     The sidecar names the pairs as they were when it was written. A corpus that was renamed keeps its pairs' endings.
@@ -68,7 +69,7 @@ class Block(NamedTuple):
         return f"{self.path} is damaged in bytes {self.begin} to {self.end}: SHA-256 differs from the sidecar"
 
 
-def blocks_of(path: Path, sums: Mapping[str, Any]) -> list[Block]:
+def blocks_of(path: Path, sums: About) -> list[Block]:
     """Return the blocks of a .bin or .idx that have a checksum. sums: the entry of `sums_of`."""
     size = path.stat().st_size
     block = sums.get("block", 1 << 26)
@@ -78,7 +79,7 @@ def blocks_of(path: Path, sums: Mapping[str, Any]) -> list[Block]:
     return [Block(path, *each) for each in zip(starts, ends, expected, strict=False)]
 
 
-def find_damage(prefix: str, sums: Mapping[str, Any], most: int | None = None) -> Iterator[str]:
+def find_damage(prefix: str, sums: About, most: int | None = None) -> Iterator[str]:
     """Yield a message for each block of a pair whose SHA-256 is not that of the sidecar.
 
     sums: the entry of `sums_of`. most: number of blocks of each file to read, evenly spaced; all if None.
@@ -149,7 +150,7 @@ def pairs_of(prefix: str) -> list[str]:
     return [name for name in names if place(f"{name}.idx").is_file()]
 
 
-def problems_of(prefix: str, about: Mapping[str, Any] | None, most: int | None = None) -> Iterator[str]:
+def problems_of(prefix: str, about: About | None, most: int | None = None) -> Iterator[str]:
     """Yield a message for each damaged block and each hole of a corpus, which may have several pairs.
 
     about: content of its sidecar. most: number of blocks of each file to read, evenly spaced; all if None.

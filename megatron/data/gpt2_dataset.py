@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .corpora import Make, Paths, build_datasets
 from .corpus_dataset import CorpusDataset
-from .indexed_dataset import DatasetError, IndexedDataset
-from .windows import Windows
+from .index_check import open_corpus
+from .indexed_dataset import IndexedDataset
+from .sample_order import Windows
 
 if TYPE_CHECKING:
     from .fim import FillInTheMiddle
@@ -82,36 +82,3 @@ def build_train_valid_test_datasets(
         return indexed.num_documents, make
 
     return build_datasets(open_, data_path, split)
-
-
-def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:
-    """Open a `.bin/.idx` pair and check the token ids at the start and the end of the .bin file.
-
-    Raises DatasetError if the pair is damaged or empty, or if one of these ids is outside the vocabulary.
-    """
-    indexed = IndexedDataset(prefix)
-    if not indexed.num_tokens:
-        raise DatasetError(f"{prefix}.bin contains no tokens; preprocess the text again")
-    check_ids(indexed, vocab_size)
-    return indexed
-
-
-def check_ids(indexed: IndexedDataset, vocab_size: int | None, at_most: int = 1_000_000) -> None:
-    """Raise DatasetError if one of the first or last `at_most` token ids of the corpus is outside the vocabulary.
-
-    Such ids show that the corpus is damaged or was made with another tokenizer.
-    """
-    if vocab_size is None:
-        return
-    for first in (0, max(0, len(indexed.tokens) - at_most)):
-        piece = indexed.tokens[first : first + at_most]
-        if int(piece.min()) >= 0 and int(piece.max()) < vocab_size:
-            continue
-        at = int(np.argmax((piece < 0) | (piece >= vocab_size)))
-        document = int(np.searchsorted(indexed.document_ends(), first + at, side="right"))
-        where = f"token {first + at:,}, in document {document:,}"
-        raise DatasetError(
-            f"{indexed.prefix}.bin contains token id {piece[at]} ({where}), outside the vocabulary of {vocab_size} "
-            "tokens: the file is damaged or was made with another tokenizer; preprocess the text again or pass the "
-            "--vocab-file of the corpus"
-        )

@@ -1,4 +1,4 @@
-"""Check of an index file against its .bin file, made once by one process (see `checked_once`)."""
+"""Checks of a corpus: its token ids, and its index against its .bin file, once by one process (`checked_once`)."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .indexed_dataset import HEADER, DatasetError
+from .indexed_dataset import HEADER, DatasetError, IndexedDataset
 from .pages import release_pages
 
+MOST_IDS = 1_000_000  # number of token ids that are checked at the start and at the end of a corpus
 AT_ONCE = 1 << 18  # number of index entries that are read and checked at a time
 
 
@@ -71,3 +72,36 @@ class IndexCheck(NamedTuple):
 
 def _read(path: str, at: int, count: int) -> NDArray[Any]:
     return np.fromfile(path, "<i8", max(count, 0), offset=at)
+
+
+def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:
+    """Open a `.bin/.idx` pair and check the token ids at the start and the end of the .bin file.
+
+    Raises DatasetError if the pair is damaged or empty, or if one of these ids is outside the vocabulary.
+    """
+    indexed = IndexedDataset(prefix)
+    if not indexed.num_tokens:
+        raise DatasetError(f"{prefix}.bin contains no tokens; preprocess the text again")
+    check_ids(indexed, vocab_size)
+    return indexed
+
+
+def check_ids(indexed: IndexedDataset, vocab_size: int | None) -> None:
+    """Raise DatasetError if one of the first or last million token ids of the corpus is outside the vocabulary.
+
+    Such ids show that the corpus is damaged or was made with another tokenizer.
+    """
+    if vocab_size is None:
+        return
+    for first in (0, max(0, len(indexed.tokens) - MOST_IDS)):
+        piece = indexed.tokens[first : first + MOST_IDS]
+        if int(piece.min()) >= 0 and int(piece.max()) < vocab_size:
+            continue
+        at = int(np.argmax((piece < 0) | (piece >= vocab_size)))
+        document = int(np.searchsorted(indexed.document_ends(), first + at, side="right"))
+        where = f"token {first + at:,}, in document {document:,}"
+        raise DatasetError(
+            f"{indexed.prefix}.bin contains token id {piece[at]} ({where}), outside the vocabulary of {vocab_size} "
+            "tokens: the file is damaged or was made with another tokenizer; preprocess the text again or pass the "
+            "--vocab-file of the corpus"
+        )

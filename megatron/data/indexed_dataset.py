@@ -29,6 +29,7 @@ from .checked import checked_pairs
 if TYPE_CHECKING:
     from .remote_tokens import RemoteTokens
 
+Stamp = tuple[int, str]  # size and version of an object in object storage
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -62,12 +63,12 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self._open(os.fspath(prefix), checked_pairs())
 
-    def _open(self, prefix: str, checked: dict[str, bool] | None, stamp: tuple[int, str] | None = None) -> None:
+    def _open(self, prefix: str, checked: dict[str, bool] | None, stamp: Stamp | None = None) -> None:
         self.prefix = prefix
         self.orders = f"{prefix}.orders"
         self.tokens: NDArray[Any]
         self._remote: RemoteTokens | None = None
-        self._stamp: tuple[int, str] | None = None
+        self._stamp: Stamp | None = None
         self._maps: list[tuple[str, Any, int]] = []  # path, memory map and size of each file when it was opened
         for path in (f"{prefix}.idx", f"{prefix}.bin"):
             if not place(path).is_file():
@@ -128,7 +129,7 @@ class IndexedDataset:
         self.tokens = mapped.view(np.ndarray)  # slicing an np.memmap is slow
         self._maps.append((path, mapped.base, mapped.nbytes))
 
-    def _open_remote(self, data: RemotePath, stamp: tuple[int, str] | None) -> None:
+    def _open_remote(self, data: RemotePath, stamp: Stamp | None) -> None:
         """Read the .bin in object storage through a cache. stamp: its version when another process opened it."""
         from .remote_tokens import RemoteTokens, folder_of
 
@@ -163,10 +164,10 @@ class IndexedDataset:
         check.sizes_fit(data)
         self._one_each = check.is_in_order(self._index)
 
-    def __getstate__(self) -> tuple[str, bool, tuple[int, str] | None]:
+    def __getstate__(self) -> tuple[str, bool, Stamp | None]:
         return self.prefix, self._one_each, self._stamp
 
-    def __setstate__(self, state: tuple[str, bool, tuple[int, str] | None]) -> None:
+    def __setstate__(self, state: tuple[str, bool, Stamp | None]) -> None:
         prefix, one_each, stamp = state
         self._open(prefix, {prefix: one_each}, stamp)
 

@@ -6,23 +6,23 @@ everything that determines the content. The file gets this name when it is compl
 """
 
 import contextlib
-import fcntl
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import own_folder, temporary_name, whole_file
+from ..atomic import locked, own_folder, temporary_name, whole_file
 from .pages import Arrays
 
-Make = Callable[[dict[str, NDArray[Any]]], None]  # function that fills new arrays
+Filled = dict[str, NDArray[Any]]  # name -> array of an epoch
+Make = Callable[[Filled], None]  # function that fills new arrays
 
 
-def map_or_none(folder: str, name: str, arrays: Arrays, make: Make) -> dict[str, NDArray[Any]] | None:
+def map_or_none(folder: str, name: str, arrays: Arrays, make: Make) -> Filled | None:
     """Return the result of `map_arrays`; None if the file can be written nowhere, with a message on stderr."""
     try:
         return map_arrays(folder, name, arrays, make)
@@ -32,7 +32,7 @@ def map_or_none(folder: str, name: str, arrays: Arrays, make: Make) -> dict[str,
         return None
 
 
-def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, make: Make) -> dict[str, NDArray[Any]]:
+def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, make: Make) -> Filled:
     """Return the arrays in the file `folder/name`, read-only. If the file does not exist, create it and call `make`.
 
     arrays: name, length and dtype of each array. make: fills the new arrays.
@@ -42,7 +42,7 @@ def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, make: 
     size = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays.values())
     path = _find(places, size)
     if path is None:
-        with _node_lock(name):
+        with locked(scratch() / f"{name}.lock"):
             path = _find(places, size) or _create(places, arrays, size, make)
     return _views(path, arrays, "r")
 
@@ -66,17 +66,6 @@ def _find(places: list[Path], size: int) -> Path | None:
             if path.stat().st_size == size:
                 return path
     return None
-
-
-@contextlib.contextmanager
-def _node_lock(name: str) -> Iterator[None]:
-    """Hold a lock among the processes of this node.
-
-    The lock file is on local disk because some shared file systems lack locks.
-    """
-    with open(scratch() / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _create(places: list[Path], arrays: Arrays, size: int, make: Make) -> Path:
@@ -114,9 +103,9 @@ def _reserve(path: Path, size: int) -> None:
         raise
 
 
-def _views(path: Path, arrays: Arrays, mode: Any) -> dict[str, NDArray[Any]]:
+def _views(path: Path, arrays: Arrays, mode: Any) -> Filled:
     raw = np.memmap(path, np.uint8, mode)
-    found: dict[str, NDArray[Any]] = {}
+    found: Filled = {}
     at = 0
     for name, (length, dtype) in arrays.items():
         end = at + length * np.dtype(dtype).itemsize

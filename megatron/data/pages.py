@@ -2,10 +2,13 @@
 
 import mmap
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from .indexed_dataset import IndexedDataset
 
 AT_ONCE = 1 << 20  # length of the slices in which large arrays are processed
 Arrays = dict[str, tuple[int, type[np.integer[Any]]]]  # name -> length, dtype
@@ -15,6 +18,19 @@ def slices_of(count: int) -> Iterator[slice]:
     """Yield slices that cover range(count), each at most `AT_ONCE` long."""
     for at in range(0, count, AT_ONCE):
         yield slice(at, min(at + AT_ONCE, count))
+
+
+def runs_of(indexed: "IndexedDataset", documents: range, most: int) -> Iterator[range]:
+    """Yield ranges of consecutive documents with at most `most` tokens; a longer document has its own range."""
+    at = documents.start
+    while at < documents.stop:
+        window = range(at, min(at + most // 16, documents.stop))
+        # Documents of 3, 4 and 5 tokens end at 3, 7 and 12, so the first two have at most 8 tokens.
+        ends = np.cumsum(indexed.document_sizes(window), dtype=np.int64)
+        fitting = int(ends.searchsorted(most, side="right"))
+        stop = min(at + max(fitting, 1), documents.stop)
+        yield range(at, stop)
+        at = stop
 
 
 def _base_of(array: Any) -> Any:

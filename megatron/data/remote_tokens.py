@@ -7,7 +7,6 @@ MEGATRON_CACHE_DIR names the cache's folder, MEGATRON_CACHE_GB is the limit of i
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import mmap
 import os
@@ -19,9 +18,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import naming, own_folder, whole_file
+from ..atomic import locked, naming, own_folder, whole_file
 from ..storage import RemotePath, StorageError, local
 
+Array = NDArray[Any]
 BLOCK = 4 << 20  # bytes that are downloaded at once
 BLOCKS = 64  # number of blocks in a file of the cache
 IN_MEMORY = 256  # blocks of an object that a process keeps in memory if the cache cannot be written
@@ -63,7 +63,7 @@ def local_copy(path: RemotePath) -> Path:
     """Return the copy of an object in the cache, and download the object if there is none."""
     stamp = path.stamp()
     there = folder_of(path, stamp) / COPY
-    with _locked(there.with_name(f"{COPY}.lock")):
+    with locked(there.with_name(f"{COPY}.lock")):
         if there.is_file():
             os.utime(there)
         else:
@@ -134,7 +134,7 @@ class RemoteTokens:
         self._per_block = BLOCK // dtype.itemsize
         self._folder = folder_of(path, self.stamp)
         self._limit = cache_limit()
-        self._in_memory: dict[int, NDArray[Any]] = {}
+        self._in_memory: dict[int, Array] = {}
         self._allowed = max(self._limit // (64 * BLOCK), 1)  # blocks to keep before the size of the cache is checked
         self._new = 0  # blocks kept since then
         self._changed = 0  # time at which the folder has last changed
@@ -143,7 +143,7 @@ class RemoteTokens:
     def _unmap(self) -> None:
         """Begin again without mapped files. Arrays that have been returned keep theirs."""
         self._region = _Region(self._length * self.dtype.itemsize)
-        self._tokens: NDArray[Any] = np.asarray(self._region).view(self.dtype)
+        self._tokens: Array = np.asarray(self._region).view(self.dtype)
         self._blocks = -(-self._length // self._per_block)
         self._there = bytearray(self._blocks + BLOCKS)  # 1 for each block that can be read at its place in the region
         self._files = dict[int, int]()  # inode of each mapped file
@@ -151,7 +151,7 @@ class RemoteTokens:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, where: slice) -> NDArray[Any]:
+    def __getitem__(self, where: slice) -> Array:
         start, stop, _ = where.indices(self._length)
         if start >= stop:
             return np.empty(0, self.dtype)
@@ -163,7 +163,7 @@ class RemoteTokens:
         found = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
         return found[start - first * self._per_block : stop - first * self._per_block]
 
-    def refresh(self) -> "NDArray[Any] | RemoteTokens":
+    def refresh(self) -> "Array | RemoteTokens":
         """Return an equal array, as fast as that of a local file if all blocks are in the cache, else this one.
 
         Call it again from time to time: it releases files that were deleted to make room. Their space on the disk is
@@ -183,11 +183,11 @@ class RemoteTokens:
         """Release the resident pages of all mapped files."""
         self._region.release_pages()
 
-    def _block(self, number: int) -> NDArray[Any]:
+    def _block(self, number: int) -> Array:
         found = self._cached(number)
         return self._downloaded(number) if found is None else found
 
-    def _cached(self, number: int) -> NDArray[Any] | None:
+    def _cached(self, number: int) -> Array | None:
         if not self._there[number]:
             self._look(number // BLOCKS)
         if self._there[number]:
@@ -208,10 +208,10 @@ class RemoteTokens:
             found = os.pread(file.fileno(), BLOCKS, BLOCKS * BLOCK)
             self._there[n * BLOCKS : n * BLOCKS + len(found)] = found
 
-    def _downloaded(self, number: int) -> NDArray[Any]:
+    def _downloaded(self, number: int) -> Array:
         with contextlib.suppress(OSError):  # somebody may have deleted the cache while the run reads from it
             self._folder.mkdir(parents=True, exist_ok=True)
-        with _locked(self._folder / f"{number % LOCKS}.lock"):
+        with locked(self._folder / f"{number % LOCKS}.lock"):
             found = self._cached(number)  # another process may have downloaded the block meanwhile
             if found is not None:
                 return found
@@ -311,11 +311,3 @@ def _refuse_change(path: RemotePath, stamp: tuple[int, str]) -> None:
         raise StorageError(
             f"{path} has changed since this run opened it: start the run again, and do not change a corpus in use"
         )
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Any:
-    """Hold a lock among the processes of this node."""
-    with open(path, "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

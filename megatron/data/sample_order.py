@@ -1,4 +1,4 @@
-"""Position of training sample n in the corpus, a pure function of the document lengths, the seed and n.
+"""Training sample n of a corpus: its position, a pure function of the document lengths, the seed and n; its tokens.
 
 Each epoch shuffles the documents, concatenates them, cuts the text into samples and shuffles the samples. A sample is
 located on demand by binary search. The order does not depend on the length of a run, the number of ranks or the number
@@ -11,23 +11,27 @@ computed in memory on first use. The order of a large epoch is stored in a file 
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .indexed_dataset import DatasetError, IndexedDataset
 from .pages import Arrays, release_pages, slices_of
-from .sizes import Sizes
 
+Numbers = NDArray[np.integer]
 SMALL = 1 << 20  # the order of an epoch is kept in memory if documents + samples <= SMALL, else in a file
+OFTEN = 256  # number of documents after whose reading memory-mapped pages and files are released
 
 
 class Epoch(NamedTuple):
     """Order of one pass over the documents."""
 
-    order: NDArray[np.integer]  # [documents] shuffled document indices
-    ends: NDArray[np.integer]  # [documents] entry i: number of tokens in the documents order[0] to order[i]
-    samples: NDArray[np.integer]  # [samples] shuffled sample indices
+    order: Numbers  # [documents] shuffled document indices
+    ends: Numbers  # [documents] entry i: number of tokens in the documents order[0] to order[i]
+    samples: Numbers  # [samples] shuffled sample indices
 
 
 _EMPTY = np.empty(0, np.int64)
@@ -38,21 +42,25 @@ Piece = tuple[int, int, int]  # document, first token, last token + 1
 class SampleOrder:
     """Order of samples of `length` + `overlap` tokens, which start every `length` tokens in the shuffled text.
 
-    sizes: number of tokens of each document, int [documents]. shuffle=False keeps documents and samples in
-    corpus order. stream: any string, used as part of the random seed; different strings give independent orders.
+    sizes: returns the number of tokens of each document, int [documents]; called when needed, so a process keeps no
+    copy. stream: any string, used as part of the random seed; different strings give independent orders.
     folder: folder for the files with the order of large epochs; None keeps all epochs in memory.
     Raises ValueError if all documents together do not fill one sample.
     """
 
     def __init__(
-        self, sizes: NDArray[np.integer] | Sizes, length: int, seed: int, stream: str, overlap: int = 1,
-        shuffle: bool = True, folder: str | None = None,
-    ) -> None:  # fmt: skip
-        self._sizes = sizes
+        self,
+        sizes: Callable[[], Numbers],
+        length: int,
+        seed: int,
+        stream: str,
+        overlap: int = 1,
+        folder: str | None = None,
+    ) -> None:
+        self.sizes = sizes
         self._folder = folder
         self.length = length
         self.overlap = overlap
-        self.shuffle = shuffle
         self.seed = [seed, *stream.encode()]
         lengths = self.sizes()
         self.documents = len(lengths)
@@ -70,11 +78,7 @@ class SampleOrder:
         """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""
         return {**self.__dict__, "_epochs": OrderedDict(), "_latest": _NO_EPOCH}
 
-    def sizes(self) -> NDArray[np.integer]:
-        """Return the number of tokens of each document, int [documents]."""
-        return self._sizes.read() if isinstance(self._sizes, Sizes) else self._sizes
-
-    def _count_tokens(self, sizes: NDArray[np.integer]) -> int:
+    def _count_tokens(self, sizes: Numbers) -> int:
         """Return the number of tokens of all documents, and keep a hash of all lengths for the names of order files."""
         tokens = 0
         digest = hashlib.blake2b(digest_size=16)
@@ -133,7 +137,7 @@ class SampleOrder:
 
     def _name(self, number: int) -> str:
         """Return the name of the order file: a hash of everything that determines the order of epoch `number`."""
-        facts = (self._digest, self.documents, self.length, self.overlap, self.shuffle, self.seed, number)
+        facts = (self._digest, self.documents, self.length, self.overlap, True, self.seed, number)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest() + ".order"
 
     def _shapes(self) -> Arrays:
@@ -163,8 +167,7 @@ class SampleOrder:
     def _permute(self, array: NDArray[Any], epoch: int, stream: int) -> None:
         for piece in slices_of(len(array)):
             array[piece] = np.arange(piece.start, piece.stop)
-        if self.shuffle:
-            np.random.default_rng([*self.seed, epoch, stream]).shuffle(array)
+        np.random.default_rng([*self.seed, epoch, stream]).shuffle(array)
 
     def places(self, first: int, count: int) -> NDArray[np.int64]:
         """Return a unique id for each sample from `first` to `first + count` - 1.
@@ -218,3 +221,76 @@ class SampleOrder:
 
 def _dtype_for(count: int) -> type[np.integer[Any]]:
     return np.int32 if count < 2**31 else np.int64
+
+
+class Windows:
+    """Windows of `length` + `overlap` tokens of the concatenated, shuffled documents.
+
+    vocab_size: if given, reading a window with a token id outside the vocabulary raises DatasetError.
+    Raises ValueError if the documents do not fill one window.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedDataset,
+        documents: range,
+        length: int,
+        seed: int,
+        stream: str,
+        overlap: int = 1,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._indexed = indexed
+        self._first = documents.start
+        self._start_of = indexed.document_start
+        limits = np.iinfo(indexed.dtype)
+        self._checked = vocab_size is not None and vocab_size <= limits.max
+        self._vocab_size = vocab_size or 0
+        self._signed = limits.min < 0
+        self._read = 0  # documents read since the last release of pages
+        self._large = len(documents) > SMALL
+        sizes = partial(indexed.document_sizes, documents)
+        self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=indexed.orders)
+
+    def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:
+        """Return (tokens of window n, number of tokens of each document in the window)."""
+        self._indexed.refuse_shrunk()
+        tokens = self._indexed.tokens
+        pieces = self.order.pieces(n)
+        self._read += len(pieces)
+        if self._read > OFTEN:
+            self._release()
+        texts = []
+        sizes = []
+        for document, start, stop in pieces:
+            base = self._start_of(self._first + document)
+            texts.append(tokens[base + start : base + stop])
+            sizes.append(stop - start)
+        raw = np.concatenate(texts)
+        if self._checked and self._is_outside(raw):
+            self._refuse(n, raw)
+        return raw.astype(np.int64), sizes
+
+    def _is_outside(self, raw: Numbers) -> bool:
+        """Return whether one of the token ids is outside the vocabulary."""
+        if np.maximum.reduce(raw) >= self._vocab_size:  # faster than raw.max() for short arrays
+            return True
+        return self._signed and bool(raw.min() < 0)
+
+    def _release(self) -> None:
+        """Release what reading has mapped: reading one place of a large file keeps 64 kB or more of it in memory."""
+        self._read = 0
+        self._indexed.refresh()
+        if not self._large:
+            return
+        self.order.release_pages()
+        for array in (self._indexed.tokens, self._indexed.sizes):
+            release_pages(array)
+
+    def _refuse(self, n: int, raw: Numbers) -> None:
+        bad = int(raw.max()) if raw.max() >= self._vocab_size else int(raw.min())
+        where = [self._first + document for document, _, _ in self.order.pieces(n)]
+        raise DatasetError(
+            f"{self._indexed.prefix}.bin contains token id {bad} in one of the documents {where}, which is outside the "
+            f"vocabulary of {self._vocab_size} tokens: the file is damaged or was made with another tokenizer"
+        )

@@ -5,7 +5,6 @@ PREFIX.bin/.idx with the tokens, and PREFIX_loss.bin/.idx with uint8 loss masks 
 A record of L tokens occupies L - 1 positions because its last token is only a target.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,10 @@ from torch import Tensor
 
 from .corpora import Make, Paths, build_datasets
 from .corpus_dataset import CorpusDataset
-from .gpt2_dataset import open_corpus
+from .index_check import open_corpus
 from .indexed_dataset import LOSS, DatasetError, IndexedDataset
 from .packing import Ints, PackedOrder
+from .pages import runs_of
 
 AT_ONCE = 1 << 20  # number of tokens whose loss mask is read at a time
 
@@ -46,7 +46,7 @@ class Records:
         A target is a token that counts in the loss. The first token of a document is never a target.
         """
         found = np.zeros(len(documents), dtype=np.int64)
-        for some in _runs(self.tokens, documents):
+        for some in runs_of(self.tokens, documents, AT_ONCE):
             sizes = self.tokens.document_sizes(some).astype(np.int64)
             if not sizes.sum():
                 continue
@@ -68,17 +68,6 @@ def _have_one_shape(a: IndexedDataset, b: IndexedDataset) -> bool:
     """Return whether both pairs have as many documents, of the same lengths."""
     every = range(a.num_documents)
     return b.num_documents == len(every) and np.array_equal(a.document_sizes(every), b.document_sizes(every))
-
-
-def _runs(indexed: IndexedDataset, documents: range) -> Iterator[range]:
-    """Split `documents` into ranges of about AT_ONCE tokens each."""
-    ends = np.cumsum(indexed.document_sizes(documents), dtype=np.int64)
-    at = 0
-    while at < len(documents):
-        base = int(ends[at - 1]) if at else 0
-        stop = max(int(ends.searchsorted(base + AT_ONCE, side="right")), at + 1)
-        yield documents[at:stop]
-        at = stop
 
 
 class SftDataset(CorpusDataset):

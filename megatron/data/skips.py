@@ -4,8 +4,9 @@ If an iteration contains one sample to skip, the whole iteration is skipped. So 
 number of ranks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 Range = tuple[int, int]  # both ends included
 
@@ -34,3 +35,24 @@ class Skips:
         if any(low <= iteration <= high for low, high in self.iterations):
             return True
         return any(low < first + count and first <= high for low, high in self.samples)
+
+
+def skips_of(train: Any) -> Skips:
+    """Return what --skip-iterations and --skip-samples in the settings of training list."""
+    return Skips(parse_ranges(train.skip_iterations or ()), parse_ranges(train.skip_samples or ()))
+
+
+def skipper(train: Any, batches: Any, iteration: int, consumed: int) -> Callable[[int], bool] | None:
+    """Return a function from an iteration's first sample to whether it is skipped; None without a --skip-* flag.
+
+    batches: schedule of the global batch size. iteration, consumed: iterations and samples of the run so far.
+    """
+    skips = skips_of(train)
+    if skips == Skips():
+        return None
+
+    def skips_iteration(first: int) -> bool:
+        number = iteration + batches.iterations(consumed, first) + 1
+        return skips.hold(number, first, batches.size_at(first))
+
+    return skips_iteration

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from .indexed_dataset import DatasetError
 
+Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
-Ids = NDArray[np.int64]
+Ids = Ints
 
 
 class SpanPlan(NamedTuple):
@@ -65,7 +66,7 @@ def plan_spans(
     return best
 
 
-def compose(rng: np.random.Generator, total: int, parts: int) -> NDArray[np.int64]:
+def compose(rng: np.random.Generator, total: int, parts: int) -> Ints:
     """Draw `parts` positive lengths whose sum is `total`; all such sequences are equally likely."""
     cuts = np.empty(parts + 1, dtype=np.int64)
     cuts[0] = 0
@@ -129,7 +130,7 @@ def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: 
     return masked, first, used
 
 
-def _distribute(room: NDArray[np.int64], total: int, least: NDArray[np.int64]) -> NDArray[np.int64]:
+def _distribute(room: Ints, total: int, least: Ints) -> Ints:
     """Divide at most `total` into parts in proportion to `room`, and return the sizes of the parts.
 
     The size of part i is from least[i] to max(room[i], least[i]).

@@ -20,6 +20,7 @@ from .blend import BlendedDataset
 from .fingerprints import content_fingerprint, corpus_fingerprint
 from .indexed_dataset import DatasetError
 
+Ints = NDArray[np.int64]
 MOST_CORPORA = 1 << 16
 
 
@@ -31,9 +32,9 @@ class _Part(NamedTuple):
     """
 
     begin: int
-    members: NDArray[np.int64]
+    members: Ints
     blend: BlendedDataset
-    before: NDArray[np.int64]
+    before: Ints
 
 
 class StagedDataset(Dataset[dict[str, Tensor]]):
@@ -101,7 +102,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
         found[part.members] += part.blend.consumed(samples - part.begin)
         return [int(count) for count in found]
 
-    def places(self, first: int, count: int) -> NDArray[np.int64]:
+    def places(self, first: int, count: int) -> Ints:
         """Return an id for each sample from `first` to `first + count` - 1; no two samples of a stage share an id.
 
         The ids of the first stage are those of its `BlendedDataset`, so a run without stages can continue with stages.
@@ -119,7 +120,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
             first = stop
         return np.concatenate(found)
 
-    def _later_places(self, part: _Part, first: int, count: int) -> NDArray[np.int64]:
+    def _later_places(self, part: _Part, first: int, count: int) -> Ints:
         owners, numbers = part.blend.locate_all(first, count)
         found = np.empty(count, np.int64)
         for which, corpus in enumerate(part.members):

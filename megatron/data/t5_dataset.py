@@ -19,12 +19,13 @@ from torch import Tensor
 
 from .corpora import Make, Paths, build_datasets, prefixes_of
 from .corpus_dataset import CorpusDataset
-from .gpt2_dataset import open_corpus
+from .index_check import open_corpus
 from .indexed_dataset import IndexedDataset
+from .sample_order import Windows
 from .short_documents import fit_documents
 from .spans import SpanPlan, draw_spans, draw_spans_to_document_ends, plan_spans, splice
-from .windows import Windows
 
+Sample = dict[str, Tensor]
 Ids = NDArray[np.int64]
 
 
@@ -75,7 +76,7 @@ class T5Samples(CorpusDataset):
     plan: SpanPlan
     specials: Specials
 
-    def padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> dict[str, Tensor]:
+    def padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> Sample:
         """Return the sample, padded to `plan.encoder` encoder tokens and `plan.decoder` decoder tokens.
 
         documents: document id of each encoder token. owner: document id of each decoder token.
@@ -132,7 +133,7 @@ class T5Dataset(T5Samples):
         text, sizes = self.windows.read(n)
         return text, np.repeat(np.arange(1, len(sizes) + 1), sizes)
 
-    def __getitem__(self, n: int) -> dict[str, Tensor]:
+    def __getitem__(self, n: int) -> Sample:
         text, documents = self.window(int(n))
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([*self.seed, int(n)])))
         if self.objective.name == "prefix-lm":
@@ -146,9 +147,7 @@ class T5Dataset(T5Samples):
             masked, first, used = draw_spans_to_document_ends(rng, self.plan, text == self.specials.eod)
         return self._sample(text[:used], documents[:used], masked[:used], first[:used])
 
-    def _sample(
-        self, text: Ids, documents: Ids, masked: NDArray[np.bool_], first: NDArray[np.bool_]
-    ) -> dict[str, Tensor]:
+    def _sample(self, text: Ids, documents: Ids, masked: NDArray[np.bool_], first: NDArray[np.bool_]) -> Sample:
         """Return the sample for a text; `masked` and `first` mark the tokens and the first tokens of its spans."""
         count = int(first.sum())
         if self.objective.name == "prefix-lm":
@@ -169,7 +168,7 @@ class T5Dataset(T5Samples):
         closed = np.append(written, self.sentinels[count])
         return self.padded(encoder, seen, closed[:-1], closed[1:], owner)
 
-    def _t5(self, encoder: Ids, documents: Ids, written: Ids, owner: Ids) -> dict[str, Tensor]:
+    def _t5(self, encoder: Ids, documents: Ids, written: Ids, owner: Ids) -> Sample:
         eod = self.specials.eod
         decoder = np.concatenate([[self.specials.pad], written])
         return self.padded(

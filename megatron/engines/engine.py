@@ -1,4 +1,4 @@
-"""Engines with a common interface, by which the training loop uses DeepSpeed with a pipeline or without one.
+"""What the training loop calls for a step: the engine with a pipeline; the one without has the same methods.
 
 The loss is the sum over all targets of a global batch, divided by the number of these targets. The targets are counted
 before the first backward pass, so the gradients of all micro-batches have the right scale.
@@ -6,13 +6,20 @@ before the first backward pass, so the gradients of all micro-batches have the r
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from tds import optimizer_state as zero_state
 from tds.spikes import Deviation
 
+from ..timers import Timers
+
+if TYPE_CHECKING:
+    from .without_pipeline import NoPipeEngine
+
+Engine: TypeAlias = "PipeEngine | NoPipeEngine"
 Batches = Iterator[dict[str, Tensor]]
 
 
@@ -33,49 +40,6 @@ class StepResult(NamedTuple):
     skipped: bool
     aux: Mapping[str, Tensor] = {}
     spike: Deviation | None = None
-
-
-class Engine(Protocol):
-    """Protocol of the engines that the training loop can use."""
-
-    deepspeed: Any
-
-    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> StepResult:
-        """Run one optimizer step with learning rate `lr`.
-
-        batches: iterator over micro-batches, or None on a rank that reads no data.
-        gas: number of micro-batches of the step on each replica; --gas if None.
-        """
-        ...
-
-    def eval_batch(self, batches: Batches | None) -> dict[str, float]:
-        """Evaluate a global batch; return the sum `loss`, the number `targets`, and the sums of additional losses.
-
-        The batch has --gas micro-batches on each replica, even if training steps have other numbers of them.
-        """
-        ...
-
-    def forward(self, made: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
-        """Run the model and its loss on micro-batches (inputs, (labels, loss mask)), without training.
-
-        All ranks call this with equal numbers of micro-batches; each replica has its own.
-        """
-        ...
-
-    def busy(self, timed: Mapping[str, float]) -> float:
-        """Return how many seconds this rank worked since the last call of `busy`, without waiting for other ranks.
-
-        The sum omits times that are not measured or that may include waiting. timed: the result of `Timers.take`.
-        """
-        ...
-
-    def watch_steps(self, seconds: float) -> None:
-        """End all ranks if one fails, or if a micro-batch takes longer than `seconds`."""
-        ...
-
-    def times(self) -> dict[str, float]:
-        """Return name -> seconds since the last call of `times`, for parts of a step that `Timers` does not measure."""
-        ...
 
 
 def set_lr(engine: Any, lr: float) -> None:
@@ -107,3 +71,87 @@ def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) ->
     if engine.weight_average is not None:
         engine.weight_average.end_step(applied)
     return StepResult(loss.detach(), norm, zero_state.loss_scale(engine), skipped, aux, spike)
+
+
+class PipeEngine:
+    """Engine with a pipeline of one or more stages, around the pipeline engine of `tds`.
+
+    breakdown: True measures the time of each kind of pipeline instruction; each measurement synchronizes with the
+    device.
+    """
+
+    def __init__(self, engine: Any, timers: Timers, breakdown: bool) -> None:
+        self.deepspeed = engine
+        self.timers = timers
+        self.gas: int = engine.micro_batches
+        engine.progress.breakdown = breakdown
+
+    def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> StepResult:
+        """Run one optimizer step with learning rate `lr`.
+
+        batches: iterator over micro-batches, or None on a rank that reads no data.
+        gas: number of micro-batches of the step on each replica; --gas if None.
+        """
+        ds = self.deepspeed
+        ds.set_micro_batches(gas or self.gas)
+        set_lr(ds, lr)
+        with self.timers("train batch"):
+            ds.train_batch(batches)
+        ds.set_dataiterator(None)  # DeepSpeed's reference to the data iterator would keep the data workers alive
+        sums = self._aux(ds.micro_batches)
+        aux = {name: total / ds.num_targets for name, total in sums.items()}
+        return end_step(ds, self._exact_loss(), ds.get_global_grad_norm(), aux)
+
+    def eval_batch(self, batches: Batches | None) -> dict[str, float]:
+        """Evaluate a global batch; return the sum `loss`, the number `targets`, and the sums of additional losses.
+
+        The batch has --gas micro-batches on each replica, even if training steps have other numbers of them.
+        """
+        ds = self.deepspeed
+        ds.eval_batch(batches, num_micro_batches=self.gas)
+        aux = {name: total.item() for name, total in self._aux(self.gas).items()}
+        loss = self._exact_loss().item() * ds.num_targets
+        return {"loss": loss, "targets": ds.num_targets, **aux}
+
+    def forward(self, made: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
+        """Run the model and its loss on micro-batches (inputs, (labels, loss mask)), without training.
+
+        All ranks call this with equal numbers of micro-batches; each replica has its own.
+        """
+        ds = self.deepspeed
+        batch_fn = ds.batch_fn
+        ds.set_batch_fn(None)
+        try:
+            ds.eval_batch(iter(made), num_micro_batches=len(made))
+        finally:
+            ds.set_batch_fn(batch_fn)
+
+    def busy(self, timed: Mapping[str, float]) -> float:
+        """Return how many seconds this rank worked since the last call of `busy`, without waiting for other ranks.
+
+        0 on accelerators. timed: the result of `Timers.take`, which the engine without a pipeline needs.
+        """
+        progress = self.deepspeed.progress
+        seconds = progress.busy
+        progress.busy = 0.0
+        return float(seconds)
+
+    def watch_steps(self, seconds: float) -> None:
+        """Do nothing: the pipeline engine of `tds` watches each instruction, as --pipeline-timeout says.
+
+        The engine without a pipeline ends all ranks if one fails, or a micro-batch takes longer than `seconds`.
+        """
+
+    def times(self) -> dict[str, float]:
+        """Return name -> seconds since the last call of `times`, for parts of a step that `Timers` does not measure."""
+        return dict(self.deepspeed.progress.take())
+
+    def _aux(self, gas: int) -> dict[str, Tensor]:
+        """Return name -> sum of an additional loss over the last global batch, of `gas` micro-batches a replica."""
+        micros = gas * self.deepspeed.dp_world_size
+        return {name: mean * micros for name, mean in self.deepspeed.additional_losses.items()}
+
+    def _exact_loss(self) -> Tensor:
+        """Return the loss of the last global batch in fp64, the dtype in which the engine accumulates it."""
+        losses = list(self.deepspeed.named_losses.values())
+        return torch.stack(losses).sum()

@@ -1,6 +1,7 @@
-"""Parameter groups of a run: --param-groups applied to the whole model, over all pipeline stages."""
+"""Parameter groups of a run: --param-groups and Muon applied to the whole model, over all pipeline stages."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +13,13 @@ from ..config import Config
 from ..config.ds_config import Resolved
 from ..config.param_groups import ParamRule, match_rules
 from ..model.layers import PLACEHOLDER, global_parameters
-from ..model.muon_parameters import embedding_weights
+from ..model.muon_parameters import embedding_weights, muon_parameters
 from ..optim import GroupKey, group_keys
+from ..ranks.agreement import all_ranks
 from ..ranks.objects import gather_objects
+
+# --muon-ns-dtype -> dtype of the Newton-Schulz iterations; None: that of the weights.
+NS_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def rules_of(model: nn.Module, rules: Sequence[ParamRule]) -> dict[nn.Parameter, ParamRule]:
@@ -56,3 +61,19 @@ def _add_placeholders(model: nn.Module, keys: dict[nn.Parameter, GroupKey]) -> N
         placeholder = nn.Parameter(torch.zeros(1))
         model.register_parameter(f"{PLACEHOLDER}{at}", placeholder)
         keys[placeholder] = key
+
+
+def muon_settings(model: nn.Module, config: Config, resolved: Resolved) -> dict[str, Any]:
+    """Return the arguments of `build_optimizer` that only Muon needs. Raises RunError if it has no matrix."""
+    hidden = muon_parameters(model)
+    somewhere = any(gather_objects(bool(hidden)))
+    with all_ranks():
+        if not somewhere:
+            raise ValueError(
+                "--optimizer muon: no matrix is trained in a transformer layer of megatron.model; set use_muon = True "
+                "on the weights that are hidden matrices, or use --optimizer adam"
+            )
+    name = config.optim.muon_ns_dtype
+    if name == "auto" and resolved.precision == "bf16":
+        name = "bf16"
+    return {"hidden": hidden, "ns_dtype": NS_DTYPES[name]}

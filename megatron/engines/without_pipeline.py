@@ -12,8 +12,8 @@ from torch import Tensor
 import tds
 from tds import optimizer_state as zero_state
 from tds import trace
-from tds.clip import clip_in_step
 from tds.measure import check_factor
+from tds.optimizers import clip_in_step
 from tds.reducer import GradReducer
 from tds.sparse import numbers_of
 
@@ -28,7 +28,7 @@ from .watch import StepWatch
 
 
 class NoPipeEngine:
-    """Engine without a pipeline: every rank runs all layers.
+    """Engine without a pipeline, with the methods of PipeEngine: every rank runs all layers.
 
     All micro-batches of a step are read before the first forward pass, because their targets must be counted.
     watch: watchdog that ends all ranks if one rank fails or stalls in a step; None for no watchdog.

@@ -17,8 +17,9 @@ from ..ranks.agreement import all_ranks
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
 from ..storage import RemotePath, place
-from ..training.data_ranks import blocks_at_start, corpora_of, reads
+from ..training.data_ranks import reads
 from ..training.feature import Feature
+from ..training.inputs import blocks_at_start, corpora_of
 from ..training.run_folder import save_dir_of
 from ..training.run_state import Run
 from .corpus_changes import CorpusFile, Identity, Watch, identity_of

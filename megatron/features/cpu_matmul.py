@@ -25,8 +25,7 @@ from .. import mpu
 from ..atomic import own_folder, write_text
 from ..config import Config
 from ..json_text import brief, read_json
-from ..mpu.linear import matmul, transposed_matmul
-from ..mpu.mesh import Products
+from ..mpu.linear import Products, matmul, transposed_matmul
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
 from ..training.feature import Feature, Plan
@@ -42,6 +41,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Shape = tuple[int, int, int]  # rows of the input, and the weight's output and input features
 Ratios = list[list[float]]  # for output, input gradient and weight gradient: speedups of the second kernel
+NOTHING: Ratios = [[], [], []]
 
 
 class CpuMatmul(Feature):
@@ -51,17 +51,17 @@ class CpuMatmul(Feature):
         self._products: dict[tuple[str, int, int], Products] = {}
         self._cpu = gather_objects(this_cpu())[0]
         precision = plan.resolved.precision
-        usable = precision != "fp32" or mpu.onednn_is_there()
-        if plan.device.type != "cpu" or precision not in DTYPES or not usable:
+        if not has_choice(plan.device, precision):
             return
         shapes = measured_shapes(model, rows_of(plan.config))
+        if not shapes:
+            return
         ratios = measured(shapes, precision)
+        self._products[precision, 0, 0] = Products(*map(is_faster, joined(ratios.values())))
         for (_, o, i), found in ratios.items():
             self._products[precision, o, i] = Products(*map(is_faster, found))
-        if ratios:
-            self._products[precision, 0, 0] = Products(*map(is_faster, joined(ratios.values())))
         self._use()
-        if ratios and plan.config.log.log_details:
+        if plan.config.log.log_details:
             print_rank_0(_note(ratios, precision))
 
     def state(self) -> dict[str, Any]:
@@ -84,6 +84,13 @@ class CpuMatmul(Feature):
         chosen = mpu.get_options().products
         for (precision, o, i), products in self._products.items():
             chosen[DTYPES[precision], o, i] = products
+
+
+def has_choice(device: torch.device, precision: str) -> bool:
+    """Return whether there are two kernels for matmuls of this precision on the device."""
+    if device.type != "cpu" or precision not in DTYPES:
+        return False
+    return precision != "fp32" or mpu.onednn_is_there()
 
 
 def _is_row(row: Any) -> bool:
@@ -120,19 +127,20 @@ def measured(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]:
     What the cache of a rank lacks is measured by all ranks at the same time, as they also multiply at the same time.
     """
     path = cache_file()
+    known = read_cache(path)
     cpu = this_cpu()
     keys = {shape: f"{cpu}, {precision}, {' x '.join(map(str, shape))}" for shape in shapes}
-    known = read_cache(path)
-    missing = {shape for shape in shapes if not is_settled(known.get(keys[shape], []))}
-    to_measure = set().union(*gather_objects(missing))
-    for shape in shapes:
-        if shape in to_measure:
-            new = compare_kernels(shape, DTYPES[precision])
-            known[keys[shape]] = joined([known[keys[shape]], new]) if keys[shape] in known else new
-    if to_measure and os.environ.get("LOCAL_RANK", "0") == "0":
+    missing = {shape for shape, key in keys.items() if not is_settled(known.get(key))}
+    everywhere = sorted(set().union(*gather_objects(missing)))
+    for shape in everywhere:
+        new = compare_kernels(shape, DTYPES[precision])
+        before = known.get(keys[shape], NOTHING)
+        known[keys[shape]] = joined([before, new])
+    if everywhere and os.environ.get("LOCAL_RANK", "0") == "0":
         write_cache(path, known)
-    ranks = gather_objects([known[keys[shape]] for shape in shapes])
-    return {shape: joined(of_ranks) for shape, of_ranks in zip(shapes, zip(*ranks, strict=True), strict=True)}
+    of_ranks = gather_objects([known[key] for key in keys.values()])
+    of_shapes = zip(*of_ranks, strict=True)
+    return {shape: joined(found) for shape, found in zip(shapes, of_shapes, strict=True)}
 
 
 def joined(parts: Iterable[Ratios]) -> Ratios:
@@ -197,8 +205,9 @@ def _agree(speedups: list[float]) -> bool:
 
 def _note(ratios: Mapping[Shape, Ratios], precision: str) -> str:
     """Return a line that says which kernels were chosen, and why."""
-    medians = [statistics.median(each) for found in ratios.values() for each in found]
-    chosen = [is_faster(each) for found in ratios.values() for each in found]
+    products = list(chain(*ratios.values()))
+    medians = list(map(statistics.median, products))
+    chosen = list(map(is_faster, products))
     second = "oneDNN" if precision == "fp32" else "fp32 with rounded results"
     return (
         f"note: {sum(chosen)} of {len(chosen)} matmuls of linear layers run in {second}, whose speed is "

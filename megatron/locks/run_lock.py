@@ -286,7 +286,7 @@ class RunLock:
     def release(self) -> None:
         """Remove the lock file if this process holds the lock, and the empty folders that were created for the lock."""
         with contextlib.suppress(OSError):
-            holder = _parse(self._read())
+            holder = holder_of(self.path)
             if holder is not None and holder.same_process(self._me):
                 self.path.unlink()
         if self._handle is not None:

@@ -21,12 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import onednn_linear, will_run
-from .mesh import Axis, Options, Products
+from .mesh import Axis, Options
 from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
 
 # Matmuls with fewer rows, as in decoding, are limited by reading the weights, so oneDNN would be no faster.
 FEWEST_ROWS = 32
+
+
+class Products(NamedTuple):
+    """Which products of a linear layer run in the second of the two kernels between which `matmul` chooses."""
+
+    output: bool = False
+    input_grad: bool = False
+    weight_grad: bool = False
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options) -> Tensor:
@@ -64,11 +72,9 @@ def products_of(x: Tensor, weight: Tensor, options: Options) -> Products:
     """Return the kernels for x [..., i] and weight [o, i]: `options` decide, for >= FEWEST_ROWS rows on a CPU."""
     if x.device.type != "cpu" or x.shape[:-1].numel() < FEWEST_ROWS:
         return Products()
-    if options.products:
-        o, i = weight.shape
-        return options.products.get((x.dtype, o, i)) or options.products.get((x.dtype, 0, 0), Products())
     onednn = options.onednn and x.dtype == torch.float32
-    return Products(onednn, onednn, onednn)
+    others = options.products.get((x.dtype, 0, 0), Products(onednn, onednn, onednn))
+    return options.products.get((x.dtype, *weight.shape), others)
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, second: bool) -> Tensor:

@@ -1,12 +1,15 @@
 """Process groups of this rank (Mesh) and options of sharded layers (Options)."""
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from .topology import Topology
+
+if TYPE_CHECKING:
+    from .linear import Products
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,6 @@ def neighbours(axis: Axis, count: int) -> Axis:
     return Axis(group, ranks, axis.rank - first)
 
 
-class Products(NamedTuple):
-    """Which products of a linear layer run in the second of the two kernels between which `linear.matmul` chooses."""
-
-    output: bool = False
-    input_grad: bool = False
-    weight_grad: bool = False
-
-
 @dataclass(frozen=True)
 class Options:
     """Communication and kernel options of sharded layers.
@@ -71,7 +66,7 @@ class Options:
     overlap: all-reduce the gradient of a layer's input while the gradient of the layer's weight is computed.
     onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains overlap and onednn.
     products: (dtype, o, i) of a weight [o, i] -> its products that run in the second kernel of `linear.matmul`.
-    (dtype, 0, 0) is for other weights. If this is empty, `onednn` decides.
+    (dtype, 0, 0) is for other weights. Where both are missing, `onednn` decides.
     wgrad_in_graph: in compiled code, too, call the weight's `ParamSpec.accumulate_wgrad` instead of giving the weight's
     gradient to autograd.
     fp8: run the matmuls of outputs and of input gradients in fp8; see `fp8.py`.
@@ -82,7 +77,7 @@ class Options:
     onednn: bool = False
     wgrad_in_graph: bool = False
     fp8: bool = False
-    products: dict[tuple[torch.dtype, int, int], Products] = field(default_factory=dict, compare=False)
+    products: "dict[tuple[torch.dtype, int, int], Products]" = field(default_factory=dict, compare=False)
 
     def sequence_axis(self, axis: Axis) -> Axis:
         """Return the ranks that shard a sequence between layers: `axis` with sequence parallelism, else this rank."""

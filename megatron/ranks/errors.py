@@ -40,6 +40,20 @@ def complaint(error: BaseException) -> str:
     return describe(error)
 
 
+def describe_rendezvous_error(error: Exception) -> str:
+    """Describe in one sentence why the ranks could not connect to each other."""
+    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    text = " ".join(str(error).split())
+    if "EADDRINUSE" in text:
+        return f"port {os.environ.get('MASTER_PORT')} is in use by another process: give another one (MASTER_PORT)"
+    if "waiting for clients" in text or "timed out" in text.lower():
+        return (
+            f"the {os.environ.get('WORLD_SIZE')} ranks did not all meet at {where} ({text[:120]}): start the missing "
+            "ones, with the same MASTER_ADDR and MASTER_PORT (--startup-timeout-minutes sets how long to wait)"
+        )
+    return f"the ranks could not meet at {where}: {text[:200]}"
+
+
 def exit_now(code: int) -> NoReturn:
     """Flush the standard streams, kill worker processes and end the process at once.
 

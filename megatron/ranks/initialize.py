@@ -17,6 +17,7 @@ from ..config.fields import ConfigError
 from ..config.parallel import splits_sequences
 from . import device as device_module
 from .agreement import same_code_everywhere, same_everywhere, settings_and_versions
+from .errors import describe_rendezvous_error
 
 AFTER_THE_WATCHDOG = 30.0  # seconds by which the timeout of collectives exceeds the time limit of the watchdogs
 FLAGS = {  # error messages of `tds` advise these flags; without this table they would advise keys of a ds_config
@@ -127,17 +128,3 @@ def use_step_timeout(config: Config) -> None:
     timeout = timedelta(seconds=AFTER_THE_WATCHDOG + seconds)
     set_default_timeout(timeout)
     set_timeout_of_groups(timeout)
-
-
-def describe_rendezvous_error(error: Exception) -> str:
-    """Describe in one sentence why the ranks could not connect to each other."""
-    where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    text = " ".join(str(error).split())
-    if "EADDRINUSE" in text:
-        return f"port {os.environ.get('MASTER_PORT')} is in use by another process: give another one (MASTER_PORT)"
-    if "waiting for clients" in text or "timed out" in text.lower():
-        return (
-            f"the {os.environ.get('WORLD_SIZE')} ranks did not all meet at {where} ({text[:120]}): start the missing "
-            "ones, with the same MASTER_ADDR and MASTER_PORT (--startup-timeout-minutes sets how long to wait)"
-        )
-    return f"the ranks could not meet at {where}: {text[:200]}"

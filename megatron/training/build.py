@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,24 +14,22 @@ from tds.zero3_partition import zero3_partitioner
 
 from .. import mpu
 from ..config import Config
-from ..config.ds_config import Resolved, resolve
-from ..engines.engine import Engine
-from ..engines.param_groups import keys_of_groups
-from ..engines.with_pipeline import PipeEngine
-from ..model.layers import global_parameters
-from ..model.muon_parameters import muon_parameters
+from ..config.ds_config import resolve
+from ..engines.engine import Engine, PipeEngine
+from ..engines.param_groups import keys_of_groups, muon_settings
 from ..optim import build_optimizer
 from ..ranks import device as device_module
 from ..ranks.agreement import all_ranks
 from ..ranks.buffers import remember
 from ..ranks.initialize import initialize_megatron
-from ..ranks.objects import gather_objects
 from ..timers import Timers
 from ..tokenizer import Tokenizer
 from .feature import Plan
 from .features import Features
 from .global_vars import publish
-from .task import Task, check_task, checked_model
+from .model_checks import checked_pipeline
+from .task import Task
+from .task_checks import check_task, checked_model
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -83,11 +80,11 @@ def build_engine(
     for each in features:
         each.model(model, plan)
     with all_ranks():
-        pipeline = _checked(model, task, config)
+        pipeline = checked_pipeline(model, task, config)
     if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size is 1, which permits a plain module
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
-    muon = _muon(model, config, resolved) if config.optim.optimizer == "muon" else {}
+    muon = muon_settings(model, config, resolved) if config.optim.optimizer == "muon" else {}
     keys = keys_of_groups(model, config, resolved, lags or {})
     optimizer = build_optimizer(keys, config.optim, config.model.kernels, **muon, width=config.model.width_factor)
     if resolved.distributed_optimizer:
@@ -114,82 +111,3 @@ def build_engine(
     if not hasattr(model, "_megatron_batch_fn"):
         engine.set_batch_fn(batch_fn)
     return PipeEngine(engine, timers, resolved.wall_clock_breakdown)
-
-
-def _muon(model: nn.Module, config: Config, resolved: Resolved) -> dict[str, Any]:
-    """Return the arguments of `build_optimizer` that only Muon needs. Raises RunError if it has no matrix."""
-    hidden = muon_parameters(model)
-    somewhere = any(gather_objects(bool(hidden)))
-    with all_ranks():
-        if not somewhere:
-            raise ValueError(
-                "--optimizer muon: no matrix is trained in a transformer layer of megatron.model; set use_muon = True "
-                "on the weights that are hidden matrices, or use --optimizer adam"
-            )
-    name = config.optim.muon_ns_dtype
-    if name == "auto":
-        name = "bf16" if resolved.precision == "bf16" else "none"
-    return {"hidden": hidden, "ns_dtype": DTYPES.get(name)}
-
-
-def _checked(model: nn.Module, task: Task, config: Config) -> bool:
-    """Return True if `model` is a PipelineModule. Raises ValueError if it does not fit the task or the settings."""
-    refuse_what_no_checkpoint_holds(model)
-    contexts = mpu.context_axis().size
-    if contexts > 1 and not task.shares_out_tokens:
-        raise ValueError(
-            f"--context-parallel-size {contexts}: {type(task).__name__} does not shard samples over context-parallel "
-            "ranks (the tasks of GPT-2 and Llama do); leave the flag out"
-        )
-    pipeline = _is_pipeline(model, config)
-    if pipeline and not hasattr(model, "_megatron_batch_fn"):
-        counts = getattr(cast(Any, model).loss_fn, "count_targets", None) is not None
-        if not task.makes_batches:
-            raise ValueError(
-                "no function makes the batches of the PipelineModule: set model._megatron_batch_fn to a function that "
-                "returns ((inputs of the first layer), (targets of loss_fn))"
-            )
-        if counts != (task.count_targets is not None):
-            raise ValueError(
-                f"set count_targets in both {type(task).__name__} and the loss_fn of its PipelineModule, or set it to "
-                "None in both: with count_targets, a loss is the sum over targets; without it, the mean"
-            )
-    return pipeline
-
-
-def refuse_what_no_checkpoint_holds(model: nn.Module) -> None:
-    """Raise ValueError for a shard whose place in the whole weight is unknown."""
-    for name, parameter in global_parameters(model):
-        unknown = mpu.is_split(parameter) and mpu.spec_of(parameter).dim is None
-        if unknown and mpu.get_mesh().model.size > 1:
-            raise ValueError(
-                f"the parameter {name} is marked as sharded over tensor-parallel ranks, but not along which dimension, "
-                "so no checkpoint can store it: call mpu.declare(weight, init, dim=0) where it is made"
-            )
-
-
-def _is_pipeline(model: nn.Module, config: Config) -> bool:
-    """Return True if `model` is a PipelineModule of tds or DeepSpeed.
-
-    Raises ValueError if the model contradicts --pipe-parallel-size or --model-parallel-size.
-    """
-    pipeline = tds.pipe.is_pipeline(model)
-    wanted = config.parallel.pipe_parallel_size
-    if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
-        raise ValueError(
-            f"the model is a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
-            f"build it with topology=mpu.get_topology(); for --pipe-parallel-size 0, build a plain module"
-        )
-    ranks = mpu.get_mesh().model.size
-    topology = cast(Any, model).topology if pipeline else None
-    if topology and max(topology().get_dim("model"), 1) != ranks:
-        raise ValueError(
-            f"the model is a PipelineModule whose topology does not match --model-parallel-size {ranks}: build it "
-            f"with topology=mpu.get_topology(), not num_stages"
-        )
-    if not pipeline and wanted > 1:
-        raise ValueError(
-            f"--pipe-parallel-size is {wanted}, but the model is a {type(model).__name__}, not a PipelineModule: "
-            f"build a PipelineModule from a list of layers, or pass --pipe-parallel-size 0"
-        )
-    return pipeline

@@ -6,14 +6,9 @@ In the first and the last pipeline stage, one rank of each model-parallel group 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
-import torch.distributed as dist
-
 from .. import mpu
 from ..config import Config
 from ..data.checked import checked_once
-from ..data.corpora import made_with, prefixes_of
-from ..data.damage import problems_of
-from ..data.fingerprints import content_fingerprint, corpus_fingerprint
 from ..data.sampler import ConsecutiveSampler, build_loader
 from ..engines.engine import Batches
 from ..ranks.agreement import all_ranks, same_everywhere
@@ -21,11 +16,9 @@ from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes
 from ..storage import is_url
 from ..tokenizer import Tokenizer
-from ..tokenizer.base import other_end
-from .task import Datasets, Task, checked_datasets
-
-# Blocks of a file, of 64 MiB by default, that are compared with the checksums of its sidecar at the start of a run.
-BLOCKS_AT_START = 4
+from .inputs import check_content, check_stages, check_tokenizer, corpora_of, corpus_fingerprints
+from .task import Datasets, Task
+from .task_checks import checked_datasets
 
 
 class Lengths(NamedTuple):
@@ -72,8 +65,8 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
     checked: dict[str, bool] = {}
     with all_ranks(), checked_once(checked):
         if is_rank_0():
-            _check_tokenizer(config, tokenizer)
-            _check_content(config)
+            check_tokenizer(config, tokenizer)
+            check_content(config)
     if task.reads_alone:
         datasets = _open_where_read(task, config, tokenizer, checked)
     else:
@@ -81,8 +74,8 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
             datasets, notes = checked_datasets(task, config, tokenizer)
         print_notes(notes)
     with all_ranks():
-        _check_stages(datasets[0], config)
-        fingerprints = _corpus_fingerprints(config) if reads() or not task.reads_alone else None
+        check_stages(datasets[0], config)
+        fingerprints = corpus_fingerprints(config) if reads() or not task.reads_alone else None
     same_everywhere(fingerprints)
     return datasets
 
@@ -130,62 +123,3 @@ def read(
     sampler = ConsecutiveSampler(t.batch_size, gas or t.gas, *share, consumed_samples, skips)
     remote = any(map(is_url, corpora_of(config)))
     return iter(build_loader(dataset, sampler, config.data.num_workers, read_ahead=remote))
-
-
-def corpora_of(config: Config) -> list[str]:
-    """Return the prefixes of the run's `.bin/.idx` pairs, or [] if no flag names corpora."""
-    return prefixes_of(config.data.paths) if config.data.names_corpora else []
-
-
-def _check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if a corpus's metadata shows another tokenizer or another end-of-document token."""
-    for path in corpora_of(config):
-        about = made_with(path)
-        if about is not None and about.get("fingerprint") != tokenizer.fingerprint:
-            raise ValueError(
-                f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 "
-                f"{str(about.get('fingerprint'))[:12]}) "
-                f"than {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
-            )
-        if about is not None and (otherwise := other_end(about, tokenizer, config.data.vocab_file)):
-            raise ValueError(f"{path}.bin {otherwise}: pass the tokenizer of the corpus, or preprocess the text again")
-
-
-def _check_content(config: Config) -> None:
-    """Raise ValueError if a bounded look at the corpora on this machine finds damaged blocks or holes."""
-    prefixes = [prefix for prefix in corpora_of(config) if not is_url(prefix)]
-    blocks = blocks_at_start(config)
-    for prefix in prefixes:
-        for problem in problems_of(prefix, made_with(prefix), blocks):
-            raise ValueError(problem)
-
-
-def blocks_at_start(config: Config) -> int:
-    """Return how many blocks of each local file of a corpus are compared with their checksums before the run begins.
-
-    `megatron/features/corpus_checks.py` compares the others while the run trains.
-    """
-    local = sum(not is_url(prefix) for prefix in corpora_of(config))
-    return min(BLOCKS_AT_START, max(1, 4 * BLOCKS_AT_START // max(local, 1)))
-
-
-def _check_stages(dataset: Any, config: Config) -> None:
-    """Raise ValueError if a data stage begins after the last sample of the run."""
-    if config.train.batch_size_schedule:
-        return  # a resumed run need not know the sizes of earlier batches, so the end of the run is not known here
-    last = config.train.train_iters * config.train_batch_size(dist.get_world_size())
-    late = [begin for begin in getattr(dataset, "begins", ()) if begin and begin >= last]
-    if late:
-        raise ValueError(
-            f"--data-stages: the stage at sample {late[0]} begins after the last of the {last} samples of "
-            f"--train-iters {config.train.train_iters}; raise --train-iters or leave the stage out"
-        )
-
-
-def _corpus_fingerprints(config: Config) -> dict[str, str]:
-    """Return a fingerprint of each corpus, so that ranks can detect nodes with different files.
-
-    All nodes see the same object in object storage, so few requests are enough there.
-    """
-    looks = {path: corpus_fingerprint if is_url(path) else content_fingerprint for path in corpora_of(config)}
-    return {f"the fingerprint of {path}": look(path) for path, look in looks.items()}

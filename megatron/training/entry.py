@@ -25,7 +25,8 @@ from .features import substitute
 from .inputs import MissingInputs, refuse_missing
 from .loop import train
 from .setup import set_up
-from .task import Task, check_task
+from .task import Task
+from .task_checks import check_task
 
 CONTINUES = "training continues, and metrics.jsonl has the numbers"
 

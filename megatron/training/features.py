@@ -17,6 +17,8 @@ from .feature import Feature, Interval, Plan
 if TYPE_CHECKING:
     from .run_state import Run
 
+Entries = dict[str, Any]  # entries of a row of metrics.jsonl, or the state of a feature
+
 
 class Features:
     """The features of a run, in the order in which they are called: those of the table, then the user's own.
@@ -62,27 +64,27 @@ class Features:
         for each in self.all:
             each.before_save(iteration)
 
-    def row(self, interval: Interval) -> dict[str, Any]:
+    def row(self, interval: Interval) -> Entries:
         """Return the entries of all features; dicts of one name are merged, such as the numbers of layers."""
-        found: dict[str, Any] = {}
+        found: Entries = {}
         for each in self.all:
             _merge(found, each.row(interval))
         return found
 
-    def rows(self, iteration: int) -> list[dict[str, Any]]:
+    def rows(self, iteration: int) -> list[Entries]:
         """Return the further rows of all features."""
         return [row for each in self.all for row in each.rows(iteration)]
 
-    def extend(self, row: dict[str, Any]) -> None:
+    def extend(self, row: Entries) -> None:
         """Call `extend` of each feature."""
         for each in self.all:
             each.extend(row)
 
-    def evaluated(self, split: str, iteration: int, sums: Mapping[str, float]) -> list[dict[str, Any]]:
+    def evaluated(self, split: str, iteration: int, sums: Mapping[str, float]) -> list[Entries]:
         """Return the further rows of all features about an evaluation."""
         return [row for each in self.all for row in each.evaluated(split, iteration, sums)]
 
-    def state(self) -> dict[str, dict[str, Any]]:
+    def state(self) -> dict[str, Entries]:
         """Return name -> state of each feature that has one. Raises RunError for a state that JSON cannot hold."""
         states = {}
         for each in self.all:
@@ -92,7 +94,7 @@ class Features:
                 states[each.name] = state
         return states
 
-    def load(self, states: Mapping[str, dict[str, Any]]) -> None:
+    def load(self, states: Mapping[str, Entries]) -> None:
         """Restore the states of a checkpoint. Raises ValueError for a state of a feature that is not known."""
         members = {each.name: each for each in self.all}
         for name, state in states.items():
@@ -121,7 +123,7 @@ def _check_state(name: str, state: Any) -> None:
         ) from None
 
 
-def _merge(into: dict[str, Any], entries: Mapping[str, Any]) -> None:
+def _merge(into: Entries, entries: Mapping[str, Any]) -> None:
     for name, value in entries.items():
         if isinstance(value, Mapping) and name in into:
             _merge(into[name], value)

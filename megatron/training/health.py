@@ -1,10 +1,10 @@
-"""Monitoring of a run for skipped steps, non-finite losses and loss spikes."""
+"""Monitoring of a run for skipped steps, non-finite losses, loss spikes and copies of weights that differ."""
 
 import math
 import statistics
 from collections import deque
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,11 @@ from tds.spikes import Deviation
 
 from ..checkpointing import TrainState
 from ..engines.engine import StepResult
+from ..ranks.replicas import check_replicas
+from .feature import Feature, due
+
+if TYPE_CHECKING:
+    from .run_state import Run
 
 REMEMBERED = 64  # a new loss is compared with the median of at most this number of recent losses
 LEAST = 16  # spikes are reported only if there are at least this number of recent losses
@@ -179,3 +184,22 @@ def _on_the_host(steps: list[tuple[Tensor | float, Tensor | float]]) -> list[tup
     copied = iter(torch.stack(tensors).tolist() if tensors else [])
     numbers = [next(copied) if isinstance(value, Tensor) else value for value in values]
     return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+class ReplicaChecks(Feature):
+    """Part of a run that checks that all copies of a weight are equal.
+
+    It checks every --check-replicas iterations, and after steps 1, 2, 4, 8, ... of this run: a shard without
+    declaration, which counts as a copy, often differs after the first step, but small bf16 steps may not show it.
+    """
+
+    def __init__(self, run: "Run") -> None:
+        self._engine = run.engine.deepspeed
+        self._interval = run.config.train.check_replicas
+        self._steps = 0
+
+    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
+        self._steps += 1
+        is_power_of_two = self._steps.bit_count() == 1
+        if is_power_of_two or due(samples.iteration, self._interval):
+            check_replicas(self._engine)

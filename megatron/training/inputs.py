@@ -1,21 +1,33 @@
-"""Check that the input files of a run exist. All missing files are reported at once, before the ranks connect."""
+"""Checks of the input files of a run.
+
+All missing files are reported at once, before the ranks connect. The content of corpora is checked afterwards.
+"""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from ..atomic import process_name
 from ..checkpointing.files import latest_name
 from ..config import Config
 from ..config.fields import ConfigError, listed
-from ..data.corpora import prefixes_of
+from ..data.corpora import made_with, prefixes_of
 from ..data.cpm_triples import is_triple
+from ..data.damage import problems_of
+from ..data.fingerprints import content_fingerprint, corpus_fingerprint
 from ..data.indexed_dataset import DatasetError
 from ..storage import RemotePath, StorageError, is_url, place
-from ..tokenizer.base import TokenizerError
+from ..tokenizer import Tokenizer
+from ..tokenizer.base import TokenizerError, other_end
 from ..tokenizer.load import file_of
 from .run_folder import save_dir_of
 from .task import Task
+
+# Blocks of a file, of 64 MiB by default, that are compared with the checksums of its sidecar at the start of a run.
+BLOCKS_AT_START = 4
 
 
 class MissingInputs(ConfigError):
@@ -126,3 +138,62 @@ def _beside(prefix: str) -> str:
     except StorageError:  # the credentials may allow reading, but not listing
         found = []
     return f"; did you mean {found[0].with_suffix('')}?" if len(found) == 1 else ""
+
+
+def corpora_of(config: Config) -> list[str]:
+    """Return the prefixes of the run's `.bin/.idx` pairs, or [] if no flag names corpora."""
+    return prefixes_of(config.data.paths) if config.data.names_corpora else []
+
+
+def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
+    """Raise ValueError if a corpus's metadata shows another tokenizer or another end-of-document token."""
+    for path in corpora_of(config):
+        about = made_with(path)
+        if about is not None and about.get("fingerprint") != tokenizer.fingerprint:
+            raise ValueError(
+                f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 "
+                f"{str(about.get('fingerprint'))[:12]}) "
+                f"than {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
+            )
+        if about is not None and (otherwise := other_end(about, tokenizer, config.data.vocab_file)):
+            raise ValueError(f"{path}.bin {otherwise}: pass the tokenizer of the corpus, or preprocess the text again")
+
+
+def check_content(config: Config) -> None:
+    """Raise ValueError if a bounded look at the corpora on this machine finds damaged blocks or holes."""
+    prefixes = [prefix for prefix in corpora_of(config) if not is_url(prefix)]
+    blocks = blocks_at_start(config)
+    for prefix in prefixes:
+        for problem in problems_of(prefix, made_with(prefix), blocks):
+            raise ValueError(problem)
+
+
+def blocks_at_start(config: Config) -> int:
+    """Return how many blocks of each local file of a corpus are compared with their checksums before the run begins.
+
+    `megatron/features/corpus_checks.py` compares the others while the run trains.
+    """
+    local = sum(not is_url(prefix) for prefix in corpora_of(config))
+    return min(BLOCKS_AT_START, max(1, 4 * BLOCKS_AT_START // max(local, 1)))
+
+
+def check_stages(dataset: Any, config: Config) -> None:
+    """Raise ValueError if a data stage begins after the last sample of the run."""
+    if config.train.batch_size_schedule:
+        return  # a resumed run need not know the sizes of earlier batches, so the end of the run is not known here
+    last = config.train.train_iters * config.train_batch_size(dist.get_world_size())
+    late = [begin for begin in getattr(dataset, "begins", ()) if begin and begin >= last]
+    if late:
+        raise ValueError(
+            f"--data-stages: the stage at sample {late[0]} begins after the last of the {last} samples of "
+            f"--train-iters {config.train.train_iters}; raise --train-iters or leave the stage out"
+        )
+
+
+def corpus_fingerprints(config: Config) -> dict[str, str]:
+    """Return a fingerprint of each corpus, so that ranks can detect nodes with different files.
+
+    All nodes see the same object in object storage, so few requests are enough there.
+    """
+    looks = {path: corpus_fingerprint if is_url(path) else content_fingerprint for path in corpora_of(config)}
+    return {f"the fingerprint of {path}": look(path) for path, look in looks.items()}

@@ -1,24 +1,27 @@
-"""The training loop. It runs the remaining iterations, and calls the features of the run around each of them."""
+"""The training loop, which calls the parts of a run around each iteration, and the part that saves and stops."""
 
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from tqdm import tqdm
+
+from tds import trace
 
 from .. import mpu
 from ..data.sample_hash import extend
-from ..data.skips import Skips, parse_ranges
+from ..data.skips import skipper
 from ..engines.engine import Batches, StepResult
-from ..locks.held_places import HeldPlaces
+from ..locks.held_places import HeldPlaces, LostPlace
+from ..ranks.errors import RunError
 from ..ranks.rank_0 import is_rank_0, print_rank_0
-from ..ranks.replicas import check_replicas
+from ..ranks.signals import StopSignal
 from .data_ranks import read
 from .evaluation import Evaluations, evaluate
 from .feature import Feature, due
-from .health import SampleRange
+from .health import ReplicaChecks, SampleRange
 from .log import TrainingLog
 from .run_state import Run
-from .saves import Saves
 
 __all__ = ["Run", "evaluate", "train"]
 DONE = (
@@ -39,7 +42,7 @@ def train(run: Run) -> None:
     if state.iteration >= last:
         raised = "--train-samples" if run.config.train.train_samples else "--train-iters"
         print_rank_0(DONE.format(state.iteration, last, raised))
-    skips = _skips(run)
+    skips = skipper(run.config.train, run.batches, state.iteration, state.consumed_samples)
     run.log = TrainingLog(run)
     parts, saves = _parts(run)
     bar = _progress_bar(state.iteration, last)
@@ -76,7 +79,7 @@ def _progress_bar(done: int, last: int) -> Any:
     return tqdm(total=last, initial=min(done, last), disable=disable, unit="it", leave=False)
 
 
-def _parts(run: Run) -> tuple[list[Feature], Saves]:
+def _parts(run: Run) -> tuple[list[Feature], "Saves"]:
     """Return all parts of a run, in the order in which an iteration calls them, and the last of them."""
     places = HeldPlaces(run)
     saves = Saves(run, places)
@@ -93,25 +96,6 @@ def _batches(run: Run, skips: Callable[[int], bool] | None) -> Batches | None:
     return batches
 
 
-class ReplicaChecks(Feature):
-    """Part of a run that checks that all copies of a weight are equal.
-
-    It checks every --check-replicas iterations, and after steps 1, 2, 4, 8, ... of this run: a shard without
-    declaration, which counts as a copy, often differs after the first step, but small bf16 steps may not show it.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._engine = run.engine.deepspeed
-        self._interval = run.config.train.check_replicas
-        self._steps = 0
-
-    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
-        self._steps += 1
-        is_power_of_two = self._steps.bit_count() == 1
-        if is_power_of_two or due(samples.iteration, self._interval):
-            check_replicas(self._engine)
-
-
 def _advance(run: Run) -> SampleRange:
     """Count the current iteration, even a skipped one, in the training state; return its number and samples."""
     state = run.state
@@ -125,21 +109,100 @@ def _advance(run: Run) -> SampleRange:
     return samples
 
 
-def _skips(run: Run) -> Callable[[int], bool] | None:
-    """Return a function that returns True if a --skip-* flag skips an iteration, or None without such a flag.
+class Saves(Feature):
+    """Part of a run that saves a checkpoint every --save-interval iterations and on signals.
 
-    The argument of the function is the number of the iteration's first sample.
+    It sets `run.stop` if a signal, --exit-interval or --exit-duration-in-mins ends the run after this iteration; a
+    feature may have set it before.
     """
-    t = run.config.train
-    batches = run.batches
-    skips = Skips(parse_ranges(t.skip_iterations or ()), parse_ranges(t.skip_samples or ()))
-    iteration = run.state.iteration
-    consumed = run.state.consumed_samples
-    if not skips.iterations and not skips.samples:
-        return None
 
-    def skips_iteration(first: int) -> bool:
-        number = iteration + batches.iterations(consumed, first) + 1
-        return skips.hold(number, first, batches.size_at(first))
+    def __init__(self, run: Run, places: HeldPlaces) -> None:
+        self._run = run
+        self._places = places
+        # _saved: iteration of the newest saved state. _began: iteration in which its save began; after skipped steps,
+        # it is later than _saved.
+        self._saved = self._began = run.state.iteration
 
-    return skips_iteration
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, *_: object) -> None:
+        """Complete a background save if an error ends the run and all ranks have this error, since it is collective."""
+        if not self._run.saver.pending:
+            return
+        is_alone = dist.get_world_size() == 1 and isinstance(error, Exception)
+        is_everywhere = is_alone or isinstance(error, RunError)
+        if not is_everywhere or self._places.find_lost():
+            return
+        try:
+            self._run.saver.finish()
+        except RunError as failure:
+            print_rank_0(f"note: {failure}")
+
+    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
+        run = self._run
+        settings = run.config.checkpoint
+        asked, is_written = run.signals.agree(run.saver.pending and not run.saver.busy)
+        if asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, settings.exit_interval or 0):
+            run.stop = True
+        # `agree` returns what the ranks reported at its previous call. So in the iteration after a save began,
+        # `is_written` is still a report from before this save.
+        if run.saver.pending and is_written and samples.iteration > self._began + 1:
+            self._finish()
+        is_due = asked is StopSignal.SAVE or due(samples.iteration, settings.save_interval)
+        if run.stop or is_due:
+            self._began = samples.iteration
+            self._save(must=run.stop)
+
+    def complete(self) -> None:
+        """Complete a background save, and repeat the last save if it failed.
+
+        If all iterations are done, save the final state unless it is already saved.
+        """
+        run = self._run
+        if run.saver.pending:
+            self._finish()
+        is_done = run.state.iteration >= run.config.train.train_iters
+        is_unsaved = is_done and run.state.iteration != self._saved and run.config.checkpoint.save_at_end
+        if run.saver.failures or is_unsaved:
+            self._save(must=True)
+
+    def _finish(self) -> None:
+        self._find_lost()
+        self._run.saver.finish()
+
+    def _find_lost(self) -> LostPlace | None:
+        """Return a folder that the run has lost and taken again. Raises RunError if it could not take it again."""
+        lost = self._places.find_lost()
+        if lost and not lost.free:
+            raise RunError(lost.words)
+        return lost
+
+    def _save(self, must: bool) -> None:
+        """Save the state after the last step that was not skipped, unless this state is already saved.
+
+        must: True for the last save of a run: log unreported iterations before the save, and raise if the save fails.
+        """
+        run = self._run
+        log = run.log
+        lost = self._find_lost()
+        must = must or lost is not None
+        log.check()
+        if must and log.has_unreported:
+            log.report()
+        good = log.health.state_to_save(run.state)
+        if good.iteration == run.state.iteration:
+            good.features = run.features.state()  # features that act after the log may have changed it
+        else:
+            print_rank_0(
+                f"all steps since iteration {good.iteration} were skipped, so the checkpoint has the state of "
+                f"iteration {good.iteration}"
+            )
+        if good.iteration != self._saved or run.saver.failures:
+            run.features.before_save(good.iteration)
+            with trace.span("checkpoint"):
+                run.saver.save(good, must=must)
+        if lost:
+            raise RunError(lost.words)
+        log.restart()
+        self._saved = good.iteration

@@ -1,7 +1,7 @@
 """The class `Task`: the data sets, the model, the batches and the loss of a run as one object."""
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -80,19 +80,17 @@ class Task:
         """Return the result of `batch`. Raises ValueError if it is not a pair."""
         made: Any = self.batch(data, config, tokenizer)
         if not isinstance(made, (tuple, list)) or len(made) != 2:
-            raise ValueError(f"{_name(self)}.batch returns {what(made)}: return (inputs of the first layer, targets)")
+            raise ValueError(
+                f"{type(self).__name__}.batch returns {what(made)}: return (inputs of the first layer, targets)"
+            )
         return made
 
     def checked_loss(self, model: Any, batch: Any) -> Tensor:
         """Return the result of `loss`. Raises ValueError if it is not a scalar tensor."""
         found: Any = self.loss(model, batch)
         if not isinstance(found, Tensor) or found.dim():
-            raise ValueError(f"{_name(self)}.loss returns {what(found)}: return a tensor of one number")
+            raise ValueError(f"{type(self).__name__}.loss returns {what(found)}: return a tensor of one number")
         return found
-
-
-def _name(task: Task) -> str:
-    return type(task).__name__
 
 
 def what(found: Any) -> str:
@@ -100,43 +98,3 @@ def what(found: Any) -> str:
     if isinstance(found, Tensor):
         return f"a tensor of shape {list(found.shape)}"
     return f"{len(found)} objects" if isinstance(found, (tuple, list)) else type(found).__name__
-
-
-def check_task(task: Any, *methods: str) -> None:
-    """Raise ValueError unless `task` is an instance of a subclass of Task that overrides `methods`."""
-    if not isinstance(task, Task):
-        given = f"the class {task.__name__}: run({task.__name__}())" if isinstance(task, type) else what(task)
-        raise ValueError(f"a task is an object of a subclass of megatron.training.Task, not {given}")
-    for method in methods:
-        if getattr(type(task), method) is getattr(Task, method):
-            raise ValueError(f"{_name(task)} has no {method}(); docs/own_model.md shows what a task needs")
-
-
-def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
-    """Return the result of `task.datasets`. Raises ValueError unless it is ((three data sets), notes)."""
-    made: Any = task.datasets(config, tokenizer)
-    pair = isinstance(made, (tuple, list)) and len(made) == 2
-    if not pair or not isinstance(made[1], (tuple, list)):
-        raise ValueError(
-            f"{_name(task)}.datasets returns {what(made)}: return two objects, first a tuple of three data sets, "
-            "second a list of notes"
-        )
-    if not isinstance(made[0], (tuple, list)) or len(made[0]) != 3:
-        raise ValueError(
-            f"{_name(task)}.datasets returns {what(made[0])} as data sets: return three data sets, for training, "
-            "validation and test; an empty data set is None"
-        )
-    if made[0][0] is None and config.train.train_iters:
-        raise ValueError(
-            f"there is no training data set, but --train-iters is {config.train.train_iters}: {_name(task)}.datasets "
-            f"must return one"
-        )
-    return cast(Datasets, tuple(made[0])), list(made[1])
-
-
-def checked_model(task: Task, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
-    """Return the result of `task.model`. Raises ValueError if it is not an nn.Module."""
-    made: Any = task.model(config, tokenizer)
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"the model is {what(made)}: {_name(task)}.model must return an nn.Module")
-    return made

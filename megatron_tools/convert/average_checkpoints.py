@@ -99,16 +99,11 @@ def _shapes(reader: CheckpointReader) -> dict[str, list[int]]:
     return {key: entry["shape"] for key, entry in reader.tensors.items() if key.startswith(f"{WEIGHT}.")}
 
 
-def _read(reader: CheckpointReader, key: str) -> Tensor:
-    entry = reader.tensors[key]
-    return reader.read(key, entry["dim"], 0, entry["shape"][entry["dim"]])
-
-
 def _mean(readers: Sequence[CheckpointReader], parts: Sequence[float], key: str) -> Tensor:
     """Return the weighted sum of a tensor over checkpoints, in fp64."""
     total = torch.zeros((), dtype=torch.float64)
     for reader, part in zip(readers, parts, strict=True):
-        value = _read(reader, key).double()
+        value = reader.whole(key).double()
         if not value.isfinite().all():
             raise ValueError(f"{reader.path}: {key!r} is not finite; average other checkpoints")
         total = total + part * value
@@ -123,11 +118,10 @@ def entries_of(readers: Sequence[CheckpointReader], parts: Sequence[float]) -> l
         if key.startswith(f"{WEIGHT}."):
             make = partial(_mean, readers, parts, key)
         elif key.startswith(f"{BUFFER}."):
-            make = partial(_read, last, key)
+            make = partial(last.whole, key)
         else:
             continue
-        dtype = last.read(key, entry["dim"], 0, 0).dtype
-        found.append(Entry(key, tuple(entry["shape"]), dtype, make))
+        found.append(Entry(key, tuple(entry["shape"]), last.dtype(key), make))
     return found
 
 

@@ -42,7 +42,7 @@ from .hf_llama import llama_config
 from .hf_names import Match, matches_of
 from .megatron_lm import ORDERS, RankFiles
 from .megatron_settings import check_complete, settings_of
-from .upcycle import read_whole, upcycled_config, upcycled_entries
+from .upcycle import upcycled_config, upcycled_entries
 
 EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/gpt2 --output exported --verify
@@ -71,7 +71,7 @@ def export(args: argparse.Namespace, path: Path) -> None:
         return list(reader.tensors[f"{WEIGHT}.{name}"]["shape"])
 
     def read(name: str) -> Tensor:
-        return read_whole(reader, f"{WEIGHT}.{name}")
+        return reader.whole(f"{WEIGHT}.{name}")
 
     by_name = {match.ours: match for match in matches_of(config.model)}
     entries = entries_of(by_name.values(), read, shape, args.dtype)
@@ -213,7 +213,7 @@ def from_dense(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
     config = upcycled_config(reader, args.upcycle, args.experts_per_token, args.moe_layer_frequency)
     entries = list(upcycled_entries(reader, config))
     if args.verify:
-        compare_ours(config, _weights_in(entries), dense, lambda name: read_whole(reader, f"{WEIGHT}.{name}"), path)
+        compare_ours(config, _weights_in(entries), dense, lambda name: reader.whole(f"{WEIGHT}.{name}"), path)
     return config, reader.tokenizer or "", entries
 
 

@@ -18,6 +18,7 @@ from megatron.tokenizer.sibling_files import (
     settings_beside,
 )
 
+Content = dict[str, Any]  # the content of a JSON file
 PADS = ("<pad>", "<|pad|>", "[PAD]", "<unk>")  # names of special tokens that may serve as padding
 NO_TEXT = "\U0010fffd"  # a text of one private-use character, which no vocabulary contains
 # Keys of the original tokenizer_config.json that are not copied to the export. Code is not exported, the chat template
@@ -39,7 +40,7 @@ QWEN2_WORDS = (
 NO_CODE = {"AutoTokenizer": ["load_it_without_trust_remote_code.Tokenizer"] * 2}
 
 
-def named_roles(tokenizer: Tokenizer, source: Path) -> dict[str, Any]:
+def named_roles(tokenizer: Tokenizer, source: Path) -> Content:
     """Return role -> token, such as pad_token -> "<pad>", from tokenizer_config.json next to the file `source`.
 
     Roles that the file does not set have the default of its tokenizer class.
@@ -79,7 +80,7 @@ def pad_of(tokenizer: Tokenizer, source: Path) -> str | None:
     return None
 
 
-def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None) -> dict[str, Any]:
+def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None) -> Content:
     """Return the content of tokenizer_config.json for an export that has a tokenizer.json.
 
     positions: maximum number of tokens in a text if the model has learned positions, else None.
@@ -105,7 +106,7 @@ def tokenizer_settings(tokenizer: Tokenizer, source: Path, positions: int | None
     return described
 
 
-def named_class(source: Path, model_type: str, is_json: bool) -> dict[str, Any]:
+def named_class(source: Path, model_type: str, is_json: bool) -> Content:
     """Return the entries of tokenizer_config.json that determine which tokenizer class AutoTokenizer loads.
 
     is_json: whether the exported folder has a tokenizer.json.
@@ -134,11 +135,11 @@ def _cuts_as_qwen2(source: Path) -> bool:
     return bool(pattern.get("Regex") == QWEN2_WORDS)
 
 
-def _trained_ids(trained: Mapping[str, Any]) -> dict[str, Any]:
+def _trained_ids(trained: Mapping[str, Any]) -> Content:
     return {key: trained[key] for key in ROLES if key in trained}
 
 
-def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is_t5: bool) -> dict[str, Any]:
+def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is_t5: bool) -> Content:
     """Return the special-token ids for config.json, such as {"eos_token_id": 1}.
 
     trained: the ids used in training, under the same keys.
@@ -164,7 +165,7 @@ def model_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, source: Path, is
     return ids
 
 
-def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[Content, Content]:
     """Return (special-token ids, generation settings) of a model that came without a tokenizer.
 
     The ids (eos_token_id, ...) belong in config.json. The generation settings are the content of
@@ -175,9 +176,7 @@ def bare_roles(source: Path, trained: Mapping[str, Any]) -> tuple[dict[str, Any]
     return ids, generation
 
 
-def generation_settings(
-    ids: Mapping[str, Any], tokenizer: Tokenizer, source: Path, turn_end: int | None
-) -> dict[str, Any]:
+def generation_settings(ids: Mapping[str, Any], tokenizer: Tokenizer, source: Path, turn_end: int | None) -> Content:
     """Return the content of generation_config.json for an export.
 
     The generation settings of the source folder override `ids`, the special-token ids of config.json. eos_token_id

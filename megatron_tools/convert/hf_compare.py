@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from ..doctor.machine import version_key
 from .hf_config import FAMILIES
 from .hf_tokenizer import texts_of
 
+Reader = Callable[[str], Tensor]  # returns a tensor by its name
 OLDEST = "5.3"  # release of transformers; 5.0 to 5.2 give other ids for the tokenizer.model of a Llama
 SCALE = "scale_decoder_outputs"
 SHORTEST = 64  # tokens of a comparison, if the model has that many positions
@@ -34,7 +36,7 @@ _LogitsOf = Callable[[torch.dtype], Tensor]  # returns a model's logits, compute
 
 
 @torch.no_grad()
-def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> None:
+def compare(config: Config, weight: Reader, folder: Path) -> None:
     """Compare logits of our model and the Hugging Face model in `folder` on the same random tokens.
 
     The tokens cover all learned positions, or reach beyond the sliding window, the original context of scaled rotary
@@ -45,9 +47,6 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
     other = _their_model(config, folder)
     tokens = _tokens(config, max(_length(config), _their_length(config, other.config)))
 
-    def ours(dtype: torch.dtype) -> Tensor:
-        return _logits(config, weight, tokens, dtype)
-
     def theirs(dtype: torch.dtype) -> Tensor:
         inputs = {"input_ids": tokens}
         if config.is_t5:
@@ -55,7 +54,7 @@ def compare(config: Config, weight: Callable[[str], Tensor], folder: Path) -> No
         found: Tensor = other.to(dtype)(**inputs).logits
         return found
 
-    _refuse_difference(ours, theirs, folder)
+    _refuse_difference(partial(_logits, config, weight, tokens), theirs, folder)
 
 
 def _transformers() -> Any:
@@ -89,18 +88,11 @@ def _their_model(config: Config, folder: Path) -> Any:
 
 
 @torch.no_grad()
-def compare_ours(
-    config: Config, weight: Callable[[str], Tensor], other: Config, other_weight: Callable[[str], Tensor], path: Path
-) -> None:
+def compare_ours(config: Config, weight: Reader, other: Config, other_weight: Reader, path: Path) -> None:
     """Compare logits of two models of this project as `compare` does. path: the checkpoint of the second model."""
     tokens = _tokens(config, max(_length(config), _length(other)))
-
-    def ours(dtype: torch.dtype) -> Tensor:
-        return _logits(config, weight, tokens, dtype)
-
-    def theirs(dtype: torch.dtype) -> Tensor:
-        return _logits(other, other_weight, tokens, dtype)
-
+    ours = partial(_logits, config, weight, tokens)
+    theirs = partial(_logits, other, other_weight, tokens)
     _refuse_difference(ours, theirs, path)
 
 
@@ -137,7 +129,7 @@ def _tokens(config: Config, length: int) -> Tensor:
     return torch.randint(config.model.vocab_size or 0, shape, generator=torch.Generator().manual_seed(0))
 
 
-def _logits(config: Config, weight: Callable[[str], Tensor], tokens: Tensor, dtype: torch.dtype) -> Tensor:
+def _logits(config: Config, weight: Reader, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the logits [b, s, v] of our model with these weights."""
     kind: Any = T5Model if config.is_t5 else GPT2Model
     model = kind(config, parallel_output=False).eval().to(dtype)

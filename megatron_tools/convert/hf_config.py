@@ -21,9 +21,12 @@ from .hf_keys import (
     check_type,
     gated_activation_of,
     is_off,
+    our_settings,
     refuse,
+    their_values,
 )
 
+Values = Mapping[str, Any]  # the content of a config.json
 _T5 = {
     "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": None,
     "num_heads": 8, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "dropout_rate": 0.1,
@@ -79,8 +82,22 @@ FAMILIES = {
     **hf_llama.FAMILIES,
 }  # fmt: skip
 
+# Our setting -> the key of config.json that has the same value.
+GPT2_NAMES = {
+    "num_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head", "ff_hidden_size": "n_inner",
+    "vocab_size": "vocab_size", "max_position_embeddings": "n_positions", "layernorm_epsilon": "layer_norm_epsilon",
+    "hidden_dropout": "resid_pdrop", "attention_dropout": "attn_pdrop", "scale_attention": "scale_attn_weights",
+}  # fmt: skip
+T5_NAMES = {
+    "num_layers": "num_layers", "num_decoder_layers": "num_decoder_layers", "hidden_size": "d_model",
+    "num_attention_heads": "num_heads", "kv_hidden_size": "d_kv", "ff_hidden_size": "d_ff", "vocab_size": "vocab_size",
+    "relative_attention_num_buckets": "relative_attention_num_buckets",
+    "relative_attention_max_distance": "relative_attention_max_distance", "layernorm_epsilon": "layer_norm_epsilon",
+    "hidden_dropout": "dropout_rate",
+}  # fmt: skip
 
-def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
+
+def read_config(content: Values, where: Path) -> dict[str, Any]:
     """Return a value for each key of the model family: the value in `content`, else the default.
 
     An alias in `content` sets the key that it stands for. Raises ValueError for an unknown model type, an
@@ -117,7 +134,7 @@ def read_config(content: Mapping[str, Any], where: Path) -> dict[str, Any]:
     return values | {"model_type": kind}
 
 
-def _check_architectures(content: Mapping[str, Any], family: Family, where: Path) -> None:
+def _check_architectures(content: Values, family: Family, where: Path) -> None:
     """Raise ValueError if config.json names a model class that is not one of its family."""
     named = content.get("architectures") or []
     if not isinstance(named, list):
@@ -130,7 +147,7 @@ def _check_architectures(content: Mapping[str, Any], family: Family, where: Path
             )
 
 
-def unread_keys(content: Mapping[str, Any]) -> list[str]:
+def unread_keys(content: Values) -> list[str]:
     """Return the keys of a config.json that `read_config` ignores because no model class reads them.
 
     Keys whose value disables a feature, such as false, are left out.
@@ -144,7 +161,7 @@ def unread_keys(content: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
+def settings_of(values: Values, tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
     """Convert the values from `read_config` to (our settings by name, notes for the user).
 
     tied: whether input and output embedding are one matrix. Raises ValueError for unsupported settings.
@@ -158,32 +175,21 @@ def settings_of(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dic
                 f"embd_pdrop {values['embd_pdrop']} differs from resid_pdrop {values['resid_pdrop']}; further training "
                 f"replaces both by --hidden-dropout {values['resid_pdrop']}"
             )
+        activation = activation_of(values["activation_function"], where, "activation_function")
         return {
-            "family": "gpt2", "num_layers": values["n_layer"], "hidden_size": values["n_embd"],
-            "num_attention_heads": values["n_head"],
-            "ff_hidden_size": values["n_inner"], "vocab_size": values["vocab_size"],
-            "max_position_embeddings": values["n_positions"], "seq_length": values["n_positions"],
-            "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["resid_pdrop"],
-            "attention_dropout": values["attn_pdrop"], "tie_embeddings": tied,
-            "activation": activation_of(values["activation_function"], where, "activation_function"),
-            "scale_attention": values["scale_attn_weights"],
+            **our_settings(GPT2_NAMES, values), "family": "gpt2", "seq_length": values["n_positions"],
+            "tie_embeddings": tied, "activation": activation,
         }, notes  # fmt: skip
     return {
-        "family": "t5", "num_layers": values["num_layers"], "num_decoder_layers": values["num_decoder_layers"],
-        "hidden_size": values["d_model"], "num_attention_heads": values["num_heads"], "kv_hidden_size": values["d_kv"],
-        "ff_hidden_size": values["d_ff"], "vocab_size": values["vocab_size"],
-        "relative_attention_num_buckets": values["relative_attention_num_buckets"],
-        "relative_attention_max_distance": values["relative_attention_max_distance"],
-        "layernorm_epsilon": values["layer_norm_epsilon"], "hidden_dropout": values["dropout_rate"],
-        "attention_dropout": values["dropout_rate"], "activation": _t5_activation(values, where),
-        "tie_embeddings": tied,
+        **our_settings(T5_NAMES, values), "family": "t5", "attention_dropout": values["dropout_rate"],
+        "activation": _t5_activation(values, where), "tie_embeddings": tied,
         "scale_tied_logits": _scales_logits(values), "relative_attention_per_layer": values["model_type"] == "umt5",
         "position_embedding": "relative", "normalization": "rmsnorm",
         "hidden_bias": False, "scale_attention": False, "enc_seq_length": 512, "span_convention": "t5",
     }, []  # fmt: skip
 
 
-def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
+def _t5_activation(values: Values, where: Path) -> str:
     """Return our name of a T5's activation.
 
     The key feed_forward_proj gives it in the form X or gated-X; is_gated_act and dense_act_fn override this key.
@@ -203,7 +209,7 @@ def _t5_activation(values: Mapping[str, Any], where: Path) -> str:
     return reader(name, where, key)
 
 
-def _scales_logits(values: Mapping[str, Any]) -> bool:
+def _scales_logits(values: Values) -> bool:
     """Return whether the model scales its logits if the embeddings are tied.
 
     mT5 never scales logits. For T5 and UMT5, scale_decoder_outputs decides, or tie_word_embeddings if
@@ -227,7 +233,7 @@ def notes_on_scale(m: ModelConfig) -> list[str]:
     ]
 
 
-def check_tokenizer(values: Mapping[str, Any], given: Mapping[str, Any], tokenizer: Any, where: Path) -> list[str]:
+def check_tokenizer(values: Values, given: Values, tokenizer: Any, where: Path) -> list[str]:
     """Compare `tokenizer` with the model's config.json and return notes for the user.
 
     values: config.json with defaults filled in. given: config.json as it is. Raises ValueError if the tokenizer has
@@ -278,12 +284,9 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
         (m.head_size * m.num_attention_heads != m.hidden_size, f"--kv-hidden-size {m.kv_hidden_size}"),
     ], "GPT-2")  # fmt: skip
     return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": m.vocab_size,
-        "n_positions": positions,
-        "n_embd": m.hidden_size, "n_layer": m.num_layers, "n_head": m.num_attention_heads, "n_inner": m.ff_size,
-        "activation_function": _their_activation(m), "scale_attn_weights": m.scale_attention,
-        "layer_norm_epsilon": m.layernorm_epsilon, "resid_pdrop": m.hidden_dropout,
-        "embd_pdrop": m.hidden_dropout, "attn_pdrop": m.attention_dropout, "bos_token_id": eod, "eos_token_id": eod,
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **their_values(GPT2_NAMES, m),
+        "n_positions": positions, "n_inner": m.ff_size, "activation_function": _their_activation(m),
+        "embd_pdrop": m.hidden_dropout, "bos_token_id": eod, "eos_token_id": eod,
         "tie_word_embeddings": m.tie_embeddings, "dtype": DTYPES[dtype],
     }  # fmt: skip
 
@@ -301,13 +304,9 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
     ], "T5")  # fmt: skip
     kind = "umt5" if m.relative_attention_per_layer else "t5"
     return {
-        "architectures": [FAMILIES[kind].class_name], "model_type": kind, "vocab_size": m.vocab_size,
-        "d_model": m.hidden_size, "d_kv": m.head_size, "d_ff": m.ff_size, "num_layers": m.num_layers,
-        "num_decoder_layers": m.decoder_layers, "num_heads": m.num_attention_heads,
-        "relative_attention_num_buckets": m.relative_attention_num_buckets,
-        "relative_attention_max_distance": m.relative_attention_max_distance, "dropout_rate": m.hidden_dropout,
-        "layer_norm_epsilon": m.layernorm_epsilon, "feed_forward_proj": _their_activation(m),
-        "is_encoder_decoder": True,
+        "architectures": [FAMILIES[kind].class_name], "model_type": kind, **their_values(T5_NAMES, m),
+        "d_kv": m.head_size, "d_ff": m.ff_size, "num_decoder_layers": m.decoder_layers,
+        "feed_forward_proj": _their_activation(m), "is_encoder_decoder": True,
         "tie_word_embeddings": m.tie_embeddings, "scale_decoder_outputs": m.scale_tied_logits,
         "pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": eod, "dtype": DTYPES[dtype],
     }  # fmt: skip

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.config import ModelConfig
 from megatron.config.fields import ConfigError
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -137,6 +138,16 @@ class Family:
     defaults: Mapping[str, Any]
     aliases: Mapping[str, str]
     ignored: tuple[str, ...] = ()
+
+
+def our_settings(names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our settings that have the values of keys of a config.json. names: our setting -> their key."""
+    return {ours: values[theirs] for ours, theirs in names.items()}
+
+
+def their_values(names: Mapping[str, str], m: ModelConfig) -> dict[str, Any]:
+    """Return the keys of a config.json that have the values of our settings, the reverse of `our_settings`."""
+    return {theirs: getattr(m, ours) for ours, theirs in names.items()}
 
 
 def is_off(key: str, value: Any) -> bool:

@@ -12,9 +12,10 @@ from typing import Any
 from megatron.config import ModelConfig
 
 from .hf_experts import KEYS, expert_config, expert_settings, unsupported
-from .hf_keys import DTYPES, Family, gated_activation_of, refuse
+from .hf_keys import DTYPES, Family, gated_activation_of, our_settings, refuse, their_values
 from .hf_rope import rope_settings, their_rope
 
+Values = Mapping[str, Any]  # the content of a config.json
 # An import sets --seq-length for further training to the model's number of positions, but at most to this number.
 LONGEST = 4096
 _ALL = {
@@ -59,18 +60,25 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **KEYS["qwen3_moe"],
     },
 }  # fmt: skip
-_NAMES = {
+# Our setting -> the key of config.json that has the same value.
+NAMES = {
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads", "kv_hidden_size": "head_dim", "ff_hidden_size": "intermediate_size",
+    "vocab_size": "vocab_size", "max_position_embeddings": "max_position_embeddings",
+    "layernorm_epsilon": "rms_norm_eps", "attention_dropout": "attention_dropout",
+}  # fmt: skip
+CLASSES = {
     "llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "mixtral": "Mixtral",
     "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe",
 }  # fmt: skip
 _ALIASES = {"mixtral": {"num_experts": "num_local_experts"}, "qwen3_moe": {"num_local_experts": "num_experts"}}
 FAMILIES = {
     kind: Family(f"{name}ForCausalLM", (f"{name}ForCausalLM", f"{name}Model"), _DEFAULTS[kind], _ALIASES.get(kind, {}))
-    for kind, name in _NAMES.items()
+    for kind, name in CLASSES.items()
 }
 
 
-def llama_settings(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
+def llama_settings(values: Values, tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
     """Convert the values from `read_config` to (our settings by name, notes for the user)."""
     hidden_bias, qkv_bias = _biases(values, where)
     positions = values["max_position_embeddings"]
@@ -81,13 +89,7 @@ def llama_settings(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[
         )
     experts, more = expert_settings(values, where) if values["model_type"] in KEYS else ({}, [])
     return {
-        "family": "llama", "num_layers": values["num_hidden_layers"], "hidden_size": values["hidden_size"],
-        "num_attention_heads": values["num_attention_heads"], "num_key_value_heads": values["num_key_value_heads"],
-        "kv_hidden_size": values["head_dim"], "ff_hidden_size": values["intermediate_size"],
-        "vocab_size": values["vocab_size"],
-        "max_position_embeddings": positions, "seq_length": min(positions, LONGEST),
-        "layernorm_epsilon": values["rms_norm_eps"], "hidden_dropout": 0.0,
-        "attention_dropout": values["attention_dropout"],
+        **our_settings(NAMES, values), "family": "llama", "seq_length": min(positions, LONGEST), "hidden_dropout": 0.0,
         "tie_embeddings": tied, "activation": gated_activation_of(values["hidden_act"], where, "hidden_act"),
         "position_embedding": "rope",
         "normalization": "rmsnorm", "hidden_bias": hidden_bias, "qkv_bias": qkv_bias,
@@ -96,7 +98,7 @@ def llama_settings(values: Mapping[str, Any], tied: bool, where: Path) -> tuple[
     }, [*notes, *more]  # fmt: skip
 
 
-def _biases(values: Mapping[str, Any], where: Path) -> tuple[bool, bool]:
+def _biases(values: Values, where: Path) -> tuple[bool, bool]:
     """Return (bias in all linear layers, bias in the query, key and value projection)."""
     if values["model_type"] in ("qwen2", "qwen2_moe"):
         return False, values.get("qkv_bias", True)
@@ -111,7 +113,7 @@ def _biases(values: Mapping[str, Any], where: Path) -> tuple[bool, bool]:
     return attention, attention
 
 
-def _window(values: Mapping[str, Any], where: Path) -> int | None:
+def _window(values: Values, where: Path) -> int | None:
     """Return the sliding window in tokens, or None for full attention.
 
     Raises ValueError if only some of the layers have a window.
@@ -137,7 +139,7 @@ def _window(values: Mapping[str, Any], where: Path) -> int | None:
     return window if slides else None
 
 
-def _usual_types(values: Mapping[str, Any], window: int | None, where: Path) -> list[str]:
+def _usual_types(values: Values, window: int | None, where: Path) -> list[str]:
     """Return layer_types as the model's class derives it from the other keys, if the file lacks it."""
     kind = values["model_type"]
     layers = values["num_hidden_layers"]
@@ -172,15 +174,13 @@ def llama_config(m: ModelConfig, positions: int, bos: int, eod: int, dtype: str)
         (kind in ("qwen3", "qwen3_moe", "mixtral") and m.has_qkv_bias, "--qkv-bias"),
         (kind == "llama" and m.hidden_bias != m.has_qkv_bias, "--no-qkv-bias"),
         *unsupported(m, kind),
-    ], _NAMES[kind])  # fmt: skip
+    ], CLASSES[kind])  # fmt: skip
     found = {
-        "architectures": [FAMILIES[kind].class_name], "model_type": kind, "vocab_size": m.vocab_size,
-        "hidden_size": m.hidden_size, "intermediate_size": m.ff_size, "num_hidden_layers": m.num_layers,
-        "num_attention_heads": m.num_attention_heads, "num_key_value_heads": m.key_value_heads, "head_dim": m.head_size,
+        "architectures": [FAMILIES[kind].class_name], "model_type": kind, **their_values(NAMES, m),
+        "intermediate_size": m.ff_size, "num_key_value_heads": m.key_value_heads, "head_dim": m.head_size,
         "hidden_act": "silu" if m.activation == "swiglu" else "gelu_pytorch_tanh", "max_position_embeddings": positions,
-        "initializer_range": m.init_method_std, "rms_norm_eps": m.layernorm_epsilon,
-        "attention_dropout": m.attention_dropout,
-        "tie_word_embeddings": m.tie_embeddings, "bos_token_id": bos, "eos_token_id": eod, **their_rope(m),
+        "initializer_range": m.init_method_std, "tie_word_embeddings": m.tie_embeddings,
+        "bos_token_id": bos, "eos_token_id": eod, **their_rope(m),
         "dtype": DTYPES[dtype],
     }  # fmt: skip
     if kind == "llama":

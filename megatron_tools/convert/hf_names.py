@@ -13,6 +13,8 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 
+Parts = Sequence[Tensor]
+
 
 @dataclass(frozen=True)
 class Match:
@@ -20,15 +22,26 @@ class Match:
 
     ours: str
     theirs: tuple[str, ...]
-    split: Callable[[Tensor], Sequence[Tensor]] = lambda tensor: [tensor]  # converts our tensor to Hugging Face's
-    join: Callable[[Sequence[Tensor]], Tensor] = lambda tensors: tensors[0]  # the reverse of `split`
+    split: Callable[[Tensor], Parts] = lambda tensor: [tensor]  # converts our tensor to Hugging Face's
+    join: Callable[[Parts], Tensor] = lambda tensors: tensors[0]  # the reverse of `split`
 
 
-def _transposed(ours: str, theirs: str) -> Match:
-    return Match(ours, (theirs,), lambda t: [t.T], lambda ts: ts[0].T)
+Matches = Iterator[Match]
 
 
-def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match:
+def _transposed(match: Match) -> Match:
+    """Return `match` with Hugging Face's matrix transposed."""
+
+    def split(t: Tensor) -> Parts:
+        return [part.T for part in match.split(t)]
+
+    def join(ts: Parts) -> Tensor:
+        return match.join([t.T for t in ts])
+
+    return Match(match.ours, match.theirs, split, join)
+
+
+def _stacked_heads(ours: str, theirs: str, heads: int) -> Match:
     """Match two fused tensors of query, key and value rows.
 
     Our rows are ordered by head: q, k and v of head 0, then of head 1, and so on. Hugging Face's tensor holds all q
@@ -38,11 +51,10 @@ def _stacked_heads(ours: str, theirs: str, heads: int, transpose: bool) -> Match
     # Two heads: our rows q0 k0 v0 q1 k1 v1 are q0 q1 k0 k1 v0 v1 in Hugging Face's tensor.
     def split(t: Tensor) -> list[Tensor]:
         by_head = t.view(heads, 3, -1, *t.shape[1:])
-        stacked = by_head.transpose(0, 1).reshape(t.shape)
-        return [stacked.T if transpose else stacked]
+        return [by_head.transpose(0, 1).reshape(t.shape)]
 
-    def join(ts: Sequence[Tensor]) -> Tensor:
-        t = ts[0].T if transpose else ts[0]
+    def join(ts: Parts) -> Tensor:
+        t = ts[0]
         by_kind = t.reshape(3, heads, -1, *t.shape[1:])
         return by_kind.transpose(0, 1).reshape(t.shape)
 
@@ -60,7 +72,7 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
         parts = t.view(groups, len(theirs), -1, *t.shape[1:])
         return [part.reshape(-1, *t.shape[1:]) for part in parts.unbind(1)]
 
-    def join(ts: Sequence[Tensor]) -> Tensor:
+    def join(ts: Parts) -> Tensor:
         by_group = [t.view(groups, -1, *t.shape[1:]) for t in ts]
         return torch.stack(by_group, 1).flatten(0, 2)
 
@@ -82,14 +94,14 @@ def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -
         values = heads[:, -1:]
         return [part.flatten(0, 2) for part in (queries, keys, values)]
 
-    def join(ts: Sequence[Tensor]) -> Tensor:
+    def join(ts: Parts) -> Tensor:
         by_group = [t.view(groups, -1, size, *t.shape[1:]) for t in ts]
         return torch.cat(by_group, 1).flatten(0, 2)
 
     return Match(ours, theirs, split, join)
 
 
-def matches_of(m: ModelConfig) -> Iterator[Match]:
+def matches_of(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a model, whatever its family.
 
     Hugging Face's models have no factors of muP and fixed factors of attention scores, so the weights that a match
@@ -133,20 +145,20 @@ def _folded(match: Match, factor: float, m: ModelConfig) -> Match:
         queries = heads[:, :-2] * by
         return torch.cat([queries, heads[:, -2:]], 1).reshape(t.shape)
 
-    def split(t: Tensor) -> Sequence[Tensor]:
+    def split(t: Tensor) -> Parts:
         return match.split(scaled(t, factor))
 
-    def join(ts: Sequence[Tensor]) -> Tensor:
+    def join(ts: Parts) -> Tensor:
         return scaled(match.join(ts), 1 / factor)
 
     return Match(match.ours, match.theirs, split, join)
 
 
-def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
+def gpt2_matches(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a GPT-2."""
     yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield Match("position_embedding.weight", ("transformer.wpe.weight",))
-    linear = {"attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
+    names = {"attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
     for i in range(m.num_layers):
         at = f"layers.{i}"
         its = f"transformer.h.{i}"
@@ -154,19 +166,16 @@ def gpt2_matches(m: ModelConfig) -> Iterator[Match]:
             yield Match(f"{at}.input_layernorm.{kind}", (f"{its}.ln_1.{kind}",))
             yield Match(f"{at}.post_attention_layernorm.{kind}", (f"{its}.ln_2.{kind}",))
             fused = f"{at}.attention.query_key_value.{kind}"
-            yield _stacked_heads(fused, f"{its}.attn.c_attn.{kind}", m.num_attention_heads, kind == "weight")
-            for ours, theirs in linear.items():
-                if kind == "weight":
-                    yield _transposed(f"{at}.{ours}.weight", f"{its}.{theirs}.weight")
-                else:
-                    yield Match(f"{at}.{ours}.bias", (f"{its}.{theirs}.bias",))
+            linear = [_stacked_heads(fused, f"{its}.attn.c_attn.{kind}", m.num_attention_heads)]
+            linear += [Match(f"{at}.{ours}.{kind}", (f"{its}.{theirs}.{kind}",)) for ours, theirs in names.items()]
+            yield from map(_transposed, linear) if kind == "weight" else linear
     for kind in ("weight", "bias"):
         yield Match(f"final_norm.norm.{kind}", (f"transformer.ln_f.{kind}",))
     if not m.tie_embeddings:
         yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 
 
-def llama_matches(m: ModelConfig) -> Iterator[Match]:
+def llama_matches(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a Llama, Qwen, Mistral or Mixtral."""
     yield Match("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     of_qkv = ("weight", "bias") if m.has_qkv_bias else ("weight",)
@@ -196,14 +205,14 @@ def llama_matches(m: ModelConfig) -> Iterator[Match]:
 
 def _gated_mlp(
     at: str, its: str, width: int, kind: str = "weight", names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
-) -> Iterator[Match]:
+) -> Matches:
     """Yield the matches of a gated MLP. names: Hugging Face's names of gate, up and down projection."""
     gate, up, down = (f"{its}.{name}.{kind}" for name in names)
     yield _interleaved(f"{at}.dense_h_to_4h.{kind}", (gate, up), width)
     yield Match(f"{at}.dense_4h_to_h.{kind}", (down,))
 
 
-def _mixture(m: ModelConfig, at: str, layer: str) -> Iterator[Match]:
+def _mixture(m: ModelConfig, at: str, layer: str) -> Matches:
     """Yield the matches of a mixture of experts, with the names of Qwen or, for the settings of Mixtral, Mixtral's."""
     its = f"{layer}.mlp"
     names = ("gate_proj", "up_proj", "down_proj")
@@ -219,7 +228,7 @@ def _mixture(m: ModelConfig, at: str, layer: str) -> Iterator[Match]:
         yield Match(f"{at}.shared_gate", (f"{its}.shared_expert_gate.weight",))
 
 
-def t5_matches(m: ModelConfig) -> Iterator[Match]:
+def t5_matches(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a T5, mT5 or UMT5."""
     yield Match("embedding.word_embeddings.weight", ("shared.weight",))
     for stack, layers in (("encoder", m.num_layers), ("decoder", m.decoder_layers)):
@@ -236,7 +245,7 @@ def t5_matches(m: ModelConfig) -> Iterator[Match]:
         yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 
 
-def _t5_block(m: ModelConfig, stack: str, i: int) -> Iterator[Match]:
+def _t5_block(m: ModelConfig, stack: str, i: int) -> Matches:
     """Yield the matches of layer `i` of the encoder or decoder."""
     at = f"{stack}.layers.{i}"
     its = f"{stack}.block.{i}.layer"

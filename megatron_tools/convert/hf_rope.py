@@ -10,6 +10,8 @@ from typing import Any
 
 from megatron.config import ModelConfig
 
+Settings = dict[str, Any]  # our settings by name, or keys of a config.json
+Values = Mapping[str, Any]  # the content of a config.json
 ANY_TYPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 # Type of rotary scaling -> keys that only some types use. All types accept the keys in ANY_TYPE.
 READ_BY = {
@@ -28,7 +30,7 @@ KNOWN = {
 }
 
 
-def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
+def rope_settings(values: Values, where: Path) -> Settings:
     """Convert the values from `read_config` to our rotary settings by name. Raises ValueError for unsupported ones."""
     rope, at = _rope_and_key(values, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -49,7 +51,7 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
     for key, usual in (("partial_rotary_factor", 1), ("truncate", True)):
         if rope.get(key, usual) != usual:
             raise ValueError(f"{where}: {key} of {at} is {rope[key]}; this project supports only {usual}")
-    found: dict[str, Any] = {"rope_theta": _theta(values, rope, at, where)}
+    found: Settings = {"rope_theta": _theta(values, rope, at, where)}
     if kind == "default":
         return found
     original = number("original_max_position_embeddings", values["max_position_embeddings"])
@@ -68,7 +70,7 @@ def rope_settings(values: Mapping[str, Any], where: Path) -> dict[str, Any]:
     return found
 
 
-def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any], str]:
+def _rope_and_key(values: Values, where: Path) -> tuple[Settings, str]:
     """Return (rotary settings, name of the key that holds them: rope_scaling or rope_parameters).
 
     Raises ValueError if both keys are set but differ, or if rope_parameters gives layers different settings.
@@ -90,19 +92,19 @@ def _rope_and_key(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any
     return (old, "rope_scaling") if old else (new, "rope_parameters")
 
 
-def _in_full(rope: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+def _in_full(rope: Values, values: Values) -> Settings:
     """Return `rope` in one form for comparison: with the scaling type as rope_type, and always with rope_theta."""
     outside = _usual_theta(values) if values["rope_theta"] is None else values["rope_theta"]
     rest = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
     return {"rope_type": rope.get("rope_type", rope.get("type", "default")), "rope_theta": outside, **rest}
 
 
-def _usual_theta(values: Mapping[str, Any]) -> float:
+def _usual_theta(values: Values) -> float:
     """Return the rope_theta of a model whose config.json gives none."""
     return 1e6 if values["model_type"] == "mixtral" else 10000.0
 
 
-def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: Path) -> float:
+def _theta(values: Values, rope: Values, at: str, where: Path) -> float:
     """Return rope_theta, which may stand inside or outside the rotary settings."""
     inside = rope.get("rope_theta")
     outside = values["rope_theta"]
@@ -116,9 +118,7 @@ def _theta(values: Mapping[str, Any], rope: Mapping[str, Any], at: str, where: P
     return float(found)
 
 
-def _factor(
-    values: Mapping[str, Any], rope: Mapping[str, Any], kind: str, original: float, number: Callable[..., float]
-) -> float:
+def _factor(values: Values, rope: Values, kind: str, original: float, number: Callable[..., float]) -> float:
     """Return the factor by which scaling extends the context.
 
     For yarn, a factor of null means max_position_embeddings / `original`.
@@ -128,7 +128,7 @@ def _factor(
     return number("factor")
 
 
-def _attention_factor(factor: float, rope: Mapping[str, Any], number: Callable[..., float]) -> float | None:
+def _attention_factor(factor: float, rope: Values, number: Callable[..., float]) -> float | None:
     """Return yarn's attention factor: attention_factor if given, else a value from mscale and mscale_all_dim.
 
     Returns None, which means yarn's default, if these keys are missing.
@@ -142,11 +142,11 @@ def _attention_factor(factor: float, rope: Mapping[str, Any], number: Callable[.
     return above / below
 
 
-def their_rope(m: ModelConfig) -> dict[str, Any]:
+def their_rope(m: ModelConfig) -> Settings:
     """Return our rotary settings as rope_theta and rope_scaling, the keys that all versions of transformers accept."""
     if m.rope_scaling is None:
         return {"rope_theta": m.rope_theta, "rope_scaling": None}
-    found: dict[str, Any] = {"rope_type": m.rope_scaling, "factor": m.rope_scaling_factor}
+    found: Settings = {"rope_type": m.rope_scaling, "factor": m.rope_scaling_factor}
     if m.rope_scaling != "linear":
         found["original_max_position_embeddings"] = m.rope_original_length
     if m.rope_scaling == "llama3":

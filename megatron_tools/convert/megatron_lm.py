@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .plain_pickle import load_plain
 
+Given = Mapping[str, Any]
 _FILES = (re.compile(r"mp_rank_(\d\d)_model_states\.pt"), re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?/model\w*\.pt"))
 _LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d\d))?-model_states\.pt")
 _COLUMN = re.compile(
@@ -79,7 +80,7 @@ class RankFiles:
                 if (stage, rank) not in found:
                     raise ValueError(f"{self.folder} lacks the file of model-parallel rank {rank}, {what} {stage}")
 
-    def _add_rank(self, rank: int, files: Sequence[tuple[int, Mapping[str, Any], Path]]) -> list[int]:
+    def _add_rank(self, rank: int, files: Sequence[tuple[int, Given, Path]]) -> list[int]:
         """Store the tensors of a rank; return the pipeline stages, or layer files, that hold transformer blocks.
 
         files: (stage or layer, content, path) of each file, in the order of the model.
@@ -124,7 +125,7 @@ class RankFiles:
                 raise ValueError(f"{found[place(match)]} and {path.name} belong to the same rank; remove one of them")
         return found
 
-    def _version_of(self, headers: Sequence[Mapping[str, Any]], given: int | None) -> tuple[float, str]:
+    def _version_of(self, headers: Sequence[Given], given: int | None) -> tuple[float, str]:
         """Return (checkpoint version, words for where it comes from).
 
         The sources are the files, else --checkpoint-version, else tensor names that tell which program wrote the files.
@@ -155,7 +156,7 @@ class RankFiles:
             f"{self.folder} does not record the order of query, key and value; give --checkpoint-version {ORDERS}"
         )
 
-    def _add(self, content: Mapping[str, Any], path: Path, rank: int, first_layer: int) -> int:
+    def _add(self, content: Given, path: Path, rank: int, first_layer: int) -> int:
         """Store one file's tensors. Return the number of its last layer plus 1, or `first_layer` if it has no layer.
 
         first_layer: number in the whole model of the file's first layer.
@@ -240,7 +241,7 @@ def _candidates(folder: Path) -> Iterator[Path]:
         yield from sorted(folder.glob(pattern))
 
 
-def _of_layer(content: Mapping[str, Any]) -> dict[str, Any]:
+def _of_layer(content: Given) -> dict[str, Any]:
     """Return the tensors of a layer file, named as in the whole model.
 
     The file contains a transformer block, the embedding or the final norm.
@@ -276,7 +277,7 @@ def _newest(folder: Path) -> Path:
     return folder
 
 
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(tree: Given, above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{name}.")

@@ -19,12 +19,6 @@ from megatron.model.router import Router
 MLP = re.compile(rf"{WEIGHT}\.((?:\w+\.)?layers\.(\d+)\.mlp)\.(.+)")
 
 
-def read_whole(reader: CheckpointReader, key: str) -> Tensor:
-    """Return the whole tensor that a checkpoint stores under `key`."""
-    entry = reader.tensors[key]
-    return reader.read(key, entry["dim"], 0, entry["shape"][entry["dim"]])
-
-
 def router_buffers(router: str, experts: int) -> list[Entry]:
     """Return the buffers of a new router: no tokens seen, and no bias. router: name of the router in the model."""
     zeros = partial(torch.zeros, experts, dtype=torch.int64)
@@ -62,7 +56,6 @@ def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[Entry
     for key, entry in reader.tensors.items():
         if not key.startswith((f"{WEIGHT}.", f"{BUFFER}.")):
             continue
-        dtype = reader.read(key, entry["dim"], 0, 0).dtype
         names = [key]
         match = MLP.fullmatch(key)
         if match and config.model.has_experts(int(match[2])):
@@ -75,7 +68,7 @@ def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[Entry
                 yield Entry(f"{WEIGHT}.{router}.weight", shape, torch.float32, partial(_router_weight, config, router))
                 yield from router_buffers(router, experts)
         for name in names:
-            yield Entry(name, tuple(entry["shape"]), dtype, partial(read_whole, reader, key))
+            yield Entry(name, tuple(entry["shape"]), reader.dtype(key), partial(reader.whole, key))
 
 
 def _router_weight(config: Config, name: str) -> Tensor:

@@ -1,17 +1,16 @@
 """Checks of the data: files present and intact, matching tokenizer, enough tokens."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from megatron.config import Config
 
-from .finding import Finding, failed, ok, warning
+from .finding import Findings, failed, ok, warning
 
 LOOKED_AT = 1 << 24  # at most this many tokens of a corpus are compared with the vocabulary size
 SLICES = 64
 
 
-def corpora(config: Config, tokenizer: Any, quick: bool) -> Iterator[Finding]:
+def corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
     """Check each corpus that the settings name.
 
     tokenizer: the run's tokenizer, None if it could not be loaded. quick: skip the checks that read the whole corpus.
@@ -40,7 +39,7 @@ def corpora(config: Config, tokenizer: Any, quick: bool) -> Iterator[Finding]:
         yield from _check_content(prefix, quick)
 
 
-def _check_content(prefix: str, quick: bool) -> Iterator[Finding]:
+def _check_content(prefix: str, quick: bool) -> Findings:
     """Compare a corpus with the checksums in its sidecar and look for holes, unless `quick` is set."""
     from megatron.data.corpora import made_with
     from megatron.data.damage import problems_of
@@ -57,7 +56,7 @@ def _check_content(prefix: str, quick: bool) -> Iterator[Finding]:
         yield ok("content of the data", f"{prefix}: no damage and no holes")
 
 
-def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Iterator[Finding]:
+def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Findings:
     """Check that the corpus was made with the run's tokenizer and fits its vocabulary."""
     from megatron.data.corpora import made_with
     from megatron.tokenizer.base import other_end
@@ -121,7 +120,7 @@ def largest_id(dataset: Any) -> int:
     return max(int(tokens[at : at + length].max()) for at in starts)
 
 
-def _check_tokens(prefix: str, dataset: Any, config: Config) -> Iterator[Finding]:
+def _check_tokens(prefix: str, dataset: Any, config: Config) -> Findings:
     """Check that the training, validation and test split each have enough tokens for one sample."""
     from megatron.data.splits import PARTS, parse_split, split_documents
 

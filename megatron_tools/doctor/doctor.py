@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +22,7 @@ from data_utils.cli import Parser, local_path
 from megatron.config import Config
 
 from . import corpora, machine, memory, network, run_dir, settings
-from .finding import FAILED, WARNING, Finding, failed, findings_of, ok, warning
+from .finding import FAILED, WARNING, Finding, Findings, failed, findings_of, ok, warning
 
 if TYPE_CHECKING:
     from megatron_tools.plan.cluster import Cluster
@@ -50,7 +50,7 @@ class Examination:
         self.torch_is_there = False
         self.tokenizer: Any = None
 
-    def findings(self) -> Iterator[Finding]:
+    def findings(self) -> Findings:
         """Run the checks one after another and yield their findings."""
         yield from self._installation()
         yield from self._network()
@@ -112,7 +112,7 @@ class Examination:
             devices = torch.accelerator.device_count()
         return self.ranks if self.ranks <= max(os.cpu_count() or 1, devices) else None
 
-    def _installation(self) -> Iterator[Finding]:
+    def _installation(self) -> Findings:
         """Check Python, the packages and their imports."""
         yield from machine.python()
         yield from machine.packages()
@@ -124,7 +124,7 @@ class Examination:
         given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         yield from machine.hidden_package(Path(megatron.__file__).parent, [*given, *sys.path])
 
-    def _network(self) -> Iterator[Finding]:
+    def _network(self) -> Findings:
         """Read the hostfile, and check names, interfaces, ports and the launcher's variables."""
         if self.args.hostfile:
             yield from network.hostfile(self.args.hostfile)
@@ -145,7 +145,7 @@ class Examination:
         yield from findings_of("interface", network.interface)
         yield from findings_of("port", network.port_is_free)
 
-    def _settings(self) -> Iterator[Finding]:
+    def _settings(self) -> Findings:
         """Parse the flags, or read the saved settings of the run, and check the layout."""
         flags = list(self.flags)
         written = None
@@ -160,7 +160,7 @@ class Examination:
         if self.config is not None:
             yield from settings.layout(self.config, self.ranks)
 
-    def _machine(self) -> Iterator[Finding]:
+    def _machine(self) -> Findings:
         """Check devices, compiler, threads, open files and shared memory of this machine."""
         usable = False
         if self.torch_is_there:
@@ -180,11 +180,11 @@ class Examination:
         yield from machine.open_files()
         yield from machine.shared_memory(workers)
 
-    def _data(self, config: Config) -> Iterator[Finding]:
+    def _data(self, config: Config) -> Findings:
         yield from findings_of("tokenizer", lambda: self._load_tokenizer(config))
         yield from findings_of("data", lambda: corpora.corpora(config, self.tokenizer, self.args.quick))
 
-    def _load_tokenizer(self, config: Config) -> Iterator[Finding]:
+    def _load_tokenizer(self, config: Config) -> Findings:
         from megatron.tasks import task_of
         from megatron.tokenizer import load_tokenizer
 
@@ -196,7 +196,7 @@ class Examination:
         )
         yield ok("tokenizer", f"{config.data.vocab_file}: {self.tokenizer.vocab_size} tokens")
 
-    def _size_and_resume(self, config: Config) -> Iterator[Finding]:
+    def _size_and_resume(self, config: Config) -> Findings:
         """Estimate the memory, and check the disk and the checkpoint to resume from."""
         from megatron.config.command_line import with_values
 
@@ -217,7 +217,7 @@ class Examination:
             fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
             yield from findings_of("checkpoint", lambda: run_dir.checkpoint(whole, where, fingerprint, self.args.quick))
 
-    def _memory(self, config: Config, settled: settings.Settled) -> Iterator[Finding]:
+    def _memory(self, config: Config, settled: settings.Settled) -> Findings:
         """Check that the model fits in memory, and its checkpoints on the disk."""
         from megatron.ranks import device
         from megatron.training.run_folder import save_dir_of
@@ -231,7 +231,7 @@ class Examination:
                 save_dir_of(config, self.run_dir), self.run_dir, memory.checkpoint_bytes(config), config
             )
 
-    def _hosts(self) -> Iterator[Finding]:
+    def _hosts(self) -> Findings:
         """Check over ssh that all hosts have equal versions and share the run directory."""
         if not self.hosts:
             return

@@ -26,6 +26,9 @@ class Finding:
         return line
 
 
+Findings = Iterator[Finding]
+
+
 def ok(check: str, words: str) -> Finding:
     """Return a finding that needs no action."""
     return Finding(check, OK, words)
@@ -41,7 +44,7 @@ def failed(check: str, words: str, remedy: str) -> Finding:
     return Finding(check, FAILED, words, remedy)
 
 
-def findings_of(check: str, look: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def findings_of(check: str, look: Callable[[], Iterable[Finding]]) -> Findings:
     """Yield the findings of `look`. If `look` raises an error, yield a FAILED finding with the error's message."""
     try:
         yield from look()

@@ -7,10 +7,10 @@ import re
 import resource
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from .finding import Finding, failed, ok, warning
+from .finding import Findings, failed, ok, warning
 
 # Package -> (oldest supported, newest tested by scripts/test_versions.sh). pyproject.toml has the same oldest
 # versions.
@@ -34,7 +34,7 @@ def version_key(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def python() -> Iterator[Finding]:
+def python() -> Findings:
     """Check the version of the interpreter."""
     found = ".".join(map(str, sys.version_info[:3]))
     oldest = ".".join(map(str, OLDEST_PYTHON))
@@ -44,7 +44,7 @@ def python() -> Iterator[Finding]:
         yield ok("Python", found)
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Findings:
     """Check the versions of required packages without importing them."""
     for name, (oldest, newest) in SUPPORTED.items():
         try:
@@ -72,7 +72,7 @@ def packages() -> Iterator[Finding]:
             yield ok(name, found)
 
 
-def imports(name: str) -> Iterator[Finding]:
+def imports(name: str) -> Findings:
     """Check that package `name` can be imported.
 
     The import fails, for example, if torch lacks a library or if DeepSpeed was built for another torch.
@@ -91,7 +91,7 @@ def imports(name: str) -> Iterator[Finding]:
         yield ok(f"import {name}", version)
 
 
-def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> Iterator[Finding]:
+def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> Findings:
     """Check that this build of torch fits the machine's devices.
 
     built_for: kind of accelerator that torch was built for, None for a CPU build. usable: whether torch finds an
@@ -121,7 +121,7 @@ def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> It
         yield ok("devices", "CPU")
 
 
-def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
+def hidden_package(ours: Path, paths: Sequence[str]) -> Findings:
     """Check `paths` for other packages named `megatron`, which hide this project's package if they come first.
 
     ours: folder of this project's package.
@@ -156,7 +156,7 @@ def hidden_package(ours: Path, paths: Sequence[str]) -> Iterator[Finding]:
         yield ok("package megatron", "only this project's")
 
 
-def compiler(wanted: bool) -> Iterator[Finding]:
+def compiler(wanted: bool) -> Findings:
     """Check for a C++ compiler if --compile is given."""
     if not wanted:
         return
@@ -173,7 +173,7 @@ def compiler(wanted: bool) -> Iterator[Finding]:
     )
 
 
-def threads(ranks_here: int, on_cpu: bool) -> Iterator[Finding]:
+def threads(ranks_here: int, on_cpu: bool) -> Findings:
     """Check that the ranks on this machine together have no more threads than it has cores."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -196,7 +196,7 @@ def threads(ranks_here: int, on_cpu: bool) -> Iterator[Finding]:
         yield ok("threads", f"{ranks_here} ranks, {cores} cores, OMP_NUM_THREADS {given or 'not set'}")
 
 
-def open_files() -> Iterator[Finding]:
+def open_files() -> Findings:
     """Check the limit of open files, `ulimit -n`."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
@@ -209,7 +209,7 @@ def open_files() -> Iterator[Finding]:
         yield ok("open files", str(limit))
 
 
-def shared_memory(workers: int, folder: str = "/dev/shm") -> Iterator[Finding]:
+def shared_memory(workers: int, folder: str = "/dev/shm") -> Findings:
     """Check that enough shared memory is free for the samples of data workers and for NCCL.
 
     workers: value of --num-workers.

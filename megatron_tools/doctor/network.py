@@ -6,12 +6,12 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from .finding import Finding, failed, ok, warning
+from .finding import Finding, Findings, failed, ok, warning
 
 SSH_SECONDS = 10
 LOOPBACK = ("127.", "::1")  # addresses of the machine itself
@@ -51,7 +51,7 @@ def read_hostfile(path: str) -> list[Host]:
     return list(hosts.values())
 
 
-def hostfile(path: str) -> Iterator[Finding]:
+def hostfile(path: str) -> Findings:
     """Check the syntax of a hostfile."""
     try:
         hosts = read_hostfile(path)
@@ -71,7 +71,7 @@ def hostfile(path: str) -> Iterator[Finding]:
 
 def hosts_answer(
     hosts: Sequence[Host], versions: Sequence[str], marker: Path | None, seconds: float = SSH_SECONDS
-) -> Iterator[Finding]:
+) -> Findings:
     """Check over ssh that each host answers, has the expected versions and sees the file `marker`.
 
     ssh must work without a password. versions: the versions of Python, torch and DeepSpeed on this machine, in this
@@ -141,7 +141,7 @@ def _ask(name: str, versions: Sequence[str], marker: Path | None, seconds: float
     return found
 
 
-def launcher_variables() -> Iterator[Finding]:
+def launcher_variables() -> Findings:
     """Check the environment variables that launchers set. An old `export` may have left a wrong value."""
     remedy = "unset it; launchers set this variable for each rank"
     numbers = {}
@@ -163,7 +163,7 @@ def launcher_variables() -> Iterator[Finding]:
             )
 
 
-def rank_0_is_here() -> Iterator[Finding]:
+def rank_0_is_here() -> Findings:
     """Check on rank 0 that MASTER_ADDR is an address of this machine, because rank 0 listens there."""
     address = os.environ.get("MASTER_ADDR")
     if os.environ.get("RANK") != "0" or not address:
@@ -181,7 +181,7 @@ def rank_0_is_here() -> Iterator[Finding]:
         )
 
 
-def port_is_free() -> Iterator[Finding]:
+def port_is_free() -> Findings:
     """Check that MASTER_PORT is valid and free on this machine."""
     text = os.environ.get("MASTER_PORT", str(PORT))
     if not text.isdecimal() or not 0 < int(text) < 65536:
@@ -205,7 +205,7 @@ def port_is_free() -> Iterator[Finding]:
     yield ok("port", f"{text} is free")
 
 
-def names() -> Iterator[Finding]:
+def names() -> Findings:
     """Check that this machine's name and MASTER_ADDR resolve, and to addresses that other hosts can reach."""
     host = socket.gethostname()
     checked = [
@@ -234,7 +234,7 @@ def _loopback_remedy(name: str) -> str:
     )
 
 
-def interface() -> Iterator[Finding]:
+def interface() -> Findings:
     """Check that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name existing interfaces."""
     there = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):

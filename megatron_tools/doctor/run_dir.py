@@ -3,14 +3,13 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
 from megatron.storage import RemotePath
 
-from .finding import Finding, failed, ok, warning
+from .finding import Findings, failed, ok, warning
 
 
 def nearest_folder(path: Path) -> Path:
@@ -18,7 +17,7 @@ def nearest_folder(path: Path) -> Path:
     return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
 
 
-def writable(run_dir: Path) -> Iterator[Finding]:
+def writable(run_dir: Path) -> Findings:
     """Check by creating a temporary file that the run directory is writable. Permission bits would not suffice."""
     there = nearest_folder(run_dir)
     try:
@@ -35,7 +34,7 @@ def writable(run_dir: Path) -> Iterator[Finding]:
         yield ok("run directory", words)
 
 
-def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
+def lock(run_dir: Path, config: Config | None = None) -> Findings:
     """Check that no other run holds the lock of the run directory or of the checkpoint folder."""
     from megatron.locks.run_lock import NAME, Holder, holder_of
     from megatron.training.run_folder import save_dir_of
@@ -68,7 +67,7 @@ def lock(run_dir: Path, config: Config | None = None) -> Iterator[Finding]:
         )
 
 
-def disk(save_dir: Path, run_dir: Path, one: float, config: Config) -> Iterator[Finding]:
+def disk(save_dir: Path, run_dir: Path, one: float, config: Config) -> Findings:
     """Check that the disk has space for the run's checkpoints.
 
     one: bytes of one checkpoint. A new checkpoint is written before an old one is deleted. Checkpoints in object
@@ -96,9 +95,7 @@ def disk(save_dir: Path, run_dir: Path, one: float, config: Config) -> Iterator[
         yield ok("disk", words)
 
 
-def checkpoint(
-    config: Config, run_dir: Path, fingerprint: str | None, quick: bool, again: bool = True
-) -> Iterator[Finding]:
+def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bool, again: bool = True) -> Findings:
     """Check that the checkpoint from which the run would resume is intact and fits the settings.
 
     fingerprint: SHA-256 of the run's tokenizer. quick: skip the check that the checkpoint is intact.
@@ -146,7 +143,7 @@ def checkpoint(
         yield from _samples(reader, config, wanted)
 
 
-def _samples(reader: Any, config: Config, wanted: Any) -> Iterator[Finding]:
+def _samples(reader: Any, config: Config, wanted: Any) -> Findings:
     """Check that seed, split and corpora match the checkpoint, so that the resumed run sees the same samples.
 
     The finding may also name the learning-rate schedule that the run continues.

@@ -1,7 +1,7 @@
 """Checks that a run's settings are consistent, and fit the number of ranks and the available memory."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +12,7 @@ from megatron.config.families import parse_of_any_family
 from megatron.config.fields import ConfigError
 
 from . import memory
-from .finding import Finding, failed, ok, warning
+from .finding import Finding, Findings, failed, ok, warning
 
 if TYPE_CHECKING:
     from megatron.config.ds_config import Resolved
@@ -53,7 +53,7 @@ def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Conf
     return config, [ok("settings", words)]
 
 
-def layout(config: Config, ranks: int) -> Iterator[Finding]:
+def layout(config: Config, ranks: int) -> Findings:
     """Check that the parallel sizes fit the number of ranks."""
     p = config.parallel
     try:
@@ -95,7 +95,7 @@ def resolved(config: Config, ranks: int, cluster: "Cluster | None") -> tuple[Set
     return Settled(config, found), [ok("ds_config", words)]
 
 
-def fits(settled: Settled, ranks: int, ranks_here: int | None, device_bytes: float | None) -> Iterator[Finding]:
+def fits(settled: Settled, ranks: int, ranks_here: int | None, device_bytes: float | None) -> Findings:
     """Check whether the rank that needs the most memory fits into the available memory.
 
     ranks_here: number of ranks on a machine, None if unknown.

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -218,7 +218,7 @@ def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
             leanest = layout
         if fits(layout, wanted.cluster):
             cost = cost_of(config, layout.resolved, wanted.devices, wanted.cluster, layout.stages, e)
-            good.append(Layout(config, layout.resolved, layout.devices, layout.stages, layout.memory, cost))
+            good.append(replace(layout, cost=cost))
     if good:
         return sorted(good, key=_rank)
     if leanest is None:

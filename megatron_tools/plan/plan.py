@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from data_utils.cli import Parser, local_path, run
+from data_utils.cli import Parser, local_path, new_figure, run
 from megatron import presets
 from megatron.config import SECTIONS, Config
 from megatron.config.command_line import parse, read_json, with_values
@@ -181,12 +181,8 @@ def _chosen(found: list[Layout], number: int) -> Layout:
 
 def draw(layout: Layout, cluster: Cluster, path: str) -> None:
     """Draw the memory of each stage as a bar, coloured by kind, with a line at the device's capacity."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 4.2), layout="constrained")
+    figure = new_figure("--chart", figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
     stages = range(len(layout.memory))
     below = [0.0] * len(layout.memory)
     colours = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d9d9d", "#eeca3b")

@@ -14,10 +14,11 @@ from .cluster import Cluster
 from .cost import Cost
 from .layouts import USABLE, Layout, shapes_of
 
+Lines = Iterator[str]
 KINDS = tuple(f.name for f in fields(Memory))
 
 
-def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
     """Yield the lines of Markdown tables with aligned columns, one table for each part that fits the terminal."""
     between: list[str] = []
     for head, *block in blocks([heads, *rows], gap=3):
@@ -26,7 +27,7 @@ def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[st
         between = [""]
 
 
-def _as_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _as_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     lines = ["-" * width for width in widths]
     for row in (heads, lines, *rows):
@@ -48,7 +49,7 @@ def duration(days: float) -> str:
     return f"{days * 86400:.1f} s"
 
 
-def ranked(layouts: Sequence[Layout], tokens: float | None) -> Iterator[str]:
+def ranked(layouts: Sequence[Layout], tokens: float | None) -> Lines:
     """Yield the lines of a table with a row for each layout.
 
     A row gives the parallel sizes, the memory by kind on the stage that needs the most, and the speed.
@@ -98,7 +99,7 @@ def _row(layout: Layout, experts: bool) -> dict[str, str]:
     return {head: str(value) for head, value in found.items()}
 
 
-def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterator[str]:
+def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Lines:
     """Yield lines that show how the memory and time of a layout are computed."""
     config = layout.config
     cost = layout.cost
@@ -160,7 +161,7 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Iterato
         yield f"{in_words(tokens)} tokens: {tokens / cost.tokens:,.0f} steps, {spent}"
 
 
-def _reductions(layout: Layout, cost: Cost) -> Iterator[str]:
+def _reductions(layout: Layout, cost: Cost) -> Lines:
     """Yield lines about the reduction of gradients, and about the distribution of experts if the model has any."""
     p = layout.config.parallel
     count = layout.config.model.num_experts
@@ -178,7 +179,7 @@ def _reductions(layout: Layout, cost: Cost) -> Iterator[str]:
         )
 
 
-def stage_table(layout: Layout) -> Iterator[str]:
+def stage_table(layout: Layout) -> Lines:
     """Yield the lines of a table: layers, parameters and memory of each stage. Consecutive equal stages share a row."""
     rows: list[list[str]] = []
     first = 0

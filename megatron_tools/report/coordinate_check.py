@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_utils.cli import local_path, run
-from megatron.atomic import whole_file
+from data_utils.cli import local_path, new_figure, run, save_figure
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.families import parse_of_any_family
@@ -196,14 +195,8 @@ def lines(widths: Sequence[int], found: Mapping[bool, Sequence[Sizes]]) -> list[
 
 def draw(path: Path, widths: Sequence[int], found: Mapping[bool, Sequence[Sizes]], steps: int) -> None:
     """Draw the sizes over the width, without and with muP. Raises ValueError without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--output needs matplotlib: pip install -e '.[plots]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(8.4, 3.8), dpi=150, sharey=True)
+    figure = new_figure("--output", figsize=(8.4, 3.8), dpi=150)
+    panels = figure.subplots(1, 2, sharey=True)
     for panel, (mup, of_width) in zip(panels, found.items(), strict=True):
         for kind in of_width[0]:
             panel.loglog(widths, [each[kind] for each in of_width], marker="o", markersize=4, label=kind)
@@ -215,9 +208,7 @@ def draw(path: Path, widths: Sequence[int], found: Mapping[bool, Sequence[Sizes]
     panels[0].set_ylabel(f"change of activations in {steps} steps (RMS)")
     panels[1].legend(fontsize=8)
     figure.tight_layout()
-    with whole_file(path) as there:
-        figure.savefig(there, format="png")
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def main(args: argparse.Namespace) -> None:

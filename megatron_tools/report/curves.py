@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 from .layers import EVEN, LINEAR, TITLES, titled, values_of
 from .runs import Row, RunRead, named_splits
 
+Runs = Sequence[RunRead]
+Point = tuple[float, float | None]  # value and its place on the horizontal axis
+Shape = dict[str, Any]  # a line, level or mark of a chart, as page.js reads it
 MOST = 1500  # maximum number of points in a line; `thinned` shortens longer lines
 
 
@@ -25,24 +28,24 @@ class Chart(NamedTuple):
     title: str
     unit: str
     log: bool
-    lines: list[dict[str, Any]]
-    levels: list[dict[str, Any]]
-    marks: list[dict[str, Any]]
+    lines: list[Shape]
+    levels: list[Shape]
+    marks: list[Shape]
     zero: bool = False  # whether the vertical axis starts at 0
 
 
-def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> list[tuple[float, float | None]]:
-    """Reduce the points of a line to about `most`.
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Reduce the points of a line to about MOST.
 
     The line is cut into ranges. From each range, the first, the last, the lowest and the highest point are kept.
     """
-    if len(points) <= most:
+    if len(points) <= MOST:
         return list(points)
 
     def height(i: int) -> float:
         return points[i][1] or 0.0
 
-    size = math.ceil(4 * len(points) / most)
+    size = math.ceil(4 * len(points) / MOST)
     kept = []
     for begin in range(0, len(points), size):
         part = range(begin, min(begin + size, len(points)))
@@ -54,7 +57,7 @@ def thinned(points: Sequence[tuple[float, float | None]], most: int = MOST) -> l
     return kept
 
 
-def line(run: int, label: str, kind: str, points: Iterable[tuple[float, float | None]]) -> dict[str, Any]:
+def line(run: int, label: str, kind: str, points: Iterable[Point]) -> Shape:
     """Return a line of a chart as a dict for page.js. NaN and infinite values become None, which interrupts the line.
 
     run: index of the run. kind: style of the line: `raw` (thin, for many points), `dots` and `squares` (with
@@ -72,7 +75,7 @@ def line(run: int, label: str, kind: str, points: Iterable[tuple[float, float | 
     return {"run": run, "label": label, "kind": kind, "x": x, "y": y}
 
 
-def _points(rows: Sequence[Row], key: str, scale: Callable[[float], float] = float) -> list[tuple[float, float | None]]:
+def _points(rows: Sequence[Row], key: str, scale: Callable[[float], float] = float) -> list[Point]:
     return [(row["iteration"], None if row[key] is None else scale(row[key])) for row in rows if key in row]
 
 
@@ -80,13 +83,13 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.nan
 
 
-def _learning(runs: Sequence[RunRead]) -> list[Chart]:
+def _learning(runs: Runs) -> list[Chart]:
     """Return the charts of losses, perplexity and accuracy."""
-    loss: list[dict[str, Any]] = []
-    ppl: list[dict[str, Any]] = []
-    accuracy: list[dict[str, Any]] = []
-    levels: list[dict[str, Any]] = []
-    marks: list[dict[str, Any]] = []
+    loss: list[Shape] = []
+    ppl: list[Shape] = []
+    accuracy: list[Shape] = []
+    levels: list[Shape] = []
+    marks: list[Shape] = []
     for i, run in enumerate(runs):
         train = run.part("train")
         valid = run.part("valid")
@@ -115,7 +118,7 @@ def _learning(runs: Sequence[RunRead]) -> list[Chart]:
     ]
 
 
-def _spikes(run: int, row: Row) -> Iterator[dict[str, Any]]:
+def _spikes(run: int, row: Row) -> Iterator[Shape]:
     """Yield a mark for each jump of the loss in a row of metrics.jsonl, and for each skipped step."""
     for spike in row.get("spikes", []):
         if spike.get("lm_loss") is not None:
@@ -125,7 +128,7 @@ def _spikes(run: int, row: Row) -> Iterator[dict[str, Any]]:
         yield {"run": run, "x": spike["iteration"], "label": label}
 
 
-def _last_nan(run: int, train: Sequence[Row]) -> list[dict[str, Any]]:
+def _last_nan(run: int, train: Sequence[Row]) -> list[Shape]:
     """Return a mark at the first log line from which on every loss is NaN, if the last loss is NaN."""
     nan = list(takewhile(lambda row: not math.isfinite(row["lm_loss"]), reversed(train)))
     marks = []
@@ -136,7 +139,7 @@ def _last_nan(run: int, train: Sequence[Row]) -> list[dict[str, Any]]:
     return marks
 
 
-def _by_split(runs: Sequence[RunRead], key: str, factor: float, *parts: str) -> list[dict[str, Any]]:
+def _by_split(runs: Runs, key: str, factor: float, *parts: str) -> list[Shape]:
     """Return a line of `key` times `factor` for each corpus or task of each run. parts: as for `named_splits`."""
     found = []
     for i, run in enumerate(runs):
@@ -145,12 +148,12 @@ def _by_split(runs: Sequence[RunRead], key: str, factor: float, *parts: str) -> 
     return found
 
 
-def _once(levels: list[dict[str, Any]], runs: int) -> list[dict[str, Any]]:
+def _once(levels: list[Shape], runs: int) -> list[Shape]:
     """Return the horizontal lines `levels`. A line that all runs have in common appears once, with None as its run."""
-    alike: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    alike: dict[tuple[str, float], list[Shape]] = {}
     for level in levels:
         alike.setdefault((level["label"], level["y"]), []).append(level)
-    found: list[dict[str, Any]] = []
+    found: list[Shape] = []
     for same in alike.values():
         if len(same) == runs > 1:
             found.append({**same[0], "run": None})
@@ -176,7 +179,7 @@ OF_TRAINING = (
 SHOWN_AT_ZERO = {"lr", "grad_norm", "tokens_per_second", "memory_mb"}
 
 
-def _training(runs: Sequence[RunRead]) -> list[Chart]:
+def _training(runs: Runs) -> list[Chart]:
     """Return the charts of OF_TRAINING that have values other than zero."""
     found = []
     for key, title, unit, log, factor in OF_TRAINING:
@@ -191,7 +194,7 @@ def _training(runs: Sequence[RunRead]) -> list[Chart]:
     return found
 
 
-def _timers(runs: Sequence[RunRead]) -> list[Chart]:
+def _timers(runs: Runs) -> list[Chart]:
     """Return one chart per run, of the times of an iteration's parts. The chart is empty if the run logged no times."""
     found = []
     for i, run in enumerate(runs):
@@ -208,7 +211,7 @@ def _timers(runs: Sequence[RunRead]) -> list[Chart]:
     return found
 
 
-def _by_layer(runs: Sequence[RunRead]) -> list[Chart]:
+def _by_layer(runs: Runs) -> list[Chart]:
     """Return one chart per run and metric of layers, with a line for each layer."""
     found = []
     for i, run in enumerate(runs):
@@ -224,7 +227,7 @@ def _by_layer(runs: Sequence[RunRead]) -> list[Chart]:
     return found
 
 
-def charts(runs: Sequence[RunRead]) -> list[Chart]:
+def charts(runs: Runs) -> list[Chart]:
     """Return all charts that have values to show."""
     found = []
     for chart in [*_learning(runs), *_training(runs), *_by_layer(runs), *_timers(runs)]:

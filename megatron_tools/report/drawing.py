@@ -7,7 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.atomic import whole_file, write_text
+from data_utils.cli import new_figure, save_figure
+from megatron.atomic import write_text
 from tds.timetable import Span
 
 # Kind of pass -> (its colour in chunks 0, 2, ... of a stage, its colour in chunks 1, 3, ...).
@@ -91,19 +92,12 @@ def _bar(span: Span, scale: float, y: int) -> str:
     return f'<rect x="{x:.1f}" y="{y}" width="{max(w - 1, 0.5):.1f}" height="26" rx="3" fill="{colour}"/>{number}'
 
 
-def write_png(path: str | Path, rows: Rows, stages: int, unit: str = "") -> None:
+def write_png(path: str | Path, rows: Rows, stages: int, unit: str) -> None:
     """Write the figure as PNG. Raises ValueError without matplotlib."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ValueError("--png needs the package matplotlib: pip install matplotlib, or use --svg") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
     factor = 1e3 if unit == "ms" else 1.0
     size = (WIDTH / 80, (len(rows) * (stages * HEIGHT + HEAD + 10) + 60) / 80)
-    figure, all_axes = pyplot.subplots(len(rows), figsize=size, sharex=True, squeeze=False, layout="constrained")
+    figure = new_figure("--png", figsize=size, layout="constrained")
+    all_axes = figure.subplots(len(rows), sharex=True, squeeze=False)
     for axes, (words, spans) in zip(all_axes[:, 0], rows.items(), strict=True):
         axes.set_title(words, loc="left", fontsize=10, fontweight="bold")
         for span in spans:
@@ -125,11 +119,11 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str = "") -> None
         axes.tick_params(left=False)
         axes.spines[["top", "right", "left"]].set_visible(False)
     all_axes[-1, 0].set_xlabel(f"time, {unit}" if unit else "time")
+    from matplotlib.patches import Patch
+
     legend = [Patch(color=COLOURS[kind][0], label=WORDS[kind]) for kind in kinds_of(rows)]
     figure.legend(handles=legend, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
-    with whole_file(path) as file:
-        figure.savefig(file, dpi=160, format="png")
-    pyplot.close(figure)
+    save_figure(figure, path, dpi=160)
 
 
 def write_figures(svg: str | None, png: str | None, rows: Rows, stages: int, unit: str = "") -> None:

@@ -101,11 +101,11 @@ def layout(run: RunRead) -> str:
     return " x ".join(words) + experts
 
 
-def progress(run: RunRead, now: float | None = None) -> tuple[str, float]:
+def progress(run: RunRead) -> tuple[str, float]:
     """Return (state of the run in words, completed share of --train-iters from 0 to 1)."""
     whole = run.config.train.train_iters
     share = min(run.iteration / whole, 1.0) if whole else 1.0
-    return f"{run.state(now)} · iteration {run.iteration:,} of {whole:,}", share
+    return f"{run.state()} · iteration {run.iteration:,} of {whole:,}", share
 
 
 def table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:

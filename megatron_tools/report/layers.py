@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from .runs import RunRead
 
+Lines = dict[str, list[float | None]]  # layer -> its values, None where it has none
 # Metric of a layer in metrics.jsonl -> title.
 TITLES = {
     "weight_norm": "Weight norm by layer",
@@ -34,7 +35,7 @@ class LayerValues(NamedTuple):
 
     metric: str
     iterations: list[int]
-    layers: dict[str, list[float | None]]
+    layers: Lines
     axis: str = "iteration"
 
 
@@ -75,7 +76,7 @@ def shares_of(run: RunRead) -> LayerValues | None:
     layers: dict[str, list[int]] = {}
     for row in run.part("train"):
         layers = row.get("expert_tokens") or layers
-    shares: dict[str, list[float | None]] = {}
+    shares: Lines = {}
     for name, tokens in layers.items():
         total = sum(tokens)
         if total:
@@ -83,7 +84,7 @@ def shares_of(run: RunRead) -> LayerValues | None:
     if not shares:
         return None
     count = max(map(len, shares.values()))
-    lines: dict[str, list[float | None]] = {f"even share, 1/{count}": [1 / count] * count}
+    lines: Lines = {f"even share, 1/{count}": [1 / count] * count}
     lines |= shares
     return LayerValues("share", list(range(count)), lines, "expert")
 

@@ -14,6 +14,7 @@ from .layers import sections, titled
 from .runs import RunRead
 from .timetable import Timetable, as_svg
 
+Runs = Sequence[RunRead]
 COLOURS = 8  # number of run colours in page.css
 
 
@@ -29,10 +30,9 @@ def as_data(content: Any) -> str:
 
 
 def page(
-    runs: Sequence[RunRead],
+    runs: Runs,
     parameters: Sequence[int | None],
     timetables: Mapping[int, Timetable],
-    now: float | None = None,
 ) -> str:
     """Return the HTML of the whole page.
 
@@ -45,17 +45,16 @@ def page(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(names)}</title><style>{style}</style></head><body>"
-        f'<main id="page">{_body(runs, parameters, timetables, now)}</main>'
+        f'<main id="page">{_body(runs, parameters, timetables)}</main>'
         '<noscript><p class="note">The curves need JavaScript; the tables are complete without it.</p></noscript>'
         f'<div id="tip" hidden></div><script>{script}</script></body></html>\n'
     )
 
 
 def _body(
-    runs: Sequence[RunRead],
+    runs: Runs,
     parameters: Sequence[int | None],
     timetables: Mapping[int, Timetable],
-    now: float | None,
 ) -> str:
     """Return the page's content, without its head and scripts."""
     names = []
@@ -65,12 +64,12 @@ def _body(
         names.append(run.name)
         given.append(run.given)
         columns.append([*facts.results(run), *facts.machine(run, count)])
-    at = time.strftime("%Y-%m-%d %H:%M", time.localtime(now))
+    at = time.strftime("%Y-%m-%d %H:%M")
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     parts = [
         f'<header><h1>{escape(title)}</h1><span class="when">{at}</span>'
         '<button id="theme" title="light or dark" aria-label="light or dark">◐</button></header>',
-        _cards(runs, now),
+        _cards(runs),
         _controls(),
         _figures(runs, charts(runs)),
         _table("Results", names, facts.table(columns)),
@@ -87,11 +86,11 @@ def _dot(run: int) -> str:
     return f'<i class="dot" style="--c:var(--c{run % COLOURS})"></i>'
 
 
-def _cards(runs: Sequence[RunRead], now: float | None) -> str:
+def _cards(runs: Runs) -> str:
     """Return the HTML of one card for each run, with its progress and last loss, and the reasons of failed runs."""
     found = []
     for i, run in enumerate(runs):
-        words, share = facts.progress(run, now)
+        words, share = facts.progress(run)
         dot = _dot(i) if len(runs) > 1 else ""
         loss = "–"
         for row in run.part("train")[-1:]:
@@ -121,7 +120,7 @@ def _controls() -> str:
     )
 
 
-def _figures(runs: Sequence[RunRead], found: Sequence[Chart]) -> str:
+def _figures(runs: Runs, found: Sequence[Chart]) -> str:
     """Return the HTML of the charts, which page.js draws from the data in it."""
     if not found:
         return '<p class="note">metrics.jsonl has no values to draw yet.</p>'
@@ -159,7 +158,7 @@ def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
     return f'<section>{words}<div class="wide"><table>{top}<tbody>{lines}</tbody></table></div></section>'
 
 
-def _samples(runs: Sequence[RunRead]) -> str:
+def _samples(runs: Runs) -> str:
     """Return the HTML of the texts of each prompt, with a row for each iteration and a column for each run."""
     found: dict[str, dict[int, list[str]]] = {}
     for i, run in enumerate(runs):
@@ -175,7 +174,7 @@ def _samples(runs: Sequence[RunRead]) -> str:
     return f'<div class="samples">{html}</div>' if html else ""
 
 
-def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
+def _timetable(runs: Runs, run: int, table: Timetable) -> str:
     """Return the HTML of a run's pipeline timetable."""
     title = titled("Pipeline timetable", _dot(run) + escape(runs[run].name), runs)
     return (
@@ -186,7 +185,7 @@ def _timetable(runs: Sequence[RunRead], run: int, table: Timetable) -> str:
     )
 
 
-def _settings(runs: Sequence[RunRead], rows: Sequence[Setting]) -> str:
+def _settings(runs: Runs, rows: Sequence[Setting]) -> str:
     """Return the HTML of the tables of settings: those that differ, those that were changed, and all."""
     names = [run.name for run in runs]
     differ = []

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data_utils.cli import Parser, local_path, run
-from megatron.atomic import whole_file, write_text
+from data_utils.cli import Parser, local_path, new_figure, run, save_figure
+from megatron.atomic import write_text
 from megatron.checkpointing.relocation import relocated
 from megatron.config import Config
 from megatron.config.command_line import from_file
@@ -69,14 +69,8 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: S
 
     stages: iterations at which data stages begin, marked by vertical lines.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("loss.png needs matplotlib: pip install -e '.[plots]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=150)
+    figure = new_figure("loss.png", figsize=(7.2, 4.2), dpi=150)
+    axes = figure.subplots()
     for split, key, label, colour, marker in _curves(rows):
         x = []
         y = []
@@ -98,9 +92,7 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: S
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(facecolor="white", edgecolor="none", framealpha=0.9)
     figure.tight_layout()
-    with whole_file(path) as there:
-        figure.savefig(there, format="png")
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _curves(rows: Sequence[Row]) -> list[tuple[str, str, str, str, str | None]]:

@@ -14,6 +14,7 @@ from megatron.locks.run_lock import NAME, Holder, holder_of
 from megatron.rows import RowError, row_of
 
 Row = dict[str, Any]
+MOST = 400  # number of points on the axes of a page
 QUIET = 300.0  # a run of another machine without a new row for this many seconds counts as stopped
 
 
@@ -119,8 +120,8 @@ class RunRead:
         quiet = (now or time.time()) - self.written
         return holder.is_alive(me, path) or quiet < QUIET
 
-    def axes(self, most: int = 400) -> dict[str, list[float]]:
-        """Return {"iteration": [...], "tokens": [...], "hours": [...]} for about `most` of the logged iterations.
+    def axes(self) -> dict[str, list[float]]:
+        """Return {"iteration": [...], "tokens": [...], "hours": [...]} for about MOST of the logged iterations.
 
         `tokens` and `hours` are the training tokens and training time up to and including each iteration. The hours do
         not include evaluation and checkpoints.
@@ -134,7 +135,7 @@ class RunRead:
             at["tokens"].append(tokens)
             at["hours"].append(at["hours"][-1] + spent)
         last = len(at["iteration"]) - 1
-        step = max(1, math.ceil((last + 1) / most))
+        step = max(1, math.ceil((last + 1) / MOST))
         kept = sorted({*range(0, last + 1, step), last})
         found = {}
         for name, values in at.items():

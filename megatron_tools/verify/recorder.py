@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.atomic import write_text
-from megatron.engines.engine import Batches, Engine, StepResult
-from megatron.engines.with_pipeline import PipeEngine
+from megatron.engines.engine import Batches, Engine, PipeEngine, StepResult
 from megatron.model.layers import global_buffers, global_parameters
 from megatron.ranks.replicas import fingerprint
 from megatron.training import loop, setup

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+Tensors = dict[str, list[Tensor]]  # name -> tensors of several ranks
+
 
 class Place(NamedTuple):
     """Identifies one tensor in the output of a module.
@@ -59,7 +61,7 @@ class Records:
         inside = [layer for layer in self.layers if (name + ".").startswith(layer + ".")]
         return max(inside, key=len, default=name)
 
-    def initial_values(self) -> dict[str, list[Tensor]]:
+    def initial_values(self) -> Tensors:
         """Return parameter name -> its initial values.
 
         The list holds one joined tensor [full] per replica and stage for a parameter that is split over ranks, and one
@@ -73,13 +75,13 @@ class Records:
             for name, value in rank["weights"].items():
                 if name in rank["gradients"] or name not in learns:
                     found[name][rank["pipe"], rank["data"]].append((rank["specs"][name], value))
-        wholes: dict[str, list[Tensor]] = defaultdict(list)
+        wholes: Tensors = defaultdict(list)
         for name, copies in found.items():
             for parts in copies.values():
                 wholes[name] += _wholes(parts)
         return dict(wholes)
 
-    def gradients(self) -> dict[str, list[Tensor]]:
+    def gradients(self) -> Tensors:
         """Return parameter name -> its gradient in fp64, summed over the replicas and stages that have the parameter.
 
         The list holds one joined tensor [full] for a parameter that is split over ranks, and one copy per
@@ -110,7 +112,7 @@ class Records:
                 found[name, shard].add(rank["trained"][name])
         return list(dict.fromkeys(name for (name, _), values in found.items() if len(values) > 1))
 
-    def buffers(self) -> dict[str, list[Tensor]]:
+    def buffers(self) -> Tensors:
         """Return buffer name -> the ranks' copies of this persistent buffer after the last step.
 
         Buffers of a PipelineModule itself or of its loss are on every stage, but only some stages may use them. The
@@ -119,7 +121,7 @@ class Records:
         changed = set[str]()
         for rank in self.ranks:
             changed.update(rank["changed"])
-        found: dict[str, list[Tensor]] = defaultdict(list)
+        found: Tensors = defaultdict(list)
         for rank in self.ranks:
             for name, value in rank["buffers"].items():
                 if name in rank["changed"] or name not in changed:

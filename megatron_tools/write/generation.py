@@ -21,6 +21,7 @@ from megatron.model.t5 import StackStart, T5Model
 
 from .beams import Beam, Found
 
+Ids = list[int]
 Prompts = Sequence[int] | Sequence[Sequence[int]]
 
 
@@ -97,7 +98,7 @@ class Stages:
 
 
 class _Stepper:
-    """Base class of GPT2Stepper and T5Stepper. It holds the text so far as tokens [b, s], and the key-value caches."""
+    """Base class of the steppers. It holds the text so far as tokens [b, s], and the key-value caches."""
 
     model: GPT2Model | T5Model
     tokens: Tensor
@@ -105,11 +106,14 @@ class _Stepper:
     stages: "Stages | None" = None
 
     def next(self, tokens: Tensor) -> Tensor:
-        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1)], dim=1)
-        return self._logits(tokens.unsqueeze(1))
+        """Append a token to each continuation, tokens [b], and return logits [b, v] of the next token."""
+        new = tokens.unsqueeze(1).to(self.tokens.device)
+        self.tokens = torch.cat([self.tokens, new], dim=1)
+        return self._logits(new)
 
     def reorder(self, rows: Tensor) -> None:
-        self.tokens = self.tokens[rows]
+        """Set continuation i to the state of continuation rows[i], for every i."""
+        self.tokens = self.tokens[rows.to(self.tokens.device)]
         for each in self.caches.values():
             each.own.reorder(rows)
             each.cross.reorder(rows)
@@ -182,30 +186,24 @@ class GPT2Stepper(_Stepper):
         return begun_by_prefix(visible, left) if self.prefix else no_documents(visible.device)
 
 
-class ModelStepper:
+class ModelStepper(_Stepper):
     """Stepper of a user-defined model, which reads the whole text again for each token.
 
     logits: tokens [b, s] -> logits [b, s, v], equal on all ranks. positions: longest input; older text is dropped.
     """
 
-    def __init__(self, logits: Callable[[Tensor], Tensor], prompt: list[int], positions: int) -> None:
-        self.logits, self.prompt, self.positions = logits, prompt, positions
+    def __init__(self, logits: Callable[[Tensor], Tensor], prompt: Ids, positions: int) -> None:
+        self.logits = logits
+        self.prompt = prompt
+        self.positions = positions
+        self.caches = {}
 
     def first(self, batch: int) -> Tensor:
         """Start b = `batch` continuations of the prompt. Return logits [b, v] of their first tokens."""
         self.tokens = torch.tensor([self.prompt] * batch)
-        return self._last()
+        return self._logits(self.tokens)
 
-    def next(self, tokens: Tensor) -> Tensor:
-        """Append a token to each continuation, tokens [b], and return logits [b, v] of the next token."""
-        self.tokens = torch.cat([self.tokens, tokens.unsqueeze(1).to(self.tokens.device)], dim=1)
-        return self._last()
-
-    def reorder(self, rows: Tensor) -> None:
-        """Set continuation i to the state of continuation rows[i], for every i."""
-        self.tokens = self.tokens[rows.to(self.tokens.device)]
-
-    def _last(self) -> Tensor:
+    def _logits(self, new: Tensor) -> Tensor:
         return self.logits(self.tokens[:, -self.positions :])[:, -1]
 
 
@@ -251,7 +249,7 @@ class T5Stepper(_Stepper):
         return _whole(self.model, found)
 
 
-def _as_rows(prompt: Prompts) -> list[list[int]]:
+def _as_rows(prompt: Prompts) -> list[Ids]:
     """Return one or more prompts as a list. Raises ValueError unless they have equal length."""
     rows = [list(row) for row in prompt if not isinstance(row, int)] or [[i for i in prompt if isinstance(i, int)]]
     if len({len(row) for row in rows}) > 1:
@@ -259,7 +257,7 @@ def _as_rows(prompt: Prompts) -> list[list[int]]:
     return rows
 
 
-def _repeated(rows: list[list[int]], times: int, device: torch.device) -> Tensor:
+def _repeated(rows: list[Ids], times: int, device: torch.device) -> Tensor:
     """Return tokens [len(rows) * times, s]: `times` copies of the first row, then of the second, and so on."""
     return torch.tensor(rows, dtype=torch.int64, device=device).repeat_interleave(times, dim=0)
 
@@ -328,12 +326,12 @@ def sample_steps(
 
 def sample(
     stepper: Stepper, batch: int, max_new_tokens: int, end: int, sampling: Sampling, seed: int | Sequence[int]
-) -> list[list[int]]:
+) -> list[Ids]:
     """Return the tokens of `sample_steps`, to which it passes its arguments. `max_new_tokens` is at least 1."""
     return collect(sample_steps(stepper, batch, max_new_tokens, end, sampling, seed), end)
 
 
-def collect(steps: Iterable[Step], end: int, on_tokens: Callable[[list[int]], None] | None = None) -> list[list[int]]:
+def collect(steps: Iterable[Step], end: int, on_tokens: Callable[[Ids], None] | None = None) -> list[Ids]:
     """Return the tokens of each continuation, up to its first token `end` with it.
 
     on_tokens: callback that receives the new token of every continuation after each step.
@@ -375,11 +373,3 @@ def beam_searches(
         if any(not search.over for search in running):
             stepper.reorder(torch.cat(order).to(device))
             logits = stepper.next(torch.cat(new).to(device))
-
-
-def beam_search(
-    stepper: Stepper, beams: int, max_new_tokens: int, end: int, length_penalty: float = 1.0
-) -> list[Found]:
-    """Return the result of `beam_searches` for a single prompt."""
-    (found,) = beam_searches(stepper, beams, max_new_tokens, end, length_penalty)
-    return found

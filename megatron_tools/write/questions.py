@@ -84,8 +84,7 @@ class Reader:
         if isinstance(tokenizer, SentinelTokenizer):
             if not isinstance(asked, str):
                 raise ValueError("a T5 fills masked spans in its prompt, such as <extra_id_0>; omit the suffix")
-            encode = _t5_continuation if self.continues_text else _t5_question
-            return encode(asked, tokenizer)
+            return _t5_question(asked, tokenizer, self.continues_text)
         if isinstance(asked, Conversation):
             return self._of_conversation(asked)
         if isinstance(asked, Infill):
@@ -132,27 +131,21 @@ class Reader:
         return Question(asked, tokens, tokenizer.eod, asked.prefix, asked.suffix)
 
 
-def _t5_question(asked: str, tokenizer: SentinelTokenizer) -> Question:
-    """Encode a text with masked spans as in training."""
+def _t5_question(asked: str, tokenizer: SentinelTokenizer, continues: bool) -> Question:
+    """Encode a text as in training: one with masked spans, or, for --objective prefix-lm, one to continue."""
     source = tokenizer.encode(asked)
+    before = asked if continues else ""
     if tokenizer.convention == "t5":
-        return Question(asked, [*source, tokenizer.eod], tokenizer.eod)
+        return Question(asked, [*source, tokenizer.eod], tokenizer.eod, before)
     if not source:
-        raise ValueError("the prompt is empty; this T5 needs a text with masked spans, such as <s_0>")
+        needed = "a text to continue" if continues else "a text with masked spans, such as <s_0>"
+        raise ValueError(f"the prompt is empty; this T5 needs {needed}")
+    if continues:
+        return Question(asked, source, tokenizer.sentinels[1], before)
     spans = sum(token in tokenizer.sentinels for token in source)
     if spans >= tokenizer.count:
         raise ValueError(f"the prompt has {spans} masked spans, but this model supports at most {tokenizer.count - 1}")
     return Question(asked, source, tokenizer.sentinels[spans])
-
-
-def _t5_continuation(asked: str, tokenizer: SentinelTokenizer) -> Question:
-    """Encode a text that a T5 trained with --objective prefix-lm continues, in the same way as in training."""
-    source = tokenizer.encode(asked)
-    if tokenizer.convention == "t5":
-        return Question(asked, [*source, tokenizer.eod], tokenizer.eod, asked)
-    if not source:
-        raise ValueError("the prompt is empty; this T5 needs a text to continue")
-    return Question(asked, source, tokenizer.sentinels[1], asked)
 
 
 def answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:

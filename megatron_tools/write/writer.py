@@ -18,7 +18,8 @@ from ..report.unigram import counted
 from .generation import GPT2Stepper, Stages, Step, Stepper, T5Stepper, beam_searches, collect, sample_steps
 from .questions import Infill, Prompt, Question, Reader, answer
 
-OnTokens = Callable[[list[int]], None]
+Ids = list[int]
+OnTokens = Callable[[Ids], None]
 WINDOW = 16  # Number of batches of prompts that are read at once, to find prompts of equal length.
 
 
@@ -41,7 +42,7 @@ class Writer:
             raise ValueError("the model was not trained with --fim-rate; give --fim-tokens PREFIX MIDDLE SUFFIX")
         return self.reader.question(asked)
 
-    def stepper(self, sources: list[list[int]]) -> Stepper:
+    def stepper(self, sources: list[Ids]) -> Stepper:
         """Return a stepper that continues `sources`, which are encoded prompts of equal length."""
         model = self.model
         tokenizer = self.tokenizer
@@ -112,7 +113,7 @@ class Writer:
             words.append(word)
         return "top lift: " + ", ".join(words)
 
-    def text(self, question: Question, ids: list[int]) -> str:
+    def text(self, question: Question, ids: Ids) -> str:
         """Return the text to print for the generated `ids`: an answer in a chat, else the prompt and its completion."""
         if not isinstance(self.tokenizer, SentinelTokenizer):
             return question.before + answer(self.tokenizer, question, ids) + question.after
@@ -123,9 +124,9 @@ class Writer:
         return fill(str(question.prompt), self.tokenizer, ids)
 
 
-def batches(asked: Sequence[Question], size: int) -> Iterator[list[int]]:
+def batches(asked: Sequence[Question], size: int) -> Iterator[Ids]:
     """Yield batches of at most `size` questions with equal length and the same end token, as lists of their indices."""
-    alike: dict[tuple[int, int], list[int]] = {}
+    alike: dict[tuple[int, int], Ids] = {}
     for i, question in enumerate(asked):
         alike.setdefault((len(question.tokens), question.end), []).append(i)
     for numbers in alike.values():
@@ -148,11 +149,11 @@ def answers(
             yield question.prompt, texts[i]
 
 
-def fill(prompt: str, tokenizer: SentinelTokenizer, ids: list[int]) -> str:
+def fill(prompt: str, tokenizer: SentinelTokenizer, ids: Ids) -> str:
     """Return the prompt with each sentinel replaced by the T5's output for it. Sentinels without output stay."""
     if tokenizer.convention == "cpm":
         ids = [tokenizer.sentinels[0], *ids]
-    spans: dict[int, list[int]] = {}
+    spans: dict[int, Ids] = {}
     last = None
     for token in ids:
         if token in tokenizer.sentinels:
@@ -160,7 +161,7 @@ def fill(prompt: str, tokenizer: SentinelTokenizer, ids: list[int]) -> str:
             spans.setdefault(token, [])
         elif last is not None:
             spans[last].append(token)
-    filled: list[int] = []
+    filled: Ids = []
     for token in tokenizer.encode(prompt):
         filled += spans.get(token) or [token]
     return tokenizer.decode(filled)

@@ -11,7 +11,7 @@ import torch
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model
-from megatron_tools.convert.upcycle import read_whole, upcycled_config
+from megatron_tools.convert.upcycle import upcycled_config
 from megatron_tools.write import evaluate, generate
 from megatron_tools.write.generation import Sampling, sample
 from tests.cli.test_convert import T5, convert, round_trip
@@ -160,10 +160,10 @@ def test_an_upcycled_model_is_the_dense_one(family: str, flags: str, dense: Any,
     before, after = (CheckpointReader(find_checkpoint(str(each))) for each in (load, tmp_path / "c"))
     count, stack = int(flags.split()[0]), "encoder.layers.1" if family == "t5" else "layers.1"
     for what in ("dense_h_to_4h.weight", "dense_4h_to_h.weight"):
-        wanted = read_whole(before, f"weight.{stack}.mlp.{what}")
+        wanted = before.whole(f"weight.{stack}.mlp.{what}")
         for e in range(count):
-            assert torch.equal(read_whole(after, f"weight.{stack}.mlp.experts.{e}.{what}"), wanted)
-    assert float(read_whole(after, f"weight.{stack}.mlp.router.weight").std()) == pytest.approx(0.02, rel=0.5)
+            assert torch.equal(after.whole(f"weight.{stack}.mlp.experts.{e}.{what}"), wanted)
+    assert float(after.whole(f"weight.{stack}.mlp.router.weight").std()) == pytest.approx(0.02, rel=0.5)
     first = stack.replace("1", "0")
     assert (f"weight.{first}.mlp.router.weight" in after.tensors) == ("0 1" not in flags)
     assert not any(key.startswith(("exp_avg", "master")) for key in after.tensors)
@@ -202,7 +202,7 @@ def test_an_upcycled_model_trains_on(family: str, dense: Any, tmp_path: Path, ti
     assert losses(moe)[2] != losses(moe)[0]
     reader = CheckpointReader(find_checkpoint(str(tmp_path / "moe")))
     stack = "decoder.layers.1" if family == "t5" else "layers.1"
-    experts = [read_whole(reader, f"weight.{stack}.mlp.experts.{e}.dense_4h_to_h.weight") for e in range(4)]
+    experts = [reader.whole(f"weight.{stack}.mlp.experts.{e}.dense_4h_to_h.weight") for e in range(4)]
     assert all(not torch.equal(experts[0], each) for each in experts[1:])
 
 
@@ -252,7 +252,7 @@ def test_averages_of_mixtures(tmp_path: Path, tiny_data: str, vocab_file: str) -
     keys = [key for key in b.tensors if key.startswith(("weight.", "buffer."))]
     assert any(".experts.2." in key for key in keys) and any(key.endswith("bias_steps") for key in keys)
     for key in keys:
-        old, new, mean = (read_whole(each, key) for each in (a, b, found))
+        old, new, mean = (each.whole(key) for each in (a, b, found))
         expected = new if key.startswith("buffer.") else ((old.double() + new.double()) / 2).float()
         torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-8)
     assert torch.isfinite(logits_of(tmp_path / "out")).all()

@@ -20,7 +20,7 @@ from megatron.model.t5 import t5_layers
 from megatron.ranks import device as device_module
 from megatron.ranks.initialize import initialize_megatron
 from megatron_tools.write import evaluate, generate
-from megatron_tools.write.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_search, sample
+from megatron_tools.write.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_searches, sample
 from megatron_tools.write.writer import answers, batches
 from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, command, covering, on_ranks, train_gpt2
@@ -54,7 +54,7 @@ def _write(layout: str) -> list[Any]:
             stepper = T5Stepper(T5Model(config, parallel_output=False, own=own).eval(), PROMPT * 3, 1, stages=stages)
         length = 30 if kind not in ("cpm", "t5") else 15  # GPT-2 must also continue beyond its 24 positions
         found += sample(stepper, 2, length, 49, Sampling(0.8, 0, 0.9), seed=3)
-        found += [ids for _, ids in beam_search(stepper, 3, 8, 49)]
+        found += [ids for _, ids in beam_searches(stepper, 3, 8, 49)[0]]
     return found
 
 

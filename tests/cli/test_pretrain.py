@@ -410,7 +410,7 @@ def test_a_damaged_id_stops_the_run(tmp_path: Path, flags: list[str], tiny_data:
     tokens = np.memmap(tmp_path / "x.bin", np.uint16, "r+")
     tokens[2000] = 65535
     tokens.flush()
-    code = "import megatron.data.gpt2_dataset as g, pretrain_gpt2; g.check_ids = lambda *_: None; pretrain_gpt2.main()"
+    code = "import megatron.data.index_check as g, pretrain_gpt2; g.check_ids = lambda *_: None; pretrain_gpt2.main()"
     argv = [*flags, "--data-path", str(tmp_path / "x"), "--run-dir", str(tmp_path / "r"), "--batch-size", "100"]
     sentence = said(command("python", "-c", code, *argv), 1)
     assert "token id 65535 in one of the documents [" in sentence

@@ -26,8 +26,8 @@ from megatron.ranks.errors import RunError
 from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.replicas import check_replicas, fingerprint
 from megatron.ranks.source import source_files
-from megatron.training.build import refuse_what_no_checkpoint_holds
 from megatron.training.loop import train
+from megatron.training.model_checks import refuse_what_no_checkpoint_holds
 from tests.checkpoints.runs import Start, losses_of, make, run_all
 from tests.conformance.engines import remembered_groups
 from tests.ranks.test_overlap_gather import gather_late

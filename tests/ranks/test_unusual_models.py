@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import tds
 from tds import engine_classes
 from tds.base_engine import Engine
-from tds.schedule import Instruction, RecvActivation, gpipe, register
+from tds.other_schedules import gpipe
+from tds.schedule import Instruction, RecvActivation, register
 from tests.sentences import SENTENCES
 from tests.support import RankFailure, on_ranks
 

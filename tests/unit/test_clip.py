@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tds.clip import clip_by_norm, clip_in_step, squared_norm_here
+from tds.clip import clip_by_norm, squared_norm_here
+from tds.optimizers import clip_in_step
 
 
 def norm_of(gradients: list[Tensor]) -> float:

@@ -18,7 +18,7 @@ from megatron.data.fingerprints import content_fingerprint, corpus_fingerprint
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.sample_hash import extend
 from megatron.data.staged import StagedDataset
-from megatron.training import data_ranks
+from megatron.training import inputs
 
 EOD = 7
 
@@ -125,12 +125,12 @@ def test_long_runs_that_are_no_holes(tmp_path: Path) -> None:
 def test_a_run_refuses_a_corpus_with_a_hole(sidecar: bool, tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "x")
     config = parse(["--data-path", prefix])
-    data_ranks._check_content(config)
+    inputs.check_content(config)
     overwrite(prefix, 40_000, [0] * 220_000)
     if not sidecar:
         Path(f"{prefix}.json").unlink()
     with pytest.raises(ValueError, match=rf"{prefix}\.bin"):
-        data_ranks._check_content(config)
+        inputs.check_content(config)
 
 
 class Samples:

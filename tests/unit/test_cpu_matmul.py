@@ -16,8 +16,8 @@ from megatron.features import cpu_matmul
 from megatron.features.cpu_matmul import CpuMatmul, is_faster, is_settled, measured, this_cpu
 from megatron.model.attention_kernels import AttentionArgs, attend
 from megatron.model.special_kernels import in_fp32
-from megatron.mpu.linear import linear
-from megatron.mpu.mesh import TRIVIAL_AXIS, Options, Products
+from megatron.mpu.linear import Products, linear
+from megatron.mpu.mesh import TRIVIAL_AXIS, Options
 from megatron.training.feature import Plan
 
 FAST, SLOW, UNSURE = [1.5] * 5, [0.7] * 5, [0.7, 0.8, 1.0, 1.3, 1.5]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tds import schedule
+from tds import other_schedules, schedule
 from tds.deadlocks import Rules, refuse_deadlocks
 from tds.posting import receive_points
 from tds.queues import boundary_parity
@@ -19,10 +19,10 @@ SCHEDULES: dict[str, Schedule] = {
     "1f1b": schedule.one_forward_one_backward,
     "1f1b, extra_warmup 1": partial(schedule.one_forward_one_backward, extra_warmup=1),
     "1f1b, extra_warmup 2": partial(schedule.one_forward_one_backward, extra_warmup=2),
-    "gpipe": schedule.gpipe,
-    "interleaved": partial(schedule.interleaved, chunks=2),
-    "interleaved 3": partial(schedule.interleaved, chunks=3),
-    "zb-h1": schedule.zero_bubble,
+    "gpipe": other_schedules.gpipe,
+    "interleaved": partial(other_schedules.interleaved, chunks=2),
+    "interleaved 3": partial(other_schedules.interleaved, chunks=3),
+    "zb-h1": other_schedules.zero_bubble,
     "evaluation": schedule.forward_only,
     "evaluation of chunks": partial(schedule.forward_only, chunks=2),
 }

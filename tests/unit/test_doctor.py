@@ -22,7 +22,7 @@ from megatron.config.command_line import parse
 from megatron.data.corpora import made_with
 from megatron.locks.run_lock import Holder, RunLock
 from megatron.tokenizer import Tokenizer, load_tokenizer
-from megatron.training.data_ranks import _check_tokenizer
+from megatron.training.inputs import check_tokenizer
 from megatron_tools.doctor import corpora, doctor, machine, memory, network, run_dir, settings
 from megatron_tools.doctor.finding import Finding
 from tests.sentences import SENTENCES
@@ -361,7 +361,7 @@ def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
         config = parse(["--data-path", prefix, "--vocab-file", str(tmp_path), "--seq-length", "8"])
         found = only(corpora.corpora(config, tokenizer, quick=True), "tokenizer of the data")
         try:
-            _check_tokenizer(config, tokenizer)
+            check_tokenizer(config, tokenizer)
         except ValueError as error:
             assert found.state == "failed" and str(error) == f"{found.words}: {found.remedy}"
             return str(error)

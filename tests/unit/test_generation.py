@@ -12,7 +12,6 @@ from megatron_tools.write.generation import (
     Sampling,
     Stepper,
     T5Stepper,
-    beam_search,
     beam_searches,
     choose,
     sample,
@@ -90,7 +89,7 @@ def test_prompts_read_together_are_continued_as_each_is_by_itself(kind: str) -> 
         lengths |= {len(row) for row in alone}
     assert len(lengths) > 1
     for beams, longest in ((1, 9), (3, 9), (3, 20)):
-        by_itself = [beam_search(reads([prompt]), beams, longest, end) for prompt in prompts]
+        by_itself = [beam_searches(reads([prompt]), beams, longest, end)[0] for prompt in prompts]
         together = beam_searches(reads(prompts), beams, longest, end)
         assert [[ids for _, ids in best] for best in together] == [[ids for _, ids in best] for best in by_itself]
         found = [score for best in together for score, _ in best]
@@ -207,7 +206,7 @@ def test_beam_search_is_hugging_faces(beams: int, end: int) -> None:
         return_dict_in_generate=True,
         use_cache=False,
     )
-    found = beam_search(ours, beams, 10, end)
+    (found,) = beam_searches(ours, beams, 10, end)
     wanted = [row[row != 0].tolist() for row in expected.sequences[:, 1:]]
     assert [tokens for _, tokens in found] == wanted
     assert [score for score, _ in found] == pytest.approx(expected.sequences_scores.tolist(), rel=1e-4)
@@ -234,7 +233,7 @@ def test_beams_of_decoders_are_hugging_faces(kind: str, window: int | None, end:
         return_dict_in_generate=True,
         use_cache=False,
     )
-    found = beam_search(GPT2Stepper(ours, PROMPT, 64), 3, 12, end)
+    (found,) = beam_searches(GPT2Stepper(ours, PROMPT, 64), 3, 12, end)
     rows = expected.sequences[:, len(PROMPT) :].tolist()
     assert [ids for _, ids in found] == [row[: row.index(end) + 1] if end in row else row for row in rows]
     assert [score for score, _ in found] == pytest.approx(expected.sequences_scores.tolist(), rel=1e-4)

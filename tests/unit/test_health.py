@@ -13,7 +13,7 @@ from megatron.data.skips import Skips, parse_ranges
 from megatron.engines.engine import StepResult
 from megatron.training.health import Health, SampleRange
 from megatron.training.metrics import MetricsWriter
-from tds.clip import leave_out_unless_finite
+from tds.optimizers import leave_out_unless_finite
 
 NAN, INF = math.nan, math.inf
 

@@ -20,8 +20,8 @@ from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.model.muon_parameters import muon_parameters
 from megatron.optim import build_optimizer, group_keys
 from megatron.optim.muon import Muon, orthogonalise
-from tds.clip import leave_out_unless_finite, steps_separately
 from tds.hooks import PipelineHooks
+from tds.optimizers import leave_out_unless_finite, steps_separately
 from tests.parity.muon_reference import exact_iterations, separate
 
 SIZES = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 40 --ff-hidden-size 40"

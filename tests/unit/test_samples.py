@@ -74,8 +74,8 @@ def test_epochs_seeds_and_parts_are_shuffled_differently(indexed: IndexedDataset
 
 def test_too_few_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match=SENTENCES["16_tokens_do_not_fill_one"]):
-        SampleOrder(np.array([10, 6]), 16, seed=1, stream="train")
-    assert SampleOrder(np.array([10, 7]), 16, seed=1, stream="train").per_epoch == 1
+        SampleOrder(lambda: np.array([10, 6]), 16, seed=1, stream="train")
+    assert SampleOrder(lambda: np.array([10, 7]), 16, seed=1, stream="train").per_epoch == 1
 
 
 @pytest.mark.parametrize("documents", [0, 1, 2, 3, 10, 19, 20, 1000])
@@ -276,7 +276,7 @@ def test_the_order_equals_a_slow_obvious_one(sizes: list[int], length: int, over
     """The sample order equals a simple implementation, which concatenates shuffled documents and cuts windows."""
     if sum(sizes) < length + overlap:
         return
-    order = SampleOrder(np.array(sizes, np.int32), length, seed=3, stream="train", overlap=overlap)
+    order = SampleOrder(lambda: np.array(sizes, np.int32), length, seed=3, stream="train", overlap=overlap)
     number, at = divmod(n, order.per_epoch)
     documents = np.random.default_rng([3, *b"train", number, 0]).permutation(len(sizes))
     samples = np.random.default_rng([3, *b"train", number, 1]).permutation(order.per_epoch)

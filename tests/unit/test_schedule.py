@@ -8,6 +8,7 @@ from megatron.config import ParallelConfig
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import in_flight
+from tds.other_schedules import gpipe, zero_bubble
 from tds.schedule import (
     NAMES,
     Backward,
@@ -20,12 +21,10 @@ from tds.schedule import (
     SendActivation,
     SendGrad,
     forward_only,
-    gpipe,
     one_forward_one_backward,
     register,
     schedule_of,
     with_messages,
-    zero_bubble,
 )
 from tds.timetable import ScheduleError, bubble, check, most_in_flight, times
 from tests.sentences import SENTENCES

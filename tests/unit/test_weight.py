@@ -14,11 +14,11 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
-    "tds": (62_900, 1),
-    "megatron": (203_950, 15),
+    "tds": (62_560, 1),
+    "megatron": (205_250, 15),
     "megatron_compat": (13_610, 2),
-    "data_utils": (36_800, 1),
-    "megatron_tools": (86_100, 7),
+    "data_utils": (36_820, 1),
+    "megatron_tools": (85_010, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {

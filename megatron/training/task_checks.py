@@ -1,0 +1,50 @@
+"""Checks of a task: that it overrides the methods that a run needs, and that they return what they should."""
+
+from typing import Any, cast
+
+from torch import nn
+
+from ..config import Config
+from ..tokenizer import Tokenizer
+from .task import Datasets, Task, what
+
+
+def check_task(task: Any, *methods: str) -> None:
+    """Raise ValueError unless `task` is an instance of a subclass of Task that overrides `methods`."""
+    if not isinstance(task, Task):
+        given = f"the class {task.__name__}: run({task.__name__}())" if isinstance(task, type) else what(task)
+        raise ValueError(f"a task is an object of a subclass of megatron.training.Task, not {given}")
+    for method in methods:
+        if getattr(type(task), method) is getattr(Task, method):
+            raise ValueError(f"{type(task).__name__} has no {method}(); docs/own_model.md shows what a task needs")
+
+
+def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
+    """Return the result of `task.datasets`. Raises ValueError unless it is ((three data sets), notes)."""
+    made: Any = task.datasets(config, tokenizer)
+    name = type(task).__name__
+    pair = isinstance(made, (tuple, list)) and len(made) == 2
+    if not pair or not isinstance(made[1], (tuple, list)):
+        raise ValueError(
+            f"{name}.datasets returns {what(made)}: return two objects, first a tuple of three data sets, "
+            "second a list of notes"
+        )
+    if not isinstance(made[0], (tuple, list)) or len(made[0]) != 3:
+        raise ValueError(
+            f"{name}.datasets returns {what(made[0])} as data sets: return three data sets, for training, "
+            "validation and test; an empty data set is None"
+        )
+    if made[0][0] is None and config.train.train_iters:
+        raise ValueError(
+            f"there is no training data set, but --train-iters is {config.train.train_iters}: {name}.datasets "
+            f"must return one"
+        )
+    return cast(Datasets, tuple(made[0])), list(made[1])
+
+
+def checked_model(task: Task, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
+    """Return the result of `task.model`. Raises ValueError if it is not an nn.Module."""
+    made: Any = task.model(config, tokenizer)
+    if not isinstance(made, nn.Module):
+        raise ValueError(f"the model is {what(made)}: {type(task).__name__}.model must return an nn.Module")
+    return made

@@ -1,0 +1,95 @@
+"""A list of layers in one process, and initial values that do not depend on how layers are partitioned."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
+
+from ._deepspeed import around_each_layer
+from .nested import as_tuple, unwrap
+
+
+class SequentialModule(nn.Module):
+    """A list of layers in one process, without a pipeline, e.g. for ZeRO-2, ZeRO-3 or text generation.
+
+    The parameters have the same names as in a PipelineModule with the same list of layers. If both modules are built
+    inside `seeded_layers` with the same seed, the parameters also have the same initial values.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        super().__init__()
+        self.tied_modules = nn.ModuleDict()
+        # One item per layer: (path of its module, its forward_fn or None), or (None, function). Paths are resolved at
+        # each call, in case a user has replaced a module.
+        self._functions: list[tuple[str | None, Any]] = []
+        for index, layer in enumerate(layers):
+            with _at_layer(index):
+                self._functions.append(self._built(index, layer))
+
+    def _built(self, index: int, layer: Any) -> tuple[str | None, Any]:
+        if isinstance(layer, TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.build()
+            return f"tied_modules.{layer.key}", layer.forward_fn
+        if isinstance(layer, LayerSpec):
+            layer = layer.build()
+        if isinstance(layer, nn.Module):
+            self.add_module(str(index), layer)
+            return str(index), None
+        return None, layer
+
+    def forward(self, inputs: Any) -> Any:
+        """Run all layers on the first layer's input, a value or a tuple, and return the last layer's output."""
+        return run_layers(self.layer_functions, inputs)
+
+    @property
+    def layer_functions(self) -> list[Any]:
+        """The layers and functions that the forward pass calls, in this order."""
+        return [self._function(*each) for each in self._functions]
+
+    def _function(self, path: str | None, call: Any) -> Any:
+        if path is None:
+            return call
+        module = self.get_submodule(path)
+        return partial(call, module) if call else module
+
+
+_seed: ContextVar[int | None] = ContextVar("seed of layers", default=None)
+
+
+@contextmanager
+def seeded_layers(seed: int) -> Iterator[None]:
+    """Make the initialisation of layer i depend on (seed, i) only, not on partitioning or earlier layers.
+
+    This also applies to the layers of DeepSpeed's own PipelineModule. Restores torch's CPU generator afterwards.
+    """
+    token = _seed.set(seed)
+    try:
+        with around_each_layer(_at_layer):
+            yield
+    finally:
+        _seed.reset(token)
+
+
+@contextmanager
+def _at_layer(index: int) -> Iterator[None]:
+    seed = _seed.get()
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed((seed + index * 1_000_003) % 2**63)
+        yield
+
+
+def run_layers(funcs: Sequence[Any], inputs: Any) -> Any:
+    """Return the output of layers that are called one after another. inputs: of the first layer, a value or a tuple."""
+    inputs = unwrap(as_tuple(inputs))
+    for func in funcs:
+        inputs = func(inputs)
+    return inputs

@@ -1,0 +1,119 @@
+"""Reductions of gradients by DeepSpeed's bf16 and ZeRO optimizers, and by its engine without a pipeline."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import compress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ._deepspeed import bf16_sums
+from .pipe import tied_weights, ties
+from .reductions import Reduction, anywhere, reduce_tied_grads
+from .schedule import Instruction
+from .sparse import empty_gradient, sparse_weights
+
+
+def _with_gradient(weights: Sequence[nn.Parameter], group: Any) -> list[nn.Parameter]:
+    """Return the weights that have a gradient on any rank of the group. Collective, unless there are no weights."""
+    return list(compress(weights, anywhere([weight.grad is not None for weight in weights], group)))
+
+
+def _trainable(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module.parameters() if p.requires_grad]
+
+
+@contextmanager
+def keep_missing_grads(module: nn.Module, replicas: Any) -> Iterator[None]:
+    """Run a reduction in this block, then remove the zeros that it filled in for gradients that no replica has."""
+    weights = _trainable(module)
+    learned = set(_with_gradient(weights, replicas))
+    for weight in sparse_weights(module):
+        if weight.grad is None:  # DeepSpeed's dense zeros would not match the sparse gradients of other replicas
+            weight.grad = empty_gradient(weight)
+    yield
+    for weight in weights:
+        if weight not in learned:
+            weight.grad = None
+
+
+def fill_for_replicas(weights: Sequence[nn.Parameter], replicas: Any) -> list[nn.Parameter]:
+    """Set a missing gradient to zeros if another replica has it; return the weights with a gradient on any replica.
+
+    Collective. ZeRO packs gradients one after another and leaves out missing ones. Without these zeros, the buckets of
+    the replicas would not match.
+    """
+    learned = _with_gradient(weights, replicas)
+    for weight in learned:
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+    return learned
+
+
+class Bf16(Reduction):
+    """Reduction of the fp32 gradient sums of DeepSpeed's bf16 optimizer."""
+
+    @contextmanager
+    def accumulating(self, instruction: Instruction) -> Iterator[None]:
+        optimizer = self._engine.optimizer
+        optimizer.clear_lp_grads()
+        yield
+        if not optimizer.immediate_grad_update:
+            optimizer.update_hp_grads(clear_lp_grads=False)
+
+    def finish(self) -> None:
+        self.over_replicas()
+        sums = bf16_sums(self._engine.optimizer)
+        reduce_tied_grads(self._module, self._engine.stage_id, lambda w: sums[w].gradient if w in sums else None)
+        for _, group, weights in ties(self._module):
+            tied = [sums[weight] for weight in weights.values() if weight in sums]
+            learned = anywhere([each.flags[each.at] for each in tied], group)
+            # A weight with a gradient on one stage must be counted and clipped on all of its stages.
+            for each, learns in zip(tied, learned, strict=True):
+                each.flags[each.at] = learns
+
+
+class Zero(Reduction):
+    """Reduction by ZeRO's optimizers, after tied gradients have been summed over their stages.
+
+    After ZeRO's reduction, each rank has only a shard of the sum over replicas. So tied gradients are summed over their
+    stages before ZeRO's reduction. With three or more replicas, tied gradients are first summed over the replicas and
+    then over the stages, so that all stages round equally. One replica then passes the complete sum to ZeRO, and the
+    other replicas pass zeros.
+    """
+
+    def finish(self) -> None:
+        tied = tied_weights(self._module)
+        several = dist.get_world_size(self._replicas) > 2  # a sum over two replicas rounds equally in any order
+        if several:
+            for weight in fill_for_replicas(tied, self._replicas):
+                dist.all_reduce(weight.grad, group=self._replicas)
+        reduce_tied_grads(self._module, self._engine.stage_id)
+        if several and dist.get_rank(self._replicas):
+            for weight in tied:
+                if weight.grad is not None:
+                    weight.grad.zero_()
+        fill_for_replicas(_trainable(self._module), self._replicas)
+        self.over_replicas()
+
+
+def reduction_by_deepspeed(engine: Any) -> Reduction:
+    """Return the Reduction for a DeepSpeed optimizer that wraps the user's. Collective over the stages.
+
+    Raises ValueError if it leaves the gradients of tied weights where they cannot be summed.
+    """
+    if engine.using_bf16_optimizer:
+        return Bf16(engine)
+    if not engine.zero_optimization():
+        return Reduction(engine)
+    # Stages without tied weights raise, too; else they would wait for the others.
+    has_ties = [bool(tied_weights(engine.module))]
+    elsewhere = engine.optimizer.use_grad_accum_attribute
+    if elsewhere and any(anywhere(has_ties, engine.grid.get_pipe_parallel_group())):
+        raise ValueError(
+            "with bf16 and offload_optimizer, DeepSpeed keeps gradients where a pipeline cannot sum those of tied "
+            'weights: leave "offload_optimizer" out of the ds_config, use fp32, or do not tie weights across stages'
+        )
+    return Zero(engine)
