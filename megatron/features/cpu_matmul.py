@@ -251,12 +251,11 @@ def cache_file() -> Path:
 
 def this_cpu() -> str:
     """Return the CPU, torch version and threads, since different machines may share the cache file."""
-    name = "an unknown CPU"
+    lines = []
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        if models:
-            name = models[0]
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = next(iter(models), "an unknown CPU")
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
     return f"{name}, {capability}, torch {torch.__version__}, {threads} threads"
