@@ -15,10 +15,10 @@ from tests.support import ROOT
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
     "tds": (62_560, 1),
-    "megatron": (203_820, 15),
+    "megatron": (203_840, 15),
     "megatron_compat": (13_700, 2),
     "data_utils": (36_500, 1),
-    "megatron_tools": (84_990, 7),
+    "megatron_tools": (85_030, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {
