@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from .run_state import Run
     from .task import Task
 
-Entries = dict[str, Any]  # entries of a row of metrics.jsonl, or the state of a feature
-
 
 class Plan(NamedTuple):
     """What is known of a run before its model is built."""
@@ -85,18 +83,18 @@ class Feature:
     def instead(self, task: "Task", config: "Config") -> None:
         """Act in place of the run, before the ranks meet; only called for a row of the table with `instead`."""
 
-    def row(self, interval: Interval) -> Entries:
+    def row(self, interval: Interval) -> dict[str, Any]:
         """Return entries for the row of metrics.jsonl that is due."""
         return {}
 
-    def rows(self, iteration: int) -> list[Entries]:
+    def rows(self, iteration: int) -> list[dict[str, Any]]:
         """Return further rows of metrics.jsonl, after the row of training that is due."""
         return []
 
-    def extend(self, row: Entries) -> None:
+    def extend(self, row: dict[str, Any]) -> None:
         """Add entries to a finished row of training or of an evaluation, before it is printed and written."""
 
-    def evaluated(self, split: str, iteration: int, sums: Mapping[str, float]) -> list[Entries]:
+    def evaluated(self, split: str, iteration: int, sums: Mapping[str, float]) -> list[dict[str, Any]]:
         """Return further rows of metrics.jsonl, before the row of an evaluation.
 
         split: `valid` or `test`. sums: summed `loss`, number of `targets`, and sums of what the model reports besides,
@@ -110,14 +108,14 @@ class Feature:
     def close(self, error: BaseException | None) -> None:
         """Clean up when the iterations end. error: what ended them; then other ranks may not call this method."""
 
-    def state(self) -> Entries:
+    def state(self) -> dict[str, Any]:
         """Return what a checkpoint must store, as JSON; {} for nothing. It is equal on all ranks.
 
         Called in every iteration, as a save after skipped steps stores the state after the last step that was not.
         """
         return {}
 
-    def load(self, state: Entries) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned when the checkpoint was saved. Called before `start`, if there is a state."""
 
 

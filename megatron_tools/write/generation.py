@@ -107,13 +107,13 @@ class _Stepper:
 
     def next(self, tokens: Tensor) -> Tensor:
         """Append a token to each continuation, tokens [b], and return logits [b, v] of the next token."""
-        new = tokens.unsqueeze(1).to(self.tokens.device)
+        new = tokens.unsqueeze(1)
         self.tokens = torch.cat([self.tokens, new], dim=1)
         return self._logits(new)
 
     def reorder(self, rows: Tensor) -> None:
         """Set continuation i to the state of continuation rows[i], for every i."""
-        self.tokens = self.tokens[rows.to(self.tokens.device)]
+        self.tokens = self.tokens[rows]
         for each in self.caches.values():
             each.own.reorder(rows)
             each.cross.reorder(rows)
@@ -202,6 +202,14 @@ class ModelStepper(_Stepper):
         """Start b = `batch` continuations of the prompt. Return logits [b, v] of their first tokens."""
         self.tokens = torch.tensor([self.prompt] * batch)
         return self._logits(self.tokens)
+
+    def next(self, tokens: Tensor) -> Tensor:
+        """Append a token to each continuation, tokens [b], and return logits [b, v] of the next token."""
+        return super().next(tokens.to(self.tokens.device))
+
+    def reorder(self, rows: Tensor) -> None:
+        """Set continuation i to the state of continuation rows[i], for every i."""
+        super().reorder(rows.to(self.tokens.device))
 
     def _logits(self, new: Tensor) -> Tensor:
         return self.logits(self.tokens[:, -self.positions :])[:, -1]
