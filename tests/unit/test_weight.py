@@ -15,10 +15,10 @@ from tests.support import ROOT
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
     "tds": (62_560, 1),
-    "megatron": (205_250, 15),
+    "megatron": (205_260, 15),
     "megatron_compat": (13_610, 2),
     "data_utils": (36_820, 1),
-    "megatron_tools": (85_010, 7),
+    "megatron_tools": (85_050, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {
