@@ -14,7 +14,7 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
-    "tds": (62_560, 1),
+    "tds": (62_580, 1),
     "megatron": (203_840, 15),
     "megatron_compat": (13_700, 2),
     "data_utils": (36_500, 1),
