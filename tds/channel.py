@@ -159,9 +159,12 @@ class Sender:
                 must_copy = bool(parts) or (is_shared and same_storage(part, each.tensor))
                 parts.append(part)
         if must_copy:
-            size = sum(part.numel() for part in parts)
-            return torch.cat(parts, out=self.link.pool.take(size))
+            return self._copy(parts)
         return parts[0] if parts else None
+
+    def _copy(self, parts: list[Tensor]) -> Tensor:
+        size = sum(part.numel() for part in parts)
+        return torch.cat(parts, out=self.link.pool.take(size))
 
     def _start_header(self, content: list[Any], what: str) -> None:
         text = json.dumps(content).encode()

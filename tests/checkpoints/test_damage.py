@@ -157,7 +157,7 @@ def _save_with_failures(start: Start, broken: str, failures: int, data: str, voc
 
 
 @pytest.mark.parametrize("more", ["", "--async-save"])
-@pytest.mark.parametrize("broken", [OPEN, "megatron.checkpointing.retention._prune"])
+@pytest.mark.parametrize("broken", [OPEN, "megatron.checkpointing.retention._dropped"])
 def test_an_error_of_the_disk_after_writing_is_tolerated(
     broken: str, more: str, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
