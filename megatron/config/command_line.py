@@ -83,6 +83,7 @@ class _Flags(NamedTuple):
 
 
 def read_flags(words: Sequence[str]) -> _Flags:
+    """Parse the words of a command line. Flags of other frameworks are known only if there is an unknown one."""
     found, unknown = build_parser(foreign=False).parse_known_args(words)
     if unknown:  # flags of another framework, or mistakes
         found, unknown = build_parser().parse_known_args(words)

@@ -36,7 +36,7 @@ class KeyValueCache:
         return self.memory
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """Return all cached keys and values."""
+        """Return all cached keys and values, [b, g, k, d] each."""
         assert self.memory is not None
         return self.memory[0, :, :, : self.length], self.memory[1, :, :, : self.length]
 

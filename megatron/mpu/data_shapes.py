@@ -13,7 +13,7 @@ from .mesh import Axis
 def broadcast_shapes(
     keys: Sequence[str], data: Mapping[str, Tensor] | None, device: torch.device, axis: Axis, complaint: str
 ) -> list[torch.Size]:
-    """Return the shapes of the first rank's tensors on every rank of `axis`.
+    """Return the shapes [...] of the first rank's tensors on every rank of `axis`.
 
     data: valid data on the first rank, else None. Raises ValueError(complaint) on all ranks if the first rank has none.
     """

@@ -19,7 +19,7 @@ from megatron.atomic import write_text
 from megatron.engines.engine import Batches, Engine, PipeEngine, StepResult
 from megatron.model.layers import global_buffers, global_parameters
 from megatron.ranks.replicas import fingerprint
-from megatron.training import loop, setup
+from megatron.training import health, setup
 from tds import optimizer_state as zero_state
 
 MOST_BYTES = 2**31  # a rank stops recording outputs when they exceed this many bytes
@@ -223,7 +223,7 @@ def record_run(folder: Path, steps: int) -> Callable[[], None]:
     """
     home: Any = setup
     original = home.build_engine
-    hooks: Any = loop
+    hooks: Any = health
     check = hooks.check_replicas
 
     def build(*args: Any) -> Engine:
