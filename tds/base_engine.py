@@ -24,7 +24,7 @@ from .pipe import chunk_of_weights, tied_weights
 from .saving import refuse_url, warn_of_copies
 from .sparse import make_dense, refuse_sparse, sparse_weights
 from .spikes import SpikeGuard
-from .zero_settings import naming_keys, refuse_quantization_on_cpus, refuse_unsupported
+from .zero_settings import load_arguments, naming_keys, refuse_quantization_on_cpus, refuse_unsupported
 
 
 class Engine(DeepSpeedEngine):  # type: ignore[misc]
@@ -186,7 +186,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Load as DeepSpeed does, after the last step's gathers, which would otherwise overwrite what is loaded."""
         complete_weights(self)
-        return super().load_checkpoint(*args, **kwargs)
+        return super().load_checkpoint(**load_arguments(self, *args, **kwargs))
 
     def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """Save as DeepSpeed does; at the first save, also warn of buffers whose copies differ.

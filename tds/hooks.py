@@ -23,6 +23,7 @@ from .saving import PipelineState, refuse_url
 from .schedule import Schedule
 from .start import prove
 from .step import Step
+from .zero_settings import load_arguments
 
 
 class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
@@ -205,7 +206,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
 
     def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
         """Load a checkpoint. Raises ValueError for optimizer states of another partition of the layers."""
-        states = more.get("load_optimizer_states", args[1] if len(args) > 1 else True)
-        only_module = more.get("load_module_only", args[3] if len(args) > 3 else False)
-        self._saved_state.load(Path(load_dir), tag, states and not only_module)
-        return super().load_checkpoint(load_dir, tag, *args, **more)
+        given = load_arguments(self, load_dir, tag, *args, **more)
+        states = given.get("load_optimizer_states", True) and not given.get("load_module_only")
+        self._saved_state.load(Path(load_dir), tag, states)
+        return super().load_checkpoint(**given)

@@ -1,12 +1,13 @@
-"""Settings of ZeRO that DeepSpeed refuses without naming their keys, and those that tds does not support."""
+"""Settings of ZeRO that DeepSpeed refuses without naming their keys or gets wrong, and those without support in tds."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ._deepspeed import is_tested, on_cpu
+from ._deepspeed import DeepSpeedEngine, is_tested, on_cpu
 
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
@@ -66,3 +67,13 @@ def refuse_unsupported(engine: Any, optimizer: Any) -> None:
         raise ValueError(
             f"tds.DistributedOptimizer {problem}, or do not wrap your optimizer in tds.DistributedOptimizer"
         )
+
+
+def load_arguments(engine: Any, *args: Any, **more: Any) -> dict[str, Any]:
+    """Return the arguments of `load_checkpoint` by name, changed so that `load_module_only` works in every stage."""
+    given = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **more).arguments
+    del given["self"]
+    if given.get("load_module_only") and engine.zero_optimization_stage() == 3:
+        # Otherwise DeepSpeed would load no weights: the shards of ZeRO 3 are in the files of the optimizer states.
+        given["load_optimizer_states"] = False
+    return given

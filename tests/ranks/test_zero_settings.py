@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,3 +121,25 @@ def test_steps_in_which_the_loss_scale_grows_use_the_scale_of_their_loss() -> No
         assert scales[-1] > scales[0]
         assert norms == pytest.approx([1.0] * len(norms), abs=0.02)
         assert updates == pytest.approx([1.0] * len(updates), abs=0.02)
+
+
+def _outputs_after_load(folder: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Save a trained model and load only its weights; return the outputs of both, for each stage of ZeRO."""
+    found = []
+    for stage in (1, 2, 3):
+        first = _engine({"stage": stage})
+        first.backward(first(_batch(0)).square().mean())
+        first.step()
+        expected = first(_batch(1)).detach()
+        first.save_checkpoint(folder, str(stage))
+        second = _engine({"stage": stage})
+        second.load_checkpoint(folder, str(stage), load_module_only=True)
+        assert second.global_steps == 0
+        found.append((second(_batch(1)).detach(), expected))
+    return found
+
+
+def test_only_the_weights_of_a_checkpoint_are_loaded_in_every_stage(tmp_path: Path) -> None:
+    for found in on_ranks(2, _outputs_after_load, str(tmp_path)):
+        for outputs, expected in found:
+            torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
