@@ -14,7 +14,7 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
-    "tds": (62_580, 1),
+    "tds": (62_660, 1),
     "megatron": (205_260, 15),
     "megatron_compat": (13_610, 2),
     "data_utils": (36_820, 1),
