@@ -191,7 +191,11 @@ def input_flags(parser: argparse.ArgumentParser) -> None:
         help="files, folders or globs of .jsonl, .ndjson, .json, .csv, .txt or .parquet, plain or .gz, .bz2, .xz, "
         ".zst; FILE@2 reads FILE twice, FILE@0.5 a random half of its documents",
     )  # fmt: skip
-    add("--encoding", default="utf-8", help="encoding of the input, such as gb18030 or utf-16 (default: utf-8)")
+    add(
+        "--encoding",
+        default="utf-8",
+        help="encoding of the input, such as gb18030 or utf-16; auto finds that of each file (default: utf-8)",
+    )
     add(
         "--on-error",
         choices=("stop", "skip"),

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .streams import COMPRESSED, InputError, is_utf8
+from .streams import COMPRESSED, InputError, encoding_of, is_utf8
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".parquet")
 KINDS = f"{', '.join(SUFFIXES)} (plain, {', '.join(COMPRESSED)})"
 REPORT = ".report.json"  # suffix that tools/clean_corpus.py appends to the name of its output
+AUTO = "auto"  # --encoding that finds the encoding of each file
 NAMED = 3  # number of skipped files that a message lists by name
 
 
@@ -37,11 +38,13 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
 
     inputs: files, folders or glob patterns, each optionally followed by `@WEIGHT`. Folders are searched recursively;
     the search follows links and skips hidden entries.
+    encoding: encoding of the text, or `auto` to judge each file by its content.
     say: called with a message about skipped files. Files of other types, reports of tools/clean_corpus.py and files
     that were already found under another path are skipped.
     Raises InputError for an input that does not exist, cannot be read or is of an unsupported type.
     """
-    is_utf8(encoding)
+    if encoding != AUTO:
+        is_utf8(encoding)  # raises InputError for an unknown encoding
     files: list[Source] = []
     for given in inputs:
         name, weight = _weight(given)
@@ -59,7 +62,10 @@ def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[st
             found = [name]
         for each in found:
             _check_file(each)
-            files.append(Source(each, weight, len(files), encoding))
+            own = encoding
+            if encoding == AUTO:
+                own = "utf-8" if kind(each) == ".parquet" else encoding_of(each)
+            files.append(Source(each, weight, len(files), own))
     return files
 
 

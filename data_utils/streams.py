@@ -152,7 +152,7 @@ def is_utf8(encoding: str) -> bool:
         "".encode(encoding)  # also raises for codecs that do not encode text, such as hex and zip
     except LookupError:
         raise InputError(
-            f"--encoding {encoding!r} is not an encoding that Python knows; use, for example, gb18030 or utf-16"
+            f"--encoding {encoding!r} is not an encoding that Python knows; use, for example, gb18030, utf-16 or auto"
         ) from None
     return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
 
@@ -220,26 +220,33 @@ def _contradiction(head: bytes, encoding: str) -> str:
     return "ASCII" if printable else ""
 
 
+def encoding_of(path: str) -> str:
+    """Return the encoding of a text file, judged by its first megabyte: UTF-8 unless another one is plausible."""
+    return _likely_encoding(next(_raw_blocks(path, 2**20), b"")) or "utf-8"
+
+
 def looks_like(raw: bytes) -> str:
     """Return the hint `; it looks like ...` if the bytes are plausible in an encoding other than UTF-8, else ""."""
+    encoding = _likely_encoding(raw)
+    return f"; it looks like {encoding}: try --encoding {encoding}, or auto" if encoding else ""
+
+
+def _likely_encoding(raw: bytes) -> str:
+    """Return the encoding other than UTF-8 in which the bytes are plausible text, "" if there is none."""
     if raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        return _hint("utf-16")
+        return "utf-16"
     if raw.count(0) * 5 > len(raw):
         # Latin letters have a zero byte: "a" is 61 00 in utf-16-le and 00 61 in utf-16-be.
         little = raw[1::2].count(0) > raw[::2].count(0)
-        return _hint("utf-16-le" if little else "utf-16-be")
+        return "utf-16-le" if little else "utf-16-be"
     # Text that is mostly valid UTF-8 gets no hint, although its bytes may also decode in other encodings by chance.
     beyond = [char for char in raw.decode("utf-8", "replace") if char > "\x7f"]
     if not beyond or beyond.count("\ufffd") * 4 < len(beyond):
         return ""
     for name in ("gb18030", "utf-16-le", "utf-16-be"):
         if _is_chinese(raw, name):
-            return _hint(name)
+            return name
     return ""
-
-
-def _hint(encoding: str) -> str:
-    return f"; it looks like {encoding}: try --encoding {encoding}"
 
 
 def _is_chinese(raw: bytes, encoding: str) -> bool:

@@ -54,15 +54,28 @@ prepare_corpus() {
         exit 2
     fi
     mkdir -p "$RUN_DIR/data"
-    is_prepared && return
+    if is_prepared; then
+        if [ -n "$(find "$CORPUS" -newer "$DATA_PATH.idx" -print -quit 2>/dev/null)" ]; then
+            echo "$ME: note: $CORPUS has changed since its tokens were written to $RUN_DIR/data, which this run goes on" \
+                "using; set another RUN_DIR= to train on the new text"
+        fi
+        return
+    fi
     until mkdir "$turn" 2>/dev/null; do wait_for_turn "$turn"; done
     trap 'rm -rf "$RUN_DIR/data/preparing"' EXIT
     echo "$(uname -n) $$ $(process_table) ${SLURM_START:+${SLURM_JOB_ID:-}}" >"$turn/by"
+    local text=$CORPUS encoding=${ENCODING:-auto}
+    if [ -n "${CLEAN:-}" ]; then
+        text=$RUN_DIR/data/clean.jsonl
+        [ -f "$text" ] || python "${AT}tools/clean_corpus.py" --input "$CORPUS" --encoding "$encoding" --output "$text"
+        encoding=utf-8
+    fi
     if [ ! -e "$VOCAB_FILE" ]; then
-        python "${AT}tools/train_tokenizer.py" --input "$CORPUS" --vocab-size "$VOCAB_SIZE" --output "$VOCAB_FILE"
+        python "${AT}tools/train_tokenizer.py" --input "$text" --encoding "$encoding" --vocab-size "$VOCAB_SIZE" \
+            --output "$VOCAB_FILE"
     fi
     if [ ! -f "$DATA_PATH.idx" ]; then
-        python "${AT}tools/preprocess_data.py" --input "$CORPUS" --vocab-file "$VOCAB_FILE" \
+        python "${AT}tools/preprocess_data.py" --input "$text" --encoding "$encoding" --vocab-file "$VOCAB_FILE" \
             --output-prefix "${DATA_PATH%_text_document}"
     fi
     echo "$corpus" >"$RUN_DIR/data/source"

@@ -1,6 +1,9 @@
 """Input files of the data tools: which files are read, and where a document begins."""
 
+import gzip
 from pathlib import Path
+
+import pytest
 
 from data_utils.documents import chunks, documents
 from data_utils.files import Source, find_files
@@ -36,3 +39,21 @@ def test_a_link_to_a_file_that_is_read_is_skipped_with_a_message(tmp_path: Path)
     assert [Path(source.path).name for source in found] == ["a.txt", "d.txt"]
     (message,) = messages
     assert "b.txt" in message and "c.txt" in message
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_auto_finds_the_encoding_of_each_file(tmp_path: Path, compressed: bool) -> None:
+    """Files in four encodings give the same documents, also if the first megabyte ends within a character."""
+    text = "清晨，小明在学校门口等最后一班船，ABC 听见远处有人唱歌。\n谁在旧书店里写信？"
+    long = "".join(f"第{number}句，" for number in range(150_000))
+    encodings = ["utf-8", "gb18030", "utf-16", "utf-16-le"]
+    for number, encoding in enumerate(encodings):
+        content = f"{text}\n\nplain English text\n\n{long}".encode(encoding)
+        path = tmp_path / f"{number}.txt{'.gz' if compressed else ''}"
+        path.write_bytes(gzip.compress(content) if compressed else content)
+    (tmp_path / f"{len(encodings)}.txt").write_text("only ASCII")
+    sources = find_files([str(tmp_path)], "auto")
+    assert [source.encoding for source in sources] == [*encodings, "utf-8"]
+    for source in sources[:-1]:
+        found = [each for chunk in chunks(source, 1 << 20) for (each,) in documents(chunk)]  # type: ignore[misc]
+        assert found == [text, "plain English text", long]
