@@ -45,7 +45,7 @@ def forget_norms() -> None:
     """Leave out the all-reduce of the gradients of norms under sequence parallelism, and the check of copies."""
     from megatron import mpu
     from megatron.checkpointing import save
-    from megatron.training import loop
+    from megatron.training import health
 
     declare = mpu.declare
 
@@ -53,7 +53,7 @@ def forget_norms() -> None:
         return declare(*args, **more)
 
     mpu.declare = without_sequence  # type: ignore[assignment]
-    for module in (loop, save):
+    for module in (health, save):
         module.check_replicas = lambda engine: None  # type: ignore[attr-defined]
 
 
