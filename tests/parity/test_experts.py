@@ -84,7 +84,7 @@ def _trained(numbers: tuple[int, ...], folder: Path, data: str, vocab_file: str)
         on_ranks(world, run_all, starts, data, vocab_file, timeout=60 + 30 * len(starts))
 
 
-BATCHES = [tuple(range(first, first + 10)) for first in range(0, 200, 10)]
+BATCHES = [tuple(range(first, first + 5)) for first in range(0, 200, 5)]
 
 
 @pytest.mark.parametrize("numbers", covering(BATCHES, BATCHES[:1].__contains__), ids=lambda n: f"{n[0]}-{n[-1]}")
