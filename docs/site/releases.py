@@ -78,7 +78,7 @@ PACKAGE_ZH = {
     "a file of several parts": "分段上传的文件",
     "accuracy of a task": "任务的准确率",
     "corpus files": "语料文件",
-    "defaults and learning rates": "默认值和学习率",
+    "defaults, learning rates, router loss": "默认值、学习率、路由器损失",
     "exported tokenizers": "导出的分词器",
     "corpora and checkpoints at `s3://`": "`s3://` 上的语料和检查点",
     "training of exported Mixtral models with transformers": "用 transformers 训练导出的 Mixtral",

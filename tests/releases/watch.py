@@ -104,7 +104,7 @@ WATCHED = {
     "megatron-core": Watched(
         ("0.14.0", "0.16.1"),
         "with_references",
-        {"corpus files": "`.bin` and `.idx` files", "defaults and learning rates": "flags of Megatron-LM"},
+        {"corpus files": "`.bin` and `.idx` files", "defaults, learning rates, router loss": "flags of Megatron-LM"},
     ),
 }
 

@@ -26,6 +26,8 @@ CHECKS = {
         "corpus files": in_folder(
             test_indexed_dataset.test_megatron_core_reads_ours_and_we_read_theirs, dtype=np.uint16
         ),
-        "defaults and learning rates": test_foreign_defaults.test_defaults_and_curves_are_those_of_megatron_core,
+        "defaults, learning rates, router loss": (
+            test_foreign_defaults.test_defaults_and_curves_are_those_of_megatron_core
+        ),
     },
 }

@@ -8,11 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.config import Config
 from megatron.config.command_line import HOME, parse
 from megatron.config.defaults import DEFAULTS
 from megatron.config.fields import ConfigError
+from megatron.model.router import Router
 from megatron.optim import lr_at
 from megatron_compat.flags.defaults import MEGATRON
 from tests.support import ROOT
@@ -92,9 +94,11 @@ CORE = """
 import inspect, json, sys
 sys.path[:] = [p for p in sys.path if p not in ("", sys.argv[1])]  # our package has the same name
 from types import SimpleNamespace
+import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 model = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
 optimizer = OptimizerConfig()
@@ -118,7 +122,11 @@ for style, wsd in json.loads(sys.argv[2]):
         rates.append(group["lr"])
         scheduler.step(1)
     curves.append(rates)
-print(json.dumps([found, curves]))
+probs, counts = (torch.tensor(each, dtype=torch.float64) for each in json.loads(sys.argv[3]))
+loss = switch_load_balancing_loss_func(
+    probs=probs, tokens_per_expert=counts, total_num_tokens=len(probs), topk=2, num_experts=4, moe_aux_loss_coeff=0.5
+)
+print(json.dumps([found, curves, float(loss)]))
 """
 STYLES = [("cosine", None), ("linear", None), ("constant", None)] + [
     ("WSD", style) for style in ("exponential", "linear", "cosine", "minus_sqrt")
@@ -126,15 +134,29 @@ STYLES = [("cosine", None), ("linear", None), ("constant", None)] + [
 
 
 @pytest.mark.slow
+def _router_loss() -> tuple[list[list[float]], list[int], float]:
+    """Return probabilities [tokens, 4] of experts, the tokens of each expert, and our router's loss by these shares."""
+    config = taken("--num-experts 4 --router-aux-loss 0.5 --init-method-std 1")[0].model
+    router = Router(config, "router").double().train()
+    hidden = torch.randn(29, 4, config.hidden_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    router(hidden)
+    router.end_step(router.seen)  # our next loss uses the shares of this step, as theirs does at once
+    loss = router(hidden).loss
+    probabilities = (hidden.flatten(0, 1) @ router.weight.t()).softmax(-1)
+    return probabilities.tolist(), router.tokens.tolist(), loss.item()
+
+
 def test_defaults_and_curves_are_those_of_megatron_core() -> None:
     try:
         version("megatron-core")
     except PackageNotFoundError:
         pytest.skip("needs megatron-core")
-    argv = [sys.executable, "-c", CORE, str(ROOT), json.dumps(STYLES)]
+    probabilities, counts, router_loss = _router_loss()
+    argv = [sys.executable, "-c", CORE, str(ROOT), json.dumps(STYLES), json.dumps([probabilities, counts])]
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    theirs, curves = json.loads(done.stdout.splitlines()[-1])
+    theirs, curves, theirs_router_loss = json.loads(done.stdout.splitlines()[-1])
+    assert theirs_router_loss == pytest.approx(router_loss, rel=1e-6)  # our shares of the experts are in fp32
     ours = dict(MEGATRON)
     assert theirs.pop("activation") == "gelu" and not theirs.pop("gated_linear_unit")
     assert (theirs.pop("fp16"), theirs.pop("bf16"), ours["precision"]) == (False, False, "fp32")
