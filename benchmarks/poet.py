@@ -9,7 +9,7 @@ nanoGPT is plain compiled torch in fp32: learned positions, layer norms, GELU, A
 decay 0.1, a warm-up of 100 steps, a cosine decay to a tenth of --lr, and random windows of the concatenated poems. Its
 clock starts after the compilation. The clock of ours is that of its log. Both have the same tokens, and all poems for
 validation are scored one by one, from the beginning of a poem to its end. --ablate trains ours again, each time without
-one of its ingredients; --plain trains our GPT-2 and Llama with AdamW. --peers trainer is a GPT-2 that Hugging Face's
+one of its ingredients; --plain trains our Llama with AdamW. --peers trainer is a GPT-2 that Hugging Face's
 Trainer trains for --minutes with nanoGPT's recipe.
 """
 
@@ -35,19 +35,14 @@ PER_POINT = 10  # steps of a point of a curve
 ABLATIONS = {
     "all": "",
     "AdamW, learning rate 3e-3, for Muon": "--optimizer adam --lr 3e-3",
-    "learned positions for rotary ones": "--position-embedding learned",
     "no QK norm": "--no-qk-norm",
     "GELU for SwiGLU": "--activation gelu-tanh --ff-hidden-size 1024",
     "cosine for linear decay": "--lr-decay-style cosine",
 }
 REPLICAS = 2
 ADAM = "--optimizer adam --lr 3e-3 --lr-decay-style cosine --min-lr 3e-4"
-GPT2 = (
-    "--position-embedding learned --no-qk-norm --activation gelu-tanh --ff-hidden-size 1024 --normalization layernorm "
-    "--hidden-bias"
-)
 # Ours with nanoGPT's recipe, for --plain
-PLAIN = {"our GPT-2, AdamW": f"{ADAM} {GPT2}", "our Llama, AdamW": f"{ADAM} --no-qk-norm"}
+PLAIN = {"our Llama, AdamW": f"{ADAM} --no-qk-norm"}
 
 Curve = list[tuple[float, float]]  # (minutes, mean training loss in nats per token since the last point)
 
