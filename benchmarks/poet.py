@@ -31,7 +31,7 @@ from _alternate import ROOT, new_parser
 LAYERS, HIDDEN, HEADS, LENGTH, BATCH = 4, 256, 4, 128, 32
 WARMUP = 100
 PER_POINT = 10  # steps of a point of a curve
-# What is left out, exchanged or added -> flags for it
+# Variant of the recipe -> the flags that it needs
 ABLATIONS = {
     "all": "",
     "AdamW, learning rate 3e-3, for Muon": "--optimizer adam --lr 3e-3",

@@ -47,12 +47,14 @@ NOTHING: Ratios = [[], [], []]
 class CpuMatmul(Feature):
     """Feature that chooses the kernels of linear layers on a CPU. A checkpoint stores the choice for its CPU."""
 
+    _cpu = ""  # that of rank 0, if there is a choice
+
     def model(self, model: nn.Module, plan: Plan) -> None:
         self._products: dict[tuple[str, int, int], Products] = {}
-        self._cpu = gather_objects(this_cpu())[0]
         precision = plan.resolved.precision
         if not has_choice(plan.device, precision):
             return
+        self._cpu = gather_objects(this_cpu())[0]
         shapes = measured_shapes(model, rows_of(plan.config))
         if not shapes:
             return
@@ -88,9 +90,8 @@ class CpuMatmul(Feature):
 
 def has_choice(device: torch.device, precision: str) -> bool:
     """Return whether there are two kernels for matmuls of this precision on the device."""
-    if device.type != "cpu" or precision not in DTYPES:
-        return False
-    return precision != "fp32" or mpu.onednn_is_there()
+    known = device.type == "cpu" and precision in DTYPES
+    return known and (precision != "fp32" or mpu.onednn_is_there())
 
 
 def _is_row(row: Any) -> bool:
@@ -144,12 +145,12 @@ def measured(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]:
 
 
 def joined(parts: Iterable[Ratios]) -> Ratios:
-    """Return the speedups of all parts, for each of the three products."""
+    """Return the speedups of all parts, for each of the three matmuls of a linear layer."""
     return [list(chain(*of_product)) for of_product in zip(*parts, strict=True)]
 
 
 def compare_kernels(shape: Shape, dtype: torch.dtype) -> Ratios:
-    """Measure the speedups of the second kernel for the products of a linear layer, in up to ROUNDS rounds each."""
+    """Measure the speedups of the second kernel for the matmuls of a linear layer, in up to ROUNDS rounds each."""
     rows, o, i = shape
     o = min(o, LONGEST)
     i = min(i, LONGEST)
@@ -257,5 +258,4 @@ def this_cpu() -> str:
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = next(iter(models), "an unknown CPU")
     capability = torch.backends.cpu.get_cpu_capability()
-    threads = torch.get_num_threads()
-    return f"{name}, {capability}, torch {torch.__version__}, {threads} threads"
+    return f"{name}, {capability}, torch {torch.__version__}, {torch.get_num_threads()} threads"

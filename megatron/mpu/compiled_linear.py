@@ -18,7 +18,7 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, 
     products = products_of(x, weight, options)
     if is_traced(axis):
         x = traced_gather(x, axis, options.sequence_parallel)
-    if products.output:  # a compiled layer runs all three products in one kernel
+    if products.output:  # a compiled layer runs all three matmuls in one kernel
         return _in_graph(x, weight, bias)  # type: ignore[no-any-return]
     if options.wgrad_in_graph and _accumulates_in_graph(x, weight):
         return _AccumulatingLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]

@@ -30,7 +30,7 @@ FEWEST_ROWS = 32
 
 
 class Products(NamedTuple):
-    """Which products of a linear layer run in the second of the two kernels between which `matmul` chooses."""
+    """The matmuls of a linear layer that run in the second of the two kernels between which `matmul` chooses."""
 
     output: bool = False
     input_grad: bool = False
