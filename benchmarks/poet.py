@@ -9,8 +9,8 @@ nanoGPT is plain compiled torch in fp32: learned positions, layer norms, GELU, A
 decay 0.1, a warm-up of 100 steps, a cosine decay to a tenth of --lr, and random windows of the concatenated poems. Its
 clock starts after the compilation. The clock of ours is that of its log. Both have the same tokens, and all poems for
 validation are scored one by one, from the beginning of a poem to its end. --ablate trains ours again, each time without
-one of its ingredients; --plain trains our Llama with AdamW. --peers trainer is a GPT-2 that Hugging Face's
-Trainer trains for --minutes with nanoGPT's recipe.
+one of its ingredients; --plain trains our GPT-2 and our Llama with AdamW. --peers trainer is a GPT-2 that Hugging
+Face's Trainer trains for --minutes with nanoGPT's recipe; it needs accelerate.
 """
 
 import itertools
@@ -40,9 +40,15 @@ ABLATIONS = {
     "cosine for linear decay": "--lr-decay-style cosine",
 }
 REPLICAS = 2
-ADAM = "--optimizer adam --lr 3e-3 --lr-decay-style cosine --min-lr 3e-4"
-# Ours with nanoGPT's recipe, for --plain
-PLAIN = {"our Llama, AdamW": f"{ADAM} --no-qk-norm"}
+LLAMA = f"pretrain_llama.py --config {ROOT}/configs/models/llama_poet.json"
+GPT2 = f"pretrain_gpt2.py --num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS}"
+GPT2 += f" --seq-length {LENGTH} --hidden-dropout 0 --attention-dropout 0 --zero-stage 1"
+ADAM = "--optimizer adam --lr 3e-3 --lr-decay-style cosine --min-lr 3e-4 --warmup 0.1 --weight-decay 0.1"
+# Ours with nanoGPT's recipe, for --plain -> the script with its flags
+PLAIN = {
+    "our GPT-2, AdamW": f"{GPT2} {ADAM}",
+    "our Llama, AdamW": f"{LLAMA} --no-qk-norm {ADAM}",
+}
 
 Curve = list[tuple[float, float]]  # (minutes, mean training loss in nats per token since the last point)
 
@@ -152,16 +158,17 @@ def nats_of(logits_of: Callable[[Any], Any], poems: list[list[int]]) -> float:
     return total
 
 
-def ours(folder: Path, iterations: int, seed: int, more: list[str]) -> dict[str, Any]:
-    """Run the recipe of scripts/run_poet.sh in a new directory; return its bits per character, minutes and curve."""
+def ours(folder: Path, iterations: int, seed: int, recipe: str) -> dict[str, Any]:
+    """Run a script with its flags in a new directory; return its bits per character, minutes and curve."""
     run_dir = folder / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
-    flags = ["--config", str(ROOT / "configs/models/llama_poet.json"), "--run-dir", str(run_dir)]
+    script, *settings = recipe.split()
+    flags = ["--run-dir", str(run_dir), "--train-iters", str(iterations)]
     flags += ["--vocab-file", str(folder / "tokenizer.model"), "--batch-size", str(BATCH // REPLICAS)]
     flags += ["--train-data-path", str(folder / "data/corpus_text_document"), "--seed", str(seed)]
     flags += ["--valid-data-path", str(folder / "poems/valid_text_document"), "--eval-iters", "0"]
     launch = [sys.executable, str(ROOT / "tools/launch.py"), "--standalone", "--nproc-per-node", str(REPLICAS)]
-    launch += [str(ROOT / "pretrain_llama.py"), *flags, "--train-iters", str(iterations), *more]
+    launch += [str(ROOT / script), *settings, *flags]
     subprocess.run(launch, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     score = [sys.executable, str(ROOT / "examples/poet/poet.py"), str(run_dir), "--json"]
     score += ["--poems", str(folder / "poems/valid.jsonl")]
@@ -234,9 +241,9 @@ def main() -> None:
     characters = sum(len(text) for text in texts([str(folder / "poems/valid.jsonl")]))
     print("| contender | seed | minutes | steps | bits per character |\n| --- | --- | --- | --- | --- |")
     curves = []
-    variants = {"ours": ""}
+    variants = {"ours": LLAMA}
     if args.ablate:
-        variants = ABLATIONS
+        variants = {name: f"{LLAMA} {flags}" for name, flags in ABLATIONS.items()}
     if args.plain:
         variants = PLAIN
     for seed in args.seeds:
@@ -245,8 +252,8 @@ def main() -> None:
             found = train(folder, lr, args.minutes, seed, eod, characters)
             curves.append((f"{name}, AdamW {lr:g}", found["curve"]))
             print(_row(curves[-1][0], seed, found), flush=True)
-        for name, flags in variants.items() if args.iterations else ():
-            found = ours(folder, args.iterations, seed, [*flags.split(), *args.flags.split()])
+        for name, recipe in variants.items() if args.iterations else ():
+            found = ours(folder, args.iterations, seed, f"{recipe} {args.flags}")
             curves.append((name, found["curve"]))
             print(_row(name, seed, found), flush=True)
     if args.plot:
