@@ -372,7 +372,7 @@ def remote(args: argparse.Namespace, folder: Path) -> None:
     import torch
 
     from megatron.data.gpt2_dataset import build_train_valid_test_datasets
-    from megatron.storage import place
+    from megatron.storage import to_path
 
     torch.set_num_threads(1)
     os.environ["MEGATRON_CACHE_DIR"] = str(folder / "cache")
@@ -385,7 +385,7 @@ def remote(args: argparse.Namespace, folder: Path) -> None:
                 builder.add_batch(rng.integers(2, 8000, int(sizes.sum())), sizes, np.ones(1000, np.int64))
         url = f"memory://bucket/corpus{megabytes}"
         for end in (".bin", ".idx"):
-            place(url + end).upload(Path(prefix + end))  # type: ignore[attr-defined]
+            to_path(url + end).upload(Path(prefix + end))  # type: ignore[attr-defined]
         contenders = {}
         for name, each in (("object storage, warm cache", url), ("local file", prefix)):
             (ours, _, _), _ = build_train_valid_test_datasets(each, "1", SEQ, 1, 8000)

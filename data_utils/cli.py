@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from megatron.atomic import whole_file, write_text
 from megatron.config.data import prefix_of
 from megatron.config.fields import describe, listed
-from megatron.storage import PlaceError, anywhere, local
+from megatron.storage import PlaceError, check_location, require_local
 from megatron.streams import NAMES, Named, guarded
 from megatron_compat.flags.translate import suggestion
 
@@ -163,12 +163,12 @@ def is_number(word: str) -> bool:
 
 def local_path(text: str) -> str:
     """Return the argument `text`, a path on this machine. Refuses URLs, and words like URLs with a mistake."""
-    return _checked(local, text)
+    return _checked(require_local, text)
 
 
 def any_path(text: str) -> str:
     """Return the argument `text`, a path or the URL of a place in object storage."""
-    return _checked(anywhere, text)
+    return _checked(check_location, text)
 
 
 def any_prefix(text: str) -> str:

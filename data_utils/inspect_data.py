@@ -11,7 +11,7 @@ from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.damage import find_damage, find_holes, sums_of
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
 from megatron.data.splits import PARTS
-from megatron.storage import place
+from megatron.storage import to_path
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import other_end
 
@@ -66,7 +66,7 @@ def verify(args: argparse.Namespace) -> None:
     A corpus of conversations has two pairs (tokens and loss mask), a CPM corpus for T5 has three, any other corpus one.
     Raises DatasetError with a list of all problems.
     """
-    whole = place(f"{args.prefix}.idx").is_file() or not place(f"{args.prefix}{_PARTS_OF_TRIPLE[0]}.idx").is_file()
+    whole = to_path(f"{args.prefix}.idx").is_file() or not to_path(f"{args.prefix}{_PARTS_OF_TRIPLE[0]}.idx").is_file()
     prefixes = with_loss(args.prefix) if whole else [f"{args.prefix}{part}" for part in _PARTS_OF_TRIPLE]
     problems = []
     for prefix in prefixes:

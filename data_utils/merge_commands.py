@@ -8,7 +8,7 @@ from typing import Any
 from megatron.config.data import prefixes_of
 from megatron.data.indexed_dataset import LOSS, IndexedDataset
 from megatron.data.splits import PARTS, parse_split, split_documents
-from megatron.storage import is_url, place
+from megatron.storage import is_url, to_path
 
 from .chat_templates import is_undated
 from .cli import write_json
@@ -89,7 +89,7 @@ def split_pair(args: argparse.Namespace) -> None:
 
 def drop_documents(args: argparse.Namespace) -> None:
     """Run the command `drop`: write a .bin/.idx pair without some documents, and its loss mask if there is one."""
-    if Path(args.output).resolve() == place(args.prefix).resolve():
+    if Path(args.output).resolve() == to_path(args.prefix).resolve():
         raise ValueError(f"--output {args.output} is the given pair; choose another name")
     sources = with_loss(args.prefix)
     builders = [drop(source, args.documents, args.output + source.removeprefix(args.prefix)) for source in sources]

@@ -9,7 +9,7 @@ import numpy as np
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.pages import runs_of
-from megatron.storage import place
+from megatron.storage import to_path
 
 AT_ONCE = 1 << 22  # tokens copied at once
 
@@ -27,7 +27,7 @@ def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
                 f"{each.prefix}.bin contains {each.dtype}, but {first.prefix}.bin contains {first.dtype}; "
                 f"preprocess one of the two corpora again"
             )
-    if Path(output).resolve() in {place(prefix).resolve() for prefix in prefixes}:
+    if Path(output).resolve() in {to_path(prefix).resolve() for prefix in prefixes}:
         raise DatasetError(f"--output {output} is one of the pairs to be merged; choose another name")
     with IndexedDatasetBuilder(output, first.dtype) as builder:
         for each in opened:

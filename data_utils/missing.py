@@ -2,7 +2,7 @@
 
 import argparse
 
-from megatron.storage import place
+from megatron.storage import to_path
 from megatron.tokenizer.base import TokenizerError
 from megatron.tokenizer.load import file_of
 
@@ -21,7 +21,7 @@ def refuse_missing(args: argparse.Namespace) -> None:
             file_of(given["vocab_file"])
         except TokenizerError as error:
             problems.append(str(error))
-    if isinstance(given.get("load"), str) and not place(given["load"]).exists():
+    if isinstance(given.get("load"), str) and not to_path(given["load"]).exists():
         problems.append(f"--load {given['load']} does not exist")
     if len(problems) > 1:
         raise MissingFiles("\n  ".join([f"{len(problems)} inputs are missing:", *problems]))

@@ -8,7 +8,7 @@ from megatron.data.corpora import prefixes_of as corpora_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import LOSS
 from megatron.json_text import read_json
-from megatron.storage import place
+from megatron.storage import to_path
 
 # Sidecar entries that remain valid when corpora are merged or split.
 ABOUT_TOKENS = (
@@ -29,7 +29,7 @@ def sidecar(prefix: str) -> dict[str, Any]:
     # the ending, such as _target, that distinguishes the prefixes of the pairs.
     whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
     for name in (prefix, whole):
-        path = place(f"{name}.json")
+        path = to_path(f"{name}.json")
         if path.is_file():
             content: dict[str, Any] = read_json(path, dict)
             return content
@@ -54,4 +54,4 @@ def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
 
 def with_loss(prefix: str) -> list[str]:
     """Return the prefix of a pair and, if it exists, the prefix of the pair that holds its loss mask."""
-    return [prefix, prefix + LOSS] if place(f"{prefix}{LOSS}.idx").is_file() else [prefix]
+    return [prefix, prefix + LOSS] if to_path(f"{prefix}{LOSS}.idx").is_file() else [prefix]

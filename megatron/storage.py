@@ -1,6 +1,6 @@
 """Files in object storage: s3://, gs://, hf://, memory:// and the other protocols of fsspec.
 
-`place` turns what a flag names into a path. Functions that only read, list or look for files take both kinds of path.
+`to_path` turns what a flag names into a path. Functions that only read, list or look for files take both kinds of path.
 """
 
 import errno
@@ -46,18 +46,18 @@ def is_url(text: str | os.PathLike[str]) -> bool:
     return isinstance(text, RemotePath) or (isinstance(text, str) and bool(_URL.match(text)))
 
 
-def place(text: str | os.PathLike[str]) -> Path:
+def to_path(text: str | os.PathLike[str]) -> Path:
     """Return the path that a flag names: a `RemotePath` for a URL, else a `Path` on this machine.
 
     Raises PlaceError for a text that looks like a URL with a mistake.
     """
     if isinstance(text, Path):
         return text
-    checked = anywhere(os.fspath(text))
+    checked = check_location(os.fspath(text))
     return RemotePath(checked) if is_url(checked) else Path(checked)
 
 
-def anywhere(text: str) -> str:
+def check_location(text: str) -> str:
     """Return a path or URL, its scheme in lower case. Raises PlaceError if it looks like a URL with a mistake."""
     if mistake := _mistake(text):
         raise PlaceError(f"{text} looks like a URL, but {mistake}")
@@ -68,9 +68,9 @@ def anywhere(text: str) -> str:
     return scheme.lower() + colon + rest
 
 
-def local(text: str) -> str:
+def require_local(text: str) -> str:
     """Return a path on this machine. Raises PlaceError for URLs, and for texts that look like one with a mistake."""
-    if is_url(anywhere(text)):
+    if is_url(check_location(text)):
         raise PlaceError(f"{text} must be a path on this machine")
     return text
 
@@ -217,11 +217,11 @@ class RemotePath(PosixPath):
         return _Reading(self)
 
     def download(self, local: Path) -> None:
-        """Copy the object into the file `local`."""
+        """Copy the object into the file `require_local`."""
         self.request("read", lambda fs, url: fs.get_file(url, str(local)))
 
     def upload(self, local: Path) -> None:
-        """Copy the file `local` into the object. The object appears when all of it is there."""
+        """Copy the file `require_local` into the object. The object appears when all of it is there."""
         self.request("write", lambda fs, url: fs.put_file(str(local), url))
 
     def copy_to(self, target: "RemotePath") -> None:

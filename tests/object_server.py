@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.storage import _file_system, place
+from megatron.storage import _file_system, to_path
 
 BUCKET = "s3://bucket"
 Respond = Callable[..., Any]
@@ -93,7 +93,7 @@ def s3_server() -> Iterator[FaultyServer]:
             _file_system.cache_clear()  # its connections are those to the server of another test file
             # moto keeps its objects in this process, so they would outlive the server of another test file.
             urllib.request.urlopen(f"{server.url}/moto-api/reset", data=b"").close()
-            place(BUCKET).request("make", lambda fs, url: fs.makedirs(url, exist_ok=True))
+            to_path(BUCKET).request("make", lambda fs, url: fs.makedirs(url, exist_ok=True))
             yield server
     finally:
         server.close()

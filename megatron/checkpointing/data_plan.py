@@ -17,7 +17,7 @@ from megatron.data.fingerprints import content_fingerprint
 from megatron.ranks.agreement import all_ranks
 from megatron.ranks.objects import from_rank_0
 from megatron.ranks.rank_0 import is_rank_0, print_rank_0
-from megatron.storage import place
+from megatron.storage import to_path
 
 from .contradictions import settings_of_samples
 from .reader import CheckpointReader, plain_config
@@ -120,12 +120,12 @@ def _plans(saved: Config, config: Config, tokens: int) -> _Plans:
 
 
 def _identity(prefix: str) -> str:
-    return content_fingerprint(prefix) if place(f"{prefix}.idx").is_file() else prefix
+    return content_fingerprint(prefix) if to_path(f"{prefix}.idx").is_file() else prefix
 
 
 def _is_there(prefix: str) -> bool:
     """Return whether a corpus exists: a .bin/.idx pair, or the three pairs of a corpus of CPM-2."""
-    if place(f"{prefix}.idx").is_file():
+    if to_path(f"{prefix}.idx").is_file():
         return True
     from megatron.data.cpm_triples import is_triple
 

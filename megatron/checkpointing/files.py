@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..atomic import absence, write_text
 from ..json_text import read_json
-from ..storage import RemotePath, place
+from ..storage import RemotePath, to_path
 from .checksums import BLAKE3, SHA256, Checksum, checksum_of
 
 INDEX = "checkpoint.json"
@@ -169,7 +169,7 @@ def saved_to(run_dir: Path) -> Path | None:
         return None
     try:
         saved = read_json(run_dir / "config.json", dict)["checkpoint"]["save"]
-        return place(saved) if saved else None
+        return to_path(saved) if saved else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -179,7 +179,7 @@ def find_checkpoint(load: str) -> Path:
 
     The checkpoints of a run directory may lie elsewhere, where the run's --save put them.
     """
-    home = place(load)
+    home = to_path(load)
     folders = [home / "checkpoints", home]
     elsewhere = saved_to(home)
     if elsewhere:

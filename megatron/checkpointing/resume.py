@@ -11,7 +11,7 @@ from megatron.optim import settled
 from megatron.ranks.agreement import all_ranks
 from megatron.ranks.objects import from_rank_0
 from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
-from megatron.storage import place
+from megatron.storage import to_path
 
 from .consumed import hash_samples, initial_hash
 from .files import find_checkpoint, latest_checkpoint, numbered_checkpoints
@@ -37,21 +37,21 @@ def find_start(config: Config, save_dir: str) -> Start:
     if dist.is_initialized() and dist.get_world_size() > 1:
         from .shared_folder import check_shared
 
-        check_shared(place(save_dir), config)
+        check_shared(to_path(save_dir), config)
     load = config.checkpoint.load
     path = None
     with all_ranks():  # Rank 0 alone looks, because a run that is training may replace `latest` meanwhile.
         if is_rank_0():
-            recover(place(save_dir))
-            path = latest_checkpoint(place(save_dir))
+            recover(to_path(save_dir))
+            path = latest_checkpoint(to_path(save_dir))
     path = from_rank_0(path)
     wanted = Wanted.by(config, beside_load=path is not None and bool(load))
     if not load:
         return Start(path, wanted)
-    own = {place(each).resolve() for each in (save_dir, config.log.run_dir) if each}
+    own = {to_path(each).resolve() for each in (save_dir, config.log.run_dir) if each}
     if path is not None:
         print_rank_0(f"--load {load} is ignored: this run resumes from its own checkpoint {path}")
-    elif place(load).resolve() in own:
+    elif to_path(load).resolve() in own:
         print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
     else:
         with all_ranks():

@@ -14,7 +14,7 @@ from megatron.config import Config
 from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from megatron.ranks.replicas import check_replicas
-from megatron.storage import RemotePath, place
+from megatron.storage import RemotePath, to_path
 from tds import optimizer_state as zero_state
 
 from .buffers import Buffers
@@ -56,7 +56,7 @@ class Saver:
         background: bool = False,
         staging: Path | None = None,
     ) -> None:
-        self.folder = place(folder)
+        self.folder = to_path(folder)
         self.engine = engine
         self.config = config
         self.fingerprint = fingerprint

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 from .. import presets
 from .._compat import compat
 from ..json_text import brief
-from ..storage import PlaceError, local
+from ..storage import PlaceError, require_local
 from . import ineffective, mup
 from .fields import ConfigError, OneOf, flag, listed, types_of
 from .names import HOME, RENAMED, nearest, refuse_removed, unknown_arguments, with_new_names
@@ -97,7 +97,7 @@ def read_flags(words: Sequence[str]) -> _Flags:
 def paths_of(names: Sequence[str]) -> list[str]:
     """Return the paths of the files that --config names."""
     try:
-        return [str(presets.find(local(name), "models")) for name in names]
+        return [str(presets.find(require_local(name), "models")) for name in names]
     except PlaceError as error:
         raise ConfigError(f"--config {error}") from None
 

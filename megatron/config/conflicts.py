@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..storage import is_url
 from .data import objectives_of
-from .fields import where
+from .fields import problems_where
 from .optim import share_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _of_recomputation(config: "Config") -> Iterator[str]:
     p = config.parallel
     splits = p.splits_backward(config.train.gas)
     schedule = f"--pipeline-schedule {p.pipeline_schedule}"
-    yield from where(
+    yield from problems_where(
         (
             splits and p.checkpoint_activations,
             f"{schedule} would recompute activations for each half of the backward pass; use 1f1b with "
@@ -60,7 +60,7 @@ def _of_recomputation(config: "Config") -> Iterator[str]:
         ),
     )
     if m.recompute_modules:
-        others = where(
+        others = problems_where(
             (p.checkpoint_activations, "--checkpoint-activations, which recomputes whole layers"),
             (m.checkpoint_attention, "--checkpoint-attention, which keeps queries, keys and values"),
             (m.offload_activations, "--offload-activations, which keeps activations elsewhere"),
@@ -68,7 +68,7 @@ def _of_recomputation(config: "Config") -> Iterator[str]:
         )
         for other in others:
             yield f"--recompute-modules cannot be used with {other}; leave one of them out"
-    yield from where(
+    yield from problems_where(
         (
             m.checkpoint_attention and splits,
             f"{schedule} would recompute attention for each half of the backward pass; use 1f1b with "
@@ -90,7 +90,7 @@ def conflicts_with_compile(config: "Config", zero_stage: int | None = None) -> I
     """
     m = config.model
     p = config.parallel
-    yield from where(
+    yield from problems_where(
         (
             m.offload_activations,
             "--offload-activations cannot see activations inside compiled layers; remove one of them",
@@ -178,7 +178,7 @@ def _of_prefixes(config: "Config") -> Iterator[str]:
     d = config.data
     looks_ahead = "--objective prefix-lm lets a prefix look ahead, which"
     is_decoder = not config.is_t5
-    yield from where(
+    yield from problems_where(
         (
             is_decoder and m.sliding_window is not None,
             f"{looks_ahead} --sliding-window forbids: leave one of them out; --sliding-window none turns off the "
@@ -199,7 +199,7 @@ def _of_settings_of_objectives(config: "Config") -> Iterator[str]:
     d = config.data
     objective = config.objective
     has_details = d.fim_tokens is not None or d.fim_spm_rate != 0.5
-    yield from where(
+    yield from problems_where(
         (
             d.fim_rate and objective != "lm",
             f"--fim-rate rearranges running text, which --objective {objective} does not read: leave it out",
@@ -261,7 +261,7 @@ def needs_own_reduction(config: "Config", zero: int, own: bool, plain: bool) -> 
     own: whether the run uses this project's ZeRO 1. plain: whether it reduces all gradients itself, without ZeRO.
     """
     p = config.parallel
-    yield from where(
+    yield from problems_where(
         (p.overlap_param_gather and not own, LATE_GATHER),
         (config.optim.optimizer == "muon" and zero and not own, WHOLE_MATRICES),
         (p.expert_parallel_size > 1 and not own and not plain, PARTIAL_REPLICAS),
@@ -270,7 +270,7 @@ def needs_own_reduction(config: "Config", zero: int, own: bool, plain: bool) -> 
 
 def misfits_of_zero(config: "Config", precision: str, stage: int) -> Iterator[str]:
     """Yield an error text if the stage of ZeRO cannot be used with the pipeline or the number format `precision`."""
-    yield from where(
+    yield from problems_where(
         (
             config.parallel.pipe_parallel_size > 0 and stage > 1,
             f"ZeRO stage {stage} cannot be used with a pipeline, as each micro-batch would reduce-scatter the "

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .batches import BatchSchedule, parse_entries, schedule_of
-from .fields import flag, refuse, where
+from .fields import flag, refuse, problems_where
 
 if TYPE_CHECKING:
     from .sections import Config
@@ -26,7 +26,7 @@ def _splits_over_ranks(config: "Config") -> Iterator[str]:
     ranks = config.parallel.model_parallel_size
     heads = m.key_value_heads  # if there are fewer key/value heads than ranks, several ranks share one
     split = f"cannot be split over --model-parallel-size {ranks}"
-    yield from where(
+    yield from problems_where(
         (m.num_attention_heads % ranks, f"--num-attention-heads {m.num_attention_heads} {split}"),
         (
             heads % ranks and ranks % heads,

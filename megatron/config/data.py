@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .data_stages import Staged, parse_stages, text_of
-from .fields import ConfigError, Section, at_least, between, one_of, opt, where
+from .fields import ConfigError, Section, at_least, between, one_of, opt, problems_where
 
 OF_T5 = ("span-corruption", "prefix-lm")
 OF_DECODERS = ("lm", "sft", "prefix-lm")
@@ -142,7 +142,7 @@ class DataConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         separate = self.train_data_path or self.valid_data_path or self.test_data_path
-        yield from where(
+        yield from problems_where(
             (
                 self.data_stages and self.train_data_path,
                 "--data-stages names the training data, so leave --train-data-path out",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .experts import ExpertsConfig
-from .fields import at_least, between, flag, more_than, one_of, opt, where
+from .fields import at_least, between, flag, more_than, one_of, opt, problems_where
 
 LLAMA = ("llama",)
 SCALINGS = ("linear", "llama3", "yarn")
@@ -108,7 +108,7 @@ class DecoderConfig(ExpertsConfig):
         high = self.rope_high_freq_factor
         slow = self.rope_beta_slow
         fast = self.rope_beta_fast
-        yield from where(
+        yield from problems_where(
             (strange, f"{names}: not used by --rope-scaling {method or '(none)'}; leave out {names}"),
             (
                 "rope_original_length" in read and self.rope_original_length is None,

@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Any, NamedTuple
 
 from ..json_text import brief, shown
-from ..storage import PlaceError, local
+from ..storage import PlaceError, require_local
 from .fields import ConfigError
 from .names import nearest
 from .sections import Config
@@ -101,7 +101,7 @@ def _refuse_urls(given: Mapping[str, Any], path: str) -> None:
             _refuse_urls(value, path)
         elif isinstance(value, str) and key.endswith(("path", "file", "dir")):
             try:
-                local(value)
+                require_local(value)
             except PlaceError as error:
                 raise ConfigError(f"{path}: {key!r}: {error}") from None
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from .fields import where
+from .fields import problems_where
 from .sections import Config
 
 _BOTH = {
@@ -131,7 +131,7 @@ def notes_on_keys(config: Config, given: dict[str, Any], precision: str, zero: i
             yield f"{path}: {', '.join(names)} in {section!r} has no effect: {reason}"
     casts = precision == "fp16" and given.get("fp16", {}).get("auto_cast")
     offloads = given.get("zero_optimization", {}).get("offload_optimizer")
-    yield from where(
+    yield from problems_where(
         (
             casts and config.model.family is not None,
             f"{path}: auto_cast in 'fp16' has no effect: the inputs of the model are token ids",

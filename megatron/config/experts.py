@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from .fields import Section, at_least, between, flag, more_than, one_of, opt, where
+from .fields import Section, at_least, between, flag, more_than, one_of, opt, problems_where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class ExpertsConfig(Section):
             return
         words = self.moe_layer_frequency
         is_pattern = len(words) > 1
-        yield from where(
+        yield from problems_where(
             (
                 self.experts_per_token > self.num_experts,
                 f"--experts-per-token {self.experts_per_token} is more than --num-experts {self.num_experts}",

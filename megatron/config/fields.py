@@ -108,7 +108,7 @@ def refuse(*checks: Iterable[str]) -> None:
         raise ConfigError(problem)
 
 
-def where(*cases: tuple[Any, str]) -> Iterator[str]:
+def problems_where(*cases: tuple[Any, str]) -> Iterator[str]:
     """Yield the error text of each case (condition, error text) whose condition holds."""
     for holds, problem in cases:
         if holds:
@@ -166,7 +166,7 @@ def _problems_of_type(name: str, value: Any, kinds: tuple[type, ...]) -> Iterato
     """Yield an error text for a value of another type, and for numbers that are too large or not finite."""
     kind = type(value)
     wanted = " or ".join(each.__name__ for each in kinds if each is not type(None))
-    yield from where(
+    yield from problems_where(
         (kind not in kinds, f"{flag(name)} must be {wanted}, got {brief(repr(value))}"),
         (kind in kinds and kind is int and abs(value) >= 2**64, f"{flag(name)} {brief(value)} must be less than 2**64"),
         (kind in kinds and kind is float and not math.isfinite(value), f"{flag(name)} {value} must be a finite number"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from .fields import flag, where
+from .fields import flag, problems_where
 
 if TYPE_CHECKING:
     from .model import ModelConfig
@@ -21,7 +21,7 @@ SCRIPTS = {
 def problems_of_heads(m: "ModelConfig") -> Iterator[str]:
     """Yield an error text for each contradiction between the sizes of attention."""
     heads = m.num_attention_heads
-    yield from where(
+    yield from problems_where(
         (
             m.kv_hidden_size is None and m.hidden_size % heads,
             f"--hidden-size {m.hidden_size} cannot be split among --num-attention-heads {heads}; choose a multiple or "

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from .fields import flag, where
+from .fields import flag, problems_where
 
 if TYPE_CHECKING:
     from .model import ModelConfig
@@ -67,7 +67,7 @@ def notes(m: "ModelConfig", muon: bool) -> Iterator[str]:
     fewer_heads = m.head_size / width / m.width_factor
     follows_heads = muon and m.num_key_value_heads and not m.mup_base_num_key_value_heads
     follows_depth = m.family == "t5" and m.mup_base_num_layers and not m.mup_base_num_decoder_layers
-    sizes = where(
+    sizes = problems_where(
         (True, f"--num-attention-heads {m.num_attention_heads * fewer_heads:g} of width {width}"),
         (follows_heads, f"--num-key-value-heads {m.key_value_heads * fewer_heads:g}"),
         (not m.mup_base_ff_hidden_size, f"--ff-hidden-size {m.ff_size / m.ff_growth:g}"),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .fields import Section, at_least, opt, where
+from .fields import Section, at_least, opt, problems_where
 from .train import range_problem
 
 
@@ -54,7 +54,7 @@ class CheckpointConfig(Section):
     )
 
     def _problems(self) -> Iterator[str]:
-        yield from where(
+        yield from problems_where(
             (
                 self.keep_every and self.keep_last is None,
                 "--keep-every needs --keep-last: without it all checkpoints are kept",
@@ -130,7 +130,7 @@ class LogConfig(Section):
     )
 
     def _problems(self) -> Iterator[str]:
-        yield from where(
+        yield from problems_where(
             (
                 self.tensorboard_dir and self.tensorboard is False,
                 "--tensorboard-dir is given, but --no-tensorboard writes no events; leave one of them out",

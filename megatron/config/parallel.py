@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .fields import ConfigError, OneOf, Section, at_least, between, opt, where
+from .fields import ConfigError, OneOf, Section, at_least, between, opt, problems_where
 
 if TYPE_CHECKING:
     from .sections import Config
@@ -118,7 +118,7 @@ class ParallelConfig(Section):
     def _problems(self) -> Iterator[str]:
         schedule = self.pipeline_schedule
         chunks = self.virtual_pipeline_size
-        yield from where(
+        yield from problems_where(
             (
                 self.pipeline_extra_warmup and schedule != "1f1b",
                 f"--pipeline-extra-warmup is for 1f1b, not for --pipeline-schedule {schedule}",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from ..json_text import brief, shown
 from .fields import ConfigError, refuse
-from .fields import where as cases
+from .fields import problems_where as cases
 from .names import nearest
 from .settings_files import read_json
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from ..storage import PlaceError, anywhere, local
+from ..storage import PlaceError, check_location, require_local
 from .fields import flag
 from .sections import Config, settings
 
@@ -24,7 +24,7 @@ def problems_with_places(config: Config) -> Iterator[str]:
     for section, _, f in settings():
         if f.name not in ANYWHERE + LOCAL:
             continue
-        check = anywhere if f.name in ANYWHERE else local
+        check = check_location if f.name in ANYWHERE else require_local
         value = getattr(getattr(config, section), f.name) or ()
         text = value if isinstance(value, str) else " ".join(value)
         for word in text.split():

@@ -8,7 +8,7 @@ from typing import Any
 from .. import json_text, presets
 from .._compat import compat
 from ..json_text import brief
-from ..storage import PlaceError, local
+from ..storage import PlaceError, require_local
 from .fields import ConfigError, flag, types_of
 from .names import HOME, REMOVED, RENAMED, nearest, removal
 from .sections import SECTIONS, settings
@@ -36,7 +36,7 @@ def read_json(path: str, kind: type = dict) -> Any:
     Raises ConfigError, which names the file and line.
     """
     try:
-        return json_text.read_json(Path(local(path)), kind)
+        return json_text.read_json(Path(require_local(path)), kind)
     except (PlaceError, json_text.JsonError) as error:
         raise ConfigError(str(error)) from None
     except OSError as error:

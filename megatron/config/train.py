@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..json_text import brief
 from .batches import schedule_problem
-from .fields import Section, at_least, one_of, opt, where
+from .fields import Section, at_least, one_of, opt, problems_where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ class TrainConfig(Section):
         for word in self.skip_samples or ():
             yield from _problem_with_range("--skip-samples", word)
         if not self.eval_tasks:
-            yield from where(
+            yield from problems_where(
                 (self.eval_tasks_interval is not None, "--eval-tasks-interval needs --eval-tasks"),
                 (self.eval_tasks_limit is not None, "--eval-tasks-limit needs --eval-tasks"),
             )

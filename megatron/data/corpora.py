@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..json_text import read_json
-from ..storage import place
+from ..storage import to_path
 from .corpus_dataset import CorpusDataset, WrappedDataset
 from .corpus_paths import Paths, Use, corpus_names, parse_blend, prefixes_of, renamed, stages_in, uses_of
 from .indexed_dataset import DatasetError
@@ -139,7 +139,7 @@ def made_with(prefix: str) -> dict[str, Any] | None:
 
     Raises ValueError if the file is damaged.
     """
-    path = place(f"{prefix}.json")
+    path = to_path(f"{prefix}.json")
     if not path.is_file():
         return None
     try:

@@ -27,7 +27,7 @@ Ids = NDArray[np.int64]
 
 def is_triple(prefix: str) -> bool:
     """Return True if `prefix` names a corpus that was masked during preprocessing (three `.bin/.idx` pairs)."""
-    return storage.place(f"{prefix}_context.idx").is_file()
+    return storage.to_path(f"{prefix}_context.idx").is_file()
 
 
 class CPMTripleDataset(T5Samples):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..storage import place
+from ..storage import to_path
 from .cpm_masking import PARTS
 from .indexed_dataset import LOSS, IndexedDataset
 
@@ -86,7 +86,7 @@ def find_damage(prefix: str, sums: About, most: int | None = None) -> Iterator[s
     """
     block = sums.get("block", 1 << 26)
     for ending in ("bin", "idx"):
-        path = place(f"{prefix}.{ending}")
+        path = to_path(f"{prefix}.{ending}")
         listed = len(sums[ending])
         count = -(-path.stat().st_size // block)
         if count != listed:
@@ -147,7 +147,7 @@ def _longest_document(indexed: IndexedDataset) -> int:
 def pairs_of(prefix: str) -> list[str]:
     """Return the prefixes of the pairs of files that a corpus has: tokens, loss mask and parts."""
     names = [prefix, prefix + LOSS, *(f"{prefix}_{part}" for part in PARTS)]
-    return [name for name in names if place(f"{name}.idx").is_file()]
+    return [name for name in names if to_path(f"{name}.idx").is_file()]
 
 
 def problems_of(prefix: str, about: About | None, most: int | None = None) -> Iterator[str]:

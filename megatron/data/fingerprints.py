@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..storage import RemotePath, place
+from ..storage import RemotePath, to_path
 from .indexed_dataset import LOSS
 
 ENDS = 1 << 16  # number of bytes hashed at the start and at the end of a file
@@ -48,7 +48,7 @@ def _files_of(prefix: str) -> Iterator[Path]:
     """Yield the .bin and .idx files of a corpus and of its loss mask that exist."""
     for base in (prefix, prefix + LOSS):
         for end in (".bin", ".idx"):
-            path = place(base + end)
+            path = to_path(base + end)
             if path.is_file():
                 yield path
 

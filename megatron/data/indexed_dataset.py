@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..storage import RemotePath, place
+from ..storage import RemotePath, to_path
 from .checked import checked_pairs
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ class IndexedDataset:
         self._stamp: Stamp | None = None
         self._maps: list[tuple[str, Any, int]] = []  # path, memory map and size of each file when it was opened
         for path in (f"{prefix}.idx", f"{prefix}.bin"):
-            if not place(path).is_file():
+            if not to_path(path).is_file():
                 raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes the .bin and .idx of a corpus")
-        data = place(f"{prefix}.bin")
+        data = to_path(f"{prefix}.bin")
         self._map_index()
         if checked is not None and prefix in checked:
             self._one_each = checked[prefix]
@@ -112,7 +112,7 @@ class IndexedDataset:
 
     def _local_index(self) -> str:
         """Return the path of the .idx file on this machine; of an index in object storage, that of a copy."""
-        index = place(f"{self.prefix}.idx")
+        index = to_path(f"{self.prefix}.idx")
         if not isinstance(index, RemotePath):
             return f"{self.prefix}.idx"
         from .remote_tokens import local_copy

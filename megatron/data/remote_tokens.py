@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..atomic import locked, naming, own_folder, whole_file
-from ..storage import RemotePath, StorageError, local
+from ..storage import RemotePath, StorageError, require_local
 
 Array = NDArray[Any]
 BLOCK = 4 << 20  # bytes that are downloaded at once
@@ -37,7 +37,7 @@ FOLDER, LIMIT = "MEGATRON_CACHE_DIR", "MEGATRON_CACHE_GB"
 def cache_folder() -> Path:
     """Return the folder of the cache. Raises ValueError if other users can write to the default folder."""
     given = os.environ.get(FOLDER)
-    folder = Path(local(given)) if given else own_folder("megatron-cache")
+    folder = Path(require_local(given)) if given else own_folder("megatron-cache")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -16,7 +16,7 @@ from ..data.indexed_dataset import DatasetError
 from ..ranks.agreement import all_ranks
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
-from ..storage import RemotePath, place
+from ..storage import RemotePath, to_path
 from ..training.data_ranks import reads
 from ..training.feature import Feature
 from ..training.inputs import blocks_at_start, corpora_of
@@ -145,8 +145,8 @@ def _files_of(config: Config) -> list[CorpusFile]:
         about = made_with(prefix)
         for pair in pairs_of(prefix):
             sums = sums_of(pair, about)
-            data = place(f"{pair}.bin")
-            index = place(f"{pair}.idx")
+            data = to_path(f"{pair}.bin")
+            index = to_path(f"{pair}.idx")
             if sums or not isinstance(data, RemotePath):
                 files.append(_corpus_file(data, sums))
             if not isinstance(index, RemotePath):

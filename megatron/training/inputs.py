@@ -19,7 +19,7 @@ from ..data.cpm_triples import is_triple
 from ..data.damage import problems_of
 from ..data.fingerprints import content_fingerprint, corpus_fingerprint
 from ..data.indexed_dataset import DatasetError
-from ..storage import RemotePath, StorageError, is_url, place
+from ..storage import RemotePath, StorageError, is_url, to_path
 from ..tokenizer import Tokenizer
 from ..tokenizer.base import TokenizerError, other_end
 from ..tokenizer.load import file_of
@@ -64,7 +64,7 @@ def reads_corpora(task: Task) -> bool:
 
 def _absent(load: str, config: Config) -> Iterator[str]:
     try:
-        if not place(load).exists() and not _has_begun(config):
+        if not to_path(load).exists() and not _has_begun(config):
             yield f"--load {load} holds no checkpoint: there is no such folder"
     except StorageError as error:
         yield f"--load {load}: {error}"
@@ -115,7 +115,7 @@ def _corpora(task: Task, config: Config) -> Iterator[str]:
     for prefix in prefixes:
         files = [f"{prefix}.idx", f"{prefix}.bin"]
         try:
-            absent = [each for each in files if not place(each).is_file()]
+            absent = [each for each in files if not to_path(each).is_file()]
             masked = bool(absent) and is_triple(prefix)
         except StorageError as error:
             yield f"--data-path {prefix}: {error}"
@@ -132,7 +132,7 @@ def _beside(prefix: str) -> str:
 
     For example, the clause for `data/zh` suggests `data/zh_text_document`.
     """
-    path = place(prefix)
+    path = to_path(prefix)
     try:
         found = sorted(path.parent.glob(f"{path.name}*.idx")) if path.name and path.parent.is_dir() else []
     except StorageError:  # the credentials may allow reading, but not listing

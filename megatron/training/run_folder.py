@@ -14,7 +14,7 @@ from ..checkpointing.relocation import keep_tokenizer
 from ..config import Config
 from ..config.fields import describe
 from ..locks.run_lock import CHECKPOINTS, RunLock, RunLockedError
-from ..storage import RemotePath, place
+from ..storage import RemotePath, to_path
 
 SETTINGS, METRICS = "config.json", "metrics.jsonl"
 BY_PRODUCTS = METRICS, "metrics.csv", "tensorboard", "mlflow", "wandb", "swanlab", timeline.FOLDER, "profile"
@@ -22,7 +22,7 @@ BY_PRODUCTS = METRICS, "metrics.csv", "tensorboard", "mlflow", "wandb", "swanlab
 
 def save_dir_of(config: Config, run_dir: Path) -> Path:
     """Return the folder for the run's checkpoints."""
-    return place(config.checkpoint.save) if config.checkpoint.save else run_dir / "checkpoints"
+    return to_path(config.checkpoint.save) if config.checkpoint.save else run_dir / "checkpoints"
 
 
 def lock(config: Config, run_dir: Path) -> list[RunLock]:

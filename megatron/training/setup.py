@@ -24,7 +24,7 @@ from ..ranks.agreement import all_ranks, identity_of, same_code_everywhere, same
 from ..ranks.initialize import initialize_megatron, use_step_timeout
 from ..ranks.objects import from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes, print_rank_0
-from ..storage import place
+from ..storage import to_path
 from ..timers import Timers
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import run_folder
@@ -115,7 +115,7 @@ def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, lock
     """
     if is_rank_0():
         run_folder.refuse_other_checkpoints(config, run_dir, iteration)
-        clear(place(save_dir))
+        clear(to_path(save_dir))
         print_notes(run_folder.accept(config, run_dir, iteration))
         run_folder.keep(locks)
     return MetricsWriter(str(run_dir), iteration, is_rank_0())

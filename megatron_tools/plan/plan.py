@@ -16,7 +16,7 @@ from megatron import presets
 from megatron.config import SECTIONS, Config
 from megatron.config.command_line import parse, read_json, with_values
 from megatron.config.defaults import DEFAULTS
-from megatron.config.fields import refuse, where
+from megatron.config.fields import refuse, problems_where
 from megatron.estimate.sizes import in_words, parameters
 
 from .cluster import Cluster, load_cluster
@@ -154,7 +154,7 @@ def _check(args: argparse.Namespace) -> None:
     if None in (args.devices, args.cluster):
         raise ValueError("give --cluster and --devices, which describe the hardware; --help shows examples")
     tokens = 1.0 if args.tokens is None else args.tokens
-    problems = where(
+    problems = problems_where(
         (args.devices < 1, f"--devices {args.devices} must be at least 1"),
         (args.top < 1, f"--top {args.top} must be at least 1"),
         (not 1 <= tokens < math.inf, f"--tokens {tokens:g} must be a number of tokens, at least 1, such as 1e12"),

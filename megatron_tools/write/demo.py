@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from data_utils.cli import Parser, run
-from megatron.config.fields import refuse, where
+from megatron.config.fields import refuse, problems_where
 from megatron.tokenizer import Tokenizer
 
 from . import generate
@@ -115,7 +115,7 @@ def main(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise ValueError(f"tools/demo.py needs the package gradio ({error}): pip install 'gradio>=6,<7'") from None
     writer = generate.load(args)
-    refuse(where((args.poem and writer.config.is_t5, f"--poem needs a GPT-2 or Llama, but {args.load} is a T5")))
+    refuse(problems_where((args.poem and writer.config.is_t5, f"--poem needs a GPT-2 or Llama, but {args.load} is a T5")))
     demo_page.serve(writer, args)
 
 

@@ -18,7 +18,7 @@ from megatron import mpu
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
 from megatron.config import Config
-from megatron.config.fields import refuse, where
+from megatron.config.fields import refuse, problems_where
 from megatron.model.gpt2 import GPT2Model, gpt2_layers, vocab_size_of
 from megatron.model.t5 import T5Model, t5_layers
 from megatron.ranks import device as device_module
@@ -198,7 +198,7 @@ def streams(args: argparse.Namespace, is_t5: bool) -> bool:
     complete = args.json or args.num_beams or is_t5  # such texts are printed when they are complete
     stream = args.stream or (args.interactive and not complete)
     several = complete or args.num_samples > 1
-    problems = where(
+    problems = problems_where(
         (args.top_lift and (args.json or stream), "--top-lift cannot be combined with --json or --stream"),
         (
             args.chat and args.interactive and not stream,

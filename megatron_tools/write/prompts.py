@@ -21,7 +21,7 @@ from data_utils.chat_templates import (
 from data_utils.cli import local_path
 from data_utils.sidecars import of_conversations
 from megatron.config import Config
-from megatron.config.fields import refuse, where
+from megatron.config.fields import refuse, problems_where
 from megatron.json_text import JsonBoundError, parse_json
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import Tokenizer
@@ -70,7 +70,7 @@ def check(args: argparse.Namespace) -> None:
     sources = sum(map(bool, (args.prompt, args.input, args.interactive)))
     has_suffix = args.suffix is not None
     adds_tokens = args.special_tokens or has_suffix or args.fim_tokens
-    problems = where(
+    problems = problems_where(
         (sources > 1, "give one of --prompt, --input and --interactive"),
         (args.chat_template and not args.chat, "--chat-template needs --chat"),
         (

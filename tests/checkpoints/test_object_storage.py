@@ -19,7 +19,7 @@ from megatron.checkpointing.files import TENSORS, open_tensors
 from megatron.checkpointing.uploads import make_room
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron.storage import RemotePath, StorageError, place
+from megatron.storage import RemotePath, StorageError, to_path
 from megatron.tasks import TASKS
 from megatron.training import inputs, train
 from tests.object_server import BUCKET, FaultyServer, s3_server
@@ -39,7 +39,7 @@ def server() -> Iterator[FaultyServer]:
 @pytest.fixture
 def remote_data(server: FaultyServer, tiny_data: str) -> str:
     for end in (".bin", ".idx"):
-        place(f"{BUCKET}/tiny{end}").upload(Path(tiny_data + end))
+        to_path(f"{BUCKET}/tiny{end}").upload(Path(tiny_data + end))
     return f"{BUCKET}/tiny"
 
 
@@ -73,12 +73,12 @@ def fetched(checkpoint: Path, tmp_path: Path) -> Path:
 
 
 def names(url: str) -> list[str]:
-    return [path.name for path in place(url).glob("*")]
+    return [path.name for path in to_path(url).glob("*")]
 
 
 def whole_ones(url: str) -> list[str]:
     """Return the names of the checkpoints that have an index. Storage in memory keeps names of deleted folders."""
-    return [path.name for path in place(url).glob("iter_*") if (path / "checkpoint.json").exists()]
+    return [path.name for path in to_path(url).glob("iter_*") if (path / "checkpoint.json").exists()]
 
 
 def test_a_run_in_a_bucket_is_the_local_run_and_resumes_in_another_layout(
@@ -95,7 +95,7 @@ def test_a_run_in_a_bucket_is_the_local_run_and_resumes_in_another_layout(
     written = [name.removeprefix("/bucket/run/") for verb, name in changes if verb == "PUT"]
     # All tensors are there before checkpoint.json.
     assert written[-3:] == ["iter_0000004/BLAKE3SUMS", "iter_0000004/checkpoint.json", "latest"]
-    found = whole_tensors(fetched(place(url) / "iter_0000004", tmp_path))
+    found = whole_tensors(fetched(to_path(url) / "iter_0000004", tmp_path))
     expected = whole_tensors(tmp_path / "local/checkpoints/iter_0000004")
     assert found.keys() == expected.keys()
     assert all((found[name] == expected[name]).all() for name in expected)
@@ -262,10 +262,10 @@ def test_a_killed_upload_leaves_the_older_checkpoint(
     ends = ends_of_ranks(2, _killed, env, start, when, remote_data, vocab_file)
     assert -signal.SIGKILL in [end.code for end in ends]
     assert "iter_0000004" in names(url) and "checkpoint.json" not in names(f"{url}/iter_0000004")
-    newest = latest_checkpoint(place(url))
+    newest = latest_checkpoint(to_path(url))
     assert newest is not None and newest.name == "iter_0000002"
     CheckpointReader(newest).verify()
-    (place(url) / "iter_0000099/pipe00-model00-data00.safetensors").write_bytes(b"left by another killed run")
+    (to_path(url) / "iter_0000099/pipe00-model00-data00.safetensors").write_bytes(b"left by another killed run")
     if when == "index":
         return
     on_ranks(2, _train, env, [start], remote_data, vocab_file)
@@ -363,7 +363,7 @@ def test_the_run_directory_is_local(flags: str, message: str) -> None:
 
 
 def test_a_damaged_index_and_a_shortened_file_are_refused(server: FaultyServer, tmp_path: Path) -> None:
-    path = place(f"{BUCKET}/damage/x{TENSORS}")
+    path = to_path(f"{BUCKET}/damage/x{TENSORS}")
     assert isinstance(path, RemotePath)
     local = tmp_path / "x"
     save_file({"a": np.arange(12.0).reshape(4, 3)}, local)

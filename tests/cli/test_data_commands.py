@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
-from megatron.storage import place
+from megatron.storage import to_path
 from tests.object_server import BUCKET, s3_server
 from tests.support import FULL, ROOT, command
 
@@ -68,7 +68,7 @@ def test_the_commands_run(page: str, tmp_path: Path, vocab_file: str) -> None:
     base = "--data-path data/zh_text_document --vocab-file zh.model"
     with s3_server() as server:
         for end in (".bin", ".idx"):
-            place(f"{BUCKET}/zh_text_document{end}").upload(tmp_path / f"data/zh_text_document{end}")
+            to_path(f"{BUCKET}/zh_text_document{end}").upload(tmp_path / f"data/zh_text_document{end}")
         run(
             f"python pretrain_gpt2.py {base} {TINY} --pipe-parallel-size 0 --run-dir runs/gpt2 --exit-interval 2",
             tmp_path,

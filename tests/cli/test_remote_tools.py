@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.storage import place
+from megatron.storage import to_path
 from tests.object_server import BUCKET, FaultyServer, s3_server
 from tests.support import command
 
@@ -34,7 +34,7 @@ def run_dir(env: dict[str, str], tiny_data: str, vocab_file: str, tmp_path_facto
     folder = tmp_path_factory.mktemp("remote")
     for end in (".bin", ".idx", ".json"):
         if Path(tiny_data + end).exists():
-            place(f"{BUCKET}/text{end}").upload(Path(tiny_data + end))  # type: ignore[attr-defined]
+            to_path(f"{BUCKET}/text{end}").upload(Path(tiny_data + end))  # type: ignore[attr-defined]
     vocab = folder / Path(vocab_file).name
     shutil.copy(vocab_file, vocab)
     flags = ["--data-path", f"{BUCKET}/text", "--vocab-file", str(vocab), "--save", "S3://bucket/run"]

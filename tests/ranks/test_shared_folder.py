@@ -13,7 +13,7 @@ from megatron.checkpointing import shared_folder
 from megatron.checkpointing.shared_folder import check_shared
 from megatron.config.command_line import parse
 from megatron.ranks.errors import RunError
-from megatron.storage import place
+from megatron.storage import to_path
 from tests.support import on_ranks
 
 NOTHING_SAVED = ["--save-interval", "0", "--no-save-at-end"]
@@ -23,7 +23,7 @@ def _check(folders: list[str], saves: bool, readonly: int | None) -> str:
     """Check folders[rank], as if each rank were on its own node; return the error, or else the notes."""
     os.environ["LOCAL_RANK"] = "0"
     shared_folder.PATIENCE = 0.5
-    folder = place(folders[dist.get_rank()])
+    folder = to_path(folders[dist.get_rank()])
     notes = io.StringIO()
     with contextlib.redirect_stdout(notes), pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == readonly:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.storage import _file_system, place
+from megatron.storage import _file_system, to_path
 from tests.support import ROOT
 
 BUCKET = "s3://bucket"
@@ -34,7 +34,7 @@ def server() -> Iterator[None]:
         os.environ.update(json.loads(process.stdout.readline()))
         _file_system.cache_clear()  # its connections are those to the server of another check
         try:
-            place(BUCKET).request("make", lambda fs, url: fs.makedirs(url, exist_ok=True))
+            to_path(BUCKET).request("make", lambda fs, url: fs.makedirs(url, exist_ok=True))
             yield
         finally:
             os.environ.clear()
@@ -44,7 +44,7 @@ def server() -> Iterator[None]:
 
 def check_listing() -> None:
     """A folder lists an object after its first write, the new content after the second, and nothing after removal."""
-    folder = place(f"{BUCKET}/run")
+    folder = to_path(f"{BUCKET}/run")
     first = folder / "first.txt"
     assert [*folder.glob("*")] == [] and not first.exists(), "a folder that was not written has entries"
     first.write_bytes(b"one")
@@ -61,7 +61,7 @@ def check_listing() -> None:
 def check_ranges() -> None:
     """Ranges of an object, also its last byte and the whole of it, are the bytes that were written."""
     data = random.Random(2).randbytes(100_000)
-    path = place(f"{BUCKET}/ranges.bin")
+    path = to_path(f"{BUCKET}/ranges.bin")
     path.write_bytes(data)
     for begin, end in ((0, 1), (0, 100_000), (99_999, 100_000), (17, 65_553), (5, 5)):
         assert path.read_range(begin, end) == data[begin:end], f"other bytes from {begin} to {end}"
@@ -75,11 +75,11 @@ def check_large() -> None:
     data = random.Random(3).randbytes(1_000_000) * 60
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "given").write_bytes(data)
-        path = place(f"{BUCKET}/large.bin")
+        path = to_path(f"{BUCKET}/large.bin")
         path.upload(Path(folder) / "given")
         assert path.stamp()[0] == len(data), "another size"
-        path.copy_to(place(f"{BUCKET}/copy.bin"))
-        place(f"{BUCKET}/copy.bin").download(Path(folder) / "found")
+        path.copy_to(to_path(f"{BUCKET}/copy.bin"))
+        to_path(f"{BUCKET}/copy.bin").download(Path(folder) / "found")
         assert (Path(folder) / "found").read_bytes() == data, "other bytes"
 
 

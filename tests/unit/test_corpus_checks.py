@@ -21,7 +21,7 @@ from megatron.data.remote_tokens import RemoteTokens
 from megatron.features import corpus_checks
 from megatron.features.corpus_checks import CorpusChecks, CorpusFile
 from megatron.ranks.errors import RunError
-from megatron.storage import RemotePath, place
+from megatron.storage import RemotePath, to_path
 from megatron.tokenizer import load_tokenizer
 from megatron.training import train
 from tests.checkpoints.runs import Start, make
@@ -178,7 +178,7 @@ def test_blocks_of_an_object_are_compared_when_they_are_in_the_cache(
         change_token(prefix, 5 * BLOCK // 2 + 1)  # in the sixth of 25 blocks
     for ending in (".bin", ".idx", ".json"):
         RemotePath(url + ending).upload(Path(prefix + ending))
-    tokens = RemoteTokens(place(f"{url}.bin"), np.dtype(np.uint16))  # type: ignore[arg-type]
+    tokens = RemoteTokens(to_path(f"{url}.bin"), np.dtype(np.uint16))  # type: ignore[arg-type]
     file = corpus_checks._corpus_file(tokens.path, {"block": BLOCK} | _sums(prefix))
     checker = corpus_checks.Checker([file])
     checker.start()

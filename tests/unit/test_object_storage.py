@@ -24,7 +24,7 @@ from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
 from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.t5_dataset import Objective, Specials
-from megatron.storage import RemotePath, StorageError, place
+from megatron.storage import RemotePath, StorageError, to_path
 from tests.object_server import FaultyServer, s3_server
 from tests.support import ends_of_ranks, on_ranks
 
@@ -71,7 +71,7 @@ def local_corpus(folder: Path, seed: int = 0) -> str:
 
 def upload(prefix: str, bucket: str) -> str:
     for end in (".bin", ".idx", ".json"):
-        place(f"{bucket}/text{end}").upload(Path(prefix + end))
+        to_path(f"{bucket}/text{end}").upload(Path(prefix + end))
     return f"{bucket}/text"
 
 
@@ -287,7 +287,7 @@ def test_a_changed_object_is_refused(bucket: str, tmp_path: Path) -> None:
         indexed.tokens[-10:]
     with pytest.raises(StorageError, match=f"{remote}.bin has changed"):  # a data worker that starts later
         pickle.loads(pickled)
-    place(f"{remote}.bin").write_bytes(b"short")
+    to_path(f"{remote}.bin").write_bytes(b"short")
     with pytest.raises(StorageError, match=f"{remote}.bin has changed"):
         indexed.tokens[-10:]
     upload(str(tmp_path / "other/text"), bucket)
@@ -320,7 +320,7 @@ def test_only_one_layer_repeats_a_request(
     monkeypatch.setattr(storage.time, "sleep", waits.append)
     try:
         with pytest.raises(StorageError, match=f"after {most} attempts"):
-            place("s3://bucket/refused").read_bytes()
+            to_path("s3://bucket/refused").read_bytes()
     finally:
         sent = len(server.faults.requests)
         server.faults.__init__()  # type: ignore[misc]
@@ -342,7 +342,7 @@ def test_a_server_that_never_answers_holds_a_request_until_the_deadline(monkeypa
     monkeypatch.setattr(storage.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(storage.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     with pytest.raises(StorageError, match="after 2 attempts"):
-        place("memory://bucket/x").request("read", never)  # type: ignore[attr-defined]
+        to_path("memory://bucket/x").request("read", never)  # type: ignore[attr-defined]
     assert len(calls) == 2 and now[0] < storage.DEADLINE + 60
 
 
@@ -365,7 +365,7 @@ def test_missing_objects_buckets_and_packages_are_named(server: FaultyServer, mo
     with pytest.raises(DatasetError, match=r"there is no s3://bucket/none\.idx"):
         IndexedDataset("s3://bucket/none")
     with pytest.raises(FileNotFoundError, match="s3://no-bucket/x: The specified bucket does not exist"):
-        place("s3://no-bucket/x").read_bytes()
+        to_path("s3://no-bucket/x").read_bytes()
     server.faults.only_key = "another key"
     try:
         with pytest.raises(StorageError, match="s3://bucket/none.idx: access was refused.*credentials"):
@@ -374,7 +374,7 @@ def test_missing_objects_buckets_and_packages_are_named(server: FaultyServer, mo
         server.faults.only_key = None
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(StorageError, match="gs:// needs the package gcsfs: pip install gcsfs"):
-        place("gs://bucket/x").read_bytes()
+        to_path("gs://bucket/x").read_bytes()
 
 
 def test_the_storage_copies_objects(bucket: str) -> None:
@@ -387,7 +387,7 @@ def test_the_storage_copies_objects(bucket: str) -> None:
 
 
 def test_a_url_is_no_local_path() -> None:
-    path = place("s3://bucket/folder/name.bin")
+    path = to_path("s3://bucket/folder/name.bin")
     assert str(path) == "s3://bucket/folder/name.bin" == str(pickle.loads(pickle.dumps(path)))
     assert [str(path.parent), path.name, str(path.parent / "x")] == [
         "s3://bucket/folder",
@@ -396,7 +396,7 @@ def test_a_url_is_no_local_path() -> None:
     ]
     with pytest.raises(TypeError, match="s3://bucket/folder/name.bin"):
         os.fspath(path)
-    assert type(place("data/x")) is type(Path("data/x"))
+    assert type(to_path("data/x")) is type(Path("data/x"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megatron.config.fields import ConfigError, types_of
 from megatron.config.places import ANYWHERE, LOCAL
 from megatron.data.corpus_paths import sets_of
 from megatron.data.remote_tokens import cache_folder
-from megatron.storage import PlaceError, RemotePath, is_url, local, place
+from megatron.storage import PlaceError, RemotePath, is_url, require_local, to_path
 from tds.saving import refuse_url
 from tests.support import ROOT
 
@@ -41,7 +41,7 @@ WORDS = {
 
 @pytest.mark.parametrize("text", MISTAKES)
 def test_a_url_with_a_mistake_is_no_path(text: str) -> None:
-    for door in (place, local):
+    for door in (to_path, require_local):
         with pytest.raises(PlaceError, match=re.escape(text)):
             door(text)
     for check in (local_path, any_path, any_prefix):
@@ -51,31 +51,31 @@ def test_a_url_with_a_mistake_is_no_path(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["a/b", "/a:b/c", "data/s3:/x", "C:/x", "a:b", "hf//x", "memory", "0.3"])
 def test_a_path_on_this_machine(text: str) -> None:
-    assert place(text) == Path(text) and not is_url(place(text)) and local(text) == text
+    assert to_path(text) == Path(text) and not is_url(to_path(text)) and require_local(text) == text
 
 
 @pytest.mark.parametrize("text", ["./s3:/x", ".//memory:x"])
 def test_a_folder_whose_name_looks_like_a_url(text: str) -> None:
-    found = place(text)
+    found = to_path(text)
     assert not is_url(found) and found.is_absolute() and found == Path.cwd() / text
     # A path is often turned into text and read again.
-    assert place(str(found)) == found and local(str(found)) == str(found)
+    assert to_path(str(found)) == found and require_local(str(found)) == str(found)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/a//b", "s3://bucket/./a/b", "s3://bucket//a/./b/"])
 def test_the_url_that_a_path_would_name_is_suggested(url: str) -> None:
     with pytest.raises(PlaceError, match=r"did you mean s3://bucket/a/b\?"):
-        place(url)
+        to_path(url)
 
 
 @pytest.mark.parametrize("text", ["s3://bucket/Run", "S3://bucket/Run", "GS://b/x", "Memory://b/x"])
 def test_schemes_in_any_case(text: str) -> None:
     scheme, _, rest = text.partition("://")
-    found = place(text)
+    found = to_path(text)
     assert isinstance(found, RemotePath) and str(found) == str(RemotePath(text)) == f"{scheme.lower()}://{rest}"
-    assert found == place(f"{scheme.lower()}://{rest}")
+    assert found == to_path(f"{scheme.lower()}://{rest}")
     with pytest.raises(PlaceError):
-        local(text)
+        require_local(text)
 
 
 @pytest.mark.parametrize("name", ANYWHERE + LOCAL)
