@@ -28,7 +28,7 @@ def tokens_of(config: Any, seed: int = 1) -> tuple[Any, Any]:
 
     from megatron.ranks import device as device_module
 
-    device, dice = device_module.current(), torch.Generator().manual_seed(seed)
+    device, dice = device_module.current_device(), torch.Generator().manual_seed(seed)
     b, d, v = config.train.batch_size, config.data, config.model.vocab_size
     if not config.is_t5:
         text = torch.randint(v, (b, d.seq_length + 1), generator=dice).to(device)
@@ -81,7 +81,7 @@ def ours(flags: str) -> Ours:
         nonlocal keep
         engine.train_batch(iter([{}] * config.train.gas), 1e-4)
         if keep:
-            device_module.keep_freed_memory(device_module.current())
+            device_module.keep_freed_memory(device_module.current_device())
             keep = False
 
     return Ours(config, engine, engine.deepspeed.module, step)

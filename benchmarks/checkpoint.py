@@ -109,7 +109,7 @@ def background(engine: Any, config: Any, step: Step, folder: Path, rounds: int) 
         timed("step", step)
         begin = time.perf_counter()
         timed("stall", partial(saver.begin, TrainState(iteration=iteration)))
-        while saver.busy:
+        while saver.is_writing:
             timed("step while saving", step)
         timed("stall", saver.finish)  # type: ignore[arg-type]
         found["stall"][-2:] = [sum(found["stall"][-2:])]

@@ -50,12 +50,12 @@ def linear(rounds: int) -> None:
 
 
 def startup(rounds: int) -> None:
-    from data_utils.documents import texts
+    from data_utils.documents import read_texts
     from data_utils.indexed_writer import IndexedDatasetBuilder
     from data_utils.tokenizer_training import train_sentencepiece
 
     with tempfile.TemporaryDirectory() as folder:
-        train_sentencepiece(texts([str(ROOT / "corpus" / "sample.jsonl")]), f"{folder}/t.model", 3000)
+        train_sentencepiece(read_texts([str(ROOT / "corpus" / "sample.jsonl")]), f"{folder}/t.model", 3000)
         with IndexedDatasetBuilder(f"{folder}/x", np.uint16) as builder:
             builder.add_document(np.arange(3, 2900))
         flags = (

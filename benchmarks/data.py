@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from _alternate import ROOT, new_parser, spread
 
-from data_utils.documents import texts
+from data_utils.documents import read_texts
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_byte_bpe, train_cpm, train_sentencepiece
 from megatron.data.indexed_dataset import HEADER, MAGIC, VERSION
@@ -170,8 +170,8 @@ def _train_cpm(sample: list[str], path: str) -> None:
 
 def preprocess(args: argparse.Namespace, folder: Path) -> None:
     source = args.corpus
-    size = sum(len(text.encode()) for text in texts([source])) / 1e6
-    sample = list(texts([source]))[:400]
+    size = sum(len(text.encode()) for text in read_texts([source])) / 1e6
+    sample = list(read_texts([source]))[:400]
     models = {name: str(folder / f"{name}.model") for name in ("unigram", "bpe", "cpm")}
     print("training the tokenizers that all contenders share ...", flush=True)
     train_sentencepiece(sample, models["unigram"], 8000, "unigram")

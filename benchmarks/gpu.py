@@ -67,7 +67,7 @@ def worker(args: argparse.Namespace) -> None:
 
     name, contender = args.worker
     compiled = " --compile" if contender == "ours, --compile" else " --no-compile"
-    device, flags = device_module.current(), flags_of(args, name)
+    device, flags = device_module.current_device(), flags_of(args, name)
     if not contender.startswith("ours"):
         config, model, step = peer(flags, device, contender)
     else:
@@ -232,7 +232,7 @@ def main() -> None:
         return
     from megatron.ranks import device as device_module
 
-    if not device_module.available() and not args.dry_run:
+    if not device_module.has_accelerator() and not args.dry_run:
         print("not measured: there is no accelerator; --dry-run runs tiny models on the CPU")
         return
     profiles, failed = [], False

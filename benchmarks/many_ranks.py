@@ -72,9 +72,9 @@ def measure(ranks: int, rank: int, stages: int, model: int, context: int, layers
     with contextlib.suppress(ImportError):  # Older checkouts lack these modules and create groups one by one.
         from tds import groups, neighbours
 
-        dist.split_group, groups.splits = split_group, lambda: True
+        dist.split_group, groups.can_split_world = split_group, lambda: True
         groups.urgent_options = lambda world, device: None
-        neighbours.in_queues = lambda _: True  # Create separate groups for each stage boundary, as under NCCL.
+        neighbours.has_message_queues = lambda _: True  # Create separate groups for each stage boundary, as under NCCL.
     config = parse(
         f"--num-layers {layers} --hidden-size 64 --num-attention-heads 8 --seq-length 16 --vocab-size 1000 "
         f"--pipe-parallel-size {stages} --model-parallel-size {model} --context-parallel-size {context} --batch-size 1 "

@@ -74,7 +74,7 @@ def ours(args: argparse.Namespace, more: str) -> Step:
     here = current.parallel_context()
 
     def step_in_mesh() -> None:
-        current.enter(here)
+        current.set_context(here)
         step()
 
     return step_in_mesh
@@ -89,9 +89,9 @@ def alone(args: argparse.Namespace, text: Any) -> Step:
     single = current.ParallelContext(options=before.options)
 
     def in_own_mesh(call: Callable[[], Any]) -> Any:
-        current.enter(single)
+        current.set_context(single)
         found = call()
-        current.enter(before)
+        current.set_context(before)
         return found
 
     model = in_own_mesh(lambda: GPT2Model(parse(_flags(args, "").split())))

@@ -86,9 +86,9 @@ def contenders(args: argparse.Namespace) -> dict[str, Step]:
     from torch.distributed.pipelining import schedules
 
     import tds
-    from tds._deepspeed import StockPipelineModule, deepspeed, prepare, quietly
+    from tds._deepspeed import StockPipelineModule, deepspeed, patch_deepspeed, quietly
 
-    prepare()
+    patch_deepspeed()
     tds.init_distributed("gloo", auto_mpi_discovery=False)
     rank = dist.get_rank()
     stage = stage_class(args, rank)
@@ -150,16 +150,16 @@ def contenders(args: argparse.Namespace) -> dict[str, Step]:
 
 def ideals(args: argparse.Namespace) -> dict[str, float]:
     """Return {schedule: seconds that a step would take if communication took no time}."""
-    from tds.schedule import schedule_of
-    from tds.timetable import times
+    from tds.schedule import find_schedule
+    from tds.timetable import simulate_times
 
     found = {}
     for name, settings, chunks in (
         ("1f1b", {}, 1), ("interleaved", {"schedule": "interleaved"}, 2), ("zb-h1", {"schedule": "zb-h1"}, 1),
     ):  # fmt: skip
-        schedule = schedule_of(settings, chunks)
+        schedule = find_schedule(settings, chunks)
         plan = [list(schedule(s, args.stages, args.micros)) for s in range(args.stages)]
-        found[name] = max(span.end for span in times(plan, FORWARD, BACKWARD))
+        found[name] = max(span.end for span in simulate_times(plan, FORWARD, BACKWARD))
     return found
 
 

@@ -80,9 +80,9 @@ def contenders(args: argparse.Namespace) -> tuple[dict[str, Step], Any]:
     from torch.distributed import pipelining
 
     import tds
-    from tds._deepspeed import StockPipelineModule, deepspeed, prepare, quietly
+    from tds._deepspeed import StockPipelineModule, deepspeed, patch_deepspeed, quietly
 
-    prepare()
+    patch_deepspeed()
     tds.init_distributed("gloo", auto_mpi_discovery=False)
     rank, last = dist.get_rank(), dist.get_rank() == args.stages - 1
     text = torch.randint(

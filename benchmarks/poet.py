@@ -233,12 +233,12 @@ def main() -> None:
     parser.add_argument("--plot", help="image file for training losses against time")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    from data_utils.documents import texts
+    from data_utils.documents import read_texts
     from megatron.tokenizer import load_tokenizer
 
     folder = Path(args.folder)
     eod = load_tokenizer(str(folder / "tokenizer.model")).eod
-    characters = sum(len(text) for text in texts([str(folder / "poems/valid.jsonl")]))
+    characters = sum(len(text) for text in read_texts([str(folder / "poems/valid.jsonl")]))
     print("| contender | seed | minutes | steps | bits per character |\n| --- | --- | --- | --- | --- |")
     curves = []
     variants = {"ours": LLAMA}

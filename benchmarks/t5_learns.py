@@ -119,7 +119,7 @@ def measure(args: argparse.Namespace) -> None:
     from megatron.config.command_line import parse, with_values
     from megatron.tasks.t5 import T5, is_text
     from megatron.tokenizer import load_tokenizer
-    from megatron_tools.report.unigram import of_targets
+    from megatron_tools.report.unigram import target_entropies
 
     torch.set_num_threads(1)
     files = ["--data-path", args.data_path, "--vocab-file", args.vocab_file, "--split", "90,10,0"]
@@ -129,7 +129,7 @@ def measure(args: argparse.Namespace) -> None:
     config = with_values(config, {"vocab_size": tokenizer.vocab_size})
     datasets, notes = T5().datasets(config, tokenizer)
     print(*notes, sep="\n")
-    unigram = of_targets(config, EVALUATED)
+    unigram = target_entropies(config, EVALUATED)
     path = Path(args.json)
     known = json.loads(path.read_text()) if path.exists() else {"unigram": unigram and unigram.text, "runs": {}}
     print(f"unigram entropy of the masked text: {known['unigram']:.3f}")

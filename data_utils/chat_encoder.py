@@ -3,56 +3,56 @@
 import itertools
 from collections.abc import Sequence
 
-from megatron.tokenizer.base import Tokenizer, any_of
+from megatron.tokenizer.base import Tokenizer, any_name_pattern
 
 from .chat_templates import BEGIN, END, JinjaTemplate, Message, Piece, Template
 
 
-class _Encoded:
+class _TokenBuffer:
     """Token ids and loss mask of a conversation, while it is encoded part by part."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self.ids: list[int] = []
-        self.counts: list[int] = []
+        self.loss_mask: list[int] = []
         self._text = ""
-        self._learned = bytearray()  # for each character of `_text`: 1 if it counts in the loss
+        self._in_loss = bytearray()  # for each character of `_text`: 1 if it counts in the loss
 
-    def add_token(self, token: int, counts: bool) -> None:
+    def add_token(self, token: int, in_loss: bool) -> None:
         """Add a token that the text names."""
         self.flush()
         self.ids.append(token)
-        self.counts.append(int(counts))
+        self.loss_mask.append(int(in_loss))
 
-    def add_text(self, text: str, counts: bool) -> None:
+    def add_text(self, text: str, in_loss: bool) -> None:
         """Add text, which is encoded together with the text that is added next."""
         self._text += text
-        self._learned += bytes([counts]) * len(text)
+        self._in_loss += bytes([in_loss]) * len(text)
 
     def flush(self) -> None:
         """Encode the text that was added since the last call."""
         text = self._text
-        learned = self._learned
+        in_loss = self._in_loss
         self._text = ""
-        self._learned = bytearray()
+        self._in_loss = bytearray()
         if not text:
             return
         spans = None
-        if 0 < learned.count(1) < len(text):
+        if 0 < in_loss.count(1) < len(text):
             spans = self._tokenizer.content_spans(text, inside=bool(self.ids))
         if spans is not None:
             for token, begin, end in spans:
-                covered = learned[begin : max(end, begin + 1)]
+                covered = in_loss[begin : max(end, begin + 1)]
                 self.ids.append(token)
-                self.counts.append(int(any(covered)))
+                self.loss_mask.append(int(any(covered)))
             return
-        at = 0
-        for counts, characters in itertools.groupby(learned):
-            end = at + len(list(characters))
-            made = self._tokenizer.encode_content(text[at:end], inside=bool(self.ids))
-            self.ids += made
-            self.counts += [counts] * len(made)
-            at = end
+        start = 0
+        for counted, characters in itertools.groupby(in_loss):
+            end = start + len(list(characters))
+            ids = self._tokenizer.encode_content(text[start:end], inside=bool(self.ids))
+            self.ids += ids
+            self.loss_mask += [counted] * len(ids)
+            start = end
 
 
 class ChatEncoder:
@@ -64,53 +64,54 @@ class ChatEncoder:
     def __init__(self, tokenizer: Tokenizer, append_eod: bool) -> None:
         self._tokenizer = tokenizer
         self._append_eod = append_eod
-        self._marks = any_of(tokenizer.marks)
-        self._own = any_of(name for name in tokenizer.marks if name not in (*tokenizer.specials, BEGIN, END))
+        self._markup_names = any_name_pattern(tokenizer.marks)
+        delimiters = (*tokenizer.specials, BEGIN, END)
+        self._answer_names = any_name_pattern(name for name in tokenizer.marks if name not in delimiters)
 
     def encode(self, pieces: Sequence[Piece]) -> tuple[list[int], list[int]]:
         """Return (token ids, loss mask).
 
-        The text of adjacent pieces that are `joined` or have equal `counts` is encoded together. A token that lies in
-        several pieces counts if one of them does.
+        The text of a piece is encoded together with that of the piece before if it `joins_previous` or has the same
+        `in_loss`. A token that lies in several pieces counts if one of them does.
         """
         pieces = list(pieces)
         last = pieces[-1]
-        spare = last.text.isspace() and not last.counts
-        if spare and len(pieces) > 1:
+        has_final_space = last.text.isspace() and not last.in_loss
+        if has_final_space and len(pieces) > 1:
             last = pieces[-2]
-        ends = self._append_eod and last.counts
-        if ends and spare:
+        needs_eod = self._append_eod and last.in_loss
+        if needs_eod and has_final_space:
             del pieces[-1]
-        found = _Encoded(self._tokenizer)
-        learned = False
+        buffer = _TokenBuffer(self._tokenizer)
+        in_loss = False
         for piece in pieces:
-            if piece.counts != learned and not piece.joined:
-                found.flush()
-            learned = piece.counts
-            self._add(found, piece)
-        found.flush()
-        if ends and found.ids[-1] != self._tokenizer.eod:
-            found.add_token(self._tokenizer.eod, True)
-        return found.ids, found.counts
+            if piece.in_loss != in_loss and not piece.joins_previous:
+                buffer.flush()
+            in_loss = piece.in_loss
+            self._add(buffer, piece)
+        buffer.flush()
+        if needs_eod and buffer.ids[-1] != self._tokenizer.eod:
+            buffer.add_token(self._tokenizer.eod, True)
+        return buffer.ids, buffer.loss_mask
 
-    def _add(self, found: _Encoded, piece: Piece) -> None:
-        """Add a piece's text and its special tokens, which alternate in `_parts`."""
-        for number, part in enumerate(self._parts(piece)):
-            if number % 2:
-                found.add_token(self._tokenizer.marks[part], piece.counts)
+    def _add(self, buffer: _TokenBuffer, piece: Piece) -> None:
+        """Add a piece's text and its special tokens, which alternate in `_split_at_names`."""
+        for index, part in enumerate(self._split_at_names(piece)):
+            if index % 2:
+                buffer.add_token(self._tokenizer.marks[part], piece.in_loss)
             else:
-                found.add_text(part, piece.counts)
+                buffer.add_text(part, piece.in_loss)
 
-    def _parts(self, piece: Piece) -> list[str]:
+    def _split_at_names(self, piece: Piece) -> list[str]:
         """Split a piece into text (even indices) and token names (odd indices)."""
-        if piece.markup:
-            return self._marks.split(piece.text)
-        if piece.counts:
-            return self._own.split(piece.text)
+        if piece.is_markup:
+            return self._markup_names.split(piece.text)
+        if piece.in_loss:
+            return self._answer_names.split(piece.text)
         return [piece.text]
 
 
-def missing_marks(template: Template, tokenizer: Tokenizer) -> list[str]:
+def missing_chatml_tokens(template: Template, tokenizer: Tokenizer) -> list[str]:
     """Return ChatML's token names that are no tokens of the tokenizer; [] if the template is not ChatML."""
     return [name for name in (BEGIN, END) if template.source == "chatml" and name not in tokenizer.marks]
 
@@ -131,9 +132,9 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
     conversation = [Message("user", "a"), Message("assistant", "a")]
     # Blocks may leave out the token that ends the turn.
     pieces = template.turns(conversation) if isinstance(template, JinjaTemplate) else template.pieces(conversation)
-    ids, counts = ChatEncoder(tokenizer, append_eod=False).encode(pieces)
-    learned = [token for token, counted in zip(ids, counts, strict=True) if counted]
-    last = learned[-1]
+    ids, loss_mask = ChatEncoder(tokenizer, append_eod=False).encode(pieces)
+    answer_ids = [token for token, counted in zip(ids, loss_mask, strict=True) if counted]
+    last = answer_ids[-1]
     if last in tokenizer.marks.values():
         return last
     return None

@@ -17,18 +17,18 @@ from pathlib import Path
 from re import Pattern
 from typing import Any, NamedTuple, Protocol
 
-from megatron.tokenizer.base import Tokenizer, TokenizerError, any_of
-from megatron.tokenizer.load import file_of
-from megatron.tokenizer.sibling_files import TEMPLATE, settings_beside, token_beside
+from megatron.tokenizer.base import Tokenizer, TokenizerError, any_name_pattern
+from megatron.tokenizer.load import find_vocab_file
+from megatron.tokenizer.sibling_files import TEMPLATE, read_token_name, read_tokenizer_config
 
-from .document_text import check_pairs
-from .jinja_sandbox import EndlessTemplate, GenerationBlocks, environment, limited
+from .document_text import check_surrogates
+from .jinja_sandbox import GenerationBlocks, TemplateLimitError, sandbox_environment, time_limit
 
-DATES = "strftime_now"  # function with which a Jinja template renders the current date
+DATE_FUNCTION = "strftime_now"  # function with which a Jinja template renders the current date
 ROLES = ("system", "user", "assistant")
 BEGIN, END = "<|im_start|>", "<|im_end|>"  # ChatML's tokens around a turn
 # Keys of tokenizer_config.json whose token names a template may use as variables.
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Message(NamedTuple):
@@ -41,15 +41,15 @@ class Message(NamedTuple):
 class Piece(NamedTuple):
     """Part of a rendered conversation.
 
-    counts: whether the tokens of `text` count in the loss.
-    markup: whether `text` comes from the template itself, so that names such as <|im_end|> become special tokens.
-    joined: whether a token may contain the end of the piece before and the beginning of this piece.
+    in_loss: whether the tokens of `text` count in the loss.
+    is_markup: whether `text` comes from the template itself, so that names such as <|im_end|> become special tokens.
+    joins_previous: whether a token may contain the end of the piece before and the beginning of this piece.
     """
 
     text: str
-    counts: bool
-    markup: bool
-    joined: bool = False
+    in_loss: bool = False
+    is_markup: bool = True
+    joins_previous: bool = False
 
 
 Messages = Sequence[Message]
@@ -69,7 +69,7 @@ class Template(Protocol):
         """Return the rendered conversation in pieces. Raises ValueError if the template cannot render it."""
         ...
 
-    def asking(self, messages: Messages) -> Pieces:
+    def prompt_pieces(self, messages: Messages) -> Pieces:
         """Return the prompt: the conversation up to the point where the assistant's next answer begins."""
         ...
 
@@ -88,39 +88,39 @@ def messages_of(record: object) -> tuple[Message, ...]:
         turns = _turns_of_instruction(record)
     else:
         raise ValueError("the record has neither 'messages' nor 'instruction' and 'output'")
-    found = turns_of(turns)
-    if not any(message.role == "assistant" for message in found):
+    messages = parse_messages(turns)
+    if not any(message.role == "assistant" for message in messages):
         raise ValueError("there is no assistant message to train on")
-    return found
+    return messages
 
 
 def _turns_of_instruction(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Return an instruction, with its input below it, and the output as two turns."""
-    asked = [record["instruction"], record.get("input") or ""]
-    if not all(isinstance(text, str) for text in asked):
+    parts = [record["instruction"], record.get("input") or ""]
+    if not all(isinstance(text, str) for text in parts):
         raise ValueError("'instruction' or 'input' is not a string")
-    question = "\n\n".join(filter(None, asked))
+    question = "\n\n".join(filter(None, parts))
     return [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
 
 
-def turns_of(turns: object) -> tuple[Message, ...]:
+def parse_messages(turns: object) -> tuple[Message, ...]:
     """Convert a list of `{"role", "content"}` to messages. Raises ValueError for anything else."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError("'messages' is not a list of objects with 'role' and 'content'")
-    found = []
+    messages = []
     for turn in turns:
         message = Message(turn.get("role", ""), turn.get("content", ""))
-        _check(message)
-        found.append(message)
-    return tuple(found)
+        _check_message(message)
+        messages.append(message)
+    return tuple(messages)
 
 
-def _check(message: Message) -> None:
+def _check_message(message: Message) -> None:
     if message.role not in ROLES:
         raise ValueError(f"the role {message.role!r} is not one of {', '.join(ROLES)}")
     if not isinstance(message.content, str) or not message.content:
         raise ValueError(f"a {message.role} message has no text")
-    check_pairs(message.content)
+    check_surrogates(message.content)
 
 
 class ChatML:
@@ -135,16 +135,16 @@ class ChatML:
 
     def pieces(self, messages: Messages) -> Pieces:
         """Return the rendered conversation in pieces; the assistant's content and <|im_end|> count in the loss."""
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         for role, content in messages:
-            own = role == "assistant"
-            found += [Piece(f"{BEGIN}{role}\n", False, True), Piece(content, own, False)]
-            found += [Piece(END, own, True), Piece("\n", False, True)]
-        return tuple(found)
+            is_assistant = role == "assistant"
+            pieces += [Piece(f"{BEGIN}{role}\n"), Piece(content, is_assistant, is_markup=False)]
+            pieces += [Piece(END, is_assistant), Piece("\n")]
+        return tuple(pieces)
 
-    def asking(self, messages: Messages) -> Pieces:
+    def prompt_pieces(self, messages: Messages) -> Pieces:
         """Return the prompt: the conversation, then `<|im_start|>assistant`, after which the model answers."""
-        return *self.pieces(messages), Piece(f"{BEGIN}assistant\n", False, True)
+        return *self.pieces(messages), Piece(f"{BEGIN}assistant\n")
 
 
 class JinjaTemplate:
@@ -163,19 +163,19 @@ class JinjaTemplate:
 
     def __init__(self, source: str, tokenizer: Tokenizer, variables: dict[str, Any], now: datetime | None) -> None:
         self._blocks = GenerationBlocks()
-        made = environment(now, self._blocks)
+        sandbox = sandbox_environment(now, self._blocks)
         import jinja2
 
         self.source = source
         self._template_error = jinja2.TemplateError
         self._tokenizer = tokenizer
-        self.date = now.isoformat(timespec="seconds") if now and DATES in source else None
+        self.date = now.isoformat(timespec="seconds") if now and DATE_FUNCTION in source else None
         self._variables = {"tools": None, "documents": None, **variables}
-        self._marks = any_of(tokenizer.marks)
+        self._marks = any_name_pattern(tokenizer.marks)
         try:
-            with limited():
-                self._template = made.from_string(source)
-        except (jinja2.TemplateError, EndlessTemplate, RecursionError) as error:
+            with time_limit():
+                self._template = sandbox.from_string(source)
+        except (jinja2.TemplateError, TemplateLimitError, RecursionError) as error:
             raise TokenizerError(f"the chat template is invalid: {error}") from None
 
     @property
@@ -202,66 +202,67 @@ class JinjaTemplate:
         """
         self._refuse_names(messages)
         whole = self.render(messages, False)
-        at = 0
-        found: list[Piece] = []
+        start = 0
+        pieces: list[Piece] = []
         for number, message in enumerate(messages):
             if message.role != "assistant":
                 continue
             before = self.render(messages[:number], True)
             after = self.render(messages[: number + 1], False)
-            if not after.startswith(before) or not whole.startswith(after) or len(before) < at:
+            if not after.startswith(before) or not whole.startswith(after) or len(before) < start:
                 raise ValueError("the chat template does not allow training: a turn changes the text of earlier turns")
-            said = after[len(before) :]
-            marked = said.rstrip()
-            if len(marked) > len(message.content.rstrip()):
-                said = marked
-            found.append(Piece(whole[at : len(before)], False, True))
-            found.append(Piece(said, True, True))
-            at = len(before) + len(said)
-        found.append(Piece(whole[at:], False, True))
-        return tuple(piece for piece in found if piece.text)
+            answer = after[len(before) :]
+            # White space after the markup that ends the turn is not trained on.
+            stripped = answer.rstrip()
+            if len(stripped) > len(message.content.rstrip()):
+                answer = stripped
+            pieces.append(Piece(whole[start : len(before)]))
+            pieces.append(Piece(answer, in_loss=True))
+            start = len(before) + len(answer)
+        pieces.append(Piece(whole[start:]))
+        return tuple(piece for piece in pieces if piece.text)
 
     def _marked(self, messages: Messages, whole: str, blocks: Sequence[tuple[int, int]]) -> Pieces:
         """Return the rendered conversation `whole` in pieces that begin and end with its blocks."""
         prompts = self._prompt_lengths(messages, whole)
-        borders = {0, len(whole)}
-        learned: set[int] = set()  # characters that the blocks mark
+        edges = {0, len(whole)}
+        in_blocks: set[int] = set()  # characters that the blocks mark
         for begin, end in blocks:
-            borders |= {begin, end}
-            learned.update(range(begin, end))
-        if not learned:
+            edges |= {begin, end}
+            in_blocks.update(range(begin, end))
+        if not in_blocks:
             raise ValueError("the chat template marks no text of this conversation with {% generation %}")
-        found = []
-        for begin, end in itertools.pairwise(sorted(borders)):
-            found.append(Piece(whole[begin:end], begin in learned, True, joined=begin not in prompts))
-        return tuple(found)
+        pieces = []
+        for begin, end in itertools.pairwise(sorted(edges)):
+            pieces.append(Piece(whole[begin:end], begin in in_blocks, joins_previous=begin not in prompts))
+        return tuple(pieces)
 
     def _prompt_lengths(self, messages: Messages, whole: str) -> set[int]:
         """Return the lengths of all prompts with which the rendered conversation `whole` begins."""
-        found = set()
+        lengths = set()
         for number, message in enumerate(messages):
             if message.role != "assistant":
                 continue
             try:
                 prompt = self.render(messages[:number], True)
-            except EndlessTemplate:
+            except TemplateLimitError:
                 raise
             except ValueError:  # the template renders only whole conversations
                 continue
             if whole.startswith(prompt):
-                found.add(len(prompt))
-        return found
+                lengths.add(len(prompt))
+        return lengths
 
-    def asking(self, messages: Messages) -> Pieces:
+    def prompt_pieces(self, messages: Messages) -> Pieces:
         """Return the prompt, up to the point where the assistant's next answer begins, as one piece."""
         self._refuse_names(messages)
-        return (Piece(self.render(messages, True), False, True),)
+        return (Piece(self.render(messages, True)),)
 
     def _refuse_names(self, messages: Messages) -> None:
         for message in messages:
-            if name := self._forbidden_names.search(message.content):
-                kind = "a special token" if name[0] in self._tokenizer.specials else "a token that delimits turns"
-                raise ValueError(f"a message contains {name[0]}, which is {kind}")
+            if match := self._forbidden_names.search(message.content):
+                kind = "a special token" if match[0] in self._tokenizer.specials else "a token that delimits turns"
+                raise ValueError(f"a message contains {match[0]}, which is {kind}")
 
     @functools.cached_property
     def _forbidden_names(self) -> Pattern[str]:
@@ -271,30 +272,30 @@ class JinjaTemplate:
         open and close an assistant turn. If several tokens open an assistant turn, only the first of these tokens is
         forbidden; the others, such as <think>, may occur in answers.
         """
-        system, asked, said = (Message(role, "\u00b6said\u00b6") for role in ROLES)
+        system, question, answer = (Message(role, "\u00b6said\u00b6") for role in ROLES)
         try:
-            before = self.render([asked], False)
-            answered = self.render([asked, said], False)
-            prompt = self.render([asked], True)
-        except EndlessTemplate:
+            question_text = self.render([question], False)
+            conversation = self.render([question, answer], False)
+            prompt = self.render([question], True)
+        except TemplateLimitError:
             raise
         except ValueError:  # the template rejects a conversation of only two messages
             return self._marks
-        around = before + answered.rpartition(said.content)[2]
+        delimiters = question_text + conversation.rpartition(answer.content)[2]
         with contextlib.suppress(ValueError):  # some templates reject system messages
-            around += self.render([system, asked], False)
-        names = {*self._tokenizer.specials, *self._marks.findall(around)}
-        opening = self._marks.search(prompt.removeprefix(before))
+            delimiters += self.render([system, question], False)
+        names = {*self._tokenizer.specials, *self._marks.findall(delimiters)}
+        opening = self._marks.search(prompt.removeprefix(question_text))
         if opening:
             names.add(opening[0])
-        return any_of(names)
+        return any_name_pattern(names)
 
-    def render(self, messages: Messages, asks: bool) -> str:
+    def render(self, messages: Messages, add_generation_prompt: bool) -> str:
         """Return the rendered conversation; asks: end it where the assistant's next answer begins."""
         turns = [message._asdict() for message in messages]
         try:
-            with limited():
-                values = {"messages": turns, "add_generation_prompt": asks, **self._variables}
+            with time_limit():
+                values = {"messages": turns, "add_generation_prompt": add_generation_prompt, **self._variables}
                 return self._blocks.render(self._template, values)
         except (self._template_error, TypeError, RecursionError, ArithmeticError, MemoryError) as error:
             raise ValueError(f"the chat template cannot render the conversation: {error}") from None
@@ -308,7 +309,7 @@ def load_template(name: str, tokenizer: Tokenizer, vocab_file: str, date: str | 
     if name == "chatml":
         return ChatML()
     if name == "tokenizer":
-        source = own_template(vocab_file)
+        source = tokenizer_template(vocab_file)
         if source is None:
             raise TokenizerError(
                 f"there is no chat template next to {vocab_file}; set --chat-template to chatml or a file"
@@ -326,42 +327,42 @@ def template_from(source: str, tokenizer: Tokenizer, vocab_file: str, date: str 
     date: time to render as the current time, in ISO 8601; default: now. Raises TokenizerError for an invalid template.
     """
     now = datetime.fromisoformat(date) if date else datetime.now()
-    return _template(source, tokenizer, vocab_file, now)
+    return _build_template(source, tokenizer, vocab_file, now)
 
 
-def template_of_corpus(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str) -> Template:
-    """Return the chat template recorded in `about`, the sidecar (PREFIX.json) of a corpus.
+def template_of_corpus(metadata: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str) -> Template:
+    """Return the chat template recorded in `metadata`, the sidecar (PREFIX.json) of a corpus.
 
     Without `chat_date` in the sidecar, `strftime_now` stays undefined. Raises TokenizerError for an invalid template.
     """
-    date = about.get("chat_date")
+    date = metadata.get("chat_date")
     now = datetime.fromisoformat(date) if date else None
-    source = str(about["chat_template"])
-    return _template(source, tokenizer, vocab_file, now)
+    source = str(metadata["chat_template"])
+    return _build_template(source, tokenizer, vocab_file, now)
 
 
-def is_undated(about: Mapping[str, Any]) -> bool:
-    """Return whether a corpus's chat template renders a date that its sidecar `about` does not record."""
-    return DATES in str(about.get("chat_template")) and not about.get("chat_date")
+def has_unrecorded_date(metadata: Mapping[str, Any]) -> bool:
+    """Return whether a corpus's chat template renders a date that its sidecar `metadata` does not record."""
+    return DATE_FUNCTION in str(metadata.get("chat_template")) and not metadata.get("chat_date")
 
 
-def _template(source: str, tokenizer: Tokenizer, vocab_file: str, now: datetime | None) -> Template:
+def _build_template(source: str, tokenizer: Tokenizer, vocab_file: str, now: datetime | None) -> Template:
     if source == ChatML.source:
         return ChatML()
-    path = file_of(vocab_file)
-    variables = {key: token for key in NAMED if (token := token_beside(path, key)) is not None}
+    path = find_vocab_file(vocab_file)
+    variables = {key: token for key in TOKEN_KEYS if (token := read_token_name(path, key)) is not None}
     return JinjaTemplate(source, tokenizer, variables, now)
 
 
-def own_template(vocab_file: str) -> str | None:
+def tokenizer_template(vocab_file: str) -> str | None:
     """Return the source of the chat template that comes with a tokenizer, or None if there is no template."""
-    path = file_of(vocab_file).with_name(TEMPLATE)
+    path = find_vocab_file(vocab_file).with_name(TEMPLATE)
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    found = settings_beside(path).get("chat_template")
-    if isinstance(found, list):
-        named = {each["name"]: each["template"] for each in found}
-        found = named.get("default")
-    if isinstance(found, str):
-        return found
+    template = read_tokenizer_config(path).get("chat_template")
+    if isinstance(template, list):
+        named = {each["name"]: each["template"] for each in template}
+        template = named.get("default")
+    if isinstance(template, str):
+        return template
     return None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_utils.chat_encoder import ChatEncoder, ignores_generation_prompt, missing_marks
+from data_utils.chat_encoder import ChatEncoder, ignores_generation_prompt, missing_chatml_tokens
 from data_utils.chat_templates import JinjaTemplate, Piece, Template, load_template
 from megatron.tokenizer import Tokenizer
 
@@ -29,7 +29,7 @@ def sidecar_entries(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str,
     return entries
 
 
-def with_date(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Namespace:
+def with_chat_date(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Namespace:
     """Return the flags with `chat_date` set: the value of --chat-date, else the date of the resumed run, else now."""
     if args.objective != "sft":
         return args
@@ -37,7 +37,7 @@ def with_date(args: argparse.Namespace, state: Mapping[str, Any]) -> argparse.Na
     return argparse.Namespace(**{**vars(args), "chat_date": now})
 
 
-def check(args: argparse.Namespace) -> None:
+def check_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that contradict each other and for an invalid --chat-date."""
     if args.objective == "sft" and (args.split_sentences or args.keys != ["text"]):
         raise ValueError("--objective sft reads whole conversations; remove --split-sentences and --keys")
@@ -75,7 +75,7 @@ def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
             "note: the chat template ignores add_generation_prompt, so prompts end before the assistant header, "
             "and the model must generate this header"
         )
-    if missing := missing_marks(template, tokenizer):
+    if missing := missing_chatml_tokens(template, tokenizer):
         print(
             f"note: the tokenizer has no special token {' or '.join(missing)}, so each is encoded as several text "
             f"tokens; tools/train_tokenizer.py --special-tokens trains a tokenizer that has them"
@@ -92,15 +92,15 @@ def _note_on_blocks(template: JinjaTemplate) -> str:
 
 
 def encode(
-    encoder: ChatEncoder, found: Sequence[tuple[Piece, ...]]
+    encoder: ChatEncoder, conversations: Sequence[tuple[Piece, ...]]
 ) -> tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.int32]]:
     """Return (concatenated ids of all conversations, loss mask of these ids, number of tokens of each conversation)."""
     ids: list[int] = []
-    counts: list[int] = []
+    loss_mask: list[int] = []
     lengths: list[int] = []
-    for pieces in found:
-        mine, learned = encoder.encode(pieces)
-        ids += mine
-        counts += learned
-        lengths.append(len(mine))
-    return np.array(ids, np.int32), np.array(counts, np.uint8), np.array(lengths, np.int32)
+    for pieces in conversations:
+        new_ids, new_mask = encoder.encode(pieces)
+        ids += new_ids
+        loss_mask += new_mask
+        lengths.append(len(new_ids))
+    return np.array(ids, np.int32), np.array(loss_mask, np.uint8), np.array(lengths, np.int32)

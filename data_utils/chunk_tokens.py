@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from data_utils.chat_encoder import ChatEncoder
 from data_utils.chat_templates import Piece, messages_of
-from data_utils.indexed_writer import fit
+from data_utils.indexed_writer import cast_ids
 from megatron.data.cpm_masking import mask_document
 from megatron.data.indexed_dataset import best_dtype
 from megatron.tokenizer import Tokenizer, load_tokenizer
@@ -23,7 +23,7 @@ from .sentences import split_sentences
 from .streams import BadLine
 
 
-class Part(NamedTuple):
+class PairTokens(NamedTuple):
     """Tokens of one chunk for one of the output pairs."""
 
     ids: NDArray[Any]  # all tokens, concatenated
@@ -31,10 +31,10 @@ class Part(NamedTuple):
     sequences: NDArray[np.int32]  # number of sequences of each document
 
 
-class Tokens(NamedTuple):
+class TokenizedChunk(NamedTuple):
     """The tokens of one chunk, as a worker process returns them."""
 
-    parts: list[Part]
+    parts: list[PairTokens]
     bad: list[BadLine]
     empty: int
     source_bytes: int
@@ -47,7 +47,7 @@ class _Worker:
     tokenizer: Tokenizer
     start: NDArray[np.int32]
     eod: NDArray[np.int32]
-    take: Any  # the record's keys to tokenize, or a function that extracts a conversation from a record
+    keys: Any  # the record's keys to tokenize, or a function that extracts a conversation from a record
     chat: ChatEncoder
 
 
@@ -59,45 +59,45 @@ def start_worker(args: argparse.Namespace) -> None:
     _Worker.tokenizer = tokenizer
     _Worker.start = np.array(tokenizer.start, dtype=np.int32)
     _Worker.eod = np.array([tokenizer.eod] if args.append_eod else [], dtype=np.int32)
-    _Worker.take = args.keys
+    _Worker.keys = args.keys
     if args.objective == "sft":
         template = chats.template_of(args, tokenizer)
-        _Worker.take = lambda record: template.pieces(messages_of(record))
+        _Worker.keys = lambda record: template.pieces(messages_of(record))
         _Worker.chat = ChatEncoder(tokenizer, args.append_eod)
 
 
-def tokenize(chunk: Chunk) -> Tokens:
+def tokenize(chunk: Chunk) -> TokenizedChunk:
     """Read and encode one chunk in a worker process."""
     args = _Worker.args
     good = []
     bad = []
     empty = 0
-    for document in documents(chunk, _Worker.take, args.seed, max_document_bytes(args), DRAWS[args.draw]):
+    for document in documents(chunk, _Worker.keys, args.seed, max_document_bytes(args), DRAWS[args.draw]):
         if isinstance(document, BadLine):
             bad.append(document)
         elif all(document):
             good.append(document)
         else:
             empty += 1
-    return Tokens(_parts(chunk, good), bad, empty, chunk.length)
+    return TokenizedChunk(_encode_documents(chunk, good), bad, empty, chunk.length)
 
 
-def _parts(chunk: Chunk, found: list[tuple[Any, ...]]) -> list[Part]:
+def _encode_documents(chunk: Chunk, document_list: list[tuple[Any, ...]]) -> list[PairTokens]:
     """Encode the documents of a chunk; return one part for each output pair."""
     objective = _Worker.args.objective
     if objective == "sft":
-        return _conversations(found)
+        return _encode_conversations(document_list)
     parts = []
     for column in range(len(_Worker.args.keys)):
-        texts = [document[column] for document in found]
+        texts = [document[column] for document in document_list]
         if objective == "cpm-t5":
-            parts += _masked(chunk, texts)
+            parts += _mask_spans(chunk, texts)
         else:
-            parts.append(_encoded(texts))
+            parts.append(_encode_texts(texts))
     return parts
 
 
-def _encoded(texts: list[str]) -> Part:
+def _encode_texts(texts: list[str]) -> PairTokens:
     """Encode the texts of one chunk for one output pair."""
     pieces: list[str] = []
     counts = []
@@ -114,34 +114,34 @@ def _encoded(texts: list[str]) -> Part:
     if len(_Worker.start):
         for first in ends - counts:
             encoded[first] = np.append(_Worker.start, encoded[first])
-    return _part(encoded, best_dtype(_Worker.tokenizer.vocab_size), counts)
+    return _concatenate(encoded, best_dtype(_Worker.tokenizer.vocab_size), counts)
 
 
-def _part(sequences: list[NDArray[Any]], dtype: DTypeLike, counts: Sequence[int]) -> Part:
+def _concatenate(sequences: list[NDArray[Any]], dtype: DTypeLike, counts: Sequence[int]) -> PairTokens:
     """Concatenate sequences of tokens. counts: number of sequences of each document."""
     ids = np.concatenate(sequences) if sequences else np.empty(0, np.int32)
     lengths = np.array([len(sequence) for sequence in sequences], dtype=np.int32)
-    return Part(fit(ids, np.dtype(dtype), "the output"), lengths, np.array(counts, dtype=np.int32))
+    return PairTokens(cast_ids(ids, np.dtype(dtype), "the output"), lengths, np.array(counts, dtype=np.int32))
 
 
-def _conversations(found: list[tuple[Piece, ...]]) -> list[Part]:
+def _encode_conversations(conversations: list[tuple[Piece, ...]]) -> list[PairTokens]:
     """Return the tokens of conversations and the loss mask of these tokens, as two parts."""
-    ids, counts, lengths = chats.encode(_Worker.chat, found)
+    ids, loss_mask, lengths = chats.encode(_Worker.chat, conversations)
     dtype = np.dtype(best_dtype(_Worker.tokenizer.vocab_size))
-    ones = np.ones(len(found), dtype=np.int32)
-    return [Part(fit(ids, dtype, "the output"), lengths, ones), Part(counts, lengths, ones)]
+    ones = np.ones(len(conversations), dtype=np.int32)
+    return [PairTokens(cast_ids(ids, dtype, "the output"), lengths, ones), PairTokens(loss_mask, lengths, ones)]
 
 
-def _masked(chunk: Chunk, texts: list[str]) -> list[Part]:
+def _mask_spans(chunk: Chunk, texts: list[str]) -> list[PairTokens]:
     """Mask spans for CPM's T5, seeded by each document's position; return contexts, targets and target offsets."""
     args = _Worker.args
     vocab_size = _Worker.tokenizer.vocab_size
-    made: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
+    columns: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
     for number, ids in enumerate(_Worker.tokenizer.encode_batch(texts)):
         seed = (args.seed, chunk.source.number, chunk.start, number)
         whole = np.append(ids, _Worker.eod)
         masked = mask_document(whole, vocab_size, args.noise_density, args.mean_span_length, seed)
-        for part, piece in zip(made, masked, strict=True):
+        for part, piece in zip(columns, masked, strict=True):
             part.append(piece)
     # Sentinel ids follow the vocabulary, and a document may have any number of spans, so ids need int32.
-    return [_part(pieces, np.int32, [1] * len(texts)) for pieces in made]
+    return [_concatenate(pieces, np.int32, [1] * len(texts)) for pieces in columns]

@@ -106,9 +106,9 @@ def repeated(text: str, limits: Limits) -> str:
     removed = len(text) - len("\n".join(kept))
     if removed > limits.max_repeated * len(text):
         raise Drop("repeated phrases")
-    most = limits.max_repeated
+    max_share = limits.max_repeated
     if looks_like_code(lines):
-        most *= 2
+        max_share *= 2
     else:
         kept = list(collapse_lines(kept))
     counts = Counter(map(str.strip, kept))
@@ -118,7 +118,7 @@ def repeated(text: str, limits: Limits) -> str:
         if len(line) > 1:
             total += len(line) * count
             repeats += len(line) * (count - 1)
-    if repeats > most * total:
+    if repeats > max_share * total:
         raise Drop("repeated lines")
     return "\n".join(kept)
 
@@ -179,10 +179,10 @@ def clean(text: str, rules: Sequence[str] = DEFAULT_RULES, limits: Limits | None
         if name not in rules:
             continue
         try:
-            after = rule(text, limits)
+            cleaned = rule(text, limits)
         except Drop as drop:
             return Outcome(None, str(drop), tuple(changed))
-        if after != text:
+        if cleaned != text:
             changed.append(name)
-        text = after
+        text = cleaned
     return Outcome(text, "", tuple(changed))

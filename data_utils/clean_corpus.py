@@ -10,14 +10,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from megatron.atomic import naming, whole_file, write_text
+from megatron.atomic import atomic_file, name_in_errors, write_text
 
 from .clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
-from .cli import Parser, input_flags, local_path, max_document_bytes, run, unreadable, worker_flags
-from .dedup import ExactDuplicates, Prints, fingerprint, shingles
+from .cli import Parser, add_input_flags, add_worker_flags, local_path, max_document_bytes, run, unreadable_error
+from .dedup import ExactDuplicates, Fingerprints, fingerprint, shingles
 from .documents import Chunk, chunks, documents
-from .files import REPORT, find_files, refuse_as_outputs
-from .near_duplicates import NearDuplicates, sketch
+from .files import REPORT_SUFFIX, check_outputs, find_files
+from .near_duplicates import NearDuplicates, minhash_signature
 from .parallel import ordered_map
 from .progress import Progress
 from .shuffle import shuffled
@@ -33,7 +33,7 @@ EXAMPLES = """\
 class Cleaned(NamedTuple):
     """The cleaned documents of one chunk, as a worker process returns them."""
 
-    outcomes: list[tuple[str, Outcome, Prints]]  # for each document: original text, outcome, fingerprints
+    outcomes: list[tuple[str, Outcome, Fingerprints]]  # for each document: original text, outcome, fingerprints
     bad: list[BadLine]
     source_bytes: int
 
@@ -45,7 +45,7 @@ class _Worker:
     rules: tuple[str, ...]
     limits: Limits
     seed: int
-    largest: int
+    max_bytes: int
     exact: bool
     near: bool
 
@@ -55,7 +55,7 @@ def _start_worker(settings: dict[str, Any]) -> None:
         setattr(_Worker, name, value)
 
 
-def _prints(text: str | None) -> Prints:
+def _fingerprints_of(text: str | None) -> Fingerprints:
     """Return a document's fingerprints for deduplication.
 
     Worker processes compute the fingerprints, to relieve the main process, which compares them.
@@ -65,20 +65,20 @@ def _prints(text: str | None) -> Prints:
     if text is not None and _Worker.exact:
         exact = fingerprint(text)
     if text is not None and _Worker.near:
-        near = sketch(shingles(text))
-    return Prints(exact, near)
+        near = minhash_signature(shingles(text))
+    return Fingerprints(exact, near)
 
 
 def clean_chunk(chunk: Chunk) -> Cleaned:
     """Clean each document of a chunk in a worker process."""
     outcomes = []
     bad = []
-    for document in documents(chunk, (_Worker.key,), _Worker.seed, _Worker.largest):
+    for document in documents(chunk, (_Worker.key,), _Worker.seed, _Worker.max_bytes):
         if isinstance(document, BadLine):
             bad.append(document)
         else:
             outcome = clean(document[0], _Worker.rules, _Worker.limits)
-            outcomes.append((document[0], outcome, _prints(outcome.text)))
+            outcomes.append((document[0], outcome, _fingerprints_of(outcome.text)))
     return Cleaned(outcomes, bad, chunk.length)
 
 
@@ -92,21 +92,21 @@ class Report:
         self._dropped = dropped
         self._path = path
 
-    def take(self, text: str) -> None:
+    def count_read(self, text: str) -> None:
         """Count a document that was read."""
         self.read += 1
         self.read_chars += len(text)
 
-    def keep(self, text: str) -> None:
+    def count_kept(self, text: str) -> None:
         """Count a document that is kept."""
         self.kept += 1
         self.kept_chars += len(text)
 
-    def drop(self, reason: str, text: str) -> None:
+    def record_dropped(self, reason: str, text: str) -> None:
         """Count a dropped document, and write it to the file that --dropped names, if any."""
         self.reasons[reason] += 1
         if self._dropped and self._path:
-            with naming(self._path):
+            with name_in_errors(self._path):
                 self._dropped.write(json.dumps({"reason": reason, "text": text}, ensure_ascii=False) + "\n")
 
     def content(self) -> dict[str, Any]:
@@ -129,18 +129,18 @@ class Report:
 
 def _worker_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of cleaning for the worker processes."""
-    named = {*DEFAULT_RULES, *args.on} - set(args.off)
+    rules = {*DEFAULT_RULES, *args.on} - set(args.off)
     limits = {field.name: getattr(args, field.name) for field in fields(Limits)}
     return {
         "key": args.json_key,
-        "rules": tuple(named),
+        "rules": tuple(rules),
         "limits": Limits(**limits),
         "seed": args.seed,
-        "largest": max_document_bytes(args),
+        "max_bytes": max_document_bytes(args),
     }
 
 
-def _chunks_of_all(args: argparse.Namespace) -> Iterator[Chunk]:
+def _all_chunks(args: argparse.Namespace) -> Iterator[Chunk]:
     for source in find_files(args.input, args.encoding):
         yield from chunks(source, largest=max_document_bytes(args))
 
@@ -149,33 +149,33 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
     """Clean and deduplicate the input, yield each kept document as a line of JSON, and count documents in `report`."""
     exact = None if "exact-duplicates" in args.off else ExactDuplicates()
     near = NearDuplicates(args.similarity) if args.near_duplicates else None
-    worker = {**_worker_settings(args), "exact": exact is not None, "near": near is not None}
-    pending = _chunks_of_all(args)
+    settings = {**_worker_settings(args), "exact": exact is not None, "near": near is not None}
+    pending = _all_chunks(args)
     progress = Progress[bytes](unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
     with progress:
-        for done in ordered_map(clean_chunk, pending, args.workers, _start_worker, (worker,), args.ray):
-            for bad in done.bad:
+        for cleaned in ordered_map(clean_chunk, pending, args.workers, _start_worker, (settings,), args.ray):
+            for bad in cleaned.bad:
                 if args.on_error == "stop":
-                    raise unreadable(bad)
-                report.drop("unreadable", str(bad))
-            for before, outcome, prints in done.outcomes:
-                report.take(before)
+                    raise unreadable_error(bad)
+                report.record_dropped("unreadable", str(bad))
+            for original, outcome, prints in cleaned.outcomes:
+                report.count_read(original)
                 report.changed.update(outcome.changed)
                 if outcome.text is None:
-                    report.drop(outcome.reason, before)
-                elif exact and exact.has(prints.exact):
-                    report.drop("exact duplicate", before)
-                elif near and near.has(prints.near):
-                    report.drop("near duplicate", before)
+                    report.record_dropped(outcome.reason, original)
+                elif exact and exact.check_and_add(prints.exact):
+                    report.record_dropped("exact duplicate", original)
+                elif near and near.check_and_add(prints.near):
+                    report.record_dropped("near duplicate", original)
                 else:
-                    report.keep(outcome.text)
+                    report.count_kept(outcome.text)
                     line = json.dumps({"text": outcome.text}, ensure_ascii=False)
                     yield line.encode() + b"\n"
-            progress.update(done.source_bytes)
+            progress.update(cleaned.source_bytes)
 
 
 @contextmanager
-def _whole_lines(path: str | None) -> Iterator[IO[str] | None]:
+def _open_atomically(path: str | None) -> Iterator[IO[str] | None]:
     """Open a temporary text file and rename it to `path` after the last write; yield None if `path` is None.
 
     After an error, an existing file `path` remains unchanged.
@@ -183,7 +183,7 @@ def _whole_lines(path: str | None) -> Iterator[IO[str] | None]:
     if path is None:
         yield None
         return
-    with whole_file(path) as there, open(there, "w", encoding="utf-8") as file:
+    with atomic_file(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
         yield file
 
 
@@ -191,13 +191,13 @@ def main(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if not output.name.removesuffix(".gz").endswith(".jsonl"):
         raise ValueError(f"--output {output} must end with .jsonl or .jsonl.gz")
-    refuse_as_outputs(args.input, [args.output, args.dropped], args.encoding)
+    check_outputs(args.input, [args.output, args.dropped], args.encoding)
     output.parent.mkdir(parents=True, exist_ok=True)
     open_output = gzip.open if output.suffix == ".gz" else open
-    with whole_file(output) as there, _whole_lines(args.dropped) as dropped:
+    with atomic_file(output) as temporary, _open_atomically(args.dropped) as dropped:
         report = Report(dropped, args.dropped)
         # Without this name, an error of the output would get the name of --dropped, whose context is the inner one.
-        with naming(output), open_output(there, "wb") as file:
+        with name_in_errors(output), open_output(temporary, "wb") as file:
             lines = kept_lines(args, report)
             if not args.no_shuffle:
                 lines = shuffled(lines, args.seed, str(output.parent))
@@ -205,7 +205,7 @@ def main(args: argparse.Namespace) -> None:
                 file.write(line)
         if not report.kept:
             raise InputError(f"every document of {', '.join(args.input)} was dropped: {report.content()['dropped']}")
-    write_text(f"{output}{REPORT}", json.dumps(report.content(), indent=2, ensure_ascii=False))
+    write_text(f"{output}{REPORT_SUFFIX}", json.dumps(report.content(), indent=2, ensure_ascii=False))
     print("\n".join([*report.lines(), f"-> {output}"]))
 
 
@@ -213,7 +213,7 @@ def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
     limits = Limits()
-    input_flags(parser)
+    add_input_flags(parser)
     add("--output", type=local_path, required=True, help="output file, .jsonl or .jsonl.gz")
     add("--json-key", default="text", help="key of the text in a record (default: text)")
     add("--off", nargs="+", default=[], choices=[*RULES, "exact-duplicates"], help="cleaning rules to skip")
@@ -235,8 +235,8 @@ def build_parser() -> Parser:
         "max-urls": "in lines of URLs (default: 0.5)",
     }
     for name, words in shares.items():
-        words = f"largest allowed share of a document's characters {words}"
-        add(f"--{name}", type=float, default=getattr(limits, name.replace("-", "_")), help=words)
+        text = f"largest allowed share of a document's characters {words}"
+        add(f"--{name}", type=float, default=getattr(limits, name.replace("-", "_")), help=text)
     add("--script", default=limits.script, help="Unicode script that --min-script requires (default: Han)")
     add(
         "--min-script", type=float, default=limits.min_script,
@@ -253,7 +253,7 @@ def build_parser() -> Parser:
         "--seed", type=int, default=1234,
         help="seed of the shuffle and of the random selection of documents for FILE@0.5 (default: 1234)",
     )  # fmt: skip
-    worker_flags(parser)
+    add_worker_flags(parser)
     add("--quiet", action="store_true", help="show no progress bar")
     return parser
 

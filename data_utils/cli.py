@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.atomic import whole_file, write_text
-from megatron.config.data import prefix_of
-from megatron.config.fields import describe, listed
-from megatron.storage import PlaceError, check_location, require_local
-from megatron.streams import NAMES, Named, guarded
-from megatron_compat.flags.translate import suggestion
+from megatron.atomic import atomic_file, write_text
+from megatron.config.data import corpus_prefix
+from megatron.config.fields import describe_error, format_problems
+from megatron.storage import PathError, check_location, require_local
+from megatron.streams import NAMES, NamedStdout, guard_streams
+from megatron_compat.flags.translate import suggest_flag
 
-from .documents import LARGEST_DOCUMENT
-from .missing import MissingFiles, refuse_missing
+from .documents import MAX_DOCUMENT_BYTES
+from .missing import MissingFiles, check_inputs_exist
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Formatter that keeps lines short.
 
     It wraps paragraphs at spaces, continues long commands of examples on a new line, and moves a long list of choices
@@ -35,95 +35,96 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     """
 
     def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
-        if _long_choices(action):
+        if _has_long_choices(action):
             return lambda count: (default_metavar,) * count
         return super()._metavar_formatter(action, default_metavar)
 
     def _expand_help(self, action: argparse.Action) -> str:
         text = super()._expand_help(action)
-        return f"{text}: {', '.join(action.choices or ())}" if _long_choices(action) else text
+        return f"{text}: {', '.join(action.choices or ())}" if _has_long_choices(action) else text
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith("examples:"):
             whole = text.replace(" \\\n      ", " ")
-            return "\n".join(_wrapped(line, width) for line in whole.split("\n"))
+            return "\n".join(_wrap_example(line, width) for line in whole.split("\n"))
         return "\n\n".join(textwrap.fill(each, width, break_on_hyphens=False) for each in text.split("\n\n"))
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)  # flags are not broken
 
 
-def _long_choices(action: argparse.Action) -> bool:
+def _has_long_choices(action: argparse.Action) -> bool:
     return action.metavar is None and sum(len(str(choice)) for choice in action.choices or ()) > 30
 
 
-def _wrapped(line: str, width: int) -> str:
+def _wrap_example(line: str, width: int) -> str:
     """Return a line of examples, a shell command or a remark, as lines of at most `width` characters."""
-    command = line.startswith("  python ")
+    is_command = line.startswith("  python ")
     quoted = r"\"[^\"]*\"|'[^']*'"
     words = re.findall(rf"(?:--\S+ (?={quoted}|[^\s-]))?(?:{quoted}|\S)+", line)  # a flag stays with its value
     indent = line[: len(line) - len(line.lstrip())]
-    found = [indent + " ".join(words[:1])]
+    lines = [indent + " ".join(words[:1])]
     for word in words[1:]:
-        if len(found[-1]) + len(word) + 3 > max(width, 60):
-            found[-1] += " \\" if command else ""
-            found.append(f"      {word}")
+        # 3 characters: the space before the word, and ` \` at the end of the line
+        if len(lines[-1]) + len(word) + 3 > max(width, 60):
+            lines[-1] += " \\" if is_command else ""
+            lines.append(f"      {word}")
         else:
-            found[-1] += f" {word}"
-    return "\n".join(found)
+            lines[-1] += f" {word}"
+    return "\n".join(lines)
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser with one-sentence errors and `--debug` for tracebacks."""
 
-    def __init__(self, description: str, examples: str, **more: Any) -> None:
+    def __init__(self, description: str, examples: str, **kwargs: Any) -> None:
         super().__init__(
             description=description,
             epilog=f"examples:\n{examples}",
-            formatter_class=_Help,
+            formatter_class=_HelpFormatter,
             allow_abbrev=False,
-            **more,
+            **kwargs,
         )
         self.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Return the parsed arguments. Reports all unknown arguments in one error, each with a suggestion."""
-        found, rest = self.parse_known_args(args, namespace)
-        if rest:
-            flags = [word for word in rest if word.startswith("-") and not is_number(word)]
-            known = re.findall(r"--[a-z0-9][\w-]*", found.usages)
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [word for word in unknown if word.startswith("-") and not is_number(word)]
+            known = re.findall(r"--[a-z0-9][\w-]*", parsed.usages)
             problems = []
-            for word in flags or rest[:1]:
+            for word in flags or unknown[:1]:
                 name = word.split("=")[0] if flags else word
-                problems.append(f"unknown argument {name}{suggest(name, known)}")
-            self.error(listed(problems, "unknown arguments"))
-        return found
+                problems.append(f"unknown argument {name}{unknown_flag_hint(name, known)}")
+            self.error(format_problems(problems, "unknown arguments"))
+        return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Return (namespace, unknown arguments).
 
         If there are unknown arguments, `namespace.usages` collects the usage lines of the tool and its subcommand.
         """
-        self._words = list(sys.argv[1:] if args is None else args)
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            found.usages = getattr(found, "usages", "") + self.format_usage()
-        return found, rest
+        self._argv = list(sys.argv[1:] if args is None else args)
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            parsed.usages = getattr(parsed, "usages", "") + self.format_usage()
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         if "are required: " in message:
-            message = listed([*self._misspelled(), message], "errors in the arguments")
+            message = format_problems([*self._misspelled(), message], "errors in the arguments")
         print(f"{self.prog}: {message}; --help shows examples", file=sys.stderr)
         sys.exit(2)
 
     def _misspelled(self) -> Iterator[str]:
         """Yield an error for each unknown flag; argparse itself reports only the required flags that are missing."""
         known = re.findall(r"--[a-z0-9][\w-]*", self.format_usage())
-        for word in self._words:
+        for word in self._argv:
             name = word.split("=")[0]
             if not name.startswith("--") or name in known:
                 continue
-            hint = suggest(name, known)
+            hint = unknown_flag_hint(name, known)
             if hint:
                 yield f"unknown argument {name}{hint}"
 
@@ -140,50 +141,52 @@ FOREIGN_FLAGS = {
 }  # fmt: skip
 
 
-def suggest(name: str, known: Sequence[str]) -> str:
+def unknown_flag_hint(name: str, known: Sequence[str]) -> str:
     """Return the end of the message for an unknown flag: `; did you mean --x?` or an explanation.
 
     name: the unknown flag. known: the flags of the tool.
     """
     dashed = "--" + name.lstrip("-").replace("_", "-")
-    ours = FOREIGN_FLAGS.get(dashed, "")
-    if " " in ours:
-        return f": {ours}"
-    if ours in known:
-        return f"; did you mean {ours}?"
-    return suggestion(name, known, strange=False)
+    counterpart = FOREIGN_FLAGS.get(dashed, "")
+    # A flag has no spaces, so this is an explanation.
+    if " " in counterpart:
+        return f": {counterpart}"
+    if counterpart in known:
+        return f"; did you mean {counterpart}?"
+    return suggest_flag(name, known, all_foreign=False)
 
 
 def is_number(word: str) -> bool:
     """Return whether a word such as `-1` is a number rather than a flag."""
     with contextlib.suppress(ValueError):
+        # NaN differs from itself, so the word `nan` is no number.
         return float(word) == float(word)
     return False
 
 
 def local_path(text: str) -> str:
     """Return the argument `text`, a path on this machine. Refuses URLs, and words like URLs with a mistake."""
-    return _checked(require_local, text)
+    return _check_argument(require_local, text)
 
 
 def any_path(text: str) -> str:
     """Return the argument `text`, a path or the URL of a place in object storage."""
-    return _checked(check_location, text)
+    return _check_argument(check_location, text)
 
 
 def any_prefix(text: str) -> str:
     """Return the prefix of the .bin/.idx pair that the argument `text` names, a path or a URL."""
-    return prefix_of(any_path(text))
+    return corpus_prefix(any_path(text))
 
 
-def _checked(check: Callable[[str], str], text: str) -> str:
+def _check_argument(check: Callable[[str], str], text: str) -> str:
     try:
         return check(text)
-    except PlaceError as error:
+    except PathError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def input_flags(parser: argparse.ArgumentParser) -> None:
+def add_input_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags shared by all tools that read text."""
     add = parser.add_argument
     add(
@@ -203,13 +206,13 @@ def input_flags(parser: argparse.ArgumentParser) -> None:
         help="whether an unreadable document stops the tool or is skipped (default: stop)",
     )
     add(
-        "--max-document-mb", type=_megabytes, default=LARGEST_DOCUMENT / 2**20,
+        "--max-document-mb", type=_megabytes, default=MAX_DOCUMENT_BYTES / 2**20,
         help="size limit of a document in MiB (default: 8). A worker process needs 30 times this much memory with a "
         "sentencepiece tokenizer, 60 times with a cpm tokenizer, 120 times with an hf tokenizer",
     )  # fmt: skip
 
 
-def worker_flags(parser: argparse.ArgumentParser) -> None:
+def add_worker_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for worker processes."""
     add = parser.add_argument
     add("--workers", type=int, default=os.cpu_count() or 1, help="number of worker processes (default: one per core)")
@@ -232,7 +235,7 @@ def max_document_bytes(args: argparse.Namespace) -> int:
     return int(args.max_document_mb * 2**20)
 
 
-def unreadable(bad: object) -> ValueError:
+def unreadable_error(bad: object) -> ValueError:
     """Return the error for the unreadable document `bad`; its message names the flag that skips such documents."""
     return ValueError(f"{bad} (pass --on-error skip to skip such documents)")
 
@@ -242,22 +245,22 @@ def write_json(path: str, content: object) -> None:
     write_text(path, json.dumps(content, indent=2))
 
 
-def new_figure(what: str, **more: Any) -> Any:
-    """Return a figure of matplotlib. Raises ValueError, which names `what` needs it, if it is not installed."""
+def new_figure(feature: str, **kwargs: Any) -> Any:
+    """Return a figure of matplotlib. Raises ValueError, which names `feature` needs it, if it is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"{what} needs the package matplotlib: pip install matplotlib") from None
-    return Figure(**more)
+        raise ValueError(f"{feature} needs the package matplotlib: pip install matplotlib") from None
+    return Figure(**kwargs)
 
 
-def save_figure(figure: Any, path: str | Path, **more: Any) -> None:
+def save_figure(figure: Any, path: str | Path, **kwargs: Any) -> None:
     """Write a figure of matplotlib as a PNG, atomically."""
-    with whole_file(path) as there:
-        figure.savefig(there, format="png", **more)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, format="png", **kwargs)
 
 
-def aligned(rows: Sequence[Sequence[Any]], left: int | None = None) -> list[str]:
+def align_columns(rows: Sequence[Sequence[Any]], left: int | None = None) -> list[str]:
     """Return the rows of a table as lines with aligned columns. left: number of columns aligned left, None for all."""
     columns = []
     for number, column in enumerate(zip(*rows, strict=True)):
@@ -271,24 +274,24 @@ def aligned(rows: Sequence[Sequence[Any]], left: int | None = None) -> list[str]
     return lines
 
 
-def blocks(rows: Sequence[Sequence[str]], gap: int) -> Iterator[list[tuple[str, ...]]]:
+def split_columns(rows: Sequence[Sequence[str]], gap: int) -> Iterator[list[tuple[str, ...]]]:
     """Yield parts of a table that fit the terminal, each with the first column and some of the others.
 
     The whole table is one part if the output is no terminal and COLUMNS is not set. gap: characters between columns.
     """
-    most = shutil.get_terminal_size((1_000_000, 0)).columns
+    max_width = shutil.get_terminal_size((1_000_000, 0)).columns
     first, *others = zip(*rows, strict=True)
     columns = [first]
-    begin = max(map(len, first))
-    used = begin
+    first_width = max(map(len, first))
+    width = first_width
     for column in others:
-        more = gap + max(map(len, column))
-        if len(columns) > 1 and used + more > most:
+        added = gap + max(map(len, column))
+        if len(columns) > 1 and width + added > max_width:
             yield list(zip(*columns, strict=True))
             columns = [first]
-            used = begin
+            width = first_width
         columns.append(column)
-        used += more
+        width += added
     yield list(zip(*columns, strict=True))
 
 
@@ -297,20 +300,20 @@ def run(
 ) -> None:
     """Parse the command line and run a tool; if the tool fails, print a one-sentence error and exit with 1."""
     args = parser.parse_args(argv)
-    with guarded("the work continues", "stderr"), _named_stdout():
-        _run(main, parser, args)
+    with guard_streams("the work continues", "stderr"), _named_stdout():
+        _run_main(main, parser, args)
 
 
 @contextlib.contextmanager
 def _named_stdout() -> Iterator[None]:
     """Let errors of stdout name it while the enclosed code runs."""
-    before = sys.stdout
-    if before is not None:
-        sys.stdout = Named(before)  # type: ignore[assignment]
+    original = sys.stdout
+    if original is not None:
+        sys.stdout = NamedStdout(original)  # type: ignore[assignment]
     try:
         yield
     finally:
-        sys.stdout = before
+        sys.stdout = original
 
 
 def _give_up_stdout() -> None:
@@ -318,10 +321,12 @@ def _give_up_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _run_main(
+    main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, args: argparse.Namespace
+) -> None:
     """Run a tool's `main`; exit with 1 and one sentence on stderr if it raises an expected error."""
     try:
-        refuse_missing(args)
+        check_inputs_exist(args)
         main(args)
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -332,7 +337,7 @@ def _run(main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentPa
     except (ValueError, OSError, RuntimeError) as error:
         if args.debug:
             raise
-        message = str(error) if isinstance(error, MissingFiles) else describe(error)
+        message = str(error) if isinstance(error, MissingFiles) else describe_error(error)
         print(f"{parser.prog}: {message}", file=sys.stderr)
         if isinstance(error, OSError) and error.filename == NAMES["stdout"]:
             _give_up_stdout()

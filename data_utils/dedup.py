@@ -10,7 +10,7 @@ SHINGLE = 5
 
 
 @lru_cache(maxsize=1)
-def _beside_letters() -> re.Pattern[str]:
+def _non_letters() -> re.Pattern[str]:
     """Return a pattern that matches everything except letters and digits.
 
     Combining marks count as letters because Hindi and Thai write vowels as combining marks.
@@ -23,13 +23,13 @@ def _beside_letters() -> re.Pattern[str]:
     return re.compile(f"[^\\w{marks}]+|_+")
 
 
-def skeleton(text: str) -> str:
+def normalize_text(text: str) -> str:
     """Return the text without spaces and punctuation, and with letters that differ only in case made equal."""
-    return _beside_letters().sub("", text).casefold()
+    return _non_letters().sub("", text).casefold()
 
 
-class Prints(NamedTuple):
-    """Fingerprints of a document. exact: hash from `fingerprint`. near: signature from `near_duplicates.sketch`."""
+class Fingerprints(NamedTuple):
+    """Fingerprints of a document. exact: result of `fingerprint`. near: of `near_duplicates.minhash_signature`."""
 
     exact: int = 0
     near: Any = None
@@ -37,14 +37,14 @@ class Prints(NamedTuple):
 
 def fingerprint(text: str) -> int:
     """Return a 64-bit hash of a text without its spaces, punctuation and case."""
-    bare = skeleton(text) or text
-    return int.from_bytes(hashlib.blake2b(bare.encode(), digest_size=8).digest(), "little")
+    normalized = normalize_text(text) or text
+    return int.from_bytes(hashlib.blake2b(normalized.encode(), digest_size=8).digest(), "little")
 
 
 def shingles(text: str) -> list[str]:
     """Return all substrings of SHINGLE characters of a text without its spaces, punctuation and case."""
-    bare = skeleton(text) or text
-    return [bare[i : i + SHINGLE] for i in range(max(len(bare) - SHINGLE + 1, 1))]
+    normalized = normalize_text(text) or text
+    return [normalized[i : i + SHINGLE] for i in range(max(len(normalized) - SHINGLE + 1, 1))]
 
 
 class ExactDuplicates:
@@ -57,11 +57,11 @@ class ExactDuplicates:
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
-    def seen(self, text: str) -> bool:
+    def check_and_add_text(self, text: str) -> bool:
         """Return True if the set contains an equal text; add the text otherwise."""
-        return self.has(fingerprint(text))
+        return self.check_and_add(fingerprint(text))
 
-    def has(self, key: int) -> bool:
+    def check_and_add(self, key: int) -> bool:
         """Return True if the set contains a text with the fingerprint `key`; add the fingerprint otherwise."""
         if key in self._seen:
             return True

@@ -5,27 +5,27 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .files import Source, kind
-from .streams import is_utf8, looks_like
+from .files import Source, format_suffix
+from .streams import encoding_hint, is_utf8
 
-_BREAK = re.compile("\r\n?")
+_LINE_BREAK = re.compile("\r\n?")
 _OUTER_BLANK_LINES = re.compile("^(?:[^\\S\n]*\n)+|(?:\n[^\\S\n]*)+$")  # blank lines before and after a text
 
-Take = Callable[[Any], tuple[Any, ...]]
+ExtractTexts = Callable[[Any], tuple[Any, ...]]
 
 
-def parse(raw: bytes, source: Source, keys: Sequence[str] | Take, is_first: bool) -> tuple[Any, ...]:
+def parse_document(raw: bytes, source: Source, keys: Sequence[str] | ExtractTexts, is_first: bool) -> tuple[Any, ...]:
     """Return the texts under `keys` of the document `raw`. Raises ValueError for an unreadable document.
 
     keys: as for `documents.documents`. is_first: whether the document is the first of its file.
     """
-    text = _decoded(raw, source.encoding)
-    if kind(source.path) == ".txt":
+    text = _decode(raw, source.encoding)
+    if format_suffix(source.path) == ".txt":
         if callable(keys):
             raise ValueError("a .txt file contains no records with messages; convert it to .jsonl, .csv or .parquet")
         if is_first:
             text = text.removeprefix("\ufeff")  # a byte-order mark; elsewhere, the character belongs to the text
-        lines = _BREAK.sub("\n", text)
+        lines = _LINE_BREAK.sub("\n", text)
         return (_OUTER_BLANK_LINES.sub("", lines),) * len(keys)
     try:
         record = json.loads(text.removeprefix("\ufeff"))
@@ -38,18 +38,18 @@ def parse(raw: bytes, source: Source, keys: Sequence[str] | Take, is_first: bool
     if callable(keys):
         return keys(record)
     values = record if isinstance(record, dict) else {}
-    found = []
+    texts = []
     for key in keys:
         value = values.get(key)
         if not isinstance(value, str):
             raise ValueError(f"the record has no text under the key {key!r}")
         if "\\u" in text or "\\U" in text:
-            check_pairs(value)
-        found.append(value)
-    return tuple(found)
+            check_surrogates(value)
+        texts.append(value)
+    return tuple(texts)
 
 
-def _decoded(raw: bytes, encoding: str) -> str:
+def _decode(raw: bytes, encoding: str) -> str:
     """Decode a document. encoding: that of its file, whose content was converted to UTF-8."""
     try:
         text = raw.decode("utf-8")
@@ -57,13 +57,14 @@ def _decoded(raw: bytes, encoding: str) -> str:
         if not is_utf8(encoding):
             raise ValueError(f"the text is not {encoding}") from None
         place = f"byte {error.start + 1} is 0x{raw[error.start]:02x}"
-        raise ValueError(f"the text is not UTF-8 ({place}){looks_like(raw)}") from None
+        raise ValueError(f"the text is not UTF-8 ({place}){encoding_hint(raw)}") from None
+    # More than a fifth of zero bytes means UTF-16 or binary data.
     if raw.count(0) * 5 > len(raw):
-        raise ValueError(f"the document is not text but mostly zero bytes{looks_like(raw)}")
+        raise ValueError(f"the document is not text but mostly zero bytes{encoding_hint(raw)}")
     return text
 
 
-def check_pairs(value: str) -> None:
+def check_surrogates(value: str) -> None:
     """Raise ValueError for half of a surrogate pair, which JSON can write as an escape."""
     try:
         value.encode("utf-8")

@@ -13,9 +13,9 @@ from megatron.data.corpora import corpus_names, prefixes_of
 from megatron.data.cpm_triples import is_triple
 from megatron.data.indexed_dataset import IndexedDataset
 
-from .cli import aligned
+from .cli import align_columns
 from .iterations import Iterations
-from .run_data import config_of, datasets_of
+from .run_data import load_config, load_datasets
 
 PREVIEW = 60  # number of characters of a document's text that `which` shows
 
@@ -34,70 +34,70 @@ class Use(NamedTuple):
     corpus: int
 
 
-def uses_in(dataset: Any, n: int) -> list[Use]:
-    """Return the documents of sample n of a training data set, in order."""
-    corpus, k = locate(dataset, n)
-    found = []
-    at = 0
-    for document, start, stop in members_of(dataset)[corpus].pieces(k):
-        found.append(Use(n, range(at, at + stop - start), range(start, stop), document, corpus))
-        at += stop - start
-    return found
+def uses_in_sample(dataset: Any, sample: int) -> list[Use]:
+    """Return the documents of a sample of a training data set, in order."""
+    corpus, index = locate(dataset, sample)
+    uses = []
+    position = 0
+    for document, start, stop in corpus_datasets(dataset)[corpus].pieces(index):
+        uses.append(Use(sample, range(position, position + stop - start), range(start, stop), document, corpus))
+        position += stop - start
+    return uses
 
 
-def uses_of(dataset: Any, corpus: int, document: int, samples: int) -> list[Use]:
+def uses_of_document(dataset: Any, corpus: int, document: int, samples: int) -> list[Use]:
     """Return where the first `samples` samples of a training data set contain a document, in the order of samples."""
-    member = members_of(dataset)[corpus]
-    consumed = _consumed(dataset, corpus, samples)
+    member = corpus_datasets(dataset)[corpus]
+    consumed = _num_consumed(dataset, corpus, samples)
     epochs = -(-consumed // member.samples_per_epoch)
-    numbers: set[int] = set()
+    sample_numbers: set[int] = set()
     for epoch in range(epochs):
-        numbers.update(_samples_with(dataset, corpus, document, epoch, samples))
-    found = []
-    for n in sorted(numbers):
-        found += [use for use in uses_in(dataset, n) if use.document == document]
-    return found
+        sample_numbers.update(_samples_with(dataset, corpus, document, epoch, samples))
+    uses = []
+    for sample in sorted(sample_numbers):
+        uses += [use for use in uses_in_sample(dataset, sample) if use.document == document]
+    return uses
 
 
-def _consumed(dataset: Any, corpus: int, samples: int) -> int:
+def _num_consumed(dataset: Any, corpus: int, samples: int) -> int:
     """Return how many of the first `samples` samples come from a corpus."""
-    return int(dataset.consumed(samples)[corpus]) if hasattr(dataset, "consumed") else samples
+    return int(dataset.consumed_per_corpus(samples)[corpus]) if hasattr(dataset, "consumed_per_corpus") else samples
 
 
 def _samples_with(dataset: Any, corpus: int, document: int, epoch: int, samples: int) -> Iterator[int]:
     """Yield the samples of the run, below `samples`, that read the document from an epoch of its corpus."""
-    holding = members_of(dataset)[corpus].containing(np.array([document]), epoch)
-    for place in holding.tolist():
+    indices = corpus_datasets(dataset)[corpus].containing(np.array([document]), epoch)
+    for index in indices.tolist():
         # Sample n reads place k of the corpus if k of the first n samples, and k + 1 of the first n + 1, come from it.
-        n = bisect_right(range(samples + 1), place, key=lambda n: _consumed(dataset, corpus, n)) - 1
-        if n < samples:
-            yield n
+        sample = bisect_right(range(samples + 1), index, key=lambda sample: _num_consumed(dataset, corpus, sample)) - 1
+        if sample < samples:
+            yield sample
 
 
-def members_of(dataset: Any) -> list[Any]:
+def corpus_datasets(dataset: Any) -> list[Any]:
     """Return the data sets of a training data set's corpora."""
     return list(getattr(dataset, "datasets", [dataset]))
 
 
-def locate(dataset: Any, n: int) -> tuple[int, int]:
-    """Return (corpus index, sample index in that corpus) of sample n of a training data set."""
-    found: tuple[int, int] = dataset.locate(n) if hasattr(dataset, "locate") else (0, int(n))
-    return found
+def locate(dataset: Any, sample: int) -> tuple[int, int]:
+    """Return (corpus index, sample index in that corpus) of a sample of a training data set."""
+    location: tuple[int, int] = dataset.locate(sample) if hasattr(dataset, "locate") else (0, int(sample))
+    return location
 
 
-def when(args: argparse.Namespace) -> None:
+def print_uses(args: argparse.Namespace) -> None:
     """Run the command `when`: print the iterations, samples and positions at which a run trains on a document."""
-    config = config_of(args.run_dir)
-    _, (dataset, *_) = datasets_of(config)
-    members = members_of(dataset)
-    mine = [i for i, each in enumerate(members) if _is(each.prefix, args.path, config)]
-    if not mine:
+    config = load_config(args.run_dir)
+    _, (dataset, *_) = load_datasets(config)
+    members = corpus_datasets(dataset)
+    matching = [i for i, each in enumerate(members) if _names_corpus(each.prefix, args.path, config)]
+    if not matching:
         raise ValueError(
             f"the training data of {args.run_dir} have no corpus {args.path or ''}; give --path with one of "
             f"{', '.join(prefixes_of(config.data.paths))}"
         )
-    prefix = members[mine[0]].prefix
-    used = members[mine[0]].documents
+    prefix = members[matching[0]].prefix
+    used = members[matching[0]].documents
     if args.document not in used:
         raise ValueError(
             f"document {args.document} of {prefix} is not a training document of {args.run_dir}; "
@@ -105,22 +105,22 @@ def when(args: argparse.Namespace) -> None:
         )
     iterations = Iterations(config, Path(args.run_dir))
     rows = []
-    done = 0
-    for corpus in mine:
-        for use in uses_of(dataset, corpus, args.document, iterations.total):
+    num_done = 0
+    for corpus in matching:
+        for use in uses_of_document(dataset, corpus, args.document, iterations.total):
             iteration = iterations.of_sample(use.sample)
-            state = _state(iteration, iterations)
-            done += state == "done"
-            rows.append((iteration, state, use.sample, _span(use.positions), _span(use.tokens)))
-    for line in aligned([("iteration", "state", "sample", "positions", "tokens of the document"), *rows]):
+            state = _iteration_state(iteration, iterations)
+            num_done += state == "done"
+            rows.append((iteration, state, use.sample, _format_range(use.positions), _format_range(use.tokens)))
+    for line in align_columns([("iteration", "state", "sample", "positions", "tokens of the document"), *rows]):
         print(line)
     print(
-        f"document {args.document} of {prefix}: {len(rows)} samples contain it, {done} of them up to "
+        f"document {args.document} of {prefix}: {len(rows)} samples contain it, {num_done} of them up to "
         f"iteration {iterations.logged}, the last logged; the run has {config.train.train_iters} iterations"
     )
 
 
-def _is(prefix: str, path: str | None, config: Config) -> bool:
+def _names_corpus(prefix: str, path: str | None, config: Config) -> bool:
     """Return whether `path` names the corpus `prefix`, by its prefix or short name; None names the only corpus."""
     names = dict(zip(prefixes_of(config.data.paths), corpus_names(config.data.paths), strict=True))
     if path is None:
@@ -128,41 +128,41 @@ def _is(prefix: str, path: str | None, config: Config) -> bool:
     return path in (prefix, names.get(prefix))
 
 
-def _state(iteration: int, iterations: Iterations) -> str:
+def _iteration_state(iteration: int, iterations: Iterations) -> str:
     if iterations.is_skipped(iteration):
         return "skipped"
     return "done" if iteration <= iterations.logged else "to come"
 
 
-def which(args: argparse.Namespace) -> None:
+def print_iteration(args: argparse.Namespace) -> None:
     """Run the command `which`: print the documents on which an iteration of a run trains, with their text."""
-    config = config_of(args.run_dir)
+    config = load_config(args.run_dir)
     if not 1 <= args.iteration <= config.train.train_iters:
         raise ValueError(f"{args.run_dir} has iterations 1 to {config.train.train_iters}, but no {args.iteration}")
-    tokenizer, (dataset, *_) = datasets_of(config)
+    tokenizer, (dataset, *_) = load_datasets(config)
     iterations = Iterations(config, Path(args.run_dir))
-    prefixes = [member.prefix for member in members_of(dataset)]
-    texts = list(map(_texts_of, prefixes))
+    prefixes = [member.prefix for member in corpus_datasets(dataset)]
+    texts = list(map(_open_tokens, prefixes))
     rows = []
     for n in iterations.samples(args.iteration):
-        for use in uses_in(dataset, n):
+        for use in uses_in_sample(dataset, n):
             prefix = prefixes[use.corpus]
             begin = texts[use.corpus].document_start(use.document)
             ids = texts[use.corpus].tokens[begin + use.tokens.start : begin + use.tokens.stop]
             text = " ".join(tokenizer.decode(ids.tolist()).split())
             if len(text) > PREVIEW and not args.full:
                 text = text[:PREVIEW] + "..."
-            rows.append((n, prefix, use.document, _span(use.positions), _span(use.tokens), text))
+            rows.append((n, prefix, use.document, _format_range(use.positions), _format_range(use.tokens), text))
     if iterations.is_skipped(args.iteration):
         print(f"a --skip-* flag skips iteration {args.iteration}")
-    for line in aligned([("sample", "corpus", "document", "positions", "tokens of the document", "text"), *rows]):
+    for line in align_columns([("sample", "corpus", "document", "positions", "tokens of the document", "text"), *rows]):
         print(line)
 
 
-def _texts_of(prefix: str) -> IndexedDataset:
+def _open_tokens(prefix: str) -> IndexedDataset:
     """Open the tokens of a corpus; a CPM corpus for T5 is shown by its contexts."""
     return IndexedDataset(f"{prefix}_context" if is_triple(prefix) else prefix)
 
 
-def _span(numbers: range) -> str:
+def _format_range(numbers: range) -> str:
     return f"{numbers.start} to {numbers.stop - 1}"

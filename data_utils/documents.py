@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO
 
-from .document_text import Take, parse
+from .document_text import ExtractTexts, parse_document
 from .draws import Draw, uniform
-from .files import Source, find_files, is_compressed, kind
-from .records import is_array, records, too_long, unread_columns
-from .streams import BadLine, InputError, blocks, is_utf8, looks_like
+from .files import Source, find_files, format_suffix, is_compressed
+from .records import is_array, overlong_message, records, unread_columns
+from .streams import BadLine, InputError, encoding_hint, is_utf8, read_blocks
 
 CHUNK_BYTES = 1 << 20
-LARGEST_DOCUMENT = 1 << 23  # default size limit of a document in bytes; bounds a worker process's memory
+MAX_DOCUMENT_BYTES = 1 << 23  # default size limit of a document in bytes; bounds a worker process's memory
 SKIPPED_BYTES = 1 << 26  # an overlong document is skipped in steps of this many bytes
 
 # A blank line may contain spaces, including U+3000 of Chinese text. A line may end with \n, \r\n or \r.
@@ -34,7 +34,7 @@ _LINE_END = re.compile(rb"\n")
 _BLANK = re.compile(rb"(?:[\s]|\xe3\x80\x80|\xc2\xa0|\xef\xbb\xbf)*")
 
 
-Bad = tuple[tuple[int, BadLine], ...]
+BadDocuments = tuple[tuple[int, BadLine], ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Chunk:
     length: int
     content: bytes | None = None
     lines: int | tuple[int, ...] | None = None
-    bad: Bad = ()
+    bad: BadDocuments = ()
 
     @property
     def path(self) -> str:
@@ -67,7 +67,7 @@ class Chunk:
             file.seek(self.start)
             content = file.read(self.length)
         if len(content) != self.length:
-            raise _shrunk(self.path)
+            raise _shrunk_error(self.path)
         return content
 
     def line_number(self, offset: int) -> int:
@@ -78,57 +78,57 @@ class Chunk:
         return _line_number(self.path, self.start + offset)
 
 
-def _shrunk(path: str) -> InputError:
+def _shrunk_error(path: str) -> InputError:
     return InputError(f"{path} became shorter while it was read")
 
 
 def _line_number(path: str, offset: int) -> int:
-    changed = os.stat(path).st_mtime_ns
-    full, rest = divmod(offset, CHUNK_BYTES)
-    before = sum(_lines_of(path, changed, each) for each in range(full))
-    return 1 + before + bisect.bisect_left(_line_ends(path, changed, full), rest)
+    mtime_ns = os.stat(path).st_mtime_ns
+    block, rest = divmod(offset, CHUNK_BYTES)
+    before = sum(_count_lines(path, mtime_ns, each) for each in range(block))
+    return 1 + before + bisect.bisect_left(_line_ends(path, mtime_ns, block), rest)
 
 
 # Line counts are cached. Otherwise, finding the line number of each bad document would read the file again.
 @lru_cache(maxsize=1 << 16)
-def _lines_of(path: str, changed: int, block: int) -> int:
+def _count_lines(path: str, mtime_ns: int, block: int) -> int:
     with open(path, "rb") as file:
         file.seek(block * CHUNK_BYTES)
         return file.read(CHUNK_BYTES).count(b"\n")
 
 
 @lru_cache(maxsize=2)
-def _line_ends(path: str, changed: int, block: int) -> list[int]:
+def _line_ends(path: str, mtime_ns: int, block: int) -> list[int]:
     with open(path, "rb") as file:
         file.seek(block * CHUNK_BYTES)
-        return [found.start() for found in _LINE_END.finditer(file.read(CHUNK_BYTES))]
+        return [match.start() for match in _LINE_END.finditer(file.read(CHUNK_BYTES))]
 
 
 def _delimiter(path: str) -> re.Pattern[bytes]:
     """Return the pattern of the delimiter between two documents: blank lines in .txt files, else a line break."""
-    return _BLANK_LINE if kind(path) == ".txt" else _LINE_END
+    return _BLANK_LINE if format_suffix(path) == ".txt" else _LINE_END
 
 
-def _too_long(path: str, line: int, largest: int, hint: str = "") -> BadLine:
-    delimiter = "a blank line" if kind(path) == ".txt" else "a line break"
-    return BadLine(path, line, too_long(largest, delimiter) + hint)
+def _overlong_document(path: str, line: int, largest: int, hint: str = "") -> BadLine:
+    delimiter = "a blank line" if format_suffix(path) == ".txt" else "a line break"
+    return BadLine(path, line, overlong_message(largest, delimiter) + hint)
 
 
-def chunks(source: Source, size: int = CHUNK_BYTES, largest: int = LARGEST_DOCUMENT) -> Iterator[Chunk]:
+def chunks(source: Source, size: int = CHUNK_BYTES, largest: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
     """Cut one file into chunks of about `size` bytes; no chunk contains a document of more than `largest` bytes.
 
     Raises InputError if the file as a whole cannot be read.
     """
     path = source.path
-    holds = kind(path)
-    of_records = holds in (".csv", ".parquet") or (holds == ".json" and is_array(path, source.encoding))
-    if of_records:
-        cut = _record_chunks
+    suffix = format_suffix(path)
+    has_records = suffix in (".csv", ".parquet") or (suffix == ".json" and is_array(path, source.encoding))
+    if has_records:
+        cut_file = _record_chunks
     elif is_compressed(path) or not is_utf8(source.encoding):
-        cut = _stream_chunks
+        cut_file = _stream_chunks
     else:
-        cut = _plain_chunks
-    yield from cut(source, size, largest)
+        cut_file = _plain_chunks
+    yield from cut_file(source, size, largest)
 
 
 def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
@@ -143,19 +143,19 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
                 yield Chunk(source, start, end - start)
                 start = end
                 continue
-            at = start + _last_boundary(file, path, start, size)
-            if at > start:
-                yield Chunk(source, start, at - start)
-            file.seek(at)
-            hint = looks_like(file.read(4096))
-            bad: Bad = ((0, _too_long(path, _line_number(path, at), largest, hint)),)
+            offset = start + _last_boundary(file, path, start, size)
+            if offset > start:
+                yield Chunk(source, start, offset - start)
+            file.seek(offset)
+            hint = encoding_hint(file.read(4096))
+            bad: BadDocuments = ((0, _overlong_document(path, _line_number(path, offset), largest, hint)),)
             start += size
             while (end := _next_boundary(file, path, start, total, SKIPPED_BYTES)) is None:
-                yield Chunk(source, at, SKIPPED_BYTES, b"\n", bad=bad)
-                at = at + SKIPPED_BYTES
+                yield Chunk(source, offset, SKIPPED_BYTES, b"\n", bad=bad)
+                offset = offset + SKIPPED_BYTES
                 bad = ()
-                start = at
-            yield Chunk(source, at, end - at, b"\n", bad=bad)
+                start = offset
+            yield Chunk(source, offset, end - offset, b"\n", bad=bad)
             start = end
 
 
@@ -165,20 +165,20 @@ def _next_boundary(file: BinaryIO, path: str, at_least: int, total: int, largest
     Returns None if the `largest` bytes after `at_least` contain no delimiter.
     """
     delimiter = _delimiter(path)
-    at = at_least
-    carried = b""
-    while at < total:
-        file.seek(at)
-        read = file.read(1 << 16)
-        if not read:
-            raise _shrunk(path)
-        block = carried + read
-        found = delimiter.search(block)
-        if found:
-            return at - len(carried) + found.end()
-        at += len(read)
-        carried = block[len(block.rstrip(b" \t\r\n\x0b\x0c\xe3\x80\xc2\xa0\xef\xbb\xbf")) :]
-        if at - at_least > largest:
+    offset = at_least
+    carry = b""
+    while offset < total:
+        file.seek(offset)
+        new_bytes = file.read(1 << 16)
+        if not new_bytes:
+            raise _shrunk_error(path)
+        block = carry + new_bytes
+        match = delimiter.search(block)
+        if match:
+            return offset - len(carry) + match.end()
+        offset += len(new_bytes)
+        carry = block[len(block.rstrip(b" \t\r\n\x0b\x0c\xe3\x80\xc2\xa0\xef\xbb\xbf")) :]
+        if offset - at_least > largest:
             return None
     return total
 
@@ -189,12 +189,13 @@ def _last_boundary(file: BinaryIO, path: str, start: int, size: int) -> int:
     Returns 0 if these bytes contain no delimiter.
     """
     file.seek(start)
+    # A delimiter that begins in the `size` bytes may end after them.
     content = file.read(size + 4096)
     end = 0
-    for found in _delimiter(path).finditer(content):
-        if found.start() >= size:
+    for match in _delimiter(path).finditer(content):
+        if match.start() >= size:
             break
-        end = found.end()
+        end = match.end()
     return end
 
 
@@ -205,27 +206,27 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     line = 1
     start = 0
     skipping = False
-    for block in blocks(source.path, size, source.encoding):
+    for block in read_blocks(source.path, size, source.encoding):
         held += block
-        ends = [found.end() for found in delimiter.finditer(held)]
-        bad: Bad = ()
+        ends = [match.end() for match in delimiter.finditer(held)]
+        bad: BadDocuments = ()
         cut = 0
-        whole = bool(ends)  # whether the bytes before `cut` are whole documents
+        is_complete = bool(ends)  # whether the bytes before `cut` are whole documents
         if ends and skipping:
             cut = ends[0]
             skipping = False
-            whole = False
+            is_complete = False
         elif ends:
             cut = ends[-1]
         elif skipping or len(held) > largest:
             # Discard an overlong document except its final line breaks, which may be the first part of a delimiter.
             cut = len(held.rstrip(b" \t\r\n"))
             if not skipping:
-                bad = ((0, _too_long(source.path, line, largest)),)
+                bad = ((0, _overlong_document(source.path, line, largest)),)
             skipping = True
         content = held[:cut]
         held = held[cut:]
-        if content and whole:
+        if content and is_complete:
             yield Chunk(source, start, cut, content, line)
         elif content:
             # The overlong document is left out, except a line for its error.
@@ -243,7 +244,7 @@ def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     lines: list[int] = []
     bad: list[tuple[int, BadLine]] = []
     start = length = 0
-    for record in records(source.path, kind(source.path), source.encoding, largest):
+    for record in records(source.path, format_suffix(source.path), source.encoding, largest):
         if isinstance(record, BadLine):
             bad.append((length, record))
             line = record.line
@@ -273,9 +274,9 @@ def _chunk_of(
 
 def documents(
     chunk: Chunk,
-    keys: Sequence[str] | Take = ("text",),
+    keys: Sequence[str] | ExtractTexts = ("text",),
     seed: int = 0,
-    largest: int = LARGEST_DOCUMENT,
+    largest: int = MAX_DOCUMENT_BYTES,
     draw: Draw = uniform,
 ) -> Iterator[tuple[Any, ...] | BadLine]:
     """Yield a tuple of the texts under `keys` for each document of a chunk, or a BadLine if it is unreadable.
@@ -286,61 +287,61 @@ def documents(
     """
     content = chunk.read()
     bad = dict(chunk.bad)
-    for start, end in _split_documents(_delimiter(chunk.path), content):
+    for start, end in _document_ranges(_delimiter(chunk.path), content):
         if start in bad:
             yield bad[start]
             continue
         if end - start > largest:
-            hint = looks_like(content[start : start + 4096])
-            yield _too_long(chunk.path, chunk.line_number(start), largest, hint)
+            hint = encoding_hint(content[start : start + 4096])
+            yield _overlong_document(chunk.path, chunk.line_number(start), largest, hint)
             continue
         raw = content[start:end]
         if _BLANK.fullmatch(raw):
             continue
         try:
             is_first = chunk.start + start == 0
-            document = parse(raw, chunk.source, keys, is_first)
-            for _ in range(_copies(chunk, start, seed, draw)):
+            document = parse_document(raw, chunk.source, keys, is_first)
+            for _ in range(_num_copies(chunk, start, seed, draw)):
                 yield document
         except ValueError as error:
-            yield BadLine(chunk.path, chunk.line_number(start), f"{error}{_unread(chunk.path, keys)}")
+            yield BadLine(chunk.path, chunk.line_number(start), f"{error}{_unread_columns_hint(chunk.path, keys)}")
 
 
-def _unread(path: str, keys: Sequence[str] | Take) -> str:
+def _unread_columns_hint(path: str, keys: Sequence[str] | ExtractTexts) -> str:
     """Return a hint for the error of a record: it names the requested parquet columns that hold no text.
 
     Columns without text are not read. Returns "" for other file formats.
     """
-    if kind(path) != ".parquet":
+    if format_suffix(path) != ".parquet":
         return ""
-    found = []
+    unread = []
     for name, type_ in unread_columns(path).items():
         if callable(keys) or name in keys:
-            found.append(f"{name} ({type_})")
-    if not found:
+            unread.append(f"{name} ({type_})")
+    if not unread:
         return ""
-    return f"; columns without text are not read: {', '.join(found)}"
+    return f"; columns without text are not read: {', '.join(unread)}"
 
 
-def _split_documents(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[tuple[int, int]]:
+def _document_ranges(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[tuple[int, int]]:
     start = 0
-    for found in delimiter.finditer(content):
-        yield start, found.start()
-        start = found.end()
+    for match in delimiter.finditer(content):
+        yield start, match.start()
+        start = match.end()
     if start < len(content):
         yield start, len(content)
 
 
-def _copies(chunk: Chunk, offset: int, seed: int, draw: Draw) -> int:
-    whole = int(chunk.source.weight)
-    rest = chunk.source.weight - whole
-    return whole + (rest > 0 and draw(seed, chunk.source.number, chunk.start + offset) < rest)
+def _num_copies(chunk: Chunk, offset: int, seed: int, draw: Draw) -> int:
+    full_copies = int(chunk.source.weight)
+    fraction = chunk.source.weight - full_copies
+    return full_copies + (fraction > 0 and draw(seed, chunk.source.number, chunk.start + offset) < fraction)
 
 
-def texts(
+def read_texts(
     inputs: Sequence[str] | Sequence[Source],
     key: str = "text",
-    largest: int = LARGEST_DOCUMENT,
+    largest: int = MAX_DOCUMENT_BYTES,
     on_bad: Callable[[BadLine], None] | None = None,
 ) -> Iterator[str]:
     """Yield all documents of all inputs in order, in this process.

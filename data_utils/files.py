@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .streams import COMPRESSED, InputError, encoding_of, is_utf8
+from .streams import COMPRESSED, InputError, detect_encoding, is_utf8
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".txt", ".csv", ".parquet")
-KINDS = f"{', '.join(SUFFIXES)} (plain, {', '.join(COMPRESSED)})"
-REPORT = ".report.json"  # suffix that tools/clean_corpus.py appends to the name of its output
+SUPPORTED = f"{', '.join(SUFFIXES)} (plain, {', '.join(COMPRESSED)})"
+REPORT_SUFFIX = ".report.json"  # suffix that tools/clean_corpus.py appends to the name of its output
 AUTO = "auto"  # --encoding that finds the encoding of each file
-NAMED = 3  # number of skipped files that a message lists by name
+MAX_NAMED = 3  # number of skipped files that a message lists by name
 
 
 class Source(NamedTuple):
@@ -33,60 +33,62 @@ def _to_stderr(message: str) -> None:
     print(message, file=sys.stderr)
 
 
-def find_files(inputs: Sequence[str], encoding: str = "utf-8", say: Callable[[str], None] = _to_stderr) -> list[Source]:
+def find_files(
+    inputs: Sequence[str], encoding: str = "utf-8", notify: Callable[[str], None] = _to_stderr
+) -> list[Source]:
     """Return the text files of all inputs in the order of the inputs; the files of one input are sorted by name.
 
     inputs: files, folders or glob patterns, each optionally followed by `@WEIGHT`. Folders are searched recursively;
     the search follows links and skips hidden entries.
     encoding: encoding of the text, or `auto` to judge each file by its content.
-    say: called with a message about skipped files. Files of other types, reports of tools/clean_corpus.py and files
+    notify: called with a message about skipped files. Files of other types, reports of tools/clean_corpus.py and files
     that were already found under another path are skipped.
     Raises InputError for an input that does not exist, cannot be read or is of an unsupported type.
     """
     if encoding != AUTO:
         is_utf8(encoding)  # raises InputError for an unknown encoding
     files: list[Source] = []
-    for given in inputs:
-        name, weight = _weight(given)
+    for text in inputs:
+        name, weight = _split_weight(text)
         path = Path(name)
         if path.is_dir():
-            found = _readable(name, [path], say)
-            if not found:
-                raise InputError(f"the folder {name} contains no file of a supported type; supported are {KINDS}")
+            paths = _supported_files(name, [path], notify)
+            if not paths:
+                raise InputError(f"the folder {name} contains no file of a supported type; supported are {SUPPORTED}")
         elif glob.has_magic(name) and not path.exists():
             _check_folders_of(name)
-            found = _readable(name, map(Path, glob.glob(name, recursive=True)), say)
-            if not found:
-                raise InputError(f"{name} matches no file of a supported type; supported are {KINDS}")
+            paths = _supported_files(name, map(Path, glob.glob(name, recursive=True)), notify)
+            if not paths:
+                raise InputError(f"{name} matches no file of a supported type; supported are {SUPPORTED}")
         else:
-            found = [name]
-        for each in found:
-            _check_file(each)
-            own = encoding
+            paths = [name]
+        for path_found in paths:
+            _check_file(path_found)
+            file_encoding = encoding
             if encoding == AUTO:
-                own = "utf-8" if kind(each) == ".parquet" else encoding_of(each)
-            files.append(Source(each, weight, len(files), own))
+                file_encoding = "utf-8" if format_suffix(path_found) == ".parquet" else detect_encoding(path_found)
+            files.append(Source(path_found, weight, len(files), file_encoding))
     return files
 
 
-def absent(inputs: Sequence[str]) -> list[str]:
+def missing_inputs(inputs: Sequence[str]) -> list[str]:
     """Return the inputs that do not exist, except glob patterns and `-`; an input may end with `@WEIGHT`."""
-    names = [_weight(given)[0] for given in inputs]
+    names = [_split_weight(text)[0] for text in inputs]
     return [name for name in names if name != "-" and not glob.has_magic(name) and not os.path.exists(name)]
 
 
-def _find_all(where: str, given: Iterable[Path], say: Callable[[str], None]) -> list[Path]:
-    """Return the files in `given` and below its folders, following links.
+def _walk_files(name: str, paths: Iterable[Path], notify: Callable[[str], None]) -> list[Path]:
+    """Return the files in `paths` and below its folders, following links.
 
     Each file is returned once, even if links to folders lead to it several times or form cycles.
     """
     search = _Search()
-    found = list[Path]()
-    for path in sorted(given, key=lambda path: (len(path.parts), path)):
-        found += search.files(path)
+    files = list[Path]()
+    for path in sorted(paths, key=lambda path: (len(path.parts), path)):
+        files += search.files(path)
     if search.duplicates:
-        say(f"{where}: skipped links to files that are read under another name ({_abbreviate(search.duplicates)})")
-    return found
+        notify(f"{name}: skipped links to files that are read under another name ({_abbreviate(search.duplicates)})")
+    return files
 
 
 class _Search:
@@ -102,13 +104,13 @@ class _Search:
     def files(self, path: Path) -> Iterator[Path]:
         """Yield `path` if it is a file, else the files below it. Raises InputError for an unreadable folder."""
         # The path that a pattern matches may contain more links than the system can follow, so use the resolved path.
-        place = os.path.realpath(path)
-        if not self._is_new(place, path):
+        real = os.path.realpath(path)
+        if not self._is_new(real, path):
             return
-        if not os.path.isdir(place):
+        if not os.path.isdir(real):
             yield path
             return
-        for folder, folders, names in os.walk(path, onerror=_refuse, followlinks=True):
+        for folder, folders, names in os.walk(path, onerror=_raise_unreadable, followlinks=True):
             _check_folder(folder)
             folders[:] = self._new_of(folder, folders)  # os.walk descends into the folders that remain
             for name in self._new_of(folder, names):
@@ -116,12 +118,12 @@ class _Search:
 
     def _new_of(self, folder: str, names: Iterable[str]) -> list[str]:
         """Return the names in a folder that are neither hidden nor found before, sorted."""
-        found = []
+        new_names = []
         for name in sorted(names):
             real = os.path.realpath(os.path.join(folder, name))
             if not name.startswith(".") and self._is_new(real, Path(folder, name)):
-                found.append(name)
-        return found
+                new_names.append(name)
+        return new_names
 
     def _is_new(self, real: str, path: Path) -> bool:
         first = self._found.setdefault(real, path)
@@ -130,7 +132,7 @@ class _Search:
         return first is path
 
 
-def _refuse(error: OSError) -> None:
+def _raise_unreadable(error: OSError) -> None:
     raise InputError(f"cannot read the folder {error.filename}: {error.strerror}; make it readable or exclude it")
 
 
@@ -141,13 +143,13 @@ def _check_folder(path: str) -> None:
 
 def _check_folders_of(pattern: str) -> None:
     """Raise InputError if a folder that a glob pattern matches is unreadable, because glob would skip it silently."""
-    while (above := os.path.dirname(pattern)) != pattern:
-        for folder in glob.glob(above or os.curdir, recursive=True):
+    while (parent := os.path.dirname(pattern)) != pattern:
+        for folder in glob.glob(parent or os.curdir, recursive=True):
             if os.path.isdir(folder):
                 _check_folder(folder)
-        if not glob.has_magic(above):
+        if not glob.has_magic(parent):
             break
-        pattern = above
+        pattern = parent
 
 
 def _existing_files(paths: Iterable[Path]) -> Iterator[Path]:
@@ -159,7 +161,7 @@ def _existing_files(paths: Iterable[Path]) -> Iterator[Path]:
             yield path
 
 
-def refuse_as_outputs(inputs: Sequence[str], outputs: Sequence[str | None], encoding: str = "utf-8") -> None:
+def check_outputs(inputs: Sequence[str], outputs: Sequence[str | None], encoding: str = "utf-8") -> None:
     """Raise InputError if an output would overwrite an input or another output."""
     read = {os.path.realpath(source.path) for source in find_files(inputs, encoding, lambda message: None)}
     written: set[str] = set()
@@ -172,22 +174,22 @@ def refuse_as_outputs(inputs: Sequence[str], outputs: Sequence[str | None], enco
         written.add(real)
 
 
-def _readable(where: str, given: Iterable[Path], say: Callable[[str], None]) -> list[str]:
-    """Return the files of supported types in `given` and below its folders, sorted; report skipped files to `say`."""
-    every = []
+def _supported_files(name: str, paths: Iterable[Path], notify: Callable[[str], None]) -> list[str]:
+    """Return the files of supported types in `paths` and below its folders, sorted; `notify` of skipped files."""
+    candidates = []
     reports = []
-    for path in sorted(map(str, _existing_files(_find_all(where, given, say)))):
+    for path in sorted(map(str, _existing_files(_walk_files(name, paths, notify)))):
         if _is_report(path):
             reports.append(path)
         else:
-            every.append(path)
+            candidates.append(path)
     if reports:
-        say(f"{where}: skipped {len(reports)} reports of tools/clean_corpus.py ({_abbreviate(reports)})")
-    known = list(filter(kind, every))
-    others = [path for path in every if not kind(path)]
-    if known and others:
-        say(f"{where}: skipped {len(others)} of {len(every)} files of unsupported types ({_abbreviate(others)})")
-    return known
+        notify(f"{name}: skipped {len(reports)} reports of tools/clean_corpus.py ({_abbreviate(reports)})")
+    supported = list(filter(format_suffix, candidates))
+    others = [path for path in candidates if not format_suffix(path)]
+    if supported and others:
+        notify(f"{name}: skipped {len(others)} of {len(candidates)} files of unsupported types ({_abbreviate(others)})")
+    return supported
 
 
 def _is_report(path: str) -> bool:
@@ -195,32 +197,32 @@ def _is_report(path: str) -> bool:
 
     x.report.json is not such a name and may be a corpus.
     """
-    return path.endswith(REPORT) and kind(path.removesuffix(REPORT)) is not None
+    return path.endswith(REPORT_SUFFIX) and format_suffix(path.removesuffix(REPORT_SUFFIX)) is not None
 
 
 def _abbreviate(paths: Sequence[Path | str]) -> str:
-    return ", ".join(map(str, paths[:NAMED])) + ", ..." * (len(paths) > NAMED)
+    return ", ".join(map(str, paths[:MAX_NAMED])) + ", ..." * (len(paths) > MAX_NAMED)
 
 
-def _weight(given: str) -> tuple[str, float]:
+def _split_weight(text: str) -> tuple[str, float]:
     """Split an input `NAME@WEIGHT` into its name and weight; the weight is 1 if none is given."""
-    name, at, weight = given.rpartition("@")
-    if not at or os.path.exists(given):
-        return given, 1.0
+    name, separator, weight = text.rpartition("@")
+    if not separator or os.path.exists(text):
+        return text, 1.0
     try:
         value = float(weight)
     except ValueError:
-        return given, 1.0
+        return text, 1.0
     if not 0 < value < 1e6:
-        raise InputError(f"the weight in {given} must be a positive number below 1000000")
+        raise InputError(f"the weight in {text} must be a positive number below 1000000")
     return name, value
 
 
 def _check_file(path: str) -> None:
     if not os.path.isfile(path):
         raise InputError(f"there is no file {path}")
-    if not kind(path):
-        raise InputError(f"{path} is not of a supported type; supported are {KINDS}")
+    if not format_suffix(path):
+        raise InputError(f"{path} is not of a supported type; supported are {SUPPORTED}")
     if not os.access(path, os.R_OK):
         raise InputError(f"cannot read {path}: no permission")
 
@@ -230,8 +232,8 @@ def is_compressed(path: str) -> bool:
     return path.lower().endswith(COMPRESSED)
 
 
-def kind(path: str) -> str | None:
+def format_suffix(path: str) -> str | None:
     """Return the suffix that determines a file's format, e.g. `.jsonl` for x.jsonl.gz or X.JSONL, or None."""
     stem = os.path.splitext(path)[0].lower() if is_compressed(path) else path.lower()
-    found = next((suffix for suffix in SUFFIXES if stem.endswith(suffix)), None)
-    return None if found == ".parquet" and is_compressed(path) else found  # parquet has its own compression
+    suffix = next((each for each in SUFFIXES if stem.endswith(each)), None)
+    return None if suffix == ".parquet" and is_compressed(path) else suffix  # parquet has its own compression

@@ -16,12 +16,12 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.atomic import naming, process_name
-from megatron.data.indexed_dataset import CODES, HEADER, MAGIC, VERSION
+from megatron.atomic import name_in_errors, process_name
+from megatron.data.indexed_dataset import DTYPE_CODES, HEADER, MAGIC, VERSION
 
 Array = NDArray[Any]
 BLOCK = 1 << 26  # bytes of a file per checksum
-AT_ONCE = 1 << 20  # index entries in memory at once
+AT_ONCE = 1 << 20  # bytes read at once; blocks of the index have 8 times as many
 
 
 class IndexedDatasetBuilder:
@@ -48,16 +48,16 @@ class IndexedDatasetBuilder:
         self.sequences = 0
         self.documents = 0
         self.checksums: dict[str, Any] = {}
-        bytes_: Sequence[Any] = (None, None, None)
+        sizes: Sequence[Any] = (None, None, None)
         digests: Sequence[Any] = (None, None, None)
         if state:
             self.sequences = state["sequences"]
             self.documents = state["documents"]
-            bytes_ = (state["bytes"], 4 * self.sequences, 8 * self.documents)
+            sizes = (state["bytes"], 4 * self.sequences, 8 * self.documents)
             digests = state["digests"]
-        self._tokens = _Log(self._names["bin"], bytes_[0], digests[0])
-        self._sizes = _Log(self._names["sizes"], bytes_[1], digests[1])
-        self._documents = _Log(self._names["documents"], bytes_[2], digests[2])
+        self._tokens = _ChecksummedFile(self._names["bin"], sizes[0], digests[0])
+        self._sizes = _ChecksummedFile(self._names["sizes"], sizes[1], digests[1])
+        self._documents = _ChecksummedFile(self._names["documents"], sizes[2], digests[2])
 
     @property
     def num_tokens(self) -> int:
@@ -88,9 +88,9 @@ class IndexedDatasetBuilder:
             if longest > np.iinfo(np.int32).max or int(lengths.min()) < 0:
                 raise ValueError(f"a sequence of {longest} tokens is too long for the format; split it")
         ends = self.sequences + np.cumsum(sequences_per_document, dtype=np.int64)
-        self._tokens.write(little(fit(ids, self.dtype, f"{self.prefix}.bin")))
-        self._sizes.write(little(lengths.astype(np.int32)))
-        self._documents.write(little(ends))
+        self._tokens.write(little_endian_bytes(cast_ids(ids, self.dtype, f"{self.prefix}.bin")))
+        self._sizes.write(little_endian_bytes(lengths.astype(np.int32)))
+        self._documents.write(little_endian_bytes(ends))
         self.sequences += sequences
         self.documents += len(sequences_per_document)
 
@@ -109,9 +109,9 @@ class IndexedDatasetBuilder:
 
     def prepare(self) -> None:
         """Write the index under a temporary name, so that a full disk causes an error before any file is renamed."""
-        self.state()
-        index = _Log(self._names["idx"])
-        index.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.sequences, self.documents + 1))
+        self.state()  # flushes all files to disk
+        index = _ChecksummedFile(self._names["idx"])
+        index.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], self.sequences, self.documents + 1))
         for block in self._sizes.blocks():
             index.write(block)
         end = 0
@@ -120,9 +120,10 @@ class IndexedDatasetBuilder:
             lengths = np.frombuffer(block, "<i4")
             ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
             begins = np.concatenate([[end], ends[:-1]])
-            index.write(little(begins.astype(np.int64)))
+            index.write(little_endian_bytes(begins.astype(np.int64)))
             end = int(ends[-1])
-        index.write(little(np.zeros(1, np.int64)))
+        # The index of documents begins with 0, so it has one entry more than there are documents.
+        index.write(little_endian_bytes(np.zeros(1, np.int64)))
         for block in self._documents.blocks():
             index.write(block)
         index.sync()
@@ -160,7 +161,7 @@ class IndexedDatasetBuilder:
             self.abort()
 
 
-class _Log:
+class _ChecksummedFile:
     """Append-only file with the SHA-256 of each full block.
 
     size: number of bytes of an existing file to keep; None creates a new file. digest: expected `digest()` of the
@@ -176,45 +177,45 @@ class _Log:
         self._position = 0  # bytes covered by the checksums
         self._file: BinaryIO = open(path, "r+b" if size is not None else "w+b")  # noqa: SIM115  # closed in close()
         self._file.truncate(self.size)
-        self._done: list[str] = []
+        self._full_blocks: list[str] = []
         self._digest = hashlib.sha256()
         if self.size:
             self._file.seek(0)
             for block in iter(lambda: self._file.read(AT_ONCE), b""):
-                self._hash(block)
+                self._add_to_checksums(block)
         if digest is not None and digest != self.digest():
             self.close()
             raise ValueError(f"{path} is damaged: its SHA-256 differs from that of the data that was written")
 
     def write(self, content: bytes) -> None:
-        with naming(self.path):
+        with name_in_errors(self.path):
             self._file.write(content)
         self.size += len(content)
-        self._hash(content)
+        self._add_to_checksums(content)
 
-    def _hash(self, content: bytes) -> None:
+    def _add_to_checksums(self, content: bytes) -> None:
         """Add bytes to the checksums, each of which covers BLOCK bytes of the file."""
         view = memoryview(content)
-        at = self._position
+        position = self._position
         while view:
-            take = min(len(view), BLOCK - at % BLOCK)
-            self._digest.update(view[:take])
-            view = view[take:]
-            at = at + take
-            if at % BLOCK == 0:
-                self._done.append(self._digest.hexdigest())
+            count = min(len(view), BLOCK - position % BLOCK)
+            self._digest.update(view[:count])
+            view = view[count:]
+            position = position + count
+            if position % BLOCK == 0:
+                self._full_blocks.append(self._digest.hexdigest())
                 self._digest = hashlib.sha256()
-        self._position = at
+        self._position = position
 
     def checksums(self) -> list[str]:
-        return [*self._done, self._digest.hexdigest()] if self._position % BLOCK else list(self._done)
+        return [*self._full_blocks, self._digest.hexdigest()] if self._position % BLOCK else list(self._full_blocks)
 
     def digest(self) -> str:
         """Return one hash over all block checksums."""
         return hashlib.sha256("".join(self.checksums()).encode()).hexdigest()
 
     def sync(self) -> None:
-        with naming(self.path):
+        with name_in_errors(self.path):
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -229,7 +230,7 @@ class _Log:
             self._file.close()
 
 
-def fit(ids: Array, dtype: np.dtype[Any], where: str) -> Array:
+def cast_ids(ids: Array, dtype: np.dtype[Any], where: str) -> Array:
     """Cast ids to `dtype`. Raises ValueError for an id that would overflow."""
     if ids.dtype == dtype or not len(ids):
         return ids.astype(dtype, copy=False)
@@ -240,6 +241,6 @@ def fit(ids: Array, dtype: np.dtype[Any], where: str) -> Array:
     return ids.astype(dtype)
 
 
-def little(array: Array) -> bytes:
+def little_endian_bytes(array: Array) -> bytes:
     """Return the array's bytes in little-endian order on every machine."""
     return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()

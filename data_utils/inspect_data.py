@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from megatron.data.cpm_masking import PARTS as TRIPLE
-from megatron.data.damage import find_damage, find_holes, sums_of
-from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
+from megatron.data.damage import find_damage, find_holes, sidecar_sums
+from megatron.data.indexed_dataset import LOSS_SUFFIX, DatasetError, IndexedDataset
 from megatron.data.splits import PARTS
 from megatron.storage import to_path
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.base import other_end
+from megatron.tokenizer.base import eod_mismatch
 
 from .cli import Parser, any_path, any_prefix, local_path, run
 from .merge_commands import drop_documents, merge_pairs, split_pair
-from .run_data import config_of, datasets_of
-from .sidecars import ABOUT_TOKENS, sidecar, with_loss
+from .run_data import load_config, load_datasets
+from .sidecars import KEPT_ENTRIES, pair_prefixes, read_sidecar
 
 EXAMPLES = """\
   python tools/inspect_data.py info data/corpus_text_document
@@ -35,7 +35,7 @@ EXAMPLES = """\
   python tools/inspect_data.py which --iteration 100 --run-dir runs/gpt2
       the documents on which iteration 100 trains
   python tools/inspect_data.py stages -- --data-stages "0: 0.8 a 0.2 b; 1M: b" --vocab-file tokenizer.model"""
-AT_ONCE = 1 << 22  # tokens checked per block
+TOKENS_AT_ONCE = 1 << 22  # tokens checked per block
 _PARTS_OF_TRIPLE = tuple(f"_{part}" for part in TRIPLE)  # endings of the pairs of a CPM corpus for T5
 
 
@@ -48,13 +48,13 @@ def info(args: argparse.Namespace) -> None:
         "sequences": f"{len(indexed):,}",
         "tokens": f"{indexed.num_tokens:,}",
         "dtype": indexed.dtype,
-        "bytes": f"{place(args.prefix + '.bin').stat().st_size:,}",
+        "bytes": f"{to_path(args.prefix + '.bin').stat().st_size:,}",
     }
     if len(sizes):
         shares = np.percentile(sizes, [0, 50, 90, 100]).astype(int)
         facts["tokens per document"] = "minimum {:,}, median {:,}, 90 % below {:,}, maximum {:,}".format(*shares)
         facts["empty documents"] = f"{int((np.asarray(sizes) == 0).sum()):,}"
-    facts |= {key: value for key, value in sidecar(args.prefix).items() if key in ABOUT_TOKENS}
+    facts |= {key: value for key, value in read_sidecar(args.prefix).items() if key in KEPT_ENTRIES}
     width = max(map(len, facts))
     for key, value in facts.items():
         print(f"{key.ljust(width)}  {value}")
@@ -66,68 +66,69 @@ def verify(args: argparse.Namespace) -> None:
     A corpus of conversations has two pairs (tokens and loss mask), a CPM corpus for T5 has three, any other corpus one.
     Raises DatasetError with a list of all problems.
     """
-    whole = to_path(f"{args.prefix}.idx").is_file() or not to_path(f"{args.prefix}{_PARTS_OF_TRIPLE[0]}.idx").is_file()
-    prefixes = with_loss(args.prefix) if whole else [f"{args.prefix}{part}" for part in _PARTS_OF_TRIPLE]
+    prefixes = [f"{args.prefix}{part}" for part in _PARTS_OF_TRIPLE]
+    if to_path(f"{args.prefix}.idx").is_file() or not to_path(f"{prefixes[0]}.idx").is_file():
+        prefixes = pair_prefixes(args.prefix)
     problems = []
     for prefix in prefixes:
-        problems += _verify(prefix, args)
+        problems += _verify_pair(prefix, args)
     if problems:
         raise DatasetError("; ".join(problems))
 
 
-def _verify(prefix: str, args: argparse.Namespace) -> list[str]:
+def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
     """Return the problems found in a pair; print a confirmation if there are none."""
     indexed = IndexedDataset(prefix)
-    about = sidecar(prefix)
-    is_loss = prefix.endswith(LOSS)
+    metadata = read_sidecar(prefix)
+    is_loss = prefix.endswith(LOSS_SUFFIX)
     is_masked = prefix.endswith(_PARTS_OF_TRIPLE)
-    vocab_size = about.get("vocab_size")
+    vocab_size = metadata.get("vocab_size")
     problems: list[str] = []
     checked = ["lengths", "boundaries"]
-    unchecked = "; there is no sidecar with checksums"
-    sums = sums_of(prefix, about)
-    if sums:
-        problems += find_damage(prefix, sums)
+    checksum_note = "; there is no sidecar with checksums"
+    checksums = sidecar_sums(prefix, metadata)
+    if checksums:
+        problems += find_damage(prefix, checksums)
         checked.append("checksums")
-        unchecked = ""
-        if len(about["sha256"]) == 1 and about["tokens"] != indexed.num_tokens:
-            problems.append(f"{prefix}.json records {about['tokens']} tokens, but the pair has {indexed.num_tokens}")
+        checksum_note = ""
+        if len(metadata["sha256"]) == 1 and metadata["tokens"] != indexed.num_tokens:
+            problems.append(f"{prefix}.json records {metadata['tokens']} tokens, but the pair has {indexed.num_tokens}")
     if args.vocab_file:
         tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
         vocab_size = tokenizer.vocab_size
-        if about and about["fingerprint"] != tokenizer.fingerprint:
+        if metadata and metadata["fingerprint"] != tokenizer.fingerprint:
             problems.append(f"{prefix}.bin was made with another tokenizer than --vocab-file {args.vocab_file}")
-        elif otherwise := other_end(about, tokenizer, args.vocab_file):
-            problems.append(f"{prefix}.bin {otherwise}")
+        elif mismatch := eod_mismatch(metadata, tokenizer, args.vocab_file):
+            problems.append(f"{prefix}.bin {mismatch}")
         checked.append("tokenizer")
     if is_masked:
         vocab_size = None
-    limit = 2 if is_loss else vocab_size
+    limit = 2 if is_loss else vocab_size  # a loss mask holds 0 and 1
     problems += _find_bad_ids(indexed, limit)
     checked.append(f"ids below {vocab_size}" if vocab_size else "no negative ids")
     if not is_loss and not is_masked:
-        problems += find_holes(indexed, about.get("eod"))
+        problems += find_holes(indexed, metadata.get("eod"))
         checked.append("holes")
     if not problems:
         print(
             f"{prefix}: {indexed.num_documents:,} documents, {indexed.num_tokens:,} tokens, no problem found "
-            f"({', '.join(checked)}){unchecked}"
+            f"({', '.join(checked)}){checksum_note}"
         )
     return problems
 
 
 def _find_bad_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
     """Return a sentence about the first id that is negative or beyond the vocabulary, if there is one."""
-    why = f"outside the vocabulary of {vocab_size}" if vocab_size else "negative"
-    for at in range(0, indexed.num_tokens, AT_ONCE):
-        piece = indexed.tokens[at : at + AT_ONCE]
-        bad = piece < 0
+    problem = f"outside the vocabulary of {vocab_size}" if vocab_size else "negative"
+    for start in range(0, indexed.num_tokens, TOKENS_AT_ONCE):
+        ids = indexed.tokens[start : start + TOKENS_AT_ONCE]
+        is_bad = ids < 0
         if vocab_size:
-            bad |= piece >= vocab_size
-        if bad.any():
-            first = int(bad.argmax())
-            document = int(indexed.document_ends().searchsorted(at + first, side="right"))
-            return [f"{indexed.prefix}.bin, document {document}: token id {piece[first]} is {why}"]
+            is_bad |= ids >= vocab_size
+        if is_bad.any():
+            index = int(is_bad.argmax())
+            document = int(indexed.document_ends().searchsorted(start + index, side="right"))
+            return [f"{indexed.prefix}.bin, document {document}: token id {ids[index]} is {problem}"]
     return []
 
 
@@ -135,21 +136,21 @@ def decode(args: argparse.Namespace) -> None:
     """Run the command `decode`: print documents as text."""
     indexed = IndexedDataset(args.prefix)
     tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
-    for d in args.documents:
-        if not 0 <= d < indexed.num_documents:
-            raise ValueError(f"{args.prefix} has documents 0 to {indexed.num_documents - 1}, but no document {d}")
-        first, last = indexed.document_index[d : d + 2].tolist()
+    for number in args.documents:
+        if not 0 <= number < indexed.num_documents:
+            raise ValueError(f"{args.prefix} has documents 0 to {indexed.num_documents - 1}, but no document {number}")
+        begin, end = indexed.document_index[number : number + 2].tolist()
         ids: list[int] = []
-        for sequence in range(first, last):
+        for sequence in range(begin, end):
             ids += indexed[sequence].tolist()
-        print(f"--- document {d}: {len(ids)} tokens")
+        print(f"--- document {number}: {len(ids)} tokens")
         text = " ".join(map(str, ids)) if args.ids else tokenizer.decode(ids)
         print(text)
 
 
 def stages(args: argparse.Namespace) -> None:
     """Run the command `stages`: print how many samples, tokens and epochs each corpus gives in each data stage."""
-    from megatron.config.families import parse_of_any_family
+    from megatron.config.families import parse_any_family
 
     from . import stage_plan
     from .iterations import Iterations
@@ -157,18 +158,18 @@ def stages(args: argparse.Namespace) -> None:
     if bool(args.run_dir) == bool(args.flags):
         raise ValueError("give either --run-dir, or -- and the flags of a training command")
     if args.run_dir:
-        config = config_of(args.run_dir)
+        config = load_config(args.run_dir)
         iterations = Iterations(config, Path(args.run_dir))
     else:
-        config = parse_of_any_family(args.flags)
+        config = parse_any_family(args.flags)
         iterations = Iterations(config, None)
     samples = args.samples or iterations.total
-    _, (dataset, *_) = datasets_of(config)
-    plan = stage_plan.plan_of(dataset, config, samples)
-    print(stage_plan.table(stage_plan.uses(plan)))
+    _, (dataset, *_) = load_datasets(config)
+    plan = stage_plan.build_plan(dataset, config, samples)
+    print(stage_plan.format_table(stage_plan.stage_uses(plan)))
     if not args.samples:
-        sized = iterations.logged or config.train.batch_size_schedule
-        whose = "the run" if sized else "one replica"
+        is_global = iterations.logged or config.train.batch_size_schedule
+        whose = "the run" if is_global else "one replica"
         print(f"for {samples:,} samples, those of {whose}; --samples gives another number")
     if args.png:
         stage_plan.draw(plan, Path(args.png))
@@ -179,8 +180,8 @@ def sample(args: argparse.Namespace) -> None:
     """Run the command `sample`: print a sample as the training run reads it."""
     from . import sample_view  # importing torch is slow, so the other commands avoid it
 
-    config = config_of(args.run_dir)
-    tokenizer, datasets = datasets_of(config)
+    config = load_config(args.run_dir)
+    tokenizer, datasets = load_datasets(config)
     dataset = datasets[PARTS.index(args.part)]
     if dataset is None:
         raise ValueError(f"the {args.part} part of the run is empty; choose another --part")
@@ -196,17 +197,17 @@ def sample(args: argparse.Namespace) -> None:
 
 
 def when(args: argparse.Namespace) -> None:
-    """Run the command `when`: print the iterations, samples and positions at which a run trains on a document."""
+    """Run the command `print_uses`: print the iterations, samples and positions at which a run trains on a document."""
     from . import document_uses
 
-    document_uses.when(args)
+    document_uses.print_uses(args)
 
 
 def which(args: argparse.Namespace) -> None:
-    """Run the command `which`: print the documents on which an iteration of a run trains, with their text."""
+    """Run the command `print_iteration`: print the documents on which an iteration of a run trains, with their text."""
     from . import document_uses
 
-    document_uses.which(args)
+    document_uses.print_iteration(args)
 
 
 def build_parser() -> Parser:
@@ -214,66 +215,66 @@ def build_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, function: Any, help: str, pair: bool = False) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=help, description=help, examples=EXAMPLES)
-        made.set_defaults(function=function)
+        cmd = commands.add_parser(name, help=help, description=help, examples=EXAMPLES)
+        cmd.set_defaults(function=function)
         if pair:
-            made.add_argument("prefix", type=any_prefix, help="path of the pair, without .bin or .idx")
-        return made
+            cmd.add_argument("prefix", type=any_prefix, help="path of the pair, without .bin or .idx")
+        return cmd
 
-    def tokenizer_of(made: argparse.ArgumentParser, required: bool) -> None:
-        made.add_argument("--vocab-file", type=local_path, required=required, help="tokenizer file or folder")
-        made.add_argument("--tokenizer-type", default="auto", help="tokenizer type (default: detected from the file)")
+    def tokenizer_of(cmd: argparse.ArgumentParser, required: bool) -> None:
+        cmd.add_argument("--vocab-file", type=local_path, required=required, help="tokenizer file or folder")
+        cmd.add_argument("--tokenizer-type", default="auto", help="tokenizer type (default: detected from the file)")
 
-    made = command("info", info, "summarise a pair", pair=True)
-    made = command("verify", verify, "check lengths, boundaries, checksums and ids", pair=True)
-    tokenizer_of(made, required=False)
-    made = command("decode", decode, "print documents as text", pair=True)
-    made.add_argument("documents", type=int, nargs="+", help="document numbers, from 0")
-    made.add_argument("--ids", action="store_true", help="print token ids in place of text")
-    tokenizer_of(made, required=True)
+    cmd = command("info", info, "summarise a pair", pair=True)
+    cmd = command("verify", verify, "check lengths, boundaries, checksums and ids", pair=True)
+    tokenizer_of(cmd, required=False)
+    cmd = command("decode", decode, "print documents as text", pair=True)
+    cmd.add_argument("documents", type=int, nargs="+", help="document numbers, from 0")
+    cmd.add_argument("--ids", action="store_true", help="print token ids in place of text")
+    tokenizer_of(cmd, required=True)
     _add_writers(command)
-    made = command("sample", sample, "show a sample as a training run reads it")
-    made.add_argument("number", type=int, help="sample number, from 0, counted over all epochs")
-    made.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
-    made.add_argument("--part", choices=PARTS, default="train", help="part of the data (default: train)")
-    made.add_argument("--png", type=local_path, help="PNG file for a plot of the attention masks")
-    made = command("stages", stages, "show what each corpus gives in each data stage of a run")
-    made.add_argument("--run-dir", type=local_path, help="folder of the run")
-    made.add_argument("--samples", type=int, help="number of samples (default: from the run's metrics and settings)")
-    made.add_argument("--png", type=local_path, help="PNG file for a plot")
-    made.add_argument("flags", nargs="*", help="after --: flags of a training command, instead of --run-dir")
-    made = command("when", when, "show the iterations, samples and positions at which a run trains on a document")
-    made.add_argument("--document", type=int, required=True, help="document number, from 0")
-    made.add_argument("--path", type=any_prefix, help="prefix or short name of its corpus (default: the only corpus)")
-    made.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
-    made = command("which", which, "show the documents on which an iteration of a run trains, with their text")
-    made.add_argument("--iteration", type=int, required=True, help="iteration number, from 1")
-    made.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
-    made.add_argument("--full", action="store_true", help="print the whole text")
+    cmd = command("sample", sample, "show a sample as a training run reads it")
+    cmd.add_argument("number", type=int, help="sample number, from 0, counted over all epochs")
+    cmd.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
+    cmd.add_argument("--part", choices=PARTS, default="train", help="part of the data (default: train)")
+    cmd.add_argument("--png", type=local_path, help="PNG file for a plot of the attention masks")
+    cmd = command("stages", stages, "show what each corpus gives in each data stage of a run")
+    cmd.add_argument("--run-dir", type=local_path, help="folder of the run")
+    cmd.add_argument("--samples", type=int, help="number of samples (default: from the run's metrics and settings)")
+    cmd.add_argument("--png", type=local_path, help="PNG file for a plot")
+    cmd.add_argument("flags", nargs="*", help="after --: flags of a training command, instead of --run-dir")
+    cmd = command("when", when, "show the iterations, samples and positions at which a run trains on a document")
+    cmd.add_argument("--document", type=int, required=True, help="document number, from 0")
+    cmd.add_argument("--path", type=any_prefix, help="prefix or short name of its corpus (default: the only corpus)")
+    cmd.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
+    cmd = command("which", which, "show the documents on which an iteration of a run trains, with their text")
+    cmd.add_argument("--iteration", type=int, required=True, help="iteration number, from 1")
+    cmd.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
+    cmd.add_argument("--full", action="store_true", help="print the whole text")
     return parser
 
 
 def _add_writers(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the commands that write new pairs. command: function of `build_parser` that adds one."""
-    made = command("merge", merge_pairs, "merge several pairs into one, in constant memory")
-    made.add_argument(
+    cmd = command("merge", merge_pairs, "merge several pairs into one, in constant memory")
+    cmd.add_argument(
         "prefixes", type=any_path, nargs="+", help="paths of the pairs, in order, with or without .bin or .idx"
     )
-    made.add_argument("--output", type=local_path, required=True, help="path of the new pair, without .bin or .idx")
-    made = command("split", split_pair, "split a pair into training, validation and test", pair=True)
-    made.add_argument(
+    cmd.add_argument("--output", type=local_path, required=True, help="path of the new pair, without .bin or .idx")
+    cmd = command("split", split_pair, "split a pair into training, validation and test", pair=True)
+    cmd.add_argument(
         "--split",
         default="98,1,1",
         help="shares of the documents for training, validation and test (default: 98,1,1)",
     )
-    made.add_argument(
+    cmd.add_argument(
         "--output",
         type=local_path,
         help="path of the new pairs, without _train, _valid or _test (default: path of the given pair)",
     )
-    made = command("drop", drop_documents, "write a pair without some documents", pair=True)
-    made.add_argument("documents", nargs="+", help="document numbers, from 0, and ranges such as 20-31")
-    made.add_argument("--output", type=local_path, required=True, help="path of the new pair, without .bin or .idx")
+    cmd = command("drop", drop_documents, "write a pair without some documents", pair=True)
+    cmd.add_argument("documents", nargs="+", help="document numbers, from 0, and ranges such as 20-31")
+    cmd.add_argument("--output", type=local_path, required=True, help="path of the new pair, without .bin or .idx")
 
 
 def cli() -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megatron.config import Config
 from megatron.config.batches import BatchSchedule
 from megatron.data.skips import skips_of
-from megatron.rows import row_of
+from megatron.rows import parse_row
 
 
 class _Anchor(NamedTuple):
@@ -39,36 +39,36 @@ class Iterations:
             self._anchors.append(_Anchor(iteration, samples, batches))
         last = _Anchor(*rows[-1], batches)
         self._anchors.append(last)
-        left = max(train.train_iters - last.iteration, 0)
-        self.total = batches.after(last.samples, left)
+        remaining = max(train.train_iters - last.iteration, 0)
+        self.total = batches.advance(last.samples, remaining)
         self._skips = skips_of(train)
 
-    def of_sample(self, n: int) -> int:
-        """Return the iteration that trains on sample n."""
-        number = bisect_right(self._anchors, n, key=lambda each: each.samples)
-        at = self._anchors[number - 1]
-        return at.iteration + at.batches.iterations(at.samples, n) + 1
+    def of_sample(self, sample: int) -> int:
+        """Return the iteration that trains on `sample`."""
+        number = bisect_right(self._anchors, sample, key=lambda each: each.samples)
+        anchor = self._anchors[number - 1]
+        return anchor.iteration + anchor.batches.iterations_between(anchor.samples, sample) + 1
 
     def samples(self, iteration: int) -> range:
         """Return the numbers of the samples of an iteration."""
         number = bisect_right(self._anchors, iteration - 1, key=lambda each: each.iteration)
-        at = self._anchors[number - 1]
-        first = at.batches.after(at.samples, iteration - 1 - at.iteration)
-        return range(first, first + at.batches.size_at(first))
+        anchor = self._anchors[number - 1]
+        first = anchor.batches.advance(anchor.samples, iteration - 1 - anchor.iteration)
+        return range(first, first + anchor.batches.size_at(first))
 
     def is_skipped(self, iteration: int) -> bool:
         """Return whether a --skip-* flag skips the iteration."""
-        found = self.samples(iteration)
-        return self._skips.hold(iteration, found.start, len(found))
+        samples = self.samples(iteration)
+        return self._skips.should_skip(iteration, samples.start, len(samples))
 
 
 def _rows(path: Path) -> list[tuple[int, int]]:
     """Return (iteration, consumed samples) of the training rows of a metrics.jsonl, in order, after (0, 0)."""
     if not path.is_file():
         return [(0, 0)]
-    found = {0: 0}
+    consumed = {0: 0}
     text = path.read_text(encoding="utf-8", errors="replace")
-    for row in map(row_of, text.splitlines()):
+    for row in map(parse_row, text.splitlines()):
         if row and row.get("split") == "train":
-            found[row["iteration"]] = row["consumed_samples"]
-    return sorted(found.items())
+            consumed[row["iteration"]] = row["consumed_samples"]
+    return sorted(consumed.items())

@@ -12,42 +12,42 @@ from typing import Any
 
 from megatron.tokenizer.base import TokenizerError
 
-SECONDS = 10.0
-MOST_BITS = 1 << 16
-MOST_ITEMS = 1 << 26  # largest number of characters in a string or elements in a list
-BOUNDED = frozenset(("**", "*", "+", "%"))  # operators checked by `refuse_large`; never folded by the compiler
+TIME_LIMIT = 10.0
+MAX_BITS = 1 << 16
+MAX_ITEMS = 1 << 26  # largest number of characters in a string or elements in a list
+CHECKED_OPERATORS = frozenset(("**", "*", "+", "%"))  # checked by `check_operation`, never folded by the compiler
 
 
-class EndlessTemplate(ValueError):
+class TemplateLimitError(ValueError):
     """Error for a template that takes longer, or creates larger values, than any conversation needs."""
 
 
 @contextlib.contextmanager
-def limited() -> Iterator[None]:
-    """Raise EndlessTemplate if the enclosed code runs for more than `SECONDS`; no limit outside the main thread."""
+def time_limit() -> Iterator[None]:
+    """Raise TemplateLimitError if the enclosed code runs longer than `TIME_LIMIT`; no limit outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise EndlessTemplate(f"the chat template runs for more than {SECONDS:g} s")
+        raise TemplateLimitError(f"the chat template runs for more than {TIME_LIMIT:g} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    left, interval = signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    old_handler = signal.signal(signal.SIGALRM, stop)
+    old_delay, old_interval = signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, left, interval)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, old_delay, old_interval)
+        signal.signal(signal.SIGALRM, old_handler)
 
 
-def refuse_large(operator: str, left: Any, right: Any) -> None:
-    """Raise EndlessTemplate if an operation's result would be huge.
+def check_operation(operator: str, left: Any, right: Any) -> None:
+    """Raise TemplateLimitError if an operation's result would be huge.
 
     The time limit does not suffice, because a timer cannot interrupt an operation that runs in C.
     """
     if operator == "%" and isinstance(left, str) and re.search(r"\d{6}|%[^a-zA-Z%]*\*", left):
-        raise EndlessTemplate(f"the chat template uses the format {left[:40]!r}, whose result has no length limit")
+        raise TemplateLimitError(f"the chat template uses the format {left[:40]!r}, whose result has no length limit")
     numbers = []
     sizes = []
     for value in (left, right):
@@ -58,13 +58,13 @@ def refuse_large(operator: str, left: Any, right: Any) -> None:
     bits = max(map(int.bit_length, numbers), default=0)
     if operator == "**" and len(numbers) == 2:
         bits = left.bit_length() * right if abs(left) > 1 else 0
-    if bits > MOST_BITS:
-        raise EndlessTemplate(f"the chat template computes a number of {bits} bits, which is too large")
+    if bits > MAX_BITS:
+        raise TemplateLimitError(f"the chat template computes a number of {bits} bits, which is too large")
     items = sum(sizes)
     if operator == "*" and sizes and numbers:
         items = sizes[0] * numbers[0]
-    if items > MOST_ITEMS:
-        raise EndlessTemplate(f"the chat template creates a string or list of {items} elements, which is too long")
+    if items > MAX_ITEMS:
+        raise TemplateLimitError(f"the chat template creates a string or list of {items} elements, which is too long")
 
 
 class GenerationBlocks:
@@ -93,7 +93,7 @@ class GenerationBlocks:
         self.ranges.append((self._length, self._length + len(text)))
 
 
-def environment(now: datetime | None, blocks: GenerationBlocks) -> Any:
+def sandbox_environment(now: datetime | None, blocks: GenerationBlocks) -> Any:
     """Return a jinja2 environment with the functions that chat templates use in transformers.
 
     now: time that strftime_now formats; None leaves strftime_now undefined. blocks: receives the places of
@@ -125,21 +125,21 @@ def environment(now: datetime | None, blocks: GenerationBlocks) -> Any:
     class Bounded(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """A sandbox whose operators cannot create values that exhaust memory."""
 
-        intercepted_binops = BOUNDED
+        intercepted_binops = CHECKED_OPERATORS
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            refuse_large(operator, left, right)
+            check_operation(operator, left, right)
             return super().call_binop(context, operator, left, right)
 
-    found = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
-    found.filters["tojson"] = _tojson
-    found.globals["raise_exception"] = _refuse
+    sandbox = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
+    sandbox.filters["tojson"] = _tojson
+    sandbox.globals["raise_exception"] = _raise_exception
     if now:
-        found.globals["strftime_now"] = now.strftime
-    return found
+        sandbox.globals["strftime_now"] = now.strftime
+    return sandbox
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise ValueError(f"the chat template rejects the conversation: {message}")
 
 

@@ -11,7 +11,7 @@ from megatron.atomic import write_text
 from megatron.json_text import read_json
 
 
-def _locked(path: str) -> TextIO:
+def _open_locked(path: str) -> TextIO:
     """Open a file and lock it until it is closed. Raises ValueError if another process holds the lock."""
     while True:
         lock = open(path, "w")  # noqa: SIM115
@@ -42,7 +42,7 @@ class Journal:
     def __init__(self, path: str, job: dict[str, Any]) -> None:
         self.path = path
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._lock = _locked(f"{path}.lock")
+        self._lock = _open_locked(f"{path}.lock")
         self._key = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
         self.state: dict[str, Any] | None = None
         if os.path.exists(path):

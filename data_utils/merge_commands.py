@@ -5,64 +5,66 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.config.data import prefixes_of
-from megatron.data.indexed_dataset import LOSS, IndexedDataset
+from megatron.config.data import corpus_prefixes
+from megatron.data.indexed_dataset import LOSS_SUFFIX, IndexedDataset
 from megatron.data.splits import PARTS, parse_split, split_documents
 from megatron.storage import is_url, to_path
 
-from .chat_templates import is_undated
+from .chat_templates import has_unrecorded_date
 from .cli import write_json
 from .indexed_writer import IndexedDatasetBuilder
 from .merge_split import drop, merge, split
-from .sidecars import ABOUT_TOKENS, sidecar, with_loss
+from .sidecars import KEPT_ENTRIES, pair_prefixes, read_sidecar
 
 
 def merge_pairs(args: argparse.Namespace) -> None:
     """Run the command `merge`: concatenate several .bin/.idx pairs into one."""
-    prefixes = [*prefixes_of(args.prefixes)]
-    abouts = list(map(sidecar, prefixes))
-    known = list(filter(None, abouts))
-    pairs = list(map(with_loss, prefixes))
-    _refuse_unlike(", ".join(prefixes), known, pairs)
-    about = dict(known[0]) if known else {}
-    dates = sorted({each["chat_date"] for each in known if each.get("chat_date")})
+    prefixes = [*corpus_prefixes(args.prefixes)]
+    sidecars = list(map(read_sidecar, prefixes))
+    present = list(filter(None, sidecars))
+    pairs = list(map(pair_prefixes, prefixes))
+    _check_mergeable(", ".join(prefixes), present, pairs)
+    metadata = dict(present[0]) if present else {}
+    dates = sorted({each["chat_date"] for each in present if each.get("chat_date")})
     if dates:
-        about["chat_date"] = dates[-1]
+        metadata["chat_date"] = dates[-1]
     if len(dates) > 1:
         print(
             f"note: the chat template rendered {len(dates)} different dates in these pairs; "
             f"the new sidecar records the latest, {dates[-1]}"
         )
-    if dates and any(map(is_undated, abouts)):
+    if dates and any(map(has_unrecorded_date, sidecars)):
         print(f"note: some pairs record no date of the chat template; the new sidecar records the date {dates[-1]}")
     builders = []
-    for column, end in zip(zip(*pairs, strict=True), ("", LOSS), strict=False):
-        builders.append(merge(column, f"{args.output}{end}"))
-    _complete(builders, about)
+    for sources, suffix in zip(zip(*pairs, strict=True), ("", LOSS_SUFFIX), strict=False):
+        builders.append(merge(sources, f"{args.output}{suffix}"))
+    _finish_corpus(builders, metadata)
 
 
-def _refuse_unlike(names: str, abouts: Sequence[dict[str, Any]], pairs: Sequence[Sequence[str]]) -> None:
+def _check_mergeable(names: str, sidecars: Sequence[dict[str, Any]], pairs: Sequence[Sequence[str]]) -> None:
     """Raise ValueError if corpora cannot be merged.
 
-    names: their prefixes, for messages. abouts: their sidecars. pairs: the prefixes of each corpus's pairs.
+    names: their prefixes, for messages. sidecars: their sidecars. pairs: the prefixes of each corpus's pairs.
     """
     tokenizers = set()
-    ends = set()
+    eod_ids = set()
     templates = set()
-    for about in abouts:
-        tokenizers.add(about["fingerprint"])
-        templates.add(about.get("chat_template"))
-        if "eod" in about and about.get("append_eod", True):
-            ends.add(about["eod"])
+    for metadata in sidecars:
+        tokenizers.add(metadata["fingerprint"])
+        templates.add(metadata.get("chat_template"))
+        if "eod" in metadata and metadata.get("append_eod", True):
+            eod_ids.add(metadata["eod"])
     if len(tokenizers) > 1:
         raise ValueError(f"{names} were made with different tokenizers; preprocess them again with the same tokenizer")
-    if len(ends) > 1:
+    if len(eod_ids) > 1:
         raise ValueError(
-            f"{names} end their documents with different tokens ({', '.join(map(str, sorted(ends)))}); "
+            f"{names} end their documents with different tokens ({', '.join(map(str, sorted(eod_ids)))}); "
             f"preprocess them again with the same tokenizer"
         )
     if len(set(map(len, pairs))) > 1:
-        raise ValueError(f"only some of {names} have a loss mask (PREFIX{LOSS}); merge pairs of the same --objective")
+        raise ValueError(
+            f"only some of {names} have a loss mask (PREFIX{LOSS_SUFFIX}); merge pairs of the same --objective"
+        )
     if len(templates) > 1:
         raise ValueError(
             f"{names} were made with different chat templates; preprocess them again with the same chat template"
@@ -80,26 +82,26 @@ def split_pair(args: argparse.Namespace) -> None:
         if len(documents):
             ranges.append(documents)
             outputs.append(f"{args.output or args.prefix}_{name}")
-    made = []
-    for prefix, end in zip(with_loss(args.prefix), ("", LOSS), strict=False):
-        made.append(split(prefix, ranges, [output + end for output in outputs]))
-    for builders in zip(*made, strict=True):
-        _complete(builders, sidecar(args.prefix))
+    builders_of_pairs = []
+    for prefix, suffix in zip(pair_prefixes(args.prefix), ("", LOSS_SUFFIX), strict=False):
+        builders_of_pairs.append(split(prefix, ranges, [output + suffix for output in outputs]))
+    for builders in zip(*builders_of_pairs, strict=True):
+        _finish_corpus(builders, read_sidecar(args.prefix))
 
 
 def drop_documents(args: argparse.Namespace) -> None:
     """Run the command `drop`: write a .bin/.idx pair without some documents, and its loss mask if there is one."""
     if Path(args.output).resolve() == to_path(args.prefix).resolve():
         raise ValueError(f"--output {args.output} is the given pair; choose another name")
-    sources = with_loss(args.prefix)
+    sources = pair_prefixes(args.prefix)
     builders = [drop(source, args.documents, args.output + source.removeprefix(args.prefix)) for source in sources]
-    _complete(builders, sidecar(args.prefix))
+    _finish_corpus(builders, read_sidecar(args.prefix))
 
 
-def _complete(builders: Sequence[IndexedDatasetBuilder], about: dict[str, Any]) -> None:
+def _finish_corpus(builders: Sequence[IndexedDatasetBuilder], metadata: dict[str, Any]) -> None:
     """Write one sidecar for all .bin/.idx pairs of a corpus, such as the tokens and their loss mask; report them."""
     builder = builders[0]
-    content = {key: about[key] for key in ABOUT_TOKENS if key in about}
+    content = {key: metadata[key] for key in KEPT_ENTRIES if key in metadata}
     if content:
         content |= {"documents": builder.documents, "sequences": builder.sequences, "tokens": builder.num_tokens}
         content["sha256"] = {Path(each.prefix).name: each.checksums for each in builders}

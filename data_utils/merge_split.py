@@ -8,10 +8,10 @@ import numpy as np
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.pages import runs_of
+from megatron.data.pages import document_ranges
 from megatron.storage import to_path
 
-AT_ONCE = 1 << 22  # tokens copied at once
+TOKENS_AT_ONCE = 1 << 22  # tokens copied at once
 
 
 def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
@@ -55,9 +55,10 @@ def drop(prefix: str, words: Sequence[str], output: str) -> IndexedDatasetBuilde
     indexed = IndexedDataset(prefix)
     kept = np.ones(indexed.num_documents, bool)
     for word in words:
-        ends = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", word)
-        first = int(ends[1]) if ends else -1
-        last = int(ends[2] or first) if ends else -1
+        # A word of another form gets the numbers -1, which the next check rejects.
+        match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", word)
+        first = int(match[1]) if match else -1
+        last = int(match[2] or first) if match else -1
         if not 0 <= first <= last < len(kept):
             raise DatasetError(f"{word} is none of the documents 0 to {len(kept) - 1} of {prefix}, as in 17 or 20-31")
         kept[first : last + 1] = False
@@ -73,8 +74,8 @@ def drop(prefix: str, words: Sequence[str], output: str) -> IndexedDatasetBuilde
 
 def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuilder) -> None:
     """Append `documents` of the corpus `indexed` to `builder`, a few million tokens at a time."""
-    for some in runs_of(indexed, documents, AT_ONCE):
-        index = indexed.document_index[some.start : some.stop + 1]  # number of the first sequence of each document
+    for part in document_ranges(indexed, documents, TOKENS_AT_ONCE):
+        index = indexed.document_index[part.start : part.stop + 1]  # number of the first sequence of each document
         first = int(index[0])
         sizes = indexed.sizes[first : int(index[-1])]
         total = int(sizes.sum(dtype=np.int64))

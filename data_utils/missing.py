@@ -4,21 +4,21 @@ import argparse
 
 from megatron.storage import to_path
 from megatron.tokenizer.base import TokenizerError
-from megatron.tokenizer.load import file_of
+from megatron.tokenizer.load import find_vocab_file
 
-from .files import absent
+from .files import missing_inputs
 
 
-def refuse_missing(args: argparse.Namespace) -> None:
+def check_inputs_exist(args: argparse.Namespace) -> None:
     """Raise MissingFiles if two or more of the paths in --input, --vocab-file and --load do not exist."""
     given = vars(args)
     inputs = given.get("input") or []
     if not isinstance(inputs, list):
         inputs = [inputs]
-    problems = [f"there is no file {name}" for name in absent(inputs)]
+    problems = [f"there is no file {name}" for name in missing_inputs(inputs)]
     if isinstance(given.get("vocab_file"), str):
         try:
-            file_of(given["vocab_file"])
+            find_vocab_file(given["vocab_file"])
         except TokenizerError as error:
             problems.append(str(error))
     if isinstance(given.get("load"), str) and not to_path(given["load"]).exists():

@@ -18,17 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 HASHES = 128
-FOUND = 0.99  # smallest probability with which a text of exactly the wanted similarity becomes a candidate
-SPREAD = 1.75  # standard deviations by which an estimate may fall short of the wanted similarity
-AT_MOST = 16  # texts that share a band and are compared; others with the same band are found by other bands
-BLOCK = 1 << 16  # signatures of a block of memory
-FULL = 0.7  # share of used slots at which the table grows
+MIN_RECALL = 0.99  # smallest probability with which a text of exactly the wanted similarity becomes a candidate
+DEVIATIONS = 1.75  # standard deviations by which an estimate may fall short of the wanted similarity
+MAX_PER_BAND = 16  # texts that share a band and are compared; others with the same band are found by other bands
+BLOCK_ROWS = 1 << 16  # signatures of a block of memory
+MAX_LOAD = 0.7  # share of used slots at which the table grows
 EMPTY = np.uint32(0xFFFFFFFF)
 
-Words = NDArray[np.uint32]
+Hashes = NDArray[np.uint32]
 
 
-def sketch(shingles: list[str]) -> Words:
+def minhash_signature(shingles: list[str]) -> Hashes:
     """Return the MinHash signature [HASHES] of a set of strings.
 
     Raises ValueError if the package rensa is not installed.
@@ -37,23 +37,23 @@ def sketch(shingles: list[str]) -> Words:
         import rensa
     except ImportError:
         raise ValueError("--near-duplicates needs the package rensa: pip install 'rensa>=0.5,<0.6'") from None
-    made: Any = rensa.RMinHash(num_perm=HASHES, seed=1)
-    made.update(shingles)
-    return np.array(made.digest(), dtype=np.uint32)
+    minhash: Any = rensa.RMinHash(num_perm=HASHES, seed=1)
+    minhash.update(shingles)
+    return np.array(minhash.digest(), dtype=np.uint32)
 
 
-def rows_of_bands(similarity: float) -> int:
-    """Return the largest r with which a text of exactly this similarity becomes a candidate with probability FOUND."""
+def rows_per_band(similarity: float) -> int:
+    """Return the largest r with which a text of exactly this similarity is a candidate with probability MIN_RECALL."""
     for rows in range(HASHES, 1, -1):
         missed = (1 - similarity**rows) ** (HASHES // rows)
-        if 1 - missed >= FOUND:
+        if 1 - missed >= MIN_RECALL:
             return rows
     return 1
 
 
-def least_estimate(similarity: float) -> float:
+def min_estimate(similarity: float) -> float:
     """Return the smallest estimate that counts as a similarity of at least `similarity`."""
-    return similarity - SPREAD * math.sqrt(similarity * (1 - similarity) / HASHES)
+    return similarity - DEVIATIONS * math.sqrt(similarity * (1 - similarity) / HASHES)
 
 
 class BandTable:
@@ -63,8 +63,8 @@ class BandTable:
     """
 
     def __init__(self) -> None:
-        self._texts = np.full(BLOCK, EMPTY)
-        self._keys = np.zeros(BLOCK, dtype=np.uint32)
+        self._texts = np.full(BLOCK_ROWS, EMPTY)
+        self._keys = np.zeros(BLOCK_ROWS, dtype=np.uint32)
         self._used = 0
 
     @property
@@ -72,7 +72,7 @@ class BandTable:
         """Number of bytes that the table takes."""
         return self._texts.nbytes + self._keys.nbytes
 
-    def find(self, keys: Words) -> tuple[Words, NDArray[np.int64]]:
+    def find(self, keys: Hashes) -> tuple[Hashes, NDArray[np.int64]]:
         """Return the numbers of the texts that have one of `keys` [b], and how many texts each key has, [b]."""
         mask = len(self._keys) - 1
         slots = keys & mask
@@ -81,18 +81,18 @@ class BandTable:
         found = []
         while len(active):
             active = active[self._texts[slots[active]] != EMPTY]
-            here = slots[active]
-            equal = self._keys[here] == keys[active]
-            found.append(self._texts[here[equal]])
+            probed = slots[active]
+            equal = self._keys[probed] == keys[active]
+            found.append(self._texts[probed[equal]])
             counts[active[equal]] += 1
-            slots[active] = (here + 1) & mask
+            slots[active] = (probed + 1) & mask
         return np.unique(np.concatenate(found)), counts
 
-    def add(self, keys: Words, text: int) -> None:
+    def add(self, keys: Hashes, text: int) -> None:
         """Add the number of a text under each of `keys` [b]."""
-        if self._used + len(keys) > FULL * len(self._keys):
+        if self._used + len(keys) > MAX_LOAD * len(self._keys):
             self._grow()
-        self._place(keys, np.full(len(keys), text, dtype=np.uint32))
+        self._insert(keys, np.full(len(keys), text, dtype=np.uint32))
         self._used += len(keys)
 
     def _grow(self) -> None:
@@ -101,9 +101,9 @@ class BandTable:
         texts = self._texts[used]
         self._texts = np.full(2 * len(used), EMPTY)
         self._keys = np.zeros(2 * len(used), dtype=np.uint32)
-        self._place(keys, texts)
+        self._insert(keys, texts)
 
-    def _place(self, keys: Words, texts: Words) -> None:
+    def _insert(self, keys: Hashes, texts: Hashes) -> None:
         """Put pairs of keys and texts, [n] each, into empty slots."""
         mask = len(self._keys) - 1
         slots = keys & mask
@@ -124,17 +124,17 @@ class BandTable:
 class NearDuplicates:
     """Set of texts that finds near duplicates, about 0.6 kB a text.
 
-    A text counts as a near duplicate if its estimated similarity to an earlier text is at least `least_estimate`.
+    A text counts as a near duplicate if its estimated similarity to an earlier text is at least `min_estimate`.
     similarity: Jaccard similarity at which at least 95 % of the near duplicates are found.
     """
 
     def __init__(self, similarity: float = 0.8) -> None:
-        self._least = least_estimate(similarity)
-        self._rows = rows_of_bands(similarity)
+        self._min_estimate = min_estimate(similarity)
+        self._rows = rows_per_band(similarity)
         self._bands = HASHES // self._rows
         self._table = BandTable()
         self._blocks: list[NDArray[np.uint16]] = []
-        self._count = 0
+        self._num_texts = 0
         self._factors = np.random.default_rng(1).integers(0, 1 << 63, (self._bands, self._rows), np.uint64) | 1
 
     @property
@@ -142,33 +142,34 @@ class NearDuplicates:
         """Number of bytes that the set takes."""
         return self._table.nbytes + sum(block.nbytes for block in self._blocks)
 
-    def has(self, signature: Words) -> bool:
+    def check_and_add(self, signature: Hashes) -> bool:
         """Return True if the set contains a text with a similar signature [HASHES]; add the signature otherwise."""
         keys = self._keys(signature)
         candidates, counts = self._table.find(keys)
-        short = signature.astype(np.uint16)  # 16 of 32 bits: two different numbers look equal once in 65,536 times
-        if len(candidates) and self._largest_similarity(short, candidates) >= self._least:
+        truncated = signature.astype(np.uint16)  # 16 of 32 bits: two different numbers look equal once in 65,536 times
+        if len(candidates) and self._largest_similarity(truncated, candidates) >= self._min_estimate:
             return True
-        self._keep(short)
-        self._table.add(keys[counts < AT_MOST], self._count)
-        self._count += 1
+        self._store(truncated)
+        self._table.add(keys[counts < MAX_PER_BAND], self._num_texts)
+        self._num_texts += 1
         return False
 
-    def _keys(self, signature: Words) -> Words:
+    def _keys(self, signature: Hashes) -> Hashes:
         """Return a hash of each band of a signature, [b]."""
         bands = signature[: self._bands * self._rows].reshape(self._bands, self._rows)
+        # Multiplicative hash with odd factors; the constant is 2**64 divided by the golden ratio.
         mixed = (bands.astype(np.uint64) * self._factors).sum(1)
         mixed ^= mixed >> np.uint64(29)
         mixed *= np.uint64(0x9E3779B97F4A7C15)
-        keys: Words = (mixed >> np.uint64(32)).astype(np.uint32)
+        keys: Hashes = (mixed >> np.uint64(32)).astype(np.uint32)
         return keys
 
-    def _largest_similarity(self, short: NDArray[np.uint16], texts: Words) -> float:
-        known = np.stack([self._blocks[text // BLOCK][text % BLOCK] for text in texts.tolist()])
-        return float((known == short).mean(1).max())
+    def _largest_similarity(self, truncated: NDArray[np.uint16], texts: Hashes) -> float:
+        known = np.stack([self._blocks[text // BLOCK_ROWS][text % BLOCK_ROWS] for text in texts.tolist()])
+        return float((known == truncated).mean(1).max())
 
-    def _keep(self, short: NDArray[np.uint16]) -> None:
-        block, row = divmod(self._count, BLOCK)
+    def _store(self, truncated: NDArray[np.uint16]) -> None:
+        block, row = divmod(self._num_texts, BLOCK_ROWS)
         if row == 0:
-            self._blocks.append(np.empty((BLOCK, HASHES), dtype=np.uint16))
-        self._blocks[block][row] = short
+            self._blocks.append(np.empty((BLOCK_ROWS, HASHES), dtype=np.uint16))
+        self._blocks[block][row] = truncated

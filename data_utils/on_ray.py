@@ -17,8 +17,8 @@ from .streams import InputError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-AHEAD = 3  # items in flight for each process
-TRIES = 3  # how often an item is processed again if its process dies
+ITEMS_PER_PROCESS = 3  # items in flight for each process
+MAX_RETRIES = 3  # how often an item is processed again if its process dies
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -33,8 +33,8 @@ class _Process:
         self._module = importlib.import_module(module)
         getattr(self._module, start)(*settings)
 
-    def do(self, work: str, item: Any) -> Any:
-        return getattr(self._module, work)(item)
+    def call(self, function: str, item: Any) -> Any:
+        return getattr(self._module, function)(item)
 
 
 def connect(address: str) -> Any:
@@ -50,11 +50,11 @@ def connect(address: str) -> Any:
     # Ray starts worker processes before it knows which code they will run, so the import path is set for all of them.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
-    how: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {"runtime_env": environment, "log_to_driver": False, "logging_level": logging.ERROR}
     if address == "local":
-        how["include_dashboard"] = False
+        options["include_dashboard"] = False
     try:
-        ray.init(None if address == "local" else address, **how)
+        ray.init(None if address == "local" else address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InputError(
             f"--ray {address} is not a reachable Ray cluster ({' '.join(str(error).split())[:200]})"
@@ -78,16 +78,16 @@ def ordered_map_on_ray(
     ray = connect(address)
     script = sys.modules["__main__"].__file__ if work.__module__ == "__main__" else None
     module = Path(script).stem if script else work.__module__
-    process = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=TRIES)(_Process)
+    process = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=MAX_RETRIES)(_Process)
     processes = [process.remote(os.getcwd(), module, start.__name__, settings) for _ in range(max(workers, 1))]
-    under_way: deque[Any] = deque()
+    pending: deque[Any] = deque()
     try:
         for number, item in enumerate(items):
-            under_way.append(processes[number % len(processes)].do.remote(work.__name__, item))
-            if len(under_way) >= len(processes) * AHEAD:
-                yield ray.get(under_way.popleft())
-        while under_way:
-            yield ray.get(under_way.popleft())
+            pending.append(processes[number % len(processes)].call.remote(work.__name__, item))
+            if len(pending) >= len(processes) * ITEMS_PER_PROCESS:
+                yield ray.get(pending.popleft())
+        while pending:
+            yield ray.get(pending.popleft())
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:

@@ -15,21 +15,21 @@ from .on_ray import ordered_map_on_ray
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-AHEAD = 3  # items in flight for each worker
+ITEMS_PER_WORKER = 3  # items in flight for each worker
 
 
-def _begin(start: Callable[..., None], settings: tuple[Any, ...]) -> None:
+def _initialize_worker(start: Callable[..., None], settings: tuple[Any, ...]) -> None:
     """Initialise a worker process, and make it exit when its parent process dies.
 
     The pool ends its workers only if the parent exits normally.
     """
     parent = parent_process()
     if parent is not None:
-        threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     start(*settings)
 
 
-def _end_with(parent: Any) -> None:
+def _exit_with_parent(parent: Any) -> None:
     parent.join()
     os._exit(1)
 
@@ -56,15 +56,15 @@ def ordered_map(
         yield from map(work, items)
         return
     start_tracker()
-    under_way: deque[Future[Result]] = deque()
-    with ProcessPoolExecutor(workers, get_context("spawn"), _begin, (start, settings)) as pool:
+    pending: deque[Future[Result]] = deque()
+    with ProcessPoolExecutor(workers, get_context("spawn"), _initialize_worker, (start, settings)) as pool:
         try:
             for item in items:
-                under_way.append(pool.submit(work, item))
-                if len(under_way) >= workers * AHEAD:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
+                pending.append(pool.submit(work, item))
+                if len(pending) >= workers * ITEMS_PER_WORKER:
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
         except BrokenProcessPool:
             raise RuntimeError("a worker process died, perhaps for lack of memory; try fewer --workers") from None
         finally:

@@ -17,22 +17,31 @@ from typing import Any
 import numpy as np
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
-from megatron.config.fields import describe
+from megatron.config.fields import describe_error
 from megatron.data.cpm_masking import PARTS
-from megatron.data.indexed_dataset import LOSS, best_dtype
+from megatron.data.indexed_dataset import LOSS_SUFFIX, best_dtype
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.load import KINDS
 
 from . import chats
-from .chunk_tokens import Tokens, start_worker, tokenize
-from .cli import Parser, input_flags, local_path, max_document_bytes, run, unreadable, worker_flags, write_json
+from .chunk_tokens import TokenizedChunk, start_worker, tokenize
+from .cli import (
+    Parser,
+    add_input_flags,
+    add_worker_flags,
+    local_path,
+    max_document_bytes,
+    run,
+    unreadable_error,
+    write_json,
+)
 from .documents import CHUNK_BYTES, Chunk, chunks
 from .draws import draw_of
-from .files import Source, find_files, is_compressed, kind
+from .files import Source, find_files, format_suffix, is_compressed
 from .journal import Journal
 from .parallel import ordered_map
 from .progress import Progress
-from .records import other_columns
+from .records import newly_read_columns
 from .streams import InputError
 
 EXAMPLES = """\
@@ -51,12 +60,12 @@ JOURNAL_SECONDS = 10.0
 
 
 def main(args: argparse.Namespace) -> None:
-    _check(args)
+    _check_flags(args)
     tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
     chats.print_notes(args, tokenizer)
     sources = find_files(args.input, args.encoding)
-    journal = Journal(f"{args.output_prefix}.part.json", _job(args, sources, tokenizer))
-    args = chats.with_date(args, journal.state or {})
+    journal = Journal(f"{args.output_prefix}.part.json", _job_description(args, sources, tokenizer))
+    args = chats.with_chat_date(args, journal.state or {})
     args.draw = draw_of(journal.state)
     try:
         output = _Output(args, tokenizer, journal.state or {})
@@ -65,46 +74,46 @@ def main(args: argparse.Namespace) -> None:
         raise
     try:
         output.save(journal)  # reserve space for the journal before the disk fills up
-        _convert(args, sources, output, journal)
+        _tokenize_chunks(args, sources, output, journal)
         output.finish()
     except KeyboardInterrupt:
-        output.keep(journal)
+        output.save_and_close(journal)
         raise
     except Exception as error:
-        if not output.count["documents"]:
+        if not output.counts["documents"]:
             output.abort()
             journal.remove()
             raise
-        kept = output.keep(journal)
+        kept = output.save_and_close(journal)
         raise RuntimeError(
-            f"{describe(error)}; {kept} documents are kept: run the same command to resume, "
+            f"{describe_error(error)}; {kept} documents are kept: run the same command to resume, "
             f"or delete {journal.path} to start again"
         ) from error
     journal.remove()
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that contradict each other."""
     if args.objective == "cpm-t5" and not args.append_eod:
         raise ValueError("--objective cpm-t5 needs an end-of-document token in every document; remove --no-append-eod")
     if args.objective == "cpm-t5" and args.split_sentences:
         raise ValueError("--objective cpm-t5 masks spans of documents, not of sentences; remove --split-sentences")
-    chats.check(args)
+    chats.check_flags(args)
     if len(set(args.keys)) != len(args.keys):
         raise ValueError("--keys lists a key twice")
     if args.workers < 0:
         raise ValueError("--workers must not be negative")
 
 
-def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
+def _job_description(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return all inputs and settings that determine the output; a journal identifies its job by them."""
     files = []
     columns = {}
     for source in sources:
-        about = os.stat(source.path)
-        files.append((*source, about.st_size, about.st_mtime_ns))
-        if kind(source.path) == ".parquet":
-            columns[source.path] = other_columns(source.path)
+        status = os.stat(source.path)
+        files.append((*source, status.st_size, status.st_mtime_ns))
+        if format_suffix(source.path) == ".parquet":
+            columns[source.path] = newly_read_columns(source.path)
     ignored = ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error")
     settings = {name: value for name, value in vars(args).items() if name not in ignored}
     settings |= chats.sidecar_entries(args, tokenizer)
@@ -118,31 +127,31 @@ def _job(args: argparse.Namespace, sources: list[Source], tokenizer: Tokenizer) 
     return job
 
 
-def _convert(args: argparse.Namespace, sources: list[Source], output: "_Output", journal: Journal) -> None:
+def _tokenize_chunks(args: argparse.Namespace, sources: list[Source], output: "_Output", journal: Journal) -> None:
     """Tokenize the chunks that the journal does not list as done."""
-    done = output.count["chunks"]
-    pending = itertools.islice(_all_chunks(args, sources), done, None)
+    num_done = output.counts["chunks"]
+    pending = itertools.islice(_all_chunks(args, sources), num_done, None)
     progress = Progress[bytes](
-        total=_total_bytes(sources), initial=output.count["source_bytes"], unit="B", unit_scale=True,
+        total=_total_bytes(sources), initial=output.counts["source_bytes"], unit="B", unit_scale=True,
         desc="tokenizing", disable=args.quiet,
     )  # fmt: skip
-    if done:
-        print(f"resuming after {output.count['documents']} documents")
-    begin = output.count["tokens"]
-    saved = time.monotonic()
+    if num_done:
+        print(f"resuming after {output.counts['documents']} documents")
+    first_tokens = output.counts["tokens"]
+    last_saved = time.monotonic()
     with progress:
         for tokens in ordered_map(tokenize, pending, args.workers, start_worker, (args,), args.ray):
             if tokens.bad and args.on_error == "stop":
-                raise unreadable(tokens.bad[0])
+                raise unreadable_error(tokens.bad[0])
             output.add(tokens)
             progress.update(tokens.source_bytes)
-            rate = (output.count["tokens"] - begin) / max(progress.elapsed, 1e-9)
+            rate = (output.counts["tokens"] - first_tokens) / max(progress.elapsed, 1e-9)
             progress.set_note(f"{rate / 1e3:.0f}k tokens/s")
-            if time.monotonic() - saved > JOURNAL_SECONDS:
+            if time.monotonic() - last_saved > JOURNAL_SECONDS:
                 output.save(journal)
-                saved = time.monotonic()
+                last_saved = time.monotonic()
     output.save(journal)
-    if not output.count["documents"]:
+    if not output.counts["documents"]:
         raise InputError(f"no text in {', '.join(args.input)}")
 
 
@@ -155,7 +164,7 @@ def _total_bytes(sources: list[Source]) -> int | None:
     """Return the bytes that all chunks have together, None if a file is compressed or holds columns."""
     total = 0
     for source in sources:
-        if is_compressed(source.path) or kind(source.path) == ".parquet":
+        if is_compressed(source.path) or format_suffix(source.path) == ".parquet":
             return None
         total += os.path.getsize(source.path)
     return total
@@ -173,25 +182,25 @@ class _Output:
         dtypes: dict[str, Any] = {"": best_dtype(tokenizer.vocab_size)}  # ending of a pair -> its dtype
         if self.sft:
             self.prefixes = [f"{args.output_prefix}_sft"]
-            dtypes[LOSS] = np.uint8
+            dtypes[LOSS_SUFFIX] = np.uint8
         elif args.objective == "cpm-t5":
             dtypes = {f"_{part}": np.int32 for part in PARTS}
         self.names = []
-        kinds = []
+        pair_dtypes = []
         for prefix in self.prefixes:
             for ending, dtype in dtypes.items():
                 self.names.append(prefix + ending)
-                kinds.append(dtype)
+                pair_dtypes.append(dtype)
         if not self._is_usable(state):
             state = {}
         states = state.get("builders", [None] * len(self.names))
         self.builders = []
-        for name, dtype, builder in zip(self.names, kinds, states, strict=True):
-            self.builders.append(IndexedDatasetBuilder(name, dtype, "part", builder))
-        zero = dict.fromkeys(("chunks", "source_bytes", "documents", "tokens", "targets", "bad_lines", "empty"), 0)
-        self.count: dict[str, int] = {**zero, **state.get("count", {})}
-        self._journaled = self.count["documents"]
-        self._whole = True  # false while a chunk is being added
+        for name, dtype, builder_state in zip(self.names, pair_dtypes, states, strict=True):
+            self.builders.append(IndexedDatasetBuilder(name, dtype, "part", builder_state))
+        zeros = dict.fromkeys(("chunks", "source_bytes", "documents", "tokens", "targets", "bad_lines", "empty"), 0)
+        self.counts: dict[str, int] = {**zeros, **state.get("count", {})}
+        self._num_journaled = self.counts["documents"]
+        self._is_consistent = True  # false while a chunk is being added
 
     def _is_usable(self, state: dict[str, Any]) -> bool:
         """Return whether the earlier run left all files; False if it was killed while it renamed them.
@@ -210,40 +219,40 @@ class _Output:
             return False
         return True
 
-    def add(self, tokens: Tokens) -> None:
+    def add(self, tokens: TokenizedChunk) -> None:
         """Append the tokens of one chunk to all output pairs."""
-        self._whole = False
+        self._is_consistent = False
         for builder, part in zip(self.builders, tokens.parts, strict=True):
             builder.add_batch(*part)
         counted = tokens.parts
         if self.sft:
             counted = tokens.parts[:1]  # without the loss mask
-            self.count["targets"] += int(tokens.parts[1].ids.sum())
-        self.count["chunks"] += 1
-        self.count["source_bytes"] += tokens.source_bytes
-        self.count["documents"] += len(tokens.parts[0].sequences)
-        self.count["tokens"] += sum(len(part.ids) for part in counted)
-        self.count["bad_lines"] += len(tokens.bad)
-        self.count["empty"] += tokens.empty
-        self._whole = True
+            self.counts["targets"] += int(tokens.parts[1].ids.sum())
+        self.counts["chunks"] += 1
+        self.counts["source_bytes"] += tokens.source_bytes
+        self.counts["documents"] += len(tokens.parts[0].sequences)
+        self.counts["tokens"] += sum(len(part.ids) for part in counted)
+        self.counts["bad_lines"] += len(tokens.bad)
+        self.counts["empty"] += tokens.empty
+        self._is_consistent = True
 
     def save(self, journal: Journal) -> None:
-        state = {"builders": [builder.state() for builder in self.builders], "count": self.count}
+        state = {"builders": [builder.state() for builder in self.builders], "count": self.counts}
         journal.write({**state, "chat_date": self.args.chat_date, "draw": self.args.draw})
-        self._journaled = self.count["documents"]
+        self._num_journaled = self.counts["documents"]
 
-    def keep(self, journal: Journal) -> int:
+    def save_and_close(self, journal: Journal) -> int:
         """After an error, save all complete chunks, so that a later run can resume; return their number of documents.
 
         If saving fails, only the chunks that the journal already records remain saved.
         """
         with contextlib.suppress(OSError, ValueError):  # saving fails on a full disk, or if files are already closed
-            if self._whole:
+            if self._is_consistent:
                 self.save(journal)
         for builder in self.builders:
             builder.close()
         journal.release()
-        return self._journaled
+        return self._num_journaled
 
     def finish(self) -> None:
         """Write the sidecars, give all files their final names, and print a summary."""
@@ -251,15 +260,15 @@ class _Output:
             builder.prepare()
         for prefix in self.prefixes:
             builders = [builder for builder in self.builders if builder.prefix.startswith(prefix)]
-            _write_sidecar(prefix, self.tokenizer, self.args, builders, self.count)
+            _write_sidecar(prefix, self.tokenizer, self.args, builders, self.counts)
         for builder in self.builders:
             builder.publish()
-        summary = f"{self.count['documents']} documents, {self.count['tokens']} tokens"
+        summary = f"{self.counts['documents']} documents, {self.counts['tokens']} tokens"
         if self.sft:
-            summary += f", {self.count['targets']} of which count in the loss"
+            summary += f", {self.counts['targets']} of which count in the loss"
         summary += " -> " + ", ".join(f"{name}.bin" for name in self.names)
-        if self.count["bad_lines"] or self.count["empty"]:
-            summary += f", {self.count['bad_lines']} unreadable and {self.count['empty']} empty documents skipped"
+        if self.counts["bad_lines"] or self.counts["empty"]:
+            summary += f", {self.counts['bad_lines']} unreadable and {self.counts['empty']} empty documents skipped"
         print(summary)
 
     def abort(self) -> None:
@@ -272,12 +281,12 @@ def _write_sidecar(
     tokenizer: Tokenizer,
     args: argparse.Namespace,
     builders: list[IndexedDatasetBuilder],
-    count: dict[str, int],
+    counts: dict[str, int],
 ) -> None:
     """Write the sidecar PREFIX.json; training and tools/inspect_data.py check the data against its contents."""
     tokens = sum(builder.num_tokens for builder in builders)
     if args.objective == "sft":
-        tokens = count["tokens"]  # without the loss mask
+        tokens = counts["tokens"]  # without the loss mask
     content = {
         "tokenizer": tokenizer.name,
         "fingerprint": tokenizer.fingerprint,
@@ -285,11 +294,11 @@ def _write_sidecar(
         "eod": tokenizer.eod,
         "append_eod": args.append_eod,
         **chats.sidecar_entries(args, tokenizer),
-        "documents": count["documents"],
+        "documents": counts["documents"],
         "sequences": builders[0].sequences,
         "tokens": tokens,
-        "bad_lines": count["bad_lines"],
-        "empty": count["empty"],
+        "bad_lines": counts["bad_lines"],
+        "empty": counts["empty"],
         "sha256": {Path(builder.prefix).name: builder.checksums for builder in builders},
     }
     write_json(f"{prefix}.json", content)
@@ -298,7 +307,7 @@ def _write_sidecar(
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
     add = parser.add_argument
-    input_flags(parser)
+    add_input_flags(parser)
     add("--output-prefix", type=local_path, required=True, help="path prefix of the output files, such as data/corpus")
     add("--vocab-file", type=local_path, required=True, help="tokenizer of tools/train_tokenizer.py or Hugging Face")
     add("--tokenizer-type", choices=KINDS, default="auto", help="tokenizer type (default: detected from the file)")
@@ -311,7 +320,7 @@ def build_parser() -> Parser:
         help="keys of a record whose texts are tokenized, each key into its own pair (default: text)",
     )
     add("--split-sentences", action="store_true", help="store sentences as separate sequences in PREFIX_KEY_sentence")
-    worker_flags(parser)
+    add_worker_flags(parser)
     add(
         "--append-eod",
         action=argparse.BooleanOptionalAction,

@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
-EVERY = 30.0  # seconds between two lines if stderr is not a terminal
+LINE_SECONDS = 30.0  # seconds between two lines if stderr is not a terminal
 
 
 T = TypeVar("T")
@@ -31,17 +31,17 @@ class Progress(Generic[T]):
         unit_scale: bool = False,
         disable: bool = False,
     ) -> None:
-        bars = sys.stderr.isatty()
+        is_tty = sys.stderr.isatty()
         self._items = items
         self._desc = desc
         self._unit = unit
         self._total = total
         self._done = initial
-        self._plain = not bars and not disable
+        self._prints_lines = not is_tty and not disable
         self._note = ""
         self._started = self._printed = time.monotonic()
         self._bar: Any = tqdm(
-            total=total, initial=initial, desc=desc, unit=unit, unit_scale=unit_scale, disable=disable or not bars
+            total=total, initial=initial, desc=desc, unit=unit, unit_scale=unit_scale, disable=disable or not is_tty
         )
 
     @property
@@ -53,7 +53,7 @@ class Progress(Generic[T]):
         """Report `count` more units as done."""
         self._done += count
         self._bar.update(count)
-        if not self._plain or time.monotonic() - self._printed < EVERY:
+        if not self._prints_lines or time.monotonic() - self._printed < LINE_SECONDS:
             return
         self._printed = time.monotonic()
         done = tqdm.format_sizeof(self._done)

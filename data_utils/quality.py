@@ -25,15 +25,15 @@ _COMMON = frozenset(
 )
 _TWO_BYTES = re.compile("[\u0100-\u07ff]")
 _SCRIPTS = "\u0100\u0180\u0250\u0370\u0400\u0530\u0590\u0600\u0700\u0800"
-EXAMINED = 600  # non-ASCII characters examined to detect a wrong encoding
-TAGS = 5  # smallest number of tags that counts as markup; texts about HTML may contain a few tags
+MAX_EXAMINED = 600  # non-ASCII characters examined to detect a wrong encoding
+MIN_TAGS = 5  # smallest number of tags that counts as markup; texts about HTML may contain a few tags
 PROBE = 8  # length of the substrings whose occurrences are counted to detect repetition
 MIN_REPEATS = 10
 
 
 def broken_characters(text: str) -> int:
     """Return the number of characters that occur only in text decoded with a wrong encoding."""
-    return sum(len(found) for found in _BROKEN.findall(text))
+    return sum(len(match) for match in _BROKEN.findall(text))
 
 
 def is_misread(text: str) -> bool:
@@ -44,27 +44,27 @@ def is_misread(text: str) -> bool:
     """
     if sum(map(len, _LATIN.findall(text[:20_000]))) >= 20:
         latin = "".join(_LATIN.findall(text))
-        if _is_han(latin, "latin-1", "gb18030"):
+        if _becomes_chinese(latin, "latin-1", "gb18030"):
             return True
     sample = ""
-    for found in _NON_ASCII.finditer(text):
-        sample += found[0]
-        if len(sample) > EXAMINED:
+    for match in _NON_ASCII.finditer(text):
+        sample += match[0]
+        if len(sample) > MAX_EXAMINED:
             break
-    sample = sample[:EXAMINED]
-    return _is_han(sample, "gb18030", "utf-8") or _becomes_common(sample) or _is_mixed(text)
+    sample = sample[:MAX_EXAMINED]
+    return _becomes_chinese(sample, "gb18030", "utf-8") or _is_gb18030_as_big5(sample) or _is_mixed(text)
 
 
-def _is_han(text: str, read_as: str, was: str) -> bool:
+def _becomes_chinese(text: str, wrong_encoding: str, true_encoding: str) -> bool:
     if len(text) < 8:
         return False
-    decoded = text.encode(read_as, "replace").decode(was, "replace")
+    decoded = text.encode(wrong_encoding, "replace").decode(true_encoding, "replace")
     han = sum("\u4e00" <= char <= "\u9fa5" or char in "，。、：；！？“”（）《》" for char in decoded)
     invalid = decoded.count("\ufffd") + decoded.count("?")
     return han > 4 and invalid < 0.5 * len(decoded) and 2 * han > len(decoded)
 
 
-def _becomes_common(text: str) -> bool:
+def _is_gb18030_as_big5(text: str) -> bool:
     """Return True if the text is probably GB18030 that was decoded as Big5.
 
     In such a text, common Chinese characters are rare. They become frequent when the text is encoded to Big5 again and
@@ -83,13 +83,13 @@ def _common_characters(text: str) -> int:
 def _is_mixed(text: str) -> bool:
     """Return True if much of the text mixes four or more scripts of two-byte UTF-8 characters, as no language does."""
     head = text[:20_000]
-    found = _TWO_BYTES.findall(head)
-    if len(found) < max(20, 0.2 * len(head)):
+    characters = _TWO_BYTES.findall(head)
+    if len(characters) < max(20, 0.2 * len(head)):
         return False
     frequent = 0
     for low, high in pairwise(_SCRIPTS):
-        count = sum(low <= char < high for char in found)
-        frequent += count > 0.05 * len(found)
+        count = sum(low <= char < high for char in characters)
+        frequent += count > 0.05 * len(characters)
     return frequent >= 4
 
 
@@ -97,15 +97,15 @@ def html_characters(text: str) -> int:
     """Return the number of characters in HTML tags, comments and entities; 0 if there are only a few tags."""
     if "<" not in text and "&" not in text:
         return 0
-    sizes = [len(found[0]) for found in _TAG.finditer(text)]
-    return sum(sizes) if len(sizes) >= TAGS else 0
+    sizes = [len(match[0]) for match in _TAG.finditer(text)]
+    return sum(sizes) if len(sizes) >= MIN_TAGS else 0
 
 
 def encoded_characters(text: str) -> int:
     """Return the number of characters in base64 or similar data: long runs of digits and letters of both cases."""
     total = 0
-    for found in _ENCODED.finditer(text):
-        run = found[0]
+    for match in _ENCODED.finditer(text):
+        run = match[0]
         if any(map(str.isdigit, run)) and any(map(str.isupper, run)) and any(map(str.islower, run)):
             total += len(run)
     return total
@@ -115,7 +115,7 @@ def url_characters(text: str) -> int:
     """Return the number of characters in lines that consist mostly of URLs."""
     if "://" not in text and "www." not in text:
         return 0
-    lines = ((len(line), sum(len(found[0]) for found in _URL.finditer(line))) for line in text.split("\n"))
+    lines = ((len(line), sum(len(match[0]) for match in _URL.finditer(line))) for line in text.split("\n"))
     return sum(size for size, of_urls in lines if of_urls > 0.8 * size)
 
 
@@ -124,16 +124,16 @@ def collapse_phrases(line: str) -> str:
     if len(line) < PROBE * MIN_REPEATS:
         return line
     for quarter in (1, 2, 3):
-        place = quarter * len(line) // 4
-        probe = line[place : place + PROBE]
+        start = quarter * len(line) // 4
+        probe = line[start : start + PROBE]
         if line.count(probe) >= MIN_REPEATS // 2:
-            return _REPEATED_PHRASE.sub(_one_copy, line)
+            return _REPEATED_PHRASE.sub(_keep_one_copy, line)
     return line
 
 
-def _one_copy(found: re.Match[str]) -> str:
+def _keep_one_copy(match: re.Match[str]) -> str:
     """Return one copy of a repeated phrase, or the whole match if the phrase draws a line."""
-    return found[0] if _is_ruler(found[1]) else found[1]
+    return match[0] if _is_ruler(match[1]) else match[1]
 
 
 def _is_ruler(phrase: str) -> bool:
@@ -143,16 +143,16 @@ def _is_ruler(phrase: str) -> bool:
 
 def looks_like_code(lines: Sequence[str]) -> bool:
     """Return True if more than a third of the lines are indented or end like lines of code."""
-    full = [line for line in lines if line.strip()]
-    like = sum(line.startswith(("  ", "\t")) or line.endswith(_CODE_END) for line in full)
-    return 3 * like > len(full)
+    nonblank = [line for line in lines if line.strip()]
+    code_lines = sum(line.startswith(("  ", "\t")) or line.endswith(_CODE_END) for line in nonblank)
+    return 3 * code_lines > len(nonblank)
 
 
 def collapse_lines(lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines, with three or more equal consecutive lines reduced to one."""
     for line, group in groupby(lines):
-        row = list(group)
-        if len(row) < 3 or not line.strip():
-            yield from row
+        equal_lines = list(group)
+        if len(equal_lines) < 3 or not line.strip():
+            yield from equal_lines
         else:
             yield line

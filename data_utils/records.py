@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from .streams import BadLine, InputError, blocks, open_text
+from .streams import BadLine, InputError, open_text, read_blocks
 
 Record = tuple[int, bytes]  # (number of the record's first line or, for parquet, of its row, from 1; record as JSON)
 BLOCK = 1 << 20
@@ -20,11 +20,11 @@ BLOCK = 1 << 20
 
 def is_array(path: str, encoding: str) -> bool:
     """Return True if a .json file holds one array instead of an object per line."""
-    head = b"".join(piece for piece, _ in zip(blocks(path, 4096, encoding), range(2), strict=False))
+    head = b"".join(piece for piece, _ in zip(read_blocks(path, 4096, encoding), range(2), strict=False))
     return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
-def too_long(largest: int, ends: str) -> str:
+def overlong_message(largest: int, ends: str) -> str:
     """Return the error for a document above --max-document-mb. ends: what ends a document in its file format."""
     return f"the document exceeds --max-document-mb ({largest} bytes); a document ends with {ends}"
 
@@ -39,22 +39,22 @@ def records(path: str, kind: str | None, encoding: str, largest: int) -> Iterato
     elif kind == ".parquet":
         yield from _parquet_rows(path)
     else:
-        yield from _Array(path, encoding, largest).items()
+        yield from _JsonArray(path, encoding, largest).items()
 
 
-class _Lines:
+class _CsvLines:
     """Lines of a CSV file, with the state of the current record: its first line, its size, whether a quote is open."""
 
     def __init__(self, path: str, encoding: str, largest: int) -> None:
         self._file = open_text(path, encoding)
         self._largest = largest
         self.number = 0
-        self.begin()
+        self.begin_record()
 
-    def begin(self) -> None:
-        self.first = self.number + 1
+    def begin_record(self) -> None:
+        self.start = self.number + 1
         self.size = 0
-        self.open = False
+        self.in_quotes = False
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -67,7 +67,7 @@ class _Lines:
         part = line
         while True:
             self.size += len(part)
-            self.open ^= part.count('"') % 2 == 1
+            self.in_quotes ^= part.count('"') % 2 == 1
             if len(part) <= self._largest or part.endswith(("\n", "\r")):
                 break
             # an overlong line is read but not stored
@@ -77,41 +77,41 @@ class _Lines:
 
     def skip_record(self) -> None:
         """Read to the end of the current record."""
-        while self.open and next(self, None) is not None:
+        while self.in_quotes and next(self, None) is not None:
             pass
 
 
 def _csv_rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLine]:
     """Yield each row as (line number, JSON object), or a BadLine for a row that does not fit the header."""
     csv.field_size_limit(largest)
-    lines = _Lines(path, encoding, largest)
+    lines = _CsvLines(path, encoding, largest)
     reader = csv.reader(lines, strict=True)
     header = None
     while True:
-        lines.begin()
+        lines.begin_record()
         try:
             row = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
             if header is None:
-                raise InputError(f"{path}, line {lines.first}: the header is not valid CSV ({error})") from None
+                raise InputError(f"{path}, line {lines.start}: the header is not valid CSV ({error})") from None
             if lines.size <= largest:
-                yield BadLine(path, lines.first, f"not CSV ({error})")
+                yield BadLine(path, lines.start, f"not CSV ({error})")
                 continue
             lines.skip_record()
         if lines.size > largest:
-            yield BadLine(path, lines.first, too_long(largest, "a line break outside quotes"))
+            yield BadLine(path, lines.start, overlong_message(largest, "a line break outside quotes"))
         elif header is None:
             header = row or None
             for name in row:
                 if row.count(name) > 1:
-                    raise InputError(f"{path}, line {lines.first}: the header lists the column {name!r} more than once")
+                    raise InputError(f"{path}, line {lines.start}: the header lists the column {name!r} more than once")
         elif len(row) == len(header):
             record = json.dumps(dict(zip(header, row, strict=True)), ensure_ascii=False)
-            yield lines.first, record.encode("utf-8", "surrogateescape")
+            yield lines.start, record.encode("utf-8", "surrogateescape")
         elif row:
-            yield BadLine(path, lines.first, f"the row has {len(row)} fields, but the header has {len(header)}")
+            yield BadLine(path, lines.start, f"the row has {len(row)} fields, but the header has {len(header)}")
 
 
 def _pyarrow(path: str) -> Any:
@@ -145,20 +145,20 @@ def _parquet_rows(path: str) -> Iterator[Record]:
 
 def _is_readable(types: Any, column: Any) -> bool:
     """Return True for an Arrow type that contains text and, besides text, only numbers, booleans and nulls."""
-    leaves = list(_leaves(types, column))
+    leaves = list(_leaf_types(types, column))
     texts = [leaf for leaf in leaves if _is_text(types, leaf)]
-    plain = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
-    return bool(texts) and all(leaf in texts or any(test(leaf) for test in plain) for leaf in leaves)
+    is_plain = (types.is_boolean, types.is_integer, types.is_floating, types.is_null)
+    return bool(texts) and all(leaf in texts or any(is_type(leaf) for is_type in is_plain) for leaf in leaves)
 
 
-def _leaves(types: Any, column: Any) -> Iterator[Any]:
+def _leaf_types(types: Any, column: Any) -> Iterator[Any]:
     """Yield the leaf types of nested lists, structs and dictionary-encoded columns."""
     lists = (types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view, types.is_large_list_view)
     if types.is_struct(column):
         for field in column:
-            yield from _leaves(types, field.type)
-    elif types.is_dictionary(column) or any(test(column) for test in lists):
-        yield from _leaves(types, column.value_type)
+            yield from _leaf_types(types, field.type)
+    elif types.is_dictionary(column) or any(is_type(column) for is_type in lists):
+        yield from _leaf_types(types, column.value_type)
     else:
         yield column
 
@@ -178,18 +178,18 @@ def _unread_columns(path: str, changed: int) -> dict[str, str]:
     return {field.name: str(field.type) for field in _schema(path) if not _is_readable(types, field.type)}
 
 
-def other_columns(path: str) -> list[str]:
+def newly_read_columns(path: str) -> list[str]:
     """Return the columns that are read but that earlier versions ignored.
 
     Earlier versions read only columns of type string or large_string.
     """
     pyarrow = _pyarrow(path)
     plain = (pyarrow.string(), pyarrow.large_string())
-    found = []
+    names = []
     for field in _schema(path):
         if field.type not in plain and _is_readable(pyarrow.types, field.type):
-            found.append(field.name)
-    return found
+            names.append(field.name)
+    return names
 
 
 def _schema(path: str) -> Any:
@@ -201,86 +201,86 @@ def _schema(path: str) -> Any:
         raise InputError(f"{path}: damaged parquet ({' '.join(str(error).split())[:200]})") from None
 
 
-_BETWEEN = re.compile(r"[ \t\r\n,]*")
+_SEPARATORS = re.compile(r"[ \t\r\n,]*")
 _SPACE = re.compile(r"[ \t\r\n]*")
-_MARKS = re.compile(r'\\.|["\n\[\]{},]', re.DOTALL)
-_DEPTH = {"[": 1, "{": 1, "]": -1, "}": -1, ",": 0}
+_STRUCTURE = re.compile(r'\\.|["\n\[\]{},]', re.DOTALL)
+_DEPTH_CHANGE = {"[": 1, "{": 1, "]": -1, "}": -1, ",": 0}
 _DECODER = json.JSONDecoder()
-_NEAR = 16  # characters; a parse error this close to the window's end may only mean that an item is incomplete
+_CUT_MARGIN = 16  # characters; a parse error this close to the window's end may only mean that an item is incomplete
 
 
-class _Array:
+class _JsonArray:
     """JSON array read through a window that moves over the file; each character is copied only a few times."""
 
     def __init__(self, path: str, encoding: str, largest: int) -> None:
         self._path = path
         self._largest = largest
-        self._blocks = blocks(path, BLOCK, encoding)
+        self._blocks = read_blocks(path, BLOCK, encoding)
         self._decode = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode
         # window, position in the window, line number at this position
-        self._held = ""
-        self._at = 0
+        self._window = ""
+        self._position = 0
         self._line = 1
 
     def items(self) -> Iterator[Record | BadLine]:
         """Yield each element as (line number, JSON in one line), or a BadLine for an unreadable one."""
-        self._skip(_SPACE)
-        self._move(self._at + 1)  # skip the bracket that is_array found
-        while self._skip(_BETWEEN):
-            if self._held[self._at] == "]":
-                self._move(self._at + 1)
-                if self._skip(_SPACE):
+        self._skip_pattern(_SPACE)
+        self._advance_to(self._position + 1)  # skip the bracket that is_array found
+        while self._skip_pattern(_SEPARATORS):
+            if self._window[self._position] == "]":
+                self._advance_to(self._position + 1)
+                if self._skip_pattern(_SPACE):
                     yield BadLine(self._path, self._line, "text after the end of the array is skipped")
                 return
-            end, wrong, cut = self._parse()
-            overlong = len(self._held) - self._at > self._largest
-            if cut and not overlong and self._read_block():
+            end, error, may_continue = self._parse()
+            exceeds_limit = len(self._window) - self._position > self._largest
+            if may_continue and not exceeds_limit and self._read_block():
                 continue
-            if wrong or end - self._at > self._largest:
-                long = cut and overlong
-                reason = f"the record is not JSON ({wrong})"
-                if long or not wrong:
-                    reason = too_long(self._largest, "the } of its object")
+            if error or end - self._position > self._largest:
+                is_too_long = may_continue and exceeds_limit
+                reason = f"the record is not JSON ({error})"
+                if is_too_long or not error:
+                    reason = overlong_message(self._largest, "the } of its object")
                 yield BadLine(self._path, self._line, reason)
-                self._skip_item(bounded=not long)
+                self._skip_item(bounded=not is_too_long)
                 continue
             # JSON allows line breaks only between tokens, where a space is equivalent.
-            raw = self._held[self._at : end].replace("\r", " ").replace("\n", " ")
+            raw = self._window[self._position : end].replace("\r", " ").replace("\n", " ")
             yield self._line, raw.encode("utf-8", "surrogateescape")
-            self._move(end)
+            self._advance_to(end)
         yield BadLine(self._path, self._line, "the array is not closed: a ] is missing")
 
     def _parse(self) -> tuple[int, str, bool]:
         """Parse the next item: return its end, what is wrong with it, and whether it may continue in the next block."""
         try:
-            _, end = _DECODER.raw_decode(self._held, self._at)
+            _, end = _DECODER.raw_decode(self._window, self._position)
         except json.JSONDecodeError as error:
-            cut = error.msg.startswith("Unterminated") or error.pos + _NEAR > len(self._held)
-            return 0, error.msg, cut
+            may_continue = error.msg.startswith("Unterminated") or error.pos + _CUT_MARGIN > len(self._window)
+            return 0, error.msg, may_continue
         except RecursionError:
             return 0, "nested too deeply", False
-        return end, "", end == len(self._held)  # a number may continue in the next block
+        return end, "", end == len(self._window)  # a number may continue in the next block
 
-    def _move(self, to: int) -> None:
-        self._line += self._held.count("\n", self._at, to)
-        self._at = to
+    def _advance_to(self, to: int) -> None:
+        self._line += self._window.count("\n", self._position, to)
+        self._position = to
 
     def _read_block(self) -> bool:
         """Append the next block to the window; return False at the end of the file."""
         block = next(self._blocks, None)
         if block is None:
             return False
-        self._held = self._held[self._at :] + self._decode(block)
-        self._at = 0
+        self._window = self._window[self._position :] + self._decode(block)
+        self._position = 0
         return True
 
-    def _skip(self, pattern: re.Pattern[str]) -> bool:
+    def _skip_pattern(self, pattern: re.Pattern[str]) -> bool:
         """Advance past a match of `pattern`; return False at the end of the file."""
         while True:
-            found = pattern.match(self._held, self._at)
-            if found:
-                self._move(found.end())
-            if self._at < len(self._held):
+            match = pattern.match(self._window, self._position)
+            if match:
+                self._advance_to(match.end())
+            if self._position < len(self._window):
                 return True
             if not self._read_block():
                 return False
@@ -290,19 +290,20 @@ class _Array:
 
         bounded: stop the search after as many characters as the largest valid item may have.
         """
-        walk = _Walk()
-        passed = 0
-        while (end := walk.end(self._held, self._at)) is None:
-            until = len(self._held) - self._held.endswith("\\")
-            passed += until - self._at
-            self._move(until)
-            if (bounded and passed > self._largest) or not self._read_block():
-                end = len(self._held)
+        scanner = _ItemScanner()
+        num_scanned = 0
+        while (end := scanner.end(self._window, self._position)) is None:
+            # A backslash at the end is the first half of an escape, which the next block completes.
+            window_end = len(self._window) - self._window.endswith("\\")
+            num_scanned += window_end - self._position
+            self._advance_to(window_end)
+            if (bounded and num_scanned > self._largest) or not self._read_block():
+                end = len(self._window)
                 break
-        self._move(end)
+        self._advance_to(end)
 
 
-class _Walk:
+class _ItemScanner:
     """Search for the end of an array item that may extend over several windows."""
 
     def __init__(self) -> None:
@@ -310,9 +311,9 @@ class _Walk:
         self._quoted = False
         self._lines = 0
 
-    def end(self, text: str, at: int) -> int | None:
-        """Search `text` from `at`; return the position after the item, or None if the item continues after `text`."""
-        for mark in _MARKS.finditer(text, at):
+    def end(self, text: str, start: int) -> int | None:
+        """Search `text` from `start`; return the position after the item, or None if it continues after `text`."""
+        for mark in _STRUCTURE.finditer(text, start):
             char = mark[0]
             if char == "\n":
                 if self._quoted and not self._lines:  # JSON strings have no line breaks: the closing quote is missing
@@ -321,10 +322,10 @@ class _Walk:
                 self._lines += 1
             elif char == '"':
                 self._quoted = not self._quoted
-            elif not self._quoted and char in _DEPTH:
+            elif not self._quoted and char in _DEPTH_CHANGE:
                 if self._depth == 0 and char in "],":
                     return mark.start()
-                self._depth += _DEPTH[char]
+                self._depth += _DEPTH_CHANGE[char]
                 if self._depth <= 0 and char != ",":
                     return mark.end()
         return None

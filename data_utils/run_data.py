@@ -7,7 +7,7 @@ from megatron.config import Config
 from megatron.tokenizer import load_tokenizer
 
 
-def config_of(run_dir: str) -> Config:
+def load_config(run_dir: str) -> Config:
     """Return the settings of a run. Raises ValueError if `run_dir` is not the folder of a run."""
     from megatron.checkpointing.relocation import relocated
     from megatron.config.command_line import from_file, read_json, refuse_removed
@@ -19,7 +19,7 @@ def config_of(run_dir: str) -> Config:
     return relocated(from_file(str(path)), path.parent)
 
 
-def datasets_of(config: Config) -> tuple[Any, Any]:
+def load_datasets(config: Config) -> tuple[Any, Any]:
     """Return the tokenizer and the (training, validation, test) data sets of a run."""
     from megatron.tasks import task_of
     from megatron.training.task_checks import checked_datasets

@@ -7,18 +7,18 @@ import torch
 from torch import Tensor
 
 from megatron.model.masks import document_mask, positions_in_documents
-from megatron.tasks.prefix import with_prefixes
+from megatron.tasks.prefix import mark_prefixes
 from megatron.tokenizer import Tokenizer
 from megatron.utils import get_ltor_documents_and_position_ids
 
-from .cli import aligned, new_figure
+from .cli import align_columns, new_figure
 
 Sample = dict[str, Tensor]  # tensors of a sample, or attention masks, by name
 Columns = dict[str, list[Any]]
 View = tuple[dict[str, Columns], Sample]  # token tables and attention masks, by name
 
 
-def _words(ids: Tensor, tokenizer: Tokenizer) -> list[str]:
+def _token_texts(ids: Tensor, tokenizer: Tokenizer) -> list[str]:
     """Return the quoted text of each token, or its name for a special token."""
     names = {i: name for name, i in tokenizer.specials.items()}
     return [names.get(i) or repr(tokenizer.decode([i])) for i in ids.tolist()]
@@ -37,11 +37,11 @@ def gpt2_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
         tokens, tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
     )
     documents, _, _ = get_ltor_documents_and_position_ids(tokens, tokenizer.eod, True, True, False)
-    seen = documents if data.reset_attention_mask else torch.ones_like(documents)
+    mask_ids = documents if data.reset_attention_mask else torch.ones_like(documents)
     if "prefixes" in sample:
-        seen, loss_mask = with_prefixes(sample["prefixes"][None], seen, loss_mask)
+        mask_ids, loss_mask = mark_prefixes(sample["prefixes"][None], mask_ids, loss_mask)
     table = _table(tokens[0], labels, tokenizer, loss_mask[0], positions[0], documents[0])
-    return {"tokens": table}, {"attention": _causal(seen)}
+    return {"tokens": table}, {"attention": _causal_mask(mask_ids)}
 
 
 def _table(
@@ -51,15 +51,15 @@ def _table(
     return {
         "index": list(range(len(tokens))),
         "id": tokens.tolist(),
-        "token": _words(tokens, tokenizer),
-        "next": _words(labels, tokenizer),
+        "token": _token_texts(tokens, tokenizer),
+        "next": _token_texts(labels, tokenizer),
         "loss": [int(x) for x in loss_mask],
         "position": positions.tolist(),
         "document": documents.tolist(),
     }
 
 
-def _causal(documents: Tensor) -> Tensor:
+def _causal_mask(documents: Tensor) -> Tensor:
     """Return the causal attention mask [s, s] of document ids [1, s]."""
     mask = document_mask(documents, causal=True)
     assert mask is not None
@@ -71,7 +71,7 @@ def sft_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
     documents = sample["document_ids"][None]
     positions = positions_in_documents(documents)[0]
     table = _table(sample["tokens"], sample["labels"], tokenizer, sample["loss_mask"], positions, documents[0])
-    return {"tokens": table}, {"attention": _causal(documents)}
+    return {"tokens": table}, {"attention": _causal_mask(documents)}
 
 
 def t5_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
@@ -90,14 +90,14 @@ def t5_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
         "encoder": {
             "index": list(range(len(encoder_ids))),
             "id": sample["encoder"].tolist(),
-            "token": _words(sample["encoder"], tokenizer),
+            "token": _token_texts(sample["encoder"], tokenizer),
             "document": encoder_ids.tolist(),
         },
         "decoder": {
             "index": list(range(len(decoder_ids))),
             "id": sample["decoder"].tolist(),
-            "token": _words(sample["decoder"], tokenizer),
-            "label": _words(sample["labels"], tokenizer),
+            "token": _token_texts(sample["decoder"], tokenizer),
+            "label": _token_texts(sample["labels"], tokenizer),
             "loss": loss.tolist(),
             "document": decoder_ids.tolist(),
         },
@@ -119,7 +119,7 @@ def as_text(tables: dict[str, Columns]) -> str:
     for name, table in tables.items():
         rows = zip(*table.values(), strict=True)
         lines.append(f"{name}:")
-        lines += aligned([list(table), *rows])
+        lines += align_columns([list(table), *rows])
     return "\n".join(lines)
 
 
@@ -130,14 +130,14 @@ def draw(tables: dict[str, Columns], masks: Sample, title: str, path: Path) -> N
     """
     figure = new_figure("--png", figsize=(1.5 + 4.8 * len(masks), 6.4), layout="constrained")
     axes = figure.subplots(3, len(masks), squeeze=False, height_ratios=[16, 1, 1])
-    of_columns = {"attention": "tokens", "encoder": "encoder", "decoder": "decoder", "decoder to encoder": "encoder"}
+    table_of_mask = {"attention": "tokens", "encoder": "encoder", "decoder": "decoder", "decoder to encoder": "encoder"}
     for i, (name, mask) in enumerate(masks.items()):
         top, strip, loss = axes[:, i]
         top.imshow(mask.int(), cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest", aspect="auto")
         top.set_title(f"{name}: query (row) attends to key (column)", fontsize=10)
         top.set_ylabel("query index")
         top.set_xticks([])
-        table = tables[of_columns[name]]
+        table = tables[table_of_mask[name]]
         lowest = strip
         strip.imshow([table["document"]], cmap="tab20", interpolation="nearest", aspect="auto")
         strip.set_ylabel("document", rotation=0, ha="right", va="center", fontsize=8)

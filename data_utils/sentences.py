@@ -11,7 +11,7 @@ _END = re.compile(
         |\n\s*)""",
     re.VERBOSE,
 )
-_OPEN = re.compile(
+_NOT_A_STOP = re.compile(
     r"(?:^|[\s(“\"'])(?:[A-Za-z]|\d+|(?:[A-Za-z]\.)+[A-Za-z]"
     r"|Mr|Mrs|Ms|Dr|Prof|St|vs|etc|cf|Fig|No|Vol|pp|al|Inc|Ltd|Jr|Sr)$"
 )
@@ -24,16 +24,17 @@ def split_sentences(text: str) -> list[str]:
     """
     sentences: list[str] = []
     start = 0
-    for mark in _END.finditer(text):
-        words = text[start : mark.start()]
-        if mark[0][0] == "." and "\n" not in mark[0] and _OPEN.search(words[-12:]):
+    for ending in _END.finditer(text):
+        sentence = text[start : ending.start()]
+        # The last 12 characters suffice to see an abbreviation, an initial or a list number.
+        if ending[0][0] == "." and "\n" not in ending[0] and _NOT_A_STOP.search(sentence[-12:]):
             continue
-        if words.strip() or sentences:
-            if words.strip():
-                sentences.append(text[start : mark.end()])
+        if sentence.strip() or sentences:
+            if sentence.strip():
+                sentences.append(text[start : ending.end()])
             else:
-                sentences[-1] += text[start : mark.end()]
-            start = mark.end()
+                sentences[-1] += text[start : ending.end()]
+            start = ending.end()
     if start < len(text):
         if text[start:].strip() or not sentences:
             sentences.append(text[start:])

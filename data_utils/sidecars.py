@@ -6,12 +6,12 @@ from typing import Any
 from megatron.config import Config
 from megatron.data.corpora import prefixes_of as corpora_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
-from megatron.data.indexed_dataset import LOSS
+from megatron.data.indexed_dataset import LOSS_SUFFIX
 from megatron.json_text import read_json
 from megatron.storage import to_path
 
 # Sidecar entries that remain valid when corpora are merged or split.
-ABOUT_TOKENS = (
+KEPT_ENTRIES = (
     "tokenizer",
     "fingerprint",
     "vocab_size",
@@ -23,12 +23,12 @@ ABOUT_TOKENS = (
 )
 
 
-def sidecar(prefix: str) -> dict[str, Any]:
+def read_sidecar(prefix: str) -> dict[str, Any]:
     """Return the content of a pair's sidecar, the PREFIX.json of the preprocessor; {} if there is no sidecar."""
     # A CPM corpus for T5 has three pairs and a corpus of conversations two, but only one sidecar. To find it, remove
     # the ending, such as _target, that distinguishes the prefixes of the pairs.
-    whole = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS})$", "", prefix)
-    for name in (prefix, whole):
+    corpus_prefix = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS_SUFFIX})$", "", prefix)
+    for name in (prefix, corpus_prefix):
         path = to_path(f"{name}.json")
         if path.is_file():
             content: dict[str, Any] = read_json(path, dict)
@@ -36,7 +36,7 @@ def sidecar(prefix: str) -> dict[str, Any]:
     return {}
 
 
-def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
+def chat_corpora(config: Config) -> list[tuple[str, dict[str, Any]]]:
     """Return the corpora of a fine-tuning run (--objective sft), each as (prefix, sidecar).
 
     Corpora whose sidecar records no chat template are omitted.
@@ -44,14 +44,14 @@ def of_conversations(config: Config) -> list[tuple[str, dict[str, Any]]]:
     data = config.data
     if config.objective != "sft" or not data.names_corpora:
         return []
-    found = []
+    corpora = []
     for prefix in corpora_of(data.paths):
-        about = sidecar(prefix)
-        if about.get("chat_template"):
-            found.append((prefix, about))
-    return found
+        metadata = read_sidecar(prefix)
+        if metadata.get("chat_template"):
+            corpora.append((prefix, metadata))
+    return corpora
 
 
-def with_loss(prefix: str) -> list[str]:
+def pair_prefixes(prefix: str) -> list[str]:
     """Return the prefix of a pair and, if it exists, the prefix of the pair that holds its loss mask."""
-    return [prefix, prefix + LOSS] if to_path(f"{prefix}{LOSS}.idx").is_file() else [prefix]
+    return [prefix, prefix + LOSS_SUFFIX] if to_path(f"{prefix}{LOSS_SUFFIX}.idx").is_file() else [prefix]

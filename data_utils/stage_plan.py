@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from megatron.config import Config
 from megatron.data.corpora import corpus_names, tokens_of
 
-from .cli import aligned, new_figure, save_figure
+from .cli import align_columns, new_figure, save_figure
 
 
 class Plan(NamedTuple):
@@ -41,43 +41,43 @@ class Use(NamedTuple):
     epochs: float
 
 
-def plan_of(dataset: Any, config: Config, samples: int) -> Plan:
+def build_plan(dataset: Any, config: Config, samples: int) -> Plan:
     """Return the stages of a training data set; a data set without stages counts as one. samples: those of the run."""
     members = list(getattr(dataset, "datasets", [dataset]))
-    begins = [begin for begin in getattr(dataset, "begins", [0]) if begin < samples]
-    consumed = getattr(dataset, "consumed", lambda samples: [samples])
-    return Plan(corpus_names(config.data.paths)[: len(members)], members, [*begins, samples], consumed)
+    first_samples = [begin for begin in getattr(dataset, "begins", [0]) if begin < samples]
+    consumed = getattr(dataset, "consumed_per_corpus", lambda samples: [samples])
+    return Plan(corpus_names(config.data.paths)[: len(members)], members, [*first_samples, samples], consumed)
 
 
-def uses(plan: Plan) -> list[Use]:
+def stage_uses(plan: Plan) -> list[Use]:
     """Return what each stage reads of each corpus, and the sums of the whole run if there are several stages."""
-    found = []
+    rows = []
     for begin, end in pairwise(plan.edges):
-        found += _rows(f"{begin:,} to {end - 1:,}", plan, begin, end)
+        rows += _uses_of_stage(f"{begin:,} to {end - 1:,}", plan, begin, end)
     if len(plan.edges) > 2:
-        found += _rows("all", plan, 0, plan.edges[-1])
-    return found
+        rows += _uses_of_stage("all", plan, 0, plan.edges[-1])
+    return rows
 
 
-def _rows(stage: str, plan: Plan, begin: int, end: int) -> list[Use]:
+def _uses_of_stage(stage: str, plan: Plan, begin: int, end: int) -> list[Use]:
     """Return what one stage reads of each corpus; corpora that it does not read are left out."""
     before = plan.consumed(begin)
     after = plan.consumed(end)
     epochs = plan.epochs(end)
-    found = []
+    rows = []
     for i, (name, member) in enumerate(zip(plan.names, plan.members, strict=True)):
         samples = after[i] - before[i]
         if samples > 0:
-            found.append(Use(stage, name, samples, samples * tokens_of(member), epochs[i]))
-    return found
+            rows.append(Use(stage, name, samples, samples * tokens_of(member), epochs[i]))
+    return rows
 
 
-def table(found: Sequence[Use]) -> str:
+def format_table(uses_of_run: Sequence[Use]) -> str:
     """Return the rows as aligned text."""
     rows: list[Sequence[Any]] = [("samples of the stage", "corpus", "samples", "tokens", "epochs at its end")]
-    for use in found:
+    for use in uses_of_run:
         rows.append((use.stage, use.corpus, f"{use.samples:,}", f"{use.tokens:,}", f"{use.epochs:.3f}"))
-    return "\n".join(aligned(rows, 2))
+    return "\n".join(align_columns(rows, 2))
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -91,23 +91,23 @@ def draw(plan: Plan, path: Path) -> None:
     epochs = list(map(plan.epochs, points))
     counts = list(map(plan.consumed, edges))
     figure = new_figure("--png", figsize=(7.6, 5.4), dpi=150, layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True)
-    floor = [0.0] * (len(edges) - 1)
+    share_axes, epoch_axes = figure.subplots(2, 1, sharex=True)
+    lower = [0.0] * (len(edges) - 1)
     for i, name in enumerate(plan.names):
-        top = []
-        for stage, low in enumerate(floor):
+        upper = []
+        for stage, base in enumerate(lower):
             read = counts[stage + 1][i] - counts[stage][i]
-            top.append(low + read / (edges[stage + 1] - edges[stage]))
-        above.stairs(top, edges, baseline=floor, fill=True, alpha=0.75, label=name)
-        below.plot(points, [each[i] for each in epochs], label=name, linewidth=1.8)
-        floor = top
-    above.set_ylabel("share of the samples")
-    above.set_ylim(0, 1)
-    below.set_ylabel("epochs read")
-    below.set_xlabel("consumed samples")
-    below.set_ylim(bottom=0)
-    for axes in (above, below):
+            upper.append(base + read / (edges[stage + 1] - edges[stage]))
+        share_axes.stairs(upper, edges, baseline=lower, fill=True, alpha=0.75, label=name)
+        epoch_axes.plot(points, [epochs_read[i] for epochs_read in epochs], label=name, linewidth=1.8)
+        lower = upper
+    share_axes.set_ylabel("share of the samples")
+    share_axes.set_ylim(0, 1)
+    epoch_axes.set_ylabel("epochs read")
+    epoch_axes.set_xlabel("consumed samples")
+    epoch_axes.set_ylim(bottom=0)
+    for axes in (share_axes, epoch_axes):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
-    above.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    share_axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     save_figure(figure, path)

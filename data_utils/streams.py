@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-MOST = 1 << 20  # maximum number of decompressed bytes in memory per file
-MOST_OF_XZ = 1 << 30  # memory limit of the .xz decompressor in bytes; an .xz header may request a huge dictionary
-NEVER = b"\xff"  # byte that never occurs in UTF-8; replaces input that is invalid in the file's encoding
+MAX_BYTES = 1 << 20  # maximum number of decompressed bytes in memory per file
+XZ_MEMORY_LIMIT = 1 << 30  # memory limit of the .xz decompressor in bytes; an .xz header may request a huge dictionary
+INVALID_BYTE = b"\xff"  # byte that never occurs in UTF-8; replaces input that is invalid in the file's encoding
 
 
 class InputError(ValueError):
@@ -32,42 +32,42 @@ class BadLine(NamedTuple):
         return f"{self.path}, {place} {self.line}: {self.reason}"
 
 
-class _Source(io.RawIOBase):
-    """Read-only file object that serves the bytes in `_held`; `_fill` provides more."""
+class _ByteSource(io.RawIOBase):
+    """Read-only file object that serves the bytes in `_buffer`; `_fill` provides more."""
 
-    _held = memoryview(b"")
+    _buffer = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        while not self._held:
+        while not self._buffer:
             if not self._fill():
                 return 0
-        count = min(len(buffer), len(self._held))
-        buffer[:count] = self._held[:count]
-        self._held = self._held[count:]
+        count = min(len(buffer), len(self._buffer))
+        buffer[:count] = self._buffer[:count]
+        self._buffer = self._buffer[count:]
         return count
 
     def _fill(self) -> bool:
         raise NotImplementedError
 
 
-class _Frames(_Source):
+class _CompressedFile(_ByteSource):
     """Compressed file of one or more streams; unlike the standard readers it raises for truncated or invalid data.
 
-    At most `MOST` decompressed bytes are in memory.
+    At most `MAX_BYTES` decompressed bytes are in memory.
     new: function that returns a decompressor for one stream, with the interface of `bz2.BZ2Decompressor`.
-    padding: bytes that may occur between streams. at_once: number of compressed bytes per read.
+    padding: bytes that may occur between streams. read_size: number of compressed bytes per read.
     """
 
-    def __init__(self, path: str, new: Callable[[], Any], padding: bytes = b"", at_once: int = 1 << 14) -> None:
-        self._new = new
+    def __init__(self, path: str, new: Callable[[], Any], padding: bytes = b"", read_size: int = 1 << 14) -> None:
+        self._new_decompressor = new
         self._padding = padding
-        self._at_once = at_once
+        self._read_size = read_size
         self._file = open(path, "rb")  # noqa: SIM115  # closed in close()
-        self._frame: Any = None
-        self._raw = b""  # compressed bytes not yet passed to a decompressor
+        self._decompressor: Any = None
+        self._unused_input = b""  # compressed bytes not yet passed to a decompressor
 
     def _fill(self) -> bool:
         """Decompress some bytes, possibly none; return False at the end of the file.
@@ -75,22 +75,22 @@ class _Frames(_Source):
         Raises EOFError for a truncated stream.
         """
         raw = b""
-        if self._frame is None or self._frame.needs_input:
-            raw = self._raw or self._file.read(self._at_once)
-            self._raw = b""
-            if not raw and self._frame is not None:
+        if self._decompressor is None or self._decompressor.needs_input:
+            raw = self._unused_input or self._file.read(self._read_size)
+            self._unused_input = b""
+            if not raw and self._decompressor is not None:
                 raise EOFError("it is truncated")
             if not raw:
                 return False
-        if self._frame is None:
+        if self._decompressor is None:
             raw = raw.lstrip(self._padding)
             if not raw:
                 return True
-            self._frame = self._new()
-        self._held = memoryview(self._frame.decompress(raw, MOST))
-        if self._frame.eof:
-            self._raw = self._frame.unused_data
-            self._frame = None
+            self._decompressor = self._new_decompressor()
+        self._buffer = memoryview(self._decompressor.decompress(raw, MAX_BYTES))
+        if self._decompressor.eof:
+            self._unused_input = self._decompressor.unused_data
+            self._decompressor = None
         return True
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class _Frames(_Source):
         super().close()
 
 
-class _Zst:
+class _ZstdAdapter:
     """Adapter that gives a decompressor of zstandard the interface of `bz2.BZ2Decompressor`.
 
     zstandard cannot limit the output of one call, but a call with 256 bytes of input outputs at most 8 MB.
@@ -106,33 +106,33 @@ class _Zst:
 
     needs_input = True
 
-    def __init__(self, new: Callable[[], Any]) -> None:
-        self._frame = new()
+    def __init__(self, new_decompressor: Callable[[], Any]) -> None:
+        self._decompressor = new_decompressor()
 
     def decompress(self, raw: bytes, most: int) -> bytes:
-        return bytes(self._frame.decompress(raw))
+        return bytes(self._decompressor.decompress(raw))
 
     @property
     def eof(self) -> bool:
-        return bool(self._frame.eof)
+        return bool(self._decompressor.eof)
 
     @property
     def unused_data(self) -> bytes:
-        return bytes(self._frame.unused_data)
+        return bytes(self._decompressor.unused_data)
 
 
-def _zst(path: str) -> _Frames:
+def _open_zstd(path: str) -> _CompressedFile:
     try:
         import zstandard
     except ImportError:
         raise InputError(f"reading {path} needs the package zstandard: pip install zstandard") from None
-    return _Frames(path, lambda: _Zst(zstandard.ZstdDecompressor().decompressobj), at_once=1 << 8)
+    return _CompressedFile(path, lambda: _ZstdAdapter(zstandard.ZstdDecompressor().decompressobj), read_size=1 << 8)
 
 
-_FRAMES: dict[str, Callable[[str], _Frames]] = {
-    ".bz2": lambda path: _Frames(path, bz2.BZ2Decompressor),
-    ".xz": lambda path: _Frames(path, lambda: lzma.LZMADecompressor(memlimit=MOST_OF_XZ), b"\0"),
-    ".zst": _zst,
+_OPENERS: dict[str, Callable[[str], _CompressedFile]] = {
+    ".bz2": lambda path: _CompressedFile(path, bz2.BZ2Decompressor),
+    ".xz": lambda path: _CompressedFile(path, lambda: lzma.LZMADecompressor(memlimit=XZ_MEMORY_LIMIT), b"\0"),
+    ".zst": _open_zstd,
 }
 
 
@@ -141,8 +141,8 @@ def open_bytes(path: str) -> BinaryIO:
     ending = os.path.splitext(path)[1].lower()
     if ending == ".gz":
         return gzip.open(path)  # type: ignore[return-value]
-    if ending in _FRAMES:
-        return io.BufferedReader(_FRAMES[ending](path), 1 << 20)
+    if ending in _OPENERS:
+        return io.BufferedReader(_OPENERS[ending](path), 1 << 20)
     return open(path, "rb")
 
 
@@ -157,8 +157,8 @@ def is_utf8(encoding: str) -> bool:
     return codecs.lookup(encoding).name in ("utf-8", "utf-8-sig")
 
 
-def blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
-    """Yield a file's content as UTF-8 in blocks of about `size` bytes; invalid input becomes the byte NEVER.
+def read_blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
+    """Yield a file's content as UTF-8 in blocks of about `size` bytes; invalid input becomes INVALID_BYTE.
 
     Raises InputError for damaged compressed data, and for a file in UTF-8 or ASCII although `encoding` is another
     encoding.
@@ -169,11 +169,11 @@ def blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
         return
     codecs.register_error("mark", lambda error: ("\udcff", error.end))  # type: ignore[attr-defined]
     decoder = codecs.getincrementaldecoder(encoding)("mark")
-    first = True
+    is_first = True
     for piece in pieces:
-        if first and (other := _contradiction(piece, encoding)):
-            raise InputError(f"{path} is {other}, not {encoding}; read it separately, without --encoding")
-        first = False
+        if is_first and (actual := _actual_encoding(piece, encoding)):
+            raise InputError(f"{path} is {actual}, not {encoding}; read it separately, without --encoding")
+        is_first = False
         yield decoder.decode(piece).encode("utf-8", "surrogateescape")
     yield decoder.decode(b"", True).encode("utf-8", "surrogateescape")
 
@@ -188,11 +188,11 @@ def _raw_blocks(path: str, size: int) -> Iterator[bytes]:
                 line += block.count(b"\n")
     except (InputError, FileNotFoundError):
         raise
-    except _damage() as error:
+    except _damage_errors() as error:
         raise InputError(f"{path}, near line {line}: damaged compressed data ({error})") from None
 
 
-def _damage() -> tuple[type[Exception], ...]:
+def _damage_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions that decompressors raise for damaged data."""
     try:
         from zstandard import ZstdError
@@ -203,10 +203,10 @@ def _damage() -> tuple[type[Exception], ...]:
 
 # Smallest size in bytes of a file that is considered ASCII. Chinese text in UTF-16 may consist of ASCII bytes by
 # chance; for 8 characters (16 bytes), this happens in one of 100,000 cases.
-SHORTEST_ASCII = 16
+MIN_ASCII_BYTES = 16
 
 
-def _contradiction(head: bytes, encoding: str) -> str:
+def _actual_encoding(head: bytes, encoding: str) -> str:
     """Return "UTF-8" or "ASCII" if a file's first bytes have this encoding instead of `encoding`, else ""."""
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the last character may be incomplete
@@ -214,18 +214,18 @@ def _contradiction(head: bytes, encoding: str) -> str:
         return ""
     if not text.isascii():
         return "UTF-8"
-    if len(head) < SHORTEST_ASCII or "a".encode(encoding) == b"a":
+    if len(head) < MIN_ASCII_BYTES or "a".encode(encoding) == b"a":
         return ""
     printable = text.translate({ord(char): None for char in "\t\r\n"}).isprintable()
     return "ASCII" if printable else ""
 
 
-def encoding_of(path: str) -> str:
+def detect_encoding(path: str) -> str:
     """Return the encoding of a text file, judged by its first megabyte: UTF-8 unless another one is plausible."""
     return _likely_encoding(next(_raw_blocks(path, 2**20), b"")) or "utf-8"
 
 
-def looks_like(raw: bytes) -> str:
+def encoding_hint(raw: bytes) -> str:
     """Return the hint `; it looks like ...` if the bytes are plausible in an encoding other than UTF-8, else ""."""
     encoding = _likely_encoding(raw)
     return f"; it looks like {encoding}: try --encoding {encoding}, or auto" if encoding else ""
@@ -237,11 +237,11 @@ def _likely_encoding(raw: bytes) -> str:
         return "utf-16"
     if raw.count(0) * 5 > len(raw):
         # Latin letters have a zero byte: "a" is 61 00 in utf-16-le and 00 61 in utf-16-be.
-        little = raw[1::2].count(0) > raw[::2].count(0)
-        return "utf-16-le" if little else "utf-16-be"
+        is_little_endian = raw[1::2].count(0) > raw[::2].count(0)
+        return "utf-16-le" if is_little_endian else "utf-16-be"
     # Text that is mostly valid UTF-8 gets no hint, although its bytes may also decode in other encodings by chance.
-    beyond = [char for char in raw.decode("utf-8", "replace") if char > "\x7f"]
-    if not beyond or beyond.count("\ufffd") * 4 < len(beyond):
+    non_ascii = [char for char in raw.decode("utf-8", "replace") if char > "\x7f"]
+    if not non_ascii or non_ascii.count("\ufffd") * 4 < len(non_ascii):
         return ""
     for name in ("gb18030", "utf-16-le", "utf-16-be"):
         if _is_chinese(raw, name):
@@ -257,7 +257,7 @@ def _is_chinese(raw: bytes, encoding: str) -> bool:
     return han > 0 and (han + ascii_) * 10 > 9 * len(text)
 
 
-class _Joined(_Source):
+class _PieceReader(_ByteSource):
     """File object over an iterator of byte pieces."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
@@ -268,11 +268,11 @@ class _Joined(_Source):
         piece = next(self._pieces, None)
         if piece is None:
             return False
-        self._held = memoryview(piece)
+        self._buffer = memoryview(piece)
         return True
 
 
 def open_text(path: str, encoding: str) -> io.TextIOWrapper:
     """Open a file as text with unchanged line ends; invalid bytes become lone surrogates."""
-    joined = io.BufferedReader(_Joined(blocks(path, 1 << 20, encoding)), 1 << 20)
+    joined = io.BufferedReader(_PieceReader(read_blocks(path, 1 << 20, encoding)), 1 << 20)
     return io.TextIOWrapper(joined, encoding="utf-8-sig", errors="surrogateescape", newline="")

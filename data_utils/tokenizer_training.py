@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.atomic import whole_file
+from megatron.atomic import atomic_file
 from megatron.tokenizer.base import TokenizerError, byte_piece
-from megatron.tokenizer.cpm import NEWLINE, SPACE, joined_words
-from megatron.tokenizer.hf import library
+from megatron.tokenizer.cpm import NEWLINE, SPACE, join_words
+from megatron.tokenizer.hf import import_tokenizers
 from megatron.tokenizer.model_proto import with_rounded_scores
 from megatron.tokenizer.segment import SEPARATOR, segmenter
 from megatron.tokenizer.sentencepiece import EOD
@@ -31,10 +31,10 @@ BYTES = [byte_piece(b) for b in range(256)]
 def _lines(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         for line in text.split("\n"):
-            yield from _cut(line, LONGEST_LINE)
+            yield from _split_text(line, LONGEST_LINE)
 
 
-def _cut(text: str, length: int) -> Iterator[str]:
+def _split_text(text: str, length: int) -> Iterator[str]:
     """Yield consecutive parts of a text of at most `length` characters."""
     for at in range(0, len(text), length):
         yield text[at : at + length]
@@ -57,17 +57,18 @@ def train_sentencepiece(
     Raises TokenizerError if the text is too small for `vocab_size`.
     """
     lines = list(_lines(texts))
-    given = lines
+    training_lines = lines
     options: dict[str, Any] = {"add_dummy_prefix": False, "user_defined_symbols": ["\n"], "split_digits": True}
     options["control_symbols"] = [EOD, *specials]
     if word_borders:
-        cut = segmenter(word_borders)
+        segment = segmenter(word_borders)
+        # The ASCII unit separator marks word boundaries for the trainer, so it is removed from the text.
         options["pretokenization_delimiter"] = "\x1f"
-        given = []
+        training_lines = []
         for line in lines:
-            words = cut(line).replace("\x1f", "")
-            given.append(words.replace(SEPARATOR, "\x1f"))
-    content = _sentencepiece(given, lines, vocab_size, model_type, options)
+            words = segment(line).replace("\x1f", "")
+            training_lines.append(words.replace(SEPARATOR, "\x1f"))
+    content = _train_model(training_lines, lines, vocab_size, model_type, options)
     if model_type == "unigram":
         content = with_rounded_scores(content, STEP)
     _write(model_file, content)
@@ -75,20 +76,20 @@ def train_sentencepiece(
 
 def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type: str = "unigram") -> None:
     """Train a sentencepiece model with byte fallback on text that jieba splits into words, as in CPM-1."""
-    cut = segmenter()
-    lines = [joined_words(cut(text))[:LONGEST_LINE] for text in _pieces(texts)]
+    segment = segmenter()
+    lines = [join_words(segment(text))[:LONGEST_LINE] for text in _short_texts(texts)]
     options = {"required_chars": SPACE + NEWLINE, "split_digits": True, "control_symbols": [EOD]}
-    _write(model_file, _sentencepiece(lines, lines, vocab_size, model_type, options))
+    _write(model_file, _train_model(lines, lines, vocab_size, model_type, options))
 
 
-def _pieces(texts: Iterable[str]) -> Iterator[str]:
+def _short_texts(texts: Iterable[str]) -> Iterator[str]:
     """Cut the texts into pieces so short that the trainer's line length suffices for their words joined by spaces."""
     for text in texts:
-        yield from _cut(text, LONGEST_LINE // 2)
+        yield from _split_text(text, LONGEST_LINE // 2)
 
 
-def _sentencepiece(
-    given: Sequence[str], lines: Sequence[str], vocab_size: int, model_type: str, options: dict[str, Any]
+def _train_model(
+    training_lines: Sequence[str], lines: Sequence[str], vocab_size: int, model_type: str, options: dict[str, Any]
 ) -> bytes:
     """Train a sentencepiece model and return its file's content. options: of the trainer."""
     from sentencepiece import SentencePieceTrainer
@@ -96,15 +97,15 @@ def _sentencepiece(
     model = io.BytesIO()
     try:
         SentencePieceTrainer.train(
-            sentence_iterator=iter(given),
+            sentence_iterator=iter(training_lines),
             model_writer=model,
             model_type=model_type,
             vocab_size=vocab_size,
             byte_fallback=True,
-            character_coverage=_coverage(lines, vocab_size),
+            character_coverage=_character_coverage(lines, vocab_size),
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-            max_sentence_length=8 * LONGEST_LINE,
+            max_sentence_length=8 * LONGEST_LINE,  # in bytes: up to 4 for a character, 1 for a delimiter
             bos_id=-1,
             eos_id=-1,
             pad_id=-1,
@@ -114,11 +115,11 @@ def _sentencepiece(
             **options,
         )
     except RuntimeError as error:
-        raise TokenizerError(_advice(vocab_size, str(error).strip().splitlines()[-1])) from None
+        raise TokenizerError(_training_error(vocab_size, str(error).strip().splitlines()[-1])) from None
     return model.getvalue()
 
 
-def _advice(vocab_size: int, error: str) -> str:
+def _training_error(vocab_size: int, error: str) -> str:
     """Convert an error of sentencepiece's trainer to a message that says how to change --vocab-size."""
     where = "--vocab-size, or VOCAB_SIZE= of run_*.sh,"
     if needed := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
@@ -128,7 +129,7 @@ def _advice(vocab_size: int, error: str) -> str:
     return f"cannot train {vocab_size} tokens on this text ({error[:200]}); change {where} or the text"
 
 
-def _coverage(lines: Sequence[str], vocab_size: int) -> float:
+def _character_coverage(lines: Sequence[str], vocab_size: int) -> float:
     """Return sentencepiece's character_coverage: the share of the text's characters with a token of their own.
 
     Other characters become byte tokens. At most half of the vocabulary is used for single characters, because a
@@ -137,8 +138,9 @@ def _coverage(lines: Sequence[str], vocab_size: int) -> float:
     counts: Counter[str] = Counter()
     for line in lines:
         counts.update(line)
-    common = sum(count for _, count in counts.most_common((vocab_size - 256) // 2))
-    share = common / max(counts.total(), 1)
+    # 256 tokens of the vocabulary are bytes.
+    covered = sum(count for _, count in counts.most_common((vocab_size - 256) // 2))
+    share = covered / max(counts.total(), 1)
     return max(0.98, min(0.9995, share))  # sentencepiece accepts no less than 0.98
 
 
@@ -147,29 +149,29 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
 
     The tokens are <unk>, <eod>, a token for each byte, the most frequent characters, and jieba's most frequent words.
     """
-    cut = segmenter()
+    segment = segmenter()
     words: Counter[str] = Counter()
     for text in texts:
-        words.update(cut(text).replace(" ", SPACE).replace("\n", NEWLINE).split(SEPARATOR))
+        words.update(segment(text).replace(" ", SPACE).replace("\n", NEWLINE).split(SEPARATOR))
     characters: Counter[str] = Counter()
     for word, count in words.items():
         for char in word:
             characters[char] += count
     fixed = ["<unk>", EOD, *BYTES, SPACE, NEWLINE]
-    room = vocab_size - len(fixed)
-    usable = [char for char in _by_count(characters) if char not in (SPACE, NEWLINE) and char.isprintable()]
-    chosen = dict.fromkeys(usable[: room // 2])
+    free_slots = vocab_size - len(fixed)
+    frequent = [char for char in _by_count(characters) if char not in (SPACE, NEWLINE) and char.isprintable()]
+    chosen = dict.fromkeys(frequent[: free_slots // 2])
     for word in _by_count(words):
-        if len(chosen) >= room:
+        if len(chosen) >= free_slots:
             break
         if word.isprintable() and word not in fixed and word:
             chosen.setdefault(word)
-    if len(chosen) < room:
+    if len(chosen) < free_slots:
         raise TokenizerError(
             f"this text is too small for {vocab_size} tokens; lower --vocab-size, or VOCAB_SIZE= of run_*.sh, "
             f"to at most {len(chosen) + len(fixed)}"
         )
-    _write(vocab_file, ("\n".join([*fixed, *list(chosen)[:room]]) + "\n").encode())
+    _write(vocab_file, ("\n".join([*fixed, *list(chosen)[:free_slots]]) + "\n").encode())
 
 
 def _by_count(counter: Counter[str]) -> list[str]:
@@ -184,7 +186,7 @@ def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str
     specials: names of special tokens besides the end-of-document token; only a tokenizer.json can mark them as
     special.
     """
-    tokenizers = library()
+    tokenizers = import_tokenizers()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -212,5 +214,5 @@ def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str
 
 def _write(path: str, content: bytes) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as there:
-        there.write_bytes(content)
+    with atomic_file(path) as temporary:
+        temporary.write_bytes(content)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.segment import SEGMENTERS
 
-from .cli import Parser, input_flags, local_path, max_document_bytes, run, unreadable
-from .documents import texts
-from .files import find_files, refuse_as_outputs
+from .cli import Parser, add_input_flags, local_path, max_document_bytes, run, unreadable_error
+from .documents import read_texts
+from .files import check_outputs, find_files
 from .progress import Progress
 from .streams import BadLine, InputError
 from .tokenizer_training import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
@@ -26,7 +26,7 @@ EXAMPLES = """\
 TYPES = ("sentencepiece", "cpm", "cpm-vocab", "gpt2-bpe", "hf")
 
 
-def sample(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> list[str]:
+def sample_documents(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> list[str]:
     """Return a uniform random sample of the documents, with about `max_bytes` in total (reservoir sampling)."""
     kept: list[str] = []
     rng = random.Random(seed)
@@ -35,8 +35,8 @@ def sample(documents: Iterator[str], max_bytes: int, seed: int, quiet: bool) -> 
         if size < max_bytes:
             kept.append(text)
             size += len(text.encode())
-        elif (at := rng.randrange(seen)) < len(kept):
-            kept[at] = text
+        elif (slot := rng.randrange(seen)) < len(kept):
+            kept[slot] = text
     return kept
 
 
@@ -50,16 +50,16 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"--model-type is for sentencepiece and cpm, not for {kind}")
     if args.special_tokens and kind not in ("sentencepiece", "hf"):
         raise ValueError(f"--special-tokens is for --tokenizer-type sentencepiece and hf, not for {kind}")
-    refuse_as_outputs(args.input, [args.output], args.encoding)
-    bad: list[int] = []
+    check_outputs(args.input, [args.output], args.encoding)
+    bad_line_numbers: list[int] = []
 
     def on_bad(line: BadLine) -> None:
         if args.on_error == "stop":
-            raise unreadable(line)
-        bad.append(line.line)
+            raise unreadable_error(line)
+        bad_line_numbers.append(line.line)
 
-    found = texts(find_files(args.input, args.encoding), args.json_key, max_document_bytes(args), on_bad)
-    corpus = sample(found, args.max_mb * 10**6, args.seed, args.quiet)
+    documents = read_texts(find_files(args.input, args.encoding), args.json_key, max_document_bytes(args), on_bad)
+    corpus = sample_documents(documents, args.max_mb * 10**6, args.seed, args.quiet)
     if not any(text.strip() for text in corpus):
         raise InputError(f"no text in {', '.join(args.input)}")
 
@@ -82,12 +82,13 @@ def main(args: argparse.Namespace) -> None:
     else:
         train_byte_bpe(with_progress(), args.output, args.vocab_size, kind, args.special_tokens)
     tokenizer = load_tokenizer(args.output, kind)
-    print(f"{tokenizer.vocab_size} tokens -> {args.output}" + f", {len(bad)} unreadable documents skipped" * bool(bad))
+    skipped = f", {len(bad_line_numbers)} unreadable documents skipped" if bad_line_numbers else ""
+    print(f"{tokenizer.vocab_size} tokens -> {args.output}{skipped}")
 
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
-    input_flags(parser)
+    add_input_flags(parser)
     parser.add_argument(
         "--output", type=local_path, required=True, help="output file (.model, .txt or .json); for gpt2-bpe a folder"
     )

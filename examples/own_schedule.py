@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # import tds fr
 import tds
 from tds.pipe import LayerSpec, PipelineModule
 from tds.schedule import Backward, Forward, register, with_messages
-from tds.timetable import bubble, check, most_in_flight, times
+from tds.timetable import bubble_fraction, check_plan, max_in_flight, simulate_times
 
 MICROS, WAVE = 6, 2
 
@@ -38,13 +38,12 @@ def waves(stage, stages, micros):
 def show(stages):
     """Check the schedule without running it, and print each stage's passes, the bubble and micro-batches in memory."""
     plan = [list(waves(stage, stages, MICROS)) for stage in range(stages)]
-    check(plan, MICROS)  # raises ScheduleError, which names the stage and instruction of the mistake
+    check_plan(plan, MICROS)  # raises ScheduleError, which names the stage and instruction of the mistake
     for stage, instructions in enumerate(plan):
         passes = (f"{type(each).__name__[0]}{each.micro}" for each in instructions if type(each) in (Forward, Backward))
         print(f"stage {stage} | {' '.join(passes)}")
-    print(
-        f"bubble {bubble(times(plan)):.1%}; micro-batches kept by each stage: {[most_in_flight(each) for each in plan]}"
-    )
+    kept = [max_in_flight(each) for each in plan]
+    print(f"bubble {bubble_fraction(simulate_times(plan)):.1%}; micro-batches kept by each stage: {kept}")
 
 
 def losses(schedule, steps=4):

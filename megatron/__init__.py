@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOMES[name]), name)
     if name == "mpu":
         return import_module("megatron.mpu")
-    return compat("names").find(__name__, name)
+    return compat("names").resolve_name(__name__, name)
 
 
 __version__ = "0.2.0"

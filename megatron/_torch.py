@@ -20,21 +20,21 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed import distributed_c10d
 
 
-def will_run(node: Any, otherwise: bool) -> bool:
+def will_run(node: Any, default: bool) -> bool:
     """Return whether the running backward pass executes the autograd node `node`.
 
     If `node` accumulates the gradient of a leaf, return whether it writes to the leaf's `.grad`.
-    otherwise: the result if torch cannot tell, as within torch.autograd.grad, which returns gradients instead of
+    default: the result if torch cannot tell, as within torch.autograd.grad, which returns gradients instead of
     accumulating them.
     """
-    asked = getattr(torch._C, "_will_engine_execute_node", None)
+    engine_check = getattr(torch._C, "_will_engine_execute_node", None)
     try:
-        return bool(asked(node)) if asked else otherwise
+        return bool(engine_check(node)) if engine_check else default
     except RuntimeError:
-        return otherwise
+        return default
 
 
-def accumulates(weight: Tensor) -> bool:
+def writes_grad(weight: Tensor) -> bool:
     """Return whether the running backward pass writes to `weight.grad`, for use inside a custom operation.
 
     torch turns autograd off inside custom operations, and has no public way to turn it on there. Without the private
@@ -45,7 +45,7 @@ def accumulates(weight: Tensor) -> bool:
         return True
     with torch.enable_grad(), guard(torch._C.DispatchKey.AutogradFunctionality, False):
         node = get_gradient_edge(weight).node
-    return will_run(node, otherwise=False)
+    return will_run(node, default=False)
 
 
 def onednn_is_there() -> bool:
@@ -59,18 +59,18 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Call this only if `onednn_is_there()`. For fp32, torch's public functions use MKL instead of oneDNN.
     """
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
-    return reshaped(found, (*x.shape[:-1], found.shape[-1]))
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
+    return reshape_to_base(out, (*x.shape[:-1], out.shape[-1]))
 
 
-def emulates(dtype: torch.dtype) -> bool:
+def emulates_matmul(dtype: torch.dtype) -> bool:
     """Return whether this CPU lacks instructions for matmuls in a 16-bit dtype, so that torch's are slow."""
     checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     check = getattr(torch.ops.mkldnn, checks.get(dtype, ""), None)
     return check is not None and not check()
 
 
-def reshaped(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+def reshape_to_base(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return `x` in another shape, as a tensor that autograd does not regard as a view.
 
     autograd forbids in-place changes of a view that a custom Function returns, and the all-reduce over tensor-parallel
@@ -138,7 +138,7 @@ def flash_on_cpu_backward(
     return kernel(grad, query, key, value, out, sums, 0.0, causal, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
 
 
-def assert_later(condition: Tensor, words: str) -> None:
+def assert_on_device(condition: Tensor, words: str) -> None:
     """Make the device fail with the message `words` unless all elements of `condition` hold.
 
     The host does not wait for the device.
@@ -164,8 +164,8 @@ def persistent_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
     The public alternative, `state_dict()`, would also collect all weights.
     """
-    left_out: set[str] = module._non_persistent_buffers_set
-    return [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if name not in left_out]
+    non_persistent: set[str] = module._non_persistent_buffers_set
+    return [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if name not in non_persistent]
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -173,7 +173,7 @@ def is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def version(tensor: Tensor) -> int:
+def version_counter(tensor: Tensor) -> int:
     """Return autograd's version counter of a tensor, which rises with each in-place change.
 
     Tensors of `torch.inference_mode()` have no counter; the result is then 0. Detecting a change without the counter
@@ -182,13 +182,13 @@ def version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def amx_tiles() -> bool:
+def has_amx_tiles() -> bool:
     """Return whether this CPU has AMX tiles, which make bf16 faster than fp32; False if torch cannot tell."""
-    asked = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return bool(asked()) if asked else False
+    check = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(check()) if check else False
 
 
-def cpp_compiler_found() -> bool:
+def has_cpp_compiler() -> bool:
     """Return whether torch.compile finds a C++ compiler.
 
     Without this check, a missing compiler would only raise an error in the first training step.
@@ -204,7 +204,7 @@ def cpp_compiler_found() -> bool:
         return False
 
 
-def triton_found() -> bool:
+def can_use_triton() -> bool:
     """Return whether torch.compile finds Triton for this device, and what Triton needs: a C compiler, Python's headers.
 
     Without this check, a missing part would only raise an error in the first training step.
@@ -234,28 +234,28 @@ def set_timeout_of_groups(timeout: timedelta) -> None:
             group.set_timeout(timeout)
 
 
-def sum_in_graph(x: Tensor, group: Any) -> Tensor:
+def all_reduce_in_graph(x: Tensor, group: Any) -> Tensor:
     """All-reduce `x` as an operation of a compiled graph; torch has no public name for collectives in a graph."""
     from torch.distributed import _functional_collectives as functional
 
-    found: Tensor = functional.all_reduce(x.contiguous(), "sum", group)
-    return found
+    reduced: Tensor = functional.all_reduce(x.contiguous(), "sum", group)
+    return reduced
 
 
-def gather_in_graph(x: Tensor, group: Any) -> Tensor:
+def all_gather_in_graph(x: Tensor, group: Any) -> Tensor:
     """All-gather [s/t, ...] -> [s, ...] as an operation of a compiled graph."""
     from torch.distributed import _functional_collectives as functional
 
-    found: Tensor = functional.all_gather_tensor(x.contiguous(), 0, group)
-    return found
+    gathered: Tensor = functional.all_gather_tensor(x.contiguous(), 0, group)
+    return gathered
 
 
-def scatter_sum_in_graph(x: Tensor, group: Any) -> Tensor:
+def reduce_scatter_in_graph(x: Tensor, group: Any) -> Tensor:
     """Reduce-scatter [s, ...] -> [s/t, ...] as an operation of a compiled graph."""
     from torch.distributed import _functional_collectives as functional
 
-    found: Tensor = functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, group)
-    return found
+    reduced: Tensor = functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, group)
+    return reduced
 
 
 def replace_elastic_start(start: Callable[[Any, Callable[[Any], None]], None]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_TOKEN = secrets.token_hex(4)
+_RANDOM_SUFFIX = secrets.token_hex(4)
 
 
 def process_name() -> str:
@@ -20,7 +20,7 @@ def process_name() -> str:
 
     A process id alone is not unique, because every container numbers its processes from 1.
     """
-    return f"{os.getpid()}-{_TOKEN}"
+    return f"{os.getpid()}-{_RANDOM_SUFFIX}"
 
 
 def temporary_name(path: Path) -> Path:
@@ -28,7 +28,7 @@ def temporary_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{process_name()}.tmp")
 
 
-def absence(path: Path) -> str:
+def why_missing(path: Path) -> str:
     """Return why `path` cannot be read although something refers to it, as the end of a sentence."""
     if path.is_symlink() and not path.exists():
         return f"is a link to {path.readlink()}, where nothing is"
@@ -36,7 +36,7 @@ def absence(path: Path) -> str:
 
 
 @contextmanager
-def naming(path: str | Path) -> Iterator[None]:
+def name_in_errors(path: str | Path) -> Iterator[None]:
     """Add `path` to an OSError that is raised in this context and names no file.
 
     Errors of an open file, such as a full disk, lack the file's name.
@@ -56,23 +56,23 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def own_folder(name: str) -> Path:
+def private_temp_folder(name: str) -> Path:
     """Return a private temporary folder of this user. Raises ValueError if other users could have put files there."""
     path = Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise ValueError(f"{path} is a link or a file, not a folder; remove it, or set TMPDIR to a private folder")
-    if found.st_uid != os.getuid():
+    if status.st_uid != os.getuid():
         raise ValueError(f"{path} belongs to another user; set TMPDIR to a private folder")
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         raise ValueError(f"{path} is writable by other users; run chmod 700 on it, or set TMPDIR to a private folder")
     return path
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
     """Hold a lock among the processes of this node. path: its file, on local disk, as some shared disks lack locks."""
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -80,27 +80,27 @@ def locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def whole_file(path: str | Path, temporary: Path | None = None) -> Iterator[Path]:
+def atomic_file(path: str | Path, temporary: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path to write to; rename it to `path` afterwards, or delete it after an error."""
-    there = temporary or temporary_name(Path(path))
+    temporary_path = temporary or temporary_name(Path(path))
     try:
-        with naming(path):
-            yield there
-            os.replace(there, path)
+        with name_in_errors(path):
+            yield temporary_path
+            os.replace(temporary_path, path)
     except BaseException:
-        there.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)
         raise
 
 
 def copy_file(source: Path, target: Path) -> None:
     """Copy a small file atomically. An OSError names the file that could not be read or written."""
-    with naming(source):
+    with name_in_errors(source):
         data = source.read_bytes()
-    with whole_file(target) as there:
-        there.write_bytes(data)
+    with atomic_file(target) as temporary_path:
+        temporary_path.write_bytes(data)
 
 
-def append_whole(path: Path, text: str) -> None:
+def append_or_restore(path: Path, text: str) -> None:
     """Append `text` to a file. If this fails, restore the previous size of the file and raise OSError."""
     with open(path, "ab", buffering=0) as file:
         size = file.tell()
@@ -118,9 +118,9 @@ def write_text(path: str | Path, text: str, synced: bool = False, temporary: Pat
 
     synced: flush the data to disk before the rename.
     """
-    with whole_file(path, temporary) as there:
-        there.unlink(missing_ok=True)  # If this path were a link, opening it would write to the link's target.
-        _write(there, text, synced)
+    with atomic_file(path, temporary) as temporary_path:
+        temporary_path.unlink(missing_ok=True)  # If this path were a link, opening it would write to the link's target.
+        _write(temporary_path, text, synced)
 
 
 def _write(path: Path, text: str, synced: bool) -> None:
@@ -132,7 +132,7 @@ def _write(path: Path, text: str, synced: bool) -> None:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill; rename it to `folder` afterwards, or delete it after an error.
 
     Raises FileExistsError if `folder` exists and is not empty, or cannot be replaced.
@@ -142,13 +142,13 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         raise FileExistsError(f"{folder} is a mount point, which cannot be replaced; choose a folder inside it")
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} exists and is not empty; choose another folder")
-    there = temporary_name(folder)
-    there.mkdir(parents=True)
+    temporary_path = temporary_name(folder)
+    temporary_path.mkdir(parents=True)
     try:
-        with naming(folder):
-            yield there
+        with name_in_errors(folder):
+            yield temporary_path
         if folder.exists():
             folder.rmdir()
-        there.rename(folder)
+        temporary_path.rename(folder)
     finally:
-        shutil.rmtree(there, ignore_errors=True)
+        shutil.rmtree(temporary_path, ignore_errors=True)

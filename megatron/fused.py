@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import version
+from ._torch import version_counter
 
 Function = Callable[..., Tensor]
 
 
-def compiled(plain: Function) -> Function:
+def compile_pointwise(plain: Function) -> Function:
     """Return `plain`, a function of tensors [...], compiled into one kernel."""
     # Without this option, the compiler does not fuse every concatenation.
     return torch.compile(plain, options={"force_pointwise_cat": True})
@@ -48,20 +48,20 @@ class Fused:
 
     def _compile(self, *inputs: Any) -> Tensor:
         """Compile `plain` and return its result, or warn once and use `eager` from now on."""
-        writes = version(inputs[0])
+        version_before = version_counter(inputs[0])
         try:
-            function = compiled(self.plain)
-            found = function(*inputs)
+            function = compile_pointwise(self.plain)
+            result = function(*inputs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the compiler raises errors of many types
-            if version(inputs[0]) != writes:  # `eager` would change the first input a second time
+            if version_counter(inputs[0]) != version_before:  # `eager` would change the first input a second time
                 raise
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             warnings.warn(
                 f"{self.plain.__qualname__} runs unfused, because torch.compile failed: {reason}", stacklevel=2
             )
             function = self.eager
-            found = self.eager(*inputs)
+            result = self.eager(*inputs)
         self.compiled = function
-        return found
+        return result

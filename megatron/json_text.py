@@ -8,10 +8,12 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
-MOST_NESTED = 100  # levels of objects and lists; a tokenizer.json has about 20
-MOST_DIGITS = 300  # digits of an integer, which then fits a float
-MOST_SHOWN = 120  # characters of a value in a message
-_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", dict: "an object"}
+MAX_NESTING = 100  # levels of objects and lists; a tokenizer.json has about 20
+MAX_DIGITS = 300  # digits of an integer, which then fits a float
+MAX_SHOWN = 120  # characters of a value in a message
+_KIND_NAMES = {
+    type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", dict: "an object",
+}  # fmt: skip
 _TOO_LONG = re.compile(r"integer string conversion: value has (\d+) digits")
 # A string, whose last quote may be missing, or a bracket. Every text matches in linear time.
 _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]+|\\.)*"?|[\[\]{}]', re.DOTALL)
@@ -25,19 +27,19 @@ class JsonBoundError(JsonError):
     """Valid JSON that is nested too deeply, has a number of too many digits, or has a key twice."""
 
 
-def shown(value: object, most: int = MOST_SHOWN) -> str:
-    """Return a value from a file as JSON text for a message, shortened to `most` characters."""
+def format_value(value: object, max_length: int = MAX_SHOWN) -> str:
+    """Return a value from a file as JSON text for a message, shortened to `max_length` characters."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError):
         text = type(value).__name__
-    return brief(text, most)
+    return brief(text, max_length)
 
 
-def brief(text: object, most: int = MOST_SHOWN) -> str:
-    """Return a text for a message, as one line shortened to `most` characters."""
+def brief(text: object, max_length: int = MAX_SHOWN) -> str:
+    """Return a text for a message, as one line shortened to `max_length` characters."""
     words = " ".join(str(text).splitlines())
-    return words if len(words) <= most else f"{words[: most - 3]}..."
+    return words if len(words) <= max_length else f"{words[: max_length - 3]}..."
 
 
 def parse_json(text: str, where: str, kind: type | None = None, constants: bool = True) -> Any:
@@ -47,11 +49,14 @@ def parse_json(text: str, where: str, kind: type | None = None, constants: bool 
     whether NaN and infinities are allowed, which JSON does not have but Python writes.
     Raises JsonError, whose message begins with `where`.
     """
-    if line := _too_deep(text):
-        raise JsonBoundError(f"{where}, line {line}: the JSON is nested too deeply (more than {MOST_NESTED} levels)")
-    hooks: dict[str, Any] = {"object_pairs_hook": partial(_once, where), "parse_int": partial(_integer, where, text)}
+    if line := _find_too_deep_line(text):
+        raise JsonBoundError(f"{where}, line {line}: the JSON is nested too deeply (more than {MAX_NESTING} levels)")
+    hooks: dict[str, Any] = {
+        "object_pairs_hook": partial(_reject_duplicates, where),
+        "parse_int": partial(_parse_integer, where, text),
+    }
     if not constants:
-        hooks["parse_constant"] = partial(_no_constant, where)
+        hooks["parse_constant"] = partial(_reject_constant, where)
     try:
         content = json.loads(text, **hooks)
     except JsonError:
@@ -60,7 +65,8 @@ def parse_json(text: str, where: str, kind: type | None = None, constants: bool 
         raise JsonError(f"{where}, {describe_json(text, error)}") from None
     if kind is not None and not isinstance(content, kind):
         wanted = "object" if kind is dict else "list"
-        raise JsonError(f"{where} must hold a JSON {wanted}, found {_KINDS.get(type(content), type(content).__name__)}")
+        found = _KIND_NAMES.get(type(content), type(content).__name__)
+        raise JsonError(f"{where} must hold a JSON {wanted}, found {found}")
     return content
 
 
@@ -72,57 +78,57 @@ def read_json(path: Path, kind: type | None = None) -> Any:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise JsonError(f"{path} is {why_unread(error)}") from None
+        raise JsonError(f"{path} is {why_unreadable(error)}") from None
     return parse_json(text, str(path), kind)
 
 
-def why_unread(error: OSError | ValueError) -> str:
+def why_unreadable(error: OSError | ValueError) -> str:
     """Return why a file cannot be read as text, without its name."""
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8: {error.reason} at byte {error.start + 1}"
     return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
 
 
-def _too_deep(text: str) -> int:
+def _find_too_deep_line(text: str) -> int:
     """Return the line at which brackets are nested too deeply, or 0."""
-    if text.count("[") + text.count("{") <= MOST_NESTED:
+    if text.count("[") + text.count("{") <= MAX_NESTING:
         return 0
     depth = 0
-    for found in _STRING_OR_BRACKET.finditer(text):
-        bracket = found[0]
+    for match in _STRING_OR_BRACKET.finditer(text):
+        bracket = match[0]
         if bracket in "[{":
             depth += 1
         elif bracket in "]}":
             depth -= 1
-        if depth > MOST_NESTED:
-            return text.count("\n", 0, found.start()) + 1
+        if depth > MAX_NESTING:
+            return text.count("\n", 0, match.start()) + 1
     return 0
 
 
-def _once(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(where: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object as a dict. Raises JsonBoundError if a key occurs twice."""
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found
+    content = dict(pairs)
+    if len(content) == len(pairs):
+        return content
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:
             break
         seen.add(key)
-    values = [shown(value) for name, value in pairs if name == key]
-    more = " and more" if len(values) > 2 else ""
-    raise JsonBoundError(f"{where} sets {brief(repr(key))} more than once: {' and '.join(values[:2])}{more}")
+    values = [format_value(value) for name, value in pairs if name == key]
+    ellipsis = " and more" if len(values) > 2 else ""
+    raise JsonBoundError(f"{where} sets {brief(repr(key))} more than once: {' and '.join(values[:2])}{ellipsis}")
 
 
-def _integer(where: str, text: str, word: str) -> int:
-    if len(word) > MOST_DIGITS:
+def _parse_integer(where: str, text: str, word: str) -> int:
+    if len(word) > MAX_DIGITS:
         line = text.count("\n", 0, text.find(word)) + 1
         digits = len(word.removeprefix("-"))
         raise JsonBoundError(f"{where}, line {line}: a number of {digits} digits, too many for any setting or count")
     return int(word)
 
 
-def _no_constant(where: str, word: str) -> Any:
+def _reject_constant(where: str, word: str) -> Any:
     raise JsonError(f"{where} contains {word}, which is not a number of JSON")
 
 

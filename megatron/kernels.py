@@ -31,9 +31,9 @@ def apex_class(kernels: str, module: str, name: str) -> Any:
     if kernels == "torch":
         return None
     on_gpu = _on_gpu()
-    found = _apex(module, name) if on_gpu else None
-    if kernels == "apex" and found is None:
+    class_of_apex = _apex(module, name) if on_gpu else None
+    if kernels == "apex" and class_of_apex is None:
         missing = f"apex.{module}.{name} cannot be imported (build apex from source)"
         why = missing if on_gpu else "there is no CUDA device"
         raise ValueError(f"--kernels apex: {why}; use --kernels auto or torch")
-    return found
+    return class_of_apex

@@ -12,26 +12,26 @@ _CHECKOUT = Path(__file__).resolve().parents[1] / "configs"
 
 
 @cache
-def folder(kind: str) -> Path:
+def preset_folder(kind: str) -> Path:
     """Return the folder of presets of `kind`, "models" or "clusters". It may be missing in a damaged installation."""
-    here = _CHECKOUT / kind
-    if here.is_dir():
-        return here
+    checkout_folder = _CHECKOUT / kind
+    if checkout_folder.is_dir():
+        return checkout_folder
     try:
-        recorded = importlib.metadata.files("megatron-tds") or []
+        installed = importlib.metadata.files("megatron-tds") or []
     except importlib.metadata.PackageNotFoundError:
-        recorded = []
-    places = {Path(str(each.locate())).resolve().parent for each in recorded if each.parts[-3:-1] == ("configs", kind)}
-    return next(iter(places), here)
+        installed = []
+    folders = {Path(str(f.locate())).resolve().parent for f in installed if f.parts[-3:-1] == ("configs", kind)}
+    return next(iter(folders), checkout_folder)
 
 
-def find(name: str, kind: str) -> Path:
+def find_preset(name: str, kind: str) -> Path:
     """Return the path of the preset `name`: an existing file, or else a bundled preset.
 
     The user may write a bundled preset as NAME or configs/<kind>/NAME.json. If neither exists, return `name` as a path.
     """
     path = Path(name)
-    ours = folder(kind) / f"{path.name.removesuffix('.json')}.json"
-    if not path.is_file() and path.parent in (Path(), Path("configs") / kind) and ours.is_file():
-        return ours
+    bundled = preset_folder(kind) / f"{path.name.removesuffix('.json')}.json"
+    if not path.is_file() and path.parent in (Path(), Path("configs") / kind) and bundled.is_file():
+        return bundled
     return path

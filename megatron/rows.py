@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from .json_text import JsonBoundError, JsonError, brief, parse_json, shown
+from .json_text import JsonBoundError, JsonError, brief, format_value, parse_json
 
-NUMBERS = (
+NUMBER_KEYS = (
     "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "bits_per_byte", "text_loss", "text_accuracy", "lr",
     "grad_norm", "loss_scale", "skipped_steps", "passed_over", "z_loss", "router_loss", "target_share",
     "tokens_per_second", "padding", "tflops", "mfu", "memory_mb", "memory_before_model_mb", "global_batch", "accuracy",
@@ -16,20 +16,20 @@ class RowError(ValueError):
     """A line of metrics.jsonl is valid JSON but not a row that a run writes; the message says why."""
 
 
-def _are_layers(value: Any) -> bool:
+def _is_layer_table(value: Any) -> bool:
     values = value.values() if isinstance(value, dict) else [None]
     return all(
         isinstance(each, dict) and all(type(x) in (int, float, type(None)) for x in each.values()) for each in values
     )
 
 
-def _are_counts(value: Any) -> bool:
+def _is_count_table(value: Any) -> bool:
     """Return whether `value` is an object of lists, one for each layer, with a count for each of its experts."""
     lists = value.values() if isinstance(value, dict) else [None]
     return all(isinstance(each, list) and all(type(x) is int and x >= 0 for x in each) for each in lists)
 
 
-def _are_samples(value: Any) -> bool:
+def _is_sample_list(value: Any) -> bool:
     if not isinstance(value, list):
         return False
     for each in value:
@@ -42,7 +42,7 @@ def _are_samples(value: Any) -> bool:
     return True
 
 
-def row_of(line: str) -> dict[str, Any] | None:
+def parse_row(line: str) -> dict[str, Any] | None:
     """Return the row in a line of metrics.jsonl; None if the line is incomplete (after a crash). Raises RowError."""
     try:
         row = parse_json(line, "the line")
@@ -54,19 +54,19 @@ def row_of(line: str) -> dict[str, Any] | None:
         raise RowError(f"{brief(line.strip(), 40)} is not a JSON object")
     iteration = row.get("iteration")
     if type(iteration) is not int or iteration < 0:
-        raise RowError(f'"iteration" is {shown(iteration, 40)}, not a whole number')
-    for name in NUMBERS:
+        raise RowError(f'"iteration" is {format_value(iteration, 40)}, not a whole number')
+    for name in NUMBER_KEYS:
         value = row.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            raise RowError(f'"{name}" is {shown(value, 40)}, not a number')
-    if not _are_layers(row.get("layers", {})):
+            raise RowError(f'"{name}" is {format_value(value, 40)}, not a number')
+    if not _is_layer_table(row.get("layers", {})):
         raise RowError('"layers" is not an object of objects of numbers')
-    if not _are_counts(row.get("expert_tokens", {})):
+    if not _is_count_table(row.get("expert_tokens", {})):
         raise RowError('"expert_tokens" is not an object of lists of whole numbers')
-    if not _are_samples(row.get("samples", [])):
+    if not _is_sample_list(row.get("samples", [])):
         raise RowError('"samples" is not a list of objects with the texts "prompt" and "text"')
     if row.get("split") == "train":
-        lacking = next((name for name in ("consumed_samples", "consumed_tokens") if row.get(name) is None), None)
-        if lacking or not iteration:
-            raise RowError(f"a training row lacks {lacking or 'an iteration'}")
+        missing = next((name for name in ("consumed_samples", "consumed_tokens") if row.get(name) is None), None)
+        if missing or not iteration:
+            raise RowError(f"a training row lacks {missing or 'an iteration'}")
     return row

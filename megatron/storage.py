@@ -18,26 +18,29 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 # Attempts of a request. A server that is overloaded (503) is asked less often and after longer waits.
-ATTEMPTS, BUSY_ATTEMPTS = 4, 3
+ATTEMPTS = 4
+BUSY_ATTEMPTS = 3
 FIRST_WAIT = 0.5  # seconds before the second attempt; each later wait is twice as long, or 4 times after a 503
 DEADLINE = 120.0  # seconds after its beginning in which a request may be repeated
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub", "abfs": "adlfs"}
 # Keys of `info` whose values change with an object.
-STAMPS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "mtime", "created")
+VERSION_KEYS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "mtime", "created")
 # Kinds of object storage, whose URLs begin with a bucket or an account.
 STORES = frozenset(PACKAGES) | {"abfss", "az", "adl", "oci", "oss", "r2", "hdfs", "memory"}
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 MISSPELLED = "s3a?|gcs|gs|hdfs|s?ftp|https?|file"  # schemes that are recognized without their colon
 # Text that begins like a URL: a scheme and ":/", a kind of object storage and ":", or a scheme and "//".
 _LIKE_URL = re.compile(rf"([a-z][a-z0-9+.-]+):/|({'|'.join(STORES)}):|({MISSPELLED})//|://", re.IGNORECASE)
-_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError)
+_PERMANENT_ERRORS = (
+    FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError,
+)  # fmt: skip
 
 
 class StorageError(OSError):
     """A failed request to object storage; the message names the URL."""
 
 
-class PlaceError(ValueError):
+class PathError(ValueError):
     """A text is no path: it looks like a URL with a mistake, or it is a URL where only this machine is possible."""
 
 
@@ -49,7 +52,7 @@ def is_url(text: str | os.PathLike[str]) -> bool:
 def to_path(text: str | os.PathLike[str]) -> Path:
     """Return the path that a flag names: a `RemotePath` for a URL, else a `Path` on this machine.
 
-    Raises PlaceError for a text that looks like a URL with a mistake.
+    Raises PathError for a text that looks like a URL with a mistake.
     """
     if isinstance(text, Path):
         return text
@@ -58,9 +61,9 @@ def to_path(text: str | os.PathLike[str]) -> Path:
 
 
 def check_location(text: str) -> str:
-    """Return a path or URL, its scheme in lower case. Raises PlaceError if it looks like a URL with a mistake."""
-    if mistake := _mistake(text):
-        raise PlaceError(f"{text} looks like a URL, but {mistake}")
+    """Return a path or URL, its scheme in lower case. Raises PathError if it looks like a URL with a mistake."""
+    if mistake := _find_mistake(text):
+        raise PathError(f"{text} looks like a URL, but {mistake}")
     if not is_url(text):
         # Path("./s3:/x") is s3:/x, which another reader would refuse.
         return os.path.abspath(text) if _LIKE_URL.match(os.path.normpath(text)) else text
@@ -69,34 +72,34 @@ def check_location(text: str) -> str:
 
 
 def require_local(text: str) -> str:
-    """Return a path on this machine. Raises PlaceError for URLs, and for texts that look like one with a mistake."""
+    """Return a path on this machine. Raises PathError for URLs, and for texts that look like one with a mistake."""
     if is_url(check_location(text)):
-        raise PlaceError(f"{text} must be a path on this machine")
+        raise PathError(f"{text} must be a path on this machine")
     return text
 
 
-def _mistake(text: str) -> str | None:
+def _find_mistake(text: str) -> str | None:
     """Return what is wrong with a text that looks like a URL; None for correct URLs and for paths on this machine."""
-    bare = text.strip(" \t\r\n\"'")
-    found = _LIKE_URL.match(bare)
-    if not found:
+    stripped = text.strip(" \t\r\n\"'")
+    match = _LIKE_URL.match(stripped)
+    if not match:
         return None
-    scheme = (found[1] or found[2] or found[3] or "").lower()
-    rest = bare[len(scheme) :].lstrip(":/")
+    scheme = (match[1] or match[2] or match[3] or "").lower()
+    rest = stripped[len(scheme) :].lstrip(":/")
     if scheme in ("file", "local"):
         return f"a path on this machine has no scheme; give /{rest}"
     if not scheme or not rest:
         return f"it names no {'bucket' if scheme else 'scheme'}; give one such as s3://bucket/{rest or 'folder'}"
-    meant = f"{scheme}://{rest}"
-    if bare != text:
-        return f"it is not one; did you mean {meant} without the spaces or quotes around it?"
-    has_empty_bucket = scheme in STORES and bare[len(scheme) :].startswith(":///")
-    if has_empty_bucket or not _URL.match(bare):
-        return f"it is not one; did you mean {meant}?"
-    return _mistake_of_path(scheme, rest)
+    corrected = f"{scheme}://{rest}"
+    if stripped != text:
+        return f"it is not one; did you mean {corrected} without the spaces or quotes around it?"
+    has_empty_bucket = scheme in STORES and stripped[len(scheme) :].startswith(":///")
+    if has_empty_bucket or not _URL.match(stripped):
+        return f"it is not one; did you mean {corrected}?"
+    return _find_path_mistake(scheme, rest)
 
 
-def _mistake_of_path(scheme: str, rest: str) -> str | None:
+def _find_path_mistake(scheme: str, rest: str) -> str | None:
     """Return what is wrong with the path `rest` of a URL, or None."""
     parts = rest.removesuffix("/").split("/")
     names = [part for part in parts if part not in ("", ".")]
@@ -130,13 +133,13 @@ class RemotePath(PosixPath):
             try:
                 return call(_file_system(url.partition("://")[0], os.getpid()), url)
             except FileNotFoundError as error:
-                why = f": {_words(error)}" if "bucket does not exist" in str(error) else ""
-                raise FileNotFoundError(f"there is no {url}{why}") from None
+                detail = f": {_error_text(error)}" if "bucket does not exist" in str(error) else ""
+                raise FileNotFoundError(f"there is no {url}{detail}") from None
             except Exception as error:
-                pause = _pause(error, attempt, time.monotonic() - begin)
-                if pause is None:
-                    raise StorageError(f"could not {verb} {url}: {_reason(error, attempt)}") from None
-            time.sleep(pause)
+                delay = _retry_delay(error, attempt, time.monotonic() - begin)
+                if delay is None:
+                    raise StorageError(f"could not {verb} {url}: {_failure_reason(error, attempt)}") from None
+            time.sleep(delay)
         raise AssertionError("unreachable")
 
     def info(self) -> dict[str, Any]:
@@ -147,7 +150,7 @@ class RemotePath(PosixPath):
     def stamp(self) -> tuple[int, str]:
         """Return (size in bytes, version) of the object; the version changes with the object's content."""
         info = self.info()
-        return int(info["size"] or 0), next((f"{name} {info[name]}" for name in STAMPS if info.get(name)), "")
+        return int(info["size"] or 0), next((f"{name} {info[name]}" for name in VERSION_KEYS if info.get(name)), "")
 
     def stat(self, **_: Any) -> Any:
         """Return an object whose `st_size` is the size in bytes. Raises FileNotFoundError."""
@@ -178,10 +181,10 @@ class RemotePath(PosixPath):
     def glob(self, pattern: str, **_: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
         """Yield the entries of this folder whose name matches `pattern`."""
         try:
-            found = self.request("list", lambda fs, url: fs.ls(url, detail=False))
+            urls = self.request("list", lambda fs, url: fs.ls(url, detail=False))
         except FileNotFoundError:
             return
-        for name in sorted(each.rstrip("/").rpartition("/")[2] for each in found):
+        for name in sorted(url.rstrip("/").rpartition("/")[2] for url in urls):
             if fnmatch.fnmatchcase(name, pattern):
                 yield self / name
 
@@ -200,7 +203,8 @@ class RemotePath(PosixPath):
         """Return bytes `begin` to `end` - 1 of the object."""
         if begin >= end:
             return b""
-        data: bytes = self.request("read", lambda fs, url: _whole(fs.cat_file(url, start=begin, end=end), end - begin))
+        size = end - begin
+        data: bytes = self.request("read", lambda fs, url: _check_size(fs.cat_file(url, start=begin, end=end), size))
         return data
 
     def read_bytes(self) -> bytes:
@@ -214,14 +218,14 @@ class RemotePath(PosixPath):
 
     def open(self, *_: Any, **__: Any) -> Any:
         """Open the object for reading bytes."""
-        return _Reading(self)
+        return _RemoteFile(self)
 
     def download(self, local: Path) -> None:
-        """Copy the object into the file `require_local`."""
+        """Copy the object into the file `local`."""
         self.request("read", lambda fs, url: fs.get_file(url, str(local)))
 
     def upload(self, local: Path) -> None:
-        """Copy the file `require_local` into the object. The object appears when all of it is there."""
+        """Copy the file `local` into the object. The object appears when all of it is there."""
         self.request("write", lambda fs, url: fs.put_file(str(local), url))
 
     def copy_to(self, target: "RemotePath") -> None:
@@ -242,13 +246,15 @@ class RemotePath(PosixPath):
                 raise
 
 
-class _Reading(io.RawIOBase):
+class _RemoteFile(io.RawIOBase):
     """An object opened for reading: every read is one request."""
 
     def __init__(self, path: RemotePath) -> None:
-        self._path, self._size, self._at = path, path.stamp()[0], 0
+        self._path = path
+        self._size = path.stamp()[0]
+        self._position = 0
 
-    def __enter__(self) -> "_Reading":
+    def __enter__(self) -> "_RemoteFile":
         return self
 
     def readable(self) -> bool:
@@ -257,14 +263,14 @@ class _Reading(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set the position of the next read; return it."""
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        return self._at
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
         """Read bytes into `buffer`; return their number, 0 at the end of the object."""
-        data = self._path.read_range(self._at, min(self._at + len(buffer), self._size))
+        data = self._path.read_range(self._position, min(self._position + len(buffer), self._size))
         buffer[: len(data)] = data
-        self._at += len(data)
+        self._position += len(data)
         return len(data)
 
 
@@ -276,30 +282,30 @@ def _file_system(protocol: str, process: int) -> Any:
         from fsspec.config import conf
     except ImportError:
         raise ImportError("this needs the package fsspec: pip install fsspec") from None
-    more: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if PACKAGES.get(protocol) == "s3fs":
         # `request` repeats failed requests. Repetitions of botocore and of s3fs would multiply with its own.
-        given = conf.get(protocol, {}).get("config_kwargs", {})
-        more["config_kwargs"] = {"retries": {"total_max_attempts": 1, "mode": "standard"}, **given}
+        user_options = conf.get(protocol, {}).get("config_kwargs", {})
+        options["config_kwargs"] = {"retries": {"total_max_attempts": 1, "mode": "standard"}, **user_options}
     try:
-        found = fsspec.filesystem(protocol, **more)
-        if hasattr(found, "retries"):
-            found.retries = 1
-        return found
+        file_system = fsspec.filesystem(protocol, **options)
+        if hasattr(file_system, "retries"):
+            file_system.retries = 1
+        return file_system
     except ImportError:
         package = PACKAGES.get(protocol, f"for {protocol}:// that fsspec names")
         raise ImportError(f"{protocol}:// needs the package {package}: pip install {package}") from None
 
 
-def _whole(data: bytes, size: int) -> bytes:
+def _check_size(data: bytes, size: int) -> bytes:
     if len(data) != size:
         raise ConnectionError(f"the answer has {len(data)} bytes instead of {size}")
     return data
 
 
-def _is_lasting(error: Exception) -> bool:
+def _is_permanent(error: Exception) -> bool:
     """Return whether repeating the request would be of no use."""
-    return isinstance(error, (*_LASTING, ValueError, TypeError)) or _is_refusal(error)
+    return isinstance(error, (*_PERMANENT_ERRORS, ValueError, TypeError)) or _is_refusal(error)
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -308,31 +314,31 @@ def _is_refusal(error: Exception) -> bool:
     return refused or (isinstance(error, OSError) and error.errno == errno.EINVAL and "Bad Request" in str(error))
 
 
-def _pause(error: Exception, attempt: int, spent: float) -> float | None:
+def _retry_delay(error: Exception, attempt: int, spent: float) -> float | None:
     """Return the seconds to wait before the next attempt of a request, or None if there is none.
 
     attempt: number of the attempt that failed, from 1. spent: seconds since the first attempt began.
     """
-    most = ATTEMPTS
+    max_attempts = ATTEMPTS
     growth = 2
-    if isinstance(error, OSError) and error.errno == errno.EBUSY:
-        most = min(BUSY_ATTEMPTS, ATTEMPTS)
+    if isinstance(error, OSError) and error.errno == errno.EBUSY:  # status 503
+        max_attempts = min(BUSY_ATTEMPTS, ATTEMPTS)
         growth = 4
-    pause = float(FIRST_WAIT * growth ** (attempt - 1))
-    is_over = attempt >= most or spent + pause > DEADLINE
-    return None if is_over or _is_lasting(error) else pause
+    delay = float(FIRST_WAIT * growth ** (attempt - 1))
+    is_over = attempt >= max_attempts or spent + delay > DEADLINE
+    return None if is_over or _is_permanent(error) else delay
 
 
-def _reason(error: Exception, attempts: int) -> str:
+def _failure_reason(error: Exception, attempts: int) -> str:
     if _is_refusal(error):
         return (
-            f"access was refused ({_words(error)}); check the credentials, which come from the environment and may "
-            "have expired"
+            f"access was refused ({_error_text(error)}); check the credentials, which come from the environment and "
+            "may have expired"
         )
     if isinstance(error, (ImportError, ValueError)):
-        return _words(error)
-    return f"{_words(error)} (after {attempts} attempt{'s' if attempts > 1 else ''})"
+        return _error_text(error)
+    return f"{_error_text(error)} (after {attempts} attempt{'s' if attempts > 1 else ''})"
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".") or type(error).__name__

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 NAMES = {"stdout": "standard output", "stderr": "standard error"}
 
 
-class Guarded:
+class GuardedStream:
     """A stream that raises nothing: its first failure is reported on the other standard stream.
 
     consequence: how the report ends, i.e. what the failure means for the user.
@@ -22,7 +22,7 @@ class Guarded:
     def __init__(self, name: str, stream: TextIO | None, consequence: str) -> None:
         self._name = name
         self._consequence = consequence
-        self._lost = 0
+        self._lost_writes = 0
         self._was_closed = stream is None
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the process
 
@@ -36,8 +36,8 @@ class Guarded:
         except (OSError, ValueError) as error:
             self._report(error)
             return len(text)
-        if self._lost and text.strip():
-            self._lost = 0
+        if self._lost_writes and text.strip():
+            self._lost_writes = 0
         return len(text)
 
     def flush(self) -> None:
@@ -53,8 +53,8 @@ class Guarded:
             self._report(ValueError("closed"))
 
     def _report(self, error: OSError | ValueError) -> None:
-        self._lost += 1
-        if self._lost > 1:
+        self._lost_writes += 1
+        if self._lost_writes > 1:
             return
         words = (isinstance(error, OSError) and error.strerror) or "it is closed"
         other = getattr(sys, "stderr" if self._name == "stdout" else "stdout")
@@ -65,7 +65,7 @@ class Guarded:
         return getattr(self._stream, name)
 
 
-class Named:
+class NamedStdout:
     """Wrapper of standard output, for tools that print a result. An OSError names standard output as its file."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -93,7 +93,7 @@ class Named:
         return getattr(self._stream, name)
 
 
-def fill_closed() -> None:
+def open_closed_streams() -> None:
     """Open the null device for closed standard streams; otherwise a file opened later would get their descriptors."""
     for number in (0, 1, 2):
         try:
@@ -104,20 +104,20 @@ def fill_closed() -> None:
 
 
 @contextlib.contextmanager
-def guarded(consequence: str, *names: str) -> Iterator[None]:
-    """Replace the streams `names` ("stdout", "stderr") by `Guarded` ones inside the context."""
-    before = {name: getattr(sys, name) for name in names}
-    if any(isinstance(stream, Guarded) for stream in before.values()):
+def guard_streams(consequence: str, *names: str) -> Iterator[None]:
+    """Replace the streams `names` ("stdout", "stderr") by `GuardedStream` ones inside the context."""
+    streams = {name: getattr(sys, name) for name in names}
+    if any(isinstance(stream, GuardedStream) for stream in streams.values()):
         yield
         return
-    fill_closed()
-    for name, stream in before.items():
-        setattr(sys, name, Guarded(name, stream, consequence))
+    open_closed_streams()
+    for name, stream in streams.items():
+        setattr(sys, name, GuardedStream(name, stream, consequence))
     for name in names:
         getattr(sys, name).report_closed()
     try:
         yield
     finally:
-        for name, stream in before.items():
+        for name, stream in streams.items():
             getattr(sys, name).flush()
             setattr(sys, name, stream)

@@ -20,8 +20,8 @@ class Timer:
     def __init__(self, name: str, device: torch.device | None) -> None:
         self.name = name
         self._device = device
-        self._begun: float | torch.Event | None = None
-        self._mark: trace.Mark | None = None
+        self._started_at: float | torch.Event | None = None
+        self._trace_mark: trace.SpanStart | None = None
         self.reset()
 
     def _now(self) -> float | torch.Event:
@@ -33,49 +33,50 @@ class Timer:
 
     def start(self) -> None:
         """Start measuring."""
-        if self._begun is not None:
+        if self._started_at is not None:
             raise RuntimeError(f"the timer {self.name!r} runs already; stop() it before it starts again")
-        self._begun, self._mark = self._now(), trace.begin()
+        self._started_at = self._now()
+        self._trace_mark = trace.begin()
 
     def stop(self) -> None:
         """Stop measuring."""
-        if self._begun is None:
+        if self._started_at is None:
             raise RuntimeError(f"the timer {self.name!r} is not running: call start() before stop()")
-        self._marks.append((self._begun, self._now()))
-        trace.end(self._mark, self.name)
-        self._begun = None
+        self._intervals.append((self._started_at, self._now()))
+        trace.end(self._trace_mark, self.name)
+        self._started_at = None
         self.used = True
         if self._device is None:
-            self._add_up()
+            self._accumulate()
 
-    def _add_up(self) -> None:
-        for begun, ended in self._marks:
+    def _accumulate(self) -> None:
+        for begun, ended in self._intervals:
             if isinstance(begun, float) and isinstance(ended, float):
-                self._spent += ended - begun
+                self._seconds += ended - begun
             else:
                 ended.synchronize()  # type: ignore[union-attr]
-                self._spent += begun.elapsed_time(ended) / 1e3  # type: ignore[union-attr,arg-type]
-        self._marks.clear()
+                self._seconds += begun.elapsed_time(ended) / 1e3  # type: ignore[union-attr,arg-type]
+        self._intervals.clear()
 
     def elapsed(self, reset: bool = True) -> float:
         """Return the seconds measured since the last reset. A timer that runs continues to run."""
-        runs = self._begun is not None
-        if runs:
+        was_running = self._started_at is not None
+        if was_running:
             self.stop()
-        self._add_up()
-        spent = self._spent
+        self._accumulate()
+        seconds = self._seconds
         if reset:
             self.reset()
-        if runs:
+        if was_running:
             self.start()
-        return spent
+        return seconds
 
     def reset(self) -> None:
         """Discard the measured time and stop the timer."""
-        self._begun = None
-        self._spent = 0.0
+        self._started_at = None
+        self._seconds = 0.0
         self.used = False
-        self._marks: list[tuple[float | torch.Event, float | torch.Event]] = []
+        self._intervals: list[tuple[float | torch.Event, float | torch.Event]] = []
 
     def __enter__(self) -> None:
         self.start()

@@ -24,13 +24,13 @@ def get_ltor_documents_and_position_ids(
     b, s = tokens.shape
     is_eod = tokens == eod
     positions = torch.arange(s, device=tokens.device).expand(b, s)
-    numbers = torch.ones_like(tokens)
-    numbers[:, 1:] += is_eod[:, :-1].cumsum(dim=1)
+    documents = torch.ones_like(tokens)
+    documents[:, 1:] += is_eod[:, :-1].cumsum(dim=1)
     if reset_position_ids:
-        begins = torch.zeros_like(tokens)
-        begins[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)
-        positions = positions - begins.cummax(dim=1).values
-    document_ids = numbers.int() if reset_attention_mask else torch.empty(0, dtype=torch.int32, device=tokens.device)
+        document_begins = torch.zeros_like(tokens)
+        document_begins[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)
+        positions = positions - document_begins.cummax(dim=1).values
+    document_ids = documents.int() if reset_attention_mask else torch.empty(0, dtype=torch.int32, device=tokens.device)
     loss_mask = torch.ones(b, s, dtype=torch.float32, device=tokens.device)
     if eod_mask_loss:
         loss_mask.masked_fill_(is_eod, 0.0)

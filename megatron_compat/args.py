@@ -41,11 +41,11 @@ ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
     "use_checkpoint_lr_scheduler": lambda args: not args.override_lr_schedule,
     "world_size": lambda args: int(os.environ.get("WORLD_SIZE", "1")),
 }
-_SCALE = 'DeepSpeed holds the loss scale, see "fp16" of --deepspeed-config'
+_LOSS_SCALE = 'DeepSpeed holds the loss scale, see "fp16" of --deepspeed-config'
 # Name of an attribute in CPM-Pretrain that has no value in this project -> the reason, for the error message.
 WITHOUT_VALUE = {
     "adlr_autoresume_interval": "SIGTERM makes a run save and end",
-    **dict.fromkeys(("dynamic_loss_scale", "hysteresis", "loss_scale", "loss_scale_window", "min_scale"), _SCALE),
+    **dict.fromkeys(("dynamic_loss_scale", "hysteresis", "loss_scale", "loss_scale_window", "min_scale"), _LOSS_SCALE),
     "iteration": "a run counts its iterations itself; metrics.jsonl has them",
 }
 
@@ -79,9 +79,9 @@ class Args:
             raise AttributeError(f"args.{name} of CPM-Pretrain has no value in this project: {WITHOUT_VALUE[name]}")
         from .flags.translate import settings_for
 
-        ours = settings_for(name)
-        instead = f"; use {' and '.join(f'args.{each}' for each in ours)}" if ours else nearest(name, HOME)
-        raise AttributeError(f"args has no attribute {name!r}{instead}")
+        settings = settings_for(name)
+        advice = f"; use {' and '.join(f'args.{each}' for each in settings)}" if settings else nearest(name, HOME)
+        raise AttributeError(f"args has no attribute {name!r}{advice}")
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"args.{name} cannot be changed: the settings of a run are fixed when it starts")
@@ -93,15 +93,15 @@ class Args:
 def _on_cuda() -> bool:
     from megatron.ranks import device
 
-    return device.current().type == "cuda"
+    return device.current_device().type == "cuda"
 
 
 def _params_dtype(args: Args) -> Any:
     """Return the dtype of the weights in the forward pass, as --precision sets it."""
     import torch
 
-    names = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-    return names.get(args.config.train.dtype, torch.float32)
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+    return dtypes.get(args.config.train.dtype, torch.float32)
 
 
 def _padded_vocab_size(args: Args) -> int:

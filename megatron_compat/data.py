@@ -78,7 +78,7 @@ class T5Samples(Dataset[dict[str, Tensor]]):
         self.dataset = dataset
         self.plan = dataset.plan
         self.samples_per_epoch = dataset.samples_per_epoch
-        self.places = dataset.places
+        self.sample_ids = dataset.sample_ids
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         sample = self.dataset[n]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.model.masks import begins, document_mask, no_documents, positions_in_documents
+from megatron.model.masks import document_mask, document_starts, no_documents, positions_in_documents
 
 ADVICE = (
     "masks must be causal or restrict attention to documents; "
@@ -46,9 +46,9 @@ def get_masks_and_position_ids_for_t5(
     Unlike in CPM-Pretrain, text tokens do not attend to padding.
     Raises ValueError if `reset_attention_mask` is set and the decoder has more documents than the encoder.
     """
-    ends = targets == tokenizer.eod_id
-    encoder_ids = _ids(ctx_eod_mask != 0, contexts == tokenizer.pad_id)
-    decoder_ids = _ids(ends, (labels == tokenizer.pad_id) & (targets == tokenizer.pad_id))
+    is_end = targets == tokenizer.eod_id
+    encoder_ids = _document_ids(ctx_eod_mask != 0, contexts == tokenizer.pad_id)
+    decoder_ids = _document_ids(is_end, (labels == tokenizer.pad_id) & (targets == tokenizer.pad_id))
     if reset_attention_mask and bool((encoder_ids.amax(1) < decoder_ids.amax(1)).any()):
         raise ValueError(
             "--reset-attention-mask: the decoder has more documents than the encoder; mask the corpus with "
@@ -59,24 +59,25 @@ def get_masks_and_position_ids_for_t5(
         decoder_ids = decoder_ids.clamp(max=1)
     masks = _t5_masks(encoder_ids, decoder_ids)
     encoder_positions, decoder_positions = (
-        positions_in_documents(ids) if reset_position_ids else _counted(ids) for ids in (encoder_ids, decoder_ids)
+        positions_in_documents(ids) if reset_position_ids else _sequence_positions(ids)
+        for ids in (encoder_ids, decoder_ids)
     )
-    loss_mask = (~ends & (labels != tokenizer.pad_id)).float()
+    loss_mask = (~is_end & (labels != tokenizer.pad_id)).float()
     encoder, decoder, cross = (mask.float() for mask in masks)
     return encoder, encoder_positions, decoder, decoder_positions, cross, loss_mask
 
 
-def _ids(ends: Tensor, padding: Tensor) -> Tensor:
+def _document_ids(is_end: Tensor, padding: Tensor) -> Tensor:
     """Return the document number of each token, int64 [b, s]: 1, 2, ... for text, 0 for padding.
 
-    ends: bool [b, s], True at the last token of each document. padding: bool [b, s].
+    is_end: bool [b, s], True at the last token of each document. padding: bool [b, s].
     """
-    numbers = torch.ones_like(ends, dtype=torch.int64)
-    numbers[:, 1:] += ends[:, :-1].cumsum(dim=1)
+    numbers = torch.ones_like(is_end, dtype=torch.int64)
+    numbers[:, 1:] += is_end[:, :-1].cumsum(dim=1)
     return numbers.masked_fill_(padding, 0)
 
 
-def _counted(ids: Tensor) -> Tensor:
+def _sequence_positions(ids: Tensor) -> Tensor:
     return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
 
 
@@ -101,9 +102,9 @@ def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
             f"an attention mask of GPT2Model is bool [1 or b, 1, s, s], not {mask.dtype} {list(mask.shape)}; {ADVICE}"
         )
     allowed = ~mask
-    ids = _groups(allowed)
+    ids = _group_rows(allowed)
     expected = document_mask(ids, causal=True)
-    _compare("attention mask", allowed, expected)
+    _check_equal("attention mask", allowed, expected)
     if not (ids > 1).any():
         return no_documents(tokens.device)
     return ids.short().expand(tokens.shape)
@@ -117,30 +118,30 @@ def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
     Raises ValueError if document ids cannot express the masks.
     """
     encoder, decoder, cross = (mask != 0 for mask in given)
-    encoder_ids = _groups(encoder)
-    own = _groups(decoder)
-    found = encoder_ids.gather(1, cross[:, 0].int().argmax(-1))
+    encoder_ids = _group_rows(encoder)
+    decoder_groups = _group_rows(decoder)
+    attended_ids = encoder_ids.gather(1, cross[:, 0].int().argmax(-1))
     sees_all = cross[:, 0].all(-1)
-    other = (encoder_ids.amax(1, keepdim=True) > 1) | (own > 1)
+    has_several = (encoder_ids.amax(1, keepdim=True) > 1) | (decoder_groups > 1)
     # Encoder ids start at 1. A decoder token that attends to the whole encoder sequence, although the sample has
     # several documents, gets id 0: its document is not in the encoder.
-    decoder_ids = found.masked_fill(sees_all & other, 0)
+    decoder_ids = attended_ids.masked_fill(sees_all & has_several, 0)
     expected = _t5_masks(encoder_ids, decoder_ids)
     names = ("encoder mask", "decoder mask", "cross mask")
     for name, ours, theirs in zip(names, expected, given, strict=True):
-        _compare(name, theirs != 0, ours)
+        _check_equal(name, theirs != 0, ours)
     if bool((encoder_ids == 1).all()) and bool((decoder_ids == 1).all()):
         return no_documents(encoder.device), no_documents(encoder.device)
     return encoder_ids.short(), decoder_ids.short()
 
 
-def refuse_other_positions(name: str, given: Tensor, document_ids: Tensor, reset: bool) -> None:
+def check_positions(name: str, given: Tensor, document_ids: Tensor, reset: bool) -> None:
     """Raise ValueError unless the positions `given` [b, s] count from 0.
 
     name: "encoder" or "decoder", for the message. reset: whether positions must restart at 0 in each document.
     """
     restart = reset and document_ids.numel() > 0
-    expected = positions_in_documents(document_ids) if restart else _counted(given)
+    expected = positions_in_documents(document_ids) if restart else _sequence_positions(given)
     if not torch.equal(given, expected.to(given.dtype)):
         raise ValueError(
             f"the {name} positions given to T5Model must count from 0 over each "
@@ -149,16 +150,16 @@ def refuse_other_positions(name: str, given: Tensor, document_ids: Tensor, reset
         )
 
 
-def _groups(allowed: Tensor) -> Tensor:
+def _group_rows(allowed: Tensor) -> Tensor:
     """Return a group number for each row of `allowed` [b, 1, s, s]: int64 [b, s].
 
     Neighbouring rows with the same first True column are a group.
     """
     first = allowed[:, 0].int().argmax(-1)
-    return begins(first).cumsum(1)
+    return document_starts(first).cumsum(1)
 
 
-def _compare(name: str, given: Tensor, expected: Tensor | None) -> None:
+def _check_equal(name: str, given: Tensor, expected: Tensor | None) -> None:
     if expected is None or torch.equal(given, expected):
         return
     sample, _, query, key = (given != expected).nonzero()[0].tolist()

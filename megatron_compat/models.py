@@ -12,10 +12,10 @@ from megatron.config import Config
 from megatron.model import gpt2, t5
 from megatron.training.global_vars import get_args
 
-from .masks import T5Masks, decoder_documents, refuse_other_positions, t5_documents
+from .masks import T5Masks, check_positions, decoder_documents, t5_documents
 
 
-def settings(config: Config | None, num_tokentypes: int) -> Config:
+def config_or_default(config: Config | None, num_tokentypes: int) -> Config:
     """Return `config`, or the settings of the run if `config` is None.
 
     Raises ValueError if num_tokentypes is not 0, as no model has token types.
@@ -43,8 +43,8 @@ def t5_inputs(inputs: Any, reset_positions: bool) -> Any:
         return inputs
     encoder, encoder_positions, encoder_mask, decoder, decoder_positions, decoder_mask, cross_mask = inputs
     encoder_ids, decoder_ids = t5_documents(T5Masks(encoder_mask, decoder_mask, cross_mask))
-    refuse_other_positions("encoder", encoder_positions, encoder_ids, reset_positions)
-    refuse_other_positions("decoder", decoder_positions, decoder_ids, reset_positions)
+    check_positions("encoder", encoder_positions, encoder_ids, reset_positions)
+    check_positions("decoder", decoder_positions, decoder_ids, reset_positions)
     return encoder, decoder, encoder_ids, decoder_ids
 
 
@@ -62,7 +62,7 @@ class GPT2Model(gpt2.GPT2Model):
         *,
         num_tokentypes: int = 0,
     ) -> None:
-        super().__init__(settings(config, num_tokentypes), parallel_output, own)
+        super().__init__(config_or_default(config, num_tokentypes), parallel_output, own)
 
     def forward(
         self,
@@ -99,7 +99,7 @@ class T5Model(t5.T5Model):
         *,
         num_tokentypes: int = 0,
     ) -> None:
-        config = settings(config, num_tokentypes)
+        config = config_or_default(config, num_tokentypes)
         super().__init__(config, parallel_output, own, is_text)
         self._reset_positions = config.data.reset_position_ids
 

@@ -232,12 +232,13 @@ COUNTERPARTS = {
     for names, advice in table.items()
     for name in names.split()
 }
-_GONE = {tuple(name.rsplit(".", 1)) for name in GONE_MODULES}  # (package, module)
-_INNER = {tuple(name.rsplit(".", 1)) for name in MODULES}  # (package, module)
-_EXTENDED = {module for module, _ in (*HOMES, *COUNTERPARTS, *_GONE, *_INNER)} - MODULES.keys() - {"megatron"}
+_REMOVED = {tuple(name.rsplit(".", 1)) for name in GONE_MODULES}  # (package, module)
+_SUBMODULES = {tuple(name.rsplit(".", 1)) for name in MODULES}  # (package, module)
+_OWNERS = {module for module, _ in (*HOMES, *COUNTERPARTS, *_REMOVED, *_SUBMODULES)}
+_EXTENDED = _OWNERS - MODULES.keys() - {"megatron"}
 
 
-def find(module: str, name: str) -> Any:
+def resolve_name(module: str, name: str) -> Any:
     """Return this project's object for `module.name` of CPM-Pretrain.
 
     Raises ImportError if this project has no such object; the message says what to use instead. Raises AttributeError
@@ -255,9 +256,9 @@ def find(module: str, name: str) -> Any:
         )
     if f"{module}.{name}" in MODULES:
         return importlib.import_module(f"{module}.{name}")
-    home_of_all = MODULES.get(module)
-    if home_of_all is not None and not (name.startswith("__") and name.endswith("__")):
-        return getattr(importlib.import_module(home_of_all), name)
+    home = MODULES.get(module)
+    if home is not None and not (name.startswith("__") and name.endswith("__")):
+        return getattr(importlib.import_module(home), name)
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
@@ -277,19 +278,19 @@ class _Finder(MetaPathFinder):
             )
         if name in MODULES:
             is_package = any(each.startswith(f"{name}.") for each in MODULES)
-            return ModuleSpec(name, _Names(name), is_package=is_package)
+            return ModuleSpec(name, _NamesLoader(name), is_package=is_package)
         if name not in _EXTENDED:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec:
                 if spec.loader is not None:
-                    spec.loader = _Extended(spec.loader)
+                    spec.loader = _ExtendedLoader(spec.loader)
                 return spec
         return None
 
 
-class _Names(Loader):
+class _NamesLoader(Loader):
     """Loader of a module of CPM-Pretrain, which resolves each of the module's names on first use."""
 
     def __init__(self, name: str) -> None:
@@ -300,7 +301,7 @@ class _Names(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = self._name
-        module.__getattr__ = lambda attribute: find(name, attribute)  # type: ignore[method-assign]
+        module.__getattr__ = lambda attribute: resolve_name(name, attribute)  # type: ignore[method-assign]
         home = MODULES[name]
         if home is not None:  # for `import *`
             module.__dict__["__all__"] = [each for each in dir(importlib.import_module(home)) if each[0] != "_"]
@@ -310,17 +311,17 @@ def _with_original_keywords(build: Callable[..., Any]) -> Callable[..., Any]:
     """Return a data-set builder that also accepts CPM-Pretrain's keywords, of which a call has `data_prefix`."""
 
     @functools.wraps(build)
-    def either(*args: Any, **kwargs: Any) -> Any:
+    def build_either(*args: Any, **kwargs: Any) -> Any:
         if "data_prefix" not in kwargs:
             return build(*args, **kwargs)
         from .data import gpt2_datasets
 
         return gpt2_datasets(*args, **kwargs)
 
-    return either
+    return build_either
 
 
-class _Extended(Loader):
+class _ExtendedLoader(Loader):
     """Loader of a module of this project, which adds CPM-Pretrain's names to the module."""
 
     def __init__(self, inner: Any) -> None:
@@ -330,19 +331,19 @@ class _Extended(Loader):
         return getattr(self._inner, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._inner.create_module(spec)
-        return made
+        module: ModuleType | None = self._inner.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
         if module.__name__ == "megatron.data.gpt2_dataset":
             build: Any = vars(module)["build_train_valid_test_datasets"]
             vars(module)["build_train_valid_test_datasets"] = _with_original_keywords(build)
-        own = module.__dict__.get("__getattr__")
+        own_getattr = module.__dict__.get("__getattr__")
 
-        def found(name: str) -> Any:
-            if own is None or (module.__name__, name) in {*HOMES, *COUNTERPARTS, *_GONE, *_INNER}:
-                return find(module.__name__, name)
-            return own(name)
+        def get_attribute(name: str) -> Any:
+            if own_getattr is None or (module.__name__, name) in {*HOMES, *COUNTERPARTS, *_REMOVED, *_SUBMODULES}:
+                return resolve_name(module.__name__, name)
+            return own_getattr(name)
 
-        module.__getattr__ = found  # type: ignore[method-assign]
+        module.__getattr__ = get_attribute  # type: ignore[method-assign]

@@ -7,12 +7,12 @@ from megatron import mpu
 from megatron.config import Config
 from megatron.model import pipe, t5_pipe
 
-from .models import decoder_inputs, settings, t5_inputs
+from .models import config_or_default, decoder_inputs, t5_inputs
 
 BatchFunction = Callable[[Any], tuple[Any, Any]]
 
 
-def _refuse_other_topology(topology: Any) -> None:
+def _check_topology(topology: Any) -> None:
     if topology is not None and topology != mpu.get_topology():
         raise ValueError(f"topology {topology} is not the topology of this run; pass mpu.get_topology()")
 
@@ -20,26 +20,26 @@ def _refuse_other_topology(topology: Any) -> None:
 class _TakesMasks:
     """Mixin for pipeline models: turns attention masks that `_megatron_batch_fn` returns into document ids."""
 
-    _own_batch_fn: BatchFunction | None = None
+    _script_batch_fn: BatchFunction | None = None
 
     def _without_masks(self, inputs: Any) -> Any:
         raise NotImplementedError
 
     @property
     def _megatron_batch_fn(self) -> BatchFunction:
-        function = self._own_batch_fn
+        function = self._script_batch_fn
         if function is None:
             raise AttributeError("_megatron_batch_fn of the model is not set")
 
-        def converted(data: Any) -> Any:
+        def without_masks(data: Any) -> Any:
             batch = function(data)
             return (self._without_masks(batch[0]), *batch[1:]) if isinstance(batch, (tuple, list)) else batch
 
-        return converted
+        return without_masks
 
     @_megatron_batch_fn.setter
     def _megatron_batch_fn(self, function: BatchFunction) -> None:
-        self._own_batch_fn = function
+        self._script_batch_fn = function
 
 
 class GPT2ModelPipe(_TakesMasks, pipe.GPT2ModelPipe):
@@ -57,12 +57,12 @@ class GPT2ModelPipe(_TakesMasks, pipe.GPT2ModelPipe):
         add_pooler: bool = False,
         topology: Any = None,
     ) -> None:
-        _refuse_other_topology(topology)
+        _check_topology(topology)
         if add_pooler or not parallel_output:
             raise ValueError(
                 "GPT2ModelPipe has no pooler and leaves logits sharded: pass add_pooler=False and parallel_output=True"
             )
-        super().__init__(settings(config, num_tokentypes))
+        super().__init__(config_or_default(config, num_tokentypes))
 
     def _without_masks(self, inputs: Any) -> Any:
         return decoder_inputs(inputs)
@@ -83,13 +83,13 @@ class T5ModelPipe(_TakesMasks, t5_pipe.T5ModelPipe):
         parallel_output: bool = True,
         topology: Any = None,
     ) -> None:
-        _refuse_other_topology(topology)
+        _check_topology(topology)
         if not parallel_output:
             raise ValueError("T5ModelPipe leaves logits sharded: pass parallel_output=True")
-        config = settings(config, num_tokentypes)
+        config = config_or_default(config, num_tokentypes)
         self._reset_positions = config.data.reset_position_ids
         super().__init__(config, is_text)
 
     def _without_masks(self, inputs: Any) -> Any:
-        found = t5_inputs(inputs, self._reset_positions)
-        return (found[0], found[1].int(), *found[2:]) if len(found) == 4 else found
+        converted = t5_inputs(inputs, self._reset_positions)
+        return (converted[0], converted[1].int(), *converted[2:]) if len(converted) == 4 else converted

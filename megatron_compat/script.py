@@ -25,11 +25,12 @@ FAMILIES = {"T5Tokenizer": "t5"}  # tokenizer_type in args_defaults -> model fam
 
 def numbers_of_samples(config: Config, ranks: int) -> list[int]:
     """Return [training, validation, test]: how many samples a whole run on `ranks` ranks reads of each data set."""
-    t = config.train
-    batch = config.train_batch_size(ranks)
-    train = config.batches(ranks).after(0, t.train_iters)
-    evaluations = t.train_iters // t.eval_interval + 1 if t.eval_interval else 1
-    return [train, evaluations * t.eval_iters * batch, t.eval_iters * batch]
+    train = config.train
+    batch_size = config.train_batch_size(ranks)
+    train_samples = config.batches(ranks).advance(0, train.train_iters)
+    # 1 more: the evaluation after the last iteration
+    evaluations = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
+    return [train_samples, evaluations * train.eval_iters * batch_size, train.eval_iters * batch_size]
 
 
 class ScriptTokenizer(SentinelTokenizer):
@@ -50,7 +51,7 @@ class ScriptTokenizer(SentinelTokenizer):
         return self.sentinels[number]
 
 
-class _Counted(NamedTuple):
+class _CountedBatch(NamedTuple):
     """A micro-batch as the data loader returns it, and its number of target tokens, a scalar in fp64."""
 
     data: Batch | None
@@ -73,9 +74,9 @@ class ScriptTask(FunctionsTask):
         name: str,
     ) -> None:
         self.family = FAMILIES.get(defaults.get("tokenizer_type", ""))
-        own = DEFAULTS[self.family] if self.family else {}
-        super().__init__(datasets_provider, model_provider, forward_step, {**own, **defaults}, self.family or name)
-        self._count: Callable[[Batch, Config], Tensor] | None = None
+        fallback = DEFAULTS[self.family] if self.family else {}
+        super().__init__(datasets_provider, model_provider, forward_step, {**fallback, **defaults}, self.family or name)
+        self._count_batch: Callable[[Batch, Config], Tensor] | None = None
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
         """Return the tokenizer; for the family t5, padding and sentinel tokens are added to it."""
@@ -87,29 +88,29 @@ class ScriptTask(FunctionsTask):
         """Call the provider with the run's numbers of samples; return its data sets and an empty list of notes."""
         provider: Any = self.datasets_provider
         datasets = provider(numbers_of_samples(config, dist.get_world_size()))
-        self._count = _counter(datasets[0]) if isinstance(datasets, (tuple, list)) and datasets else None
-        if self._count:
+        self._count_batch = _target_counter(datasets[0]) if isinstance(datasets, (tuple, list)) and datasets else None
+        if self._count_batch:
             self.count_targets = lambda batch: batch.targets  # type: ignore[method-assign]
         return datasets, []
 
     def batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> Any:
         """Return `data`, together with its number of target tokens if the script uses this project's data sets."""
-        if self._count is None:
+        if self._count_batch is None:
             return data
-        number = None if data is None else {"targets": self._count(data, config).long().view(1)}
-        found = mpu.broadcast_data(["targets"], number, torch.int64, sizes={"targets": (1,)})
-        return _Counted(data, found["targets"].view(()).double())
+        num_targets = None if data is None else {"targets": self._count_batch(data, config).long().view(1)}
+        broadcast = mpu.broadcast_data(["targets"], num_targets, torch.int64, sizes={"targets": (1,)})
+        return _CountedBatch(data, broadcast["targets"].view(()).double())
 
     checked_batch = batch
 
     def loss(self, model: Any, batch: Any) -> Tensor:
         """Return the loss summed over target tokens if `batch` has their number, else the mean loss of the script."""
-        if not isinstance(batch, _Counted):
+        if not isinstance(batch, _CountedBatch):
             return super().loss(model, batch)
         return super().loss(model, batch.data) * batch.targets.float()
 
 
-def _counter(dataset: Any) -> Callable[[Batch, Config], Tensor] | None:
+def _target_counter(dataset: Any) -> Callable[[Batch, Config], Tensor] | None:
     """Return a function that counts the target tokens of a micro-batch; None if `dataset` is a custom data set."""
     members = dataset.datasets if isinstance(dataset, BlendedDataset) else [dataset]
     if isinstance(dataset, T5Samples):
@@ -127,5 +128,5 @@ def _gpt2_targets(data: Batch, config: Config) -> Tensor:
 
 def _t5_targets(data: Batch, config: Config) -> Tensor:
     tokenizer: Any = get_tokenizer()
-    counted: Tensor = (data["targets"] != tokenizer.eod) & (data["labels"] != tokenizer.pad)
-    return counted.sum(dtype=torch.float64)
+    is_target: Tensor = (data["targets"] != tokenizer.eod) & (data["labels"] != tokenizer.pad)
+    return is_target.sum(dtype=torch.float64)

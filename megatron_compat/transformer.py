@@ -38,10 +38,10 @@ class ParallelMLP(MegatronModule):
         self.dense_h_to_4h = inner.dense_h_to_4h
         self.dense_4h_to_h = inner.dense_4h_to_h
         self._forward = inner.forward
-        for layer, fill in ((self.dense_h_to_4h, init_method), (self.dense_4h_to_h, output_layer_init_method)):
-            if fill is not None:
+        for layer, init in ((self.dense_h_to_4h, init_method), (self.dense_4h_to_h, output_layer_init_method)):
+            if init is not None:
                 spec = mpu.spec_of(layer.weight)
-                mpu.declare(layer.weight, fill, dim=spec.dim, full_size=spec.full_shape[spec.dim or 0], axis=layer.axis)
+                mpu.declare(layer.weight, init, dim=spec.dim, full_size=spec.full_shape[spec.dim or 0], axis=layer.axis)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """Apply the MLP: [s, b, h] -> ([s, b, h], bias [h], which the caller must add)."""

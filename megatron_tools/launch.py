@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from megatron.streams import fill_closed
+from megatron.streams import open_closed_streams
 
 EXAMPLES = """\
 examples:
@@ -34,15 +34,15 @@ examples:
       --master-port 6000 --nproc-per-node 8 pretrain_gpt2.py ..."""
 SHUTDOWN_SECONDS = 600
 DEFAULT_PORT = 29500  # torchrun uses the same port
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-CAUSES = {
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+SIGNAL_CAUSES = {
     int(signal.SIGBUS): "a file that it has mapped, such as a corpus, has become shorter, or /dev/shm is full",
     int(signal.SIGKILL): "the machine may have run out of memory (see dmesg)",
 }
-REFUSED = 2  # exit code for bad arguments, both of argparse and of this project's scripts
+REFUSED_EXIT_CODE = 2  # exit code for bad arguments, both of argparse and of this project's scripts
 
 
-def say(words: str) -> None:
+def print_message(words: str) -> None:
     """Write a line to stderr."""
     with contextlib.suppress(OSError):
         os.write(2, f"launch.py: {words}\n".encode())  # os.write is safe in signal handlers
@@ -56,66 +56,66 @@ class Signals:
     """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.asked = 0
-        self._since = 0.0
-        self._groups: list[Any] = []  # torch's groups of rank processes, one group for each (re)start
+        self.shutdown_seconds = seconds
+        self.stop_signal = 0  # number of the signal that asked the launcher to stop, 0 before
+        self._stop_time = 0.0
+        self._process_groups: list[Any] = []  # torch's groups of rank processes, one group for each (re)start
 
-    def listen(self, group: Any) -> None:
-        """Prepare for the start of `group`'s processes, to which `handle` will forward signals.
+    def prepare_start(self, group: Any) -> None:
+        """Prepare for the start of `group`'s processes, to which `install_handlers` will forward signals.
 
-        From now until the call of `handle`, the launcher ignores SIGUSR1, and the new processes inherit this. Otherwise
-        SIGUSR1 would kill a process that is still importing modules and has no handler yet.
+        From now until the call of `install_handlers`, the launcher ignores SIGUSR1, and the new processes inherit
+        this. Otherwise SIGUSR1 would kill a process that is still importing modules and has no handler yet.
         Raises SystemExit if a signal has already asked the launcher to stop.
         """
-        if self.asked:
-            raise SystemExit(128 + self.asked)
-        self._groups.append(group)
+        if self.stop_signal:
+            raise SystemExit(128 + self.stop_signal)
+        self._process_groups.append(group)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-    def handle(self) -> None:
+    def install_handlers(self) -> None:
         """Install the launcher's signal handlers. Called after the rank processes have started."""
         signal.signal(signal.SIGUSR1, lambda *_: self._forward(signal.SIGUSR1))
-        for number in ENDING:
+        for number in STOP_SIGNALS:
             # Keep ignoring a signal that was ignored before the launch, such as SIGHUP under nohup.
             if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._stop)
+                signal.signal(number, self._request_stop)
 
     def _forward(self, number: int) -> None:
-        self._signal(os.kill, number)
+        self._send_to_ranks(os.kill, number)
 
-    def _signal(self, send: Callable[[int, int], None], number: int) -> None:
-        for group in self._groups[-1:]:
+    def _send_to_ranks(self, send: Callable[[int, int], None], number: int) -> None:
+        for group in self._process_groups[-1:]:
             for pid in group.pids().values():
                 with contextlib.suppress(ProcessLookupError):
                     send(pid, number)
 
-    def _stop(self, number: int, _: FrameType | None) -> None:
+    def _request_stop(self, number: int, _: FrameType | None) -> None:
         """Ask the ranks to save and exit; kill them if the signal comes again or the time is up."""
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        if self.asked:
+        if self.stop_signal:
             # A second signal within half a second is the same request, delivered twice.
-            if time.monotonic() - self._since < 0.5:
+            if time.monotonic() - self._stop_time < 0.5:
                 return
-            say(f"{name} again: killing the ranks")
-            self._end(128 + number)
-        self.asked = number
-        self._since = time.monotonic()
-        say(
-            f"{name}: the ranks have {self.seconds:g} s to save and exit (--shutdown-timeout); "
+            print_message(f"{name} again: killing the ranks")
+            self._kill_ranks(128 + number)
+        self.stop_signal = number
+        self._stop_time = time.monotonic()
+        print_message(
+            f"{name}: the ranks have {self.shutdown_seconds:g} s to save and exit (--shutdown-timeout); "
             f"send it again to kill them at once"
         )
         self._forward(signal.SIGTERM)
-        timer = threading.Timer(self.seconds, self._give_up)
+        timer = threading.Timer(self.shutdown_seconds, self._kill_after_timeout)
         timer.daemon = True
         timer.start()
 
-    def _give_up(self) -> None:
-        say(f"the ranks did not exit within {self.seconds:g} s (--shutdown-timeout): killing them")
-        self._end(128 + self.asked)
+    def _kill_after_timeout(self) -> None:
+        print_message(f"the ranks did not exit within {self.shutdown_seconds:g} s (--shutdown-timeout): killing them")
+        self._kill_ranks(128 + self.stop_signal)
 
-    def _end(self, code: int) -> None:
-        self._signal(os.killpg, signal.SIGKILL)  # torch puts each rank into its own process group
+    def _kill_ranks(self, code: int) -> None:
+        self._send_to_ranks(os.killpg, signal.SIGKILL)  # torch puts each rank into its own process group
         os._exit(code)
 
 
@@ -129,12 +129,12 @@ def install_signals(args: Any) -> Signals:
     signals = Signals(float(seconds))
 
     def start(group: Any, start_with_torch: Callable[[Any], None]) -> None:
-        before = {number: signal.getsignal(number) for number in ENDING}
-        signals.listen(group)
+        torch_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        signals.prepare_start(group)
         start_with_torch(group)
-        for number, handler in before.items():
+        for number, handler in torch_handlers.items():
             signal.signal(number, handler)
-        signals.handle()
+        signals.install_handlers()
 
     _torch.replace_elastic_start(start)
     return signals
@@ -147,47 +147,47 @@ def _pid_namespace() -> str:
     return ""
 
 
-def _place(args: Any) -> str:
+def _rendezvous_address(args: Any) -> str:
     """Return where the nodes meet, as host:port."""
     return str(args.rdzv_endpoint or f"{args.master_addr}:{args.master_port or DEFAULT_PORT}")
 
 
-def _several(args: Any) -> bool:
+def _spans_nodes(args: Any) -> bool:
     """Return whether the run spans more nodes than this one."""
     return str(args.nnodes) not in ("1", "1:1")
 
 
-def wait_for_others(args: Any) -> None:
+def prepare_rendezvous(args: Any) -> None:
     """Prepare for the rendezvous with the other nodes, and print that this node waits for them.
 
     Sets the timeout of the rendezvous to --startup-timeout-minutes, and lets Ctrl-C end it at once.
     """
-    if not _several(args) or args.rdzv_backend != "static":
+    if not _spans_nodes(args) or args.rdzv_backend != "static":
         return
     if "timeout=" not in args.rdzv_conf:
-        seconds = _startup_seconds(args.training_script_args)
+        seconds = _startup_timeout(args.training_script_args)
         if seconds is not None:
             args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"timeout={seconds}"]))
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         # Python's own handler of Ctrl-C would only run after torch's socket has timed out.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    say(f"node {args.node_rank} of {args.nnodes} waits for the other nodes at {_place(args)}")
-    host = _place(args).rpartition(":")[0].strip("[]")
+    print_message(f"node {args.node_rank} of {args.nnodes} waits for the other nodes at {_rendezvous_address(args)}")
+    host = _rendezvous_address(args).rpartition(":")[0].strip("[]")
     try:
         socket.getaddrinfo(host, None)
     except OSError:  # not fatal: the host name of a container may not resolve until that container runs
         flag = "--rdzv-endpoint" if args.rdzv_endpoint else "--master-addr (MASTER_ADDR=)"
-        say(f"the host {host} does not resolve on this machine yet; check {flag}")
+        print_message(f"the host {host} does not resolve on this machine yet; check {flag}")
 
 
-def _startup_seconds(words: Sequence[str]) -> int | None:
+def _startup_timeout(arguments: Sequence[str]) -> int | None:
     """Return --startup-timeout-minutes of a training command in seconds, None if it is missing or not a number."""
-    for at, word in enumerate(words):
-        name, _, value = word.partition("=")
+    for index, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
         if name.replace("_", "-") != "--startup-timeout-minutes":
             continue
-        if word == name:
-            value = "".join(words[at + 1 : at + 2])
+        if argument == name:
+            value = "".join(arguments[index + 1 : index + 2])
         with contextlib.suppress(ValueError):
             return max(int(float(value) * 60), 1)
     return None
@@ -198,21 +198,22 @@ def describe_rendezvous_error(error: Exception, args: Any) -> str:
     text = " ".join(str(error).split())
     if "EADDRINUSE" in text:
         advice = "set another --master-port (MASTER_PORT=)"
-        if _several(args):
+        if _spans_nodes(args):
             advice += ", or check that no other node has --node-rank 0 (NODE_RANK=)"
-        return f"port {_place(args).rpartition(':')[2]} of this machine is in use by another process; {advice}"
+        port = _rendezvous_address(args).rpartition(":")[2]
+        return f"port {port} of this machine is in use by another process; {advice}"
     return (
-        f"node {args.node_rank} of {args.nnodes} did not reach the other nodes at {_place(args)} ({text[:150]}); "
-        "start the missing nodes with the same --master-addr and --master-port"
+        f"node {args.node_rank} of {args.nnodes} did not reach the other nodes at {_rendezvous_address(args)} "
+        f"({text[:150]}); start the missing nodes with the same --master-addr and --master-port"
     )
 
 
 def describe_signal(number: int) -> str:
     """Return the name of a signal that killed a rank, with its usual cause."""
-    known = {int(each): each.name for each in signal.Signals}
-    words = f"signal {number} ({known.get(number, 'unknown')})"
-    if number in CAUSES:
-        words += f": {CAUSES[number]}"
+    names = {int(each): each.name for each in signal.Signals}
+    words = f"signal {number} ({names.get(number, 'unknown')})"
+    if number in SIGNAL_CAUSES:
+        words += f": {SIGNAL_CAUSES[number]}"
     return words
 
 
@@ -220,7 +221,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{__doc__}\n{EXAMPLES}")
         return 0
-    fill_closed()
+    open_closed_streams()
     # Ranks share this machine's cores, so each gets one thread unless the user sets another number.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # hide C++ stack traces, which clutter the ranks' messages
@@ -240,32 +241,32 @@ def main(argv: list[str]) -> int:
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
-    if int(args.max_restarts) and _several(args):
+    if int(args.max_restarts) and _spans_nodes(args):
         # Without this variable, restarted ranks would reuse the launcher's TCP store, which still lists the ranks of
         # the previous attempt. With it, each attempt opens a new store on a new port. On one node the variable stays
         # unset: tds itself keeps the attempts apart there, and another process might take the new port first.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     signals = install_signals(args)
     # Ranks that exit with this code have rejected their arguments, and would do so again after a restart.
-    _torch.never_restart_after(REFUSED)
+    _torch.never_restart_after(REFUSED_EXIT_CODE)
     _torch.ignore_ended_ranks()
-    wait_for_others(args)
+    prepare_rendezvous(args)
     try:
         run(args)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        if signals.asked:
-            return 128 + signals.asked
+        if signals.stop_signal:
+            return 128 + signals.stop_signal
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         if code < 0:
-            say(f"rank {rank} was killed by {describe_signal(-code)}")
+            print_message(f"rank {rank} was killed by {describe_signal(-code)}")
         return code if code > 0 else 1
     except (DistError, RendezvousError) as error:
-        say(describe_rendezvous_error(error, args))
+        print_message(describe_rendezvous_error(error, args))
         return 1
     except SignalException as error:
         return 128 + int(error.sigval)
-    return 128 + signals.asked if signals.asked else 0
+    return 128 + signals.stop_signal if signals.stop_signal else 0
 
 
 def cli() -> None:

@@ -10,21 +10,21 @@ from megatron.checkpointing.files import INDEX, WEIGHT, CheckpointError
 from megatron.checkpointing.reader import CheckpointReader, plain_config
 from megatron.config import Config
 from megatron.config.command_line import with_values
-from megatron.config.fields import first_of
+from megatron.config.fields import shorten_list
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import global_parameters
 
-ALONE = {"model_parallel_size": 1, "pipe_parallel_size": 0}
+UNSHARDED = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
 
 def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return global name -> unsharded shape for every parameter of the model. No weights are allocated."""
     with torch.device("meta"), mpu.defer_init():
-        model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, ALONE))
+        model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, UNSHARDED))
     return {name: mpu.spec_of(parameter).full_shape for name, parameter in global_parameters(model)}
 
 
-def described(path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
+def config_of_checkpoint(path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
     """Return the settings of a GPT-2, Llama or T5 checkpoint, with these parallel sizes instead of the saved ones.
 
     Raises CheckpointError if the stored weights do not match the settings.
@@ -39,24 +39,24 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
     """Raise CheckpointError unless the stored weights match the model that the settings describe."""
     where = reader.path / INDEX
     m = config.model
-    found = {}
+    stored = {}
     for key, entry in reader.tensors.items():
         if key.startswith(f"{WEIGHT}."):
-            found[key.removeprefix(f"{WEIGHT}.")] = tuple(entry["shape"])
+            stored[key.removeprefix(f"{WEIGHT}.")] = tuple(entry["shape"])
     shapes = whole_shapes(config)
     for name, shape in shapes.items():
-        if name not in found:
+        if name not in stored:
             raise CheckpointError(
                 f"{reader.path} holds no weight {name}: it belongs to a custom model (this tool supports GPT-2, "
                 f"Llama and T5), or {INDEX} describes another model"
             )
-        if found[name] != shape:
+        if stored[name] != shape:
             raise CheckpointError(
-                f"{where}: the weight {name} has shape {list(found[name])}, but the saved settings imply {list(shape)}"
+                f"{where}: the weight {name} has shape {list(stored[name])}, but the saved settings imply {list(shape)}"
             )
-    if extra := sorted(found.keys() - shapes.keys()):
+    if extra := sorted(stored.keys() - shapes.keys()):
         raise CheckpointError(
-            f"{where} lists weights that do not belong to the model in the saved settings: {first_of(extra, 3)}"
+            f"{where} lists weights that do not belong to the model in the saved settings: {shorten_list(extra, 3)}"
         )
     if m.position_embedding == "learned" and config.positions != reader.positions:
         raise CheckpointError(

@@ -48,19 +48,19 @@ from ._deepspeed import deepspeed as _ds
 from .base_engine import Engine
 from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
-from .diagnose import watch_the_start
+from .diagnose import watch_startup
 from .distributed_optimizer import DistributedOptimizer
 from .engine import PipelineEngine
 from .measure import check_scale
 from .messages import say
-from .mistakes import note_of_narrow_sums
+from .mistakes import narrow_sum_warning
 from .observers import Observer
 from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
 from .recorder import record_collectives
 from .store_host import prepare_store_host
 
 _submodules.install()
-engine_classes.report_stock(PipelineEngine)
+engine_classes.warn_of_stock_engines(PipelineEngine)
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -71,24 +71,25 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     Raises UnsupportedDeepSpeed, a ValueError, for a release of DeepSpeed that tds does not support, or that trains
     wrongly with these settings, unless TDS_ANY_DEEPSPEED=1 is set.
     """
-    outside = _deepspeed.refuse_other_releases(_ds.__version__)
-    _deepspeed.prepare()
-    watch_the_start()
+    release_warning = _deepspeed.refuse_other_releases(_ds.__version__)
+    _deepspeed.patch_deepspeed()
+    watch_startup()
     with (
-        optimizers.for_this_device() as notes,
+        optimizers.use_torch_on_cpu() as notes,
         _deepspeed.quietly(),
-        engine_classes.replaced_by(PipelineEngine, Engine),
+        engine_classes.use_engine_classes(PipelineEngine, Engine),
     ):
-        made = _ds.initialize(*args, **kwargs)
-        _deepspeed.time_without_waiting(made[0])
-        check_scale(made[0], untested=outside is not None)
-    for each in made[0]._untied:  # the engine warns, too, but quietly() hides it
+        result = _ds.initialize(*args, **kwargs)
+        engine = result[0]
+        _deepspeed.disable_timer_sync(engine)
+        check_scale(engine, untested=release_warning is not None)
+    for each in engine._untied:  # the engine warns, too, but quietly() hides it
         warnings.warn(each, stacklevel=2)
-    found = outside, _deepspeed.refuse_wrong_route(made[0]), note_of_narrow_sums(made[0])
-    notes += [f"warning: {each}" for each in found if each]
-    if notes and made[0].global_rank == 0:
+    problems = release_warning, _deepspeed.refuse_wrong_settings(engine), narrow_sum_warning(engine)
+    notes += [f"warning: {each}" for each in problems if each]
+    if notes and engine.global_rank == 0:
         say("\n".join(notes))
-    return made
+    return result
 
 
 def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -98,7 +99,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     end_with_launcher()
     record_collectives()
     prepare_store_host()
-    _deepspeed.prepare()
+    _deepspeed.patch_deepspeed()
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
     _deepspeed.set_local_rank()
@@ -110,23 +111,23 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
         connect()
-        watch_the_start()  # the launcher may be MPI, which sets other variables
+        watch_startup()  # the launcher may be MPI, which sets other variables
         return
-    from .meeting import meet
+    from .meeting import connect_ranks
 
-    meet(connect, timeout)
+    connect_ranks(connect, timeout)
 
 
 def __getattr__(name: str) -> Any:
     """Return DeepSpeed's attribute or submodule `name`, for names that tds does not define."""
-    if name in _submodules.MOVED:
-        return getattr(importlib.import_module(_submodules.MOVED[name]), name)
+    if name in _submodules.MOVED_NAMES:
+        return getattr(importlib.import_module(_submodules.MOVED_NAMES[name]), name)
     if not hasattr(_ds, name) and not name.startswith("_"):
         try:
             return importlib.import_module(f"{_submodules.PACKAGE}.{name}")
         except ModuleNotFoundError:
             pass
-    return _submodules.ours(getattr(_ds, name))
+    return _submodules.tds_version_of(getattr(_ds, name))
 
 
 def __dir__() -> list[str]:

@@ -219,7 +219,7 @@ class Names(NamedTuple):
     patches: str = ""
 
 
-def _block(text: str) -> Names:
+def _parse_block(text: str) -> Names:
     (place, purpose), *rows = (line.split(maxsplit=1) for line in text.splitlines())
     names = defaultdict(list)
     for kind, row in rows:
@@ -227,4 +227,4 @@ def _block(text: str) -> Names:
     return Names(place, purpose, **{kind: " ".join(found) for kind, found in names.items()})
 
 
-CONTRACT = [_block(text) for text in TABLE.strip().split("\n\n")]
+CONTRACT = [_parse_block(text) for text in TABLE.strip().split("\n\n")]

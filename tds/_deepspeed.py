@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ._contract import CONTRACT
-from .messages import ways
+from .messages import setting_advice
 
 SUPPORTED = (0, 19), (0, 20)  # first supported release, first unsupported one; pyproject.toml has the same range
 # The first release whose ZeRO 3 waits for all messages on CPUs. Earlier ones wait for the last message only, so with
 # gloo, a weight may be read before it has arrived.
 ZERO_3_ON_CPU = 0, 19, 8
-INSIST = "TDS_ANY_DEEPSPEED"
+OVERRIDE = "TDS_ANY_DEEPSPEED"
 
 
 class UnsupportedDeepSpeed(ValueError, ImportError):
@@ -37,35 +37,35 @@ def refuse_other_releases(version: str) -> str | None:
     If the environment variable TDS_ANY_DEEPSPEED is set to anything but 0, return a warning instead. Return None for a
     supported release.
     """
-    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     wanted = "deepspeed>={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
     lacks = "".join(f"; it lacks {each}" for each in missing_names())
-    if SUPPORTED[0] <= found < SUPPORTED[1] and not lacks:
+    if SUPPORTED[0] <= release < SUPPORTED[1] and not lacks:
         return None
-    if _insists():
-        return f"{INSIST} is set: training with DeepSpeed {version}, which tds was not tested with ({wanted}){lacks}"
+    if _is_override_set():
+        return f"{OVERRIDE} is set: training with DeepSpeed {version}, which tds was not tested with ({wanted}){lacks}"
     raise UnsupportedDeepSpeed(
         f"DeepSpeed {version} may silently train on wrong gradients{lacks}: pip install '{wanted}', "
-        f"or set {INSIST}=1 to use this release nevertheless"
+        f"or set {OVERRIDE}=1 to use this release nevertheless"
     )
 
 
-def _insists() -> bool:
-    return os.environ.get(INSIST, "") not in ("", "0")
+def _is_override_set() -> bool:
+    return os.environ.get(OVERRIDE, "") not in ("", "0")
 
 
-def refuse_wrong_route(engine: Any) -> str | None:
+def refuse_wrong_settings(engine: Any) -> str | None:
     """Raise UnsupportedDeepSpeed if the installed release trains wrongly with the settings of `engine`.
 
     tests/releases finds such settings. This function refuses those that tds.measure cannot detect. If TDS_ANY_DEEPSPEED
     is set, return a warning instead. Return None if nothing is known to be wrong.
     """
     version = deepspeed.__version__
-    found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if found >= ZERO_3_ON_CPU or engine.zero_optimization_stage() != 3 or not on_cpu():
+    release = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
+    if release >= ZERO_3_ON_CPU or engine.zero_optimization_stage() != 3 or not on_cpu():
         return None
     problem = f"DeepSpeed {version} with ZeRO 3 on CPUs may read weights before they have arrived"
-    if _insists():
+    if _is_override_set():
         return problem
     raise UnsupportedDeepSpeed(
         f"{problem}: pip install 'deepspeed>={'.'.join(map(str, ZERO_3_ON_CPU))},<{'.'.join(map(str, SUPPORTED[1]))}', "
@@ -78,7 +78,7 @@ def missing_names() -> list[str]:
 
     Names that only instances have are not checked here but in tests/unit/test_contract.py.
     """
-    found = []
+    missing = []
     for names in CONTRACT:
         module, _, path = names.place.partition(":")
         place: Any = None
@@ -86,15 +86,15 @@ def missing_names() -> list[str]:
             place = functools.reduce(getattr, filter(None, path.split(".")), importlib.import_module(module))
         for name in f"{names.uses} {names.overrides} {names.patches}".split():
             if not hasattr(place, name):
-                found.append(f"{path or module}.{name}, needed for {names.purpose}")
-    return found
+                missing.append(f"{path or module}.{name}, needed for {names.purpose}")
+    return missing
 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Suppress standard output and warnings of DeepSpeed's noisy calls in this block; errors are still raised."""
-    held = io.StringIO()
-    with contextlib.redirect_stdout(held), warnings.catch_warnings():
+    captured = io.StringIO()
+    with contextlib.redirect_stdout(captured), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -155,7 +155,7 @@ def on_cpu() -> bool:
     return bool(deepspeed.accelerator.get_accelerator().device_name() == "cpu")
 
 
-def prepare() -> None:
+def patch_deepspeed() -> None:
     """Patch DeepSpeed's view of what this device can do, before `init_distributed` and `initialize`.
 
     Unpatched, DeepSpeed compiles a shared-memory op in every rank on a CPU (25-73 s, needs a compiler). It refuses
@@ -169,9 +169,9 @@ def prepare() -> None:
         comm: Any = importlib.import_module("deepspeed.comm.torch")
         comm.build_shm_op = lambda: None
         accelerator.is_fp16_supported = lambda: True
-    tie = StockPipelineModule._synchronize_tied_weights
-    if not hasattr(tie, "__wrapped__"):  # not patched yet: without no_grad, tied weights would get a grad_fn
-        StockPipelineModule._synchronize_tied_weights = torch.no_grad()(tie)
+    synchronize_ties = StockPipelineModule._synchronize_tied_weights
+    if not hasattr(synchronize_ties, "__wrapped__"):  # without no_grad, tied weights would get a grad_fn
+        StockPipelineModule._synchronize_tied_weights = torch.no_grad()(synchronize_ties)
     dtypes = accelerator.supported_dtypes()
     if torch.float64 not in dtypes:
         accelerator.supported_dtypes = lambda: [*dtypes, torch.float64]
@@ -212,13 +212,13 @@ def set_local_rank() -> None:
     only one device, number 0. Raises ValueError if several devices are visible but none has the number LOCAL_RANK.
     """
     count = torch.accelerator.device_count() if not on_cpu() else 0
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    if not count or local < count:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not count or local_rank < count:
         return
     if count > 1:
         raise ValueError(
-            f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local}, but sees only {count} accelerators: start "
-            f"{count} ranks per machine ({ways['ranks']}), or let each rank see one accelerator only"
+            f"rank {os.environ.get('RANK', '0')} has LOCAL_RANK {local_rank}, but sees only {count} accelerators: "
+            f"start {count} ranks per machine ({setting_advice['ranks']}), or let each rank see one accelerator only"
         )
     os.environ["LOCAL_RANK"] = "0"
 
@@ -234,7 +234,7 @@ def around_each_layer(context: Callable[[int], contextlib.AbstractContextManager
     """Make every PipelineModule, DeepSpeed's included, build layer i within `context(i)`."""
     build_all = StockPipelineModule._build
 
-    def one_by_one(module: Any) -> None:
+    def build_each(module: Any) -> None:
         bounds = module._local_start, module._local_stop
         for index in range(*bounds):
             module._set_bounds(index, index + 1)
@@ -242,7 +242,7 @@ def around_each_layer(context: Callable[[int], contextlib.AbstractContextManager
                 build_all(module)
         module._set_bounds(*bounds)
 
-    StockPipelineModule._build = one_by_one
+    StockPipelineModule._build = build_each
     try:
         yield
     finally:
@@ -259,7 +259,7 @@ def configure_compression(engine: Any) -> None:
             setattr(engine, name, getattr(engine, method)())
 
 
-def time_without_waiting(engine: Any) -> None:
+def disable_timer_sync(engine: Any) -> None:
     """Stop DeepSpeed's throughput timer from synchronizing in every micro-batch, unless the ds_config has `timers`."""
     if "timers" not in engine._config._param_dict:
         engine.tput_timer.config.synchronized = False
@@ -277,24 +277,24 @@ def autocast(engine: Any) -> contextlib.AbstractContextManager[None]:
 class Bf16Sum(NamedTuple):
     """The fp32 tensor in which DeepSpeed's bf16 optimizer accumulates the gradient of one weight.
 
-    flags[at] is True if the weight has a gradient in this step. All weights of a parameter group share `flags`.
+    flags[position] is True if the weight has a gradient in this step. All weights of a parameter group share `flags`.
     """
 
     gradient: torch.Tensor
     flags: list[bool]
-    at: int
+    position: int
 
 
 def bf16_sums(optimizer: Any) -> dict[torch.Tensor, Bf16Sum]:
     """Map each weight that DeepSpeed's bf16 optimizer trains to its fp32 gradient sum."""
-    found = {}
+    sums = {}
     groups = zip(
         optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients, strict=True
     )
     for weights, gradients, flags in groups:
-        for at, weight in enumerate(weights):
-            found[weight] = Bf16Sum(gradients[at], flags, at)
-    return found
+        for index, weight in enumerate(weights):
+            sums[weight] = Bf16Sum(gradients[index], flags, index)
+    return sums
 
 
 def flat_groups(optimizer: Any) -> list[tuple[Sequence[torch.Tensor], torch.Tensor]]:
@@ -317,9 +317,9 @@ def link_shares(bucket: Any, number: int) -> None:
     from deepspeed.utils import link_hp_params
 
     link_hp_params(
-        lp_param_list=bucket.with_gaps(),
+        lp_param_list=bucket.weights_and_gaps(),
         flat_hp_partition=bucket.share,
-        gradient_dict={number: bucket.shares_of_grads()},
+        gradient_dict={number: bucket.owned_grads()},
         offload_gradient_dict=None,
         use_offload=False,
         param_group_index=number,
@@ -329,7 +329,7 @@ def link_shares(bucket: Any, number: int) -> None:
     )
 
 
-def is_tested(optimizer: Any) -> bool:
+def is_elementwise(optimizer: Any) -> bool:
     """Return whether DeepSpeed accepts this optimizer for ZeRO: its update must be element-wise."""
     from deepspeed.runtime.zero.utils import is_zero_supported_optimizer
 
@@ -358,7 +358,7 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    known: dict[str, Any] = {
+    models: dict[str, Any] = {
         "zero_optimization": DeepSpeedZeroConfig,
         "fp16": DeepSpeedFP16Config,
         "bf16": DeepSpeedBF16Config,
@@ -367,10 +367,10 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
         "wandb": WandbConfig,
         "csv_monitor": CSVConfig,
     }
-    model = known.get(section)
-    strange = sorted(content.keys() - FLOPS_PROFILER) if section == "flops_profiler" else []
-    if strange:
-        return f"{strange[0]!r} is unknown"
+    model = models.get(section)
+    unknown_keys = sorted(content.keys() - FLOPS_PROFILER) if section == "flops_profiler" else []
+    if unknown_keys:
+        return f"{unknown_keys[0]!r} is unknown"
     if model is None:
         return None
     try:
@@ -385,7 +385,7 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
     return None
 
 
-def finish(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -20,11 +20,11 @@ HERE = Path(__file__).parent
 PACKAGE = __name__.partition(".")[0]
 RENAMED = {"TPipelineEngine": f"{PACKAGE}.engine"}  # module of CPM-Pretrain's TDS, an older engine -> its name here
 
-GONE = {  # modules that CPM-Pretrain's TDS had or imported, and what to use instead of them
+REMOVED = {  # modules that CPM-Pretrain's TDS had or imported, and what to use instead of them
     "pt": f"{PACKAGE}.runtime.utils, {PACKAGE}.runtime.config or {PACKAGE}.runtime.fp16.loss_scaler",
     "utils.distributed": f"{PACKAGE}.init_distributed",
 }
-MOVED = {  # names that CPM-Pretrain's TDS took from DeepSpeed, and the DeepSpeed modules that have them now
+MOVED_NAMES = {  # names that CPM-Pretrain's TDS took from DeepSpeed, and the DeepSpeed modules that have them now
     "ADAM_OPTIMIZER": "deepspeed.runtime.engine",
     "LAMB_OPTIMIZER": "deepspeed.runtime.engine",
     "add_tuning_arguments": "deepspeed.runtime.lr_schedules",
@@ -45,16 +45,16 @@ def install() -> None:
 
 
 @functools.cache
-def _replacements() -> dict[int, Any]:
+def _replacement_classes() -> dict[int, Any]:
     """Map the id of each class of DeepSpeed that tds replaces to the class of tds."""
     return {id(resolve_name(theirs)): resolve_name(ours) for theirs, ours in REPLACED}
 
 
-def ours(value: Any) -> Any:
+def tds_version_of(value: Any) -> Any:
     """Return what stands under the name tds for `value`, an attribute of a module of DeepSpeed."""
     if isinstance(value, ModuleType) and value.__name__ in VIEWED:
         return importlib.import_module(value.__name__.replace("deepspeed", PACKAGE, 1))
-    return _replacements().get(id(value), value)
+    return _replacement_classes().get(id(value), value)
 
 
 class _View(ModuleType):
@@ -65,7 +65,7 @@ class _View(ModuleType):
         super().__setattr__("_theirs", theirs)
 
     def __getattr__(self, name: str) -> Any:
-        return ours(getattr(super().__getattribute__("_theirs"), name))
+        return tds_version_of(getattr(super().__getattribute__("_theirs"), name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("__") or isinstance(value, _View):
@@ -76,7 +76,7 @@ class _View(ModuleType):
     @property
     def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
         """The names that `from tds.x import *` imports and that tools which patch modules restore."""
-        return {name: ours(value) for name, value in vars(self._theirs).items()}
+        return {name: tds_version_of(value) for name, value in vars(self._theirs).items()}
 
     def __dir__(self) -> list[str]:
         return dir(self._theirs)
@@ -89,8 +89,8 @@ class _Finder(MetaPathFinder):
         package, _, inner = name.partition(".")
         if package != PACKAGE or not inner or (HERE / f"{inner}.py").is_file():
             return None
-        if inner in GONE:
-            raise ModuleNotFoundError(f"{name}, a part of CPM-Pretrain's TDS, is gone: use {GONE[inner]}", name=name)
+        if inner in REMOVED:
+            raise ModuleNotFoundError(f"{name}, a part of CPM-Pretrain's TDS, is gone: use {REMOVED[inner]}", name=name)
         theirs = RENAMED.get(inner, f"deepspeed.{inner}")
         if importlib.util.find_spec(theirs) is None:
             return None

@@ -39,15 +39,15 @@ def host_copy(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor.detach())
 
 
-def copy_widened(to: Tensor, tensor: Tensor) -> None:
+def copy_widened(target: Tensor, tensor: Tensor) -> None:
     """Copy a tensor `[...]` into another one of its shape and the same or a wider dtype.
 
     On CUDA, `copy_` from bf16 to fp32 takes 1.5 times as long as this function (measured on an H200).
     """
-    if to.is_cuda and to.dtype is not tensor.dtype and hasattr(torch, "_foreach_copy_"):
-        torch._foreach_copy_([to], [tensor])
+    if target.is_cuda and target.dtype is not tensor.dtype and hasattr(torch, "_foreach_copy_"):
+        torch._foreach_copy_([target], [tensor])
     else:
-        to.copy_(tensor)
+        target.copy_(tensor)
 
 
 def compiled_on_cuda(function: Function, eager: Function) -> Function:
@@ -58,19 +58,19 @@ def compiled_on_cuda(function: Function, eager: Function) -> Function:
     """
     chosen: list[Function] = []
 
-    def call(x: Tensor, *more: Tensor) -> Tensor:
+    def call(x: Tensor, *others: Tensor) -> Tensor:
         if not x.is_cuda:
-            return eager(x, *more)
+            return eager(x, *others)
         if not chosen:
             chosen.append(torch.compile(function))
             try:
-                return chosen[0](x, *more)
+                return chosen[0](x, *others)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # the compiler raises errors of many types
                 warnings.warn(f"{function.__name__} runs unfused, because torch.compile failed: {error}", stacklevel=2)
                 chosen[0] = eager
-        return chosen[0](x, *more)
+        return chosen[0](x, *others)
 
     return call
 
@@ -81,19 +81,19 @@ def new_local_group(ranks: Sequence[int], name: str, backend: str | None = None)
     torch derives the group's name from the number of groups that a rank has. This number may differ between ranks,
     which would then wait for each other forever, so `name` replaces it.
     """
-    home = dist.distributed_c10d
-    honest = getattr(home, "_hash_ranks_to_str", None)
-    unique = hashlib.sha1(f"{name} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
-    if honest is not None:
-        home._hash_ranks_to_str = lambda ranks: unique
+    c10d = dist.distributed_c10d
+    original_hash = getattr(c10d, "_hash_ranks_to_str", None)
+    group_name = hashlib.sha1(f"{name} {list(ranks)}".encode(), usedforsecurity=False).hexdigest()
+    if original_hash is not None:
+        c10d._hash_ranks_to_str = lambda ranks: group_name
     try:
         return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     finally:
-        if honest is not None:
-            home._hash_ranks_to_str = honest
+        if original_hash is not None:
+            c10d._hash_ranks_to_str = original_hash
 
 
-def outside_graphs(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+def exclude_from_compile(hook: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
     """Return a forward hook for `module` that torch.compile does not trace if it compiles the module."""
     # Importing PyTorch's compiler takes seconds, so do it only if the module needs it.
     return torch.compiler.disable(hook) if getattr(module, "_compiled_call_impl", None) else hook  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ def has_hooks(tensor: Tensor) -> bool:
     return bool(tensor._backward_hooks) or len(tensor._post_accumulate_grad_hooks or ()) > 1  # type: ignore[attr-defined]
 
 
-def users(tensor: Tensor) -> int:
+def storage_use_count(tensor: Tensor) -> int:
     """Return how many tensors use the storage of `tensor`, including itself and those that autograd has saved.
 
     Raises RuntimeError if torch lacks this count, which has no public function. Without the count, a buffer could be
@@ -126,13 +126,13 @@ def default_store() -> Any:
 
     A separate store would need another port, but launchers provide only one port.
     """
-    found = getattr(dist.distributed_c10d, "_get_default_store", None)
-    if found is None:
+    get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if get_store is None:
         raise RuntimeError(
             f"torch {torch.__version__} lacks _get_default_store, with which ranks report errors: install a release "
             f"that tds is tested with"
         )
-    return found()
+    return get_store()
 
 
 def can_split(group: Any, device: torch.device) -> bool:
@@ -159,7 +159,7 @@ def recorded_collectives() -> list[dict[str, Any]]:
     torch has no public function that returns these entries; it only writes them to a file when the process dies.
     """
     module = getattr(torch._C, "_distributed_c10d", None)
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for name in (
         "_dump_nccl_trace_json",
         "_dump_fr_trace_json",
@@ -167,8 +167,8 @@ def recorded_collectives() -> list[dict[str, Any]]:
         dump = getattr(module, name, None)
         if dump is not None:
             with contextlib.suppress(RuntimeError, TypeError, ValueError):
-                found += json.loads(dump(includeCollectives=True)).get("entries", [])
-    return found
+                entries += json.loads(dump(includeCollectives=True)).get("entries", [])
+    return entries
 
 
 ROW = 4096  # elements per partial norm; torch's CPU norm of 10 million fp32 elements has a relative error of 5e-4
@@ -178,25 +178,25 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the 2-norm of each tensor, a scalar: in one kernel on accelerators, with fp32 accuracy on CPUs."""
     if all(t.device.type == "cpu" for t in tensors):
         return [_norm_by_rows(t) for t in tensors]
-    at_once = getattr(torch, "_foreach_norm", None)
-    return list(at_once(tensors)) if at_once else [torch.linalg.vector_norm(t) for t in tensors]
+    foreach_norm = getattr(torch, "_foreach_norm", None)
+    return list(foreach_norm(tensors)) if foreach_norm else [torch.linalg.vector_norm(t) for t in tensors]
 
 
 def _norm_by_rows(tensor: Tensor) -> Tensor:
     """Return the 2-norm as a scalar in fp64, computed from the norms of rows of `ROW` elements."""
     flat = tensor.reshape(-1)
-    whole = flat.numel() // ROW * ROW
-    squares: Tensor = torch.linalg.vector_norm(flat[whole:]).double().square()
-    if whole:
-        squares = squares + torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1).double().square().sum()
+    rows_numel = flat.numel() // ROW * ROW
+    squares: Tensor = torch.linalg.vector_norm(flat[rows_numel:]).double().square()
+    if rows_numel:
+        squares = squares + torch.linalg.vector_norm(flat[:rows_numel].view(-1, ROW), dim=1).double().square().sum()
     return squares.sqrt()
 
 
 def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply each tensor in place by `factor`, a scalar; in a single kernel if torch has one."""
-    at_once = getattr(torch, "_foreach_mul_", None)
-    if at_once:
-        at_once(tensors, factor)
+    foreach_mul = getattr(torch, "_foreach_mul_", None)
+    if foreach_mul:
+        foreach_mul(tensors, factor)
         return
     for t in tensors:
         t.mul_(factor)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .clip import weights_of
-from .optimizers import inner_of
+from .optimizers import torch_optimizer_of
 
 AVERAGE = "ema"  # name of the average among a parameter's optimizer tensors
 
@@ -28,21 +28,21 @@ class WeightAverage:
         self._initial: dict[Tensor, Tensor] = {}  # weights before their first step
         self.held: dict[Tensor, Tensor | None] = {}
         self._kept_here: set[Tensor] = set()
-        self._steps: int | Tensor = 0  # applied since the averages in `held` were loaded
-        inner = inner_of(engine)
+        self._applied_steps: int | Tensor = 0  # applied since the averages in `held` were loaded
+        inner = torch_optimizer_of(engine)
         # A DistributedOptimizer steps its buckets in groups: only those of the current group have a gradient.
         self._in_groups = engine.distributed is not None
-        inner.register_step_pre_hook(lambda *_: self._before(inner))
-        inner.register_step_post_hook(lambda *_: self._after(inner))
+        inner.register_step_pre_hook(lambda *_: self._before_step(inner))
+        inner.register_step_post_hook(lambda *_: self._after_step(inner))
         engine.weight_average = self
 
-    def _before(self, inner: torch.optim.Optimizer) -> None:
+    def _before_step(self, inner: torch.optim.Optimizer) -> None:
         for weight in weights_of(inner):
             if weight.grad is not None and AVERAGE not in inner.state.get(weight, {}):
                 self._initial[weight] = weight.detach().clone()
 
     @torch.no_grad()
-    def _after(self, inner: torch.optim.Optimizer) -> None:
+    def _after_step(self, inner: torch.optim.Optimizer) -> None:
         weights = weights_of(inner)
         stepped = [weight for weight in weights if weight.grad is not None]
         if not stepped:  # skipped, unless the optimizer has found an Inf on the device
@@ -60,26 +60,26 @@ class WeightAverage:
                 rate = rate * (1 - skipped.to(weight.device, weight.dtype))  # a product in fp32 would round the rate
             state[AVERAGE].lerp_(weight.detach(), rate)
 
-    def hold(self, weight: Tensor, here: bool) -> None:
-        """Announce that a checkpoint has an average of the frozen `weight`; this rank keeps it if `here`."""
+    def announce_frozen(self, weight: Tensor, is_kept_here: bool) -> None:
+        """Announce that a checkpoint has an average of the frozen `weight`; this rank keeps it if `is_kept_here`."""
         self.held[weight] = None
-        self._steps = 0
-        if here:
+        self._applied_steps = 0
+        if is_kept_here:
             self._kept_here.add(weight)
 
-    def set_frozen(self, weight: Tensor, average: Tensor) -> None:
-        """Set the average of a weight that is announced by `hold`, in the shape of the weight."""
+    def set_frozen_average(self, weight: Tensor, average: Tensor) -> None:
+        """Set the average of a weight that is announced by `announce_frozen`, in the shape of the weight."""
         if weight in self._kept_here:
             self.held[weight] = average.detach().to("cpu", copy=True)
 
     def end_step(self, applied: bool | Tensor) -> None:
         """Count a step for the averages of frozen weights. applied: whether it changed the weights, or a tensor []."""
         if self.held:
-            self._steps = self._steps + applied
+            self._applied_steps = self._applied_steps + applied
 
-    def of_frozen(self, weight: Tensor, value: Tensor) -> Tensor:
+    def frozen_average(self, weight: Tensor, value: Tensor) -> Tensor:
         """Return the average of a frozen weight, whose value is `value`; where it is not kept, return `value`."""
-        held = self.held[weight]
-        if held is None:
+        average = self.held[weight]
+        if average is None:
             return value
-        return value.to(held).lerp(held, self._decay ** int(self._steps))
+        return value.to(average).lerp(average, self._decay ** int(self._applied_steps))

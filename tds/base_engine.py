@@ -15,11 +15,11 @@ from torch import Tensor
 from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, configure_compression
 from .average import WeightAverage
 from .distributed_optimizer import DistributedOptimizer
-from .layout import flat_scalars, flat_where_needed, make_rows_contiguous
+from .layout import flattened_for_broadcast, flattened_scalars, make_rows_contiguous
 from .module_changes import KnownModel
-from .optimizer_state import complete_weights, drop_skipped_gradients
+from .optimizer_state import drop_skipped_gradients, wait_for_weights
 from .optimizers import refuse_closures
-from .param_replicas import by_holders, holders_of
+from .param_replicas import group_by_holders, holder_group
 from .pipe import chunk_of_weights, tied_weights
 from .saving import refuse_url, warn_of_copies
 from .sparse import make_dense, refuse_sparse, sparse_weights
@@ -39,9 +39,9 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     spike_guard: SpikeGuard | None = None  # set by a SpikeGuard
     weight_average: WeightAverage | None = None  # set by a WeightAverage
     _untied: Sequence[str] = ()  # a pipeline engine's warnings about weights that stages share without a tie
-    _skipped = 0
-    _unread_skips: Tensor | None = None  # number of skipped steps that the host has not read yet, a scalar
-    _compared = False  # whether the first save has compared the replicas' buffers
+    _skips_on_host = 0
+    _skips_on_device: Tensor | None = None  # number of skipped steps that the host has not read yet, a scalar
+    _has_compared_buffers = False  # whether the first save has compared the replicas' buffers
 
     @property
     def distributed(self) -> DistributedOptimizer | None:
@@ -56,26 +56,26 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     @property
     def skipped_steps(self) -> int:
         """Number of skipped steps. Reading it may wait for the device."""
-        if self._unread_skips is not None:
-            self._skipped += int(self._unread_skips.item())
-            self._unread_skips = None
-        return self._skipped
+        if self._skips_on_device is not None:
+            self._skips_on_host += int(self._skips_on_device.item())
+            self._skips_on_device = None
+        return self._skips_on_host
 
     @skipped_steps.setter
     def skipped_steps(self, count: int) -> None:
         """Set the number of skipped steps, as DeepSpeed does when it loads a checkpoint."""
-        self._skipped = count
-        self._unread_skips = None
+        self._skips_on_host = count
+        self._skips_on_device = None
 
     @cached_property
     def known_model(self) -> KnownModel:
         """Record of the module's weights and layers at the time when the optimizer was attached."""
         return KnownModel(self.module)
 
-    def _follow_layers(self) -> None:
+    def _adopt_new_layers(self) -> None:
         """Run the layers that are registered now. Layers put in later have no hooks that wait for gathered weights."""
-        if self.known_model.follow_layers():
-            complete_weights(self)
+        if self.known_model.adopt_new_layers():
+            wait_for_weights(self)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the global batch size of the next steps by changing the number of micro-batches. Call it between steps.
@@ -125,17 +125,17 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     def _broadcast_model(self) -> None:
         """Broadcast the first replica's weights, but weights that only some replicas hold only among these."""
         replicas = self.seq_data_parallel_group
-        with flat_where_needed(self.module):
-            if len(by_holders(self.module.parameters(), replicas)) == 1:
+        with flattened_for_broadcast(self.module):
+            if len(group_by_holders(self.module.parameters(), replicas)) == 1:
                 super()._broadcast_model()
                 return
             for p in self.module.parameters():
-                group = holders_of(p, replicas)
+                group = holder_group(p, replicas)
                 dist.broadcast(p.data, dist.get_process_group_ranks(group)[0], group=group)
 
     def clip_fp32_gradients(self) -> None:
         """Clip the gradients as DeepSpeed does, those of weights of dimension 0, too."""
-        with flat_scalars(self.module):
+        with flattened_scalars(self.module):
             super().clip_fp32_gradients()
 
     def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -152,17 +152,17 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     def _take_model_step(self, lr_kwargs: Any) -> None:
         self.known_model.check_weights(self.optimizer)
         optimizer = self.distributed
-        unread = None
+        norm_on_device = None
         if optimizer is not None and optimizer.read_norm is None:
-            unread = optimizer.norm
-        if optimizer is not None and unread is not None and self.lr_scheduler is not None:
+            norm_on_device = optimizer.norm
+        if optimizer is not None and norm_on_device is not None and self.lr_scheduler is not None:
             # Without `overflow`, DeepSpeed would advance the lr schedule for a skipped step.
-            optimizer.read_norm = unread.item
-            unread = None
+            optimizer.read_norm = norm_on_device.item
+            norm_on_device = None
         super()._take_model_step(lr_kwargs)
-        if unread is not None:
-            before = 0 if self._unread_skips is None else self._unread_skips
-            self._unread_skips = before + (~unread.isfinite()).long()
+        if norm_on_device is not None:
+            skips = 0 if self._skips_on_device is None else self._skips_on_device
+            self._skips_on_device = skips + (~norm_on_device.isfinite()).long()
         if self.distributed:
             self.optimizer.zero_grad()
         drop_skipped_gradients(self)
@@ -180,12 +180,12 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's state as DeepSpeed does, with the complete weights of the last step."""
-        complete_weights(self)
+        wait_for_weights(self)
         return super().module_state_dict(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Load as DeepSpeed does, after the last step's gathers, which would otherwise overwrite what is loaded."""
-        complete_weights(self)
+        wait_for_weights(self)
         return super().load_checkpoint(**load_arguments(self, *args, **kwargs))
 
     def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,8 +194,8 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         Raises ValueError for a URL.
         """
         refuse_url(save_dir)
-        complete_weights(self)
-        if not self._compared:
-            self._compared = True
+        wait_for_weights(self)
+        if not self._has_compared_buffers:
+            self._has_compared_buffers = True
             warn_of_copies(self.module, self.seq_data_parallel_group)
         return super().save_checkpoint(save_dir, *args, **kwargs)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._torch import host_copy
 from .boundary import BoundaryError, check_sendable
-from .nested import as_tuple, each_tensor
+from .nested import as_tuple, map_tensors
 
 
 class DataEnded(RuntimeError, StopIteration):
@@ -24,7 +24,7 @@ class DataEnded(RuntimeError, StopIteration):
     everywhere = False
 
 
-Layout = tuple[tuple[torch.dtype, torch.Size], ...]
+InputLayout = tuple[tuple[torch.dtype, torch.Size], ...]
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Batches:
     """Reader of a step's `total` micro-batches.
 
     read: function that returns the next micro-batch, or raises StopIteration at the end of the data.
-    takes_inputs, takes_labels: whether this stage uses inputs and labels; unused ones are dropped.
+    needs_inputs, needs_labels: whether this stage uses inputs and labels; unused ones are dropped.
 
     The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
     when it is read. The copy is moved to the device when it is used; on a host with an accelerator it lies in pinned
@@ -43,12 +43,12 @@ class Batches:
     total: int
     device: torch.device
     stage: int
-    takes_inputs: bool
-    takes_labels: bool
+    needs_inputs: bool
+    needs_labels: bool
     _ended: bool = False
     _inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     _labels: dict[int, Any] = field(default_factory=dict)
-    _layouts: list[Layout] = field(default_factory=list)  # input dtypes and shapes of all micro-batches read so far
+    _layouts: list[InputLayout] = field(default_factory=list)  # input dtypes and shapes of all micro-batches so far
 
     @property
     def count(self) -> int:
@@ -66,11 +66,11 @@ class Batches:
     def labels(self, micro: int) -> Any:
         """Return the labels of a micro-batch on the device, and drop this reader's copy."""
         self.read_to(micro + 1)
-        return each_tensor(self._labels.pop(micro), lambda t: t.to(self.device, non_blocking=True))
+        return map_tensors(self._labels.pop(micro), lambda t: t.to(self.device, non_blocking=True))
 
     def read_ahead(self) -> None:
         """Read all micro-batches of the step; if the data end, the pass that lacks its micro-batch raises the error."""
-        self.read_to(0, self.total)
+        self.read_to(0, self.total)  # none is needed yet
 
     def all_labels(self) -> Sequence[Any]:
         """Read all micro-batches of the step and return their labels.
@@ -80,14 +80,14 @@ class Batches:
         self.read_to(self.total)
         return list(self._labels.values())
 
-    def same_until(self, micro: int) -> int:
+    def run_end(self, micro: int) -> int:
         """Return the first micro-batch after `micro` whose inputs have another shape or dtype, or are not read yet."""
-        until = micro + 1
-        while until < self.count and self._layouts[until] == self._layouts[micro]:
-            until += 1
-        return until
+        end = micro + 1
+        while end < self.count and self._layouts[end] == self._layouts[micro]:
+            end += 1
+        return end
 
-    def end_of_any(self, replicas: Any) -> DataEnded | None:
+    def end_on_any_replica(self, replicas: Any) -> DataEnded | None:
         """Return the DataEnded error that this rank must raise if any replica's data have ended, else None.
 
         All replicas then skip this step, so a loop may continue with the next epoch. replicas: the process
@@ -116,29 +116,29 @@ class Batches:
             except StopIteration:
                 self._ended = True  # no error yet: all needed micro-batches may have been read
             else:
-                self._keep(self.count, batch)
+                self._store(self.count, batch)
         if self.count < needed:
             raise DataEnded(
                 f"the data iterator of stage {self.stage} ended after {self.count} of {self.total} micro-batches"
             )
 
-    def _keep(self, micro: int, batch: Any) -> None:
+    def _store(self, micro: int, batch: Any) -> None:
         """Copy the parts of a micro-batch that this stage needs. Raises BoundaryError for a batch of another form."""
-        where = f"stage {self.stage}, inputs of micro-batch {micro}"
+        location = f"stage {self.stage}, inputs of micro-batch {micro}"
         if batch is None:
-            raise BoundaryError(f"{where}: there are no data: give train_batch() or eval_batch() an iterator")
-        several = isinstance(batch, (tuple, list))
-        if not several or not 1 <= len(batch) <= 2:
-            found = f"{len(batch)} values" if several else type(batch).__name__
+            raise BoundaryError(f"{location}: there are no data: give train_batch() or eval_batch() an iterator")
+        is_sequence = isinstance(batch, (tuple, list))
+        if not is_sequence or not 1 <= len(batch) <= 2:
+            actual = f"{len(batch)} values" if is_sequence else type(batch).__name__
             raise BoundaryError(
-                f"{where}: a batch is (inputs, labels), each a tensor or a tuple, not {found}; convert what the "
+                f"{location}: a batch is (inputs, labels), each a tensor or a tuple, not {actual}; convert what the "
                 f"iterator returns in model._megatron_batch_fn or engine.set_batch_fn"
             )
         inputs = as_tuple(batch[0])
-        if self.takes_inputs:
-            check_sendable(inputs, where)
+        if self.needs_inputs:
+            check_sendable(inputs, location)
             self._inputs[micro] = tuple(host_copy(t, self.device) for t in inputs)
-        if self.takes_labels:
+        if self.needs_labels:
             labels = batch[1] if len(batch) > 1 else None
-            self._labels[micro] = each_tensor(labels, lambda t: host_copy(t, self.device))
+            self._labels[micro] = map_tensors(labels, lambda t: host_copy(t, self.device))
         self._layouts.append(tuple((t.dtype, t.shape) for t in inputs if isinstance(t, Tensor)))

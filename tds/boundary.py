@@ -50,7 +50,7 @@ def kind_of(tensor: Tensor) -> str:
     return "bool" if str(tensor.dtype) == "torch.bool" else "int"
 
 
-Tensors = tuple[Boundary, ...] | None  # the declaration of one stage boundary; None: not declared
+Declared = tuple[Boundary, ...] | None  # the declaration of one stage boundary; None: not declared
 
 
 @dataclass(frozen=True)
@@ -61,53 +61,53 @@ class Contract:
     settings: settings that must be equal on all stages.
     """
 
-    outputs: tuple[Tensors, ...]
-    inputs: tuple[Tensors, ...]
+    outputs: tuple[Declared, ...]
+    inputs: tuple[Declared, ...]
     settings: dict[str, Any]
 
 
-def contract_of(model: Any, chunks: int, settings: dict[str, Any]) -> Contract:
+def read_contract(model: Any, chunks: int, settings: dict[str, Any]) -> Contract:
     """Return the declarations of `model`: its `boundaries` (outputs) and `receives` (inputs).
 
     Both attributes are optional; with several chunks, each holds one sequence per chunk. A missing attribute is read
     from the three parallel lists that models for CPM-Pretrain's TDS have, if they are there: `_input_grad`,
     `_input_type` and `_input_pipe_partitioned`, with one item per tensor.
     """
-    outputs = _declared(model, "boundaries", chunks)
-    return Contract(outputs, _declared(model, "receives", chunks), settings)
+    outputs = _read_declarations(model, "boundaries", chunks)
+    return Contract(outputs, _read_declarations(model, "receives", chunks), settings)
 
 
-def _declared(model: Any, name: str, chunks: int) -> tuple[Tensors, ...]:
+def _read_declarations(model: Any, name: str, chunks: int) -> tuple[Declared, ...]:
     """Return the declarations in attribute `name` of a model, one item per chunk."""
-    given = getattr(model, name, None)
-    if given is None:
-        return (_legacy(model),) * chunks
+    declared = getattr(model, name, None)
+    if declared is None:
+        return (_legacy_declaration(model),) * chunks
     if chunks == 1:
-        return (tuple(given),)
-    return tuple(None if each is None else tuple(each) for each in given)
+        return (tuple(declared),)
+    return tuple(None if each is None else tuple(each) for each in declared)
 
 
-def _legacy(model: Any) -> Tensors:
+def _legacy_declaration(model: Any) -> Declared:
     """Return the declarations in the three parallel lists of a model for CPM-Pretrain's TDS, or None without them."""
-    given: dict[str, Sequence[Any]] = {}
+    lists: dict[str, Sequence[Any]] = {}
     for name in ("_input_grad", "_input_type", "_input_pipe_partitioned"):
         value = getattr(model, name, None)
         if value is not None:
-            given[name] = value
-    if not given:
+            lists[name] = value
+    if not lists:
         return None
-    lengths = {len(value) for value in given.values()}
+    lengths = {len(value) for value in lists.values()}
     if len(lengths) > 1:
-        described = ", ".join(f"{name} has {len(value)}" for name, value in given.items())
-        raise BoundaryError(f"the lists that declare the pipeline boundary differ in length: {described}")
+        description = ", ".join(f"{name} has {len(value)}" for name, value in lists.items())
+        raise BoundaryError(f"the lists that declare the pipeline boundary differ in length: {description}")
     count = lengths.pop()
-    kinds = given.get("_input_type") or ["float"] * count
-    grads = given.get("_input_grad") or [kind == "float" for kind in kinds]
-    splits = given.get("_input_pipe_partitioned") or [False] * count
-    found = []
+    kinds = lists.get("_input_type") or ["float"] * count
+    grads = lists.get("_input_grad") or [kind == "float" for kind in kinds]
+    splits = lists.get("_input_pipe_partitioned") or [False] * count
+    declarations = []
     for i in range(count):
-        found.append(Boundary(f"tensor {i}", kinds[i], grads[i], splits[i]))
-    return tuple(found)
+        declarations.append(Boundary(f"tensor {i}", kinds[i], grads[i], splits[i]))
+    return tuple(declarations)
 
 
 def check_match(contracts: Sequence[Contract]) -> None:
@@ -122,24 +122,24 @@ def check_match(contracts: Sequence[Contract]) -> None:
                 )
     stages = len(contracts)
     for virtual_stage in range(stages * len(first.outputs) - 1):
-        chunk, here = divmod(virtual_stage, stages)
-        next_chunk, there = divmod(virtual_stage + 1, stages)
-        sent = contracts[here].outputs[chunk]
-        taken = contracts[there].inputs[next_chunk]
-        if sent is not None and taken is not None:
-            _check_ends(sent, taken, here, there)
+        chunk, sender = divmod(virtual_stage, stages)
+        next_chunk, receiver = divmod(virtual_stage + 1, stages)
+        outputs = contracts[sender].outputs[chunk]
+        inputs = contracts[receiver].inputs[next_chunk]
+        if outputs is not None and inputs is not None:
+            _check_ends(outputs, inputs, sender, receiver)
 
 
-def _check_ends(sent: Sequence[Boundary], taken: Sequence[Boundary], here: int, there: int) -> None:
-    """Raise BoundaryError unless what stage `here` outputs is what stage `there` expects."""
-    if len(sent) != len(taken):
+def _check_ends(outputs: Sequence[Boundary], inputs: Sequence[Boundary], sender: int, receiver: int) -> None:
+    """Raise BoundaryError unless what stage `sender` outputs is what stage `receiver` expects."""
+    if len(outputs) != len(inputs):
         raise BoundaryError(
-            f"stage {there} expects {len(taken)} tensors ({_names(taken)}) from stage {here}, which outputs "
-            f"{len(sent)} ({_names(sent)})"
+            f"stage {receiver} expects {len(inputs)} tensors ({_names(inputs)}) from stage {sender}, which outputs "
+            f"{len(outputs)} ({_names(outputs)})"
         )
-    for expected, got in zip(taken, sent, strict=True):
+    for expected, got in zip(inputs, outputs, strict=True):
         if expected != got:
-            raise BoundaryError(f"stage {there} expects {expected} from stage {here}, which outputs {got}")
+            raise BoundaryError(f"stage {receiver} expects {expected} from stage {sender}, which outputs {got}")
 
 
 def _names(declared: Sequence[Boundary]) -> str:
@@ -168,7 +168,7 @@ def check_sendable(tensors: Sequence[Any], who: str, device: torch.device | None
             )
 
 
-def check(tensors: tuple[Any, ...], declared: Tensors, who: str, device: torch.device | None = None) -> None:
+def check_tensors(tensors: tuple[Any, ...], declared: Declared, who: str, device: torch.device | None = None) -> None:
     """Raise BoundaryError if a tensor cannot be sent or differs from its declaration.
 
     who: beginning of the message, e.g. `stage 0, outputs`.

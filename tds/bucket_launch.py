@@ -8,10 +8,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ._torch import has_hooks
-from .messages import ways
+from .messages import setting_advice
 
 BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients in a bucket
-BYTES_A_REPLICA = 4 * 2**20  # minimum bytes of a bucket per replica, so that each replica's share stays large
+BYTES_PER_REPLICA = 4 * 2**20  # minimum bytes of a bucket per replica, so that each replica's share stays large
 
 
 class ReducibleBucket(Protocol):
@@ -33,38 +33,38 @@ class ReducibleBucket(Protocol):
         ...
 
 
-def pack(
+def pack_buckets(
     parameters: Iterable[nn.Parameter],
     group: Any,
     bucket_bytes: int | None = None,
     chunk_of: Mapping[nn.Parameter, int] | None = None,
-    apart: Iterable[nn.Parameter] = (),
+    separate: Iterable[nn.Parameter] = (),
     is_enough: Callable[[list[nn.Parameter]], bool] | None = None,
 ) -> list[list[nn.Parameter]]:
     """Group parameters into buckets, last layer first, which is roughly the order in which their gradients arrive.
 
     bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas.
     chunk_of: index of the chunk of layers that contains each weight, 0 by default; a bucket has weights of one chunk.
-    apart: weights that each get a separate bucket. is_enough: returns whether weights of `bucket_bytes` or more may be
-    a bucket, or need more weights.
+    separate: weights that each get a separate bucket. is_enough: returns whether weights of `bucket_bytes` or more may
+    be a bucket, or need more weights.
     """
     packed: list[list[nn.Parameter]] = []
-    room = bucket_bytes or max(BUCKET_BYTES, BYTES_A_REPLICA * dist.get_world_size(group))
-    left = room
-    last = None
-    apart = set(apart)
+    capacity = bucket_bytes or max(BUCKET_BYTES, BYTES_PER_REPLICA * dist.get_world_size(group))
+    free_bytes = capacity
+    last_kind = None
+    separate = set(separate)
     for parameter in reversed(list(parameters)):
         chunk = chunk_of.get(parameter, 0) if chunk_of else 0
         kind = (chunk, parameter.dtype, parameter.device)
-        is_full = left <= 0 and (is_enough is None or is_enough(packed[-1]))
-        if kind != last or is_full or parameter in apart:
+        is_full = free_bytes <= 0 and (is_enough is None or is_enough(packed[-1]))
+        if kind != last_kind or is_full or parameter in separate:
             packed.append([])
-            left = room
-            last = kind
+            free_bytes = capacity
+            last_kind = kind
         packed[-1].append(parameter)
-        left -= parameter.numel() * max(parameter.element_size(), 4)
-        if parameter in apart:
-            last = None
+        free_bytes -= parameter.numel() * max(parameter.element_size(), 4)  # sums are in fp32 or wider
+        if parameter in separate:
+            last_kind = None  # the next weight begins a bucket
     return packed
 
 
@@ -73,8 +73,8 @@ def sort_buckets(buckets: list[Any], parameters: Iterable[nn.Parameter], chunk_o
 
     parameters: all parameters, in the order of layers.
     """
-    place = {p: at for at, p in enumerate(parameters)}
-    buckets.sort(key=lambda b: (-chunk_of.get(b.parameters[0], 0), -min(place[p] for p in b.parameters)))
+    position = {p: index for index, p in enumerate(parameters)}
+    buckets.sort(key=lambda b: (-chunk_of.get(b.parameters[0], 0), -min(position[p] for p in b.parameters)))
 
 
 class BucketLauncher:
@@ -95,7 +95,7 @@ class BucketLauncher:
         for bucket in buckets:
             for parameter in bucket.parameters:
                 self._bucket_of[parameter] = bucket
-                hook = parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
         # Number of gradients that each weight received in the previous step's last backward pass.
         self._expected: Counter[nn.Parameter] = Counter()
@@ -104,8 +104,8 @@ class BucketLauncher:
         # Weights that had user hooks in the previous step. A weight with hooks gets one total gradient; a weight
         # without hooks may get one per matmul. So the expected counts are wrong if hooks were added or removed.
         self._hooked: set[nn.Parameter] = set()
-        self._armed: set[int] = set()  # chunks whose last backward pass of this step has begun or ended
-        self._next = 0  # next bucket to reduce
+        self._armed_chunks: set[int] = set()  # chunks whose last backward pass of this step has begun or ended
+        self._next_bucket = 0  # next bucket to reduce
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -117,42 +117,42 @@ class BucketLauncher:
         for bucket in self._buckets:
             bucket.launched = False
         self._counts = Counter()
-        self._armed.clear()
-        self._next = 0
+        self._armed_chunks.clear()
+        self._next_bucket = 0
 
     def arm(self, chunk: int = 0) -> None:
         """Mark the next backward pass as the one that gives this chunk's weights their last gradients of the step."""
-        self._armed.add(chunk)
+        self._armed_chunks.add(chunk)
 
     def finish(self) -> None:
         """Reduce the remaining buckets and wait until all buckets are reduced."""
-        while self._next < len(self._buckets):
-            self._send_next()
+        while self._next_bucket < len(self._buckets):
+            self._reduce_next()
         for bucket in self._buckets:
             bucket.wait()
         self._expected = self._counts
         self._hooked = {p for p in self._bucket_of if has_hooks(p)}
         self.reset()
 
-    def _arrived(self, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Handle the gradient that autograd has accumulated; autograd may also call this hook without a gradient."""
         if parameter.grad is not None:
-            self.take(parameter, self._bucket_of[parameter].add)
+            self.add_gradient(parameter, self._bucket_of[parameter].add)
 
-    def take(self, parameter: nn.Parameter, add: Callable[[nn.Parameter], None]) -> None:
+    def add_gradient(self, parameter: nn.Parameter, add: Callable[[nn.Parameter], None]) -> None:
         """Add a gradient to its bucket by calling `add`. Raises RuntimeError if the bucket's reduction has started."""
         bucket = self._bucket_of[parameter]
         if bucket.launched:
             raise RuntimeError(
                 f"a gradient of a weight of shape {tuple(parameter.shape)} arrived after its bucket was reduced over "
                 "the replicas: the weight is used more often than in the previous step. Turn the overlap of reduction "
-                f"and backward pass off: {ways['overlap']}"
+                f"and backward pass off: {setting_advice['overlap']}"
             )
         add(parameter)
-        if self._chunk_of.get(parameter, 0) in self._armed:
+        if self._chunk_of.get(parameter, 0) in self._armed_chunks:
             self._counts[parameter] += 1
-            while self._next < len(self._buckets) and self._is_complete(self._buckets[self._next]):
-                self._send_next()
+            while self._next_bucket < len(self._buckets) and self._is_complete(self._buckets[self._next_bucket]):
+                self._reduce_next()
 
     def _is_complete(self, bucket: ReducibleBucket) -> bool:
         """Return whether the bucket has all its expected gradients.
@@ -160,14 +160,14 @@ class BucketLauncher:
         The expected counts are those of the previous step. A weight that had no gradient in that step may get one
         in this step, so its bucket waits for `finish`.
         """
-        if self._chunk_of.get(bucket.parameters[0], 0) not in self._armed:
+        if self._chunk_of.get(bucket.parameters[0], 0) not in self._armed_chunks:
             return False
         return all(
             0 < self._expected[p] <= self._counts[p] and has_hooks(p) == (p in self._hooked) for p in bucket.parameters
         )
 
-    def _send_next(self) -> None:
-        bucket = self._buckets[self._next]
-        self._next += 1
+    def _reduce_next(self) -> None:
+        bucket = self._buckets[self._next_bucket]
+        self._next_bucket += 1
         bucket.launched = True
         bucket.reduce()

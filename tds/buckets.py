@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._torch import compiled_on_cuda, copy_widened, gather_shares, scatter_sum, users
-from .flat_matrices import Work, place
+from ._torch import compiled_on_cuda, copy_widened, gather_shares, scatter_sum, storage_use_count
+from .flat_matrices import Work, place_weights
 
 NORM_SLICE = 2**20  # elements per partial norm, which is in fp32; the squares of these norms are summed in fp64
 
@@ -33,13 +33,13 @@ class Bucket:
         self.group = group
         self.replicas = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.parameters, offsets, share = place(parameters, self.replicas, work)  # in the order of memory
+        self.parameters, offsets, share = place_weights(parameters, self.replicas, work)  # in the order of memory
         first = self.parameters[0]
         self.begin = self.rank * share
         self.end = (self.rank + 1) * share
-        exact = torch.promote_types(first.dtype, torch.float32)
+        sum_dtype = torch.promote_types(first.dtype, torch.float32)
         self.weights = torch.zeros(share * self.replicas, dtype=first.dtype, device=first.device)
-        self.grads = torch.zeros(share * self.replicas, dtype=exact, device=first.device)
+        self.grads = torch.zeros(share * self.replicas, dtype=sum_dtype, device=first.device)
         self._grad_of: dict[nn.Parameter, Tensor] = {}
         self.view_of: dict[nn.Parameter, Tensor] = {}  # views of `weights`, in the shapes of the parameters
         self._offset_of = dict(zip(self.parameters, offsets, strict=True))
@@ -50,22 +50,22 @@ class Bucket:
             parameter.data = view
             self.view_of[parameter] = view
             self._grad_of[parameter] = self.grads[at:end].view_as(parameter)
-        mine = self.weights[self.begin : self.end]
-        self.copies = exact is not first.dtype
+        owned_weights = self.weights[self.begin : self.end]
+        self.has_master_copy = sum_dtype is not first.dtype
         # The optimizer steps this replica's share, in fp32 or wider.
-        self.share = nn.Parameter(mine.to(exact) if self.copies else mine)
+        self.share = nn.Parameter(owned_weights.to(sum_dtype) if self.has_master_copy else owned_weights)
         self.share_grad = self.grads[self.begin : self.end]
         if work is not None:
             self.share.pieces = self._pieces()  # type: ignore[attr-defined]
         self._arrived: set[nn.Parameter] = set()  # parameters that have received a gradient in this step
         self.launched = False  # whether the reduction of this step's gradients has started
-        self.work: dist.Work | None = None
+        self.pending_work: dist.Work | None = None
 
     def _pieces(self) -> list[tuple[nn.Parameter, int]]:
         """Return the weights in this replica's share, each with the begin of its elements in the share."""
-        return [(parameter, begin) for parameter, begin, _ in self._slices()]
+        return [(parameter, begin) for parameter, begin, _ in self._owned_slices()]
 
-    def _slices(self) -> Iterator[tuple[nn.Parameter, int, int]]:
+    def _owned_slices(self) -> Iterator[tuple[nn.Parameter, int, int]]:
         """Yield each weight in this replica's share, and the range (begin, end) of its elements in it."""
         for parameter in self.parameters:
             begin, end = self.slice_of(parameter)
@@ -79,35 +79,35 @@ class Bucket:
         end = min(at + parameter.numel(), self.end)
         return begin - self.begin, max(end, begin) - self.begin
 
-    def with_gaps(self) -> list[nn.Parameter]:
+    def weights_and_gaps(self) -> list[nn.Parameter]:
         """Return the weights in the order of memory, with a placeholder on the meta device for each gap."""
-        found = list[nn.Parameter]()
+        weights = list[nn.Parameter]()
         at = 0
         for parameter in self.parameters:
             if gap := self._offset_of[parameter] - at:
-                found.append(nn.Parameter(torch.empty(gap, device="meta")))
-            found.append(parameter)
+                weights.append(nn.Parameter(torch.empty(gap, device="meta")))
+            weights.append(parameter)
             at += gap + parameter.numel()
-        return found
+        return weights
 
     def count_views(self) -> None:
         """Record how many tensors view the flat memory.
 
         Call this method as soon as all parameters are views. Any view that is added later then belongs to a user.
         """
-        self._views = users(self.weights)
+        self._num_views = storage_use_count(self.weights)
 
-    def replaced(self) -> list[nn.Parameter]:
+    def replaced_weights(self) -> list[nn.Parameter]:
         """Return the weights that no longer view their slice of the flat memory."""
-        return [p for p, place in self.view_of.items() if not _is_same_view(p, place)]
+        return [p for p, view in self.view_of.items() if not _is_same_view(p, view)]
 
-    def adopt(self, replaced: Sequence[nn.Parameter]) -> bool:
+    def adopt_weights(self, replaced: Sequence[nn.Parameter]) -> bool:
         """Copy the replaced weights into the flat memory and make them views of this memory again.
 
         Returns False, and does nothing, if another tensor views the flat memory. That tensor may be a weight's old
         data, which the user wants to restore later.
         """
-        if users(self.weights) != self._views - len(replaced):
+        if storage_use_count(self.weights) != self._num_views - len(replaced):
             return False
         for parameter in replaced:
             self.view_of[parameter].copy_(parameter.detach())
@@ -117,14 +117,14 @@ class Bucket:
     def add(self, parameter: nn.Parameter) -> None:
         """Accumulate `parameter.grad` into the bucket, and set it to None."""
         assert parameter.grad is not None
-        total = self._grad_of[parameter]
+        grad_sum = self._grad_of[parameter]
         grad = parameter.grad
         if parameter in self._arrived:
-            total.add_(grad.to(total.dtype) if grad.is_sparse else grad)
+            grad_sum.add_(grad.to(grad_sum.dtype) if grad.is_sparse else grad)
         elif grad.is_sparse:
-            total.zero_().add_(grad.to(total.dtype))
+            grad_sum.zero_().add_(grad.to(grad_sum.dtype))
         else:  # the first gradient overwrites the memory, so nothing has to be zeroed
-            copy_widened(total, grad)
+            copy_widened(grad_sum, grad)
         self._arrived.add(parameter)
         parameter.grad = None
 
@@ -135,16 +135,16 @@ class Bucket:
         All devices can do this if weights and sums have the same dtype. Only CUDA devices can add a matmul of
         half-precision weights to fp32 sums.
         """
-        return not self.copies or widens(self.weights.device, self.weights.dtype)
+        return not self.has_master_copy or can_widen_matmul(self.weights.device, self.weights.dtype)
 
     def add_matmul(self, left: Tensor, right: Tensor, parameter: nn.Parameter) -> None:
         """Accumulate `left` `[o, n]` @ `right` `[n, i]` into the gradient of `parameter` `[o, i]`.
 
         The matmul is added to the gradient sum without a half-precision copy.
         """
-        total = self._grad_of[parameter]
-        add: Any = torch.addmm if left.dtype is total.dtype else partial(torch.addmm, out_dtype=total.dtype)
-        add(total, left, right, beta=int(parameter in self._arrived), out=total)
+        grad_sum = self._grad_of[parameter]
+        add: Any = torch.addmm if left.dtype is grad_sum.dtype else partial(torch.addmm, out_dtype=grad_sum.dtype)
+        add(grad_sum, left, right, beta=int(parameter in self._arrived), out=grad_sum)
         self._arrived.add(parameter)
 
     def reduce(self) -> None:
@@ -156,35 +156,35 @@ class Bucket:
             if parameter not in self._arrived:
                 self._grad_of[parameter].zero_()
         if self.replicas > 1:
-            self.work = scatter_sum(self.share_grad, self.grads, self.group)
+            self.pending_work = scatter_sum(self.share_grad, self.grads, self.group)
 
     def gather(self) -> None:
         """Start the all-gather of the updated weights."""
-        if self.copies:
+        if self.has_master_copy:
             self.weights[self.begin : self.end].copy_(self.share.detach())
         if self.replicas > 1:
-            self.work = gather_shares(self.weights, self.weights[self.begin : self.end], self.group)
+            self.pending_work = gather_shares(self.weights, self.weights[self.begin : self.end], self.group)
 
     def pull_weights(self) -> None:
         """Copy the model's weights into this replica's share."""
-        if self.copies:
+        if self.has_master_copy:
             self.share.data.copy_(self.weights[self.begin : self.end])
 
     def pull_changes(self) -> None:
         """Copy half-precision weights that a user changed since the last step into this replica's fp32 share."""
-        if self.copies:
-            adopt_changes(self.share.data, self.weights[self.begin : self.end])
+        if self.has_master_copy:
+            copy_changed_elements(self.share.data, self.weights[self.begin : self.end])
 
     def wait(self) -> None:
         """Wait for the collective that `reduce` or `gather` has started."""
-        work = self.work
-        self.work = None
+        work = self.pending_work
+        self.pending_work = None
         if work is not None:
             work.wait()
 
-    def shares_of_grads(self) -> list[Tensor]:
+    def owned_grads(self) -> list[Tensor]:
         """Return this replica's slice `[n]` of each parameter's summed gradient, without empty slices."""
-        return [self.share_grad[begin:end] for _, begin, end in self._slices()]
+        return [self.share_grad[begin:end] for _, begin, end in self._owned_slices()]
 
     def drop_grads(self) -> None:
         """Drop all gradients at the start of a step."""
@@ -198,19 +198,19 @@ class Bucket:
         counts: for each parameter, whether this rank includes its gradient in the global norm.
         """
         ranges: list[list[Any]] = []  # [begin, end, whether it counts] of neighbouring weights that count alike
-        for parameter, begin, end in self._slices():
+        for parameter, begin, end in self._owned_slices():
             if ranges and ranges[-1][1] == begin and ranges[-1][2] is counts[parameter]:
                 ranges[-1][1] = end
             else:
                 ranges.append([begin, end, counts[parameter]])
-        found = []
+        slices = []
         for begin, end, is_counted in ranges:
-            for at in range(begin, end, NORM_SLICE):
-                found.append((self.share_grad[at : min(at + NORM_SLICE, end)], is_counted))
-        return found
+            for start in range(begin, end, NORM_SLICE):
+                slices.append((self.share_grad[start : min(start + NORM_SLICE, end)], is_counted))
+        return slices
 
 
-def adopt(exact: Tensor, seen: Tensor) -> Tensor:
+def copy_changed(exact: Tensor, seen: Tensor) -> Tensor:
     """Copy those elements of `seen` `[n]`, in half precision, into `exact` `[n]` to which `exact` does not round.
 
     The bits are compared, because torch.compile leaves out a cast to half precision whose result is not stored.
@@ -219,18 +219,18 @@ def adopt(exact: Tensor, seen: Tensor) -> Tensor:
     return exact.copy_(torch.where(rounded == seen.view(torch.int16), exact, seen))
 
 
-def adopt_in_slices(exact: Tensor, seen: Tensor) -> Tensor:
-    """Do what `adopt` does to tensors `[n]`, slice by slice."""
+def copy_changed_in_slices(exact: Tensor, seen: Tensor) -> Tensor:
+    """Do what `copy_changed` does to tensors `[n]`, slice by slice."""
     # A slice fits into the cache of a CPU; on accelerators it is larger, because each slice launches kernels.
     size = NORM_SLICE if exact.device.type == "cpu" else 8 * NORM_SLICE
     for at in range(0, exact.numel(), size):
-        own = exact[at : at + size]
-        other = seen[at : at + size]
-        torch.where(own.to(other.dtype) == other, own, other, out=own)
+        exact_slice = exact[at : at + size]
+        seen_slice = seen[at : at + size]
+        torch.where(exact_slice.to(seen_slice.dtype) == seen_slice, exact_slice, seen_slice, out=exact_slice)
     return exact
 
 
-adopt_changes = compiled_on_cuda(adopt, adopt_in_slices)
+copy_changed_elements = compiled_on_cuda(copy_changed, copy_changed_in_slices)
 
 
 def _is_same_view(a: Tensor, b: Tensor) -> bool:
@@ -238,12 +238,12 @@ def _is_same_view(a: Tensor, b: Tensor) -> bool:
 
 
 @cache
-def widens(device: torch.device, dtype: torch.dtype) -> bool:
+def can_widen_matmul(device: torch.device, dtype: torch.dtype) -> bool:
     """Try a small matmul and return whether `device` can add a matmul of `dtype` to an fp32 tensor."""
-    total = torch.zeros(16, 16, device=device)
+    grad_sum = torch.zeros(16, 16, device=device)
     factor = torch.ones(16, 16, device=device, dtype=dtype)
     try:
-        torch.addmm(total, factor, factor, out_dtype=torch.float32, out=total)
+        torch.addmm(grad_sum, factor, factor, out_dtype=torch.float32, out=grad_sum)
     except (RuntimeError, TypeError):  # includes NotImplementedError
         return False
-    return bool((total == 16).all())
+    return bool((grad_sum == 16).all())

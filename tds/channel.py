@@ -19,30 +19,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import trace
-from ._torch import users
+from ._torch import storage_use_count
 from .batches import DataEnded
 from .boundary import BoundaryError
-from .memory import Pool, alias, same_storage
-from .schedule import At
+from .memory import BufferPool, alias, same_storage
+from .schedule import MicroChunk
 
 HEADER_SIZE = 1536  # bytes; room for about 60 tensors of 4 dimensions
 ALIGN = 8  # bytes; each tensor of a message is padded to a multiple of this
-GRAD, SPLIT = 1, 2
+GRAD, SPLIT = 1, 2  # bits of the flags of a tensor in a header
 
 Layout = tuple[tuple[torch.dtype, int, torch.Size], ...]  # dtype, flags and shape of each tensor of a message
 
 
 class BoundaryTensor(NamedTuple):
-    """One tensor in transit. grad: it needs a gradient. split: each tensor-parallel rank sends only a slice of it."""
+    """One tensor in transit. needs_grad: a gradient comes back. is_split: each tensor-parallel rank sends a slice."""
 
     tensor: Tensor
-    grad: bool = False
-    split: bool = False
+    needs_grad: bool = False
+    is_split: bool = False
 
 
 def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
     """Return the dtypes, flags and shapes that a receiver needs to allocate buffers."""
-    return tuple((p.tensor.dtype, GRAD * p.grad + SPLIT * p.split, p.tensor.shape) for p in tensors)
+    return tuple((t.tensor.dtype, GRAD * t.needs_grad + SPLIT * t.is_split, t.tensor.shape) for t in tensors)
 
 
 class LayoutRun(NamedTuple):
@@ -57,40 +57,40 @@ class Link:
     """Connection between this rank and a rank of a neighbouring stage, in one direction, for all chunks.
 
     peer: global rank at the other end.
-    group: process group of the messages. hosts: process group of the headers, for tensors in host memory.
+    group: process group of the messages. header_group: process group of the headers, for tensors in host memory.
     slice_group: the tensor-parallel ranks of this stage, over which split tensors are all-gathered.
     slice_rank, slice_size: this rank's index in that group, and its size.
     """
 
     peer: int
     group: Any
-    hosts: Any
-    pool: Pool
+    header_group: Any
+    pool: BufferPool
     slice_group: Any
     slice_rank: int
     slice_size: int
 
-    def numel(self, flags: int, shape: torch.Size) -> int:
+    def local_numel(self, flags: int, shape: torch.Size) -> int:
         """Return how many elements of a tensor this rank's message holds: all, or only a slice of a split tensor."""
         return -(-shape.numel() // self.slice_size) if flags & SPLIT else shape.numel()
 
-    def size(self, dtype: torch.dtype, flags: int, shape: torch.Size) -> int:
+    def message_bytes(self, dtype: torch.dtype, flags: int, shape: torch.Size) -> int:
         """Return the bytes that a tensor takes in a message."""
-        size = self.numel(flags, shape) * dtype.itemsize
+        size = self.local_numel(flags, shape) * dtype.itemsize
         return size + -size % ALIGN
 
 
 class Sender:
     """The sending end of a link: it packs each tuple of tensors into one message and returns at once.
 
-    `send` is for gradients, whose layout the receiver knows; `send_next` is for activations and sends layouts too.
+    `send` is for gradients, whose layout the receiver knows; `send_outputs` is for activations.
     """
 
     def __init__(self, link: Link) -> None:
         self.link = link
         self.bytes_sent = 0
         self._runs: defaultdict[int, LayoutRun] = defaultdict(LayoutRun)  # the current run of each chunk
-        self._pending: deque[tuple[Any, Tensor]] = deque()
+        self._pending: deque[tuple[Any, Tensor]] = deque()  # (handle of a send, its buffer), oldest first
 
     def begin_step(self) -> None:
         """Forget the layouts of the last step."""
@@ -101,34 +101,34 @@ class Sender:
 
         A single tensor is sent from its own memory if no other tensor uses it; otherwise, the tensors are copied.
         """
-        payload = self._payload(tensors)
+        payload = self._pack(tensors)
         if payload is not None:
-            self._start(payload)
+            self._start_send(payload)
 
-    def send_next(self, at: At, same_until: int, tensors: Sequence[BoundaryTensor], what: str) -> None:
+    def send_outputs(self, micro_chunk: MicroChunk, run_end: int, tensors: Sequence[BoundaryTensor], who: str) -> None:
         """Send the activations of a micro-batch, after a header if a run begins.
 
-        same_until: the first later micro-batch whose layout may differ. Raises BoundaryError if the layout changes
-        earlier. what: beginning of error messages, e.g. `stage 0`.
+        run_end: the first later micro-batch whose layout may differ. Raises BoundaryError if the layout changes
+        earlier. who: beginning of error messages, e.g. `stage 0`.
         """
         layout = layout_of(tensors)
-        run = self._runs[at.chunk]
-        payload = self._payload(tensors)
-        if at.micro == run.end:
-            self._runs[at.chunk] = LayoutRun(same_until, layout)
-            self._start_header([same_until - at.micro, *_as_json(layout)], what)
+        run = self._runs[micro_chunk.chunk]
+        payload = self._pack(tensors)
+        if micro_chunk.micro == run.end:
+            self._runs[micro_chunk.chunk] = LayoutRun(run_end, layout)
+            self._send_header([run_end - micro_chunk.micro, *_layout_as_json(layout)], who)
         elif layout != run.layout:
             raise BoundaryError(
-                f"{what}: outputs of micro-batch {at.micro} differ in number, shape, dtype or requires_grad from those "
-                f"of the previous micro-batch, although the inputs have equal shapes; if output shapes depend on the "
-                f"data, use PipelineModule(..., dynamic_shape=True)"
+                f"{who}: outputs of micro-batch {micro_chunk.micro} differ in number, shape, dtype or requires_grad "
+                f"from those of the previous micro-batch, although the inputs have equal shapes; if output shapes "
+                f"depend on the data, use PipelineModule(..., dynamic_shape=True)"
             )
         if payload is not None:
-            self._start(payload)
+            self._start_send(payload)
 
     def send_end(self) -> None:
         """Send a header that means the end of the data, in place of a step's first message; wait until it is sent."""
-        self._start_header([0], "the end of the data")
+        self._send_header([0], "the end of the data")
         self.flush()
 
     def flush(self) -> None:
@@ -139,7 +139,7 @@ class Sender:
     def __str__(self) -> str:
         return f"to rank {self.link.peer}"
 
-    def _start(self, buffer: Tensor, group: Any = None) -> None:
+    def _start_send(self, buffer: Tensor, group: Any = None) -> None:
         self.bytes_sent += buffer.nbytes
         trace.sent(buffer.nbytes)
         work = dist.isend(buffer, self.link.peer, group=group or self.link.group)
@@ -147,47 +147,47 @@ class Sender:
         while self._pending and self._pending[0][0].is_completed():
             self._pending.popleft()
 
-    def _payload(self, tensors: Sequence[BoundaryTensor]) -> Tensor | None:
+    def _pack(self, tensors: Sequence[BoundaryTensor]) -> Tensor | None:
         """Return the bytes of a message; None if no tensor has elements."""
         parts: list[Tensor] = []
         must_copy = False
         for each in tensors:
             if each.tensor.numel():
-                # Before `_slice` makes views: another user of the tensor could change it while it is sent.
-                is_shared = users(each.tensor) > 1
-                part = _padded_bytes(self._slice(each))
+                # Before `_local_slice` makes views: another user of the tensor could change it while it is sent.
+                is_shared = storage_use_count(each.tensor) > 1
+                part = _padded_bytes(self._local_slice(each))
                 must_copy = bool(parts) or (is_shared and same_storage(part, each.tensor))
                 parts.append(part)
         if must_copy:
-            return self._copy(parts)
+            return self._concatenate(parts)
         return parts[0] if parts else None
 
-    def _copy(self, parts: list[Tensor]) -> Tensor:
+    def _concatenate(self, parts: list[Tensor]) -> Tensor:
         size = sum(part.numel() for part in parts)
         return torch.cat(parts, out=self.link.pool.take(size))
 
-    def _start_header(self, content: list[Any], what: str) -> None:
+    def _send_header(self, content: list[Any], who: str) -> None:
         text = json.dumps(content).encode()
         if len(text) > HEADER_SIZE:
-            raise BoundaryError(f"{what}: {len(content) - 1} tensors are too many for one boundary; stack some of them")
+            raise BoundaryError(f"{who}: {len(content) - 1} tensors are too many for one boundary; stack some of them")
         header = torch.frombuffer(bytearray(text.ljust(HEADER_SIZE)), dtype=torch.uint8)
-        self._start(header, self.link.hosts)
+        self._start_send(header, self.link.header_group)
 
-    def _slice(self, crossing: BoundaryTensor) -> Tensor:
+    def _local_slice(self, boundary_tensor: BoundaryTensor) -> Tensor:
         """Return the part of a tensor that this rank sends, as a flat tensor."""
-        flat = crossing.tensor.detach().contiguous().view(-1)
+        flat = boundary_tensor.tensor.detach().contiguous().view(-1)
         link = self.link
-        if not crossing.split or link.slice_size == 1:
+        if not boundary_tensor.is_split or link.slice_size == 1:
             return flat
-        each = link.numel(SPLIT, crossing.tensor.shape)
-        part = flat[each * link.slice_rank : each * (link.slice_rank + 1)]
-        return torch.nn.functional.pad(part, (0, each - part.numel()))
+        length = link.local_numel(SPLIT, boundary_tensor.tensor.shape)
+        part = flat[length * link.slice_rank : length * (link.slice_rank + 1)]
+        return torch.nn.functional.pad(part, (0, length - part.numel()))
 
 
-class Posted(NamedTuple):
-    """A posted receive. at: (micro-batch, chunk) of the message. work: its handle. payload: buffer for the message."""
+class PostedReceive(NamedTuple):
+    """A posted receive. micro_chunk: the message. work: handle. payload: buffer for the message."""
 
-    at: At
+    micro_chunk: MicroChunk
     work: Any
     payload: Tensor
     layout: Layout
@@ -196,8 +196,8 @@ class Posted(NamedTuple):
 class Receiver:
     """The receiving end of a link: it posts receives of known layout in advance and returns messages in order.
 
-    `take_next` reads the layout of activations from a header. `expect` sets the layout of gradients, which is the
-    layout of the activations that this stage sent.
+    `take_inputs` reads the layout of activations from a header. `expect` sets the layout of gradients, which is
+    the layout of the activations that this stage sent.
 
     A receive is posted before the stage needs its message. If `ahead` is a number (on a CPU), a receive is posted as
     soon as fewer than `ahead` receives are pending. If `ahead` is None, posting.py computes after which pass of the
@@ -208,36 +208,36 @@ class Receiver:
     def __init__(self, link: Link, ahead: int | None) -> None:
         self.link = link
         self._ahead = ahead or 0
-        self._points: Mapping[At, int] = {}
+        self._post_after: Mapping[MicroChunk, int] = {}
         self._passes = 0
-        self._reserved: dict[At, Tensor] = {}  # buffers of receives that are not posted yet
+        self._reserved: dict[MicroChunk, Tensor] = {}  # buffers of receives that are not posted yet
         self._runs: defaultdict[int, LayoutRun] = defaultdict(LayoutRun)  # the current run of each chunk
-        self._ends: dict[At, int] = {}  # for each message of the step, the end of its run
-        self._agenda: deque[At] = deque()  # messages without a posted receive, in the order of sending
-        self._layouts: dict[At, Layout | None] = {}  # layouts of these messages, once known
-        self._posted: deque[Posted] = deque()
+        self._ends: dict[MicroChunk, int] = {}  # for each message of the step, the end of its run
+        self._agenda: deque[MicroChunk] = deque()  # messages without a posted receive, in the order of sending
+        self._layouts: dict[MicroChunk, Layout | None] = {}  # layouts of these messages, once known
+        self._posted: deque[PostedReceive] = deque()
 
-    def begin_step(self, agenda: Iterable[At], points: Mapping[At, int]) -> None:
+    def begin_step(self, agenda: Iterable[MicroChunk], post_after: Mapping[MicroChunk, int]) -> None:
         """Prepare for the messages of a step.
 
-        agenda: messages in the order in which they are sent. points: message -> how many passes this stage runs before
-        it posts the receive; empty if the receiver's `ahead` decides when receives are posted.
+        agenda: messages in the order in which they are sent. post_after: message -> how many passes this stage runs
+        before it posts the receive; empty if the receiver's `ahead` decides when receives are posted.
         """
         self._runs.clear()
         self._ends.clear()
         self._agenda = deque(agenda)
-        self._points = points
+        self._post_after = post_after
         self._passes = 0
         self._layouts = {}
         self._reserved = {}
         self._posted.clear()
 
-    def expect(self, at: At, layout: Layout | None) -> None:
+    def expect(self, micro_chunk: MicroChunk, layout: Layout | None) -> None:
         """Set the layout of an expected message, so that its receive can be posted.
 
         layout: None if the message has no content and is not sent.
         """
-        self._layouts[at] = layout
+        self._layouts[micro_chunk] = layout
         self._reserve()
 
     def after_pass(self) -> None:
@@ -249,57 +249,57 @@ class Receiver:
         """Post all receives that are due."""
         self._post(self._ahead)
 
-    def take(self, at: At) -> list[BoundaryTensor]:
-        """Wait for the message of micro-batch and chunk `at`. Raises RuntimeError if another message comes first."""
+    def take(self, micro_chunk: MicroChunk) -> list[BoundaryTensor]:
+        """Wait for the message of `micro_chunk`. Raises RuntimeError if another message comes first."""
         self._post(1)
-        message = self._next()
-        if message.at != at:
-            raise RuntimeError(f"message {at} was requested, but {message.at} comes first")
-        found = []
+        message = self._wait_for_oldest()
+        if message.micro_chunk != micro_chunk:
+            raise RuntimeError(f"message {micro_chunk} was requested, but {message.micro_chunk} comes first")
+        tensors = []
         begin = 0
         for each in message.layout:
-            end = begin + self.link.size(*each)
-            found.append(self._unpack(message.payload[begin:end], *each))
+            end = begin + self.link.message_bytes(*each)
+            tensors.append(self._unpack(message.payload[begin:end], *each))
             begin = end
-        return found
+        return tensors
 
-    def take_next(self, at: At) -> list[BoundaryTensor]:
+    def take_inputs(self, micro_chunk: MicroChunk) -> list[BoundaryTensor]:
         """Wait for the activations of a micro-batch, and for the header before them if a run has ended.
 
         Raises DataEnded if the header means the end of the data.
         """
-        if at.micro == self._runs[at.chunk].end:
-            self._receive_header(at)
-        return self.take(at)
+        if micro_chunk.micro == self._runs[micro_chunk.chunk].end:
+            self._receive_header(micro_chunk)
+        return self.take(micro_chunk)
 
-    def _receive_header(self, at: At) -> None:
+    def _receive_header(self, micro_chunk: MicroChunk) -> None:
         """Wait for the header of the run that begins at a micro-batch, and note the layout of the run's messages."""
         header = torch.empty(HEADER_SIZE, dtype=torch.uint8)
-        dist.recv(header, self.link.peer, group=self.link.hosts)
-        count, *tensors = json.loads(header.numpy().tobytes())
-        if not count:
+        dist.recv(header, self.link.peer, group=self.link.header_group)
+        run_length, *tensors = json.loads(header.numpy().tobytes())
+        if not run_length:  # `send_end` has sent this header
             raise DataEnded(f"the data of rank {self.link.peer} ended")
         layout = tuple((getattr(torch, dtype), flags, torch.Size(shape)) for dtype, flags, shape in tensors)
-        end = at.micro + count
-        self._runs[at.chunk] = LayoutRun(end, layout)
-        for micro in range(at.micro, end):
-            self._layouts[At(micro, at.chunk)] = layout
-            self._ends[At(micro, at.chunk)] = end
+        end = micro_chunk.micro + run_length
+        self._runs[micro_chunk.chunk] = LayoutRun(end, layout)
+        for micro in range(micro_chunk.micro, end):
+            self._layouts[MicroChunk(micro, micro_chunk.chunk)] = layout
+            self._ends[MicroChunk(micro, micro_chunk.chunk)] = end
 
-    def same_until(self, at: At) -> int:
-        """Return the first micro-batch after `at` whose layout may differ, according to the sender.
+    def run_end(self, micro_chunk: MicroChunk) -> int:
+        """Return the first micro-batch after `micro_chunk` whose layout may differ, according to the sender.
 
         The stage may have received messages of later runs.
         """
-        return self._ends[at]
+        return self._ends[micro_chunk]
 
     def __str__(self) -> str:
         """Describe the sending rank and the tensors of the next expected message."""
         layout = self._posted[0].layout if self._posted else ()
-        tensors = ", ".join(f"{dtype} {list(shape)}" for dtype, _, shape in _as_json(layout))
+        tensors = ", ".join(f"{dtype} {list(shape)}" for dtype, _, shape in _layout_as_json(layout))
         return f"from rank {self.link.peer}{tensors and ': '}{tensors}"
 
-    def _next(self) -> Posted:
+    def _wait_for_oldest(self) -> PostedReceive:
         """Wait for the oldest posted receive."""
         first = self._posted[0]
         if first.work is not None:
@@ -308,43 +308,43 @@ class Receiver:
         self._post(self._ahead)
         return first
 
-    def _is_due(self, at: At) -> bool:
-        return at in self._points and self._points[at] <= self._passes
+    def _is_due(self, micro_chunk: MicroChunk) -> bool:
+        return micro_chunk in self._post_after and self._post_after[micro_chunk] <= self._passes
 
     def _reserve(self) -> None:
-        for at in self._agenda:
-            if at not in self._layouts or not self._is_due(at):
+        for micro_chunk in self._agenda:
+            if micro_chunk not in self._layouts or not self._is_due(micro_chunk):
                 return
-            layout = self._layouts[at]
-            if layout is not None and at not in self._reserved:
-                self._reserved[at] = self._buffer(layout)
+            layout = self._layouts[micro_chunk]
+            if layout is not None and micro_chunk not in self._reserved:
+                self._reserved[micro_chunk] = self._allocate(layout)
 
-    def _buffer(self, layout: Layout) -> Tensor:
-        return self.link.pool.take(sum(self.link.size(*each) for each in layout))
+    def _allocate(self, layout: Layout) -> Tensor:
+        return self.link.pool.take(sum(self.link.message_bytes(*each) for each in layout))
 
     def _post(self, messages: int) -> None:
         """Post receives of known layout: all that are due, then others until `messages` receives are pending."""
         while self._agenda and self._agenda[0] in self._layouts:
-            at = self._agenda[0]
-            if len(self._posted) >= messages and not self._is_due(at):
+            micro_chunk = self._agenda[0]
+            if len(self._posted) >= messages and not self._is_due(micro_chunk):
                 return
             self._agenda.popleft()
-            layout = self._layouts.pop(at)
+            layout = self._layouts.pop(micro_chunk)
             if layout is None:
                 continue
-            payload = self._reserved.pop(at, None)
+            payload = self._reserved.pop(micro_chunk, None)
             if payload is None:
-                payload = self._buffer(layout)
+                payload = self._allocate(layout)
             work = None
             if payload.numel():
                 work = dist.irecv(payload, self.link.peer, group=self.link.group)
-            self._posted.append(Posted(at, work, payload, layout))
+            self._posted.append(PostedReceive(micro_chunk, work, payload, layout))
 
-    def _unpack(self, raw: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:
-        raw = raw[: self.link.numel(flags, shape) * dtype.itemsize]
-        if raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()  # tensors in a message begin at multiples of 8 bytes, but complex128 needs 16
-        part = raw.view(dtype)
+    def _unpack(self, raw_bytes: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:
+        raw_bytes = raw_bytes[: self.link.local_numel(flags, shape) * dtype.itemsize]
+        if raw_bytes.storage_offset() % dtype.itemsize:
+            raw_bytes = raw_bytes.clone()  # tensors in a message begin at multiples of 8 bytes, but complex128 needs 16
+        part = raw_bytes.view(dtype)
         if flags & SPLIT and self.link.slice_size > 1:
             parts = [torch.empty_like(part) for _ in range(self.link.slice_size)]
             dist.all_gather(parts, part, group=self.link.slice_group)
@@ -353,11 +353,11 @@ class Receiver:
         return BoundaryTensor(tensor, bool(flags & GRAD), bool(flags & SPLIT))
 
 
-def _as_json(layout: Layout) -> list[Any]:
+def _layout_as_json(layout: Layout) -> list[Any]:
     return [(str(dtype).removeprefix("torch."), flags, shape) for dtype, flags, shape in layout]
 
 
 def _padded_bytes(part: Tensor) -> Tensor:
-    raw = part.view(torch.uint8)
-    gap = -raw.numel() % ALIGN
-    return torch.nn.functional.pad(raw, (0, gap)) if gap else raw
+    raw_bytes = part.view(torch.uint8)
+    padding = -raw_bytes.numel() % ALIGN
+    return torch.nn.functional.pad(raw_bytes, (0, padding)) if padding else raw_bytes

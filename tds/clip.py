@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ._torch import norms, scale_all
-from .sparse import numbers_of
+from .sparse import grad_values
 
 
 def weights_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the tensors that a torch optimizer steps, in the order of its groups."""
-    found: list[Tensor] = []
+    weights: list[Tensor] = []
     for group in optimizer.param_groups:
-        found += group["params"]
-    return found
+        weights += group["params"]
+    return weights
 
 
 def is_split(parameter: nn.Parameter) -> bool:
@@ -39,27 +39,27 @@ def is_unique_param(parameter: nn.Parameter, model_rank: int) -> bool:
     return model_rank == 0 or is_split(parameter)
 
 
-def squared_norm_here(parameters: Iterable[nn.Parameter], model_rank: int, device: torch.device) -> Tensor:
+def local_squared_norm(parameters: Iterable[nn.Parameter], model_rank: int, device: torch.device) -> Tensor:
     """Return this rank's part of the squared global gradient norm, a scalar in fp64.
 
     The result is NaN or Inf if any gradient on this rank contains NaN or Inf. This includes gradients of replicated
     weights that another rank counts.
     """
-    there = [(numbers_of(p), is_unique_param(p, model_rank)) for p in parameters if p.grad is not None]
-    return squared_norm_of(there, device)
+    counted_grads = [(grad_values(p), is_unique_param(p, model_rank)) for p in parameters if p.grad is not None]
+    return counted_squared_norm(counted_grads, device)
 
 
-def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.device) -> Tensor:
+def counted_squared_norm(gradients: Iterable[tuple[Tensor, bool]], device: torch.device) -> Tensor:
     """Return the squared norm of the counted gradients, a scalar in fp64.
 
     The result is NaN or Inf if any gradient contains NaN or Inf, counted or not.
     gradients: (gradient, whether it is counted) pairs.
     """
-    sorted_out: dict[bool, list[Tensor]] = {True: [], False: []}
+    by_counted: dict[bool, list[Tensor]] = {True: [], False: []}
     for gradient, is_counted in gradients:
-        sorted_out[is_counted].append(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
+        by_counted[is_counted].append(gradient.to(torch.promote_types(gradient.dtype, torch.float32)))
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for is_counted, grads in sorted_out.items():
+    for is_counted, grads in by_counted.items():
         if grads:
             squares = torch.stack(norms(grads)).double().square().sum()
             total += squares if is_counted else 0 * squares  # 0 * squares is NaN if a gradient is NaN or Inf
@@ -68,7 +68,7 @@ def squared_norm_of(gradients: Iterable[tuple[Tensor, bool]], device: torch.devi
 
 def clip_by_norm(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
     """Clip the gradients to the global norm `limit` (0: no clipping). norm: the current global norm, a scalar."""
-    clip([numbers_of(p) for p in parameters if p.grad is not None], norm, limit)
+    clip([grad_values(p) for p in parameters if p.grad is not None], norm, limit)
 
 
 def clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
@@ -80,7 +80,7 @@ def clip(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    for dtype, alike in by_dtype.items():
+    for dtype, grads in by_dtype.items():
         # The factor is not in half precision, because it would be rounded, possibly to 0.
-        wide = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-        scale_all(alike, factor.to(wide))
+        factor_dtype = torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+        scale_all(grads, factor.to(factor_dtype))

@@ -24,35 +24,35 @@ import torch
 import torch.distributed as dist
 
 from . import schedule
-from .fault_board import COLLECT_SECONDS, POLL_SECONDS, FaultBoard, describe_store, name_here
-from .messages import say, shortened, words_of
+from .fault_board import COLLECT_SECONDS, POLL_SECONDS, FaultBoard, describe_store, name_this_rank
+from .messages import error_text, say, shortened
 from .observers import Observer
-from .recorder import Finished, allocation_retries, not_ended
+from .recorder import DeviceProgress, allocation_retries, pending_collectives
 
 SILENCE_SECONDS = 4 * COLLECT_SECONDS  # how long the store may not answer, including the time for reports
-_CPP = re.compile(
+_CPP_STACK = re.compile(
     r"\n?(Exception raised from [^\n]*|C\+\+ CapturedTraceback:)\n((frame )?#\d+[:\s][^\n]*(\n|$)|\n(?=(frame "
     r")?#\d+[:\s]))*"
 )
 # Characters of an error that a report shows in its first line and below the stack.
-MOST_OF_MESSAGE, MOST_OF_STACK = 2_000, 16_000
-INTERRUPTED = 130  # exit code that a shell gives to a process ended by Ctrl-C
+MAX_MESSAGE_CHARS, MAX_STACK_CHARS = 2_000, 16_000
+EXIT_INTERRUPTED = 130  # exit code that a shell gives to a process ended by Ctrl-C
 
 
-def _print_once() -> None:
+def _install_excepthook() -> None:
     """Install an excepthook that prints an uncaught error unless rank 0's report already contains the error."""
-    before = sys.excepthook
-    if hasattr(before, "once"):
+    previous_hook = sys.excepthook
+    if hasattr(previous_hook, "is_tds_hook"):
         return
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        latest = Watchdog._latest
+        latest = Watchdog._active_watchdog
         if latest and (isinstance(error, KeyboardInterrupt) or latest.reports_all_errors):
             latest.fail(error)  # not reported yet: it was raised outside a step
         if not getattr(error, "tds_reported", False):
-            before(kind, error, trace)
+            previous_hook(kind, error, trace)
 
-    hook.once = True  # type: ignore[attr-defined]
+    hook.is_tds_hook = True  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 
@@ -64,7 +64,7 @@ CHANNELS = {
 }
 
 
-def describe(what: Any, stage: int, neighbours: Any) -> str:
+def describe_activity(what: Any, stage: int, neighbours: Any) -> str:
     """Describe what a rank is doing. what: a schedule instruction, or a text for any other activity."""
     where = f"stage {stage}"
     if not isinstance(what, schedule.Instruction):
@@ -79,18 +79,18 @@ def describe(what: Any, stage: int, neighbours: Any) -> str:
 
 def out_of_memory(error: BaseException) -> str | None:
     """Return `is out of memory (...)` with the text of an out-of-memory error, or None for any other error."""
-    text = " ".join(words_of(error).split())
+    text = " ".join(error_text(error).split())
     if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "can't allocate memory" not in text:
         return None
     return f"is out of memory ({text[:300] or type(error).__name__})"
 
 
-def without_cpp(text: str) -> str:
+def strip_cpp_stacks(text: str) -> str:
     """Return `text` without the C++ stacks that torch puts into its error messages."""
-    return _CPP.sub("", text)
+    return _CPP_STACK.sub("", text)
 
 
-def _callers(error: BaseException) -> list[str]:
+def _caller_stack(error: BaseException) -> list[str]:
     """Return the stack of the callers of the function that caught `error`, such as the user's script, as lines."""
     frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
@@ -105,20 +105,20 @@ def _exit(code: int) -> None:
 
 
 class Watchdog(Observer):
-    """Monitor of what this rank does: `at` records an activity, and `fail` announces an error on the fault board.
+    """Monitor of what this rank does: `record` records an activity, and `fail` announces an error on the fault board.
 
     One thread ends the rank when any rank has announced a fault or an activity takes too long. Another thread ends
     the rank when the fault board does not answer. If a process has several watchdogs, e.g. for two engines, only the
-    watchdog whose `at` was called last is active.
+    watchdog whose `record` was called last is active.
 
     timeout: seconds allowed for one activity.
-    describe: a method, held by weak reference, that turns an argument of `at` into text; None: use `str`.
+    describe: a method, held by weak reference, that turns an argument of `record` into text; None: use `str`.
     name: what is monitored, e.g. `pipeline`; reports begin with this name.
     device: an accelerator whose progress is reported.
     idle: text that describes this rank in a report while no activity is recorded.
     """
 
-    _latest: "Watchdog | None" = None
+    _active_watchdog: "Watchdog | None" = None
     reports_all_errors = False  # whether to report uncaught errors outside steps, too
     advice = (
         "to save memory, use smaller micro-batches (train_micro_batch_size_per_gpu), recompute activations "
@@ -138,13 +138,13 @@ class Watchdog(Observer):
         self._board = FaultBoard(name)
         self._describe: Callable[[], Callable[[Any], str] | None]
         self._describe = weakref.WeakMethod(describe) if describe else lambda: str
-        self._doing: tuple[Any, float] | None = None  # current activity, and the time when it began
-        self._finished = Finished(device) if device is not None and device.type != "cpu" else None
-        self._main = threading.main_thread().ident or 0
-        self._ending = threading.Lock()
-        Watchdog._latest = self
-        _print_once()
-        self._over = threading.Event()
+        self._activity: tuple[Any, float] | None = None  # current activity, and the time when it began
+        self._device_progress = DeviceProgress(device) if device is not None and device.type != "cpu" else None
+        self._main_thread_id = threading.main_thread().ident or 0
+        self._exit_lock = threading.Lock()
+        Watchdog._active_watchdog = self
+        _install_excepthook()
+        self._stopped = threading.Event()
         self._answered = time.monotonic()
         targets = (self._watch_faults, self._watch_board)
         self._threads = [threading.Thread(target=target, name="tds-watchdog", daemon=True) for target in targets]
@@ -155,25 +155,25 @@ class Watchdog(Observer):
     @classmethod
     def latest(cls) -> "Watchdog | None":
         """Return the active watchdog of this process, or None."""
-        return cls._latest
+        return cls._active_watchdog
 
-    def at(self, what: Any) -> None:
+    def record(self, what: Any) -> None:
         """Record that this rank now does `what`; None: this rank does nothing that other ranks may wait for."""
-        if self._finished and self._doing:
+        if self._device_progress and self._activity:
             with contextlib.suppress(RuntimeError):  # the device has failed; the next synchronization will report it
-                self._finished.submitted(self._doing[0])
-        self._doing = None if what is None else (what, time.monotonic())
+                self._device_progress.record_submitted(self._activity[0])
+        self._activity = None if what is None else (what, time.monotonic())
         if what is not None:
-            Watchdog._latest = self
+            Watchdog._active_watchdog = self
 
     def begin(self, what: Any) -> None:
         """Record that this rank begins an instruction; the other parts of a step say themselves when they wait."""
         if isinstance(what, schedule.Instruction):
-            self.at(what)
+            self.record(what)
 
     def waiting(self, doing: str) -> None:
         """Record that this rank may now wait for other ranks."""
-        self.at(doing)
+        self.record(doing)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -188,7 +188,7 @@ class Watchdog(Observer):
                 self.fail(error)
             raise
         finally:
-            self.at(None)
+            self.record(None)
 
     def fail(self, error: BaseException) -> None:
         """Announce to all ranks that this rank failed; return when rank 0 has printed the report.
@@ -196,99 +196,99 @@ class Watchdog(Observer):
         After Ctrl-C or an out-of-memory error, the report is one line without stacks, and this method ends the
         process.
         """
-        if not self._ending.acquire(blocking=False):
+        if not self._exit_lock.acquire(blocking=False):
             # Another thread is already ending this process; wait for the end.
             time.sleep(2 * self._board.collect_seconds)
-        lines = [*_callers(error), *traceback.format_exception(error)]
-        text = shortened(without_cpp("".join(lines)).rstrip(), MOST_OF_STACK)
-        interrupted = isinstance(error, KeyboardInterrupt)
-        if interrupted and threading.current_thread() is threading.main_thread():
+        lines = [*_caller_stack(error), *traceback.format_exception(error)]
+        text = shortened(strip_cpp_stacks("".join(lines)).rstrip(), MAX_STACK_CHARS)
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        if is_interrupt and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore the second SIGINT, which launchers send
-        rank = name_here(self._board.rank)
-        fault, code = self._fault(error)
+        rank = name_this_rank(self._board.rank)
+        fault, code = self._describe_fault(error)
         try:
             self._board.announce(f"{rank} {fault}", code)
         except Exception:  # rank 0, which hosts the store, is gone
-            self.leave(f"{rank} lost the connection to the {describe_store()}", "" if interrupted else text)
+            self.exit_with_stack(f"{rank} lost the connection to the {describe_store()}", "" if is_interrupt else text)
         if code := self._report(text):
             _exit(code)
         error.tds_reported = True  # type: ignore[attr-defined]
 
-    def _fault(self, error: BaseException) -> tuple[str, int]:
+    def _describe_fault(self, error: BaseException) -> tuple[str, int]:
         """Return a description of the error, and the exit code for the other ranks; 0 asks them to report stacks."""
         if isinstance(error, KeyboardInterrupt):
-            return "was interrupted (Ctrl-C)", INTERRUPTED
+            return "was interrupted (Ctrl-C)", EXIT_INTERRUPTED
         if memory := out_of_memory(error):
-            return f"{memory} {self._where()}; {self.advice}", 1
-        words = shortened(without_cpp(words_of(error)).strip(), MOST_OF_MESSAGE)
+            return f"{memory} {self._describe_current()}; {self.advice}", 1
+        words = shortened(strip_cpp_stacks(error_text(error)).strip(), MAX_MESSAGE_CHARS)
         return f"raised {type(error).__name__}: {words}", 0
 
     def _poll(self) -> Iterator[tuple[Any, float] | None]:
         """Yield the current activity a few times a second, while this watchdog is active and its engine exists."""
-        while self._describe() is not None and not self._over.wait(POLL_SECONDS):
-            if Watchdog._latest is self:
-                yield self._doing
+        while self._describe() is not None and not self._stopped.wait(POLL_SECONDS):
+            if Watchdog._active_watchdog is self:
+                yield self._activity
 
     def _watch_faults(self) -> None:
         """End this rank, with a report, if a rank has announced a fault or an activity takes too long."""
-        rank = name_here(self._board.rank)
-        for tick, doing in enumerate(self._poll(), self._board.rank):
-            late = doing is not None and time.monotonic() - doing[1] > self.timeout
-            if tick % self._board.ticks and not late:
+        rank = name_this_rank(self._board.rank)
+        for tick, activity in enumerate(self._poll(), self._board.rank):  # ranks take turns
+            is_late = activity is not None and time.monotonic() - activity[1] > self.timeout
+            if tick % self._board.poll_ticks and not is_late:
                 continue
             try:
                 fault = self._board.has_fault()
             except Exception:
-                if doing is not None:  # a rank without activity may simply be exiting
-                    self.leave(f"{rank} lost the connection to the {describe_store()}")
+                if activity is not None:  # a rank without activity may simply be exiting
+                    self.exit_with_stack(f"{rank} lost the connection to the {describe_store()}")
                 return
             self._answered = time.monotonic()
-            if late:
+            if is_late:
                 name = self._board.name
                 self._board.announce(f"{rank} exceeded the {name}'s timeout: {self.timeout:g} s in one operation")
-            if (late or fault) and self._ending.acquire(blocking=False):
+            if (is_late or fault) and self._exit_lock.acquire(blocking=False):
                 _exit(self._report(self._stack()) or 1)
 
     def _watch_board(self) -> None:
         """End this rank if the store does not answer and the current activity exceeds the timeout."""
-        for doing in self._poll():
+        for activity in self._poll():
             now = time.monotonic()
             silence = SILENCE_SECONDS + 4 * self._board.delay
-            silent = now - self._answered > silence
-            if silent and doing is not None and now - doing[1] > self.timeout + silence:
-                self.leave(
-                    f"{name_here(self._board.rank)}, {self._where()}, for {now - doing[1]:.1f} s; the "
-                    f"{describe_store()} does not answer: it is dead or stopped"
+            is_silent = now - self._answered > silence
+            if is_silent and activity is not None and now - activity[1] > self.timeout + silence:
+                self.exit_with_stack(
+                    f"{name_this_rank(self._board.rank)}, {self._describe_current()}, for {now - activity[1]:.1f} s; "
+                    f"the {describe_store()} does not answer: it is dead or stopped"
                 )
 
     def _stop(self) -> None:
         """Stop the threads before the interpreter exits. A thread inside C++ code would crash the process at exit."""
-        self._over.set()
+        self._stopped.set()
         for thread in self._threads:
             thread.join(2.0)
 
-    def _where(self) -> str:
-        doing = self._doing
+    def _describe_current(self) -> str:
+        activity = self._activity
         describe = self._describe()
-        return self._idle if doing is None or describe is None else describe(doing[0])
+        return self._idle if activity is None or describe is None else describe(activity[0])
 
-    def _more(self) -> list[str]:
+    def _extra_lines(self) -> list[str]:
         """Describe the device's progress and pending collectives; ignore errors, so that the report is printed."""
         lines = []
-        if self._finished:
+        if self._device_progress:
             with contextlib.suppress(Exception):
-                done = self._finished.last()
-                if done:
-                    lines.append(f"its device has finished: {self._in_short(done)}")
+                finished = self._device_progress.last_finished()
+                if finished:
+                    lines.append(f"its device has finished: {self._describe_briefly(finished)}")
             with contextlib.suppress(Exception):
-                short = allocation_retries(self._finished.device)
-                if short:
-                    lines.append(short)
+                shortage = allocation_retries(self._device_progress.device)
+                if shortage:
+                    lines.append(shortage)
         with contextlib.suppress(Exception):
-            lines += [f"begun and not ended: {words}" for words in not_ended()]
+            lines += [f"begun and not ended: {words}" for words in pending_collectives()]
         return lines
 
-    def _in_short(self, what: Any) -> str:
+    def _describe_briefly(self, what: Any) -> str:
         """Describe finished work briefly: an instruction by its name, micro-batch and chunk."""
         if isinstance(what, schedule.Instruction):
             return f"{type(what).__name__} of micro-batch {what.micro}, chunk {what.chunk}"
@@ -296,27 +296,29 @@ class Watchdog(Observer):
         return describe(what) if describe else str(what)
 
     def _stack(self) -> str:
-        frame = sys._current_frames().get(self._main)
+        frame = sys._current_frames().get(self._main_thread_id)
         return "".join(traceback.format_stack(frame)).rstrip() if frame else "no stack"
 
     def _report(self, stack: str) -> int:
         """Write this rank's report, and return the announced exit code."""
-        what = self._where()
-        doing = self._doing
-        since = time.monotonic() - doing[1] if doing else 0.0
+        what = self._describe_current()
+        activity = self._activity
+        since = time.monotonic() - activity[1] if activity else 0.0
         try:
-            return self._board.report({"what": what, "since": since, "stack": stack, "more": self._more()})
+            return self._board.report({"what": what, "since": since, "stack": stack, "more": self._extra_lines()})
         except Exception:
-            self.leave(f"{name_here(self._board.rank)}: {what} for {since:.1f} s; rank 0 does not answer", stack)
+            self.exit_with_stack(
+                f"{name_this_rank(self._board.rank)}: {what} for {since:.1f} s; rank 0 does not answer", stack
+            )
         return 0
 
-    def leave(self, why: str, stack: str = "") -> None:
+    def exit_with_stack(self, why: str, stack: str = "") -> None:
         """Print why this rank ends, and a stack, by default that of the main thread; end the process with code 1."""
         say("\n".join([f"{self._board.name} stopped: {why}", stack or self._stack()]), error=True)
         _exit(1)
 
 
-def watch_the_start() -> None:
+def watch_startup() -> None:
     """Make an uncaught error in this process end all ranks with a report, until an engine starts its own watchdog."""
     if not dist.is_initialized() or dist.get_backend() == "fake":  # a simulated world has no other processes
         return

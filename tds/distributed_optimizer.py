@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
-from .bucket_launch import BucketLauncher, pack, sort_buckets
+from .bucket_launch import BucketLauncher, pack_buckets, sort_buckets
 from .buckets import Bucket
-from .clip import is_unique_param, squared_norm_of
-from .flat_matrices import Work, is_even
+from .clip import counted_squared_norm, is_unique_param
+from .flat_matrices import Work, has_little_padding
 from .gathers import DeferredGathers, layers_that_wait
-from .messages import ways
+from .messages import setting_advice
 from .module_changes import ADVICE, ReplacedWeightError
 from .optimizers import clip_in_step, steps_separately
-from .param_replicas import by_holders
+from .param_replicas import group_by_holders
 
 # Largest number of groups. While a group is stepped, the weights of the previous group are gathered. Each call of the
 # wrapped optimizer costs host time for all of its parameters, so more groups would cost more than they hide.
-MOST_STEPS = 8
+MAX_GROUPS = 8
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -71,7 +71,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": list(group["params"])} for group in optimizer.param_groups], {})
         self.optimizer = optimizer
         self.bucket_bytes = bucket_bytes
-        self._show_inside()
+        self._expose_wrapped()
         self.buckets: list[Bucket] = []
         self.dp_process_group: Any = None
         self._bucket_of: dict[nn.Parameter, Bucket] = {}
@@ -82,8 +82,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._launcher: BucketLauncher | None = None
         self._overlap_gather = overlap_gather
         self._gathers = DeferredGathers((), ())
-        self._summed = self._linked = False
-        self._counted: list[tuple[Tensor, bool]] | None = None
+        self._is_reduced = self._are_states_linked = False
+        self._norm_slices: list[tuple[Tensor, bool]] | None = None
         self.norm: Tensor | None = None
         self._limit = 0.0
         self.overflow = False
@@ -116,42 +116,42 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.count_views()
             if bucket.accumulates_matmuls:
-                self._take_matmuls(bucket)
+                self._accept_matmuls(bucket)
 
     def _make_buckets(
-        self, module: nn.Module, chunk_of: Mapping[nn.Parameter, int], apart: Iterable[nn.Parameter]
+        self, module: nn.Module, chunk_of: Mapping[nn.Parameter, int], separate: Iterable[nn.Parameter]
     ) -> None:
         """Put the trainable weights of `module` into buckets, and let the wrapped optimizer step their shares."""
-        known = {p for p in module.parameters() if p.requires_grad}
-        for settings in self.param_groups:
-            mine = [p for p in settings["params"] if p in known]
-            work = self._work_of_whole(mine)
-            for holders, own in by_holders(mine, self.dp_process_group):
-                is_enough = partial(is_even, replicas=dist.get_world_size(holders), work=work) if work else None
-                for parameters in pack(own, holders, self.bucket_bytes, chunk_of, apart, is_enough):
-                    bucket = Bucket(parameters, holders, work)
+        trainable = {p for p in module.parameters() if p.requires_grad}
+        for param_group in self.param_groups:
+            group_weights = [p for p in param_group["params"] if p in trainable]
+            work = self._whole_work(group_weights)
+            for group, held in group_by_holders(group_weights, self.dp_process_group):
+                is_full = partial(has_little_padding, replicas=dist.get_world_size(group), work=work) if work else None
+                for parameters in pack_buckets(held, group, self.bucket_bytes, chunk_of, separate, is_full):
+                    bucket = Bucket(parameters, group, work)
                     self.buckets.append(bucket)
                     link_shares(bucket, len(self.buckets))
-            self.bf16_groups.append(mine)
+            self.bf16_groups.append(group_weights)
         sort_buckets(self.buckets, module.parameters(), chunk_of)
         for bucket in self.buckets:
             self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
-        for settings in self.param_groups:
-            given = set(settings["params"])
-            settings["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in given]
+        for param_group in self.param_groups:
+            given = set(param_group["params"])
+            param_group["params"] = [bucket.share for bucket in self.buckets if bucket.parameters[0] in given]
 
-    def _take_matmuls(self, bucket: Bucket) -> None:
+    def _accept_matmuls(self, bucket: Bucket) -> None:
         """Let megatron.mpu's layers, whose weights have a `spec`, accumulate weight gradients into the bucket."""
         for p in bucket.parameters:
             if hasattr(p, "spec"):
                 p.spec.accumulate_wgrad = partial(self._accumulate_wgrad, p)
 
-    def _work_of_whole(self, weights: Sequence[nn.Parameter]) -> Work | None:
+    def _whole_work(self, weights: Sequence[nn.Parameter]) -> Work | None:
         """Return the function `whole_work` of the optimizer, if it steps these weights as wholes, else None."""
         work: Work | None = getattr(self.optimizer, "whole_work", None)
         return work if work and weights and work(weights[0]) is not None else None
 
-    def _attached(self) -> BucketLauncher:
+    def _require_launcher(self) -> BucketLauncher:
         assert self._launcher, "tds.initialize() comes first"
         return self._launcher
 
@@ -163,14 +163,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if has_hooks(parameter):
             return False
-        self._attached().take(parameter, partial(self._bucket_of[parameter].add_matmul, left, right))
+        self._require_launcher().add_gradient(parameter, partial(self._bucket_of[parameter].add_matmul, left, right))
         return True
 
     def _refuse_unsteppable(self, module: nn.Module) -> None:
         """Raise ValueError for weights that would silently not be trained."""
         given = set[nn.Parameter]()
-        for settings in self.param_groups:
-            given.update(settings["params"])
+        for param_group in self.param_groups:
+            given.update(param_group["params"])
         outside = given.difference(module.parameters())
         problem = None
         if self.state:
@@ -194,26 +194,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{len(changed)} weights, the first of shape {tuple(changed[0].shape)}, were {verb} after "
                 f"tds.initialize(), in which a DistributedOptimizer shards the trainable weights: call "
-                f"tds.initialize() again, or train without this optimizer ({ways['no ZeRO']})"
+                f"tds.initialize() again, or train without this optimizer ({setting_advice['no ZeRO']})"
             )
 
     def _adopt_replaced(self) -> None:
         """Copy weights whose storage was replaced into the buckets. Raises ReplacedWeightError if that is not safe."""
-        ours = {bucket.weights.untyped_storage().data_ptr() for bucket in self.buckets}
+        bucket_storages = {bucket.weights.untyped_storage().data_ptr() for bucket in self.buckets}
         for bucket in self.buckets:
-            replaced = bucket.replaced()
+            replaced = bucket.replaced_weights()
             for p in replaced:
                 view = bucket.view_of[p]
-                became = None
-                if p.untyped_storage().data_ptr() in ours:
-                    became = "shares memory with another weight"
+                problem = None
+                if p.untyped_storage().data_ptr() in bucket_storages:
+                    problem = "shares memory with another weight"
                 elif (p.dtype, p.device, p.shape) != (view.dtype, view.device, view.shape):
-                    became = "has another dtype, device or shape"
-                if became:
+                    problem = "has another dtype, device or shape"
+                if problem:
                     raise ReplacedWeightError(
-                        f"the weight {self._name_of[p]} {became} since tds.initialize(): {ADVICE}"
+                        f"the weight {self._name_of[p]} {problem} since tds.initialize(): {ADVICE}"
                     )
-            if replaced and not bucket.adopt(replaced):
+            if replaced and not bucket.adopt_weights(replaced):
                 raise ReplacedWeightError(
                     f"the storage of the weight {self._name_of[replaced[0]]} was replaced after tds.initialize(), "
                     f"while another tensor still views the old storage, e.g. to restore it later: {ADVICE}"
@@ -224,12 +224,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def arm(self, chunk: int = 0) -> None:
         """Overlap the reduction with the next backward pass of `chunk`, which must be the chunk's last of this step."""
-        self._attached().arm(chunk)
+        self._require_launcher().arm(chunk)
 
     def finish(self) -> None:
         """Reduce the remaining buckets and wait, so that each replica has the summed gradients of its shares."""
-        self._attached().finish()
-        self._summed = True
+        self._require_launcher().finish()
+        self._is_reduced = True
 
     def gradient_share(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this replica's share `[n]` of the summed gradient of a tied weight, after `finish()`.
@@ -245,12 +245,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         The result is NaN or Inf if any gradient in this rank's shares contains NaN or Inf. This includes gradients
         that only another rank counts in the norm. model_rank: tensor-parallel rank.
         """
-        if self._counted is None:
-            self._counted = []
+        if self._norm_slices is None:
+            self._norm_slices = []
             counts = {p: is_unique_param(p, model_rank) for p in self._bucket_of}
             for bucket in self.buckets:
-                self._counted += bucket.norm_slices(counts)
-        return squared_norm_of(self._counted, device)
+                self._norm_slices += bucket.norm_slices(counts)
+        return counted_squared_norm(self._norm_slices, device)
 
     # ------------------------------------------------------------------ step
 
@@ -284,12 +284,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             bucket.share.grad = None
         # For example, 20 buckets are stepped in groups of 3, in the order in which the next forward pass uses them.
-        first_first = self.buckets[::-1]
-        size = len(first_first)
+        forward_order = self.buckets[::-1]
+        group_size = len(forward_order)
         if steps_separately(self.optimizer):
-            size = -(-len(first_first) // MOST_STEPS)
-        for at in range(0, len(first_first), max(size, 1)):
-            group = first_first[at : at + size]
+            group_size = -(-len(forward_order) // MAX_GROUPS)
+        for start in range(0, len(forward_order), max(group_size, 1)):
+            group = forward_order[start : start + group_size]
             for bucket in group:
                 bucket.share.grad = grads[bucket]
             self.optimizer.step()
@@ -297,7 +297,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 bucket.gather()
                 bucket.share.grad = None
         self._gathers.defer()
-        if not self._linked:
+        if not self._are_states_linked:
             self._lazy_init_hp_params_optimizer_state()
         if self.read_norm is not None:
             self.overflow = not math.isfinite(self.read_norm())
@@ -310,7 +310,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"the gradient of the weight {self._name_of[p]} was set after finish(), which reduces gradients: "
                     f"set it before finish()"
                 )
-        if has_closure or self.norm is None or not self._summed:
+        if has_closure or self.norm is None or not self._is_reduced:
             raise RuntimeError(
                 "step() of a DistributedOptimizer was called too early or with a closure: after the last backward "
                 "pass, call finish(), clip() and then step() without a closure"
@@ -323,7 +323,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients at the start of a step."""
-        self._summed = False
+        self._is_reduced = False
         if self._launcher:
             self._launcher.reset()
         for bucket in self.buckets:
@@ -339,7 +339,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for bucket in self.buckets:
             if bucket.share in self.state:
                 link_states(bucket, self.state)
-                self._linked = True
+                self._are_states_linked = True
 
     def refresh_fp32_params(self) -> None:
         """Copy the model's weights, which have just been loaded, into the fp32 copies that this optimizer steps."""
@@ -364,35 +364,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises ValueError if the shares differ in number or size from this run's.
         """
-        mine = self._mine(state_dict_list)
-        if mine is None:
+        own_state = self._own_state(state_dict_list)
+        if own_state is None:
             raise ValueError(
                 f"the checkpoint holds optimizer states sharded over {len(state_dict_list)} replicas, which do not fit "
                 f"this run with {dist.get_world_size(self.dp_process_group)} replicas: use the same number of replicas "
                 f"and the same partition of the layers, or load_optimizer_states=False"
             )
         if load_optimizer_states:
-            self.optimizer.load_state_dict(mine["optimizer"])
-            self._show_inside()
-        for bucket, share in zip(self.buckets, mine["shares"], strict=True):
+            self.optimizer.load_state_dict(own_state["optimizer"])
+            self._expose_wrapped()
+        for bucket, share in zip(self.buckets, own_state["shares"], strict=True):
             bucket.share.data.copy_(share)
         self._lazy_init_hp_params_optimizer_state()
 
-    def _show_inside(self) -> None:
+    def _expose_wrapped(self) -> None:
         """Expose the wrapped optimizer's param_groups, state and defaults as this optimizer's own."""
-        inside = self.optimizer
-        self.param_groups = inside.param_groups
-        self.state = inside.state
-        self.defaults = inside.defaults
+        wrapped = self.optimizer
+        self.param_groups = wrapped.param_groups
+        self.state = wrapped.state
+        self.defaults = wrapped.defaults
 
-    def _mine(self, states: Any) -> Any:
+    def _own_state(self, states: Any) -> Any:
         """Return this replica's item of `states`, or None if the shares in it differ in size from this run's shares.
 
         The items of other replicas may be None.
         """
         if len(states) != dist.get_world_size(self.dp_process_group):
             return None
-        mine = states[dist.get_rank(self.dp_process_group)]
-        saved = [share.shape for share in mine.get("shares", ())] if mine else None
-        here = [bucket.share.shape for bucket in self.buckets]
-        return mine if saved == here else None
+        own_state = states[dist.get_rank(self.dp_process_group)]
+        saved_shapes = [share.shape for share in own_state.get("shares", ())] if own_state else None
+        shapes = [bucket.share.shape for bucket in self.buckets]
+        return own_state if saved_shapes == shapes else None

@@ -16,13 +16,13 @@ from deepspeed import checkpointing
 from torch import Tensor
 
 from . import evaluation, schedule
-from ._deepspeed import TRAIN_BATCH_TIMER, autocast, prepare, quietly, time_without_waiting
+from ._deepspeed import TRAIN_BATCH_TIMER, autocast, disable_timer_sync, patch_deepspeed, quietly
 from .batches import Batches, DataEnded
-from .boundary import check
+from .boundary import check_tensors
 from .channel import BoundaryTensor, layout_of
-from .diagnose import Watchdog, describe
+from .diagnose import Watchdog, describe_activity
 from .engine_classes import DeepSpeedMethods
-from .groups import of_hosts
+from .groups import host_group
 from .hooks import PipelineHooks
 from .losses import Losses
 from .measure import check_factor
@@ -32,12 +32,12 @@ from .mistakes import require_gradient, require_iterator, require_scalar_loss
 from .neighbours import connect_neighbours
 from .nested import as_tuple, in_full, unwrap
 from .observers import Observers
-from .patches import instruction_of, is_reduction_replaced, refuse_patches
-from .posting import COST, SENDS, StagePlan, StagePlans
-from .progress import MOST_TIMED, Progress
-from .queues import in_queues
-from .recompute import choose_checkpoint_function, require_gradients
-from .reductions import Overlapped, reduction_of
+from .patches import instruction_handler, is_reduction_replaced, refuse_patches
+from .posting import PASS_COST, SENDS, StagePlan, StagePlans
+from .progress import MAX_TIMED_STEPS, Progress
+from .queues import has_message_queues
+from .recompute import choose_checkpoint_function, views_requiring_grad
+from .reductions import OverlappedReduction, choose_reduction
 from .saving import PipelineState
 from .schedule import Instruction
 from .split_backward import backward_input
@@ -67,7 +67,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
     module_state_dict = PipelineHooks.module_state_dict
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        prepare()
+        patch_deepspeed()
         if type(self).train_batch is PipelineEngine.train_batch:
             refuse_patches(type(self), kwargs.get("model"))
         choose_checkpoint_function(**kwargs)
@@ -75,21 +75,21 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         tie_all_weights(kwargs["model"], kwargs["model"].tied_comms)  # for DeepSpeed's own PipelineModule
         super().__init__(*args, **kwargs)
         # Cached, because DeepSpeed computes these again at each call.
-        self._is_last = self.is_last_stage()
+        self._is_last_stage = self.is_last_stage()
         self._replicas = self.grid.get_data_parallel_group()
-        reads_data = self._is_last or self.stage_id == 0
-        self._replica_hosts = of_hosts(self._replicas) if reads_data and self.dp_world_size > 1 else None
-        self._reduction = reduction_of(self)
+        reads_data = self._is_last_stage or self.stage_id == 0
+        self._replica_hosts = host_group(self._replicas) if reads_data and self.dp_world_size > 1 else None
+        self._reduction = choose_reduction(self)
         self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
-        self._proven = {self.micro_batches}
+        self._proven_micro_batches = {self.micro_batches}
         if self._reduction.averages and not is_reduction_replaced(type(self)):
             check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
-        self._evaluation = partial(schedule.forward_only, chunks=self._chunks)
-        self._plans = StagePlans(self.stage_id, self.num_stages, in_queues(self.device), self.dynamic_shape)
-        self._planned: StagePlan | None = None
+        self._eval_schedule = partial(schedule.forward_only, chunks=self._chunks)
+        self._plans = StagePlans(self.stage_id, self.num_stages, has_message_queues(self.device), self.dynamic_shape)
+        self._current_plan: StagePlan | None = None
         self._neighbours = connect_neighbours(self.grid, self.device, self._chunks)
         self._contract = exchange_declarations(self, settings, self._chunks)
         self.observers = Observers()
@@ -103,7 +103,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         self.fwd_outputs: list[Any] = []
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
         self.observers.append(self.progress)
-        time_without_waiting(self)
+        disable_timer_sync(self)
         if self.num_stages > 1:
             from .untied import warn_of_untied
 
@@ -125,7 +125,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
             self.set_dataiterator(data_iter)
         self.module.train()
         timer = self.timers(TRAIN_BATCH_TIMER)
-        if len(getattr(timer, "event_timers", ())) >= MOST_TIMED:  # without progress lines, the list would grow
+        if len(getattr(timer, "event_timers", ())) >= MAX_TIMED_STEPS:  # without progress lines, the list would grow
             timer.reset()
         timer.start()
         try:
@@ -134,7 +134,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         finally:
             timer.stop()
         self._report("train_loss", self.agg_train_loss)
-        line = self.progress.step(self.global_steps, self.train_batch_size(), self._losses.named)
+        line = self.progress.step(self.global_steps, self.train_batch_size(), self._losses.all_means)
         if line:
             timer.elapsed(reset=True)
             if self.global_rank == 0:
@@ -147,8 +147,8 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
                 f"stage {self.stage_id} has no optimizer: give each rank an optimizer, even if all weights are frozen"
             )
         plan = self._plans.plan(self.schedule, self.micro_batches)
-        if plan is not self._planned:
-            self._planned = plan
+        if plan is not self._current_plan:
+            self._current_plan = plan
             self._reduction.plan(plan.instructions)
         with self.observers.around("Begin"):
             self._begin(self.micro_batches)
@@ -157,13 +157,13 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
             self.observers.waiting("reducing gradients over tied layers and replicas")
             self._reduction.finish()
         with self.observers.around("Loss"):
-            self._share_losses(self._norm_part())
+            self._share_losses(self._squared_norm_to_share())
         with self.observers.around("Step"), quietly():
             self.observers.waiting("in the optimizer step")
-            instruction_of(self, "OptimizerStep", "_exec_optimizer_step")()
+            instruction_handler(self, "OptimizerStep", "_exec_optimizer_step")()
         self.agg_train_loss = self._losses.read()  # after the optimizer step, so that the device has work meanwhile
         self.agg_additional_losses = self._losses.additional or None
-        self.total_loss = self._losses.sum if self._is_last else None
+        self.total_loss = self._losses.local_sum if self._is_last_stage else None
 
     def eval_batch(
         self,
@@ -188,40 +188,40 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         """
         micros = self.micro_batches if num_micro_batches is None else num_micro_batches
         evaluation.check_arguments(reduce_output, micros)
-        training = self.data_iterator
+        train_iterator = self.data_iterator
         self.data_iterator = data_iter
         self.module.eval()
         try:
             # Message buffers allocated in inference mode could not be reused for training.
             with torch.inference_mode(False), torch.no_grad(), self._watched(), self.observers.around("eval_batch"):
                 self._begin(micros, compute_loss)
-                self._run(self._plans.plan(self._evaluation, micros))
+                self._run(self._plans.plan(self._eval_schedule, micros))
                 loss = self._share_losses().read() if compute_loss else None
-                found = evaluation.result(self, loss, reduce_output, bcast_loss)
+                result = evaluation.eval_result(self, loss, reduce_output, bcast_loss)
                 logits = in_full(self.outputs) if return_logits else None
         finally:
-            self.data_iterator = training
+            self.data_iterator = train_iterator
             self.outputs = None
         if loss is not None:
             self._report("eval_loss", loss)
-        return (found, logits) if return_logits else found
+        return (result, logits) if return_logits else result
 
     # ---------------------------------------------------------- instructions
 
     def _run(self, plan: StagePlan) -> None:
-        self._neighbours.begin_step(plan.instructions, plan.points)
-        for instruction, following in zip_longest(plan.instructions, plan.instructions[1:]):
-            do = getattr(self, self._HANDLERS[type(instruction)])
+        self._neighbours.begin_step(plan.instructions, plan.post_after)
+        for instruction, next_instruction in zip_longest(plan.instructions, plan.instructions[1:]):
+            run = getattr(self, self._HANDLERS[type(instruction)])
             with self.observers.around(instruction):
-                do(instruction)
-            self._step.forget_if_done(instruction.at)
-            if type(instruction) in COST:
+                run(instruction)
+            self._step.drop_if_empty(instruction.micro_chunk)
+            if type(instruction) in PASS_COST:
                 self._neighbours.after_pass()
-            if not isinstance(following, SENDS):
+            if not isinstance(next_instruction, SENDS):
                 self._neighbours.post()
-        left = self._step.microbatches
-        assert not left, (
-            f"stage {self.stage_id} still holds tensors of {list(left)} after the last instruction of a step"
+        unfinished = self._step.microbatches
+        assert not unfinished, (
+            f"stage {self.stage_id} still holds tensors of {list(unfinished)} after the last instruction of a step"
         )
         with self.observers.around("Flush"):
             self.observers.waiting("waiting until its last messages are sent")
@@ -230,20 +230,20 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
     def _inputs_of(self, instruction: Instruction) -> Any:
         """Return the inputs of a chunk's layers, which the layers may modify in place."""
         if self._neighbours.has_previous(instruction.chunk):
-            of = self._step.of(instruction.at)
-            received = of.received if self.module.training else of.take_received()
+            microbatch = self._step.microbatch(instruction.micro_chunk)
+            received = microbatch.received if self.module.training else microbatch.take_received()
             return unwrap(tuple(non_leaf_view(each.tensor) for each in received))
         inputs = self._step.batches.inputs(instruction.micro)
         if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
-            inputs = require_gradients(inputs)
+            inputs = views_requiring_grad(inputs)
         return unwrap(inputs)
 
     def _forward(self, instruction: Instruction) -> None:
         chunk = instruction.chunk
         inputs = self._inputs_of(instruction)
-        which = {"chunk": chunk} if self._chunks > 1 else {}
+        chunk_argument = {"chunk": chunk} if self._chunks > 1 else {}
         with autocast(self):
-            outputs = self.module(inputs, **which)
+            outputs = self.module(inputs, **chunk_argument)
         if not self.module.training:
             checkpointing.reset()  # frees the activation buffers, as no backward pass follows
         if self._neighbours.has_next(chunk):
@@ -254,9 +254,9 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
     def _keep(self, instruction: Instruction, outputs: tuple[Any, ...]) -> None:
         """Check the outputs for the next stage and store them until they are sent."""
         declared = self._contract.outputs[instruction.chunk]
-        check(outputs, declared, f"stage {self.stage_id}, outputs", self.device)
-        split = [each.split for each in declared] if declared else [False] * len(outputs)
-        self._step.of(instruction.at).keep(outputs, split)
+        check_tensors(outputs, declared, f"stage {self.stage_id}, outputs", self.device)
+        splits = [each.split for each in declared] if declared else [False] * len(outputs)
+        self._step.microbatch(instruction.micro_chunk).keep_outputs(outputs, splits)
 
     def _add_loss(self, instruction: Instruction, outputs: Any, labels: Any) -> None:
         """Compute the loss, on the last stage."""
@@ -270,76 +270,76 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         else:
             loss = self.module.loss_fn(outputs, labels)
         additional = getattr(self.module, "get_additional_losses", lambda: None)()
-        total = self._losses.add(loss, additional or {})
-        self.fwd_outputs.append(total.detach())
+        total_loss = self._losses.add(loss, additional or {})
+        self.fwd_outputs.append(total_loss.detach())
         if self.module.training:
-            require_gradient(total, outputs, self.stage_id)
-            learned = total * self._step.scale
-            self._step.of(instruction.at).loss = self.scale(learned) if self.fp16_enabled() else learned
+            require_gradient(total_loss, outputs, self.stage_id)
+            scaled = total_loss * self._step.scale
+            self._step.microbatch(instruction.micro_chunk).loss = self.scale(scaled) if self.fp16_enabled() else scaled
 
     def _backward(self, instruction: Instruction) -> None:
-        roots, grads = self._step.of(instruction.at).take_roots()
+        roots, grads = self._step.microbatch(instruction.micro_chunk).take_roots()
         if roots:
             with self._reduction.accumulating(instruction):
                 torch.autograd.backward(roots, grads or None)
 
     def _backward_input(self, instruction: Instruction) -> None:
-        of = self._step.of(instruction.at)
-        roots, grads = of.take_roots()
+        microbatch = self._step.microbatch(instruction.micro_chunk)
+        roots, grads = microbatch.take_roots()
         if roots:
-            inputs = [each.tensor for each in of.inputs_that_learn]
+            inputs = [each.tensor for each in microbatch.inputs_with_grad]
             with self._reduction.accumulating(instruction):
-                of.deferred = backward_input(roots, grads or [None], inputs)
+                microbatch.deferred = backward_input(roots, grads or [None], inputs)
 
     def _backward_weight(self, instruction: Instruction) -> None:
-        of = self._step.of(instruction.at)
-        deferred = of.deferred
-        of.deferred = None
+        microbatch = self._step.microbatch(instruction.micro_chunk)
+        deferred = microbatch.deferred
+        microbatch.deferred = None
         if deferred:
             with self._reduction.accumulating(instruction):
                 deferred.run()
 
     def _send_activation(self, instruction: Instruction) -> None:
-        at = instruction.at
+        micro_chunk = instruction.micro_chunk
         neighbours = self._neighbours
-        outputs = self._step.of(at).take_to_send()
+        outputs = self._step.microbatch(micro_chunk).take_to_send()
         if self.dynamic_shape:
-            same_until = at.micro + 1
-        elif neighbours.has_previous(at.chunk):
-            same_until = neighbours.from_previous.same_until(at)
+            run_end = micro_chunk.micro + 1
+        elif neighbours.has_previous(micro_chunk.chunk):
+            run_end = neighbours.from_previous.run_end(micro_chunk)
         else:
-            same_until = self._step.batches.same_until(at.micro)
+            run_end = self._step.batches.run_end(micro_chunk.micro)
         if self.module.training:  # before the send, since `expect` may allocate the gradient's buffer
-            due = [BoundaryTensor(each.tensor, split=each.split) for each in outputs if each.grad]
-            layout = layout_of(due) if due else None
-            neighbours.from_next.expect(at, layout)
-        neighbours.to_next.send_next(at, same_until, outputs, f"stage {self.stage_id}")
+            expected_grads = [BoundaryTensor(t.tensor, is_split=t.is_split) for t in outputs if t.needs_grad]
+            layout = layout_of(expected_grads) if expected_grads else None
+            neighbours.from_next.expect(micro_chunk, layout)
+        neighbours.to_next.send_outputs(micro_chunk, run_end, outputs, f"stage {self.stage_id}")
 
     def _recv_activation(self, instruction: Instruction) -> None:
         previous = self._neighbours.from_previous
         try:
-            received = previous.take_next(instruction.at)
+            received = previous.take_inputs(instruction.micro_chunk)
         except DataEnded as end:
-            self._forward_end(end)
+            self._announce_data_end(end)
             raise
         for each in received:
-            each.tensor.requires_grad_(each.grad and torch.is_grad_enabled())
-        self._step.of(instruction.at).received = received
+            each.tensor.requires_grad_(each.needs_grad and torch.is_grad_enabled())
+        self._step.microbatch(instruction.micro_chunk).received = received
         tensors = tuple(each.tensor for each in received)
         declared = self._contract.inputs[instruction.chunk]
-        check(tensors, declared, f"stage {self.stage_id}, inputs from rank {previous.link.peer}")
+        check_tensors(tensors, declared, f"stage {self.stage_id}, inputs from rank {previous.link.peer}")
 
     def _send_grad(self, instruction: Instruction) -> None:
-        of = self._step.of(instruction.at)
-        due = of.inputs_that_learn
-        of.received = []
-        if due:
-            self._neighbours.to_previous.send([BoundaryTensor(pop_grad(each.tensor), split=each.split) for each in due])
+        microbatch = self._step.microbatch(instruction.micro_chunk)
+        inputs = microbatch.inputs_with_grad
+        microbatch.received = []
+        if inputs:
+            self._neighbours.to_previous.send([BoundaryTensor(pop_grad(t.tensor), is_split=t.is_split) for t in inputs])
 
     def _recv_grad(self, instruction: Instruction) -> None:
-        of = self._step.of(instruction.at)
-        if of.edges:
-            of.grads = [each.tensor for each in self._neighbours.from_next.take(instruction.at)]
+        microbatch = self._step.microbatch(instruction.micro_chunk)
+        if microbatch.edges:
+            microbatch.grads = [each.tensor for each in self._neighbours.from_next.take(instruction.micro_chunk)]
 
     _HANDLERS = {  # method names, so that a subclass can override them
         schedule.Forward: "_forward",
@@ -358,25 +358,25 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         return self.watchdog.watching() if self.watchdog else nullcontext()
 
     def _describe(self, what: Any) -> str:
-        return describe(what, self.stage_id, self._neighbours)
+        return describe_activity(what, self.stage_id, self._neighbours)
 
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Prepare the micro-batches of a step and compute the factor by which losses are scaled."""
-        refuse_patches(self, self.module, isinstance(self._reduction, Overlapped))
+        refuse_patches(self, self.module, isinstance(self._reduction, OverlappedReduction))
         self.fwd_outputs = []
         self.outputs = None
-        self._follow_layers()
+        self._adopt_new_layers()
         require_iterator(self.data_iterator, self.stage_id)
         is_first = self.stage_id == 0
-        batches = Batches(self._read, micros, self.device, self.stage_id, is_first, self._is_last)
+        batches = Batches(self._read, micros, self.device, self.stage_id, is_first, self._is_last_stage)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, self.dp_world_size)
-        if (is_first or self._is_last) and self._start_reading(batches):
+        if (is_first or self._is_last_stage) and self._start_reading(batches):
             return  # stage 0 will inform all stages that the data has ended
-        has_count = getattr(self.module.loss_fn, "count_targets", None) is not None
-        if self._is_last and compute_loss and has_count:
+        counts_targets = getattr(self.module.loss_fn, "count_targets", None) is not None
+        if self._is_last_stage and compute_loss and counts_targets:
             self._count_targets(micros)
-        if self._is_last:
+        if self._is_last_stage:
             self._step.scale = self.loss_factor / self._losses.divisor
 
     def _start_reading(self, batches: Batches) -> bool:
@@ -386,9 +386,9 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         for the other's messages. Stage 0 must know all shapes, too, since headers announce runs of equal shapes.
         """
         self.observers.waiting("reading its micro-batches")
-        end = batches.end_of_any(self._replica_hosts)
+        end = batches.end_on_any_replica(self._replica_hosts)
         if end and self.stage_id == 0:
-            self._forward_end(end)
+            self._announce_data_end(end)
             raise end
         if not end and self.num_stages > 1:
             batches.read_ahead()

@@ -7,56 +7,56 @@ from typing import Any
 
 from ._deepspeed import DeepSpeedEngine, StockPipelineModule, deepspeed
 from .messages import say
-from .optimizer_state import complete_weights
-from .patches import PACKAGE, maker
+from .optimizer_state import wait_for_weights
+from .patches import PACKAGE, foreign_name
 
 
 @contextmanager
-def replaced_by(pipeline: type, plain: type) -> Iterator[None]:
+def use_engine_classes(pipeline: type, plain: type) -> Iterator[None]:
     """Make `deepspeed.initialize` build `pipeline` for a PipelineModule and `plain` for any other model.
 
     DeepSpeed's engines for other modules and settings, such as DualPipeVEngine, raise ValueError. A subclass of tds's
     engine that the user has put in place of DeepSpeed's is built instead; anything else in its place raises ValueError.
     """
-    before = {"PipelineEngine": deepspeed.PipelineEngine, "DeepSpeedEngine": deepspeed.DeepSpeedEngine, **engines()}
+    stock = {"PipelineEngine": deepspeed.PipelineEngine, "DeepSpeedEngine": deepspeed.DeepSpeedEngine, **engines()}
     chosen = {
-        "PipelineEngine": _chosen("PipelineEngine", pipeline),
-        "DeepSpeedEngine": _chosen("DeepSpeedEngine", plain),
+        "PipelineEngine": _class_to_build("PipelineEngine", pipeline),
+        "DeepSpeedEngine": _class_to_build("DeepSpeedEngine", plain),
     }
-    for name in before:
+    for name in stock:
         setattr(deepspeed, name, chosen.get(name, partial(_refuse_engine, name)))
     try:
         yield
     finally:
-        for name, stock in before.items():
-            setattr(deepspeed, name, stock)
+        for name, stock_class in stock.items():
+            setattr(deepspeed, name, stock_class)
 
 
-def _chosen(name: str, ours: type) -> Any:
-    """Return the class to build where DeepSpeed has `deepspeed.NAME`: the user's subclass of `ours`, or `ours`."""
-    user = getattr(deepspeed, name)
-    if not maker(user):
-        return ours
-    if isinstance(user, type) and issubclass(user, ours):
-        return user
+def _class_to_build(name: str, tds_class: type) -> Any:
+    """Return the class to build where DeepSpeed has `deepspeed.NAME`: the user's subclass of `tds_class`, or it."""
+    user_class = getattr(deepspeed, name)
+    if not foreign_name(user_class):
+        return tds_class
+    if isinstance(user_class, type) and issubclass(user_class, tds_class):
+        return user_class
     raise ValueError(
-        f"deepspeed.{name} is replaced by {maker(user)}, which {PACKAGE}.initialize does not build: derive it from "
-        f"{PACKAGE}.{name}"
+        f"deepspeed.{name} is replaced by {foreign_name(user_class)}, which {PACKAGE}.initialize does not build: "
+        f"derive it from {PACKAGE}.{name}"
     )
 
 
-def report_stock(ours: type) -> None:
-    """Make DeepSpeed's engines report on rank 0 that they are built for a PipelineModule, unless derived from `ours`.
+def warn_of_stock_engines(tds_class: type) -> None:
+    """Make DeepSpeed's engines report on rank 0 that they are built for a PipelineModule, unless they are tds's.
 
     A project may also have a copy of DeepSpeed's PipelineEngine, derived from DeepSpeedEngine.
     """
-    honest = DeepSpeedEngine.__init__
+    original_init = DeepSpeedEngine.__init__
 
-    @wraps(honest)
+    @wraps(original_init)
     def init(engine: Any, *args: Any, **kwargs: Any) -> None:
-        honest(engine, *args, **kwargs)
+        original_init(engine, *args, **kwargs)
         runs_pipeline = isinstance(engine.module, StockPipelineModule)
-        if runs_pipeline and not isinstance(engine, ours) and engine.global_rank == 0:
+        if runs_pipeline and not isinstance(engine, tds_class) and engine.global_rank == 0:
             kind = type(engine)
             say(
                 f"warning: {kind.__module__}.{kind.__qualname__} is DeepSpeed's pipeline engine or a copy of it, but "
@@ -68,8 +68,8 @@ def report_stock(ours: type) -> None:
 
 def engines() -> dict[str, type]:
     """Return the engine classes for training that the package deepspeed has, by name."""
-    found = vars(deepspeed).items()
-    return {name: each for name, each in found if isinstance(each, type) and issubclass(each, DeepSpeedEngine)}
+    attributes = vars(deepspeed).items()
+    return {name: each for name, each in attributes if isinstance(each, type) and issubclass(each, DeepSpeedEngine)}
 
 
 def _refuse_engine(name: str, *_: Any, model: Any = None, **__: Any) -> Any:
@@ -101,5 +101,5 @@ class DeepSpeedMethods:
 
     def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of this stage's module, which the PipelineEngine writes to files instead."""
-        complete_weights(self)
+        wait_for_weights(self)
         return DeepSpeedEngine.module_state_dict(self, *args, **kwargs)

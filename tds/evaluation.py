@@ -19,29 +19,29 @@ def check_arguments(reduce_output: str | None, micros: int) -> None:
         )
 
 
-def result(engine: Any, loss: Tensor | None, reduce_output: str | None, bcast_loss: bool) -> Any:
+def eval_result(engine: Any, loss: Tensor | None, reduce_output: str | None, bcast_loss: bool) -> Any:
     """Return the result of `eval_batch` on this rank.
 
     loss: the loss over all micro-batches and replicas, a scalar; None if `eval_batch` returns outputs instead.
     """
-    last = engine.is_last_stage()
+    is_last = engine.is_last_stage()
     if loss is not None and reduce_output:
-        return loss if bcast_loss or last else None
-    if not last:
+        return loss if bcast_loss or is_last else None
+    if not is_last:
         return None
-    return _mean(engine) if reduce_output else engine.fwd_outputs
+    return _mean_outputs(engine) if reduce_output else engine.fwd_outputs
 
 
-def _mean(engine: Any) -> Any:
+def _mean_outputs(engine: Any) -> Any:
     """Return the mean of the outputs over micro-batches and replicas, in the shapes of one micro-batch's outputs."""
     outputs = [as_tuple(each) for each in engine.fwd_outputs]
     sums = []
     for tensors in zip(*outputs, strict=False):
         if any(t.shape != tensors[0].shape for t in tensors):
-            _refuse_shapes()
+            _raise_different_shapes()
         sums.append(torch.stack(tensors).sum(0))
     if any(len(each) != len(sums) for each in outputs):
-        _refuse_shapes()
+        _raise_different_shapes()
     count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=engine.device)
     if engine.dp_world_size > 1:  # replicas may have different numbers of micro-batches
         for each in [*sums, count]:
@@ -49,7 +49,7 @@ def _mean(engine: Any) -> Any:
     return unwrap(tuple(each / count.to(each.dtype) for each in sums))
 
 
-def _refuse_shapes() -> NoReturn:
+def _raise_different_shapes() -> NoReturn:
     raise ValueError(
         "eval_batch(compute_loss=False) averages the outputs of micro-batches, but here their shapes differ: "
         "use reduce_output=None to get the list of outputs"

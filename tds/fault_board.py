@@ -23,9 +23,9 @@ from .parent_death import spans_hosts
 POLL_SECONDS = 0.25  # length of a tick
 RANKS_PER_TICK = 200  # how many ranks may query the store in one tick; more ranks take turns
 COLLECT_SECONDS = 3.0  # how long rank 0 waits for the reports of the other ranks, after all ranks have seen the fault
-FAULT, PRINTED = "tds/fault", "tds/printed"
-HOST = "tds/host/"  # + rank: the name of its host
-_LOST = re.compile(
+FAULT_KEY, PRINTED_KEY = "tds/fault", "tds/printed"
+HOST_KEY = "tds/host/"  # + rank: the name of its host
+_LOST_CONNECTION = re.compile(
     r"[Cc]onnection (reset|closed|refused)[\w ]*|[Bb]roken pipe|remote process exited[\w ]*|ncclRemoteError"
 )
 
@@ -35,7 +35,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def name_here(rank: int) -> str:
+def name_this_rank(rank: int) -> str:
     """Return the name of this rank, with its host if the run spans hosts."""
     return f"rank {rank} on {socket.gethostname()}" if spans_hosts() else f"rank {rank}"
 
@@ -48,35 +48,35 @@ def describe_store() -> str:
 
 def _name_dead_ranks(fault: str, dead: list[int], hosts: Mapping[int, str]) -> str:
     """Return `fault`, or a text that names the `dead` ranks if the fault is only a lost connection."""
-    lost = _LOST.search(fault)
-    if not dead or not lost:
+    lost_connection = _LOST_CONNECTION.search(fault)
+    if not dead or not lost_connection:
         return fault
     ranks = name_ranks(dead)
     names = dict.fromkeys(hosts[rank] for rank in dead if rank in hosts)
     if names:
         ranks += f" on {', '.join(names)}"
     if len(dead) == 1:
-        silent = f"{ranks} does not answer: its process is dead or stopped"
+        problem = f"{ranks} does not answer: its process is dead or stopped"
     else:
-        silent = f"{ranks} do not answer: their processes are dead or stopped"
+        problem = f"{ranks} do not answer: their processes are dead or stopped"
     if names:
-        silent += ", or the network is down"
-    return f"{silent}; {fault.split(' raised ')[0]} lost the connection ({lost[0]})"
+        problem += ", or the network is down"
+    return f"{problem}; {fault.split(' raised ')[0]} lost the connection ({lost_connection[0]})"
 
 
-def where_ranks_stand(
+def format_reports(
     reports: dict[int, dict[str, Any]], world: int, hosts: Mapping[int, str] = MappingProxyType({})
 ) -> list[str]:
     """Return the lines of a report: all ranks, grouped by equal stacks, each stack printed once.
 
     reports: keyed by rank; a rank that did not answer is absent. hosts: rank -> host name; empty on a single machine.
     """
-    alike: dict[str, list[int]] = {}
+    ranks_by_stack: dict[str, list[int]] = {}
     for rank in range(world):
         stack = reports[rank]["stack"] if rank in reports else ""
-        alike.setdefault(stack, []).append(rank)
+        ranks_by_stack.setdefault(stack, []).append(rank)
     lines = []
-    for stack, ranks in alike.items():
+    for stack, ranks in ranks_by_stack.items():
         for rank in ranks:
             name = f"rank {rank} on {hosts[rank]}" if rank in hosts else f"rank {rank}"
             if rank in reports:
@@ -114,15 +114,15 @@ class FaultBoard:
         self.name = name
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
-        self.ticks = ticks_between_queries(self.rank, self.world)
+        self.poll_ticks = ticks_between_queries(self.rank, self.world)
         self.delay = POLL_SECONDS * (math.ceil(self.world / RANKS_PER_TICK) - 1)
 
-    def hosts(self) -> dict[int, str]:
+    def host_names(self) -> dict[int, str]:
         """Return rank -> host name, for all ranks that have written their hosts; none if the run is on one machine."""
         if not spans_hosts():
             return {}
-        known = [rank for rank in range(self.world) if self._store.check([f"{HOST}{rank}"])]
-        return {rank: self._store.get(f"{HOST}{rank}").decode() for rank in known}
+        reported = [rank for rank in range(self.world) if self._store.check([f"{HOST_KEY}{rank}"])]
+        return {rank: self._store.get(f"{HOST_KEY}{rank}").decode() for rank in reported}
 
     @property
     def collect_seconds(self) -> float:
@@ -131,7 +131,7 @@ class FaultBoard:
 
     def has_fault(self) -> bool:
         """Return whether any rank has announced a fault. Raises torch's error if the store is unreachable."""
-        return bool(self._store.check([FAULT]))
+        return bool(self._store.check([FAULT_KEY]))
 
     def announce(self, fault: str, code: int = 0) -> None:
         """Publish the fault, unless another rank has already done so.
@@ -140,32 +140,32 @@ class FaultBoard:
         report has all stacks.
         """
         if not self.has_fault():
-            self._store.set(FAULT, json.dumps([fault, code]))
+            self._store.set(FAULT_KEY, json.dumps([fault, code]))
 
     def report(self, report: dict[str, Any]) -> int:
         """Write this rank's report, wait until rank 0 has printed all reports, and return the announced exit code.
 
         report: the rank's activity `what`, its duration `since` in seconds, its `stack`, and further lines, `more`.
         """
-        fault, code = json.loads(self._store.get(FAULT))
+        fault, code = json.loads(self._store.get(FAULT_KEY))
         self._store.set(f"tds/report/{self.rank}", json.dumps(report))
         if self.rank == 0:
             self._print(fault, with_stacks=not code)
         else:
-            self._store.wait([PRINTED], timedelta(seconds=2 * self.collect_seconds))
+            self._store.wait([PRINTED_KEY], timedelta(seconds=2 * self.collect_seconds))
             self._store.set(f"tds/left/{self.rank}", "1")
         return int(code)
 
     def _print(self, fault: str, with_stacks: bool) -> None:
         answered = self._collect("tds/report", set(range(self.world)))
         dead = sorted(set(range(self.world)) - answered)
-        hosts = self.hosts()
+        hosts = self.host_names()
         lines = [f"{self.name} stopped: {_name_dead_ranks(fault, dead, hosts)}"]
         if with_stacks:
-            found = {rank: json.loads(self._store.get(f"tds/report/{rank}")) for rank in sorted(answered)}
-            lines += where_ranks_stand(found, self.world, hosts)
+            reports = {rank: json.loads(self._store.get(f"tds/report/{rank}")) for rank in sorted(answered)}
+            lines += format_reports(reports, self.world, hosts)
         say("\n".join(lines), error=True)
-        self._store.set(PRINTED, "1")
+        self._store.set(PRINTED_KEY, "1")
         self._collect("tds/left", answered - {0})  # this process may host the store, which others still read
 
     def _collect(self, key: str, ranks: set[int]) -> set[int]:
@@ -173,9 +173,9 @@ class FaultBoard:
 
         One request asks for all ranks. Only after the wait, one request for each rank finds the ranks that are missing.
         """
-        end = time.monotonic() + self.collect_seconds
+        deadline = time.monotonic() + self.collect_seconds
         keys = [f"{key}/{rank}" for rank in ranks]
-        while keys and time.monotonic() < end:
+        while keys and time.monotonic() < deadline:
             if self._store.check(keys):
                 return ranks
             time.sleep(0.02)

@@ -17,14 +17,14 @@ def balance(work: Sequence[float], replicas: int) -> list[list[int]]:
     """
     loads = [0.0] * replicas
     owned = [list[int]() for _ in range(replicas)]
-    for at in sorted(range(len(work)), key=lambda at: -work[at]):
-        to = loads.index(min(loads))
-        owned[to].append(at)
-        loads[to] += work[at]
+    for index in sorted(range(len(work)), key=lambda index: -work[index]):
+        replica = loads.index(min(loads))
+        owned[replica].append(index)
+        loads[replica] += work[index]
     return owned
 
 
-def place(
+def place_weights(
     parameters: Sequence[nn.Parameter], replicas: int, work: Work | None
 ) -> tuple[list[nn.Parameter], list[int], int]:
     """Return (the parameters in the order of memory, the offset of each, the elements of each replica's share).
@@ -36,33 +36,33 @@ def place(
     # weight, replica 1 the others, and a share has 128 elements, so the offsets are 0, 128 and 188.
     if work is None:
         owned = [list(parameters)]
-        share = aligned(-(-_elements(parameters) // replicas))
+        share = round_up(-(-_total_numel(parameters) // replicas))
     else:
         owned = []
         for indices in balance([work(p) or 0 for p in parameters], replicas):
-            owned.append([parameters[at] for at in indices])
-        share = aligned(max(_elements(own) for own in owned))
+            owned.append([parameters[index] for index in indices])
+        share = round_up(max(_total_numel(weights) for weights in owned))
     ordered = list[nn.Parameter]()
     offsets = list[int]()
-    for number, own in enumerate(owned):
-        at = number * share
-        for p in own:
+    for replica, weights in enumerate(owned):
+        offset = replica * share
+        for p in weights:
             ordered.append(p)
-            offsets.append(at)
-            at += p.numel()
+            offsets.append(offset)
+            offset += p.numel()
     return ordered, offsets, share
 
 
-def _elements(parameters: Iterable[nn.Parameter]) -> int:
+def _total_numel(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters)
 
 
-def aligned(count: int) -> int:
+def round_up(count: int) -> int:
     """Return `count` rounded up to a multiple of ALIGNMENT."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def is_even(parameters: Sequence[nn.Parameter], replicas: int, work: Work) -> bool:
+def has_little_padding(parameters: Sequence[nn.Parameter], replicas: int, work: Work) -> bool:
     """Return whether a bucket of these weights, each stepped as a whole, has little padding."""
-    _, _, share = place(parameters, replicas, work)
-    return share * replicas <= (1 + MOST_PADDING) * _elements(parameters)
+    _, _, share = place_weights(parameters, replicas, work)
+    return share * replicas <= (1 + MOST_PADDING) * _total_numel(parameters)

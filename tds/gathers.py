@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ._torch import outside_graphs
+from ._torch import exclude_from_compile
 from .buckets import Bucket
 
 
@@ -36,22 +36,23 @@ class DeferredGathers:
     """
 
     def __init__(self, buckets: Sequence[Bucket], layers: Sequence[nn.Module]) -> None:
-        place = {p: at for at, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
+        first_layer = {p: index for index, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
         # Bucket -> index of the first layer that uses it; -1 if it has weights that no layer in `layers` has.
-        self._first = {bucket: min(place.get(p, -1) for p in bucket.parameters) for bucket in buckets}
+        self._first_layer = {bucket: min(first_layer.get(p, -1) for p in bucket.parameters) for bucket in buckets}
         self._pending: deque[Bucket] = deque()
-        for at, layer in enumerate(layers):
-            layer.register_forward_pre_hook(outside_graphs(partial(self._before, at), layer), prepend=True)
+        for index, layer in enumerate(layers):
+            hook = exclude_from_compile(partial(self._wait_before, index), layer)
+            layer.register_forward_pre_hook(hook, prepend=True)
 
     def defer(self) -> None:
         """Wait only for the buckets that no layer's hook waits for. Call this when all all-gathers have started."""
-        self._pending = deque(sorted(self._first, key=self._first.__getitem__))
-        self.wait(-1)
+        self._pending = deque(sorted(self._first_layer, key=self._first_layer.__getitem__))
+        self.wait(-1)  # buckets without a first layer
 
     def wait(self, last: int | None = None) -> None:
         """Wait for the weights of the layers up to index `last`, by default of all layers."""
-        while self._pending and (last is None or self._first[self._pending[0]] <= last):
+        while self._pending and (last is None or self._first_layer[self._pending[0]] <= last):
             self._pending.popleft().wait()
 
-    def _before(self, at: int, layer: nn.Module, inputs: Any) -> None:
-        self.wait(at)
+    def _wait_before(self, index: int, layer: nn.Module, inputs: Any) -> None:
+        self.wait(index)

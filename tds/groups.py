@@ -19,7 +19,7 @@ from torch import Tensor
 from ._deepspeed import deepspeed
 from ._torch import can_split, new_local_group, urgent_options
 
-Lines = Sequence[Sequence[int]]
+RankLists = Sequence[Sequence[int]]
 AXES = ("pipe", "data", "model")
 
 
@@ -30,7 +30,7 @@ class _Cache:
     groups: dict[tuple[Any, ...], Any] = {}
 
 
-def splits() -> bool:
+def can_split_world() -> bool:
     """Return whether groups are split off the world's communicator.
 
     This is possible only if the world's process group was bound to a device when it was created.
@@ -40,36 +40,36 @@ def splits() -> bool:
     return device is not None and can_split(world, device)
 
 
-def new_groups(lines: Lines, urgent: bool = False) -> Any:
+def new_groups(rank_lists: RankLists, urgent: bool = False) -> Any:
     """Create disjoint groups and return this rank's group, or None. Collective over the world.
 
-    lines: the ranks of each group. urgent: whether the next computation waits for the messages of these groups. On NCCL
-    they then run on a stream of high priority: a device starts their kernels ahead of others that are still queued.
+    rank_lists: the ranks of each group. urgent: whether the next computation waits for the messages of these groups. On
+    NCCL they then run on a stream of high priority: a device starts their kernels ahead of others in the queue.
     """
-    if splits():
+    if can_split_world():
         world: Any = dist.group.WORLD
         options = urgent_options(world, world.bound_device_id) if urgent else None
-        return dist.split_group(split_ranks=[list(line) for line in lines], pg_options=options)
-    mine = None
-    for line in lines:
-        group = dist.new_group(list(line))
-        if dist.get_rank() in line:
-            mine = group
-    return mine
+        return dist.split_group(split_ranks=[list(ranks) for ranks in rank_lists], pg_options=options)
+    own_group = None
+    for ranks in rank_lists:
+        group = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks:
+            own_group = group
+    return own_group
 
 
-def shared(lines: Lines, urgent: bool = False) -> Any:
-    """Return `new_groups(lines, urgent)`, but create each set of groups only once, as its first caller wants it."""
-    key = tuple(sorted(tuple(sorted(line)) for line in lines))
-    return _cached(key, lambda: new_groups(key, urgent))
+def shared_groups(rank_lists: RankLists, urgent: bool = False) -> Any:
+    """Return `new_groups(rank_lists, urgent)`, but create each set of groups once, as its first caller wants it."""
+    key = tuple(sorted(tuple(sorted(ranks)) for ranks in rank_lists))
+    return _cached_groups(key, lambda: new_groups(key, urgent))
 
 
-def of_members(ranks: Sequence[int]) -> Any:
+def member_group(ranks: Sequence[int]) -> Any:
     """Return the group of these ranks, created at its first use. Collective over these ranks only."""
-    return _cached(("members", *ranks), lambda: _of_members(ranks))
+    return _cached_groups(("members", *ranks), lambda: _create_member_group(ranks))
 
 
-def of_hosts(group: Any) -> Any:
+def host_group(group: Any) -> Any:
     """Return a group of the same ranks for tensors in host memory. Collective over the group.
 
     Numbers that the hosts know, such as shapes, are exchanged in this group, so that no host waits for its device.
@@ -77,10 +77,10 @@ def of_hosts(group: Any) -> Any:
     if dist.get_backend(group) == "gloo":
         return group
     ranks = dist.get_process_group_ranks(group)
-    return _cached(("hosts", *ranks), lambda: _of_members(ranks, "gloo"))
+    return _cached_groups(("hosts", *ranks), lambda: _create_member_group(ranks, "gloo"))
 
 
-def _of_members(ranks: Sequence[int], backend: str | None = None) -> Any:
+def _create_member_group(ranks: Sequence[int], backend: str | None = None) -> Any:
     world: Any = dist.group.WORLD
     bound = world.bound_device_id
     if bound is not None:
@@ -93,7 +93,7 @@ def _of_members(ranks: Sequence[int], backend: str | None = None) -> Any:
             world.bound_device_id = bound
 
 
-def _cached(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+def _cached_groups(key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     if _Cache.world is not dist.group.WORLD:
         _Cache.world = dist.group.WORLD
         _Cache.groups = {}
@@ -107,67 +107,67 @@ def max_with_nan(x: Tensor) -> Tensor:
 
     The MAX of gloo and of NCCL loses a NaN of another rank.
     """
-    missing = x.isnan()
-    both = torch.stack([x.masked_fill(missing, -math.inf), missing.to(x.dtype)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    return both[0].masked_fill(both[1] > 0, math.nan)
+    is_nan = x.isnan()
+    maxima = torch.stack([x.masked_fill(is_nan, -math.inf), is_nan.to(x.dtype)])
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    return maxima[0].masked_fill(maxima[1] > 0, math.nan)
 
 
-def gather_objects(mine: Any, group: Any = None) -> list[Any]:
-    """Return `mine` of every rank of the group, in rank order. Collective."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """Return `value` of every rank of the group, in rank order. Collective."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
-def parallel_groups(line: Sequence[int], topology: Any) -> list[list[int]]:
-    """Return all groups of the grid that vary along the same axes as the group `line`.
+def parallel_groups(members: Sequence[int], topology: Any) -> list[list[int]]:
+    """Return all groups of the grid that vary along the same axes as the group `members`.
 
-    line: the ranks of one group. topology: DeepSpeed's ProcessTopology, or an object with its methods.
+    members: the ranks of one group. topology: DeepSpeed's ProcessTopology, or an object with its methods.
     """
-    # For example, line = [0, 1], the tensor-parallel ranks of stage 0 and replica 0 of a grid of 8 ranks: the groups
+    # For example, members = [0, 1], the tensor-parallel ranks of stage 0 and replica 0 of a grid of 8 ranks: the groups
     # are [0, 1], [2, 3], [4, 5] and [6, 7], one for each stage and replica.
-    coords = [topology.get_coord(rank) for rank in line]
+    coords = [topology.get_coord(rank) for rank in members]
     axes = [axis for axis in AXES if axis in topology.get_axis_names()]
     choices = []  # for each axis, the sets of coordinates that a group may have along it
     for axis in axes:
-        taken = {getattr(coord, axis) for coord in coords}
-        if len(taken) > 1:
-            choices.append([sorted(taken)])
+        values = {getattr(coord, axis) for coord in coords}
+        if len(values) > 1:
+            choices.append([sorted(values)])
         else:
             choices.append([[value] for value in range(topology.get_dim(axis))])
-    found = []
-    for group in product(*choices):
+    groups = []
+    for coord_sets in product(*choices):
         ranks = []
-        for coord in product(*group):
+        for coord in product(*coord_sets):
             ranks.append(topology.get_rank(**dict(zip(axes, coord, strict=True))))
-        found.append(sorted(ranks))
-    return found
+        groups.append(sorted(ranks))
+    return groups
 
 
 @contextmanager
-def for_deepspeed(topology: Callable[[], Any]) -> Iterator[None]:
-    """Make DeepSpeed's grid get its groups from `shared`, which creates all groups of an axis at once.
+def share_deepspeed_groups(topology: Callable[[], Any]) -> Iterator[None]:
+    """Make DeepSpeed's grid get its groups from `shared_groups`, which creates all groups of an axis at once.
 
     topology: function that returns the grid's topology. The topology does not exist yet when the grid creates its first
     group, which contains all ranks.
     """
-    honest = deepspeed.comm.new_group
-    known: dict[tuple[int, ...], Any] = {}  # ranks of each group of an axis -> this rank's group of the axis
+    original_new_group = deepspeed.comm.new_group
+    group_of_ranks: dict[tuple[int, ...], Any] = {}  # ranks of each group of an axis -> this rank's group of the axis
 
     def new_group(ranks: Sequence[int]) -> Any:
-        line = tuple(sorted(ranks))
-        if line not in known:
-            lines = [line]
-            if len(line) < dist.get_world_size():
-                lines = [tuple(each) for each in parallel_groups(line, topology())]
-            if line not in lines:
-                return honest(ranks)  # these ranks do not form a group along axes of the grid
-            known.update(dict.fromkeys(lines, shared(lines)))
-        return known[line] if dist.get_rank() in line else None
+        members = tuple(sorted(ranks))
+        if members not in group_of_ranks:
+            rank_lists = [members]
+            if len(members) < dist.get_world_size():
+                rank_lists = [tuple(each) for each in parallel_groups(members, topology())]
+            if members not in rank_lists:
+                return original_new_group(ranks)  # these ranks do not form a group along axes of the grid
+            group_of_ranks.update(dict.fromkeys(rank_lists, shared_groups(rank_lists)))
+        return group_of_ranks[members] if dist.get_rank() in members else None
 
     deepspeed.comm.new_group = new_group
     try:
         yield
     finally:
-        deepspeed.comm.new_group = honest
+        deepspeed.comm.new_group = original_new_group

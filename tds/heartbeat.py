@@ -19,66 +19,66 @@ import torch.distributed as dist
 
 from ._torch import default_store
 from .diagnose import Watchdog
-from .fault_board import HOST, FaultBoard, name_here, name_ranks
+from .fault_board import HOST_KEY, FaultBoard, name_ranks, name_this_rank
 from .messages import say
 from .parent_death import spans_hosts
 
-VARIABLE = "TDS_HOST_TIMEOUT"
-SECONDS = 45.0  # default silence after which a host counts as lost; the report takes a few seconds more
-PORT = "tds/heartbeat"
-SILENT = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN}
+TIMEOUT_VARIABLE = "TDS_HOST_TIMEOUT"
+DEFAULT_SECONDS = 45.0  # default silence after which a host counts as lost; the report takes a few seconds more
+PORT_KEY = "tds/heartbeat"
+SILENT_ERRORS = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN}
 
 
-def timeout() -> float:
+def host_timeout() -> float:
     """Return the silence in seconds after which a host counts as lost; 0 turns this off. Raises ValueError."""
-    text = os.environ.get(VARIABLE) or str(SECONDS)
+    text = os.environ.get(TIMEOUT_VARIABLE) or str(DEFAULT_SECONDS)
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 1e6:
-        raise ValueError(f"{VARIABLE}={text} in the environment is not a number of seconds; give 0 or more")
+        raise ValueError(f"{TIMEOUT_VARIABLE}={text} in the environment is not a number of seconds; give 0 or more")
     return seconds
 
 
 def watch_hosts() -> None:
     """Start to watch the other hosts, if this run spans hosts. Call it on all ranks, after they have met."""
-    seconds = timeout()
+    seconds = host_timeout()
     if not seconds or not spans_hosts() or dist.get_backend() == "fake":
         return
     store = default_store()
-    store.set(f"{HOST}{dist.get_rank()}", socket.gethostname())
+    store.set(f"{HOST_KEY}{dist.get_rank()}", socket.gethostname())
     if dist.get_rank() == 0:
         listener = _listen()
-        store.set(PORT, str(listener.getsockname()[1]))
-        _start(_watch_others, listener, seconds)
+        store.set(PORT_KEY, str(listener.getsockname()[1]))
+        _start_thread(_watch_connections, listener, seconds)
     else:
-        _start(_watch_first, int(store.get(PORT)), seconds)
+        _start_thread(_watch_rank_0, int(store.get(PORT_KEY)), seconds)
 
 
-def _start(function: Any, *args: Any) -> None:
+def _start_thread(function: Any, *args: Any) -> None:
     threading.Thread(target=function, args=args, name="tds-heartbeat", daemon=True).start()
 
 
 def _listen() -> socket.socket:
     with contextlib.suppress(OSError):
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
+    return socket.create_server(("", 0), backlog=1024)  # this host has no IPv6
 
 
-def _probe(connection: socket.socket, seconds: float) -> None:
+def _enable_keepalive(connection: socket.socket, seconds: float) -> None:
     """Make the kernel probe an idle connection, and end it when the other host has been silent for `seconds`."""
-    first = max(1, int(seconds / 3))
-    interval = max(1, int(seconds / 9))
+    idle = max(1, int(seconds / 3))  # seconds before the first probe
+    interval = max(1, int(seconds / 9))  # seconds between two probes
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, first)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1 + int((seconds - first) / interval))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1 + int((seconds - idle) / interval))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 
 
-def _watch_others(listener: socket.socket, seconds: float) -> None:
+def _watch_connections(listener: socket.socket, seconds: float) -> None:
     """Announce a fault when a host has fallen silent; on rank 0."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
@@ -89,7 +89,7 @@ def _watch_others(listener: socket.socket, seconds: float) -> None:
             if connection is listener:
                 with contextlib.suppress(OSError):
                     accepted = listener.accept()[0]
-                    _probe(accepted, seconds)
+                    _enable_keepalive(accepted, seconds)
                     selector.register(accepted, selectors.EVENT_READ, bytearray())
             elif not _is_open(connection, key.data, seconds):
                 selector.unregister(connection)
@@ -102,13 +102,13 @@ def _is_open(connection: socket.socket, hello: bytearray, seconds: float) -> boo
     If the process of the other side has ended, its watchdog or another rank reports that; or it connects again.
     """
     try:
-        part = connection.recv(4096)
+        received = connection.recv(4096)
     except OSError as error:
-        if error.errno in SILENT:
+        if error.errno in SILENT_ERRORS:
             _announce(hello, seconds)
         return False
-    hello.extend(part)
-    return bool(part)
+    hello.extend(received)
+    return bool(received)
 
 
 def _announce(hello: bytearray, seconds: float) -> None:
@@ -116,28 +116,28 @@ def _announce(hello: bytearray, seconds: float) -> None:
     with contextlib.suppress(Exception):  # without a hello, or without a store, rank 0 has nothing to announce
         host = json.loads(hello)
         board = FaultBoard("run")
-        ranks = [rank for rank, name in board.hosts().items() if name == host]
-        board.announce(_sentence(f"{host} ({name_ranks(ranks)})", seconds))
+        ranks = [rank for rank, name in board.host_names().items() if name == host]
+        board.announce(_describe_silence(f"{host} ({name_ranks(ranks)})", seconds))
 
 
-def _sentence(host: str, seconds: float) -> str:
+def _describe_silence(host: str, seconds: float) -> str:
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
     return (
-        f"{host} has not answered since {since}, for {seconds:g} s ({VARIABLE}): the machine is off or hangs, or the "
-        "network to it is down"
+        f"{host} has not answered since {since}, for {seconds:g} s ({TIMEOUT_VARIABLE}): the machine is off or hangs, "
+        "or the network to it is down"
     )
 
 
-def _watch_first(port: int, seconds: float) -> None:
+def _watch_rank_0(port: int, seconds: float) -> None:
     """End this process when the host of rank 0 has fallen silent; on all other ranks."""
-    first = os.environ["MASTER_ADDR"]
+    rank_0_host = os.environ["MASTER_ADDR"]
     try:
-        connection = _connect(first, port, seconds)
+        connection = _connect(rank_0_host, port, seconds)
     except OSError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             say(
-                f"note: {name_here(dist.get_rank())} cannot connect to port {port} of {first} ({error}), so the run "
-                "notices late if one of these machines loses its power; open the ports of that host"
+                f"note: {name_this_rank(dist.get_rank())} cannot connect to port {port} of {rank_0_host} ({error}), so "
+                "the run notices late if one of these machines loses its power; open the ports of that host"
             )
         return
     try:
@@ -146,17 +146,19 @@ def _watch_first(port: int, seconds: float) -> None:
                 connection.recv(1)
                 return  # rank 0 sends nothing, so its process has ended, and its host may be switched off
             time.sleep(1.0)  # something between the hosts has reset the connection
-            connection = _connect(first, port, seconds)
+            connection = _connect(rank_0_host, port, seconds)
     except OSError as error:
-        if error.errno not in SILENT and not isinstance(error, TimeoutError):
+        if error.errno not in SILENT_ERRORS and not isinstance(error, TimeoutError):
             return  # rank 0 has ended, which the watchdog notices
     watchdog = Watchdog.latest()
-    assert watchdog is not None, "watch_the_start() creates a watchdog"
-    watchdog.leave(f"{name_here(dist.get_rank())}: {_sentence(f'{first} (rank 0)', seconds)}")
+    assert watchdog is not None, "watch_startup() creates a watchdog"
+    watchdog.exit_with_stack(
+        f"{name_this_rank(dist.get_rank())}: {_describe_silence(f'{rank_0_host} (rank 0)', seconds)}"
+    )
 
 
 def _connect(host: str, port: int, seconds: float) -> socket.socket:
     connection = socket.create_connection((host, port), timeout=seconds)
-    _probe(connection, seconds)
+    _enable_keepalive(connection, seconds)
     connection.sendall(json.dumps(socket.gethostname()).encode())
     return connection

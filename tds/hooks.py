@@ -16,12 +16,12 @@ from .losses import Losses
 from .neighbours import Neighbours
 from .observers import Observers
 from .optimizers import drop_gradients
-from .param_replicas import squared_norm_of_replica
+from .param_replicas import replica_squared_norm
 from .patches import is_reduction_replaced
 from .reductions import Reduction
 from .saving import PipelineState, refuse_url
 from .schedule import Schedule
-from .start import prove
+from .start import prove_no_deadlock
 from .step import Step
 from .zero_settings import load_arguments
 
@@ -29,8 +29,8 @@ from .zero_settings import load_arguments
 class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     """DeepSpeed's pipeline engine with a gradient norm over all stages and complete checkpoints.
 
-    Each rank computes its part of the squared norm. If `_norm_part` returns this part, the all-reduce that shares the
-    loss also sums the parts, which saves an all-reduce. If `_norm_part` returns None, `_take_norm` sums the parts.
+    Each rank computes its part of the squared norm. If `_squared_norm_to_share` returns it, the all-reduce that shares
+    the loss also sums the parts, which saves an all-reduce. If it returns None, `_global_norm` sums the parts.
     """
 
     observers: Observers
@@ -42,7 +42,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     _neighbours: Neighbours
     _replicas: Any  # process group of the replicas
     _step: Step
-    _proven: set[int]  # numbers of micro-batches with which no step can deadlock
+    _proven_micro_batches: set[int]  # numbers of micro-batches with which no step can deadlock
     _norm_is_shared = False  # whether this step's all-reduce of the losses also summed the squared norm
 
     @property
@@ -71,34 +71,34 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         Raises ScheduleError if steps of this number of micro-batches could deadlock.
         """
         super().set_train_batch_size(train_batch_size)
-        if self.micro_batches not in self._proven:
-            prove(self.schedule, self, self._chunks)
-            self._proven.add(self.micro_batches)
+        if self.micro_batches not in self._proven_micro_batches:
+            prove_no_deadlock(self.schedule, self, self._chunks)
+            self._proven_micro_batches.add(self.micro_batches)
 
     @property
     def loss_factor(self) -> int:
         """Factor on losses that compensates for DeepSpeed's average of gradients over the replicas."""
         return self.dp_world_size if self._reduction.averages else 1
 
-    def _norm_part(self) -> Tensor | None:
+    def _squared_norm_to_share(self) -> Tensor | None:
         """Return this rank's part, a scalar, of the squared gradient norm, to be summed together with the loss.
 
         None if DeepSpeed computes the norm, or the gradients still have a loss scale.
         """
-        by_deepspeed = self.has_wrapped_optimizer and not self.distributed
-        if by_deepspeed or self.torch_autocast_z0_gradscaler:
+        is_by_deepspeed = self.has_wrapped_optimizer and not self.distributed
+        if is_by_deepspeed or self.torch_autocast_z0_gradscaler:
             return None
-        return self._square_of_this_rank()
+        return self._local_squared_norm()
 
-    def _square_of_this_rank(self) -> Tensor:
+    def _local_squared_norm(self) -> Tensor:
         model_rank = self.grid.get_slice_parallel_rank()
         if self.distributed:
             square = self.distributed.squared_norm(model_rank, self.device)
             dist.all_reduce(square, group=self._replicas)
             return square
-        return squared_norm_of_replica(self.module.parameters(), model_rank, self.device, self._replicas)
+        return replica_squared_norm(self.module.parameters(), model_rank, self.device, self._replicas)
 
-    def _take_norm(self) -> Tensor:
+    def _global_norm(self) -> Tensor:
         """Return the global gradient norm, a scalar.
 
         The all-reduce that shares the loss may already have summed the squared norm over the ranks. If not, this
@@ -106,7 +106,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         """
         if self._norm_is_shared:
             return self._losses.shared_sum.sqrt()
-        total = self._square_of_this_rank()
+        total = self._local_squared_norm()
         dist.all_reduce(total, group=self.grid.get_model_parallel_group())
         return total.sqrt()
 
@@ -122,14 +122,14 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         changes no weights, moments or step counts. All ranks have the same norm, so all of them skip the step. A
         `torch.amp.GradScaler` skips such steps itself.
         """
-        root = self._take_norm()
-        clip_by_norm(self.module.parameters(), root, self.gradient_clipping())
-        norm = self._read_norm() if self._norm_is_shared else root.item()
+        norm_on_device = self._global_norm()
+        clip_by_norm(self.module.parameters(), norm_on_device, self.gradient_clipping())
+        norm = self._read_norm() if self._norm_is_shared else norm_on_device.item()
         self._global_grad_norm = norm
         if self.torch_autocast_z0_gradscaler:
             return
         if self.spike_guard:
-            norm = self.spike_guard.checked(norm)
+            norm = self.spike_guard.inf_if_spike(norm)
         self.optimizer.overflow = not math.isfinite(norm)  # DeepSpeed counts this as a skipped step
         if self.optimizer.overflow:
             drop_gradients(self.optimizer)
@@ -141,10 +141,10 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             self._losses.read()
             self.spike_guard.begin(torch.stack(list(self.named_losses.values())).sum())
         if self.distributed and self.spike_guard:
-            norm = self.spike_guard.checked(self._take_norm())
+            norm = self.spike_guard.inf_if_spike(self._global_norm())
             self.optimizer.clip(norm, self.gradient_clipping(), norm.item)
         elif self.distributed:
-            self.optimizer.clip(self._take_norm(), self.gradient_clipping(), self._read_norm)
+            self.optimizer.clip(self._global_norm(), self.gradient_clipping(), self._read_norm)
         elif not self.has_wrapped_optimizer and not self.gradient_clipping():
             # DeepSpeed calls clip_fp32_gradients only if clipping is on. Without clipping, call it here, because it
             # also skips the step if the norm is not finite. DeepSpeed's optimizer wrappers skip such steps themselves.
@@ -165,18 +165,18 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         squared_norm: this rank's part of the squared gradient norm; the same all-reduce sums it over the ranks.
         """
         self.observers.waiting("sharing the loss")
-        if self._is_last:
+        if self._is_last_stage:
             self._losses.reduce(self._replicas)
         source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
-        speaks = self._is_last and self.grid.get_slice_parallel_rank() == 0
-        model = None if squared_norm is None else (speaks, squared_norm, self.grid.get_model_parallel_group())
-        self._losses.share(source, self.grid.get_pipe_parallel_group(), model)
+        contributes = self._is_last_stage and self.grid.get_slice_parallel_rank() == 0
+        with_sum = None if squared_norm is None else (contributes, squared_norm, self.grid.get_model_parallel_group())
+        self._losses.share(source, self.grid.get_pipe_parallel_group(), with_sum)
         self._norm_is_shared = squared_norm is not None
         return self._losses
 
-    def _forward_end(self, end: DataEnded) -> None:
+    def _announce_data_end(self, end: DataEnded) -> None:
         """Inform the next stages that the data ended before the step began."""
-        if not self._is_last:
+        if not self._is_last_stage:
             self._neighbours.to_next.send_end()
         end.everywhere = True
 
@@ -185,8 +185,8 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         if self.global_rank != 0 or not self.monitor.enabled:
             return
         named = {name: loss}
-        if len(self._losses.named) > 1:
-            named |= self._losses.named
+        if len(self._losses.all_means) > 1:
+            named |= self._losses.all_means
         events = []
         for key, value in named.items():
             events.append((f"Train/Samples/{key}", value.item(), self.global_samples))
@@ -197,16 +197,16 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         if self.dp_world_size > 1 or is_reduction_replaced(type(self)):
             super().buffered_allreduce_fallback(*args, **kwargs)
 
-    def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
+    def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Save DeepSpeed's checkpoint, the partition of the layers, and state outside the layers (see saving.py)."""
         refuse_url(save_dir)
         tag = str(tag or f"global_step{self.global_steps}")
         self._saved_state.save(Path(save_dir, tag))
-        return super().save_checkpoint(save_dir, tag, *args, **more)
+        return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 
-    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **more: Any) -> Any:
+    def load_checkpoint(self, load_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Load a checkpoint. Raises ValueError for optimizer states of another partition of the layers."""
-        given = load_arguments(self, load_dir, tag, *args, **more)
-        states = given.get("load_optimizer_states", True) and not given.get("load_module_only")
-        self._saved_state.load(Path(load_dir), tag, states)
-        return super().load_checkpoint(**given)
+        arguments = load_arguments(self, load_dir, tag, *args, **kwargs)
+        with_optimizer = arguments.get("load_optimizer_states", True) and not arguments.get("load_module_only")
+        self._saved_state.load(Path(load_dir), tag, with_optimizer)
+        return super().load_checkpoint(**arguments)

@@ -15,21 +15,21 @@ from pathlib import Path
 
 from .parent_death import is_loopback, spans_hosts
 
-VARIABLE = "GLOO_SOCKET_IFNAME"
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 SIOCGIFADDR = 0x8915  # asks the kernel for the IPv4 address of an interface
-ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses of no host, to find the interface of the default route
+UNROUTED_ADDRESSES = ("192.0.2.1", "2001:db8::1")  # addresses of no host, to find the interface of the default route
 
 
 def choose_interface() -> None:
     """Set GLOO_SOCKET_IFNAME to the interface that reaches MASTER_ADDR, if the run spans hosts and it is not set."""
-    if os.environ.get(VARIABLE) or not spans_hosts():
+    if os.environ.get(INTERFACE_VARIABLE) or not spans_hosts():
         return
-    interface = _towards(os.environ["MASTER_ADDR"])
+    interface = _interface_to(os.environ["MASTER_ADDR"])
     if interface:
-        os.environ[VARIABLE] = interface
+        os.environ[INTERFACE_VARIABLE] = interface
 
 
-def _towards(host: str) -> str | None:
+def _interface_to(host: str) -> str | None:
     """Return the interface from which this machine reaches `host`, or None if that is unknown.
 
     If `host` is this machine by a name that resolves to 127.x, return the only interface to other hosts, or else that
@@ -38,35 +38,35 @@ def _towards(host: str) -> str | None:
     address = own_address(host)
     if address is None:
         return None
-    interfaces = dict(_addresses())
+    interfaces = dict(_own_addresses())
     if is_loopback(address):
-        others = {name for each, name in interfaces.items() if not is_loopback(each)}
-        if len(others) == 1:
-            return others.pop()
-        routes = map(own_address, ANYWHERE)
-        return next((interfaces[each] for each in routes if each in interfaces), None)
+        external = {name for each, name in interfaces.items() if not is_loopback(each)}
+        if len(external) == 1:
+            return external.pop()
+        own_addresses = map(own_address, UNROUTED_ADDRESSES)
+        return next((interfaces[each] for each in own_addresses if each in interfaces), None)
     return interfaces.get(address)
 
 
 def own_address(host: str) -> str | None:
     """Return the address from which this machine sends to `host`; None if it does not resolve or has no route."""
     with contextlib.suppress(OSError):
-        for family, kind, protocol, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as asking:
-                asking.connect(target)  # a datagram socket sends nothing for this
-                return str(asking.getsockname()[0])
+        for family, kind, protocol, _, target in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):  # any port
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as udp_socket:
+                udp_socket.connect(target)  # a datagram socket sends nothing for this
+                return str(udp_socket.getsockname()[0])
     return None
 
 
-def _addresses() -> Iterator[tuple[str, str]]:
+def _own_addresses() -> Iterator[tuple[str, str]]:
     """Yield (address, interface) for each address of this machine that the kernel reports."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no IPv4 address
-                answer = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                yield socket.inet_ntoa(answer[20:24]), name
+                answer = fcntl.ioctl(udp_socket.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                yield socket.inet_ntoa(answer[20:24]), name  # after the name and the port
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if scope != "20":  # an address of the link needs its interface in each connection
-                yield str(ipaddress.IPv6Address(int(digits, 16))), name
+            hex_address, _, _, scope, _, name = line.split()
+            if scope != "20":  # link-local: an address of the link needs its interface in each connection
+                yield str(ipaddress.IPv6Address(int(hex_address, 16))), name

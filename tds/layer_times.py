@@ -12,9 +12,9 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from ._deepspeed import finish
+from ._deepspeed import synchronize
 from .memory import non_leaf_view
-from .nested import as_tuple, each_tensor, in_full, to_device
+from .nested import as_tuple, in_full, map_tensors, to_device
 
 ROUNDS = 4  # measured passes per layer, after a warm-up
 
@@ -32,12 +32,12 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
             module = layer.build() if isinstance(layer, LayerSpec) else layer
             if isinstance(module, nn.Module):
                 module.to(device)
-            call = module
+            function = module
             if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
-                call = partial(layer.forward_fn, module)
-            _measure(call, inputs, device)  # warm-up
-            rounds = [_measure(call, inputs, device) for _ in range(ROUNDS)]
-            seconds.append(statistics.median(took for took, _ in rounds))
+                function = partial(layer.forward_fn, module)
+            _time_layer(function, inputs, device)  # warm-up
+            rounds = [_time_layer(function, inputs, device) for _ in range(ROUNDS)]
+            seconds.append(statistics.median(elapsed for elapsed, _ in rounds))
             inputs = rounds[-1][1]
             if isinstance(module, nn.Module):
                 module.zero_grad(set_to_none=True)
@@ -46,17 +46,17 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
     return slowest.tolist()  # type: ignore[no-any-return]
 
 
-def _measure(call: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
+def _time_layer(function: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
     """Return the seconds of a forward and backward pass, and the detached outputs."""
-    inputs = each_tensor(inputs, lambda t: non_leaf_view(t.detach().clone().requires_grad_(t.is_floating_point())))
-    finish(device)
+    inputs = map_tensors(inputs, lambda t: non_leaf_view(t.detach().clone().requires_grad_(t.is_floating_point())))
+    synchronize(device)
     begin = time.perf_counter()
-    outputs = in_full(call(inputs))
-    learning = [t for t in as_tuple(outputs) if t.requires_grad]
-    if learning:
-        torch.autograd.backward(learning, [torch.ones_like(t) for t in learning])
-    finish(device)
-    return time.perf_counter() - begin, each_tensor(outputs, Tensor.detach)
+    outputs = in_full(function(inputs))
+    roots = [t for t in as_tuple(outputs) if t.requires_grad]
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+    synchronize(device)
+    return time.perf_counter() - begin, map_tensors(outputs, Tensor.detach)
 
 
 def cut_by_time(seconds: Sequence[float], groups: int) -> list[int]:
@@ -65,26 +65,26 @@ def cut_by_time(seconds: Sequence[float], groups: int) -> list[int]:
     Among several such partitions, choose the one with the most even times. The result lists the first layer of each
     group, followed by the number of layers.
     """
-    slowest = _cut(seconds, groups, lambda most, took: max(most, took))[0]
-    limit = slowest * (1 + 1e-9)
-    return _cut(seconds, groups, lambda total, took: total + (took * took if took <= limit else float("inf")))[1]
+    slowest = _best_cuts(seconds, groups, lambda cost, last: max(cost, last))[0]
+    limit = slowest * (1 + 1e-9)  # the tolerance is for rounding errors of the sums
+    return _best_cuts(seconds, groups, lambda cost, last: cost + (last * last if last <= limit else float("inf")))[1]
 
 
-def _cut(seconds: Sequence[float], groups: int, join: Callable[[float, float], float]) -> tuple[float, list[int]]:
+def _best_cuts(seconds: Sequence[float], groups: int, add: Callable[[float, float], float]) -> tuple[float, list[int]]:
     """Return the minimum cost of a partition into `groups` groups, and this partition in the form of `cut_by_time`.
 
-    join: function (cost of some groups, seconds of one more group) -> cost of all these groups together.
+    add: function (cost of some groups, seconds of one more group) -> cost of all these groups together.
     """
     count = len(seconds)
-    total = [0.0, *accumulate(seconds)]
+    seconds_before = [0.0, *accumulate(seconds)]
     best = {0: (0.0, [0])}  # number of layers in the groups so far -> (their minimum cost, their cuts)
-    for left in reversed(range(groups)):
+    for groups_left in reversed(range(groups)):
         longer = {}
-        for end in range(groups - left, count - left + 1):
-            ways = []
+        for end in range(groups - groups_left, count - groups_left + 1):
+            options = []
             for start, (cost, cuts) in best.items():
                 if start < end:
-                    ways.append((join(cost, total[end] - total[start]), [*cuts, end]))
-            longer[end] = min(ways)
+                    options.append((add(cost, seconds_before[end] - seconds_before[start]), [*cuts, end]))
+            longer[end] = min(options)
         best = longer
     return best[count]

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 
-def _is_accepted(data: Tensor) -> bool:
+def _can_broadcast(data: Tensor) -> bool:
     return data.dim() > 0 and data.is_contiguous() and data.stride(-1) == 1
 
 
 @contextmanager
-def flat_where_needed(module: nn.Module) -> Iterator[None]:
+def flattened_for_broadcast(module: nn.Module) -> Iterator[None]:
     """Replace the data of weights that cannot be broadcast by flat views or copies in this block."""
     replaced: list[tuple[nn.Parameter, Tensor]] = []
     for p in module.parameters():
-        if not _is_accepted(p.data):
+        if not _can_broadcast(p.data):
             replaced.append((p, p.data))
             p.data = p.data.contiguous().view(-1)
     yield
@@ -31,7 +31,7 @@ def flat_where_needed(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def flat_scalars(module: nn.Module) -> Iterator[None]:
+def flattened_scalars(module: nn.Module) -> Iterator[None]:
     """Give weights of dimension 0 and their gradients one dimension in this block, which may change the gradients.
 
     DeepSpeed clips by a factor of shape [1], by which it cannot multiply a gradient of dimension 0 in place.
@@ -41,13 +41,13 @@ def flat_scalars(module: nn.Module) -> Iterator[None]:
         if not p.dim() and p.grad is not None:
             replaced.append((p, p.data, p.grad))
     for p, data, gradient in replaced:
-        _put(p, data.view(1), gradient.view(1))
+        _set_data_and_grad(p, data.view(1), gradient.view(1))
     yield
     for p, data, gradient in replaced:
-        _put(p, data, gradient)
+        _set_data_and_grad(p, data, gradient)
 
 
-def _put(p: nn.Parameter, data: Tensor, gradient: Tensor) -> None:
+def _set_data_and_grad(p: nn.Parameter, data: Tensor, gradient: Tensor) -> None:
     p.grad = None  # torch compares the shapes of a weight and its gradient
     p.data = data
     p.grad = gradient
@@ -66,5 +66,5 @@ def make_rows_contiguous(module: nn.Module) -> None:
                 f"ZeRO 3 cannot shard the weight {name}, a single number without dimensions: give it one dimension, as "
                 "in torch.ones(1), or use ZeRO 0, 1 or 2"
             )
-        if not _is_accepted(p.data):
+        if not _can_broadcast(p.data):
             p.data = p.data.clone(memory_format=torch.contiguous_format)

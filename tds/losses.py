@@ -13,20 +13,20 @@ from torch import Tensor
 from ._torch import to_device
 from .groups import gather_objects
 
-ByName = dict[str, Tensor]
+LossByName = dict[str, Tensor]
 TRAINED, ADDITIONAL = 0, 1  # kinds of losses
-Key = tuple[int, str]  # kind (TRAINED or ADDITIONAL) and name of a loss
+LossKey = tuple[int, str]  # kind (TRAINED or ADDITIONAL) and name of a loss
 
 
-def _check(named: Mapping[str, Any]) -> None:
+def _refuse_non_scalars(named: Mapping[str, Any]) -> None:
     """Raise TypeError unless `loss_fn` returned at least one loss and all of them are scalars."""
     if not named:
         raise TypeError("loss_fn returns an empty dict: return at least one loss")
     for name, value in named.items():
         if isinstance(value, Tensor) and value.numel() == 1:
             continue
-        found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"loss_fn returns {found} for {name!r}: return a scalar tensor, or a dict of scalar tensors")
+        actual = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"loss_fn returns {actual} for {name!r}: return a scalar tensor, or a dict of scalar tensors")
 
 
 class Losses:
@@ -40,11 +40,11 @@ class Losses:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._found: dict[Key, Tensor] = {}  # losses of the last step, after the division
-        self._known: tuple[Key, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all ranks
+        self._last_means: dict[LossKey, Tensor] = {}  # losses of the last step, after the division
+        self._last_keys: tuple[LossKey, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all ranks
         self.counts: Tensor | None = None  # sum of what `count_targets` returned, at least 1 each
         # fp64 vector that the ranks reduce together. Its elements, in order: number of targets and of micro-batches of
-        # all replicas; 1 if a loss has a new name; 1 if losses are fp64; for each key of `_known`, 1 if a replica has
+        # all replicas; 1 if a loss has a new name; 1 if losses are fp64; for each of `_last_keys`, 1 if a replica has
         # this loss; the mean of each of these losses; the number that `share` sums, if it was called.
         self._numbers = torch.zeros(())
         self._replicas: Any = None
@@ -57,12 +57,12 @@ class Losses:
 
         Unless `count` is called, losses are divided by the number of micro-batches on all replicas.
         """
-        self._own = micro_batches
+        self._micro_batches = micro_batches
         self._divisor: Tensor | None = None  # number of targets in the global batch, if they are counted
-        self._host: list[float] | None = None  # `_numbers` on the host
+        self._numbers_on_host: list[float] | None = None  # `_numbers` on the host
         self._reduced = False  # whether this rank has called `reduce` in this step
         self.targets = float(micro_batches * replicas)  # divisor of the losses
-        self._sums: dict[Key, Tensor] = {}
+        self._sums: dict[LossKey, Tensor] = {}
         self.dtype = torch.float32  # dtype of the losses that the engine returns
 
     def count(self, count_targets: Callable[[Any], Any], labels: Sequence[Any], replicas: Any) -> None:
@@ -75,7 +75,7 @@ class Losses:
             total = total + count_targets(each)
         dist.all_reduce(total, group=replicas)
         self.counts = total.clamp(min=1.0)
-        self._divisor = self.counts.view(-1)[0]
+        self._divisor = self.counts.view(-1)[0]  # the first element of a vector is the number of targets
 
     @property
     def divisor(self) -> Tensor:
@@ -87,7 +87,7 @@ class Losses:
     def add(self, loss: Any, additional: Mapping[str, Any]) -> Tensor:
         """Add the losses of a micro-batch, a scalar or a dict of scalars, and return the scalar to train on."""
         named = loss if isinstance(loss, Mapping) else {"loss": loss}
-        _check(named)
+        _refuse_non_scalars(named)
         for name, value in named.items():
             self._add(TRAINED, name, value)
             if value.dtype is torch.float64:
@@ -97,29 +97,29 @@ class Losses:
         return sum(named.values())  # type: ignore[return-value]
 
     def _add(self, kind: int, name: str, value: Tensor) -> None:
-        before = self._sums.get((kind, name), 0.0)
-        self._sums[kind, name] = before + value.detach().double().sum()
+        total = self._sums.get((kind, name), 0.0)
+        self._sums[kind, name] = total + value.detach().double().sum()
 
     def reduce(self, replicas: Any) -> None:
         """Sum the losses by name over the replicas, on the last stage.
 
         Replicas may have different names and different numbers of micro-batches.
         """
-        known = self._known
+        last_keys = self._last_keys
         self._reduced = True
         self._replicas = replicas
-        is_new = not self._sums.keys() <= {*known}
-        is_double = self.dtype is torch.float64
-        present = [key in self._sums for key in known]
-        flags = [is_new, is_double, *present]
-        head = to_device([*map(float, flags), float(self._own)], self.device)
+        has_new_key = not self._sums.keys() <= {*last_keys}
+        is_fp64 = self.dtype is torch.float64
+        present = [key in self._sums for key in last_keys]
+        flags = [has_new_key, is_fp64, *present]
+        header = to_device([*map(float, flags), float(self._micro_batches)], self.device)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        numbers = torch.cat([head, torch.stack([self._sums.get(key, zero) for key in known])])
+        numbers = torch.cat([header, torch.stack([self._sums.get(key, zero) for key in last_keys])])
         if dist.get_world_size(replicas) > 1:
             dist.all_reduce(numbers, group=replicas)
-        counts, micros, totals = torch.split(numbers, [len(flags), 1, len(known)])
+        counts, micros, totals = torch.split(numbers, [len(flags), 1, len(last_keys)])
         targets = micros if self._divisor is None else self._divisor.view(1)
-        divisors = torch.cat([targets if kind == TRAINED else micros for kind, _ in known])
+        divisors = torch.cat([targets if kind == TRAINED else micros for kind, _ in last_keys])
         self._numbers = torch.cat([targets, micros, counts, totals / divisors])
 
     def share(self, source: int, stages: Any, with_sum: tuple[bool, Tensor, Any] | None = None) -> None:
@@ -132,7 +132,7 @@ class Losses:
         self._stages = stages
         contributes = with_sum[0] if with_sum else dist.get_rank() == source
         if not contributes:
-            self._numbers = torch.zeros(4 + 2 * len(self._known), dtype=torch.float64, device=self.device)
+            self._numbers = torch.zeros(4 + 2 * len(self._last_keys), dtype=torch.float64, device=self.device)
         if with_sum:
             self._numbers = torch.cat([self._numbers, with_sum[1].view(1)])
             dist.all_reduce(self._numbers, group=with_sum[2])
@@ -145,37 +145,37 @@ class Losses:
         This is the only point of a step at which the host must wait for the device. Further calls in the same step do
         not wait. Collective over all stages and replicas if a loss has a new name.
         """
-        if self._host is not None:
+        if self._numbers_on_host is not None:
             return self.total
-        host = self._host = self._numbers.tolist()
-        self.targets, micros, is_new, is_double, *present = host[: 4 + len(self._known)]
-        self.dtype = torch.float64 if is_double else torch.float32
-        if is_new:
-            found = self._by_name(micros)
+        numbers = self._numbers_on_host = self._numbers.tolist()
+        self.targets, micros, has_new_key, is_fp64, *present = numbers[: 4 + len(self._last_keys)]  # as in __init__
+        self.dtype = torch.float64 if is_fp64 else torch.float32
+        if has_new_key:
+            means = self._exchange_means(micros)
         else:
-            means = self._numbers[len(present) + 4 :]
-            found = {key: mean for key, mean, here in zip(self._known, means, present, strict=False) if here}
-        self._known = tuple(found)
-        self._found = found
+            values = self._numbers[len(present) + 4 :]
+            means = {key: mean for key, mean, found in zip(self._last_keys, values, present, strict=False) if found}
+        self._last_keys = tuple(means)
+        self._last_means = means
         return self.total
 
-    def _by_name(self, micros: float) -> dict[Key, Tensor]:
+    def _exchange_means(self, micros: float) -> dict[LossKey, Tensor]:
         """Return the losses of all replicas, which the last stages exchange by name and send to the other stages."""
-        means = self._means_by_name(micros) if self._reduced else {}
-        sent = [means]
+        local_means = self._means_by_name(micros) if self._reduced else {}
+        payload = [local_means]
         if dist.get_world_size(self._stages) > 1:
-            dist.broadcast_object_list(sent, self._source, group=self._stages)
-        found = {}
-        for key, mean in sent[0].items():
-            found[key] = torch.tensor(mean, dtype=torch.float64, device=self.device)
-        return found
+            dist.broadcast_object_list(payload, self._source, group=self._stages)
+        means = {}
+        for key, mean in payload[0].items():
+            means[key] = torch.tensor(mean, dtype=torch.float64, device=self.device)
+        return means
 
-    def _means_by_name(self, micros: float) -> dict[Key, float]:
+    def _means_by_name(self, micros: float) -> dict[LossKey, float]:
         """Return the mean of each loss over all replicas, trained losses first. Collective over the replicas."""
-        own = {key: total.item() for key, total in self._sums.items()}
-        totals: dict[Key, float] = {}
-        for of_replica in gather_objects(own, self._replicas):
-            for key, value in of_replica.items():
+        local_sums = {key: total.item() for key, total in self._sums.items()}
+        totals: dict[LossKey, float] = {}
+        for replica_sums in gather_objects(local_sums, self._replicas):
+            for key, value in replica_sums.items():
                 totals[key] = totals.get(key, 0.0) + value
         means = {}
         for key in sorted(totals, key=lambda key: key[0]):
@@ -191,21 +191,21 @@ class Losses:
     @property
     def shared_sum_on_host(self) -> float:
         """The value of `shared_sum` as a float. Call `read` first."""
-        assert self._host is not None, "read() comes first"
-        return self._host[-1]
+        assert self._numbers_on_host is not None, "read() comes first"
+        return self._numbers_on_host[-1]
 
     @property
-    def means(self) -> ByName:
+    def means(self) -> LossByName:
         """The losses of the last step by name, scalars in fp64."""
-        return self._of(TRAINED)
+        return self._means_of_kind(TRAINED)
 
-    def _of(self, wanted: int) -> ByName:
-        return {name: value for (kind, name), value in self._found.items() if kind == wanted}
+    def _means_of_kind(self, wanted_kind: int) -> LossByName:
+        return {name: value for (kind, name), value in self._last_means.items() if kind == wanted_kind}
 
     @property
-    def additional(self) -> ByName:
+    def additional(self) -> LossByName:
         """The means of the additional losses of the last step by name, scalars in fp64."""
-        return self._of(ADDITIONAL)
+        return self._means_of_kind(ADDITIONAL)
 
     @property
     def total(self) -> Tensor:
@@ -213,12 +213,12 @@ class Losses:
         return torch.stack(list(self.means.values())).sum().to(self.dtype)
 
     @property
-    def sum(self) -> Tensor | None:
+    def local_sum(self) -> Tensor | None:
         """The sum of this rank's losses in this step, a scalar, not yet divided by targets; None without losses."""
         trained = [value for (kind, _), value in self._sums.items() if kind == TRAINED]
         return torch.stack(trained).sum().to(self.dtype) if trained else None
 
     @property
-    def named(self) -> ByName:
+    def all_means(self) -> LossByName:
         """All losses by name, scalars, for a progress line."""
-        return {name: value for (_, name), value in self._found.items()}
+        return {name: value for (_, name), value in self._last_means.items()}

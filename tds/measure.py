@@ -22,12 +22,12 @@ from ._deepspeed import (
     quietly,
 )
 from .base_engine import Engine
-from .optimizer_state import get_weight, take_over_reduction
+from .optimizer_state import disable_reduction, get_weight
 
 SIZE = 64
 GRADIENT = 2.0**-10  # small enough for fp16 with a loss scale of 2**8
 TOLERANCE = 0.02  # relative error; bf16 rounds by up to 0.4%, while a wrong factor is wrong by a factor of 2 or more
-COPIED = (
+COPIED_KEYS = (
     "bf16",
     "data_types",
     "torch_autocast",
@@ -36,11 +36,11 @@ COPIED = (
     "gradient_predivide_factor",
     "gradient_allreduce_op",
 )
-COPIED_OF_ZERO = "reduce_scatter", "contiguous_gradients", "overlap_comm", "round_robin_gradients"
+COPIED_ZERO_KEYS = "reduce_scatter", "contiguous_gradients", "overlap_comm", "round_robin_gradients"
 _verified: set[str] = set()
 
 
-class _Number(nn.Module):
+class _ProbeModel(nn.Module):
     """A model of SIZE weights. The gradient of each weight is the model's input `factor`."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Number(nn.Module):
 
 
 class _PipelineProbe(Engine):
-    """A DeepSpeed engine for `_Number` that reduces gradients and steps like a pipeline engine."""
+    """A DeepSpeed engine for `_ProbeModel` that reduces gradients and steps like a pipeline engine."""
 
     _exec_reduce_grads = StockPipelineEngine._exec_reduce_grads
     _bf16_reduce_grads = StockPipelineEngine._bf16_reduce_grads
@@ -65,7 +65,7 @@ class _PipelineProbe(Engine):
         self.enable_backward_allreduce = False
         self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)
 
-    def learn(self: Any, factor: float, micros: int) -> None:
+    def run_step(self: Any, factor: float, micros: int) -> None:
         """Take one optimizer step of `micros` micro-batches."""
         for _ in range(micros):
             loss = self.module(factor)
@@ -80,27 +80,27 @@ class _PipelineProbe(Engine):
 
 
 class _PlainProbe(Engine):
-    """A DeepSpeed engine for `_Number` without a pipeline: the caller uses backward() and step()."""
+    """A DeepSpeed engine for `_ProbeModel` without a pipeline: the caller uses backward() and step()."""
 
-    def learn(self: Any, factor: float, micros: int) -> None:
+    def run_step(self: Any, factor: float, micros: int) -> None:
         """Take one optimizer step of `micros` micro-batches."""
         for _ in range(micros):
             self.backward(self(factor))
             self.step()
 
 
-def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
+def _probe_config(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
     """Return a ds_config with the settings of `engine` that affect gradient scaling."""
-    given = engine._config._param_dict
+    ds_config = engine._config._param_dict
     # DeepSpeed allows bf16 with fp32 accumulation only under ZeRO. But if the caller reduces gradients itself, the
     # measurement runs without ZeRO, so leave both settings out.
     left_out = ("bf16", "data_types") if own_reduction else ()
-    settings = {key: given[key] for key in COPIED if key in given and key not in left_out}
+    settings = {key: ds_config[key] for key in COPIED_KEYS if key in ds_config and key not in left_out}
     zero: dict[str, Any] = {"stage": 0}
     if not own_reduction:
-        given_zero = given.get("zero_optimization")
-        if isinstance(given_zero, dict):
-            zero |= {key: given_zero[key] for key in COPIED_OF_ZERO if key in given_zero}
+        zero_settings = ds_config.get("zero_optimization")
+        if isinstance(zero_settings, dict):
+            zero |= {key: zero_settings[key] for key in COPIED_ZERO_KEYS if key in zero_settings}
         zero["stage"] = int(engine.zero_optimization_stage())
     # DeepSpeed allocates buckets of the given number of elements, by default 5e8.
     zero |= {"reduce_bucket_size": SIZE, "allgather_bucket_size": SIZE, "stage3_prefetch_bucket_size": SIZE}
@@ -116,9 +116,11 @@ def _settings(engine: Any, micros: int, own_reduction: bool) -> dict[str, Any]:
     return settings
 
 
-def _learned(engine: Any, settings: dict[str, Any], factor: float, own_reduction: bool, pipeline: bool) -> float:
+def _measure_gradient(
+    engine: Any, settings: dict[str, Any], factor: float, own_reduction: bool, pipeline: bool
+) -> float:
     """Return the gradient that DeepSpeed applies, i.e. the change of a weight in one SGD step with learning rate 1."""
-    model = _Number()
+    model = _ProbeModel()
     with quietly():
         probe = (_PipelineProbe if pipeline else _PlainProbe)(
             args=None,
@@ -132,11 +134,11 @@ def _learned(engine: Any, settings: dict[str, Any], factor: float, own_reduction
         if pipeline:
             probe.prepare()
         elif own_reduction:
-            take_over_reduction(probe)
-        probe.learn(factor, settings["gradient_accumulation_steps"])
-        moved = -get_weight(model.weight)[0].item()
+            disable_reduction(probe)
+        probe.run_step(factor, settings["gradient_accumulation_steps"])
+        gradient = -get_weight(model.weight)[0].item()
         probe.destroy()
-    return moved
+    return gradient
 
 
 def _describe_route(engine: Any) -> str:
@@ -160,23 +162,24 @@ def check_factor(
     """
     micros = min(engine.gradient_accumulation_steps(), 2)
     replicas = 1 if own_reduction else dist.get_world_size(engine.seq_data_parallel_group)
-    settings = _settings(engine, micros, own_reduction)
-    kind = json.dumps([settings, replicas, own_reduction, pipeline], default=str, sort_keys=True)
-    if kind in _verified:
+    settings = _probe_config(engine, micros, own_reduction)
+    key = json.dumps([settings, replicas, own_reduction, pipeline], default=str, sort_keys=True)
+    if key in _verified:
         return
     wanted = GRADIENT * (replicas if pipeline and not engine.gradient_average else 1)
     # The replicas' gradients differ, so that a rank also sees that they were not reduced. Their mean is GRADIENT.
-    last = not own_reduction and dist.get_rank(engine.seq_data_parallel_group) == replicas - 1
-    gradient = GRADIENT * ((replicas + 1) / 2 if last else 1.0 if own_reduction else 0.5)
-    found = _learned(engine, settings, gradient * factor_of(micros) / (micros * replicas), own_reduction, pipeline)
-    if not abs(found / wanted - 1) < TOLERANCE:
+    is_last_replica = not own_reduction and dist.get_rank(engine.seq_data_parallel_group) == replicas - 1
+    gradient = GRADIENT * (1.0 if own_reduction else (replicas + 1) / 2 if is_last_replica else 0.5)
+    factor = gradient * factor_of(micros) / (micros * replicas)
+    measured = _measure_gradient(engine, settings, factor, own_reduction, pipeline)
+    if not abs(measured / wanted - 1) < TOLERANCE:
         raise ValueError(
-            f"DeepSpeed {deepspeed.__version__} makes gradients {found / wanted:.4g} times as large as they should be "
-            f"in {_describe_route(engine)} (measured on one weight with {micros} accumulation steps and {replicas} "
+            f"DeepSpeed {deepspeed.__version__} makes gradients {measured / wanted:.4g} times as large as they should "
+            f"be in {_describe_route(engine)} (measured on one weight with {micros} accumulation steps and {replicas} "
             "replicas): use another precision, ZeRO stage or release (docs/releases.md lists them), and leave "
             "settings that scale gradients out of the ds_config"
         )
-    _verified.add(kind)
+    _verified.add(key)
 
 
 def check_scale(engine: Any, untested: bool) -> None:

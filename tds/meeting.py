@@ -16,16 +16,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .diagnose import watch_the_start, without_cpp
+from .diagnose import strip_cpp_stacks, watch_startup
 from .fault_board import RANKS_PER_TICK
 from .heartbeat import watch_hosts
-from .interfaces import VARIABLE, choose_interface
-from .messages import say, shortened, ways, words_of
+from .interfaces import INTERFACE_VARIABLE, choose_interface
+from .messages import error_text, say, setting_advice, shortened
 
 POLL_SECONDS = 0.5
 LINGER_SECONDS = 2.0  # how long a failed rank stays, as it may host the store from which the others read why
 GRACE_SECONDS = 10.0  # torch's own errors at the timeout say more, so they get these seconds
-FAILED = "tds/meeting failed, attempt "
+FAILED_KEY = "tds/meeting failed, attempt "
 _PLACE_IN_SOURCE = re.compile(r"\[/\S+\.(cc|cpp|h):\d+\]")
 _UNCONNECTED = re.compile(r"connect|socket|resolve|ncclSystemError|ncclRemoteError", re.IGNORECASE)
 
@@ -34,21 +34,21 @@ class MeetingError(ValueError):
     """The ranks reached the store, but not each other."""
 
 
-def meet(connect: Callable[[], None], timeout: timedelta | None) -> None:
+def connect_ranks(connect: Callable[[], None], timeout: timedelta | None) -> None:
     """Call `connect`, which joins the other ranks; then watch for faults of ranks and hosts.
 
     Raises MeetingError if the ranks cannot reach each other. timeout: how long a rank waits for the others.
     """
     choose_interface()
-    with end_together(timeout):
+    with fail_together(timeout):
         connect()
-    watch_the_start()
+    watch_startup()
     watch_hosts()
 
 
 @contextlib.contextmanager
-def end_together(timeout: timedelta | None) -> Iterator[None]:
-    """Context in which the ranks connect to each other: if one rank fails, all end with a sentence.
+def fail_together(timeout: timedelta | None) -> Iterator[None]:
+    """Context in which the ranks connect to each other: if one rank fails, all end with a message.
 
     Raises MeetingError instead of the errors of torch's backends; errors of the store pass.
     timeout: after this time, a rank that still waits ends.
@@ -57,55 +57,57 @@ def end_together(timeout: timedelta | None) -> Iterator[None]:
     if world == 1 or dist.is_initialized() or os.environ.get("MASTER_PORT", "0") == "0":
         yield
         return
-    watch = _Watch(timeout or timedelta(minutes=30), world)
+    failure_watch = _FailureWatch(timeout or timedelta(minutes=30), world)
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError):
         raise  # all ranks have this error, unless they wait for each other in vain
     except Exception as error:
-        watch.over.set()
-        unconnected = isinstance(error, RuntimeError) and _UNCONNECTED.search(words_of(error))
-        sentence = describe_failure(error) if unconnected else f"{_name()} raised {type(error).__name__}: {error}"
-        watch.announce(sentence)
-        if not unconnected:
+        failure_watch.finished.set()
+        is_connection_error = isinstance(error, RuntimeError) and _UNCONNECTED.search(error_text(error))
+        message = f"{_rank_name()} raised {type(error).__name__}: {error}"
+        if is_connection_error:
+            message = describe_failure(error)
+        failure_watch.announce(message)
+        if not is_connection_error:
             raise
-        raise MeetingError(sentence) from error
+        raise MeetingError(message) from error
     finally:
-        watch.over.set()
+        failure_watch.finished.set()
 
 
 def describe_failure(error: Exception) -> str:
     """Describe why this rank could not connect to the others, and what to do."""
-    words = _PLACE_IN_SOURCE.sub("", without_cpp(words_of(error)))
-    words = shortened(" ".join(words.split()), 300)
-    chosen = os.environ.get(VARIABLE)
+    text = _PLACE_IN_SOURCE.sub("", strip_cpp_stacks(error_text(error)))
+    text = shortened(" ".join(text.split()), 300)
+    chosen = os.environ.get(INTERFACE_VARIABLE)
     return (
-        f"{_name()} reached the store, but could not connect to all other ranks ({words}): set {VARIABLE} "
-        f"(and NCCL_SOCKET_IFNAME) on each host to the interface that the other hosts reach; it is "
-        f"{chosen or 'not set'} on {socket.gethostname()}"
+        f"{_rank_name()} reached the store, but could not connect to all other ranks ({text}): set "
+        f"{INTERFACE_VARIABLE} (and NCCL_SOCKET_IFNAME) on each host to the interface that the other hosts reach; it "
+        f"is {chosen or 'not set'} on {socket.gethostname()}"
     )
 
 
-def _name() -> str:
+def _rank_name() -> str:
     return f"rank {os.environ.get('RANK')} on {socket.gethostname()}"
 
 
-class _Watch:
+class _FailureWatch:
     """Thread that ends this process if another rank has announced a failure, or when the time is up."""
 
     def __init__(self, timeout: timedelta, world: int) -> None:
-        self.over = threading.Event()
+        self.finished = threading.Event()
         self._timeout = timeout
-        self._seconds = max(POLL_SECONDS, POLL_SECONDS * world / (2 * RANKS_PER_TICK))
+        self._poll_seconds = max(POLL_SECONDS, POLL_SECONDS * world / (2 * RANKS_PER_TICK))
         # A restart by torchrun shares the store with the attempt before.
-        self._key = FAILED + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._key = FAILED_KEY + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         threading.Thread(target=self._watch, name="tds-meeting", daemon=True).start()
 
-    def announce(self, sentence: str) -> None:
+    def announce(self, message: str) -> None:
         """Write to the store why this rank ends, and give the others time to read it."""
         with contextlib.suppress(Exception):
-            self._connect().set(self._key, sentence)
-        time.sleep(max(LINGER_SECONDS, 2 * self._seconds))
+            self._connect().set(self._key, message)
+        time.sleep(max(LINGER_SECONDS, 2 * self._poll_seconds))
 
     def _connect(self) -> Any:
         """Return a connection of its own to the store. It waits for the store, with the timeout of the meeting."""
@@ -117,29 +119,29 @@ class _Watch:
 
     def _watch(self) -> None:
         deadline = time.monotonic() + self._timeout.total_seconds() + GRACE_SECONDS
-        threading.Thread(target=self._look, name="tds-meeting", daemon=True).start()
-        if not self.over.wait(max(deadline - time.monotonic(), 0)):
+        threading.Thread(target=self._poll_failures, name="tds-meeting", daemon=True).start()
+        if not self.finished.wait(max(deadline - time.monotonic(), 0)):
             minutes = self._timeout.total_seconds() / 60
-            waited = f"{minutes:g} minutes ({ways['startup timeout']})"
-            _leave(
-                f"{_name()} reached the store, but not all other ranks within {waited}: check the network between the "
-                f"hosts, and set {VARIABLE} on each host to the interface that the other hosts reach"
+            limit = f"{minutes:g} minutes ({setting_advice['startup timeout']})"
+            _print_and_exit(
+                f"{_rank_name()} reached the store, but not all other ranks within {limit}: check the network between "
+                f"the hosts, and set {INTERFACE_VARIABLE} on each host to the interface that the other hosts reach"
             )
 
-    def _look(self) -> None:
+    def _poll_failures(self) -> None:
         """End this process when another rank has announced a failure."""
         try:
             store = self._connect()
         except Exception:
             return  # the main thread waits for the same store, and reports the same error
-        while not self.over.wait(self._seconds):
+        while not self.finished.wait(self._poll_seconds):
             try:
                 if store.check([self._key]):
-                    _leave(f"{_name()} ends, as the ranks did not meet: {store.get(self._key).decode()}")
+                    _print_and_exit(f"{_rank_name()} ends, as the ranks did not meet: {store.get(self._key).decode()}")
             except Exception:
                 return
 
 
-def _leave(sentence: str) -> None:
-    say(sentence, error=True)
+def _print_and_exit(message: str) -> None:
+    say(message, error=True)
     os._exit(1)

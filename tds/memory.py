@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import users
+from ._torch import storage_use_count
 
 
-def plain(tensor: Tensor) -> Tensor:
+def resolve_bits(tensor: Tensor) -> Tensor:
     """Return a detached tensor of the same values with its conjugate or negative bit resolved.
 
     torch keeps such a bit outside the tensor's memory, so it would be lost in a message.
@@ -26,12 +26,12 @@ def alias(tensor: Tensor) -> Tensor:
 
     The result has no autograd history, base or gradient, and has its own version counter.
     """
-    bare = plain(tensor)
-    return bare.new_empty(0).set_(
-        bare.untyped_storage(),  # type: ignore[call-overload]
-        bare.storage_offset(),
-        bare.size(),
-        bare.stride(),
+    detached = resolve_bits(tensor)
+    return detached.new_empty(0).set_(
+        detached.untyped_storage(),  # type: ignore[call-overload]
+        detached.storage_offset(),
+        detached.size(),
+        detached.stride(),
     )
 
 
@@ -62,10 +62,10 @@ def pop_grad(tensor: Tensor) -> Tensor:
     """Return the gradient of `tensor`, not a copy, or zeros if there is none; set `tensor.grad` to None."""
     grad = tensor.grad
     tensor.grad = None
-    return torch.zeros_like(tensor) if grad is None else plain(grad)
+    return torch.zeros_like(tensor) if grad is None else resolve_bits(grad)
 
 
-class Pool:
+class BufferPool:
     """Pool of message buffers by size; a buffer is reused only when no tensor views it any more.
 
     Autograd's graph, another message or a user's variable may keep a received tensor. So callers do not return
@@ -75,19 +75,19 @@ class Pool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[int, list[Tensor]] = {}
-        self._wanted: set[int] = set()
+        self._requested_sizes: set[int] = set()
 
     def take(self, size: int) -> Tensor:
         """Return a free uint8 buffer `[size]`."""
-        self._wanted.add(size)
+        self._requested_sizes.add(size)
         buffers = self._buffers.setdefault(size, [])
         for buffer in buffers:
-            if users(buffer) == 1:
+            if storage_use_count(buffer) == 1:
                 return buffer.view(-1)
         buffers.append(torch.empty(size, dtype=torch.uint8, device=self._device))
         return buffers[-1].view(-1)
 
     def trim(self) -> None:
         """Free the buffers of all sizes that were not requested since the last call."""
-        self._buffers = {size: buffers for size, buffers in self._buffers.items() if size in self._wanted}
-        self._wanted.clear()
+        self._buffers = {size: buffers for size, buffers in self._buffers.items() if size in self._requested_sizes}
+        self._requested_sizes.clear()

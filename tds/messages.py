@@ -3,7 +3,7 @@
 import contextlib
 import sys
 
-ways = {  # advice in error messages, worded for a ds_config; a program with its own flags replaces it
+setting_advice = {  # advice in error messages, worded for a ds_config; a program with its own flags replaces it
     "overlap": '"overlap_grad_reduce": false in the pipeline section of the ds_config',
     "no ZeRO": '"zero_optimization": {"stage": 0} in the ds_config',
     "no pipeline": "a plain module instead of the PipelineModule",
@@ -12,7 +12,7 @@ ways = {  # advice in error messages, worded for a ds_config; a program with its
 }
 
 
-def words_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the message of an error; a user's class may have a `__str__` that raises."""
     try:
         return str(error)

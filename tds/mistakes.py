@@ -25,11 +25,11 @@ def require_scalar_loss(outputs: Any, stage: int) -> None:
     values = outputs.values() if isinstance(outputs, Mapping) else [outputs]
     if all(isinstance(each, Tensor) and each.numel() == 1 for each in values):
         return
-    found = type(outputs).__name__
+    actual = type(outputs).__name__
     if isinstance(outputs, Tensor):
-        found = f"a tensor of shape {list(outputs.shape)}"
+        actual = f"a tensor of shape {list(outputs.shape)}"
     raise TypeError(
-        f"stage {stage}: the PipelineModule has no loss_fn, and its last layer returns {found}, not a scalar loss: "
+        f"stage {stage}: the PipelineModule has no loss_fn, and its last layer returns {actual}, not a scalar loss: "
         f"build it with PipelineModule(..., loss_fn=f), where f(outputs, labels) returns a scalar tensor"
     )
 
@@ -49,7 +49,7 @@ def require_gradient(loss: Tensor, outputs: Any, stage: int) -> None:
     )
 
 
-def note_of_narrow_sums(engine: Any) -> str | None:
+def narrow_sum_warning(engine: Any) -> str | None:
     """Return a warning if torch's CPU kernels would sum gradients of weights over all tokens in bf16 or fp16.
 
     They do so for nn.LayerNorm, nn.Embedding and nn.EmbeddingBag (torch 2.11 to 2.14). Collective if the engine trains
@@ -61,17 +61,17 @@ def note_of_narrow_sums(engine: Any) -> str | None:
     kinds: list[type[nn.Module]] = [nn.LayerNorm]
     if not autocast:  # under autocast, embeddings look up rows in fp32
         kinds += [nn.Embedding, nn.EmbeddingBag]
-    found = set()
+    names = set()
     for module in engine.module.modules():
         for kind in kinds:
             if isinstance(module, kind) and module.weight is not None and _runs_forward_of(kind, module):
-                found.add(f"nn.{kind.__name__}")
+                names.add(f"nn.{kind.__name__}")
     if torch.distributed.is_initialized():
-        found = set().union(*gather_objects(found))
-    if not found:
+        names = set().union(*gather_objects(names))
+    if not names:
         return None
     return (
-        f"{' and '.join(sorted(found))} in half precision on a CPU: torch adds gradients of their weights over "
+        f"{' and '.join(sorted(names))} in half precision on a CPU: torch adds gradients of their weights over "
         "all tokens in half precision, so they are wrong by up to 90 %; train in fp32, or use mpu.LayerNorm and "
         "mpu.VocabParallelEmbedding, which add in fp32"
     )

@@ -25,31 +25,31 @@ class KnownModel:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._weights = set(module.parameters())
-        self._layers = _layers(module)
-        self._replaced = False
+        self._layers = _named_layers(module)
+        self._has_replaced_layers = False
 
-    def follow_layers(self) -> bool:
+    def adopt_new_layers(self) -> bool:
         """Make a PipelineModule run the layers that are registered in it now; return whether any was ever replaced.
 
         The module runs a list of functions that was made when it was built. Raises ReplacedWeightError if that list
         does not contain the replaced layer itself, but e.g. a function compiled from it.
         """
-        for name, layer in _layers(self._module).items():
-            before = self._layers.get(name)
-            if before is None or before is layer:
+        for name, layer in _named_layers(self._module).items():
+            replaced = self._layers.get(name)
+            if replaced is None or replaced is layer:
                 continue
             self._layers[name] = layer
-            self._replaced = True
+            self._has_replaced_layers = True
             functions: list[Any] = self._module.forward_funcs  # type: ignore[assignment]
-            places = [at for at, function in enumerate(functions) if _layer_of(function) is before]
-            if not places:
+            positions = [index for index, function in enumerate(functions) if _layer_in(function) is replaced]
+            if not positions:
                 raise ReplacedWeightError(
                     f"the layer {name} was replaced, but the pipeline runs a function made from the old "
                     f"layer: replace layers before tds.initialize()"
                 )
-            for at in places:
-                functions[at] = _with_layer(functions[at], layer)
-        return self._replaced
+            for index in positions:
+                functions[index] = _replace_layer(functions[index], layer)
+        return self._has_replaced_layers
 
     def check_weights(self, optimizer: Any) -> None:
         """Raise ReplacedWeightError for a weight that DeepSpeed's optimizer no longer steps.
@@ -75,14 +75,14 @@ class KnownModel:
                     )
 
 
-def _layers(module: Any) -> dict[str, nn.Module]:
+def _named_layers(module: Any) -> dict[str, nn.Module]:
     """Return the layers of a PipelineModule by their registered names; empty for another module."""
     found = {name: module.get_submodule(name) for name in getattr(module, "fwd_map", ())}
     tied = module.tied_modules.items() if found or hasattr(module, "forward_funcs") else ()
     return found | {f"tied_modules.{key}": layer for key, layer in tied}
 
 
-def _layer_of(function: Callable[..., Any]) -> Any:
+def _layer_in(function: Callable[..., Any]) -> Any:
     """Return the layer that an entry of `forward_funcs` runs.
 
     This is the entry itself or, for a tied layer with a `forward_fn`, the module bound in the partial.
@@ -90,5 +90,5 @@ def _layer_of(function: Callable[..., Any]) -> Any:
     return function.args[0] if isinstance(function, partial) and function.args else function
 
 
-def _with_layer(function: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
+def _replace_layer(function: Callable[..., Any], layer: nn.Module) -> Callable[..., Any]:
     return partial(function.func, layer, *function.args[1:]) if isinstance(function, partial) else layer

@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from .channel import Link, Receiver, Sender
-from .groups import new_groups, of_hosts
-from .memory import Pool
-from .posting import Points
-from .queues import boundary_parity, in_queues, posted_ahead
+from .groups import host_group, new_groups
+from .memory import BufferPool
+from .posting import PostAfter
+from .queues import boundary_parity, has_message_queues, receives_ahead
 from .schedule import Instruction, RecvActivation, RecvGrad
 
 PREVIOUS, NEXT = "previous", "next"
@@ -61,16 +61,16 @@ class Neighbours:
         """The channel of incoming gradients."""
         return self.receivers[NEXT]
 
-    def begin_step(self, instructions: Sequence[Instruction], points: Points) -> None:
+    def begin_step(self, instructions: Sequence[Instruction], post_after: PostAfter) -> None:
         """Prepare the channels for a step whose messages come in the order of these instructions.
 
-        points: for each receiver, message -> how many passes this stage runs before it posts the receive.
+        post_after: for each receiver, message -> how many passes this stage runs before it posts the receive.
         """
         for sender in self.senders.values():
             sender.begin_step()
         for side, receiver in self.receivers.items():
             kind = RecvActivation if side == PREVIOUS else RecvGrad
-            receiver.begin_step([each.at for each in instructions if type(each) is kind], points.get(kind, {}))
+            receiver.begin_step([i.micro_chunk for i in instructions if type(i) is kind], post_after.get(kind, {}))
 
     def after_pass(self) -> None:
         """Allocate the buffers of the receives that are due after a pass, before any message that follows the pass."""
@@ -102,54 +102,54 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
     """Create the process groups and channels to the neighbouring stages. Collective over all ranks."""
     stages = grid.pipe_parallel_size
     stage = grid.get_stage_id()
-    found = Neighbours(stage, stages, chunks, {}, {})
+    neighbours = Neighbours(stage, stages, chunks, {}, {})
     if stages == 1:
-        return found
+        return neighbours
     # Several chunks add a boundary from the last stage to the first.
     boundaries = stages if chunks > 1 else stages - 1
     parities = 1 + max(boundary_parity(b, stages) for b in range(boundaries))
     pipelines = grid._topo.get_axis_comm_lists("pipe")
-    down = []  # for each parity, the group of the messages down the pipeline
-    up = []
-    for _ in range(parities if in_queues(device) else 1):
-        down.append(new_groups(pipelines, urgent=True))
-        up.append(new_groups(pipelines, urgent=True))
-    hosts = of_hosts(grid.get_pipe_parallel_group()) if in_queues(device) else None
-    pool = Pool(device)
+    down_groups = []  # for each parity, the group of the messages down the pipeline
+    up_groups = []
+    for _ in range(parities if has_message_queues(device) else 1):
+        down_groups.append(new_groups(pipelines, urgent=True))
+        up_groups.append(new_groups(pipelines, urgent=True))
+    header_group = host_group(grid.get_pipe_parallel_group()) if has_message_queues(device) else None
+    pool = BufferPool(device)
     slices = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
 
-    def connect(side: str, peer: int, out: Any, back: Any) -> None:
-        found.senders[side] = Sender(Link(peer, out, hosts or out, pool, *slices))
-        found.receivers[side] = Receiver(Link(peer, back, hosts or back, pool, *slices), posted_ahead(device))
+    def connect(side: str, peer: int, send_group: Any, receive_group: Any) -> None:
+        neighbours.senders[side] = Sender(Link(peer, send_group, header_group or send_group, pool, *slices))
+        receive_link = Link(peer, receive_group, header_group or receive_group, pool, *slices)
+        neighbours.receivers[side] = Receiver(receive_link, receives_ahead(device))
 
     previous = (stage - 1) % stages
     if stage < boundaries:
-        parity = boundary_parity(stage, stages) % len(down)
-        connect(NEXT, grid.stage_to_global(stage_id=(stage + 1) % stages), down[parity], up[parity])
+        parity = boundary_parity(stage, stages) % len(down_groups)  # gloo has one group for all parities
+        connect(NEXT, grid.stage_to_global(stage_id=(stage + 1) % stages), down_groups[parity], up_groups[parity])
     if previous < boundaries:
-        parity = boundary_parity(previous, stages) % len(down)
-        connect(PREVIOUS, grid.stage_to_global(stage_id=previous), up[parity], down[parity])
-    _meet(found, device, parities)
-    return found
+        parity = boundary_parity(previous, stages) % len(down_groups)
+        connect(PREVIOUS, grid.stage_to_global(stage_id=previous), up_groups[parity], down_groups[parity])
+    _open_connections(neighbours, device, parities)
+    return neighbours
 
 
-def _meet(found: Neighbours, device: torch.device, parities: int) -> None:
+def _open_connections(neighbours: Neighbours, device: torch.device, parities: int) -> None:
     """Send one byte each way over every stage boundary, one parity after the other.
 
     Some libraries connect two ranks at their first message, and the first rank blocks until its peer arrives. This
     function connects the ranks before the first step. The order of parities prevents a deadlock, because a stage has at
     most one boundary of each parity.
     """
-    stage = found.stage
-    stages = found.stages
-    ways = (
-        (found.senders.get(NEXT), stage, dist.send),
-        (found.receivers.get(PREVIOUS), stage - 1, dist.recv),
-        (found.receivers.get(NEXT), stage, dist.recv),
-        (found.senders.get(PREVIOUS), stage - 1, dist.send),
+    stage = neighbours.stage
+    transfers = (
+        (neighbours.senders.get(NEXT), stage, dist.send),
+        (neighbours.receivers.get(PREVIOUS), stage - 1, dist.recv),
+        (neighbours.receivers.get(NEXT), stage, dist.recv),
+        (neighbours.senders.get(PREVIOUS), stage - 1, dist.send),
     )
     for parity in range(parities):
-        for end, boundary, transfer in ways:
-            if end and boundary_parity(boundary % stages, stages) == parity:
+        for channel, boundary, transfer in transfers:
+            if channel and boundary_parity(boundary % neighbours.stages, neighbours.stages) == parity:
                 byte = torch.zeros(1, dtype=torch.uint8, device=device)
-                transfer(byte, end.link.peer, group=end.link.group)
+                transfer(byte, channel.link.peer, group=channel.link.group)

@@ -7,34 +7,34 @@ import torch
 from torch import Tensor
 
 
-def as_tuple(x: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
     """Return a tuple or list as a tuple, anything else as a tuple of one."""
-    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def unwrap(x: tuple[Tensor, ...]) -> Any:
+def unwrap(values: tuple[Tensor, ...]) -> Any:
     """Return the only element of a tuple of one, else the tuple; DeepSpeed passes inputs to layers like this."""
-    return x[0] if len(x) == 1 else x
+    return values[0] if len(values) == 1 else values
 
 
-def each_tensor(x: Any, f: Callable[[Tensor], Any]) -> Any:
-    """Return `x` with `f` applied to every tensor in it."""
-    if isinstance(x, (tuple, list)):
-        return tuple(each_tensor(each, f) for each in x)
-    if isinstance(x, dict):
-        return {key: each_tensor(value, f) for key, value in x.items()}
-    return f(x) if isinstance(x, Tensor) else x
+def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """Return `value` with `function` applied to every tensor in it."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map_tensors(each, function) for each in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(each, function) for key, each in value.items()}
+    return function(value) if isinstance(value, Tensor) else value
 
 
-def in_full(x: Any) -> Any:
-    """Return `x`, or the result of its method `in_full`.
+def in_full(value: Any) -> Any:
+    """Return `value`, or the result of its method `in_full`.
 
     A last layer may return an object with this method to defer work until its loss needs it.
     """
-    make = getattr(x, "in_full", None)
-    return make() if make else x
+    complete = getattr(value, "in_full", None)
+    return complete() if complete else value
 
 
-def to_device(x: Any, device: torch.device) -> Any:
-    """Return `x` with every tensor detached and on `device`."""
-    return each_tensor(x, lambda t: t.detach().to(device, non_blocking=True))
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return `value` with every tensor detached and on `device`."""
+    return map_tensors(value, lambda t: t.detach().to(device, non_blocking=True))

@@ -26,10 +26,10 @@ class Observer:
         """Observe that this rank may wait for other ranks from now on. doing: its activity, for a report."""
 
 
-everywhere: list[Observer] = []  # observers of all engines of this process
+process_observers: list[Observer] = []  # observers of all engines of this process
 
 
-class _Around:
+class _ObservedBlock:
     """Context that informs observers when a block begins, and when it has ended without an error.
 
     A class, because a generator-based context manager takes three times as long.
@@ -54,7 +54,7 @@ class Observers(list[Observer]):
 
     def around(self, what: What) -> AbstractContextManager[None]:
         """Return a context around an instruction or a part of a step, of which all observers are informed."""
-        return _Around([*self, *everywhere], what)
+        return _ObservedBlock([*self, *process_observers], what)
 
     def waiting(self, doing: str) -> None:
         """Inform the engine's observers that this rank may wait for other ranks; see `Observer.waiting`."""

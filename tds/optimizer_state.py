@@ -21,58 +21,58 @@ from ._torch import norms
 from .average import AVERAGE
 from .clip import weights_of
 from .distributed_optimizer import DistributedOptimizer
-from .optimizers import adam_of, inner_of
+from .optimizers import adam_of, torch_optimizer_of
 
 LINKS_MOMENTS = BF16_Optimizer, Zero12Optimizer, DistributedOptimizer
 
 
-def _wrapped(parameter: nn.Parameter) -> bool:
+def _is_wrapped(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "ds_id") or hasattr(parameter, "_hp_mapping")
 
 
-def owners(engine: Any) -> list[Tensor]:
+def stepped_tensors(engine: Any) -> list[Tensor]:
     """Return the tensors that the torch optimizer steps: the parameters, or ZeRO's flat shards of them."""
-    if engine.zero_optimization_stage() == 3 and engine.optimizer is not inner_of(engine):
+    if engine.zero_optimization_stage() == 3 and engine.optimizer is not torch_optimizer_of(engine):
         # ZeRO-3 puts these shards into param_groups only while it steps them.
         return list(engine.optimizer.fp32_partitioned_groups_flat)
-    return weights_of(inner_of(engine))
+    return weights_of(torch_optimizer_of(engine))
 
 
-def _owner_of(engine: Any) -> dict[nn.Parameter, Tensor]:
+def _stepped_by_weight(engine: Any) -> dict[nn.Parameter, Tensor]:
     """Map each parameter to the tensor that the torch optimizer steps for it: the parameter, or ZeRO's flat shard."""
-    own = optimizer = engine.optimizer
-    found: dict[Any, Tensor] = {}
-    if isinstance(own, DistributedOptimizer):
-        for bucket in own.buckets:
-            found.update(dict.fromkeys(bucket.parameters, bucket.share))
-        return found
+    optimizer = engine.optimizer
+    stepped: dict[Any, Tensor] = {}
+    if isinstance(optimizer, DistributedOptimizer):
+        for bucket in optimizer.buckets:
+            stepped.update(dict.fromkeys(bucket.parameters, bucket.share))
+        return stepped
     if isinstance(optimizer, BF16_Optimizer):
-        flat = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
+        shards = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
     elif isinstance(optimizer, Zero3Optimizer):
-        flat = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
+        shards = optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat
     elif isinstance(optimizer, Zero12Optimizer):
-        flat = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
+        shards = optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups
     else:
-        return {p: p for p in owners(engine)}  # type: ignore[misc]
-    for parameters, shard in zip(*flat, strict=True):
-        found.update(dict.fromkeys(parameters, shard))
-    return found
+        return {p: p for p in stepped_tensors(engine)}  # type: ignore[misc]
+    for parameters, shard in zip(*shards, strict=True):
+        stepped.update(dict.fromkeys(parameters, shard))
+    return stepped
 
 
-def complete_weights(engine: Any) -> None:
+def wait_for_weights(engine: Any) -> None:
     """Wait for weights that an optimizer with `overlap_gather` still gathers. Call this before reading weights."""
     if isinstance(engine.optimizer, DistributedOptimizer):
         engine.optimizer.wait()
 
 
-def reads_copies(engine: Any) -> bool:
+def returns_copies(engine: Any) -> bool:
     """Return whether `get_weight` and `get_moment` return copies, because an optimizer wraps the torch optimizer."""
-    return engine.optimizer is not inner_of(engine)
+    return engine.optimizer is not torch_optimizer_of(engine)
 
 
 def before_step(engine: Any, hook: Callable[[], None]) -> None:
     """Call `hook` before each change of weights and moments by the optimizer."""
-    inner_of(engine).register_step_pre_hook(lambda *_: hook())
+    torch_optimizer_of(engine).register_step_pre_hook(lambda *_: hook())
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:
@@ -84,7 +84,7 @@ def side_stream(device: torch.device) -> AbstractContextManager[Any]:
     return stream
 
 
-def local_piece(parameter: nn.Parameter) -> Tensor:
+def local_shard(parameter: nn.Parameter) -> Tensor:
     """Return this rank's part of `parameter` in the dtype of the forward pass.
 
     Under ZeRO-3 this is a flat shard `[n]`, else the whole parameter.
@@ -100,7 +100,7 @@ def get_weight(parameter: nn.Parameter) -> Tensor:
     if hasattr(parameter, "ds_id") and not parameter.requires_grad:  # a frozen weight is sharded but has no fp32 copy
         with zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
-    if not _wrapped(parameter):
+    if not _is_wrapped(parameter):
         return parameter.detach()
     exact: Tensor = _utils.safe_get_full_fp32_param(parameter)
     if hasattr(parameter, "ds_id"):
@@ -112,7 +112,7 @@ def get_weight(parameter: nn.Parameter) -> Tensor:
 @torch.no_grad()
 def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
     """Set the master copy, and the weight that the forward pass reads, to `value`."""
-    if not _wrapped(parameter):
+    if not _is_wrapped(parameter):
         parameter.copy_(value)
         return
     if parameter.requires_grad:
@@ -120,10 +120,10 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
     if not hasattr(parameter, "ds_id"):
         parameter.copy_(value)
         return
-    own: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+    shard: Any = parameter.ds_tensor  # type: ignore[attr-defined]
     rank = dist.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
-    flat = value.flatten()[rank * own.numel() : (rank + 1) * own.numel()]
-    own.view(-1)[: flat.numel()].copy_(flat)
+    values = value.flatten()[rank * shard.numel() : (rank + 1) * shard.numel()]
+    shard.view(-1)[: values.numel()].copy_(values)
 
 
 def moment_names(engine: Any) -> list[str]:
@@ -133,8 +133,8 @@ def moment_names(engine: Any) -> list[str]:
     """
     _link_moments(engine)
     names = set[str]()
-    for owner in owners(engine):
-        for name, value in inner_of(engine).state.get(owner, {}).items():
+    for owner in stepped_tensors(engine):
+        for name, value in torch_optimizer_of(engine).state.get(owner, {}).items():
             # Adam's step count is a tensor without dimensions, as a weight may be, too.
             if isinstance(value, Tensor) and value.shape == owner.shape and name != "step":
                 names.add(name)
@@ -149,45 +149,45 @@ def moments_of(engine: Any, parameter: nn.Parameter, names: Sequence[str]) -> li
     if not parameter.requires_grad:
         average = engine.weight_average
         return [name for name in names if name == AVERAGE and average is not None and parameter in average.held]
-    if not (_wrapped(parameter) or parameter in inner_of(engine).state):
+    if not (_is_wrapped(parameter) or parameter in torch_optimizer_of(engine).state):
         return []
-    return _names_of(engine, parameter, names)
+    return _moment_names_of(engine, parameter, names)
 
 
-def _names_of(engine: Any, tensor: Tensor, names: Sequence[str]) -> list[str]:
+def _moment_names_of(engine: Any, tensor: Tensor, names: Sequence[str]) -> list[str]:
     """Return which moments in `names` belong to `tensor`, a weight or an owner, if the optimizer distinguishes them."""
-    of = getattr(inner_of(engine), "moments_of", None)
-    if of is None:
+    moments_of_tensor = getattr(torch_optimizer_of(engine), "moments_of", None)
+    if moments_of_tensor is None:
         return list(names)
-    own = {AVERAGE, *of(tensor)}
-    return [name for name in names if name in own]
+    owned_names = {AVERAGE, *moments_of_tensor(tensor)}
+    return [name for name in names if name in owned_names]
 
 
 def get_moment(engine: Any, parameter: nn.Parameter, name: str) -> Tensor:
     """Return the optimizer moment `name` of a parameter, in the parameter's shape."""
     if not parameter.requires_grad:
-        return engine.weight_average.of_frozen(parameter, get_weight(parameter))  # type: ignore[no-any-return]
-    if _wrapped(parameter):
+        return engine.weight_average.frozen_average(parameter, get_weight(parameter))  # type: ignore[no-any-return]
+    if _is_wrapped(parameter):
         return _utils.safe_get_full_optimizer_state(parameter, name)  # type: ignore[no-any-return]
-    return inner_of(engine).state[parameter][name]  # type: ignore[no-any-return]
+    return torch_optimizer_of(engine).state[parameter][name]  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
 def set_moment(engine: Any, parameter: nn.Parameter, name: str, value: Tensor) -> None:
     """Set the optimizer moment `name` of a parameter to `value`, in the parameter's shape."""
     if not parameter.requires_grad:
-        engine.weight_average.set_frozen(parameter, value)
-    elif _wrapped(parameter):
+        engine.weight_average.set_frozen_average(parameter, value)
+    elif _is_wrapped(parameter):
         _utils.safe_set_full_optimizer_state(parameter, value, name)
     else:
-        inner_of(engine).state[parameter][name].copy_(value)
+        torch_optimizer_of(engine).state[parameter][name].copy_(value)
 
 
 def get_step(engine: Any) -> int:
     """Return the optimizer's step count (Adam's t), the highest one on this rank."""
-    inner = inner_of(engine)
+    inner = torch_optimizer_of(engine)
     highest = max((int(group.get("step", 0)) for group in inner.param_groups), default=0)  # apex's Adam counts by group
-    for owner in owners(engine):
+    for owner in stepped_tensors(engine):
         highest = max(highest, int(inner.state.get(owner, {}).get("step") or 0))
     return highest
 
@@ -197,37 +197,37 @@ def step_counts(engine: Any) -> dict[nn.Parameter, int]:
 
     A parameter that was frozen or had no gradient in some steps has a lower count than the other parameters.
     """
-    inner = inner_of(engine)
+    inner = torch_optimizer_of(engine)
     by_group: dict[Tensor, Any] = {}
     for group in inner.param_groups:
         by_group.update(dict.fromkeys(group["params"], group.get("step")))  # apex's Adam
-    found = {}
-    for parameter, owner in _owner_of(engine).items():
+    counts = {}
+    for parameter, owner in _stepped_by_weight(engine).items():
         step = inner.state.get(owner, {}).get("step", by_group.get(owner))
         if step is not None:
-            found[parameter] = int(step)
-    return found
+            counts[parameter] = int(step)
+    return counts
 
 
 def make_moments(
-    engine: Any, names: Sequence[str], step: int, of: Mapping[nn.Parameter, int | None] | None = None
+    engine: Any, names: Sequence[str], step: int, exceptions: Mapping[nn.Parameter, int | None] | None = None
 ) -> None:
     """Create optimizer state for every parameter: zero moments, and the step count `step`.
 
-    of: step counts of the parameters whose count differs from `step`. None stands for a parameter that never had a
-    gradient; it gets no state. If ZeRO flattens parameters into a shard, the shard gets their highest count.
+    exceptions: step counts of the parameters whose count differs from `step`. None stands for a parameter that never
+    had a gradient; it gets no state. If ZeRO flattens parameters into a shard, the shard gets their highest count.
     """
-    inner = inner_of(engine)
+    inner = torch_optimizer_of(engine)
     adam = adam_of(inner)
-    counts = _counts_of_owners(engine, step, of or {})
+    counts = _counts_to_set(engine, step, exceptions or {})
     # Fused and capturable kernels read the step count on the device of the weights; torch's `load_state_dict` moves it
     # there, too.
     on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
-    for owner in owners(engine):
+    for owner in stepped_tensors(engine):
         count = counts.get(owner, step)
-        if count is None and not reads_copies(engine):
+        if count is None and not returns_copies(engine):
             continue
-        state: dict[str, Any] = {name: torch.zeros_like(owner) for name in _names_of(engine, owner, names)}
+        state: dict[str, Any] = {name: torch.zeros_like(owner) for name in _moment_names_of(engine, owner, names)}
         if isinstance(adam, torch.optim.AdamW) and "exp_avg" in state:
             device = owner.device if on_device else None
             state["step"] = torch.tensor(float(count or 0), dtype=torch.float32, device=device)
@@ -238,13 +238,13 @@ def make_moments(
     _link_moments(engine)
 
 
-def _counts_of_owners(engine: Any, step: int, of: Mapping[nn.Parameter, int | None]) -> dict[Tensor, int | None]:
+def _counts_to_set(engine: Any, step: int, exceptions: Mapping[nn.Parameter, int | None]) -> dict[Tensor, int | None]:
     """Return the step count of each tensor that the torch optimizer steps, see `make_moments`."""
     counts = dict[Tensor, int | None]()
-    for parameter, owner in _owner_of(engine).items():
-        own = of.get(parameter, step)
-        before = counts.get(owner)
-        counts[owner] = own if before is None else max(before, own or 0)
+    for parameter, owner in _stepped_by_weight(engine).items():
+        count = exceptions.get(parameter, step)
+        previous = counts.get(owner)
+        counts[owner] = count if previous is None else max(previous, count or 0)
     return counts
 
 
@@ -256,7 +256,7 @@ def _link_moments(engine: Any) -> None:
         optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def take_over_reduction(engine: Any) -> None:
+def disable_reduction(engine: Any) -> None:
     """Stop DeepSpeed's `backward` from reducing gradients (ZeRO-0); the caller reduces them from now on."""
     engine.enable_backward_allreduce = False
 
@@ -277,22 +277,22 @@ def loss_scale(engine: Any) -> float | None:
     return float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None
 
 
-def _kept_of(scaler: Any) -> tuple[str, ...]:
+def _scaler_keys(scaler: Any) -> tuple[str, ...]:
     """Return the names of the attributes that training changes in a loss scaler."""
-    dynamic = "cur_iter", "last_overflow_iter", "cur_hysteresis"
-    return ("cur_scale", *dynamic) if scaler.dynamic else ("cur_scale",)
+    dynamic_keys = "cur_iter", "last_overflow_iter", "cur_hysteresis"
+    return ("cur_scale", *dynamic_keys) if scaler.dynamic else ("cur_scale",)
 
 
-def _scaler_of(engine: Any, dynamic: bool = False) -> Any:
-    """Return fp16's loss scaler, or None in another precision. dynamic: return None also for a static loss scaler."""
+def _scaler_of(engine: Any, only_dynamic: bool = False) -> Any:
+    """Return fp16's loss scaler, or None in another precision. only_dynamic: None for a static one, too."""
     scaler = engine.optimizer.loss_scaler if engine.fp16_enabled() else None
-    return scaler if scaler and (scaler.dynamic or not dynamic) else None
+    return scaler if scaler and (scaler.dynamic or not only_dynamic) else None
 
 
 def get_loss_scaler(engine: Any) -> dict[str, float]:
     """Return the state of fp16's loss scaler; only its `cur_scale` if the scaler is static, {} in another precision."""
     scaler = _scaler_of(engine)
-    return {key: getattr(scaler, key) for key in _kept_of(scaler)} if scaler else {}
+    return {key: getattr(scaler, key) for key in _scaler_keys(scaler)} if scaler else {}
 
 
 def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
@@ -300,9 +300,9 @@ def set_loss_scaler(engine: Any, state: dict[str, float]) -> None:
 
     A static loss scale is a setting of the run, so it is not restored.
     """
-    scaler = _scaler_of(engine, dynamic=True)
+    scaler = _scaler_of(engine, only_dynamic=True)
     if scaler and "cur_iter" in state:
-        for key in _kept_of(scaler):
+        for key in _scaler_keys(scaler):
             setattr(scaler, key, state.get(key, getattr(scaler, key)))
 
 
@@ -311,7 +311,7 @@ def least_loss_scale(engine: Any) -> float | None:
 
     After this call, the engine keeps skipping steps at this minimum instead of raising an error.
     """
-    scaler = _scaler_of(engine, dynamic=True)
+    scaler = _scaler_of(engine, only_dynamic=True)
     if not scaler:
         return None
     scaler.raise_error_at_min_scale = False  # else DeepSpeed raises a bare Exception
@@ -327,39 +327,39 @@ def check_all_copies(engine: Any) -> None:
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, BF16_Optimizer):
-        optimizer.get_grads_for_norm = partial(_with_copies, optimizer, optimizer.get_grads_for_norm)
+        optimizer.get_grads_for_norm = partial(_norm_grads_with_copies, optimizer, optimizer.get_grads_for_norm)
     elif isinstance(optimizer, Zero3Optimizer):
-        optimizer._get_norm_groups = partial(_invalid_if_any_is, optimizer, optimizer._get_norm_groups)
+        optimizer._get_norm_groups = partial(_norms_inf_if_invalid, optimizer, optimizer._get_norm_groups)
     elif isinstance(optimizer, Zero12Optimizer):
         optimizer.check_grad_overflow = True
 
 
-def _with_copies(optimizer: Any, original: Any, for_clipping: bool = False) -> Any:
+def _norm_grads_with_copies(optimizer: Any, original: Any, for_clipping: bool = False) -> Any:
     """Return the gradients that the bf16 optimizer's norm counts, plus a scalar that checks all other gradients.
 
     The scalar is 0 times the norms of the other gradients. It is NaN if any of them contains NaN or Inf, and NaN makes
     the optimizer skip the step.
     """
-    found = original(for_clipping)
+    result = original(for_clipping)
     if for_clipping:
-        return found
-    counted, experts = found
-    known = {id(grad) for grad in counted}
-    rest: list[Tensor] = []
+        return result
+    counted, experts = result
+    counted_ids = {id(grad) for grad in counted}
+    uncounted: list[Tensor] = []
     for grads in optimizer.fp32_groups_gradients:
-        rest += [grad for grad in grads if id(grad) not in known]
-    if rest:
-        counted = [*counted, 0 * torch.stack(norms(rest)).sum().float()]
+        uncounted += [grad for grad in grads if id(grad) not in counted_ids]
+    if uncounted:
+        counted = [*counted, 0 * torch.stack(norms(uncounted)).sum().float()]
     return counted, experts
 
 
-def _invalid_if_any_is(optimizer: Any, original: Any) -> list[Any]:
+def _norms_inf_if_invalid(optimizer: Any, original: Any) -> list[Any]:
     """Return ZeRO 3's norms, plus infinity if any gradient contains NaN or Inf, which skips the step."""
     optimizer.check_overflow()
-    found = list(original())
+    group_norms = list(original())
     if optimizer.overflow:
-        found.append(float("inf"))
-    return found
+        group_norms.append(float("inf"))
+    return group_norms
 
 
 def use_fp64(engine: Any) -> None:

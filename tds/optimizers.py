@@ -16,19 +16,19 @@ from .clip import clip, weights_of
 
 ADAMS = ("adam", "adamw", "muon")  # Muon contains an Adam for parameters that are not matrices
 NOT_ON_CPUS = ("lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")
-OF_THE_KERNELS = ("set_grad_none", "fp32_optimizer_states")  # DeepSpeed's memory options, which torch's Adam lacks
+KERNEL_OPTIONS = ("set_grad_none", "fp32_optimizer_states")  # DeepSpeed's memory options, which torch's Adam lacks
 
 # These optimizers count steps per tensor or not at all.
-ONE_BY_ONE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+SEPARATE_STEPPERS = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
 
 @contextlib.contextmanager
-def for_this_device() -> Iterator[list[str]]:
+def use_torch_on_cpu() -> Iterator[list[str]]:
     """Make engines build optimizers that need no compiler on a CPU, and yield a list of notes for the user.
 
     Raises ValueError for an optimizer or a setting that only DeepSpeed's GPU kernels support.
     """
-    before = DeepSpeedEngine._configure_basic_optimizer
+    original = DeepSpeedEngine._configure_basic_optimizer
     notes = list[str]()
 
     def configure(engine: Any, parameters: Any) -> Any:
@@ -44,14 +44,14 @@ def for_this_device() -> Iterator[list[str]]:
             raise ValueError(
                 f"the optimizer {name} of the ds_config runs on GPUs only; on a CPU use Adam, AdamW or Adagrad"
             )
-        return before(engine, parameters)
+        return original(engine, parameters)
 
     if on_cpu():
         DeepSpeedEngine._configure_basic_optimizer = configure
     try:
         yield notes
     finally:
-        DeepSpeedEngine._configure_basic_optimizer = before
+        DeepSpeedEngine._configure_basic_optimizer = original
 
 
 def refuse_closures(optimizer: Any) -> None:
@@ -74,10 +74,10 @@ def _torch_settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Translate settings of DeepSpeed's Adam to torch's Adam; the default weight decay stays 0, as in DeepSpeed."""
     if not settings.get("bias_correction", True):
         raise ValueError(f'optimizer {name}: "bias_correction": false is for GPUs only; leave it out on a CPU')
-    kept = {key: value for key, value in settings.items() if key not in ("bias_correction", *OF_THE_KERNELS)}
+    torch_settings = {key: value for key, value in settings.items() if key not in ("bias_correction", *KERNEL_OPTIONS)}
     if name.lower() == "muon":
-        return {**kept, "torch_adam": True}
-    return {"weight_decay": 0.0, **kept, "torch_adam": True, "fused": True}
+        return {**torch_settings, "torch_adam": True}
+    return {"weight_decay": 0.0, **torch_settings, "torch_adam": True, "fused": True}
 
 
 def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
@@ -86,15 +86,15 @@ def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], 
     A fused optimizer divides them in its kernel, which saves a pass over all gradients. Its divisor is in fp32, so
     gradients in fp64 are clipped here. If `norm`, the current global norm, is not finite, the step is a no-op.
     """
-    leave_out_unless_finite(optimizer, norm)
-    in_kernel = limit > 0 and is_fused(optimizer) and all(g.dtype is not torch.float64 for g in gradients)
-    divisor = ((norm + 1e-6) / limit).clamp(min=1.0).float() if in_kernel else None
+    skip_unless_finite(optimizer, norm)
+    clips_in_kernel = limit > 0 and is_fused(optimizer) and all(g.dtype is not torch.float64 for g in gradients)
+    divisor = ((norm + 1e-6) / limit).clamp(min=1.0).float() if clips_in_kernel else None
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
-    if not in_kernel:
+    if not clips_in_kernel:
         clip(gradients, norm, limit)
 
 
-def leave_out_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
+def skip_unless_finite(optimizer: torch.optim.Optimizer, norm: Tensor) -> None:
     """Make the next `optimizer.step()` a no-op, moments and step counts included, if `norm`, a scalar, is not finite.
 
     torch's fused Adam reads a flag on the device. For any other optimizer, the host reads the norm, which
@@ -125,10 +125,10 @@ def is_fused(optimizer: torch.optim.Optimizer) -> bool:
 
     An optimizer that calls a fused optimizer, such as Muon, has groups that are fused, but its attributes are not read.
     """
-    return isinstance(optimizer, ONE_BY_ONE) and all(group.get("fused") for group in optimizer.param_groups)
+    return isinstance(optimizer, SEPARATE_STEPPERS) and all(group.get("fused") for group in optimizer.param_groups)
 
 
-def inner_of(engine: Any) -> torch.optim.Optimizer:
+def torch_optimizer_of(engine: Any) -> torch.optim.Optimizer:
     """Return the torch optimizer of a DeepSpeed engine, which a wrapper may contain."""
     inner: torch.optim.Optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return inner
@@ -142,4 +142,4 @@ def adam_of(wrapped: torch.optim.Optimizer) -> Any:
 def steps_separately(wrapped: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer counts steps per weight or not at all, so that some weights can be stepped first."""
     inner = adam_of(wrapped)  # Muon itself counts no steps
-    return inner is None or type(inner) in ONE_BY_ONE or getattr(inner, "steps_separately", False)
+    return inner is None or type(inner) in SEPARATE_STEPPERS or getattr(inner, "steps_separately", False)

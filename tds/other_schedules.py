@@ -9,7 +9,7 @@ from .schedule import (
     Forward,
     Instruction,
     alternate,
-    through_chunks,
+    forward_order,
     with_messages,
 )
 
@@ -36,11 +36,12 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterat
     at the start and end of a step is 1/chunks of that in 1F1B. The price is `chunks` times as many messages. If
     `stages` does not divide the number of micro-batches, the groups are larger and a stage keeps more activations.
     """
-    forward = through_chunks(stages, micros, chunks)
+    forward = forward_order(stages, micros, chunks)
     # In the backward passes, each group goes through the last chunk first.
     backward = [(micro, chunks - 1 - chunk) for micro, chunk in forward]
-    group = -(-micros // max(micros // stages, 1))
-    warmup = min((stages - 1 - stage) * 2 + (chunks - 1) * group, micros * chunks)
+    # The warm-up is that of Megatron-LM: twice as long as in 1F1B, and one group for each further chunk.
+    group_size = -(-micros // max(micros // stages, 1))
+    warmup = min((stages - 1 - stage) * 2 + (chunks - 1) * group_size, micros * chunks)
     order = alternate([Forward(*each) for each in forward], [Backward(*each) for each in backward], warmup)
     return with_messages(order, stage, stages, chunks)
 

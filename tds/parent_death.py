@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-LAUNCHER = "TDS_LAUNCHER"  # set by megatron_tools/launch.py to its process id and its PID namespace
-THEIRS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # set by torchrun and DeepSpeed's launcher, parents of their ranks
+LAUNCHER_VARIABLE = "TDS_LAUNCHER"  # set by megatron_tools/launch.py to its process id and its PID namespace
+OTHER_LAUNCHERS = ("TORCHELASTIC_RUN_ID", "CROSS_SIZE")  # set by torchrun, DeepSpeed: parents of their ranks
 POLL_SECONDS = 0.5
 
 
-def started(pid: int) -> str | None:
+def start_time_of(pid: int) -> str | None:
     """Return the start time of a local process in kernel ticks; "" if unknown; None if there is no such process."""
     try:
         os.kill(pid, 0)
@@ -37,7 +37,7 @@ def started(pid: int) -> str | None:
     except OSError:
         return ""
     fields = text.rpartition(")")[2].split()
-    return None if fields[0] in ("Z", "X") else fields[19]  # zombie or dead: it has ended
+    return None if fields[0] in ("Z", "X") else fields[19]  # Z, X: it has ended; 19: its start time
 
 
 def process_table() -> str:
@@ -64,22 +64,22 @@ def refuse_impossible_ranks() -> None:
 
     Also raise it if one of these environment variables is not a number. With such values, ranks would hang.
     """
-    for name, total in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        rank = _number(name, 0)
-        ranks = _number(total, 1)
+    for name, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        rank = _read_number(name, 0)
+        ranks = _read_number(size, 1)
         if rank is not None and ranks is not None and rank >= ranks:
             raise ImpossibleRanks(
-                f"{name}={os.environ[name]} in the environment is beyond {total}={os.environ[total]}: ranks count from "
+                f"{name}={os.environ[name]} in the environment is beyond {size}={os.environ[size]}: ranks count from "
                 f"0, so the last one is {ranks - 1}"
             )
 
 
-def _number(name: str, least: int) -> int | None:
-    """Return the number in an environment variable, or None if it is unset. Raises ImpossibleRanks below `least`."""
+def _read_number(name: str, minimum: int) -> int | None:
+    """Return the number in an environment variable, or None if it is unset. Raises ImpossibleRanks below `minimum`."""
     text = os.environ.get(name)
     if not text:
         return None
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < minimum:
         raise ImpossibleRanks(
             f"{name}={text[:40]} in the environment is not a valid number: unset it, or use a launcher"
         )
@@ -89,9 +89,9 @@ def _number(name: str, least: int) -> int | None:
 def spans_hosts() -> bool:
     """Return whether some ranks of this run may be on other hosts."""
     world = os.environ.get("WORLD_SIZE", "1")
-    here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    local_world = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
     master = os.environ.get("MASTER_ADDR", "localhost")
-    return world != here and world != "1" and master != "localhost" and not is_loopback(master)
+    return world != local_world and world != "1" and master != "localhost" and not is_loopback(master)
 
 
 def is_loopback(address: str) -> bool:
@@ -101,27 +101,27 @@ def is_loopback(address: str) -> bool:
     return False
 
 
-def _is_gone() -> Callable[[], bool] | None:
+def _launcher_check() -> Callable[[], bool] | None:
     """Return a function that checks whether this process's launcher has died; None if there is no launcher to check."""
-    if LAUNCHER in os.environ:
-        return _own_launcher_is_gone(os.environ[LAUNCHER])
-    if not any(name in os.environ for name in THEIRS):
+    if LAUNCHER_VARIABLE in os.environ:
+        return _own_launcher_check(os.environ[LAUNCHER_VARIABLE])
+    if not any(name in os.environ for name in OTHER_LAUNCHERS):
         return None
     parent = os.getppid()
-    return lambda: os.getppid() != parent or (parent == 1 and not _launches(1))
+    return lambda: os.getppid() != parent or (parent == 1 and not _may_be_launcher(1))
 
 
-def _own_launcher_is_gone(named: str) -> Callable[[], bool] | None:
-    """Return `_is_gone` for this project's launcher. named: its process id and, if known, its PID namespace."""
-    number, _, namespace = named.partition(" ")
+def _own_launcher_check(launcher: str) -> Callable[[], bool] | None:
+    """Return `_launcher_check` for this project's launcher. launcher: process id and, if known, PID namespace."""
+    number, _, namespace = launcher.partition(" ")
     if namespace and namespace != process_table().partition(" ")[2]:
         return None  # the launcher runs in another container, so its process is not visible here
     pid = int(number)
-    begun = started(pid)
-    return lambda: begun is None or started(pid) != begun
+    start_time = start_time_of(pid)
+    return lambda: start_time is None or start_time_of(pid) != start_time
 
 
-def _launches(pid: int) -> bool:
+def _may_be_launcher(pid: int) -> bool:
     """Return whether the process `pid` may be a launcher, by its name.
 
     In a container, PID 1 may be the launcher. Elsewhere PID 1 is the system's init process, which adopts orphans.
@@ -148,25 +148,25 @@ def rejoin_store(backend: str, timeout: timedelta | None, device: "torch.device 
     if attempt == "0" or not shared or dist.is_initialized():
         return
     store, rank, ranks = next(rendezvous("env://", timeout=timeout or timedelta(minutes=30)))
-    own = PrefixStore(f"attempt{attempt}", store)
+    own_store = PrefixStore(f"attempt{attempt}", store)
     bound = device if backend == "nccl" and ranks > 1 else None
-    dist.init_process_group(backend, store=own, rank=rank, world_size=ranks, timeout=timeout, device_id=bound)
+    dist.init_process_group(backend, store=own_store, rank=rank, world_size=ranks, timeout=timeout, device_id=bound)
 
 
-class _Watch:
+class _WatchThread:
     thread: threading.Thread | None = None
 
 
 def end_with_launcher() -> None:
     """Start a thread that ends this process when its launcher has died."""
-    is_gone = _is_gone()
-    if is_gone is None or (_Watch.thread is not None and _Watch.thread.is_alive()):
+    is_gone = _launcher_check()
+    if is_gone is None or (_WatchThread.thread is not None and _WatchThread.thread.is_alive()):
         return
-    _Watch.thread = threading.Thread(target=_watch, args=(is_gone,), name="tds-launched", daemon=True)
-    _Watch.thread.start()
+    _WatchThread.thread = threading.Thread(target=_exit_when_gone, args=(is_gone,), name="tds-launched", daemon=True)
+    _WatchThread.thread.start()
 
 
-def _watch(is_gone: Callable[[], bool]) -> None:
+def _exit_when_gone(is_gone: Callable[[], bool]) -> None:
     while not is_gone():
         time.sleep(POLL_SECONDS)
     with contextlib.suppress(Exception):  # the reader of stderr may have died, too

@@ -70,7 +70,7 @@ replace it before tds.initialize, and use no tds.DistributedOptimizer, which red
 """
 
 
-class Name(NamedTuple):
+class PatchPoint(NamedTuple):
     """A name in `place`, a class or module of DeepSpeed, and what to do instead of replacing it."""
 
     place: Any
@@ -84,17 +84,17 @@ class Name(NamedTuple):
         return f"{self.place.__module__}.{self.place.__qualname__}.{member}"
 
 
-def _rows(table: str) -> Iterator[Name]:
+def _parse_table(table: str) -> Iterator[PatchPoint]:
     for block in table.strip().split("\n\n"):
         advice, *lines = block.splitlines()
         for line in lines:
             path, *names = line.split()
             place = resolve_name(f"deepspeed.{path}")
-            for name in _functions(place) if names == ["*"] else names:
-                yield Name(place, name, advice)
+            for name in _function_names(place) if names == ["*"] else names:
+                yield PatchPoint(place, name, advice)
 
 
-def _functions(kind: type) -> Iterator[str]:
+def _function_names(kind: type) -> Iterator[str]:
     for name in dir(kind):
         value = getattr(kind, name)
         is_function = callable(value) or isinstance(value, property)
@@ -103,8 +103,8 @@ def _functions(kind: type) -> Iterator[str]:
             yield name
 
 
-IGNORED = list(_rows(TABLE))
-REDUCING = list(_rows(REDUCING_TABLE))
+IGNORED_POINTS = list(_parse_table(TABLE))
+REDUCTION_POINTS = list(_parse_table(REDUCING_TABLE))
 
 
 def refuse_patches(engine: Any, module: Any, reduces: bool = False) -> None:
@@ -113,14 +113,14 @@ def refuse_patches(engine: Any, module: Any, reduces: bool = False) -> None:
     engine: a pipeline engine of tds, or its class before it is built. module: the PipelineModule.
     reduces: whether tds reduces the gradients over the replicas without DeepSpeed.
     """
-    kind = engine if isinstance(engine, type) else type(engine)
-    own = {} if isinstance(engine, type) else vars(engine)
-    found = _first_patch(IGNORED, kind, own, type(module))
-    if reduces and not found:
-        found = _first_patch(REDUCING, kind, own, type(module))
-    if found:
-        name, author = found
-        raise ValueError(f"{name} is replaced by {author}, which tds does not run: {name.advice}")
+    engine_class = engine if isinstance(engine, type) else type(engine)
+    attributes = {} if isinstance(engine, type) else vars(engine)
+    patch = _first_patch(IGNORED_POINTS, engine_class, attributes, type(module))
+    if reduces and not patch:
+        patch = _first_patch(REDUCTION_POINTS, engine_class, attributes, type(module))
+    if patch:
+        point, author = patch
+        raise ValueError(f"{point} is replaced by {author}, which tds does not run: {point.advice}")
     if reduces and not getattr(engine, "pipeline_enable_backward_allreduce", True):
         raise ValueError(
             "pipeline_enable_backward_allreduce is False, but tds reduces gradients during the backward pass: set "
@@ -128,29 +128,31 @@ def refuse_patches(engine: Any, module: Any, reduces: bool = False) -> None:
         )
 
 
-def is_reduction_replaced(kind: type) -> bool:
+def is_reduction_replaced(engine_class: type) -> bool:
     """Return whether the user has replaced a function by which DeepSpeed reduces gradients over the replicas."""
-    return _first_patch(REDUCING, kind, {}, object) is not None
+    return _first_patch(REDUCTION_POINTS, engine_class, {}, object) is not None
 
 
-def _first_patch(names: Sequence[Name], kind: type, own: Mapping[str, Any], module: type) -> tuple[Name, str] | None:
-    for name in names:
-        author = maker(_value(name, kind, own, module))
+def _first_patch(
+    points: Sequence[PatchPoint], engine_class: type, attributes: Mapping[str, Any], module: type
+) -> tuple[PatchPoint, str] | None:
+    for point in points:
+        author = foreign_name(_value_in_use(point, engine_class, attributes, module))
         if author:
-            return name, author
+            return point, author
     return None
 
 
-def instruction_of(engine: Any, instruction: str, method: str) -> Callable[[], Any]:
+def instruction_handler(engine: Any, instruction: str, method: str) -> Callable[[], Any]:
     """Return what runs an instruction of DeepSpeed: the user's function in `_INSTRUCTION_MAP`, or the engine's method.
 
     instruction: name of the instruction's class, such as OptimizerStep.
     """
-    function = _instructions(type(engine)).get(instruction)
-    return partial(function, engine) if function and maker(function) else getattr(engine, method)
+    function = _instruction_map(type(engine)).get(instruction)
+    return partial(function, engine) if function and foreign_name(function) else getattr(engine, method)
 
 
-def maker(value: Any) -> str | None:
+def foreign_name(value: Any) -> str | None:
     """Return the name of a function, class or module that neither DeepSpeed nor tds defines, else None."""
     if value is None:
         return None
@@ -158,30 +160,30 @@ def maker(value: Any) -> str | None:
         value = value.fget
     # functools.wraps copies __module__, but not the globals of a function, which belong to the defining module.
     names = vars(value) if isinstance(value, ModuleType) else getattr(value, "__globals__", {})
-    home = str(names.get("__name__") or getattr(value, "__module__", None) or type(value).__module__)
-    if home.partition(".")[0] in ("deepspeed", PACKAGE):
+    module_name = str(names.get("__name__") or getattr(value, "__module__", None) or type(value).__module__)
+    if module_name.partition(".")[0] in ("deepspeed", PACKAGE):
         return None
     if isinstance(value, ModuleType):
-        return home
-    return f"{home}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+        return module_name
+    return f"{module_name}.{getattr(value, '__qualname__', type(value).__qualname__)}"
 
 
-def _value(name: Name, kind: type, own: Mapping[str, Any], module: type) -> Any:
-    """Return the value of `name` in an engine of class `kind` with the attributes `own`, or in its `module`.
+def _value_in_use(point: PatchPoint, engine_class: type, attributes: Mapping[str, Any], module: type) -> Any:
+    """Return the value of `point` in an engine of this class with these attributes, or in its `module`.
 
     None if tds, or the user's subclass of its class, runs a replacement in DeepSpeed's class.
     """
-    ours = {StockPipelineEngine: kind, StockPipelineModule: module}.get(name.place)
-    if ours is None:
-        return vars(name.place).get(name.name)
-    if name.name[0].isupper():
-        return _instructions(kind).get(name.name)
-    runs = getattr(ours, name.name, None)
-    if name.name in OVERRIDDEN:
-        replaced = vars(name.place).get(name.name)
-        return None if runs is replaced else replaced
-    return (own.get(name.name) if ours is kind else None) or runs
+    owner = {StockPipelineEngine: engine_class, StockPipelineModule: module}.get(point.place)
+    if owner is None:
+        return vars(point.place).get(point.name)
+    if point.name[0].isupper():  # the class of an instruction
+        return _instruction_map(engine_class).get(point.name)
+    value = getattr(owner, point.name, None)
+    if point.name in OVERRIDDEN:
+        replaced = vars(point.place).get(point.name)
+        return None if value is replaced else replaced
+    return (attributes.get(point.name) if owner is engine_class else None) or value
 
 
-def _instructions(kind: Any) -> dict[str, Any]:
-    return {each.__name__: function for each, function in kind._INSTRUCTION_MAP.items()}
+def _instruction_map(engine_class: Any) -> dict[str, Any]:
+    return {each.__name__: function for each, function in engine_class._INSTRUCTION_MAP.items()}

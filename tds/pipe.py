@@ -15,7 +15,7 @@ from ._deepspeed import (
     quietly,
     this_device,
 )
-from .groups import for_deepspeed
+from .groups import share_deepspeed_groups
 from .layer_times import cut_by_time, layer_times
 from .nested import as_tuple
 from .sequential import SequentialModule, run_layers, seeded_layers
@@ -43,7 +43,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         self._example = example
         if chunks > 1 and kwargs.get("seed_layers"):
             raise ValueError("seed_layers supports only one chunk per stage: leave out seed_layers, or use chunks=1")
-        with quietly(), for_deepspeed(lambda: self._topo):
+        with quietly(), share_deepspeed_groups(lambda: self._topo):
             super().__init__(layers, *args, **kwargs)
         del self._example
 
@@ -55,8 +55,8 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         funcs = self.forward_funcs[first:end]
         interval = self.activation_checkpoint_interval
         length = interval or len(funcs) or 1  # an empty chunk would give range() a step of 0
-        for at in range(0, len(funcs), length):
-            part = funcs[at : at + length]
+        for start in range(0, len(funcs), length):
+            part = funcs[start : start + length]
             if interval and torch.is_grad_enabled() and self._is_checkpointable(part):
                 inputs = self.activation_checkpoint_func(lambda *x, part=part: run_layers(part, x), *as_tuple(inputs))
             else:
@@ -72,7 +72,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> Any:
         """Return the path of a layer's checkpoint file, which is named by the layer's index in the whole model."""
-        return super().ckpt_layer_path(ckpt_dir, self.indices[local_layer_idx] - self._local_start)
+        return super().ckpt_layer_path(ckpt_dir, self.indices[local_layer_idx] - self._local_start)  # which adds it
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> Any:
         """Return the paths of a layer's checkpoint files, which are named by the layer's index in the whole model."""
@@ -81,7 +81,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
     def _partition_layers(self, method: str | Sequence[int] = "uniform") -> None:
         if self.num_stages == 1:
             self.chunks = 1  # a single stage has nothing to interleave
-        self.cuts = self._cuts(method)
+        self.cuts = self._choose_cuts(method)
         self.bounds = list(pairwise(self.cuts))[self.stage_id :: self.num_stages]  # bounds of this stage's chunks
         self.indices: list[int] = []
         self.chunk_slices: list[tuple[int, int]] = []  # range of each chunk in this stage's list of layers
@@ -92,7 +92,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         self.parts = self.cuts
         self._set_bounds(*self.bounds[0])
 
-    def _cuts(self, method: str | Sequence[int]) -> list[int]:
+    def _choose_cuts(self, method: str | Sequence[int]) -> list[int]:
         """Return the index of each group's first layer, followed by the number of layers."""
         count = len(self._layer_specs)
         groups = self.num_stages * self.chunks
@@ -122,8 +122,8 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
             # Numbers of numpy would be no valid seeds of `seed_layers`.
             return list(map(int, partition_balanced(self._count_layer_params(), groups)))
         if method.lower().startswith("type:"):
-            chosen = set(self._find_layer_type(method.split(":", 1)[1]))
-            return list(map(int, partition_balanced([int(i in chosen) for i in range(count)], groups)))
+            matching = set(self._find_layer_type(method.split(":", 1)[1]))
+            return list(map(int, partition_balanced([int(i in matching) for i in range(count)], groups)))
         raise ValueError(
             f"there is no partition_method {method!r}; use uniform, parameters, type:REGEX, balanced or a list of cuts"
         )
@@ -153,10 +153,10 @@ def is_pipeline(model: nn.Module) -> bool:
 
 def tied_weights(model: Any) -> list[nn.Parameter]:
     """Return this stage's weights that other stages also hold; empty if `model` is not a PipelineModule."""
-    found: list[nn.Parameter] = []
+    tied: list[nn.Parameter] = []
     for _, _, weights in ties(model):
-        found += weights.values()
-    return found
+        tied += weights.values()
+    return tied
 
 
 def ties(model: Any) -> Iterator[tuple[str, Any, dict[str, nn.Parameter]]]:
@@ -171,12 +171,12 @@ def chunk_of_weights(module: Any) -> dict[Any, int]:
 
     If several chunks use a parameter, this is the first of them, whose backward pass comes last.
     """
-    found: dict[Any, int] = {}
+    chunk_of: dict[Any, int] = {}
     for chunk, (begin, end) in reversed(list(enumerate(getattr(module, "chunk_slices", ())))):
         for layer in module.forward_funcs[begin:end]:
             for parameter in getattr(layer, "parameters", list)():
-                found[parameter] = chunk
-    return found
+                chunk_of[parameter] = chunk
+    return chunk_of
 
 
 __all__ = ["LayerSpec", "PipelineModule", "SequentialModule", "StockPipelineModule", "TiedLayerSpec", "seeded_layers"]

@@ -4,9 +4,9 @@ A device synchronization (memory is short, or CUDA loads a kernel) waits for all
 ends only after its receiver has posted the receive, and a receive ends only after its sender has sent. So a receive
 that is posted too late blocks the sender, and a receive that is posted too early blocks the receiver.
 
-The right points are found by a simulation in which each stage waits for all of its messages before each pass. A
+The right post_after are found by a simulation in which each stage waits for all of its messages before each pass. A
 receiver posts a receive when its message has been sent and the receiver is between two passes. In this simulation,
-time only moves forward, so with these points no stage can wait for its own later work. deadlocks.py checks this.
+time only moves forward, so with these post_after no stage can wait for its own later work. deadlocks.py checks this.
 """
 
 from collections import defaultdict, deque
@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .schedule import (
-    At,
     Backward,
     BackwardInput,
     BackwardWeight,
     Forward,
     Instruction,
     Kind,
+    MicroChunk,
     Plan,
     RecvActivation,
     RecvGrad,
@@ -28,15 +28,15 @@ from .schedule import (
     ScheduleError,
     SendActivation,
     SendGrad,
-    chunks_of,
+    num_chunks,
 )
 
 # Cost of a pass over all layers of a stage, relative to the forward pass.
-COST = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}
+PASS_COST = {Forward: 1.0, Backward: 2.0, BackwardInput: 1.0, BackwardWeight: 1.0}
 SENDS = SendActivation, SendGrad
 RECEIVES = RecvActivation, RecvGrad
 # For each kind of receive: message -> number of passes of the stage after which this receive is posted.
-Points = Mapping[Kind, Mapping[At, int]]
+PostAfter = Mapping[Kind, Mapping[MicroChunk, int]]
 
 
 @dataclass
@@ -53,25 +53,25 @@ class _Stage:
     busy_until: float | None = None
     passes: int = 0
     unanswered: int = 0
-    agenda: dict[Kind, deque[At]] = field(default_factory=dict)
-    sent: dict[Kind, dict[At, int]] = field(default_factory=lambda: defaultdict(dict))
-    points: dict[Kind, dict[At, int]] = field(default_factory=lambda: defaultdict(dict))
+    agenda: dict[Kind, deque[MicroChunk]] = field(default_factory=dict)
+    sent: dict[Kind, dict[MicroChunk, int]] = field(default_factory=lambda: defaultdict(dict))
+    post_after: dict[Kind, dict[MicroChunk, int]] = field(default_factory=lambda: defaultdict(dict))
 
 
 class _Simulation:
     def __init__(self, plan: Plan, dynamic: bool) -> None:
-        self.chunks = chunks_of(plan)
+        self.chunks = num_chunks(plan)
         self.dynamic = dynamic
         self.now = 0.0
         self.stages = [_Stage(deque(instructions)) for instructions in plan]
         for stage in self.stages:
-            stage.agenda = {kind: deque(each.at for each in stage.todo if type(each) is kind) for kind in RECEIVES}
+            stage.agenda = {kind: deque(i.micro_chunk for i in stage.todo if type(i) is kind) for kind in RECEIVES}
 
     def run(self) -> None:
         """Run all stages to their ends. Raises ScheduleError if they deadlock."""
-        numbers = range(len(self.stages))
+        stage_indices = range(len(self.stages))
         while True:
-            while any([self._advance(number) for number in numbers]):
+            while any([self._run_until_blocked(number) for number in stage_indices]):  # a list, so that each stage runs
                 pass
             ends = [stage.busy_until for stage in self.stages if stage.busy_until is not None]
             if not ends:
@@ -89,7 +89,7 @@ class _Simulation:
                     f"{type(head).__name__}({head.micro}) of chunk {head.chunk}"
                 )
 
-    def _advance(self, number: int) -> bool:
+    def _run_until_blocked(self, number: int) -> bool:
         """Run a stage as far as possible; return whether anything changed."""
         stage = self.stages[number]
         if stage.busy_until is not None:
@@ -106,14 +106,14 @@ class _Simulation:
             self._send(number, head)
         elif isinstance(head, RECEIVES):
             kind = type(head)
-            if head.at not in stage.points[kind]:
+            if head.micro_chunk not in stage.post_after[kind]:
                 self._post(stage, head)
-            if head.at not in stage.points[kind]:
+            if head.micro_chunk not in stage.post_after[kind]:
                 return False
         elif stage.unanswered:
             return False
         else:
-            stage.busy_until = self.now + COST[type(head)] / self.chunks
+            stage.busy_until = self.now + PASS_COST[type(head)] / self.chunks
         stage.todo.popleft()
         return True
 
@@ -121,73 +121,73 @@ class _Simulation:
         down = isinstance(send, SendActivation)
         virtual_stage = send.chunk * len(self.stages) + number + (1 if down else -1)
         chunk, receiver = divmod(virtual_stage, len(self.stages))
-        self.stages[receiver].sent[RecvActivation if down else RecvGrad][At(send.micro, chunk)] = number
+        self.stages[receiver].sent[RecvActivation if down else RecvGrad][MicroChunk(send.micro, chunk)] = number
         self.stages[number].unanswered += 1
 
-    def _post(self, stage: _Stage, taken: Instruction | None = None) -> bool:
+    def _post(self, stage: _Stage, reader: Instruction | None = None) -> bool:
         """Post the receives of all messages sent to a stage; return whether there are any.
 
-        If a message has a header, its receive is posted only when the instruction `taken` reads the message,
+        If a message has a header, its receive is posted only when instruction `reader` reads the message,
         because the header gives the size.
         """
         changed = False
         for kind, agenda in stage.agenda.items():
             while agenda and agenda[0] in stage.sent[kind]:
-                at = agenda[0]
-                has_header = kind is RecvActivation and (self.dynamic or at.micro == 0)
-                if has_header and not (taken and type(taken) is kind and taken.at == at):
+                micro_chunk = agenda[0]
+                has_header = kind is RecvActivation and (self.dynamic or micro_chunk.micro == 0)
+                if has_header and not (reader and type(reader) is kind and reader.micro_chunk == micro_chunk):
                     break
                 agenda.popleft()
-                stage.points[kind][at] = stage.passes
-                self.stages[stage.sent[kind].pop(at)].unanswered -= 1
+                stage.post_after[kind][micro_chunk] = stage.passes
+                self.stages[stage.sent[kind].pop(micro_chunk)].unanswered -= 1
                 changed = True
         return changed
 
 
-def receive_points(plan: Plan, dynamic: bool = False) -> list[Points]:
+def simulate_posting(plan: Plan, dynamic: bool = False) -> list[PostAfter]:
     """Return, for each stage, after how many of its passes each receive is posted.
 
     dynamic: each activation has a header; otherwise, only the first activation of each chunk has one.
-    Raises ScheduleError if there are no such points.
+    Raises ScheduleError if there are no such post_after.
     """
     simulation = _Simulation(plan, dynamic)
     simulation.run()
-    return [stage.points for stage in simulation.stages]
+    return [stage.post_after for stage in simulation.stages]
 
 
 @dataclass(frozen=True)
 class StagePlan:
     """The instructions that one stage runs in a step.
 
-    points: the stage's item of `receive_points`; empty if the number `Rules.ahead` decides when receives are posted.
+    post_after: the stage's item of `simulate_posting`; empty if `Rules.ahead` decides when receives are posted.
     """
 
     instructions: Sequence[Instruction]
-    points: Points
+    post_after: PostAfter
 
 
 class StagePlans:
     """The plans of one stage, by schedule and number of micro-batches.
 
-    at_points: whether receives are posted after the passes that `receive_points` names. dynamic: each activation has a
-    header.
+    posts_at_passes: whether receives are posted after the passes that `simulate_posting` names.
+    dynamic: each activation has a header.
     """
 
-    def __init__(self, stage: int, stages: int, at_points: bool, dynamic: bool) -> None:
+    def __init__(self, stage: int, stages: int, posts_at_passes: bool, dynamic: bool) -> None:
         self._stage = stage
         self._stages = stages
-        self._at_points = at_points
+        self._posts_at_passes = posts_at_passes
         self._dynamic = dynamic
         self._plans: dict[tuple[Schedule, int], StagePlan] = {}
 
     def plan(self, schedule: Schedule, micros: int) -> StagePlan:
         """Return the plan of a step of `micros` micro-batches; repeated calls return the same object."""
         if (schedule, micros) not in self._plans:
-            self._plans[schedule, micros] = self._make(schedule, micros)
+            self._plans[schedule, micros] = self._make_plan(schedule, micros)
         return self._plans[schedule, micros]
 
-    def _make(self, schedule: Schedule, micros: int) -> StagePlan:
-        if not self._at_points:
+    def _make_plan(self, schedule: Schedule, micros: int) -> StagePlan:
+        if not self._posts_at_passes:
             return StagePlan(list(schedule(self._stage, self._stages, micros)), {})
         plan = [list(schedule(each, self._stages, micros)) for each in range(self._stages)]
-        return StagePlan(plan[self._stage], receive_points(plan, self._dynamic)[self._stage])
+        return StagePlan(plan[self._stage], simulate_posting(plan, self._dynamic)[self._stage])

@@ -11,9 +11,9 @@ from torch import Tensor
 from ._torch import timed_event
 from .observers import Observer, What
 
-MOST_TIMED = 1000  # maximum number of steps in DeepSpeed's timer, which keeps two device events for each
-PARTS = ("Reduce", "Step")  # measured parts of a step besides the instructions
-COMPUTING = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
+MAX_TIMED_STEPS = 1000  # maximum number of steps in DeepSpeed's timer, which keeps two device events for each
+TIMED_PARTS = ("Reduce", "Step")  # measured parts of a step besides the instructions
+COMPUTE_NAMES = ("Forward", "Backward", "BackwardInput", "BackwardWeight")
 
 
 class Progress(Observer):
@@ -31,25 +31,25 @@ class Progress(Observer):
         self.every = every
         self.breakdown = breakdown
         self._seconds: dict[str, float] = defaultdict(float)  # by kind of instruction, since the last progress line
-        self._since = time.perf_counter()
+        self._last_line_at = time.perf_counter()
         self._on_cpu = device.type == "cpu"
-        self._noted: deque[tuple[str, torch.Event, torch.Event]] = deque()  # device events that are not accumulated yet
+        self._event_pairs: deque[tuple[str, torch.Event, torch.Event]] = deque()  # not accumulated yet
         self.busy = 0.0
-        self._begun: Any = 0.0  # start of the measured instruction or part: a time, or a device event
+        self._start: Any = 0.0  # start of the measured instruction or part: a time, or a device event
 
     def begin(self, what: What) -> None:
         """Record the start of a measured instruction or part of a step."""
-        if self._name(what):
-            self._begun = self._now()
+        if self._measured_name(what):
+            self._start = self._read_clock()
 
-    def _name(self, what: What) -> str | None:
+    def _measured_name(self, what: What) -> str | None:
         """Return the name under which the time of an instruction or part is measured, or None if it is not."""
         if isinstance(what, str):
-            return what if self.breakdown and what in PARTS else None
+            return what if self.breakdown and what in TIMED_PARTS else None
         name = type(what).__name__
-        return name if self.breakdown or (self._on_cpu and name in COMPUTING) else None
+        return name if self.breakdown or (self._on_cpu and name in COMPUTE_NAMES) else None
 
-    def _now(self) -> "float | torch.Event":
+    def _read_clock(self) -> "float | torch.Event":
         """Return the current time, or a device event on an accelerator.
 
         Reading the clock of an accelerator would need a synchronization. Within a step, this would also wait for posted
@@ -61,46 +61,46 @@ class Progress(Observer):
 
     def end(self, what: What) -> None:
         """Record the end of a measured instruction or part of a step."""
-        name = self._name(what)
+        name = self._measured_name(what)
         if name is None:
             return
-        ended = self._now()
+        ended = self._read_clock()
         if isinstance(ended, float):
-            took = ended - self._begun
-            if name in COMPUTING:
-                self.busy += took
+            elapsed = ended - self._start
+            if name in COMPUTE_NAMES:
+                self.busy += elapsed
             if self.breakdown:
-                self._seconds[name] += took
+                self._seconds[name] += elapsed
         else:
-            self._noted.append((name, self._begun, ended))
+            self._event_pairs.append((name, self._start, ended))
 
-    def _add_up(self, wait: bool) -> None:
+    def _accumulate_events(self, wait: bool) -> None:
         """Accumulate the times of recorded device events. wait: also wait for events that are still pending."""
-        while self._noted and (wait or self._noted[0][2].query()):
-            what, begun, ended = self._noted.popleft()
+        while self._event_pairs and (wait or self._event_pairs[0][2].query()):
+            name, started, ended = self._event_pairs.popleft()
             ended.synchronize()
-            self._seconds[what] += begun.elapsed_time(ended) / 1e3
+            self._seconds[name] += started.elapsed_time(ended) / 1e3
 
     def step(self, steps: int, samples: int, losses: Mapping[str, Tensor]) -> str | None:
         """Return the progress line after every `every` steps, else None.
 
         steps: optimizer steps so far. samples: samples in each step.
         """
-        self._add_up(wait=False)
+        self._accumulate_events(wait=False)
         if not self.every or steps % self.every:
             return None
-        took = (time.perf_counter() - self._since) / self.every
+        step_seconds = (time.perf_counter() - self._last_line_at) / self.every
         named = " ".join(f"{name}: {value.item():.4f}" for name, value in losses.items())
-        line = f"steps: {steps} {named} iter time (s): {took:.3f} samples/sec: {samples / took:.3f}"
+        line = f"steps: {steps} {named} iter time (s): {step_seconds:.3f} samples/sec: {samples / step_seconds:.3f}"
         if seconds := self.take():
-            spent = " | ".join(f"{name}: {1e3 * s / self.every:.2f}" for name, s in seconds.items())
-            line += f"\ntime (ms) of rank 0 in a step | {spent}"
-        self._since = time.perf_counter()
+            parts = " | ".join(f"{name}: {1e3 * spent / self.every:.2f}" for name, spent in seconds.items())
+            line += f"\ntime (ms) of rank 0 in a step | {parts}"
+        self._last_line_at = time.perf_counter()
         return line
 
     def take(self) -> dict[str, float]:
         """Return the measured seconds of each kind of instruction since the last call. Call between two steps."""
-        self._add_up(wait=True)
+        self._accumulate_events(wait=True)
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds

@@ -20,7 +20,7 @@ def boundary_parity(boundary: int, stages: int) -> int:
     return 2 if stages % 2 and boundary == stages - 1 else boundary % 2
 
 
-def in_queues(device: torch.device) -> bool:
+def has_message_queues(device: torch.device) -> bool:
     """Return whether messages of one process group wait for each other on this device.
 
     False on CPUs (gloo), where an additional group would only cost a thread.
@@ -28,11 +28,11 @@ def in_queues(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def posted_ahead(device: torch.device) -> int | None:
+def receives_ahead(device: torch.device) -> int | None:
     """Return how many receives a channel posts in advance; None if receives are posted at points of the schedule.
 
     A host that may have to synchronize its device needs such points (posting.py). A fixed number would deadlock: with
     three stages in 1F1B and one receive in advance, stage 0 posts the receive of gradient 0 before forward 1. But stage
     1 sends gradient 0 only after its own forward 1, for which stage 0 has not sent the input yet.
     """
-    return None if in_queues(device) else POSTED_AHEAD
+    return None if has_message_queues(device) else POSTED_AHEAD

@@ -27,7 +27,7 @@ def choose_checkpoint_function(config_class: Any = None, model: Any = None, **_:
         model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
 
 
-def require_gradients(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def views_requiring_grad(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return views of a stage's inputs that require gradients where they can; re-entrant checkpointing needs one."""
     return tuple(non_leaf_view(t.requires_grad_(kind_of(t) == "float")) for t in inputs)
 

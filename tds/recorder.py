@@ -15,9 +15,9 @@ import torch
 from ._torch import recorded_collectives
 
 ENTRIES = "2000"  # entries of the flight recorder, enough for several steps
-REMEMBERED = 1024  # number of newest instructions that are stored
-SHOWN = 4  # maximum number of collectives in a report
-MARKED_LATE = 0.5  # seconds; torch may mark a finished collective as finished this much later
+MAX_RECORDED = 1024  # number of newest instructions that are stored
+MAX_SHOWN = 4  # maximum number of collectives in a report
+MARK_DELAY = 0.5  # seconds; torch may mark a finished collective as finished this much later
 
 
 def record_collectives() -> None:
@@ -26,17 +26,17 @@ def record_collectives() -> None:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", ENTRIES)
 
 
-def not_ended() -> list[str]:
+def pending_collectives() -> list[str]:
     """Describe the collectives that this rank has started and that have not ended, oldest first."""
-    deadline = time.monotonic() + MARKED_LATE
-    while (begun := _begun()) and time.monotonic() < deadline:
+    deadline = time.monotonic() + MARK_DELAY
+    while (pending := _find_pending()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return [_describe(each) for each in begun[:SHOWN]] + (
-        [f"and {len(begun) - SHOWN} more"] if len(begun) > SHOWN else []
+    return [_describe(each) for each in pending[:MAX_SHOWN]] + (
+        [f"and {len(pending) - MAX_SHOWN} more"] if len(pending) > MAX_SHOWN else []
     )
 
 
-def _begun() -> list[dict[str, Any]]:
+def _find_pending() -> list[dict[str, Any]]:
     return [each for each in recorded_collectives() if not each.get("retired") and each.get("state") != "completed"]
 
 
@@ -59,19 +59,19 @@ def allocation_retries(device: torch.device) -> str | None:
     return f"its device ran short of memory {retries} times: allocations were retried" if retries else None
 
 
-class Finished:
+class DeviceProgress:
     """Record of how far the device has come with the submitted work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._submitted: deque[tuple[Any, torch.Event]] = deque(maxlen=REMEMBERED)
+        self._submitted: deque[tuple[Any, torch.Event]] = deque(maxlen=MAX_RECORDED)
 
-    def submitted(self, what: Any) -> None:
+    def record_submitted(self, what: Any) -> None:
         """Record that the host has submitted all work of `what`."""
         event = torch.Event(self.device)
         event.record()
         self._submitted.append((what, event))
 
-    def last(self) -> Any:
+    def last_finished(self) -> Any:
         """Return the newest recorded `what` that the device has finished, or None."""
         return next((what for what, event in reversed(list(self._submitted)) if event.query()), None)

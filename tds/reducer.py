@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .bucket_launch import BucketLauncher, pack, sort_buckets
-from .param_replicas import by_holders
+from .bucket_launch import BucketLauncher, pack_buckets, sort_buckets
+from .param_replicas import group_by_holders
 from .sparse import sparse_weights, sum_sparse
 
 
@@ -45,12 +45,12 @@ class _GradBucket:
         counts = flat[-len(grads) :]
         self._missing = []
         begin = 0
-        for at, p in enumerate(self.parameters):
+        for index, p in enumerate(self.parameters):
             end = begin + p.numel()
             p.grad = flat[begin:end].view_as(p)
             begin = end
-            if not has_grad[at]:
-                self._missing.append((p, counts[at]))
+            if not has_grad[index]:
+                self._missing.append((p, counts[index]))
 
     def wait(self) -> None:
         """Wait until the sums have arrived."""
@@ -93,35 +93,35 @@ class GradReducer:
         self._group = group
         self._bucket_bytes = bucket_bytes
         self._chunk_of = chunk_of or {}
-        self._seen: list[Any] = []
+        self._signature: list[Any] = []  # of the weights in the buckets
         self._sparse: list[nn.Parameter] = []  # weights with sparse gradients; not in buckets, reduced last
         self._launcher: BucketLauncher | None = None
-        self._look()
+        self._current_launcher()
 
-    def _look(self) -> BucketLauncher:
+    def _current_launcher(self) -> BucketLauncher:
         """Return the launcher; pack the weights into new buckets if any was frozen, unfrozen, replaced or converted."""
         self._sparse = sparse_weights(self._module)
         sparse = set(self._sparse)
-        learns = [p for p in self._module.parameters() if p.requires_grad and p not in sparse]
-        seen = [(id(p), p.dtype, p.device, p.shape) for p in learns]
-        if self._launcher is not None and seen == self._seen:
+        trainable = [p for p in self._module.parameters() if p.requires_grad and p not in sparse]
+        signature = [(id(p), p.dtype, p.device, p.shape) for p in trainable]
+        if self._launcher is not None and signature == self._signature:
             return self._launcher
         if self._launcher is not None:
             self._launcher.close()
-        self._seen = seen
+        self._signature = signature
         buckets = []
-        for group, own in by_holders(learns, self._group):
-            for parameters in pack(own, group, self._bucket_bytes, self._chunk_of):
+        for group, held in group_by_holders(trainable, self._group):
+            for parameters in pack_buckets(held, group, self._bucket_bytes, self._chunk_of):
                 buckets.append(_GradBucket(parameters, group))
-        sort_buckets(buckets, learns, self._chunk_of)
+        sort_buckets(buckets, trainable, self._chunk_of)
         self._launcher = BucketLauncher(buckets, self._chunk_of)
         return self._launcher
 
     def arm(self, chunk: int = 0) -> None:
         """Overlap the reduction with the next backward pass of `chunk`, which must be the chunk's last of this step."""
-        self._look().arm(chunk)
+        self._current_launcher().arm(chunk)
 
     def finish(self) -> None:
         """Reduce the remaining gradients and wait for all reductions of this step."""
-        self._look().finish()
+        self._current_launcher().finish()
         sum_sparse(self._sparse, self._group)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import this_device
 from .distributed_optimizer import DistributedOptimizer
-from .patches import instruction_of, is_reduction_replaced
+from .patches import instruction_handler, is_reduction_replaced
 from .pipe import chunk_of_weights, ties
 from .reducer import GradReducer
 from .schedule import Backward, BackwardWeight, Instruction
@@ -22,32 +22,32 @@ from .sparse import sparse_weights, sum_sparse
 GradientOf = Callable[[nn.Parameter], Tensor | None]
 
 
-def anywhere(flags: Sequence[bool], group: Any) -> list[bool]:
+def any_over_ranks(flags: Sequence[bool], group: Any) -> list[bool]:
     """Return for each flag whether it is set on any rank of the group. Collective, unless there are no flags."""
     if not flags:
         return []
-    there = torch.tensor(flags, dtype=torch.int32, device=this_device())
-    dist.all_reduce(there, op=dist.ReduceOp.MAX, group=group)
-    return [bool(each) for each in there.tolist()]
+    any_flags = torch.tensor(flags, dtype=torch.int32, device=this_device())
+    dist.all_reduce(any_flags, op=dist.ReduceOp.MAX, group=group)
+    return [bool(each) for each in any_flags.tolist()]
 
 
-def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = None) -> None:
+def reduce_tied_grads(module: Any, stage: int, gradient_of: GradientOf | None = None) -> None:
     """Sum the gradients of each tied weight over its stages. Collective over these stages.
 
     A weight that has a gradient on any of its stages gets the sum on all its stages. A weight without a gradient on all
     its stages (frozen, or unused in this step) stays without one, so no optimizer decays it.
 
-    gradient: returns the gradient of a weight, for gradients that are not in `.grad`.
+    gradient_of: returns the gradient of a weight, for gradients that are not in `.grad`.
     Raises RuntimeError if a weight is frozen on one stage and trained on another.
     """
-    sparse = set() if gradient else set(sparse_weights(module))
+    sparse = set() if gradient_of else set(sparse_weights(module))
     for key, group, weights in ties(module):
-        grads = [gradient(weight) if gradient else weight.grad for weight in weights.values()]
-        learned = anywhere([grad is not None for grad in grads], group)
-        for (name, weight), grad, learns in zip(weights.items(), grads, learned, strict=True):
-            if not learns:
+        grads = [gradient_of(weight) if gradient_of else weight.grad for weight in weights.values()]
+        trained_anywhere = any_over_ranks([grad is not None for grad in grads], group)
+        for (name, weight), grad, is_trained in zip(weights.items(), grads, trained_anywhere, strict=True):
+            if not is_trained:
                 continue
-            _refuse_untrained(weight, f"{key}.{name}", stage, grad is None and gradient is not None)
+            _refuse_untrained(weight, f"{key}.{name}", stage, grad is None and gradient_of is not None)
             if weight in sparse:
                 sum_sparse([weight], group)
                 continue
@@ -57,17 +57,17 @@ def reduce_tied_grads(module: Any, stage: int, gradient: GradientOf | None = Non
             dist.all_reduce(grad, group=group)
 
 
-def _refuse_untrained(weight: nn.Parameter, name: str, stage: int, is_elsewhere: bool) -> None:
+def _refuse_untrained(weight: nn.Parameter, name: str, stage: int, is_only_elsewhere: bool) -> None:
     """Raise RuntimeError if a tied weight that another stage trains is not trained on this stage.
 
-    is_elsewhere: whether only the optimizers of other stages have the weight.
+    is_only_elsewhere: whether only the optimizers of other stages have the weight.
     """
     if not weight.requires_grad:
         raise RuntimeError(
             f"the tied weight {name} is frozen on stage {stage} but trained on another stage: freeze it on all of its "
             f"stages or on none"
         )
-    if is_elsewhere:
+    if is_only_elsewhere:
         raise RuntimeError(
             f"the tied weight {name} is in the optimizer of another stage but not in that of stage {stage}: pass the "
             f"weight to the optimizers of both stages"
@@ -101,17 +101,17 @@ class Reduction:
         """Run a backward pass in this block; subclasses do the optimizer's work before and after it."""
         yield
 
-    def over_replicas(self) -> None:
+    def reduce_over_replicas(self) -> None:
         """Let DeepSpeed, or a user's function in place of DeepSpeed's, sum the gradients over the replicas."""
-        instruction_of(self._engine, "ReduceGrads", "_exec_reduce_grads")()
+        instruction_handler(self._engine, "ReduceGrads", "_exec_reduce_grads")()
 
     def finish(self) -> None:
         """Sum the gradients of a step, after its last backward pass."""
-        self.over_replicas()
+        self.reduce_over_replicas()
         reduce_tied_grads(self._module, self._engine.stage_id)
 
 
-class Overlapped(Reduction):
+class OverlappedReduction(Reduction):
     """Reduction over the replicas during the last backward pass, by a GradReducer or a DistributedOptimizer."""
 
     averages = False
@@ -123,31 +123,31 @@ class Overlapped(Reduction):
 
     def plan(self, instructions: Sequence[Instruction]) -> None:
         """Find the last pass of each chunk that computes weight gradients in a step."""
-        self._last = {each.chunk: each for each in instructions if isinstance(each, (Backward, BackwardWeight))}
+        self._last_passes = {each.chunk: each for each in instructions if isinstance(each, (Backward, BackwardWeight))}
 
     @contextmanager
     def accumulating(self, instruction: Instruction) -> Iterator[None]:
-        if self._may_arm and self._last[instruction.chunk] is instruction:
+        if self._may_arm and self._last_passes[instruction.chunk] is instruction:
             self.reducer.arm(instruction.chunk)
         yield
 
     def finish(self) -> None:
         self.reducer.finish()
-        share = self.reducer.gradient_share if isinstance(self.reducer, DistributedOptimizer) else None
-        reduce_tied_grads(self._module, self._engine.stage_id, share)
+        gradient_of = self.reducer.gradient_share if isinstance(self.reducer, DistributedOptimizer) else None
+        reduce_tied_grads(self._module, self._engine.stage_id, gradient_of)
 
 
-def reduction_of(engine: Any) -> Reduction:
+def choose_reduction(engine: Any) -> Reduction:
     """Return the Reduction that a new pipeline engine needs for its optimizer and precision.
 
     Collective over the stages. Raises ValueError if DeepSpeed's optimizer leaves the gradients of tied weights where
     they cannot be summed.
     """
     if engine.distributed:
-        return Overlapped(engine, engine.distributed)
+        return OverlappedReduction(engine, engine.distributed)
     if _may_overlap(engine):
-        replicas = engine.grid.get_data_parallel_group()
-        return Overlapped(engine, GradReducer(engine.module, replicas, chunk_of=chunk_of_weights(engine.module)))
+        group = engine.grid.get_data_parallel_group()
+        return OverlappedReduction(engine, GradReducer(engine.module, group, chunk_of=chunk_of_weights(engine.module)))
     if engine.has_wrapped_optimizer:
         from .zero_reductions import reduction_by_deepspeed
 
@@ -161,12 +161,12 @@ def _may_overlap(engine: Any) -> bool:
     A GradReducer needs fp32, several replicas, no ZeRO, and no ds_config settings that change DeepSpeed's reduction.
     """
     config = engine._config
-    asked = config.communication_data_type not in (None, torch.float64)  # `use_fp64` sets float64, which is no obstacle
-    asked |= config.prescale_gradients or config.gradient_predivide_factor != 1.0 or not engine.gradient_average
+    is_custom = config.communication_data_type not in (None, torch.float64)  # `use_fp64` sets float64
+    is_custom |= config.prescale_gradients or config.gradient_predivide_factor != 1.0 or not engine.gradient_average
     return bool(
         not engine.has_wrapped_optimizer
         and engine.dp_world_size > 1
-        and not asked
+        and not is_custom
         and engine.pipeline_enable_backward_allreduce
         and not config.torch_autocast_enabled
         and config.pipeline.get("overlap_grad_reduce", True)

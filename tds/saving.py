@@ -22,8 +22,8 @@ from .groups import gather_objects
 from .pipe import ties
 
 Layout = dict[str, Any]  # how the layers are cut
-FILE = "tds_state-stage{stage:02d}-model{model:02d}.pt"
-NOTE = "tds_layout.json"
+STATE_FILE = "tds_state-stage{stage:02d}-model{model:02d}.pt"
+LAYOUT_FILE = "tds_layout.json"
 
 
 def refuse_url(save_dir: Any) -> None:
@@ -43,15 +43,15 @@ class PipelineState:
     def __init__(self, module: nn.Module, grid: Any) -> None:
         self._module = module
         self._grid = grid
-        self._remember()
+        self._record_initial()
 
-    def _remember(self) -> None:
+    def _record_initial(self) -> None:
         """Record the initial values of the state outside the layers, so that `save` can find the values that changed.
 
         Tied modules are not recorded, because their values are equal on all stages.
         """
-        here = self._state().items()
-        self._begun = {name: value.clone() for name, value in here if not name.startswith("tied_modules.")}
+        state = self._state().items()
+        self._initial = {name: value.clone() for name, value in state if not name.startswith("tied_modules.")}
 
     def _state(self) -> dict[str, Tensor]:
         """Return the state outside the layers that DeepSpeed does not save, by name."""
@@ -60,15 +60,15 @@ class PipelineState:
         for key, tied in module.tied_modules.items():
             if tied in module.forward_funcs:
                 saved.append(f"tied_modules.{key}.")
-        found = {}
+        state = {}
         for name, value in module.state_dict().items():
             if name.startswith(tuple(saved)):
                 continue
             if isinstance(value, Tensor):
-                found[name] = value
+                state[name] = value
             else:
                 warnings.warn(f"{name} is not a tensor, so it is not saved: keep such state in buffers", stacklevel=4)
-        return found
+        return state
 
     def save(self, folder: Path) -> None:
         """Write this rank's files into the folder of a checkpoint if the rank is in the first replica."""
@@ -77,18 +77,18 @@ class PipelineState:
             return
         folder.mkdir(parents=True, exist_ok=True)
         if not grid.get_global_rank():
-            (folder / f"{NOTE}.tmp").write_text(json.dumps(layout_of(self._module)), encoding="utf-8")
-            os.replace(folder / f"{NOTE}.tmp", folder / NOTE)
+            (folder / f"{LAYOUT_FILE}.tmp").write_text(json.dumps(layout_of(self._module)), encoding="utf-8")
+            os.replace(folder / f"{LAYOUT_FILE}.tmp", folder / LAYOUT_FILE)
         state = {}
         changed = []
         for name, value in self._state().items():
             # Without clone(), torch.save would write all of the flat memory that a view lies in.
             state[name] = value.detach().cpu().clone()
-            if name in self._begun and not torch.equal(self._begun[name].cpu(), state[name]):
+            if name in self._initial and not torch.equal(self._initial[name].cpu(), state[name]):
                 changed.append(name)
         if not state:
             return
-        path = folder / FILE.format(stage=grid.get_stage_id(), model=grid.get_slice_parallel_rank())
+        path = folder / STATE_FILE.format(stage=grid.get_stage_id(), model=grid.get_slice_parallel_rank())
         torch.save({"state": state, "changed": changed}, f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
 
@@ -100,40 +100,40 @@ class PipelineState:
         values, e.g. in a checkpoint that DeepSpeed itself has written. Raises ValueError if optimizer states are
         loaded too (`with_optimizer`) and the checkpoint has another partition of the layers.
         """
-        path = _folder_of(folder, tag)
+        path = _checkpoint_folder(folder, tag)
         if path is None:
             return
         if with_optimizer:
-            _refuse_another_cut(path, layout_of(self._module))
-        here = self._state()
-        if not here:
+            _refuse_other_layout(path, layout_of(self._module))
+        state = self._state()
+        if not state:
             return
         model = self._grid.get_slice_parallel_rank()
         files = []
-        for each in sorted(path.glob(FILE.format(stage=0, model=model).replace("stage00", "stage*"))):
+        for each in sorted(path.glob(STATE_FILE.format(stage=0, model=model).replace("stage00", "stage*"))):
             files.append(torch.load(each, map_location="cpu", weights_only=True))
-        found = {}
+        values = {}
         missing = []
-        for name in sorted(here):
-            having = [each for each in files if name in each["state"]]
-            if having:
-                found[name] = self._chosen(files, having, name)["state"][name]
+        for name in sorted(state):
+            holders = [each for each in files if name in each["state"]]
+            if holders:
+                values[name] = self._choose_file(files, holders, name)["state"][name]
             else:
                 missing.append(name)
-        self._module.load_state_dict(found, strict=False)
-        self._remember()
+        self._module.load_state_dict(values, strict=False)
+        self._record_initial()
         if missing and not self._grid.get_global_rank():
             warnings.warn(f"{path} does not hold {', '.join(missing)}, which keep their initial values", stacklevel=3)
 
-    def _chosen(self, files: list[Any], having: list[Any], name: str) -> Any:
-        """Return the file from which this stage loads `name`. files: of all stages. having: those that hold `name`."""
+    def _choose_file(self, files: list[Any], holders: list[Any], name: str) -> Any:
+        """Return the file from which this stage loads `name`. files: of all stages. holders: those that hold `name`."""
         grid = self._grid
-        if len(having) == len(files) == grid.get_pipe_parallel_world_size():
-            return having[grid.get_stage_id()]
+        if len(holders) == len(files) == grid.get_pipe_parallel_world_size():
+            return holders[grid.get_stage_id()]
         if name.startswith("loss_fn."):
-            return having[-1]
-        changed = [each for each in having if name in each["changed"]]
-        return (changed or having)[0]
+            return holders[-1]  # the last stage computes the loss
+        changed = [each for each in holders if name in each["changed"]]
+        return (changed or holders)[0]
 
 
 def layout_of(module: Any) -> Layout:
@@ -141,7 +141,7 @@ def layout_of(module: Any) -> Layout:
     return {"cuts": [int(cut) for cut in getattr(module, "cuts", module.parts)], "chunks": getattr(module, "chunks", 1)}
 
 
-def _folder_of(folder: Path, tag: Any) -> Path | None:
+def _checkpoint_folder(folder: Path, tag: Any) -> Path | None:
     """Return the folder of a checkpoint, or None if it does not exist; DeepSpeed then reports the error."""
     latest = folder / "latest"
     if tag is None and latest.is_file():
@@ -150,25 +150,25 @@ def _folder_of(folder: Path, tag: Any) -> Path | None:
     return path if tag is not None and path.is_dir() else None
 
 
-def _read_note(note: Path) -> Layout:
+def _read_layout(file: Path) -> Layout:
     """Return how the model of a checkpoint was cut. Raises ValueError, which names the file, if it is damaged."""
     try:
-        there: Layout = json.loads(note.read_text(encoding="utf-8"))
-        return {"cuts": there["cuts"], "chunks": there["chunks"], **there}
+        layout: Layout = json.loads(file.read_text(encoding="utf-8"))
+        return {"cuts": layout["cuts"], "chunks": layout["chunks"], **layout}  # a missing key raises
     except (LookupError, RecursionError, TypeError, ValueError):
-        raise ValueError(f"{note} is damaged; copy the checkpoint again") from None
+        raise ValueError(f"{file} is damaged; copy the checkpoint again") from None
 
 
-def _refuse_another_cut(path: Path, here: Layout) -> None:
-    note = path / NOTE
-    there = _read_note(note) if note.is_file() else None
-    if here == there or (there is None and here["chunks"] == 1):
+def _refuse_other_layout(path: Path, current: Layout) -> None:
+    file = path / LAYOUT_FILE
+    saved = _read_layout(file) if file.is_file() else None
+    if current == saved or (saved is None and current["chunks"] == 1):
         return
-    was = f"cut at {there['cuts']} with {there['chunks']} chunks a stage" if there else "written by DeepSpeed itself"
+    origin = f"cut at {saved['cuts']} with {saved['chunks']} chunks a stage" if saved else "written by DeepSpeed itself"
     raise ValueError(
-        f"the checkpoint {path} was {was}, but this model is cut at {here['cuts']} with {here['chunks']} chunks a "
-        f"stage, so optimizer states would go to the wrong layers: cut the model as in the checkpoint, or pass "
-        f"load_module_only=True"
+        f"the checkpoint {path} was {origin}, but this model is cut at {current['cuts']} with {current['chunks']} "
+        f"chunks a stage, so optimizer states would go to the wrong layers: cut the model as in the checkpoint, or "
+        f"pass load_module_only=True"
     )
 
 
@@ -204,14 +204,14 @@ def _differing_buffers(module: nn.Module, group: Any) -> str:
     if dist.get_world_size(group) == 1:
         return ""
     weights = {id(p) for p in module.parameters()}
-    mine = {}
+    digests = {}
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and id(value) not in weights:
-            mine[name] = hashlib.sha256(raw_bytes(value)).hexdigest()
-    copies = gather_objects(mine, group)
+            digests[name] = hashlib.sha256(raw_bytes(value)).hexdigest()
+    replica_digests = gather_objects(digests, group)
     if dist.get_rank(group):
         return ""
     differing = set[str]()
-    for copy in copies:
-        differing.update(name for name in copy if copy[name] != copies[0].get(name))
+    for other in replica_digests:
+        differing.update(name for name in other if other[name] != replica_digests[0].get(name))
     return ", ".join(sorted(differing))

@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 
-class At(NamedTuple):
+class MicroChunk(NamedTuple):
     """A micro-batch on one of the chunks of a stage."""
 
     micro: int
@@ -29,9 +29,9 @@ class Instruction:
     chunk: int = 0
 
     @cached_property
-    def at(self) -> At:
+    def micro_chunk(self) -> MicroChunk:
         """The micro-batch and chunk of this instruction."""
-        return At(self.micro, self.chunk)
+        return MicroChunk(self.micro, self.chunk)
 
 
 class Forward(Instruction):
@@ -71,8 +71,8 @@ Schedule = Callable[[int, int, int], Iterator[Instruction]]
 Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 
 
-def chunks_of(plan: Plan) -> int:
-    """Return the number of chunks that each stage of a plan has."""
+def num_chunks(plan: Plan) -> int:
+    """Return the index of chunks that each stage of a plan has."""
     return 1 + max((each.chunk for stage in plan for each in stage), default=0)
 
 
@@ -112,11 +112,11 @@ def alternate(forward: Sequence[Instruction], backward: Sequence[Instruction], w
 
 def forward_only(stage: int, stages: int, micros: int, chunks: int = 1) -> Iterator[Instruction]:
     """Yield the instructions of `stage` for an evaluation: forward passes only."""
-    order = [Forward(*each) for each in through_chunks(stages, micros, chunks)]
+    order = [Forward(*each) for each in forward_order(stages, micros, chunks)]
     return with_messages(order, stage, stages, chunks)
 
 
-def through_chunks(stages: int, micros: int, chunks: int) -> list[tuple[int, int]]:
+def forward_order(stages: int, micros: int, chunks: int) -> list[tuple[int, int]]:
     """Return the (micro, chunk) pairs in the order of the forward passes, which is the same on every stage.
 
     Micro-batches go through the chunks in groups of `stages` or slightly more (fewer only if the whole step has fewer).
@@ -124,9 +124,9 @@ def through_chunks(stages: int, micros: int, chunks: int) -> list[tuple[int, int
     and would have to wait.
     """
     order = []
-    count = max(micros // stages, 1)
-    for number in range(count):
-        group = range(micros * number // count, micros * (number + 1) // count)
+    num_groups = max(micros // stages, 1)
+    for index in range(num_groups):
+        group = range(micros * index // num_groups, micros * (index + 1) // num_groups)
         for chunk in range(chunks):
             order += [(micro, chunk) for micro in group]
     return order
@@ -140,25 +140,25 @@ def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks:
     last = stages * chunks - 1
     for each in order:
         virtual_stage = each.chunk * stages + stage
-        at = each.micro, each.chunk
+        micro_chunk = each.micro_chunk
         if isinstance(each, Forward):
             if virtual_stage > 0:
-                yield RecvActivation(*at)
+                yield RecvActivation(*micro_chunk)
             yield each
             if virtual_stage < last:
-                yield SendActivation(*at)
+                yield SendActivation(*micro_chunk)
         elif isinstance(each, BackwardWeight):
             yield each
         else:
             if virtual_stage < last:
-                yield RecvGrad(*at)
+                yield RecvGrad(*micro_chunk)
             yield each
             if virtual_stage > 0:
-                yield SendGrad(*at)
+                yield SendGrad(*micro_chunk)
 
 
-NAMES = ("1f1b", "gpipe", "interleaved", "zb-h1")
-_ADDED: dict[str, Schedule] = {}
+BUILT_IN = ("1f1b", "gpipe", "interleaved", "zb-h1")
+_CUSTOM: dict[str, Schedule] = {}
 
 
 def register(name: str, schedule: Schedule) -> None:
@@ -168,35 +168,35 @@ def register(name: str, schedule: Schedule) -> None:
     stage. The schedule is checked before the first step, like the built-in schedules. Raises ValueError if `name` is
     the name of a built-in schedule.
     """
-    if name in NAMES:
+    if name in BUILT_IN:
         raise ValueError(f"{name!r} is the name of a built-in schedule: register your schedule under another name")
-    _ADDED[name] = schedule
+    _CUSTOM[name] = schedule
 
 
-def schedule_of(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
+def find_schedule(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
     """Return the schedule that `"pipeline": {"schedule": ..., "extra_warmup": ...}` of a ds_config names.
 
-    The default is 1f1b. chunks: number of the model's chunks on each stage; only `interleaved` supports several.
+    The default is 1f1b. chunks: index of the model's chunks on each stage; only `interleaved` supports several.
     Raises ValueError for an unknown name, or for settings that the schedule does not support.
     """
     name = settings.get("schedule", "1f1b")
-    extra = settings.get("extra_warmup", 0)
-    if name not in NAMES and name not in _ADDED:
-        raise ValueError(f"there is no pipeline schedule {name!r}; choose one of {', '.join([*NAMES, *_ADDED])}")
-    if not isinstance(extra, int) or extra < 0 or (extra and name != "1f1b"):
+    extra_warmup = settings.get("extra_warmup", 0)
+    if name not in BUILT_IN and name not in _CUSTOM:
+        raise ValueError(f"there is no pipeline schedule {name!r}; choose one of {', '.join([*BUILT_IN, *_CUSTOM])}")
+    if not isinstance(extra_warmup, int) or extra_warmup < 0 or (extra_warmup and name != "1f1b"):
         raise ValueError(
-            f"extra_warmup {extra!r} is not supported by the schedule {name}: "
+            f"extra_warmup {extra_warmup!r} is not supported by the schedule {name}: "
             f"1f1b supports 0, 1, 2 ..., every other schedule only 0"
         )
     if chunks > 1 and name != "interleaved":
         raise ValueError(f"a model with {chunks} chunks a stage needs the schedule interleaved, not {name}")
     if name == "1f1b":
-        return partial(one_forward_one_backward, extra_warmup=extra)
-    from . import other_schedules as others
+        return partial(one_forward_one_backward, extra_warmup=extra_warmup)
+    from . import other_schedules
 
     built_in: dict[str, Schedule] = {
-        "gpipe": others.gpipe,
-        "interleaved": partial(others.interleaved, chunks=chunks),
-        "zb-h1": others.zero_bubble,
+        "gpipe": other_schedules.gpipe,
+        "interleaved": partial(other_schedules.interleaved, chunks=chunks),
+        "zb-h1": other_schedules.zero_bubble,
     }
-    return built_in.get(name) or _ADDED[name]
+    return built_in.get(name) or _CUSTOM[name]

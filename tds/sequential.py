@@ -26,12 +26,12 @@ class SequentialModule(nn.Module):
         self.tied_modules = nn.ModuleDict()
         # One item per layer: (path of its module, its forward_fn or None), or (None, function). Paths are resolved at
         # each call, in case a user has replaced a module.
-        self._functions: list[tuple[str | None, Any]] = []
+        self._layer_references: list[tuple[str | None, Any]] = []
         for index, layer in enumerate(layers):
-            with _at_layer(index):
-                self._functions.append(self._built(index, layer))
+            with _seed_for_layer(index):
+                self._layer_references.append(self._build_layer(index, layer))
 
-    def _built(self, index: int, layer: Any) -> tuple[str | None, Any]:
+    def _build_layer(self, index: int, layer: Any) -> tuple[str | None, Any]:
         if isinstance(layer, TiedLayerSpec):
             if layer.key not in self.tied_modules:
                 self.tied_modules[layer.key] = layer.build()
@@ -50,13 +50,13 @@ class SequentialModule(nn.Module):
     @property
     def layer_functions(self) -> list[Any]:
         """The layers and functions that the forward pass calls, in this order."""
-        return [self._function(*each) for each in self._functions]
+        return [self._resolve(*each) for each in self._layer_references]
 
-    def _function(self, path: str | None, call: Any) -> Any:
+    def _resolve(self, path: str | None, function: Any) -> Any:
         if path is None:
-            return call
+            return function
         module = self.get_submodule(path)
-        return partial(call, module) if call else module
+        return partial(function, module) if function else module
 
 
 _seed: ContextVar[int | None] = ContextVar("seed of layers", default=None)
@@ -70,20 +70,20 @@ def seeded_layers(seed: int) -> Iterator[None]:
     """
     token = _seed.set(seed)
     try:
-        with around_each_layer(_at_layer):
+        with around_each_layer(_seed_for_layer):
             yield
     finally:
         _seed.reset(token)
 
 
 @contextmanager
-def _at_layer(index: int) -> Iterator[None]:
+def _seed_for_layer(index: int) -> Iterator[None]:
     seed = _seed.get()
     if seed is None:
         yield
         return
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed((seed + index * 1_000_003) % 2**63)
+        torch.default_generator.manual_seed((seed + index * 1_000_003) % 2**63)  # a prime keeps pairs (seed, i) apart
         yield
 
 

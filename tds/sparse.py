@@ -14,15 +14,15 @@ ABSENT, DENSE = -1, -2  # special row counts: the rank has no gradient, or a den
 
 def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
     """Return the weights of embeddings with sparse gradients, in the same order on all replicas."""
-    found = [getattr(layer, "weight", None) for layer in module.modules() if getattr(layer, "sparse", False)]
-    return list(dict.fromkeys(p for p in found if isinstance(p, nn.Parameter) and p.requires_grad))
+    weights = [getattr(layer, "weight", None) for layer in module.modules() if getattr(layer, "sparse", False)]
+    return list(dict.fromkeys(p for p in weights if isinstance(p, nn.Parameter) and p.requires_grad))
 
 
 def refuse_sparse(module: nn.Module, optimizer: object) -> None:
     """Raise ValueError if a weight has sparse gradients, which `optimizer`, a torch optimizer, does not support."""
     weights = sparse_weights(module)
-    takes = type(optimizer) in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
-    if weights and not takes and type(optimizer).__module__.startswith("torch.optim."):
+    is_supported = type(optimizer) in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+    if weights and not is_supported and type(optimizer).__module__.startswith("torch.optim."):
         name = next(name for name, p in module.named_parameters() if p is weights[0])
         raise ValueError(
             f"the weight {name} has sparse gradients, which torch's {type(optimizer).__name__} does not support: build "
@@ -30,7 +30,7 @@ def refuse_sparse(module: nn.Module, optimizer: object) -> None:
         )
 
 
-def numbers_of(parameter: nn.Parameter) -> Tensor:
+def grad_values(parameter: nn.Parameter) -> Tensor:
     """Return the gradient of `parameter`, or the values `[rows, ...]` of a sparse gradient.
 
     In-place changes of the result change the gradient.
@@ -48,12 +48,12 @@ def make_dense(weights: Iterable[nn.Parameter]) -> None:
     ZeRO and half-precision optimizers flatten gradients, so they need dense ones.
     """
 
-    def dense(parameter: nn.Parameter) -> None:
+    def make_grad_dense(parameter: nn.Parameter) -> None:
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
 
     for weight in weights:
-        weight.register_post_accumulate_grad_hook(dense)  # type: ignore[no-untyped-call]
+        weight.register_post_accumulate_grad_hook(make_grad_dense)  # type: ignore[no-untyped-call]
 
 
 def empty_gradient(weight: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
     """
     for weight in weights:
         grad = weight.grad
-        rows = ABSENT if grad is None else _rows(grad)
+        rows = ABSENT if grad is None else _count_rows(grad)
         counts = torch.cat(_gather(torch.tensor([rows], device=weight.device), group)).tolist()
         if DENSE in counts:
             if grad is None:
@@ -86,7 +86,7 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
             weight.grad = _sum_of_rows(grad, [max(count, 0) for count in counts], group)
 
 
-def _rows(grad: Tensor) -> int:
+def _count_rows(grad: Tensor) -> int:
     """Return the number of rows of a sparse gradient, or DENSE for any other layout of `grad`."""
     return grad.coalesce().indices().shape[1] if grad.is_sparse and grad.sparse_dim() == 1 else DENSE
 
@@ -95,9 +95,9 @@ def _sum_of_rows(grad: Tensor, counts: Sequence[int], group: object) -> Tensor:
     """Return the sparse sum over the group. counts: number of rows on each rank."""
     # For example, counts = [2, 1]: both ranks send 2 rows; the second row of rank 1 is padding, which is cut off.
     grad = grad.coalesce()
-    missing = max(counts) - grad.indices().shape[1]
-    indices = torch.cat([grad.indices()[0], grad.indices().new_zeros(missing)])
-    values = torch.cat([grad.values(), grad.values().new_zeros(missing, *grad.shape[1:])])
+    num_padding = max(counts) - grad.indices().shape[1]
+    indices = torch.cat([grad.indices()[0], grad.indices().new_zeros(num_padding)])
+    values = torch.cat([grad.values(), grad.values().new_zeros(num_padding, *grad.shape[1:])])
     all_indices = _first_rows(_gather(indices, group), counts)
     all_values = _first_rows(_gather(values, group), counts)
     return torch.sparse_coo_tensor(all_indices[None], all_values, grad.shape).coalesce()
@@ -109,6 +109,6 @@ def _first_rows(parts: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
 
 
 def _gather(x: Tensor, group: object) -> list[Tensor]:
-    found = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]  # type: ignore[arg-type]
-    dist.all_gather(found, x.contiguous(), group=group)  # type: ignore[arg-type]
-    return found
+    gathered = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]  # type: ignore[arg-type]
+    dist.all_gather(gathered, x.contiguous(), group=group)  # type: ignore[arg-type]
+    return gathered

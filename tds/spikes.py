@@ -11,7 +11,7 @@ from torch import Tensor
 from ._deepspeed import DeepSpeedOptimizer
 from .clip import weights_of
 from .groups import max_with_nan
-from .optimizers import leave_out_unless_finite
+from .optimizers import skip_unless_finite
 
 Number = TypeVar("Number", Tensor, float)
 
@@ -42,11 +42,11 @@ class SpikeGuard:
     steps, no step is skipped. In a skipped step, weights, moments and step counts stay unchanged. OLMo 2 (2025) skips
     steps in this way.
 
-    An engine calls `begin` and then `checked` in each step. DeepSpeed's optimizers compute the gradient norm inside
-    their own `step`, so a hook on the wrapped optimizer calls `checked` for them. All ranks make the same decisions.
+    An engine calls `begin` and then `inf_if_spike` in each step. DeepSpeed's optimizers compute the gradient norm
+    inside their own `step`, so a hook on the wrapped optimizer calls `inf_if_spike` for them. All ranks decide alike.
 
     recent: (loss, gradient norm) of these steps; fill it when a run resumes.
-    found: what was wrong with the last step; None if it was not skipped by this guard.
+    spike: what was wrong with the last step; None if it was not skipped by this guard.
     norm: gradient norm of the last step, measured before the decision.
     """
 
@@ -54,25 +54,25 @@ class SpikeGuard:
         self._engine = engine
         self._sigma = sigma
         self.recent: deque[tuple[float, float]] = deque(maxlen=window)
-        self._least = max(window // 2, 2)
-        self.found: Deviation | None = None
+        self._min_steps = max(window // 2, 2)
+        self.spike: Deviation | None = None
         self.norm = 0.0
         self._loss = torch.zeros(())
-        self._asked = False
-        self._held: list[tuple[Tensor, Tensor | None]] = []
+        self._is_norm_checked = False
+        self._saved_grads: list[tuple[Tensor, Tensor | None]] = []
         if isinstance(engine.optimizer, DeepSpeedOptimizer):
             inner: torch.optim.Optimizer = engine.optimizer.optimizer
-            inner.register_step_pre_hook(lambda *_: self._before(inner))
-            inner.register_step_post_hook(lambda *_: self._after())
+            inner.register_step_pre_hook(lambda *_: self._before_step(inner))
+            inner.register_step_post_hook(lambda *_: self._after_step())
         engine.spike_guard = self
 
     def begin(self, loss: Tensor) -> None:
         """Start a step whose loss over the global batch is `loss`, a scalar."""
         self._loss = loss
-        self._asked = False
-        self.found = None
+        self._is_norm_checked = False
+        self.spike = None
 
-    def checked(self, norm: Number) -> Number:
+    def inf_if_spike(self, norm: Number) -> Number:
         """Return the gradient norm of the global batch, or infinity if the step must be skipped. A collective.
 
         The host waits for the device. A step with a NaN or Inf is not counted, as its norm makes the engine skip it.
@@ -81,37 +81,37 @@ class SpikeGuard:
         loss = self._loss.detach().double()
         numbers = torch.stack([loss, torch.as_tensor(norm, dtype=torch.float64, device=loss.device)])
         global_loss, self.norm = max_with_nan(numbers).tolist()
-        self._asked = True
+        self._is_norm_checked = True
         if math.isfinite(global_loss) and math.isfinite(self.norm):
-            self.found = self._deviation("loss", global_loss, [loss for loss, _ in self.recent])
-            if self.found is None:
-                self.found = self._deviation("gradient norm", self.norm, [norm for _, norm in self.recent])
-            if self.found is None:
+            self.spike = self._find_spike("loss", global_loss, [loss for loss, _ in self.recent])
+            if self.spike is None:
+                self.spike = self._find_spike("gradient norm", self.norm, [norm for _, norm in self.recent])
+            if self.spike is None:
                 self.recent.append((global_loss, self.norm))
-        if self.found is None:
+        if self.spike is None:
             return norm
         return torch.full_like(norm, math.inf) if isinstance(norm, Tensor) else math.inf
 
-    def _deviation(self, name: str, value: float, before: Sequence[float]) -> Deviation | None:
-        steps = len(before)
-        if steps < self._least:
+    def _find_spike(self, name: str, value: float, recent: Sequence[float]) -> Deviation | None:
+        steps = len(recent)
+        if steps < self._min_steps:
             return None
-        mean = math.fsum(before) / steps
-        deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in before) / (steps - 1))
+        mean = math.fsum(recent) / steps
+        deviation = math.sqrt(math.fsum((each - mean) ** 2 for each in recent) / (steps - 1))
         return Deviation(name, value, mean, deviation, steps) if value - mean > self._sigma * deviation else None
 
-    def _before(self, inner: torch.optim.Optimizer) -> None:
+    def _before_step(self, inner: torch.optim.Optimizer) -> None:
         """Make the step of DeepSpeed's optimizer a no-op if it must be skipped; it may step its groups separately."""
         norm = torch.as_tensor(self._engine.optimizer._global_grad_norm, dtype=torch.float64)
-        if not self._asked:
-            norm = self.checked(norm)
-        elif self.found:
+        if not self._is_norm_checked:
+            norm = self.inf_if_spike(norm)
+        elif self.spike:
             norm = torch.full_like(norm, math.inf)
-        if self.found:
-            self._held = [(p, p.grad) for p in weights_of(inner)]
-        leave_out_unless_finite(inner, norm)
+        if self.spike:
+            self._saved_grads = [(p, p.grad) for p in weights_of(inner)]
+        skip_unless_finite(inner, norm)
 
-    def _after(self) -> None:
-        for parameter, grad in self._held:  # with offloading, DeepSpeed uses the memory of these gradients again
+    def _after_step(self) -> None:
+        for parameter, grad in self._saved_grads:  # with offloading, DeepSpeed uses the memory of these gradients again
             parameter.grad = grad
-        self._held = []
+        self._saved_grads = []

@@ -37,15 +37,15 @@ class DeferredWeightGrads:
     """The deferred half of a backward pass: the gradients of the weights."""
 
     def __init__(self) -> None:
-        self._noted: list[tuple[Fork, Grads]] = []
+        self._recorded: list[tuple[Fork, Grads]] = []
 
-    def _note(self, fork: Fork, arrived: Grads) -> None:
+    def _record(self, fork: Fork, grads: Grads) -> None:
         """Record the gradients that arrive at a fork in the first pass."""
-        self._noted.append((fork, arrived))
+        self._recorded.append((fork, grads))
 
     def run(self) -> None:
         """Accumulate the gradients of the weights into their `.grad`. Call it once."""
-        for fork, grads in self._noted:
+        for fork, grads in self._recorded:
             edges = []
             arrived = []
             for number, grad in enumerate(grads):
@@ -53,16 +53,16 @@ class DeferredWeightGrads:
                     edges.append(GradientEdge(fork.node, number))
                     arrived.append(grad)
             # Hooks on this node's tensors run again here; this prehook restores the gradients of the first pass.
-            handle = fork.node.register_prehook(partial(_instead, tuple(grads)))
+            handle = fork.node.register_prehook(partial(_use_recorded, tuple(grads)))
             try:
                 torch.autograd.backward(edges, arrived, retain_graph=True, inputs=fork.weights)  # type: ignore[call-overload]
             finally:
                 handle.remove()
-        self._noted = []
+        self._recorded = []
 
 
-def _instead(noted: tuple[Tensor | None, ...], arrived: Grads) -> tuple[Tensor | None, ...]:
-    return noted
+def _use_recorded(recorded: tuple[Tensor | None, ...], grads: Grads) -> tuple[Tensor | None, ...]:
+    return recorded
 
 
 def backward_input(
@@ -94,10 +94,10 @@ def backward_input(
         )
         torch.autograd.backward(outputs, grads)
         return deferred
-    forks, early = _forks(roots, inputs, order)
-    handles = [fork.node.register_prehook(partial(deferred._note, fork)) for fork in forks]
+    forks, undeferred_weights = _forks(roots, inputs, order)
+    handles = [fork.node.register_prehook(partial(deferred._record, fork)) for fork in forks]
     try:
-        torch.autograd.backward(outputs, grads, retain_graph=True, inputs=[*inputs, *early])
+        torch.autograd.backward(outputs, grads, retain_graph=True, inputs=[*inputs, *undeferred_weights])
     finally:
         for handle in handles:
             handle.remove()
@@ -109,48 +109,48 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node
 
     order: all nodes, each after the nodes that its edges lead to.
     """
-    leads, below = _paths(inputs, order)
+    nodes_to_inputs, weights_below = _find_paths(inputs, order)
     uses: Counter[int] = Counter()  # id of a weight -> number of forks that lead to it
     weights: dict[int, Tensor] = {}
     for node in order:
-        if node in leads:
-            uses.update(below[node].keys())
-            weights |= below[node]
+        if node in nodes_to_inputs:
+            uses.update(weights_below[node].keys())
+            weights |= weights_below[node]
     # No fork leads to the weights of outputs that do not depend on the inputs, and a compiled layer is no fork.
-    aside = [node for node in roots if node not in leads]
-    aside += [node for node in order if node in leads and node.name().startswith(COMPILED)]
-    for node in aside:
-        uses.update(dict.fromkeys(below[node], 2))
-        weights |= below[node]
+    undeferred = [node for node in roots if node not in nodes_to_inputs]
+    undeferred += [node for node in order if node in nodes_to_inputs and node.name().startswith(COMPILED)]
+    for node in undeferred:
+        uses.update(dict.fromkeys(weights_below[node], 2))  # as if several forks led to them
+        weights |= weights_below[node]
     forks = []
     for node in order:
-        own = [weight for key, weight in below[node].items() if uses[key] == 1]
-        if node in leads and own:
-            forks.append(Fork(node, own))
+        fork_weights = [weight for key, weight in weights_below[node].items() if uses[key] == 1]
+        if node in nodes_to_inputs and fork_weights:
+            forks.append(Fork(node, fork_weights))
     return forks, [weight for key, weight in weights.items() if uses[key] > 1]
 
 
-def _paths(inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[set[Node], dict[Node, dict[int, Tensor]]]:
+def _find_paths(inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[set[Node], dict[Node, dict[int, Tensor]]]:
     """Return the nodes from which a path leads to the inputs, and the weights below each node, by id.
 
     The weights below a node are those to which it leads without passing a node that leads to the inputs.
     """
-    wanted = {id(t) for t in inputs}
-    leads = set[Node]()
-    below: dict[Node, dict[int, Tensor]] = {}
+    input_ids = {id(t) for t in inputs}
+    nodes_to_inputs = set[Node]()
+    weights_below: dict[Node, dict[int, Tensor]] = {}
     for node in order:
         leaf = getattr(node, "variable", None)
-        below[node] = {}
-        if id(leaf) in wanted:
-            leads.add(node)
+        weights_below[node] = {}
+        if id(leaf) in input_ids:
+            nodes_to_inputs.add(node)
         elif leaf is not None:
-            below[node][id(leaf)] = leaf
+            weights_below[node][id(leaf)] = leaf
         for child, _ in node.next_functions:
-            if child in leads:
-                leads.add(node)
+            if child in nodes_to_inputs:
+                nodes_to_inputs.add(node)
             elif child is not None:
-                below[node] |= below[child]
-    return leads, below
+                weights_below[node] |= weights_below[child]
+    return nodes_to_inputs, weights_below
 
 
 def _children_first(roots: Sequence[Node]) -> list[Node]:

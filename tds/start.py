@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from ._torch import keep_saved_tensors
-from .boundary import Contract, check_match, contract_of
+from .boundary import Contract, check_match, read_contract
 from .deadlocks import Rules
 from .distributed_optimizer import DistributedOptimizer
 from .groups import gather_objects
-from .messages import ways, words_of
-from .queues import in_queues, posted_ahead
-from .schedule import Backward, BackwardInput, Plan, Schedule, ScheduleError, forward_only, schedule_of
-from .timetable import check
+from .messages import error_text, setting_advice
+from .queues import has_message_queues, receives_ahead
+from .schedule import Backward, BackwardInput, Plan, Schedule, ScheduleError, find_schedule, forward_only
+from .timetable import check_plan
 
 
 def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> Schedule:
@@ -25,9 +25,9 @@ def checked_schedule(engine: Any, settings: Mapping[str, Any], chunks: int) -> S
 
     Raises ValueError for invalid settings.
     """
-    _validate(engine, settings, chunks)
-    schedule = schedule_of(settings, chunks)
-    prove(schedule, engine, chunks)
+    _refuse_settings(engine, settings, chunks)
+    schedule = find_schedule(settings, chunks)
+    prove_no_deadlock(schedule, engine, chunks)
     return schedule
 
 
@@ -38,32 +38,32 @@ def raise_if_any_failed(error: Exception | None) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    mine = None if error is None else words_of(error) or type(error).__name__
-    for rank, words in enumerate(gather_objects(mine)):
-        if words is not None and error is None:
-            raise ValueError(f"rank {rank} could not build its layers: {words}")
+    message = None if error is None else error_text(error) or type(error).__name__
+    for rank, other_message in enumerate(gather_objects(message)):
+        if other_message is not None and error is None:
+            raise ValueError(f"rank {rank} could not build its layers: {other_message}")
 
 
-def prove(schedule: Schedule, engine: Any, chunks: int) -> None:
+def prove_no_deadlock(schedule: Schedule, engine: Any, chunks: int) -> None:
     """Raise ScheduleError unless training and evaluation provably end, without a deadlock, on this device.
 
     The proof holds for the engine's present number of micro-batches.
     """
     # The streams of a device may share hardware queues, and its host may have to synchronize it.
-    on_device = in_queues(engine.device)
-    rules = Rules(posted_ahead(engine.device), on_device, engine.dynamic_shape, device_waits=on_device)
-    plan = _plan_of(schedule, engine)
+    has_queues = has_message_queues(engine.device)
+    rules = Rules(receives_ahead(engine.device), has_queues, engine.dynamic_shape, device_waits=has_queues)
+    plan = _make_plan(schedule, engine)
     kinds = {type(each) for each in plan[0]}
     if kinds.isdisjoint((Backward, BackwardInput)):
         raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
     if BackwardInput in kinds:
         _refuse_recomputation(engine)
         keep_saved_tensors()
-    _check_on_device(plan, engine.micro_batches, rules)
-    _check_on_device(_plan_of(partial(forward_only, chunks=chunks), engine), engine.micro_batches, rules)
+    _check_for_deadlocks(plan, engine.micro_batches, rules)
+    _check_for_deadlocks(_make_plan(partial(forward_only, chunks=chunks), engine), engine.micro_batches, rules)
 
 
-def _plan_of(schedule: Schedule, engine: Any) -> Plan:
+def _make_plan(schedule: Schedule, engine: Any) -> Plan:
     stages = engine.num_stages
     return [list(schedule(stage, stages, engine.micro_batches)) for stage in range(stages)]
 
@@ -78,18 +78,18 @@ def _refuse_recomputation(engine: Any) -> None:
         )
 
 
-def _check_on_device(plan: Plan, micros: int, rules: Rules) -> None:
+def _check_for_deadlocks(plan: Plan, micros: int, rules: Rules) -> None:
     """Raise ScheduleError if a plan may deadlock; if only dynamic_shape causes this, the message gives advice."""
     try:
-        check(plan, micros, rules)
+        check_plan(plan, micros, rules)
     except ScheduleError as error:
         if rules.dynamic:
-            check(plan, micros, replace(rules, dynamic=False))
+            check_plan(plan, micros, replace(rules, dynamic=False))
             raise ScheduleError(f"{error}. The cause is dynamic_shape. Use another schedule than interleaved") from None
         raise
 
 
-def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
+def _refuse_settings(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
     """Raise ValueError for settings that would compute wrong numbers, hang or have no effect."""
     name = settings.get("schedule", "1f1b")
     if engine.fp16_enabled() and not engine.zero_optimization():
@@ -102,7 +102,8 @@ def _validate(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
     if engine.num_stages > 1 and engine.device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
         raise ValueError(
             "CUDA_LAUNCH_BLOCKING=1 would deadlock the pipeline, because two stages would each wait for a message "
-            f"before they send theirs: unset the variable, or debug without a pipeline ({ways['no pipeline']})"
+            f"before they send theirs: unset the variable, or debug without a pipeline "
+            f"({setting_advice['no pipeline']})"
         )
     config = engine._config
     if config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16:
@@ -125,8 +126,8 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
         return
     if isinstance(optimizer, DistributedOptimizer):
         return  # a DistributedOptimizer supports stages without trainable weights
-    learns = any(p.requires_grad for p in model.parameters())
-    stages = gather_objects((learns, len(getattr(optimizer, "param_groups", ()))))
+    is_trained = any(p.requires_grad for p in model.parameters())
+    stages = gather_objects((is_trained, len(getattr(optimizer, "param_groups", ()))))
     counts = [groups for _, groups in stages]
     fewest = counts.index(min(counts))
     if counts[fewest] < max(counts) and not bf16:
@@ -135,8 +136,8 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
             f"groups, but ZeRO needs all groups on each stage: cut the layers differently (partition_method), or "
             f"train in bf16 or without ZeRO"
         )
-    for rank, (rank_learns, _) in enumerate(stages):
-        if not rank_learns:
+    for rank, (rank_is_trained, _) in enumerate(stages):
+        if not rank_is_trained:
             raise ValueError(
                 f"the stage of rank {rank} has no trainable weight, but DeepSpeed's ZeRO and half precision need one: "
                 f"cut the layers so that each stage has one (partition_method), or train in fp32 without ZeRO"
@@ -147,7 +148,7 @@ def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int)
     """Exchange the boundary declarations of all stages. Raises BoundaryError on every rank if they do not match."""
     shared = {key: settings.get(key) for key in ("schedule", "extra_warmup")}
     shared |= {"gradient_accumulation_steps": engine.micro_batches, "chunks": chunks}
-    contract = contract_of(engine.module, chunks, shared | {"dynamic_shape": engine.dynamic_shape})
+    contract = read_contract(engine.module, chunks, shared | {"dynamic_shape": engine.dynamic_shape})
     if engine.num_stages > 1:
         check_match(gather_objects(contract, engine.grid.get_pipe_parallel_group()))
     return contract

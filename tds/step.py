@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .batches import Batches
 from .channel import BoundaryTensor
 from .memory import alias
-from .schedule import At
+from .schedule import MicroChunk
 from .split_backward import DeferredWeightGrads
 
 
@@ -40,20 +40,20 @@ class Microbatch:
     @property
     def is_empty(self) -> bool:
         """True if all fields are empty."""
-        kept = self.received or self.to_send or self.edges or self.grads
-        return not kept and self.loss is None and self.deferred is None
+        tensors = self.received or self.to_send or self.edges or self.grads
+        return not tensors and self.loss is None and self.deferred is None
 
     @property
-    def inputs_that_learn(self) -> list[BoundaryTensor]:
+    def inputs_with_grad(self) -> list[BoundaryTensor]:
         """The inputs that need a gradient."""
-        return [each for each in self.received if each.grad]
+        return [each for each in self.received if each.needs_grad]
 
-    def keep(self, outputs: Sequence[Tensor], split: Sequence[bool]) -> None:
-        """Keep the outputs until they are sent, and their graph edges until the backward pass. split: for each output.
+    def keep_outputs(self, outputs: Sequence[Tensor], splits: Sequence[bool]) -> None:
+        """Keep the outputs until they are sent, and their graph edges until the backward pass. splits: by output.
 
         In evaluation, an output may be a weight with requires_grad, but it has no gradient.
         """
-        for output, is_split in zip(outputs, split, strict=True):
+        for output, is_split in zip(outputs, splits, strict=True):
             has_grad = torch.is_grad_enabled() and output.requires_grad
             self.to_send.append(BoundaryTensor(alias(output), has_grad, is_split))
             if has_grad:
@@ -94,17 +94,17 @@ class Step:
     batches: Batches
     compute_loss: bool
     scale: Tensor | float = 1.0
-    microbatches: dict[At, Microbatch] = field(default_factory=dict)
+    microbatches: dict[MicroChunk, Microbatch] = field(default_factory=dict)
 
-    def of(self, at: At) -> Microbatch:
+    def microbatch(self, micro_chunk: MicroChunk) -> Microbatch:
         """Return the state of a micro-batch on a chunk, created empty at first use."""
-        found = self.microbatches.get(at)
-        if found is None:
-            found = self.microbatches[at] = Microbatch()
-        return found
+        microbatch = self.microbatches.get(micro_chunk)
+        if microbatch is None:
+            microbatch = self.microbatches[micro_chunk] = Microbatch()
+        return microbatch
 
-    def forget_if_done(self, at: At) -> None:
+    def drop_if_empty(self, micro_chunk: MicroChunk) -> None:
         """Drop the state of a micro-batch on a chunk if the state is empty; called after each instruction."""
-        found = self.microbatches.get(at)
-        if found is not None and found.is_empty:
-            del self.microbatches[at]
+        microbatch = self.microbatches.get(micro_chunk)
+        if microbatch is not None and microbatch.is_empty:
+            del self.microbatches[micro_chunk]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ._deepspeed import Zero3Optimizer
 from ._torch import norms
 from .clip import weights_of
-from .optimizer_state import local_piece, owners
-from .optimizers import inner_of
+from .optimizer_state import local_shard, stepped_tensors
+from .optimizers import torch_optimizer_of
 from .param_replicas import is_first_holder
 
 
@@ -26,7 +26,7 @@ class _Slice(NamedTuple):
     numel: int
     layer: int
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def narrow(self, tensor: Tensor) -> Tensor:
         """Return the slice of a tensor of the owner's shape."""
         return tensor.detach().view(-1).narrow(0, self.start, self.numel)
 
@@ -45,16 +45,16 @@ class StepNorms:
         self._engine = engine
         self._layers = layers
         self._count = count
-        self._first = first_replica
+        self._is_first_replica = first_replica
         self._slices: list[_Slice] | None = None  # None: do not measure
-        self._before: dict[Tensor, Tensor] = {}
-        inner = inner_of(engine)
-        inner.register_step_pre_hook(lambda *_: self._pre(inner))
-        inner.register_step_post_hook(lambda *_: self._post())
+        self._weights_before: dict[Tensor, Tensor] = {}
+        inner = torch_optimizer_of(engine)
+        inner.register_step_pre_hook(lambda *_: self._before_step(inner))
+        inner.register_step_post_hook(lambda *_: self._after_step())
 
     def begin(self) -> None:
         """Measure the next step."""
-        self._slices = list(self._find())
+        self._slices = list(self._find_slices())
         self._gradients = self._zeros()
         self._updates = self._zeros()
 
@@ -64,11 +64,11 @@ class StepNorms:
         The gradients may be scaled, each by the same factor: they are what the optimizer got, clipped or not.
         """
         assert self._slices is not None, "begin() comes first"
-        weights = self._sums([(each.layer, each.of(each.owner)) for each in self._slices])
+        weights = self._sums([(each.layer, each.narrow(each.owner)) for each in self._slices])
         frozen = []
         for p, layer in self._layers.items():
-            if not p.requires_grad and (hasattr(p, "ds_id") or is_first_holder(p, self._first)):
-                frozen.append((layer, local_piece(p).detach().view(-1)[: _unpadded(p)]))
+            if not p.requires_grad and (hasattr(p, "ds_id") or is_first_holder(p, self._is_first_replica)):
+                frozen.append((layer, local_shard(p).detach().view(-1)[: _unpadded_numel(p)]))
         weights += self._sums(frozen)
         self._slices = None
         return torch.stack([weights, self._gradients, self._updates])
@@ -86,51 +86,51 @@ class StepNorms:
                 layers.append(layer)
                 tensors.append(piece)
         if tensors:
-            lengths = torch.stack([norm.to(total.device) for norm in norms(tensors)])
-            total.index_add_(0, torch.tensor(layers, device=total.device), lengths.double().square())
+            tensor_norms = torch.stack([norm.to(total.device) for norm in norms(tensors)])
+            total.index_add_(0, torch.tensor(layers, device=total.device), tensor_norms.double().square())
         return total
 
-    def _find(self) -> Iterator[_Slice]:
+    def _find_slices(self) -> Iterator[_Slice]:
         """Yield this rank's slices of the tensors that the optimizer steps."""
         optimizer = self._engine.optimizer
-        steps = owners(self._engine)
-        by_storage = {each.untyped_storage().data_ptr(): each for each in steps}
+        stepped = stepped_tensors(self._engine)
+        by_storage = {each.untyped_storage().data_ptr(): each for each in stepped}
         for parameter, index in self._layers.items():
             if not parameter.requires_grad:
                 continue
             if isinstance(optimizer, Zero3Optimizer):
                 group, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-                yield _Slice(steps[group], start, _unpadded(parameter), index)
+                yield _Slice(stepped[group], start, _unpadded_numel(parameter), index)
             elif hasattr(parameter, "_hp_mapping"):
                 mapping: Any = parameter._hp_mapping
                 if mapping is not None:  # else no element of it is in this rank's shards
                     owner = by_storage[mapping.hp_fragment.untyped_storage().data_ptr()]
                     yield _Slice(owner, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel, index)
-            elif is_first_holder(parameter, self._first):
+            elif is_first_holder(parameter, self._is_first_replica):
                 yield _Slice(parameter, 0, parameter.numel(), index)
 
-    def _pre(self, inner: torch.optim.Optimizer) -> None:
+    def _before_step(self, inner: torch.optim.Optimizer) -> None:
         if self._slices is None:
             return
         stepped = {p for p in weights_of(inner) if p.grad is not None}
         slices = [each for each in self._slices if each.owner in stepped]
-        self._gradients += self._sums([(each.layer, each.of(_dense(each.owner.grad))) for each in slices])
-        self._before = {each.owner: each.owner.detach().clone() for each in slices}
+        self._gradients += self._sums([(each.layer, each.narrow(_to_dense(each.owner.grad))) for each in slices])
+        self._weights_before = {each.owner: each.owner.detach().clone() for each in slices}
 
     @torch.no_grad()
-    def _post(self) -> None:
-        for owner, before in self._before.items():
-            before.sub_(owner.detach())
+    def _after_step(self) -> None:
+        for owner, change in self._weights_before.items():
+            change.sub_(owner.detach())
         updates = []
         for each in self._slices or ():
-            if each.owner in self._before:
-                updates.append((each.layer, each.of(self._before[each.owner])))
+            if each.owner in self._weights_before:
+                updates.append((each.layer, each.narrow(self._weights_before[each.owner])))
         if updates:
             self._updates += self._sums(updates)
-        self._before = {}
+        self._weights_before = {}
 
 
-def _unpadded(parameter: Any) -> int:
+def _unpadded_numel(parameter: Any) -> int:
     """Return the number of elements of this rank's part; ZeRO 3 pads shards with uninitialised memory at the end."""
     if not hasattr(parameter, "ds_id"):
         return int(parameter.numel())
@@ -146,5 +146,5 @@ def squared_norm(tensor: Tensor) -> Tensor:
     return norms([tensor.to(torch.promote_types(tensor.dtype, torch.float32))])[0].double().square()
 
 
-def _dense(grad: Any) -> Tensor:
+def _to_dense(grad: Any) -> Tensor:
     return grad.to_dense() if grad.is_sparse else grad  # type: ignore[no-any-return]

@@ -6,7 +6,7 @@ import resource
 from .fault_board import ticks_between_queries
 from .messages import say
 
-CONNECTIONS = 4  # open files for each rank: for torch, each fault board (at most two) and the heartbeat
+FILES_PER_RANK = 4  # open files for each rank: for torch, each fault board (at most two) and the heartbeat
 OWN_FILES = 512  # open files that the process needs besides the store: libraries, corpora, data workers
 USUAL_LIMIT = 1024  # the soft limit of open files on most systems
 NCCL_QUERIES = "TORCH_NCCL_COORD_CHECK_MILSEC"  # milliseconds between two queries of torch's NCCL monitor, default 1000
@@ -28,10 +28,10 @@ def prepare_store_host() -> None:
         os.environ.setdefault(NCCL_QUERIES, str(1000 * ticks))
     if os.environ.get("RANK") != "0":
         return
-    hosts = [os.getpid()]
+    possible_hosts = [os.getpid()]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        hosts.append(os.getppid())
-    for problem in dict.fromkeys(raise_open_files(pid, world) for pid in hosts):
+        possible_hosts.append(os.getppid())
+    for problem in dict.fromkeys(raise_open_files(pid, world) for pid in possible_hosts):
         if problem:
             say(f"warning: {problem}", error=True)
 
@@ -41,20 +41,20 @@ def raise_open_files(pid: int, world: int) -> str | None:
 
     Return None if the limit suffices, else a sentence that says what to do.
     """
-    need = CONNECTIONS * world + OWN_FILES
+    need = FILES_PER_RANK * world + OWN_FILES
     if not hasattr(resource, "prlimit"):  # only Linux can change the limits of another process
         return None
     try:
         soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         if soft == resource.RLIM_INFINITY or soft >= need:
             return None
-        possible = need if hard == resource.RLIM_INFINITY else min(need, hard)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (possible, hard))
+        new_limit = need if hard == resource.RLIM_INFINITY else min(need, hard)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (new_limit, hard))
     except OSError as error:  # such as a process of another user
-        if CONNECTIONS * world <= USUAL_LIMIT:
+        if FILES_PER_RANK * world <= USUAL_LIMIT:
             return None
         return f"the limit of open files of process {pid}, which may host the store, cannot be raised: {error.strerror}"
-    if possible >= CONNECTIONS * world:
+    if new_limit >= FILES_PER_RANK * world:
         return None
     return (
         f"the store of {world} ranks may need {need} open files, but the hard limit of its process is {hard}: before "

@@ -34,33 +34,33 @@ def tie_all_weights(module: Any, comms: Comm) -> None:
     """
     if module.num_stages == 1:
         return
-    buffers = _agree(comms)
+    buffers = _agree_on_names(comms)
     for key, comm in comms.items():
-        _count_untied(comm)
-        source = comm["ranks"][_place_of_first(module, key)]
+        _include_untied_in_norms(comm)
+        source = comm["ranks"][_first_stage_index(module, key)]
         for name in [*comm["weight_attr"], *buffers[key]]:
-            _broadcast(_get(comm["module"], name), source, comm["group"])
+            _broadcast_bytes(_get_tensor(comm["module"], name), source, comm["group"])
 
 
-def _agree(comms: Comm) -> dict[str, list[str]]:
+def _agree_on_names(comms: Comm) -> dict[str, list[str]]:
     """Set the names of the weights of each tie, and return key -> names of the buffers that its stages have."""
     buffers = {}
     error = None
     for key, comm in comms.items():
-        copies = gather_objects(_copy_of(comm), comm["group"])
-        buffers[key] = _same([copy.buffers for copy in copies])
+        copies = gather_objects(_describe_copy(comm), comm["group"])
+        buffers[key] = _common_names([copy.buffers for copy in copies])
         try:
             names = _tied_names(key, copies)
-            comm["weight_attr"] = list(_once(comm["module"], names))
-        except ValueError as refusal:
-            error = refusal
+            comm["weight_attr"] = list(_drop_aliases(comm["module"], names))
+        except ValueError as mismatch:
+            error = mismatch
     raise_if_any_failed(error)
     if error:
         raise error
     return buffers
 
 
-def _copy_of(comm: Comm) -> _Copy:
+def _describe_copy(comm: Comm) -> _Copy:
     named = comm["module"].named_parameters(remove_duplicate=False)
     weights = {name: tuple(p.shape) for name, p in named}
     buffers = {name: tuple(each.shape) for name, each in comm["module"].named_buffers()}
@@ -72,15 +72,15 @@ def _tied_names(key: str, copies: Sequence[_Copy]) -> list[str]:
 
     A weight that is not listed may be on a single stage, whose layers alone use it: it is not tied.
     """
-    listed: dict[str, None] = {}
-    names: dict[str, None] = {}
+    listed_names: dict[str, None] = {}
+    all_names: dict[str, None] = {}
     for copy in copies:
-        listed |= dict.fromkeys(copy.listed)
-        names |= dict.fromkeys(copy.weights)
+        listed_names |= dict.fromkeys(copy.listed)
+        all_names |= dict.fromkeys(copy.weights)
     tied = []
-    for name in listed | names:
+    for name in listed_names | all_names:
         shapes = [copy.weights.get(name) for copy in copies]
-        if name not in listed and len(shapes) - shapes.count(None) == 1:
+        if name not in listed_names and len(shapes) - shapes.count(None) == 1:  # on a single stage
             continue
         if len(set(shapes)) > 1:
             raise ValueError(
@@ -91,30 +91,30 @@ def _tied_names(key: str, copies: Sequence[_Copy]) -> list[str]:
     return tied
 
 
-def _same(stages: Sequence[Shapes]) -> list[str]:
+def _common_names(stages: Sequence[Shapes]) -> list[str]:
     """Return the names that all stages have, in one shape."""
     return [name for name, shape in stages[0].items() if all(each.get(name) == shape for each in stages)]
 
 
-def _once(module: Any, names: Sequence[str]) -> Iterator[str]:
+def _drop_aliases(module: Any, names: Sequence[str]) -> Iterator[str]:
     """Yield the names without those of a tensor that had another name before: it would be summed twice."""
     seen = set()
     for name in names:
-        tensor = _get(module, name)
+        tensor = _get_tensor(module, name)
         if id(tensor) not in seen:
             yield name
         seen.add(id(tensor))
 
 
-def _count_untied(comm: Comm) -> None:
+def _include_untied_in_norms(comm: Comm) -> None:
     """Count the weights that only this stage has in norms; DeepSpeed leaves out the whole module on later stages."""
-    tied = {id(_get(comm["module"], name)) for name in comm["weight_attr"]}
+    tied = {id(_get_tensor(comm["module"], name)) for name in comm["weight_attr"]}
     for p in comm["module"].parameters():
         if id(p) not in tied:
             p.ds_pipe_replicated = False
 
 
-def _place_of_first(module: Any, key: str) -> int:
+def _first_stage_index(module: Any, key: str) -> int:
     """Return the place, among the stages of a tie, of the one that has the first layer with this key."""
     stages = []
     for index, spec in enumerate(module._layer_specs):
@@ -123,15 +123,15 @@ def _place_of_first(module: Any, key: str) -> int:
     return sorted(set(stages)).index(stages[0])
 
 
-def _get(module: Any, name: str) -> Tensor:
+def _get_tensor(module: Any, name: str) -> Tensor:
     path, _, attribute = name.rpartition(".")
-    found: Tensor = getattr(module.get_submodule(path), attribute)
-    return found
+    tensor: Tensor = getattr(module.get_submodule(path), attribute)
+    return tensor
 
 
 @torch.no_grad()
-def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
+def _broadcast_bytes(tensor: Tensor, source: int, group: Any) -> None:
     """Copy the bytes of `tensor`, of any dtype, from the rank `source` to the group."""
-    whole = tensor.detach().resolve_conj().contiguous()
-    dist.broadcast(whole.view(-1).view(torch.uint8), source, group=group)
-    tensor.copy_(whole)
+    contiguous = tensor.detach().resolve_conj().contiguous()
+    dist.broadcast(contiguous.view(-1).view(torch.uint8), source, group=group)
+    tensor.copy_(contiguous)

@@ -16,10 +16,10 @@ Event = dict[str, Any]  # one event of the Trace Event Format
 FOLDER, MERGED = "trace", "merged.json"
 ROWS = "steps", "parts of a step", "passes and messages", "collectives"  # rows of a rank in Perfetto, by track
 # For each send: the matching receive, and the receiver's virtual stage minus the sender's.
-PAIRS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}
+RECEIVE_OF = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}
 
 
-def name_of(rank: int) -> str:
+def trace_file_name(rank: int) -> str:
     """Return the file name of a rank's timeline."""
     return f"rank_{rank:05d}.json"
 
@@ -36,11 +36,11 @@ class Merged(NamedTuple):
 class RankTrace:
     """One rank's events (Trace Event Format, microseconds), on the clock of rank 0."""
 
-    about: Event
+    metadata: Event
     events: list[Event]
     error_us: float
 
-    def named(self, iteration: int, kinds: Sequence[str]) -> Iterator[Event]:
+    def spans(self, iteration: int, kinds: Sequence[str]) -> Iterator[Event]:
         """Yield the spans of these kinds in an iteration, in recorded order."""
         return (e for e in self.events if e["cat"] in kinds and e["args"]["iteration"] == iteration)
 
@@ -50,31 +50,31 @@ def read(folder: Path) -> list[RankTrace]:
     paths = sorted(folder.glob("rank_*.json"))
     if not paths:
         raise ValueError(f"{folder} holds no timeline: tds.trace.start(), or --trace of an entry script, writes one")
-    found = []
+    traces = []
     for path in paths:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            found.append(_aligned(content["otherData"], [e for e in content["traceEvents"] if e["ph"] == "X"]))
+            traces.append(_to_rank_0_clock(content["otherData"], [e for e in content["traceEvents"] if e["ph"] == "X"]))
         except RecursionError:
             raise ValueError(f"{path} is not a timeline: its JSON is nested too deeply") from None
         except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a timeline: {type(error).__name__} {str(error)[:100]}") from None
-    return found
+    return traces
 
 
-def _aligned(about: Event, events: list[Event]) -> RankTrace:
+def _to_rank_0_clock(metadata: Event, events: list[Event]) -> RankTrace:
     """Convert events to rank 0's clock, assuming linear drift between the first and last comparison of the clocks."""
-    clock = about["clock"]
+    clock = metadata["clock"]
     if not clock:
-        return RankTrace(about, events, float("inf"))
-    when, begin, first_error = clock[0]
-    until, end, last_error = clock[-1]
-    drift = (end - begin) / (until - when) if until > when else 0.0
+        return RankTrace(metadata, events, float("inf"))
+    first_time, first_offset, first_error = clock[0]
+    last_time, last_offset, last_error = clock[-1]
+    drift = (last_offset - first_offset) / (last_time - first_time) if last_time > first_time else 0.0
     shifted = []
     for event in events:
-        ahead = begin + drift * (event["ts"] * 1e3 - when)  # ns by which the clock of this rank is ahead of rank 0's
+        ahead = first_offset + drift * (event["ts"] * 1e3 - first_time)  # ns ahead of rank 0
         shifted.append({**event, "ts": event["ts"] - ahead / 1e3})
-    return RankTrace(about, shifted, max(first_error, last_error) / 1e3)
+    return RankTrace(metadata, shifted, max(first_error, last_error) / 1e3)
 
 
 def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
@@ -84,31 +84,31 @@ def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
     """
     ranks = ranks or read(folder)
     path = folder / MERGED
-    heads = []
+    name_records = []
     spans: list[Event] = []
     for rank in ranks:
-        about = rank.about
-        heads += names(about["rank"], about["name"])
+        metadata = rank.metadata
+        name_records += name_events(metadata["rank"], metadata["name"])
         spans += rank.events
     zero = min((event["ts"] for event in spans), default=0.0)
     events = [{**event, "ts": round(event["ts"] - zero, 3)} for event in [*spans, *_arrows(ranks)]]
-    write_events(path, [*heads, *events])
+    write_events(path, [*name_records, *events])
     return Merged(path, len(ranks), max(r.error_us for r in ranks))
 
 
 def write_events(path: Path, events: Sequence[Event], **more: Any) -> None:
     """Write a file in the Trace Event Format atomically. more: further keys of the file."""
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    aside.write_text(json.dumps({"traceEvents": events, **more}, separators=(",", ":")), encoding="utf-8")
-    os.replace(aside, path)
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary.write_text(json.dumps({"traceEvents": events, **more}, separators=(",", ":")), encoding="utf-8")
+    os.replace(temporary, path)
 
 
-def names(rank: int, name: str) -> list[Event]:
+def name_events(rank: int, name: str) -> list[Event]:
     """Return the events that name a rank and its rows."""
-    found: list[Event] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}]
+    events: list[Event] = [{"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}}]
     for track, row in enumerate(ROWS):
-        found.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": row}})
-    return found
+        events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": track, "args": {"name": row}})
+    return events
 
 
 def _arrows(ranks: Sequence[RankTrace]) -> Iterator[Event]:
@@ -117,26 +117,26 @@ def _arrows(ranks: Sequence[RankTrace]) -> Iterator[Event]:
     for rank in ranks:
         for event in rank.events:
             if event["cat"] == "message" and event["name"].startswith("Recv"):
-                receives[_key(rank, event, event["name"], 0)] = event
+                receives[_message_key(rank, event, event["name"], 0)] = event
     for rank in ranks:
         for event in rank.events:
-            if event["name"] not in PAIRS:
+            if event["name"] not in RECEIVE_OF:
                 continue
-            arrived = receives.get(_key(rank, event, *PAIRS[event["name"]]))
-            if arrived is None:
+            receive = receives.get(_message_key(rank, event, *RECEIVE_OF[event["name"]]))
+            if receive is None:
                 continue
             common = {"name": "message", "cat": "flow", "id": f"{event['pid']}-{event['ts']}"}
             yield {**common, "ph": "s", "pid": event["pid"], "tid": event["tid"], "ts": event["ts"]}
-            end = arrived["ts"] + 0.99 * arrived["dur"]  # viewers drop an arrow that ends outside of its span
-            yield {**common, "ph": "f", "bp": "e", "pid": arrived["pid"], "tid": arrived["tid"], "ts": end}
+            end = receive["ts"] + 0.99 * receive["dur"]  # viewers drop an arrow that ends outside of its span
+            yield {**common, "ph": "f", "bp": "e", "pid": receive["pid"], "tid": receive["tid"], "ts": end}
 
 
-def _key(rank: RankTrace, event: Event, name: str, hop: int) -> tuple[Any, ...]:
+def _message_key(rank: RankTrace, event: Event, name: str, hop: int) -> tuple[Any, ...]:
     """Return a key that is equal for a send and the matching receive.
 
     name: the name of the receive. hop: the receiver's virtual stage minus that of `event`.
     """
-    a = rank.about
+    metadata = rank.metadata
     args = event["args"]
-    stage = args["chunk"] * a["stages"] + a["stage"] + hop
-    return args["iteration"], a["replica"], a["model"], name, stage, args["micro"]
+    stage = args["chunk"] * metadata["stages"] + metadata["stage"] + hop
+    return args["iteration"], metadata["replica"], metadata["model"], name, stage, args["micro"]

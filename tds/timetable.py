@@ -18,16 +18,16 @@ from .schedule import (
     ScheduleError,
     SendActivation,
     SendGrad,
-    chunks_of,
+    num_chunks,
     with_messages,
 )
 
 # For each receive, the distance in virtual stages to the sender, and the sender's instruction.
-SENT_BY = {RecvActivation: (-1, SendActivation), RecvGrad: (1, SendGrad)}
+SENDER_OF = {RecvActivation: (-1, SendActivation), RecvGrad: (1, SendGrad)}
 PASSES = {Forward: "F", Backward: "B", BackwardInput: "B", BackwardWeight: "W"}
 PassSeconds = Callable[[Kind, int, int], float]  # (kind, stage, chunk) -> seconds of one pass
 # (instruction, an instruction that must come before it if the plan needs that one)
-AFTER = (
+DEPENDENCIES = (
     (Forward, RecvActivation), (SendActivation, Forward), (Backward, Forward), (Backward, RecvGrad),
     (BackwardInput, Forward), (BackwardInput, RecvGrad), (BackwardWeight, BackwardInput), (SendGrad, Backward),
     (SendGrad, BackwardInput),
@@ -47,21 +47,21 @@ class Span:
     end: float
 
 
-def check(plan: Plan, micros: int, rules: Rules | None = None) -> None:
+def check_plan(plan: Plan, micros: int, rules: Rules | None = None) -> None:
     """Raise ScheduleError unless each chunk runs every micro-batch's passes once, messages match and no stage hangs.
 
-    Each chunk must take the micro-batches in rising order. `times` finds deadlocks that do not depend on the transport.
-    `deadlocks.refuse_deadlocks` finds deadlocks that message queues cause, under `rules`.
+    Each chunk must take the micro-batches in rising order. `simulate_times` finds deadlocks that do not depend on the
+    transport. `deadlocks.refuse_deadlocks` finds deadlocks that message queues cause, under `rules`.
     """
     stages = len(plan)
-    chunks = chunks_of(plan)
+    chunks = num_chunks(plan)
     passes: tuple[Kind, ...] = (Forward, *_backward_kinds(plan))
     for stage, instructions in enumerate(plan):
         for chunk in range(chunks):
             order = [kind(0, chunk) for kind in passes]
-            due = [type(each) for each in with_messages(order, stage, stages, chunks)]
-            _check_counts(instructions, due, micros, stage, chunk)
-    times(plan)
+            expected_kinds = [type(each) for each in with_messages(order, stage, stages, chunks)]
+            _check_counts(instructions, expected_kinds, micros, stage, chunk)
+    simulate_times(plan)
     if stages > 1:  # a single stage sends no messages
         refuse_deadlocks(plan, rules)
 
@@ -83,21 +83,21 @@ def _backward_kinds(plan: Plan) -> tuple[Kind, ...]:
 
 
 def _check_counts(
-    instructions: Sequence[Instruction], due: Sequence[Kind], micros: int, stage: int, chunk: int
+    instructions: Sequence[Instruction], expected_kinds: Sequence[Kind], micros: int, stage: int, chunk: int
 ) -> None:
-    """Raise ScheduleError unless a chunk has each kind of instruction in `due` once for every micro-batch."""
-    after = [pair for pair in AFTER if {*pair} <= {*due}]
-    done = _in_order(instructions, stage, chunk, after)
-    kinds: list[Kind] = [*PASSES, *due, *done]  # in a fixed order, so that all ranks report the same error
+    """Raise ScheduleError unless a chunk has each kind in `expected_kinds` once for every micro-batch."""
+    dependencies = [pair for pair in DEPENDENCIES if {*pair} <= {*expected_kinds}]
+    done = _count_in_order(instructions, stage, chunk, dependencies)
+    kinds: list[Kind] = [*PASSES, *expected_kinds, *done]  # in a fixed order, so that all ranks report the same error
     for kind in kinds:
-        wanted = micros if kind in due else 0
-        if done[kind] != wanted:
+        expected = micros if kind in expected_kinds else 0
+        if done[kind] != expected:
             raise ScheduleError(
-                f"stage {stage}: chunk {chunk} has {done[kind]} {kind.__name__} instructions instead of {wanted}"
+                f"stage {stage}: chunk {chunk} has {done[kind]} {kind.__name__} instructions instead of {expected}"
             )
 
 
-def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int, after: Pairs) -> Counter[Kind]:
+def _count_in_order(instructions: Sequence[Instruction], stage: int, chunk: int, dependencies: Pairs) -> Counter[Kind]:
     """Return the number of instructions of each kind on a chunk.
 
     Raises ScheduleError unless each kind takes the micro-batches in rising order, and each instruction follows those
@@ -108,8 +108,8 @@ def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int, after
         if each.chunk != chunk:
             continue
         kind = type(each)
-        needed = [before for later, before in after if later is kind]
-        if each.micro != done[kind] or any(done[before] <= each.micro for before in needed):
+        needed = [earlier for later, earlier in dependencies if later is kind]
+        if each.micro != done[kind] or any(done[earlier] <= each.micro for earlier in needed):
             raise ScheduleError(
                 f"stage {stage}: {kind.__name__}({each.micro}) of chunk {chunk} is out of order: each kind of "
                 f"instruction must take the micro-batches in rising order, after the instruction that it depends on"
@@ -118,7 +118,7 @@ def _in_order(instructions: Sequence[Instruction], stage: int, chunk: int, after
     return done
 
 
-def times(
+def simulate_times(
     plan: Plan,
     forward: float = 1.0,
     backward: float = 2.0,
@@ -132,50 +132,50 @@ def times(
     by default half. message: time that a message takes. seconds: function that returns the time of each pass by stage
     and chunk; it replaces `forward`, `backward` and `weight`.
     """
-    chunks = chunks_of(plan)
+    chunks = num_chunks(plan)
     stages = len(plan)
     weight = backward / 2 if weight is None else weight
     cost = {Forward: forward, Backward: backward, BackwardInput: backward - weight, BackwardWeight: weight}
     seconds = seconds or (lambda kind, stage, chunk: cost[kind] / chunks)
-    todo = [deque(stage) for stage in plan]
+    pending = [deque(stage) for stage in plan]
     clock = [0.0] * stages
-    wires: dict[tuple[int, type], deque[float]] = defaultdict(deque)  # arrival times of each virtual stage's messages
+    in_transit: dict[tuple[int, type], deque[float]] = defaultdict(deque)  # arrival times, by virtual stage
     spans: list[Span] = []
-    while any(todo):
-        left = sum(map(len, todo))
-        for stage, rest in enumerate(todo):
-            while rest:
-                head = rest[0]
-                kind = type(head)
-                virtual_stage = head.chunk * stages + stage
-                if kind in SENT_BY:
-                    hop, sender = SENT_BY[kind]
-                    if not (wire := wires[virtual_stage + hop, sender]):
+    while any(pending):
+        num_remaining = sum(map(len, pending))
+        for stage, instructions in enumerate(pending):
+            while instructions:
+                instruction = instructions[0]
+                kind = type(instruction)
+                virtual_stage = instruction.chunk * stages + stage
+                if kind in SENDER_OF:
+                    hop, send_kind = SENDER_OF[kind]
+                    if not (arrivals := in_transit[virtual_stage + hop, send_kind]):
                         break
-                    clock[stage] = max(clock[stage], wire.popleft())
+                    clock[stage] = max(clock[stage], arrivals.popleft())
                 elif kind in PASSES:
                     begin = clock[stage]
-                    clock[stage] += seconds(kind, stage, head.chunk)
-                    spans.append(Span(stage, head.micro, head.chunk, PASSES[kind], begin, clock[stage]))
+                    clock[stage] += seconds(kind, stage, instruction.chunk)
+                    spans.append(Span(stage, instruction.micro, instruction.chunk, PASSES[kind], begin, clock[stage]))
                 else:
-                    wires[virtual_stage, kind].append(clock[stage] + message)
-                rest.popleft()
-        if left == sum(map(len, todo)):
-            waiting = ", ".join(f"stage {s} at {type(r[0]).__name__}({r[0].micro})" for s, r in enumerate(todo) if r)
+                    in_transit[virtual_stage, kind].append(clock[stage] + message)
+                instructions.popleft()
+        if num_remaining == sum(map(len, pending)):
+            waiting = ", ".join(f"stage {s} at {type(r[0]).__name__}({r[0].micro})" for s, r in enumerate(pending) if r)
             raise ScheduleError(f"the stages deadlock: {waiting}")
     return spans
 
 
-def most_in_flight(instructions: Sequence[Instruction]) -> int:
+def max_in_flight(instructions: Sequence[Instruction]) -> int:
     """Return the largest number of micro-batches whose activations a stage keeps at once, summed over its chunks."""
-    alive = most = 0
+    in_flight = highest = 0
     for each in instructions:
-        alive += isinstance(each, Forward) - isinstance(each, (Backward, BackwardWeight))
-        most = max(most, alive)
-    return most
+        in_flight += isinstance(each, Forward) - isinstance(each, (Backward, BackwardWeight))
+        highest = max(highest, in_flight)
+    return highest
 
 
-def bubble(spans: Sequence[Span]) -> float:
+def bubble_fraction(spans: Sequence[Span]) -> float:
     """Return the fraction (0 to 1) of all stages' time in which they are idle."""
     stages = 1 + max(span.stage for span in spans)
     busy = sum(span.end - span.begin for span in spans)

@@ -10,7 +10,7 @@ from torch import nn
 from .groups import gather_objects
 from .pipe import ties
 
-MOST_NAMED = 3  # weights that one warning names
+MAX_NAMED = 3  # weights that one warning names
 
 
 class Holder(NamedTuple):
@@ -23,10 +23,10 @@ class Holder(NamedTuple):
 
 def warn_of_untied(engine: Any) -> list[str]:
     """Warn of the weights of a pipeline engine that stages share without a tie, and return the warnings."""
-    found = untied_weights(engine.module, engine.grid.get_pipe_parallel_group())
-    for each in found:
-        warnings.warn(each, stacklevel=3)
-    return found
+    messages = untied_weights(engine.module, engine.grid.get_pipe_parallel_group())
+    for message in messages:
+        warnings.warn(message, stacklevel=3)
+    return messages
 
 
 def untied_weights(module: Any, group: Any) -> list[str]:
@@ -38,20 +38,20 @@ def untied_weights(module: Any, group: Any) -> list[str]:
     if module.num_stages == 1:
         return []
     holders: dict[str, list[Holder]] = {}
-    for stage in gather_objects(_held(module), group):
+    for stage in gather_objects(_find_holders(module), group):
         for each in stage:
             holders.setdefault(each.weight, []).append(each)
     if module.global_rank:
         return []
-    return [_warning(module, layers, names) for layers, names in _shared(module, holders).items()]
+    return [_describe_untied(module, layers, names) for layers, names in _group_by_layers(module, holders).items()]
 
 
-def _shared(module: Any, holders: Mapping[str, Sequence[Holder]]) -> dict[tuple[int, ...], list[str]]:
+def _group_by_layers(module: Any, holders: Mapping[str, Sequence[Holder]]) -> dict[tuple[int, ...], list[str]]:
     """Return the weights that stages train apart, by the layers that hold them."""
     weights: dict[tuple[int, ...], list[str]] = {}
-    for name, found in holders.items():
-        if _is_trained_apart(module, found):
-            layers = tuple(sorted(each.layer for each in found))
+    for name, weight_holders in holders.items():
+        if _is_trained_apart(module, weight_holders):
+            layers = tuple(sorted(each.layer for each in weight_holders))
             weights.setdefault(layers, []).append(name)
     return weights
 
@@ -64,32 +64,32 @@ def _is_trained_apart(module: Any, holders: Sequence[Holder]) -> bool:
     return len(stages) > 1 and not is_tied
 
 
-def _warning(module: Any, layers: Sequence[int], names: Sequence[str]) -> str:
+def _describe_untied(module: Any, layers: Sequence[int], names: Sequence[str]) -> str:
     stages = sorted({module.stage_owner(layer) for layer in layers})
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     verb = "is" if len(names) == 1 else "are"
     return (
-        f"{', '.join(names[:MOST_NAMED])}{more} {verb} shared by the layers {', '.join(map(str, layers))}, which lie "
+        f"{', '.join(names[:MAX_NAMED])}{more} {verb} shared by the layers {', '.join(map(str, layers))}, which lie "
         f"on the stages {', '.join(map(str, stages))}: each stage trains a separate copy; use TiedLayerSpec to tie them"
     )
 
 
-def _held(module: Any) -> list[Holder]:
+def _find_holders(module: Any) -> list[Holder]:
     """Return the weights of this stage's layers that the list of layers contains before they are built."""
-    names = _names(module._layer_specs)
-    keys = {}
+    names = _weight_names(module._layer_specs)
+    tie_of = {}
     for key, _, weights in ties(module):
         for weight in weights.values():
-            keys[id(weight)] = key
-    found = []
-    for index, layer in _built(module):
+            tie_of[id(weight)] = key
+    holders = []
+    for index, layer in _built_layers(module):
         for weight in layer.parameters():
             if weight.requires_grad and id(weight) in names:
-                found.append(Holder(names[id(weight)], index, keys.get(id(weight))))
-    return found
+                holders.append(Holder(names[id(weight)], index, tie_of.get(id(weight))))
+    return holders
 
 
-def _built(module: Any) -> Iterator[tuple[int, nn.Module]]:
+def _built_layers(module: Any) -> Iterator[tuple[int, nn.Module]]:
     """Yield this stage's layers and their indices in the whole model."""
     indices = getattr(module, "indices", range(module._local_start, module._local_stop))
     for index, layer in zip(indices, module.forward_funcs, strict=True):
@@ -100,22 +100,22 @@ def _built(module: Any) -> Iterator[tuple[int, nn.Module]]:
             yield index, layer
 
 
-def _names(specs: Sequence[Any]) -> dict[int, str]:
+def _weight_names(specs: Sequence[Any]) -> dict[int, str]:
     """Map the id of each weight in the list of layers to a name that is the same on all stages."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for index, layer in enumerate(specs):
         if isinstance(layer, nn.Module):
             for name, weight in layer.named_parameters():
-                found.setdefault(id(weight), f"{index}.{name}")
+                names.setdefault(id(weight), f"{index}.{name}")
         elif isinstance(layer, LayerSpec):
             arguments = {**dict(enumerate(layer.module_args)), **layer.module_kwargs}
             for place, argument in arguments.items():
-                for name, weight in _weights(argument, str(place)):
-                    found.setdefault(id(weight), f"{name} of layer {index}")
-    return found
+                for name, weight in _named_weights(argument, str(place)):
+                    names.setdefault(id(weight), f"{name} of layer {index}")
+    return names
 
 
-def _weights(value: Any, place: str) -> Iterator[tuple[str, nn.Parameter]]:
+def _named_weights(value: Any, place: str) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (name, weight) for the weights in an argument of a LayerSpec: a module, a weight, or a collection."""
     if isinstance(value, nn.Parameter):
         yield f"argument {place}", value
@@ -124,7 +124,7 @@ def _weights(value: Any, place: str) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"{name} of argument {place}", weight
     elif isinstance(value, (list, tuple)):
         for at, each in enumerate(value):
-            yield from _weights(each, f"{place}[{at}]")
+            yield from _named_weights(each, f"{place}[{at}]")
     elif isinstance(value, Mapping):
         for key, each in value.items():
-            yield from _weights(each, f"{place}[{key!r}]")
+            yield from _named_weights(each, f"{place}[{key!r}]")

@@ -13,7 +13,7 @@ from . import _deepspeed
 from .layout import make_rows_contiguous
 
 # With any of these settings, DeepSpeed must partition the whole model at once, when it builds its engine.
-_OF_THE_WHOLE = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
+WHOLE_MODEL_KEYS = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
 def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -> Callable[[nn.Module], None] | None:
@@ -27,9 +27,9 @@ def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -
     offloaded = (zero.get("offload_param") or {}).get("device")
     if zero.get("stage") != 3 or mpu.get_data_parallel_world_size() == 1 or offloaded == "nvme":
         return None
-    if any(zero.get(key) not in (None, False, 1) for key in _OF_THE_WHOLE):
+    if any(zero.get(key) not in (None, False, 1) for key in WHOLE_MODEL_KEYS):
         return None
-    _deepspeed.prepare()
+    _deepspeed.patch_deepspeed()
 
     def partition(layer: nn.Module) -> None:
         for parameter in layer.parameters():

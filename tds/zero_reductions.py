@@ -11,14 +11,14 @@ from torch import nn
 
 from ._deepspeed import bf16_sums
 from .pipe import tied_weights, ties
-from .reductions import Reduction, anywhere, reduce_tied_grads
+from .reductions import Reduction, any_over_ranks, reduce_tied_grads
 from .schedule import Instruction
 from .sparse import empty_gradient, sparse_weights
 
 
-def _with_gradient(weights: Sequence[nn.Parameter], group: Any) -> list[nn.Parameter]:
+def _weights_with_grad(weights: Sequence[nn.Parameter], group: Any) -> list[nn.Parameter]:
     """Return the weights that have a gradient on any rank of the group. Collective, unless there are no weights."""
-    return list(compress(weights, anywhere([weight.grad is not None for weight in weights], group)))
+    return list(compress(weights, any_over_ranks([weight.grad is not None for weight in weights], group)))
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:
@@ -29,30 +29,30 @@ def _trainable(module: nn.Module) -> list[nn.Parameter]:
 def keep_missing_grads(module: nn.Module, replicas: Any) -> Iterator[None]:
     """Run a reduction in this block, then remove the zeros that it filled in for gradients that no replica has."""
     weights = _trainable(module)
-    learned = set(_with_gradient(weights, replicas))
+    with_grad = set(_weights_with_grad(weights, replicas))
     for weight in sparse_weights(module):
         if weight.grad is None:  # DeepSpeed's dense zeros would not match the sparse gradients of other replicas
             weight.grad = empty_gradient(weight)
     yield
     for weight in weights:
-        if weight not in learned:
+        if weight not in with_grad:
             weight.grad = None
 
 
-def fill_for_replicas(weights: Sequence[nn.Parameter], replicas: Any) -> list[nn.Parameter]:
+def fill_missing_grads(weights: Sequence[nn.Parameter], replicas: Any) -> list[nn.Parameter]:
     """Set a missing gradient to zeros if another replica has it; return the weights with a gradient on any replica.
 
     Collective. ZeRO packs gradients one after another and leaves out missing ones. Without these zeros, the buckets of
     the replicas would not match.
     """
-    learned = _with_gradient(weights, replicas)
-    for weight in learned:
+    with_grad = _weights_with_grad(weights, replicas)
+    for weight in with_grad:
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
-    return learned
+    return with_grad
 
 
-class Bf16(Reduction):
+class Bf16Reduction(Reduction):
     """Reduction of the fp32 gradient sums of DeepSpeed's bf16 optimizer."""
 
     @contextmanager
@@ -64,18 +64,18 @@ class Bf16(Reduction):
             optimizer.update_hp_grads(clear_lp_grads=False)
 
     def finish(self) -> None:
-        self.over_replicas()
+        self.reduce_over_replicas()
         sums = bf16_sums(self._engine.optimizer)
         reduce_tied_grads(self._module, self._engine.stage_id, lambda w: sums[w].gradient if w in sums else None)
         for _, group, weights in ties(self._module):
             tied = [sums[weight] for weight in weights.values() if weight in sums]
-            learned = anywhere([each.flags[each.at] for each in tied], group)
+            has_grad = any_over_ranks([each.flags[each.position] for each in tied], group)
             # A weight with a gradient on one stage must be counted and clipped on all of its stages.
-            for each, learns in zip(tied, learned, strict=True):
-                each.flags[each.at] = learns
+            for grad_sum, is_set in zip(tied, has_grad, strict=True):
+                grad_sum.flags[grad_sum.position] = is_set
 
 
-class Zero(Reduction):
+class ZeroReduction(Reduction):
     """Reduction by ZeRO's optimizers, after tied gradients have been summed over their stages.
 
     After ZeRO's reduction, each rank has only a shard of the sum over replicas. So tied gradients are summed over their
@@ -86,17 +86,17 @@ class Zero(Reduction):
 
     def finish(self) -> None:
         tied = tied_weights(self._module)
-        several = dist.get_world_size(self._replicas) > 2  # a sum over two replicas rounds equally in any order
-        if several:
-            for weight in fill_for_replicas(tied, self._replicas):
+        sums_first = dist.get_world_size(self._replicas) > 2  # a sum over two replicas rounds equally in any order
+        if sums_first:
+            for weight in fill_missing_grads(tied, self._replicas):
                 dist.all_reduce(weight.grad, group=self._replicas)
         reduce_tied_grads(self._module, self._engine.stage_id)
-        if several and dist.get_rank(self._replicas):
+        if sums_first and dist.get_rank(self._replicas):
             for weight in tied:
                 if weight.grad is not None:
                     weight.grad.zero_()
-        fill_for_replicas(_trainable(self._module), self._replicas)
-        self.over_replicas()
+        fill_missing_grads(_trainable(self._module), self._replicas)
+        self.reduce_over_replicas()
 
 
 def reduction_by_deepspeed(engine: Any) -> Reduction:
@@ -105,15 +105,15 @@ def reduction_by_deepspeed(engine: Any) -> Reduction:
     Raises ValueError if it leaves the gradients of tied weights where they cannot be summed.
     """
     if engine.using_bf16_optimizer:
-        return Bf16(engine)
+        return Bf16Reduction(engine)
     if not engine.zero_optimization():
         return Reduction(engine)
     # Stages without tied weights raise, too; else they would wait for the others.
     has_ties = [bool(tied_weights(engine.module))]
-    elsewhere = engine.optimizer.use_grad_accum_attribute
-    if elsewhere and any(anywhere(has_ties, engine.grid.get_pipe_parallel_group())):
+    hides_grads = engine.optimizer.use_grad_accum_attribute
+    if hides_grads and any(any_over_ranks(has_ties, engine.grid.get_pipe_parallel_group())):
         raise ValueError(
             "with bf16 and offload_optimizer, DeepSpeed keeps gradients where a pipeline cannot sum those of tied "
             'weights: leave "offload_optimizer" out of the ds_config, use fp32, or do not tie weights across stages'
         )
-    return Zero(engine)
+    return ZeroReduction(engine)

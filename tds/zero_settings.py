@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._deepspeed import DeepSpeedEngine, is_tested, on_cpu
+from ._deepspeed import DeepSpeedEngine, is_elementwise, on_cpu
 
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
@@ -55,7 +55,7 @@ def refuse_unsupported(engine: Any, optimizer: Any) -> None:
     elif engine._config.torch_autocast_enabled and engine._config.torch_autocast_dtype == torch.float16:
         problem = "has no loss scale for torch_autocast in float16: use bfloat16"
     elif not (
-        is_tested(optimizer.optimizer)
+        is_elementwise(optimizer.optimizer)
         or hasattr(optimizer.optimizer, "whole_work")
         or engine.zero_allow_untested_optimizer()
     ):
@@ -69,11 +69,11 @@ def refuse_unsupported(engine: Any, optimizer: Any) -> None:
         )
 
 
-def load_arguments(engine: Any, *args: Any, **more: Any) -> dict[str, Any]:
+def load_arguments(engine: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the arguments of `load_checkpoint` by name, changed so that `load_module_only` works in every stage."""
-    given = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **more).arguments
-    del given["self"]
-    if given.get("load_module_only") and engine.zero_optimization_stage() == 3:
+    arguments = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **kwargs).arguments
+    del arguments["self"]
+    if arguments.get("load_module_only") and engine.zero_optimization_stage() == 3:
         # Otherwise DeepSpeed would load no weights: the shards of ZeRO 3 are in the files of the optimizer states.
-        given["load_optimizer_states"] = False
-    return given
+        arguments["load_optimizer_states"] = False
+    return arguments

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.documents import texts
+from data_utils.documents import read_texts
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_sentencepiece
 from megatron.tokenizer import load_tokenizer
@@ -17,7 +17,7 @@ SAMPLE = ROOT / "corpus" / "sample.jsonl"
 def small_tokenizer(folder: Path) -> str:
     """Train a sentencepiece tokenizer of 3000 tokens on the bundled corpus; return its path."""
     path = str(folder / "tokenizer.model")
-    train_sentencepiece(texts([str(SAMPLE)]), path, 3000)
+    train_sentencepiece(read_texts([str(SAMPLE)]), path, 3000)
     return path
 
 

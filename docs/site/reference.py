@@ -16,9 +16,9 @@ from typing import Any
 
 from megatron.config import SECTIONS
 from megatron.config.defaults import DEFAULTS
-from megatron.config.ds_file import INSTEAD, PASSED_ON, RESOLVED
+from megatron.config.ds_file import PASSED_KEYS, RECONCILED_KEYS, REPLACEMENT_FLAGS
 from megatron.config.fields import OneOf, flag, types_of
-from megatron.config.help import own_first
+from megatron.config.help import fields_own_first
 
 from .imports import imports_page
 from .words import KEYS, WORDS
@@ -79,7 +79,7 @@ def flags_page(say: dict[str, str]) -> str:
     heads = (say["flag"], say["values"], say["default"], say["meaning"])
     for name, section in SECTIONS.items():
         rows = []
-        for each in own_first(section):
+        for each in fields_own_first(section):
             family = each.metadata["family"]
             only = f" ({say['only']}: {', '.join(family)})" if family else ""
             about = cell(each.metadata["help"]) + only
@@ -107,14 +107,14 @@ def ds_config_page(say: dict[str, str]) -> str:
 
     from tds._deepspeed import FLOPS_PROFILER
 
-    assert KEYS.keys() == RESOLVED | PASSED_ON, "docs/site/words.py must describe each key of a ds_config"
+    assert KEYS.keys() == RECONCILED_KEYS | PASSED_KEYS, "docs/site/words.py must describe each key of a ds_config"
     language = WORDS["zh"] is say
     heads = (say["key"], say["meaning"])
     out = [f"# {say['ds_config']}\n\n{say['ds_config_about']}\n"]
-    for title, keys in ((say["resolved"], RESOLVED), (say["passed_on"], PASSED_ON)):
+    for title, keys in ((say["resolved"], RECONCILED_KEYS), (say["passed_on"], PASSED_KEYS)):
         rows: list[tuple[object, ...]] = [(code(key), KEYS[key][language]) for key in sorted(keys)]
         out.append(f"## {title}\n\n{table(heads, rows)}")
-    rows = [(code(key), cell(instead)) for key, instead in INSTEAD.items()]
+    rows = [(code(key), cell(instead)) for key, instead in REPLACEMENT_FLAGS.items()]
     out.append(f"## {say['refused']}\n\n{table((say['key'], say['instead']), rows)}")
     out.append(f"## {say['inner']}\n\n{say['inner_about']}\n")
     models = {

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from poems import BREAKS, LENGTHS
 
-from data_utils.documents import texts
+from data_utils.documents import read_texts
 from megatron.checkpointing import find_checkpoint, load_weights
 from megatron.features.sampling import Sampling
 from megatron.model.gpt2 import GPT2Model
@@ -30,7 +30,7 @@ from megatron.model.work import flops_per_token
 from megatron.mpu import derive_seed
 from megatron.tokenizer import load_tokenizer
 from megatron_tools.report.runs import read_run
-from megatron_tools.shapes import described
+from megatron_tools.shapes import config_of_checkpoint
 from megatron_tools.write.generation import GPT2Stepper, sample
 
 TITLES = ("月夜忆舍弟", "江上早春", "秋山访友", "夜雨寄远")
@@ -44,7 +44,7 @@ class Poet:
 
     def __init__(self, folder):
         path = find_checkpoint(folder)
-        self.config = described(path)
+        self.config = config_of_checkpoint(path)
         self.tokenizer = load_tokenizer(self.config.data.vocab_file, self.config.data.tokenizer_type)
         self.model = GPT2Model(self.config, parallel_output=False).eval()
         load_weights(path, self.model).check_tokenizer(self.tokenizer.fingerprint)
@@ -132,7 +132,7 @@ def main():
         first = secrets.randbelow(2**31) if args.seed is None else args.seed
         write(poet, args.title, args.samples, first)
         return
-    known = list(texts([args.poems or str(Path(args.folder) / "poems" / "valid.jsonl")]))
+    known = list(read_texts([args.poems or str(Path(args.folder) / "poems" / "valid.jsonl")]))
     found = results(args.folder, known, poet)
     if args.json:
         print(json.dumps(found))

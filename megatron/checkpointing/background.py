@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tds import optimizer_state as zero_state
 
-Named = tuple[str, Tensor]  # key of a tensor in the checkpoint, and its value
-Write = Callable[[list[Named]], None]
-Fail = Callable[[Exception], None]
+NamedTensor = tuple[str, Tensor]  # key of a tensor in the checkpoint, and its value
+Write = Callable[[list[NamedTensor]], None]
+OnFailure = Callable[[Exception], None]
 
 
 class BackgroundCopy:
@@ -20,49 +20,53 @@ class BackgroundCopy:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._copied = threading.Event()  # set while no copy is being made
-        self._copied.set()
-        zero_state.before_step(engine, self._wait)
+        self._copy_finished = threading.Event()  # set while no copy is being made
+        self._copy_finished.set()
+        zero_state.before_step(engine, self._wait_for_copy)
 
-    def _wait(self) -> None:
-        self._copied.wait()
+    def _wait_for_copy(self) -> None:
+        self._copy_finished.wait()
 
-    def start(self, values: Iterator[Named], write: Write, fail: Fail) -> threading.Thread | None:
+    def start(self, values: Iterator[NamedTensor], write: Write, on_failure: OnFailure) -> threading.Thread | None:
         """Start a thread that copies `values` to the CPU and passes the copies to `write`; return the thread.
 
-        fail: function that is called with the error if the copy fails. Without memory or threads, return None.
+        on_failure: function that is called with the error if the copy fails. Without memory or threads, return None.
         """
         try:
-            live = self._read(values)
+            remaining = self._read_values(values)
             stream = zero_state.side_stream(self._engine.device)
-            self._copied.clear()
-            thread = threading.Thread(target=self._run, args=(live, stream, write, fail), daemon=True)
+            self._copy_finished.clear()
+            arguments = (remaining, stream, write, on_failure)
+            thread = threading.Thread(target=self._copy_and_write, args=arguments, daemon=True)
             thread.start()
         except Exception as error:
-            self._copied.set()
-            fail(error)
+            self._copy_finished.set()
+            on_failure(error)
             return None
         return thread
 
-    def _read(self, values: Iterator[Named]) -> deque[Named]:
+    def _read_values(self, values: Iterator[NamedTensor]) -> deque[NamedTensor]:
         """Read the values before the thread starts, because reading a value may be a collective."""
-        if not zero_state.reads_copies(self._engine):
+        if not zero_state.returns_copies(self._engine):
             return deque(values)
         # The device may not have memory for all copies, so each one moves to the CPU at once.
         return deque((key, value.cpu()) for key, value in values)
 
-    def _run(self, live: deque[Named], stream: AbstractContextManager[Any], write: Write, fail: Fail) -> None:
-        copies: list[Named] = []
+    def _copy_and_write(
+        self, remaining: deque[NamedTensor], stream: AbstractContextManager[Any], write: Write, on_failure: OnFailure
+    ) -> None:
+        """Copy the tensors of `remaining` in the thread, each freed as soon as it is copied, and write the copies."""
+        copies: list[NamedTensor] = []
         try:
             with stream:
-                while live:
-                    key, value = live.popleft()
+                while remaining:
+                    key, value = remaining.popleft()
                     copies.append((key, value.to("cpu", copy=True)))
                     del value
         except Exception as error:  # for example, memory may be exhausted
-            fail(error)
+            on_failure(error)
             return
         finally:
-            live.clear()
-            self._copied.set()
+            remaining.clear()
+            self._copy_finished.set()
         write(copies)

@@ -12,10 +12,10 @@ from megatron.ranks.buffers import BufferCopy
 
 from .checksums import Checksum
 from .files import BUFFER
-from .stream import CODES, Slot, StreamWriter, stored
+from .stream import DTYPE_CODES, Slot, StreamWriter, as_stored
 
 
-class Buffers:
+class SavedBuffers:
     """The buffers that this rank saves, as CPU copies by checkpoint key, and warnings about buffers.
 
     copies: key in the checkpoint -> CPU copy of the buffer. warnings: lines of text for rank 0 to print.
@@ -27,19 +27,20 @@ class Buffers:
         surveys: the result of `megatron.ranks.buffers.fingerprint_buffers` on each rank.
         """
         mesh = mpu.get_mesh()
-        me = (mesh.pipe.rank, mesh.data.rank, mesh.model.rank)
-        here = dict(global_buffers(model))
-        by_name: dict[str, list[BufferCopy]] = {}
-        for each in surveys:
-            for name, held in each.items():
-                by_name.setdefault(name, []).append(held)
+        coordinates = (mesh.pipe.rank, mesh.data.rank, mesh.model.rank)
+        local_buffers = dict(global_buffers(model))
+        copies_of: dict[str, list[BufferCopy]] = {}  # name of a buffer -> its copies on all ranks
+        for survey in surveys:
+            for name, copy in survey.items():
+                copies_of.setdefault(name, []).append(copy)
         self.copies: dict[str, Tensor] = {}
         self.warnings: list[str] = []
-        for name, every in by_name.items():
-            if name in here and me == (_owner(name, every), 0, 0):
-                self.copies[f"{BUFFER}.{name}"] = stored(here[name].detach()).to("cpu", copy=True)
-            self.warnings += _conflicts(name, every)
-        self.warnings += _not_savable(model)
+        for name, copies in copies_of.items():
+            # Of the saving stage, the first data-parallel and model-parallel rank writes the buffer.
+            if name in local_buffers and coordinates == (_saving_stage(name, copies), 0, 0):
+                self.copies[f"{BUFFER}.{name}"] = as_stored(local_buffers[name].detach()).to("cpu", copy=True)
+            self.warnings += _conflict_warnings(name, copies)
+        self.warnings += _unsavable_warnings(model)
 
     @property
     def expected(self) -> dict[str, list[int]]:
@@ -54,26 +55,26 @@ class Buffers:
         if not self.copies:
             return None
         slots = []
-        places = {}
+        placements = {}
         for key, value in self.copies.items():
             shape = list(value.shape)
             slots.append(Slot(key, tuple(shape), value.dtype))
-            places[key] = {"dim": 0, "begin": 0, "end": shape[0], "shape": shape}
+            placements[key] = {"dim": 0, "begin": 0, "end": shape[0], "shape": shape}
         with StreamWriter(path, slots, checksum) as writer:
             for key, value in self.copies.items():
                 writer.add(key, value)
-        return {"file": path.name, "sum": writer.sum, "tensors": places, "learns": set()}
+        return {"file": path.name, "sum": writer.checksum, "tensors": placements, "learns": set()}
 
 
-def savable(buffer: Tensor) -> bool:
+def is_savable(buffer: Tensor) -> bool:
     """Return whether checkpoint files can store a buffer of this dtype."""
-    return (buffer.real.dtype if buffer.is_complex() else buffer.dtype) in CODES
+    return (buffer.real.dtype if buffer.is_complex() else buffer.dtype) in DTYPE_CODES
 
 
-def _not_savable(model: nn.Module) -> Iterator[str]:
+def _unsavable_warnings(model: nn.Module) -> Iterator[str]:
     """Yield a warning for each buffer that checkpoints cannot store, and for each module with `get_extra_state`."""
     for name, buffer in global_buffers(model):
-        if buffer.numel() and not savable(buffer):
+        if buffer.numel() and not is_savable(buffer):
             yield (
                 f"warning: the buffer {name} is {buffer.dtype}, which checkpoints cannot store: a resumed run starts "
                 f"with the initial value of {name}"
@@ -86,28 +87,28 @@ def _not_savable(model: nn.Module) -> Iterator[str]:
             )
 
 
-def _owner(name: str, held: Sequence[BufferCopy]) -> int:
+def _saving_stage(name: str, copies: Sequence[BufferCopy]) -> int:
     """Return the pipeline stage that saves a buffer.
 
     Buffers of the loss function are saved by the last stage. Any other buffer is saved by the first stage on which its
     value has changed. If the value has changed on no stage, the first stage that holds the buffer saves it.
     """
-    stages = sorted({each.pipe for each in held})
+    stages = sorted({each.pipe for each in copies})
     if name.startswith("loss_fn."):
         return stages[-1]
-    return min((each.pipe for each in held if each.changed), default=stages[0])
+    return min((each.pipe for each in copies if each.changed), default=stages[0])
 
 
-def _conflicts(name: str, held: Sequence[BufferCopy]) -> Iterator[str]:
+def _conflict_warnings(name: str, copies: Sequence[BufferCopy]) -> Iterator[str]:
     """Yield a warning if the copies of a buffer differ between ranks, as a checkpoint stores only one copy."""
-    owner = _owner(name, held)
-    there = [each for each in held if each.pipe == owner]
-    replicas = [each for each in there if not each.model]
-    shards = [each for each in there if not each.data]
-    stages = [each for each in held if each.changed and not each.data and not each.model]
-    if name.startswith("loss_fn."):  # its last stage saves it
+    saving_stage = _saving_stage(name, copies)
+    saved_copies = [each for each in copies if each.pipe == saving_stage]
+    replicas = [each for each in saved_copies if not each.model]
+    shards = [each for each in saved_copies if not each.data]
+    stages = [each for each in copies if each.changed and not each.data and not each.model]
+    if name.startswith("loss_fn."):  # the last stage saves it, whatever other stages do with their copies
         stages = []
-    for copies, axis, advice in (
+    for compared, axis, advice in (
         (replicas, "data-parallel replicas", "reduce it over mpu.get_data_parallel_group()"),
         (
             shards,
@@ -116,8 +117,8 @@ def _conflicts(name: str, held: Sequence[BufferCopy]) -> Iterator[str]:
         ),
         (stages, "pipeline stages", "keep it in the layer that changes it"),
     ):
-        if len({each.fingerprint for each in copies}) > 1:
+        if len({each.fingerprint for each in compared}) > 1:
             yield (
                 f"warning: the buffer {name} differs between {axis}, but a checkpoint holds only the first copy "
-                f"(stage {owner}); {advice}, or set persistent=False if it need not be saved"
+                f"(stage {saving_stage}); {advice}, or set persistent=False if it need not be saved"
             )

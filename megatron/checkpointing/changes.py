@@ -4,64 +4,64 @@ from typing import Any
 
 from torch import nn
 
-from megatron.config.fields import first_of
+from megatron.config.fields import shorten_list
 from megatron.model.layers import global_parameters
-from megatron.ranks.agreement import all_ranks
-from megatron.ranks.buffers import remember
+from megatron.ranks.agreement import raise_on_all_ranks
+from megatron.ranks.buffers import record_buffers
 from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import print_rank_0
 from tds.average import AVERAGE
 
 from .files import BUFFER
 from .reader import CheckpointReader, load_buffers
-from .share import parts_of
+from .share import local_parts
 
 
 def restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
     """Load the persistent buffers, and print a warning for buffers that only the model or only the checkpoint has."""
-    with all_ranks():
+    with raise_on_all_ranks():
         loaded = load_buffers(reader, model)
-    remember(model)
-    everywhere: set[str] = set()
-    lacking: set[str] = set()
-    for names, missing in gather_objects(loaded):
-        everywhere |= names
-        lacking |= missing
+    record_buffers(model)
+    model_buffers = set[str]()
+    missing_buffers = set[str]()
+    for loaded_here, missing_here in gather_objects(loaded):
+        model_buffers |= loaded_here
+        missing_buffers |= missing_here
     prefix = f"{BUFFER}."
-    held = {key.removeprefix(prefix) for key in reader.tensors if key.startswith(prefix)}
-    _warn(reader, lacking, "are not in this checkpoint and keep their initial values")
-    _warn(reader, held - everywhere, "are in this checkpoint, but not in the model")
+    stored_buffers = {key.removeprefix(prefix) for key in reader.tensors if key.startswith(prefix)}
+    _warn_about_buffers(reader, missing_buffers, "are not in this checkpoint and keep their initial values")
+    _warn_about_buffers(reader, stored_buffers - model_buffers, "are in this checkpoint, but not in the model")
 
 
-def _warn(reader: CheckpointReader, buffers: set[str], problem: str) -> None:
+def _warn_about_buffers(reader: CheckpointReader, buffers: set[str], problem: str) -> None:
     if buffers:
-        print_rank_0(f"warning: {reader.path}: the buffers {first_of(sorted(buffers))} {problem}")
+        print_rank_0(f"warning: {reader.path}: the buffers {shorten_list(sorted(buffers))} {problem}")
 
 
-def name_changes(reader: CheckpointReader, engine: Any) -> None:
+def print_freezing_changes(reader: CheckpointReader, engine: Any) -> None:
     """Print which weights are frozen in the checkpoint but not in this run, and vice versa. All ranks must call this.
 
     Older checkpoints do not list frozen weights.
     """
-    trained: dict[str, bool] = {}
-    for each in gather_objects({name: p.requires_grad for name, p in global_parameters(engine.module)}):
-        trained |= each
-    before = reader.optimizer.get("frozen")
-    if before is None:
+    is_trained: dict[str, bool] = {}  # name -> whether the run trains the parameter, of all ranks
+    for rank_parameters in gather_objects({name: p.requires_grad for name, p in global_parameters(engine.module)}):
+        is_trained |= rank_parameters
+    frozen_before = reader.optimizer.get("frozen")
+    if frozen_before is None:
         return
-    frozen = sorted(name for name, learns in trained.items() if not learns and name not in before)
-    thawed = sorted(name for name in before if trained.get(name))
+    frozen = sorted(name for name, trains in is_trained.items() if not trains and name not in frozen_before)
+    unfrozen = sorted(name for name in frozen_before if is_trained.get(name))
     if frozen:
-        print_rank_0(f"note: frozen from now on, but trained before this checkpoint: {first_of(frozen)}")
-    if thawed:
-        print_rank_0(f"note: trained from now on, but frozen before this checkpoint: {first_of(thawed)}")
+        print_rank_0(f"note: frozen from now on, but trained before this checkpoint: {shorten_list(frozen)}")
+    if unfrozen:
+        print_rank_0(f"note: trained from now on, but frozen before this checkpoint: {shorten_list(unfrozen)}")
 
 
-def hold_averages(reader: CheckpointReader, engine: Any) -> None:
+def keep_stored_averages(reader: CheckpointReader, engine: Any) -> None:
     """Announce which frozen weights have an average in the checkpoint. The rank that saves a weight keeps it."""
-    for part in parts_of(engine, []):
+    for part in local_parts(engine, []):
         if not part.parameter.requires_grad and f"{AVERAGE}.{part.name}" in reader.tensors:
-            engine.weight_average.hold(part.parameter, part.mine)
+            engine.weight_average.announce_frozen(part.parameter, part.is_written_here)
 
 
 def moments_to_load(reader: CheckpointReader, engine: Any) -> list[str]:

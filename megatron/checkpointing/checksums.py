@@ -16,27 +16,27 @@ from megatron.storage import RemotePath
 class Checksum:
     """A hash algorithm.
 
-    file: name of the file that lists the checksums.
-    new: function that returns a hash object, which uses one thread.
+    sums_name: name of the file that lists the checksums.
+    new_hash: function that returns a hash object, which uses one thread.
     """
 
     name: str
-    file: str
-    new: Callable[[], Any]
+    sums_name: str
+    new_hash: Callable[[], Any]
 
-    def of(self, path: Path) -> str:
+    def hash_file(self, path: Path) -> str:
         """Return the checksum of a file in hexadecimal; BLAKE3 of a local file is computed with several threads."""
         if self is BLAKE3 and not isinstance(path, RemotePath):
-            blake3 = _blake3()
+            blake3 = _import_blake3()
             try:
                 return str(blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest())
             except OSError as error:  # it names no file
                 raise OSError(f"{path} cannot be read: {error}") from None
         with path.open("rb", buffering=0) as file:
-            return hashlib.file_digest(file, self.new).hexdigest()
+            return hashlib.file_digest(file, self.new_hash).hexdigest()
 
 
-def _blake3() -> Any:
+def _import_blake3() -> Any:
     try:
         from blake3 import blake3
     except ImportError:
@@ -45,11 +45,11 @@ def _blake3() -> Any:
 
 
 SHA256 = Checksum("SHA-256", "SHA256SUMS", hashlib.sha256)
-BLAKE3 = Checksum("BLAKE3", "BLAKE3SUMS", lambda: _blake3()())
-EVERY = BLAKE3, SHA256
+BLAKE3 = Checksum("BLAKE3", "BLAKE3SUMS", lambda: _import_blake3()())
+ALGORITHMS = BLAKE3, SHA256
 
 
-def preferred() -> Checksum:
+def preferred_checksum() -> Checksum:
     """Return the algorithm for new checkpoints."""
     try:
         import blake3  # noqa: F401
@@ -58,6 +58,6 @@ def preferred() -> Checksum:
     return BLAKE3
 
 
-def checksum_of(checkpoint: Path) -> Checksum:
-    """Return the algorithm of a checkpoint, by the name of its checksum file; `preferred()` if it has none."""
-    return next((each for each in EVERY if (checkpoint / each.file).is_file()), preferred())
+def checksum_algorithm(checkpoint: Path) -> Checksum:
+    """Return the algorithm of a checkpoint, by the name of its checksum file; `preferred_checksum()` if it has none."""
+    return next((each for each in ALGORITHMS if (checkpoint / each.sums_name).is_file()), preferred_checksum())

@@ -7,15 +7,15 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.data_stages import prefixes_in
 from megatron.data.fingerprints import content_fingerprint, corpus_fingerprint
-from megatron.data.sample_hash import extend
+from megatron.data.sample_hash import extend_hash
 from megatron.ranks.rank_0 import print_rank_0
 
-from .data_plan import stages_of
+from .data_plan import training_stages
 from .files import CheckpointError
 from .state import TrainState
 from .wanted import Wanted
 
-MANY = 10**8  # Comparing more samples than this takes more than a few seconds.
+SLOW_COMPARISON = 10**8  # Comparing more samples than this takes more than a few seconds.
 
 
 def initial_hash(config: Config, fingerprint: Callable[[str], str] = content_fingerprint) -> int:
@@ -26,49 +26,51 @@ def initial_hash(config: Config, fingerprint: Callable[[str], str] = content_fin
     """
     if not config.data.names_corpora:
         return 0  # a custom entry script provides the data sets, so there are no corpora to hash
-    first_stage = stages_of(config)[:1]
+    first_stage = training_stages(config)[:1]
     corpora = " ".join(map(fingerprint, prefixes_in(first_stage)))
     return int.from_bytes(hashlib.sha256(corpora.encode()).digest()[:8])
 
 
-def hash_samples(begin: int, state: TrainState, saved: Config, config: Config, dataset: Any, wanted: Wanted) -> int:
+def hash_samples(
+    initial_value: int, state: TrainState, saved: Config, config: Config, dataset: Any, wanted: Wanted
+) -> int:
     """Return the hash of the first `state.consumed_samples` samples of `dataset`.
 
     Raises CheckpointError if these are not the samples that the checkpoint has consumed. With --override-data, prints a
     note instead.
-    begin: initial value of the hash. saved: settings of the checkpoint.
+    initial_value: hash of no samples; see `initial_hash`. saved: settings of the checkpoint.
     """
     samples = state.consumed_samples
-    if samples > MANY:
+    if samples > SLOW_COMPARISON:
         print(f"comparing the {samples} samples consumed so far with those that the data produces", flush=True)
-    found = extend(begin, dataset, 0, samples)
-    others = samples > 0 and _other_documents(saved, config)
-    if not others and (state.sample_hash == found or state.sample_hash in _former_hashes(config, dataset, samples)):
-        return found
-    differ = f"the {samples} samples consumed so far differ from what this data, --split and --seed produce"
+    current_hash = extend_hash(initial_value, dataset, 0, samples)
+    is_known = state.sample_hash == current_hash or state.sample_hash in _old_hashes(config, dataset, samples)
+    if is_known and not (samples and _split_selects_others(saved, config)):
+        return current_hash
+    problem = f"the {samples} samples consumed so far differ from what this data, --split and --seed produce"
     if wanted.same_data:
-        from .data_plan import difference
+        from .data_plan import describe_difference
 
-        change = difference(saved, config, samples, state.consumed_tokens // max(samples, 1))
+        change = describe_difference(saved, config, samples, state.consumed_tokens // max(samples, 1))
         where = f" ({change})" if change else ""
-        raise CheckpointError(f"{differ}{where}; pass --override-data to continue")
-    print_rank_0(f"note: --override-data: {differ}, so samples may be skipped and repeated")
-    return found
+        raise CheckpointError(f"{problem}{where}; pass --override-data to continue")
+    print_rank_0(f"note: --override-data: {problem}, so samples may be skipped and repeated")
+    return current_hash
 
 
-def _former_hashes(config: Config, dataset: Any, samples: int) -> Iterator[int]:
+def _old_hashes(config: Config, dataset: Any, samples: int) -> Iterator[int]:
     """Yield the hashes of the first `samples` samples by which earlier versions would describe `dataset`.
 
     The initial value was a hash of the ends of the corpora only, and before that 0.
     """
     from megatron.data.staged import StagedDataset
 
-    former = dataset.with_former_ids() if isinstance(dataset, StagedDataset) else dataset
-    for begin in (initial_hash(config, corpus_fingerprint), 0):
-        yield extend(begin, former, 0, samples)
+    old_dataset = dataset.with_former_ids() if isinstance(dataset, StagedDataset) else dataset
+    for initial_value in (initial_hash(config, corpus_fingerprint), 0):
+        yield extend_hash(initial_value, old_dataset, 0, samples)
 
 
-def _other_documents(saved: Config, config: Config) -> bool:
+def _split_selects_others(saved: Config, config: Config) -> bool:
     """Return whether --split selects other training documents than in the checkpoint.
 
     The sample hash alone can miss a changed split: of the split, only the number of samples in an epoch enters the
@@ -77,10 +79,10 @@ def _other_documents(saved: Config, config: Config) -> bool:
     """
     if saved.data.split == config.data.split:
         return False
-    both = (saved.data, config.data)
-    if not all(data.names_corpora for data in both):
+    settings = (saved.data, config.data)
+    if not all(data.names_corpora for data in settings):
         return False
-    if any(isinstance(data.paths, dict) for data in both):  # --split has no effect
+    if any(isinstance(data.paths, dict) for data in settings):  # --split has no effect
         return False
     return _training_documents_differ(saved, config)
 
@@ -91,13 +93,13 @@ def _training_documents_differ(saved: Config, config: Config) -> bool:
     from megatron.data.indexed_dataset import DatasetError, IndexedDataset
     from megatron.data.splits import parse_split, split_documents
 
-    there = parse_split(saved.data.split)
-    here = parse_split(config.data.split)
+    saved_shares = parse_split(saved.data.split)
+    shares = parse_split(config.data.split)
     for prefix in prefixes_of(config.data.paths):
         try:
             documents = IndexedDataset(prefix).num_documents
         except (DatasetError, OSError):  # no indexed dataset at this prefix
-            return there[0] != here[0]
-        if split_documents(there, documents)[0] != split_documents(here, documents)[0]:
+            return saved_shares[0] != shares[0]
+        if split_documents(saved_shares, documents)[0] != split_documents(shares, documents)[0]:
             return True
     return False

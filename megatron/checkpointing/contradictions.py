@@ -7,14 +7,14 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.command_line import refuse_removed
-from megatron.config.fields import ConfigError, first_of, flag
+from megatron.config.fields import ConfigError, flag, shorten_list
 from megatron.model.layers import global_parameters
 from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import print_rank_0
 
 from .files import INDEX, WEIGHT, CheckpointError
 from .reader import CheckpointReader, plain_config
-from .wanted import ALL, Wanted
+from .wanted import LOAD_ALL, Wanted
 
 # Settings that, besides the corpus and the seed, decide how a sample is made.
 SAMPLE_SETTINGS = (
@@ -27,7 +27,7 @@ Values = dict[str, Any]  # setting of the model -> its value
 
 
 def refuse_contradictions(
-    reader: CheckpointReader, config: Config, fingerprint: str | None, wanted: Wanted = ALL
+    reader: CheckpointReader, config: Config, fingerprint: str | None, wanted: Wanted = LOAD_ALL
 ) -> None:
     """Raise CheckpointError if the checkpoint's model, tokenizer, optimizer or sample settings differ from this run's.
 
@@ -36,12 +36,12 @@ def refuse_contradictions(
     saved = plain_config(reader)
     _refuse_other_model(reader, saved, config)
     if wanted.same_tokenizer:
-        way_out = "; pass --override-tokenizer to continue with this run's tokenizer"
-        reader.check_tokenizer(fingerprint, way_out, vocab_file=config.data.vocab_file)
-    before = reader.config["optim"]["optimizer"]
-    if wanted.optimizer and reader.optimizer["moments"] and before != config.optim.optimizer:
+        advice = "; pass --override-tokenizer to continue with this run's tokenizer"
+        reader.check_tokenizer(fingerprint, advice, vocab_file=config.data.vocab_file)
+    saved_optimizer = reader.config["optim"]["optimizer"]
+    if wanted.optimizer and reader.optimizer["moments"] and saved_optimizer != config.optim.optimizer:
         raise CheckpointError(
-            f"{reader.path} has the state of --optimizer {before}, but this run uses "
+            f"{reader.path} has the state of --optimizer {saved_optimizer}, but this run uses "
             f"{config.optim.optimizer}; pass --no-load-optim to continue with new optimizer state"
         )
     _refuse_impossible_counts(reader, saved)
@@ -51,34 +51,35 @@ def refuse_contradictions(
 
 def _refuse_other_model(reader: CheckpointReader, saved: Config, config: Config) -> None:
     """Raise CheckpointError if the checkpoint holds another model; --finetune may change the reach of attention."""
-    there = _architecture(saved, reader.positions)
-    here = _architecture(config, config.positions)
-    if there["family"] is None or here["family"] is None:
-        there["family"] = here["family"]  # a custom model has no known family, so do not compare families
-    differing = _differences(there, here)
-    extends = _only_reach(there, here)
-    if not differing or (config.checkpoint.finetune and extends):
+    saved_model = _architecture(saved, reader.positions)
+    current_model = _architecture(config, config.positions)
+    if saved_model["family"] is None or current_model["family"] is None:
+        # A custom model has no known family, so do not compare families.
+        saved_model["family"] = current_model["family"]
+    differences = _describe_differences(saved_model, current_model)
+    is_extension = _differ_only_in_reach(saved_model, current_model)
+    if not differences or (config.checkpoint.finetune and is_extension):
         return
-    advice = "; pass --finetune to continue with this run's values" if extends else ""
+    advice = "; pass --finetune to continue with this run's values" if is_extension else ""
     settings = Path(reader.path).parent / "settings.json"
     if settings.is_file():
         advice += f"; --config {settings} sets the checkpoint's values"
-    raise CheckpointError(f"{reader.path} holds another model: {differing}{advice}")
+    raise CheckpointError(f"{reader.path} holds another model: {differences}{advice}")
 
 
 def _refuse_other_samples(reader: CheckpointReader, saved: Config, config: Config) -> None:
     """Raise CheckpointError if the settings of this run make other samples than those of the checkpoint."""
-    way_out = "pass --override-data to continue with this run's samples"
+    advice = "pass --override-data to continue with this run's samples"
     try:
         refuse_removed(reader.config, reader.path / INDEX)
     except ConfigError as error:
-        raise CheckpointError(f"{error}; {way_out}") from None
-    differing = _differences(settings_of_samples(saved), settings_of_samples(config))
-    if differing:
-        raise CheckpointError(f"{reader.path} was trained on samples made with other settings: {differing}; {way_out}")
+        raise CheckpointError(f"{error}; {advice}") from None
+    differences = _describe_differences(sample_settings(saved), sample_settings(config))
+    if differences:
+        raise CheckpointError(f"{reader.path} was trained on samples made with other settings: {differences}; {advice}")
 
 
-def settings_of_samples(config: Config) -> Values:
+def sample_settings(config: Config) -> Values:
     """Return the settings that decide how a sample is made from a corpus."""
     values = {name: getattr(config.data, name) for name in SAMPLE_SETTINGS}
     values["objective"] = config.objective
@@ -89,57 +90,57 @@ def _refuse_impossible_counts(reader: CheckpointReader, saved: Config) -> None:
     """Raise CheckpointError if the checkpoint counts more samples than its iterations can have consumed."""
     iteration = reader.state["iteration"]
     samples = reader.state["consumed_samples"]
-    most = iteration * max(saved.train.batch_size * saved.train.gas, LARGE_BATCH)
-    if samples > most:
+    max_samples = iteration * max(saved.train.batch_size * saved.train.gas, LARGE_BATCH)
+    if samples > max_samples:
         raise CheckpointError(
             f"{reader.path / INDEX}: consumed_samples is {samples}, more than {iteration} iterations can have read "
-            f"({most})"
+            f"({max_samples})"
         )
 
 
 def _architecture(config: Config, positions: int) -> Values:
     """Return the settings that decide which model it is, with defaults that follow from other settings filled in."""
-    m = config.model
-    values = {f.name: getattr(m, f.name) for f in fields(m) if not f.metadata["free"]}
-    if m.position_embedding != "relative":
+    model = config.model
+    values = {f.name: getattr(model, f.name) for f in fields(model) if not f.metadata["mutable"]}
+    if model.position_embedding != "relative":
         values["relative_attention_num_buckets"] = None
         values["relative_attention_max_distance"] = None
-    values["max_position_embeddings"] = positions if m.position_embedding == "learned" else 0
-    values["num_key_value_heads"] = m.key_value_heads
-    values["qkv_bias"] = m.has_qkv_bias
-    values["kv_hidden_size"] = m.head_size
-    values["ff_hidden_size"] = m.ff_size
-    values["num_decoder_layers"] = m.decoder_layers if config.is_t5 else 0
-    values["expert_ff_hidden_size"] = m.expert_ff_size if m.num_experts else None
+    values["max_position_embeddings"] = positions if model.position_embedding == "learned" else 0
+    values["num_key_value_heads"] = model.key_value_heads
+    values["qkv_bias"] = model.has_qkv_bias
+    values["kv_hidden_size"] = model.head_size
+    values["ff_hidden_size"] = model.ff_size
+    values["num_decoder_layers"] = model.decoder_layers if config.is_t5 else 0
+    values["expert_ff_hidden_size"] = model.expert_ff_size if model.num_experts else None
     values["moe_layer_frequency"] = _layers_with_experts(config)
     return values
 
 
 def _layers_with_experts(config: Config) -> str | None:
     """Return a 1 for each layer with experts and a 0 for each other layer, such as `0 1 0 1`; None without experts."""
-    m = config.model
-    if not m.num_experts:
+    model = config.model
+    if not model.num_experts:
         return None
-    layers = max(m.num_layers, m.decoder_layers) if config.is_t5 else m.num_layers
-    flags = [str(int(m.has_experts(i))) for i in range(layers)]
+    layers = max(model.num_layers, model.decoder_layers) if config.is_t5 else model.num_layers
+    flags = [str(int(model.has_experts(i))) for i in range(layers)]
     return " ".join(flags) or None
 
 
-def _only_reach(there: Values, here: Values) -> bool:
+def _differ_only_in_reach(saved: Values, current: Values) -> bool:
     """Return whether the models differ only in rotary settings and window size, as after long-context extension.
 
-    there, here: settings of the checkpoint's model and of this run's model, by name.
+    saved, current: settings of the checkpoint's model and of this run's model, by name.
     """
-    differing = [name for name in there if there[name] != here[name]]
+    differing = [name for name in saved if saved[name] != current[name]]
     return all(name.startswith("rope_") or name == "sliding_window" for name in differing)
 
 
-def _differences(there: Values, here: Values) -> str:
-    differing = []
-    for name, value in there.items():
-        if value != here[name]:
-            differing.append(f"{flag(name)} is {value} in the checkpoint and {here[name]} in this run")
-    return "; ".join(differing)
+def _describe_differences(saved: Values, current: Values) -> str:
+    differences = []
+    for name, value in saved.items():
+        if value != current[name]:
+            differences.append(f"{flag(name)} is {value} in the checkpoint and {current[name]} in this run")
+    return "; ".join(differences)
 
 
 def unread_weights(reader: CheckpointReader, engine: Any) -> list[str]:
@@ -150,14 +151,14 @@ def unread_weights(reader: CheckpointReader, engine: Any) -> list[str]:
     return sorted(unread)
 
 
-def refuse_unread(reader: CheckpointReader, unread: Sequence[str], wanted: Wanted) -> None:
+def refuse_unread_weights(reader: CheckpointReader, unread: Sequence[str], wanted: Wanted) -> None:
     """Raise CheckpointError if a resumed run would drop the weights `unread`.
 
     If the run only starts with the weights of the checkpoint, print a note instead.
     """
     if not unread:
         return
-    shown = first_of(unread, 3)
+    shown_names = shorten_list(unread, 3)
     if wanted.position:
-        raise CheckpointError(f"{reader.path / INDEX} lists weights that this model does not have: {shown}")
-    print_rank_0(f"note: {reader.path} holds weights that this model does not have: {shown}")
+        raise CheckpointError(f"{reader.path / INDEX} lists weights that this model does not have: {shown_names}")
+    print_rank_0(f"note: {reader.path} holds weights that this model does not have: {shown_names}")

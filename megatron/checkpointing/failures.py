@@ -4,13 +4,13 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.config.fields import describe
-from megatron.ranks.agreement import all_ranks
+from megatron.config.fields import describe_error
+from megatron.ranks.agreement import raise_on_all_ranks
 from megatron.ranks.errors import RunError
 from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import is_rank_0
 
-from .leftovers import discard
+from .leftovers import discard_checkpoint
 
 
 class SaveError(RunError):
@@ -23,24 +23,29 @@ def discard_on_failure(temporary: Path) -> Iterator[None]:
 
     Raises SaveError if all failures are OSErrors (such as a full disk), else RunError.
     """
-    grave = False
+    is_fatal = False
     try:
-        with all_ranks():
+        with raise_on_all_ranks():
             try:
                 yield
             except ValueError as error:
-                grave = not isinstance(error.__cause__, OSError)
+                is_fatal = not isinstance(error.__cause__, OSError)
                 raise
     except RunError as error:
-        kind = RunError if any(gather_objects(grave)) else SaveError
+        error_type = RunError if any(gather_objects(is_fatal)) else SaveError
         if is_rank_0():
-            discard(temporary)
-        raise kind(f"could not save {temporary.with_suffix('')}: {error}; earlier checkpoints are unchanged") from None
+            discard_checkpoint(temporary)
+        raise error_type(
+            f"could not save {temporary.with_suffix('')}: {error}; earlier checkpoints are unchanged"
+        ) from None
 
 
 def as_user_error(error: Exception) -> Exception:
-    """Return `error` if it is an OSError or ValueError, which `all_ranks` handles, else a ValueError that names it."""
+    """Return `error` if it is an OSError or ValueError, which `raise_on_all_ranks` handles; else wrap its message.
+
+    The ValueError that is then returned names the type of `error`.
+    """
     if isinstance(error, (OSError, ValueError)):
         return error
     name = type(error).__name__
-    return ValueError(f"{name} {describe(error)}" if str(error) else name)
+    return ValueError(f"{name} {describe_error(error)}" if str(error) else name)

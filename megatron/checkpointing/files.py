@@ -9,10 +9,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ..atomic import absence, write_text
+from ..atomic import why_missing, write_text
 from ..json_text import read_json
 from ..storage import RemotePath, to_path
-from .checksums import BLAKE3, SHA256, Checksum, checksum_of
+from .checksums import BLAKE3, SHA256, Checksum, checksum_algorithm
 
 INDEX = "checkpoint.json"
 TENSORS = ".safetensors"
@@ -26,7 +26,7 @@ class CheckpointError(ValueError):
     """A checkpoint is missing, damaged, or belongs to another model; the message names its path."""
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -35,7 +35,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def temporary_of(final: Path) -> Path:
+def temporary_folder(final: Path) -> Path:
     """Return the folder to write a checkpoint to; in object storage, where nothing can be renamed, its final one."""
     return final if isinstance(final, RemotePath) else final.with_name(final.name + ".tmp")
 
@@ -45,28 +45,28 @@ def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: 
 
     If an earlier checkpoint exists, a crash at any moment leaves at least one complete checkpoint, and `latest` names
     it. There is one exception: if this iteration had been saved before, a crash between the two renames leaves that
-    checkpoint under a temporary name, and a crash after them leaves `latest` with its checksum. `recover` mends both.
-    index: text of checkpoint.json.
+    checkpoint under a temporary name, and a crash after them leaves `latest` with its checksum; `restore_replaced`
+    repairs both. index: text of checkpoint.json.
     sums: the checksum of each tensor file in `temporary`, by name.
     """
     write_text(temporary / INDEX, index, synced=True)
-    every = {INDEX: checksum.of(temporary / INDEX), **sums}
-    write_text(temporary / checksum.file, sums_text(every), synced=True)
-    sync(temporary)
-    old = aside(final)
+    all_sums = {INDEX: checksum.hash_file(temporary / INDEX), **sums}
+    write_text(temporary / checksum.sums_name, format_sums(all_sums), synced=True)
+    fsync_path(temporary)
+    old_save = old_save_path(final)
     from .foreign import keep_foreign
 
     keep_foreign(final)
     if final.exists():  # there is an earlier save of this iteration
-        shutil.rmtree(old, ignore_errors=True)
-        final.rename(old)
+        shutil.rmtree(old_save, ignore_errors=True)
+        final.rename(old_save)
     temporary.rename(final)
-    sync(final.parent)
+    fsync_path(final.parent)
     point_latest_to(final)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old_save, ignore_errors=True)
 
 
-def sums_text(sums: Mapping[str, str]) -> str:
+def format_sums(sums: Mapping[str, str]) -> str:
     """Return the text of the checksum file. sums: checksum of each file, by name."""
     return "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
 
@@ -74,25 +74,25 @@ def sums_text(sums: Mapping[str, str]) -> str:
 def point_latest_to(checkpoint: Path) -> None:
     """Write the name of a complete checkpoint into the file `latest` next to it."""
     folder = checkpoint.parent
-    content = f"{checkpoint.name}\n{SHA256.of(sums_file(checkpoint))}\n"
+    content = f"{checkpoint.name}\n{SHA256.hash_file(sums_file(checkpoint))}\n"
     if isinstance(folder, RemotePath):
         (folder / "latest").write_bytes(content.encode())
         return
     write_text(folder / "latest", content, synced=True, temporary=folder / "latest.tmp")
-    sync(folder)
+    fsync_path(folder)
 
 
 def sums_file(checkpoint: Path) -> Path:
     """Return the path of the file with the checksums of a checkpoint's other files."""
-    return checkpoint / checksum_of(checkpoint).file
+    return checkpoint / checksum_algorithm(checkpoint).sums_name
 
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is a checkpoint; in object storage, the index shows that the upload has finished."""
-    return path.name[5:].isdigit() and sums_file(path).is_file() and (path / INDEX).is_file()
+    return path.name[5:].isdigit() and sums_file(path).is_file() and (path / INDEX).is_file()  # [5:]: without "iter_"
 
 
-def aside(checkpoint: Path) -> Path:
+def old_save_path(checkpoint: Path) -> Path:
     """Return the name under which an earlier save of the same iteration waits until the new one is published."""
     return checkpoint.with_name(checkpoint.name + ".old.tmp")
 
@@ -105,20 +105,20 @@ def latest_name(folder: Path) -> str | None:
 
 def numbered_checkpoints(folder: Path) -> dict[int, Path]:
     """Return iteration -> checkpoint in `folder`, damaged or not, in ascending order."""
-    found = {int(path.name[5:]): path for path in folder.glob("iter_*") if path.name[5:].isdigit()}
-    return dict(sorted(found.items()))
+    checkpoints = {int(path.name[5:]): path for path in folder.glob("iter_*") if path.name[5:].isdigit()}
+    return dict(sorted(checkpoints.items()))
 
 
-def way_back(checkpoint: Path) -> str:
+def resume_advice(checkpoint: Path) -> str:
     """Return how to resume without an unreadable checkpoint: from the newest before it, else from the newest other."""
     folder = checkpoint.parent
-    others = [path.name for path in numbered_checkpoints(folder).values() if is_checkpoint(path)]
-    if checkpoint.name in others:
-        others.remove(checkpoint.name)
-    choices = [name for name in others if name < checkpoint.name] or others
-    if not choices:
+    complete = [path.name for path in numbered_checkpoints(folder).values() if is_checkpoint(path)]
+    if checkpoint.name in complete:
+        complete.remove(checkpoint.name)
+    candidates = [name for name in complete if name < checkpoint.name] or complete
+    if not candidates:
         return f"{folder} has no other checkpoint; restore it from a copy"
-    return f"to resume from {choices[-1]}, write its name into {folder / 'latest'}"
+    return f"to resume from {candidates[-1]}, write its name into {folder / 'latest'}"
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -132,22 +132,22 @@ def latest_checkpoint(folder: Path) -> Path | None:
         _refuse_missing_pointer(pointer)
         return None
     content = pointer.read_bytes()
-    found = _LATEST.fullmatch(content.decode("utf-8", "replace"))
-    if not found or found["name"] in (".", "..") or not found["name"].isprintable():
-        raise CheckpointError(f"{pointer} is damaged; {way_back(pointer)}")
-    path = folder / found["name"]
+    match = _LATEST.fullmatch(content.decode("utf-8", "replace"))
+    if not match or match["name"] in (".", "..") or not match["name"].isprintable():
+        raise CheckpointError(f"{pointer} is damaged; {resume_advice(pointer)}")
+    path = folder / match["name"]
     if not path.is_dir():
         if pointer.read_bytes() != content:  # a run has saved and deleted meanwhile
             return latest_checkpoint(folder)
-        what = "is a file" if path.is_file() else absence(path)
-        raise CheckpointError(f"{pointer} names {path.name}, but {path} {what}; {way_back(path)}")
+        problem = "is a file" if path.is_file() else why_missing(path)
+        raise CheckpointError(f"{pointer} names {path.name}, but {path} {problem}; {resume_advice(path)}")
     sums = sums_file(path)
-    if found["sums"] and sums.is_file() and SHA256.of(sums) != found["sums"]:
-        check = {BLAKE3.file: "b3sum -c", SHA256.file: "sha256sum -c"}[sums.name]
+    if match["sums"] and sums.is_file() and SHA256.hash_file(sums) != match["sums"]:
+        check = {BLAKE3.sums_name: "b3sum -c", SHA256.sums_name: "sha256sum -c"}[sums.name]
         raise CheckpointError(
             f"the checksum in {pointer} is not that of {sums}: one of the two files is damaged; "
             f"if `{check} {sums.name}` finds no error in {path.name}, "
-            f"write only the name {path.name} into latest; otherwise, {way_back(path)}"
+            f"write only the name {path.name} into latest; otherwise, {resume_advice(path)}"
         )
     return path
 
@@ -155,15 +155,15 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def _refuse_missing_pointer(pointer: Path) -> None:
     """Raise CheckpointError if there are checkpoints beside the missing file `latest`, or if it is a folder."""
     if pointer.is_dir():
-        raise CheckpointError(f"{pointer} is a folder, but must be a file: remove it; {way_back(pointer)}")
-    whole = sorted(path.name for path in pointer.parent.glob("iter_*") if is_checkpoint(path))
-    if whole:
+        raise CheckpointError(f"{pointer} is a folder, but must be a file: remove it; {resume_advice(pointer)}")
+    names = sorted(path.name for path in pointer.parent.glob("iter_*") if is_checkpoint(path))
+    if names:
         raise CheckpointError(
-            f"the file {pointer} is missing; to resume from {whole[-1]}, create {pointer} with the text {whole[-1]}"
+            f"the file {pointer} is missing; to resume from {names[-1]}, create {pointer} with the text {names[-1]}"
         )
 
 
-def saved_to(run_dir: Path) -> Path | None:
+def save_folder_of(run_dir: Path) -> Path | None:
     """Return the place of --save that the settings in a run directory name; None without --save or settings."""
     if isinstance(run_dir, RemotePath):
         return None
@@ -179,11 +179,11 @@ def find_checkpoint(load: str) -> Path:
 
     The checkpoints of a run directory may lie elsewhere, where the run's --save put them.
     """
-    home = to_path(load)
-    folders = [home / "checkpoints", home]
-    elsewhere = saved_to(home)
-    if elsewhere:
-        folders.append(elsewhere)
+    base = to_path(load)
+    folders = [base / "checkpoints", base]
+    save_folder = save_folder_of(base)
+    if save_folder:
+        folders.append(save_folder)
     for folder in folders:
         if sums_file(folder).is_file() or (folder / INDEX).is_file():
             return folder

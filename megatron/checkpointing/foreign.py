@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 from ..ranks.rank_0 import print_rank_0
-from .checksums import EVERY
+from .checksums import ALGORITHMS
 from .files import INDEX, TENSORS
 
 
 def is_own(name: str) -> bool:
     """Return whether a file of this name in the folder of a checkpoint was written by a save."""
-    return name in (INDEX, *(each.file for each in EVERY)) or name.endswith(TENSORS)
+    return name in (INDEX, *(each.sums_name for each in ALGORITHMS)) or name.endswith(TENSORS)
 
 
 def is_foreign(path: Path) -> bool:
@@ -25,8 +25,8 @@ def keep_foreign(path: Path) -> None:
     if not is_link and not is_foreign(path):
         return
     number = 1
-    while os.path.lexists(kept := path.with_name(f"{path.name}.kept-{number}")):
+    while os.path.lexists(new_path := path.with_name(f"{path.name}.kept-{number}")):
         number += 1
-    path.rename(kept)
-    what = "a link" if is_link else "no checkpoint"
-    print_rank_0(f"note: {path} was {what}, but a new checkpoint needs its name; it was renamed to {kept.name}")
+    path.rename(new_path)
+    kind = "a link" if is_link else "no checkpoint"
+    print_rank_0(f"note: {path} was {kind}, but a new checkpoint needs its name; it was renamed to {new_path.name}")

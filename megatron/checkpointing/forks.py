@@ -22,10 +22,10 @@ def without_abandoned(paths: Iterable[Path], forks: Forks) -> list[Path]:
     """Return the checkpoints of `paths` that a run with these forks has not abandoned, and damaged ones."""
     if not forks:
         return list(paths)
-    found = []
+    remaining = []
     for path in paths:
-        iteration = int(path.name[5:])
-        expected = tuple(fork for fork in forks if fork[0] < iteration)
-        if forks_of(path) in (None, expected):
-            found.append(path)
-    return found
+        iteration = int(path.name[5:])  # the name is "iter_" and the iteration
+        expected_forks = tuple(fork for fork in forks if fork[0] < iteration)
+        if forks_of(path) in (None, expected_forks):  # None: a damaged checkpoint
+            remaining.append(path)
+    return remaining

@@ -11,17 +11,17 @@ from .files import FORMAT, WEIGHT
 from .state import TrainState
 from .survey import Report
 
-Entry = dict[str, Any]  # an object of checkpoint.json, or of a report
+JsonObject = dict[str, Any]  # an object of checkpoint.json, or of a report
 
 
 def index_text(
     state: TrainState,
     config: Config,
     fingerprint: str,
-    tensors: Entry,
-    optimizer: Entry | None = None,
+    tensors: JsonObject,
+    optimizer: JsonObject | None = None,
     rng_seed: int | None = None,
-    average_of: list[Entry] | None = None,
+    average_of: list[JsonObject] | None = None,
 ) -> str:
     """Return the text of checkpoint.json. average_of: the checkpoints whose average the weights are."""
     content = {
@@ -39,22 +39,22 @@ def index_text(
     return json.dumps(content, indent=1)
 
 
-class Merged(NamedTuple):
+class MergedReports(NamedTuple):
     """The reports of all ranks, merged.
 
     tensors: key -> full shape, split dimension and pieces. expected: key -> shape that must exist. optimizer: entry
     `optimizer` of checkpoint.json. sums: checksum of each file, by name.
     """
 
-    tensors: Entry
+    tensors: JsonObject
     expected: dict[str, list[int]]
-    optimizer: Entry
+    optimizer: JsonObject
     sums: dict[str, str]
 
 
-def merge(reports: Sequence[Report], optimizer: Mapping[str, Any]) -> Merged:
+def merge_reports(reports: Sequence[Report], optimizer: Mapping[str, Any]) -> MergedReports:
     """Merge the reports of all ranks. optimizer: what is known of the optimizer's entry."""
-    files: list[Entry] = []
+    files: list[JsonObject] = []
     expected: dict[str, list[int]] = {}
     steps: dict[str, int] = {}
     for report in reports:
@@ -65,33 +65,33 @@ def merge(reports: Sequence[Report], optimizer: Mapping[str, Any]) -> Merged:
     entry = dict(optimizer)
     if steps:
         entry["steps"] = steps
-    _list_moments(entry, files, tensors)
+    _add_moment_lists(entry, files, tensors)
     sums = {file["file"]: file["sum"] for file in files}
-    return Merged(tensors, expected, entry, sums)
+    return MergedReports(tensors, expected, entry, sums)
 
 
-def _merge_tensors(files: Sequence[Mapping[str, Any]]) -> Entry:
+def _merge_tensors(files: Sequence[Mapping[str, Any]]) -> JsonObject:
     """Return key -> full shape, split dimension and pieces of each tensor in the reports `files`.
 
     Several stages hold and write the parameters of the PipelineModule itself, and those parameters of a tied module
     that are not tied. For such a parameter, the result names the file of the stage on which it gets gradients.
     """
-    tensors: Entry = {}
+    tensors: JsonObject = {}
     pieces: dict[str, dict[int, Any]] = {}  # key -> first row -> piece
     for file in files:
-        for key, place in file["tensors"].items():
-            begin = place["begin"]
+        for key, placement in file["tensors"].items():
+            begin = placement["begin"]
             name = key.split(".", 1)[1]
-            tensors.setdefault(key, {"shape": place["shape"], "dim": place["dim"]})
-            known = pieces.setdefault(key, {})
-            if begin not in known or name in file["learns"]:
-                known[begin] = {"file": file["file"], "begin": begin, "end": place["end"]}
-    for key, known in pieces.items():
-        tensors[key]["pieces"] = list(known.values())
+            tensors.setdefault(key, {"shape": placement["shape"], "dim": placement["dim"]})
+            known_pieces = pieces.setdefault(key, {})
+            if begin not in known_pieces or name in file["learns"]:
+                known_pieces[begin] = {"file": file["file"], "begin": begin, "end": placement["end"]}
+    for key, known_pieces in pieces.items():
+        tensors[key]["pieces"] = list(known_pieces.values())
     return tensors
 
 
-def _list_moments(entry: Entry, files: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any]) -> None:
+def _add_moment_lists(entry: JsonObject, files: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any]) -> None:
     """Add to the optimizer's `entry` which weights lack some of its moments.
 
     without_moments: names of the weights that have none, because they are frozen or never had a gradient; a frozen
@@ -99,21 +99,21 @@ def _list_moments(entry: Entry, files: Sequence[Mapping[str, Any]], tensors: Map
     moments_of: name -> moments of each weight that has some of them, as with Muon.
     """
     moments = entry["moments"]
-    without = []
-    some = {}
+    without_moments = []
+    partial_moments = {}
     for key in tensors:
         kind, name = key.split(".", 1)
         if kind != WEIGHT:
             continue
-        own = [moment for moment in moments if f"{moment}.{name}" in tensors]
-        if 0 < len(own) < len(moments):
-            some[name] = own
-        if moments and set(own) <= {AVERAGE}:
-            without.append(name)
-    frozen: set[str] = set()
+        stored_moments = [moment for moment in moments if f"{moment}.{name}" in tensors]
+        if 0 < len(stored_moments) < len(moments):  # as with Muon
+            partial_moments[name] = stored_moments
+        if moments and set(stored_moments) <= {AVERAGE}:
+            without_moments.append(name)
+    frozen = set[str]()
     for file in files:
         frozen.update(file.get("frozen", ()))
-    entry["without_moments"] = sorted(without)
+    entry["without_moments"] = sorted(without_moments)
     entry["frozen"] = sorted(frozen)
-    if some:
-        entry["moments_of"] = some
+    if partial_moments:
+        entry["moments_of"] = partial_moments

@@ -13,47 +13,47 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import Config
 from megatron.model.layers import global_parameters
-from megatron.ranks.agreement import all_ranks, same_everywhere
-from megatron.ranks.initialize import ranks_here
+from megatron.ranks.agreement import raise_on_all_ranks, require_equal_values
+from megatron.ranks.initialize import ranks_on_machine
 from tds import optimizer_state as zero_state
 from tds.average import AVERAGE
 
-from .changes import hold_averages, moments_to_load, name_changes, restore_buffers
+from .changes import keep_stored_averages, moments_to_load, print_freezing_changes, restore_buffers
 from .checksums import SHA256
-from .contradictions import refuse_contradictions, refuse_unread, unread_weights
+from .contradictions import refuse_contradictions, refuse_unread_weights, unread_weights
 from .files import WEIGHT, sums_file
 from .reader import CheckpointReader
 from .state import TrainState
-from .wanted import ALL, Wanted
+from .wanted import LOAD_ALL, Wanted
 
-Key = tuple[str, str, nn.Parameter]  # kind ("weight" or a moment's name), global name of the parameter, parameter
-Loaded = tuple[str, nn.Parameter, Tensor]  # kind, parameter, value of this rank's shard
+TensorKey = tuple[str, str, nn.Parameter]  # kind ("weight" or a moment's name), global name of the parameter, parameter
+LoadedTensor = tuple[str, nn.Parameter, Tensor]  # kind, parameter, value of this rank's shard
 Problem = ValueError | OSError
 
 
-def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, wanted: Wanted = ALL) -> TrainState:
+def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, wanted: Wanted = LOAD_ALL) -> TrainState:
     """Load the checkpoint `path`: weights, buffers, optimizer state, dropout seed and the position in training.
 
     `wanted` selects the parts. All ranks must call this. The parallel layout may differ from the layout of the run
     that saved the checkpoint. If any rank fails, every rank raises RunError.
     """
-    with all_ranks():
+    with raise_on_all_ranks():
         reader = CheckpointReader(path)
         refuse_contradictions(reader, config, fingerprint, wanted)
-        sums = SHA256.of(sums_file(path))
-    same_everywhere({f"the SHA-256 of {sums_file(path)}": sums})  # each node may have a copy of its own
+        sums = SHA256.hash_file(sums_file(path))
+    require_equal_values({f"the SHA-256 of {sums_file(path)}": sums})  # each node may have a copy of its own
     unread = unread_weights(reader, engine)
     if wanted.position:
-        name_changes(reader, engine)
-    with all_ranks():
-        refuse_unread(reader, unread, wanted)
+        print_freezing_changes(reader, engine)
+    with raise_on_all_ranks():
+        refuse_unread_weights(reader, unread, wanted)
     with ThreadPoolExecutor(1) as checker:  # while the tensors are read, check the files that they come from
-        checked = checker.submit(reader.verify, dist.get_rank(), dist.get_world_size())
-        with all_ranks():
+        verification = checker.submit(reader.verify, dist.get_rank(), dist.get_world_size())
+        with raise_on_all_ranks():
             try:
                 _load_tensors(reader, engine, wanted)
             finally:
-                checked.result()  # if a file is damaged, raise this error rather than its consequences
+                verification.result()  # if a file is damaged, raise this error rather than its consequences
     restore_buffers(reader, engine.module)
     if wanted.rng and reader.rng_seed is not None:
         mpu.get_rng().seed = reader.rng_seed
@@ -79,11 +79,11 @@ def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None
     """Load the weights, and the optimizer's state if `wanted.optimizer` is set."""
     moments = moments_to_load(reader, engine) if wanted.optimizer else []
     if AVERAGE in moments:
-        hold_averages(reader, engine)
+        keep_stored_averages(reader, engine)
     if moments:
-        zero_state.make_moments(engine, moments, reader.optimizer["step"], _steps(reader, engine, moments))
-    keys = list(_wanted_keys(reader, engine, moments))
-    for kind, parameter, value in _read_once(reader, keys, engine.device):
+        zero_state.make_moments(engine, moments, reader.optimizer["step"], _step_counts(reader, engine, moments))
+    keys = list(_needed_keys(reader, engine, moments))
+    for kind, parameter, value in _read_and_broadcast(reader, keys, engine.device):
         if kind == WEIGHT:
             zero_state.set_weight(parameter, value)
         else:
@@ -92,24 +92,24 @@ def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None
         zero_state.set_loss_scaler(engine, reader.optimizer["loss_scaler"])
 
 
-def _steps(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> dict[nn.Parameter, int | None]:
+def _step_counts(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> dict[nn.Parameter, int | None]:
     """Return each parameter's step count; None for a parameter without moments (frozen, or never had a gradient).
 
     A parameter that was frozen and has only an average begins at 0.
     """
-    common = reader.optimizer["step"]
-    others = reader.optimizer.get("steps", {})
-    found = dict[nn.Parameter, int | None]()
+    common_step = reader.optimizer["step"]
+    differing_steps = reader.optimizer.get("steps", {})
+    counts = dict[nn.Parameter, int | None]()
     for name, parameter in global_parameters(engine.module):
-        own = {each for each in moments if f"{each}.{name}" in reader.tensors}
-        if own == {AVERAGE}:
-            found[parameter] = 0
+        stored_moments = {moment for moment in moments if f"{moment}.{name}" in reader.tensors}
+        if stored_moments == {AVERAGE}:
+            counts[parameter] = 0
         else:
-            found[parameter] = others.get(name, common) if own else None
-    return found
+            counts[parameter] = differing_steps.get(name, common_step) if stored_moments else None
+    return counts
 
 
-def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> Iterator[Key]:
+def _needed_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) -> Iterator[TensorKey]:
     """Yield the key of each weight and moment that this rank needs.
 
     The order is the same on all data-parallel ranks that hold a parameter.
@@ -123,7 +123,9 @@ def _wanted_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) 
                 yield moment, name, parameter
 
 
-def _read_once(reader: CheckpointReader, keys: Sequence[Key], device: torch.device) -> Iterator[Loaded]:
+def _read_and_broadcast(
+    reader: CheckpointReader, keys: Sequence[TensorKey], device: torch.device
+) -> Iterator[LoadedTensor]:
     """Yield (kind, parameter, value) for each key; a value is this rank's shard, in fp32 or fp64.
 
     The data-parallel ranks that hold a parameter divide the keys: each value is read by one rank, which broadcasts the
@@ -135,58 +137,59 @@ def _read_once(reader: CheckpointReader, keys: Sequence[Key], device: torch.devi
     device: device of the values, the one on which the model is trained.
     """
     world = dist.get_world_size()
-    if device.type == "cpu" and ranks_here(world) == world:
+    if device.type == "cpu" and ranks_on_machine(world) == world:
         for key in keys:
             kind, _, parameter = key
-            yield kind, parameter, _read(reader, key, device)
+            yield kind, parameter, _read_shard(reader, key, device)
         return
-    by_axis: dict[mpu.Axis, list[Key]] = {mpu.get_mesh().data: []}
+    keys_by_axis: dict[mpu.Axis, list[TensorKey]] = {mpu.get_mesh().data: []}
     for key in keys:
-        by_axis.setdefault(mpu.replicas_of(key[2]), []).append(key)
+        _, _, parameter = key
+        keys_by_axis.setdefault(mpu.replicas_of(parameter), []).append(key)
     problem: Problem | None = None
-    for axis, own in by_axis.items():
-        problem = yield from _read_in_turn(reader, own, device, axis, problem)
+    for axis, axis_keys in keys_by_axis.items():
+        problem = yield from _read_in_turn(reader, axis_keys, device, axis, problem)
     if problem is not None:
         raise problem
 
 
 def _read_in_turn(
-    reader: CheckpointReader, keys: Sequence[Key], device: torch.device, axis: mpu.Axis, problem: Problem | None
-) -> Generator[Loaded, None, Problem | None]:
-    """Read the keys as `_read_once` does, all of parameters that the ranks of `axis` hold.
+    reader: CheckpointReader, keys: Sequence[TensorKey], device: torch.device, axis: mpu.Axis, problem: Problem | None
+) -> Generator[LoadedTensor, None, Problem | None]:
+    """Read the keys as `_read_and_broadcast` does, all of parameters that the ranks of `axis` hold.
 
     Of keys 0 to 5 and two ranks, rank 0 reads and sends 0, 2 and 4, rank 1 reads and sends 1, 3 and 5.
     problem: error of an earlier call, after which this rank reads no more. Returns it, or the error of this call.
     """
-    for at in range(0, len(keys), axis.size):
-        round_ = keys[at : at + axis.size]
-        mine: Tensor | None = None
-        if axis.rank < len(round_) and problem is None:
+    for begin in range(0, len(keys), axis.size):
+        turn_keys = keys[begin : begin + axis.size]
+        own_value: Tensor | None = None
+        if axis.rank < len(turn_keys) and problem is None:
             try:
-                mine = _read(reader, round_[axis.rank], device).contiguous()
+                own_value = _read_shard(reader, turn_keys[axis.rank], device).contiguous()
             except (ValueError, OSError) as error:
                 problem = error
-        for turn, (kind, _, parameter) in enumerate(round_):
-            if turn == axis.rank and mine is not None:
-                value = mine
+        for reader_rank, (kind, _, parameter) in enumerate(turn_keys):
+            if reader_rank == axis.rank and own_value is not None:
+                value = own_value
             else:
                 shape = mpu.spec_of(parameter).local_shape
-                value = torch.zeros(shape, dtype=_dtype(parameter), device=device)
+                value = torch.zeros(shape, dtype=_state_dtype(parameter), device=device)
             if axis.group is not None:
-                dist.broadcast(value, axis.ranks[turn], group=axis.group)
+                dist.broadcast(value, axis.ranks[reader_rank], group=axis.group)
             yield kind, parameter, value
     return problem
 
 
-def _read(reader: CheckpointReader, key: Key, device: torch.device) -> Tensor:
+def _read_shard(reader: CheckpointReader, key: TensorKey, device: torch.device) -> Tensor:
     """Return this rank's shard of the tensor `key`. A weight without an average in the checkpoint is its average."""
     kind, name, parameter = key
-    stored = f"{kind}.{name}"
-    if kind == AVERAGE and stored not in reader.tensors:
-        stored = f"{WEIGHT}.{name}"
-    return reader.local(stored, parameter).to(device, _dtype(parameter))
+    stored_key = f"{kind}.{name}"
+    if kind == AVERAGE and stored_key not in reader.tensors:
+        stored_key = f"{WEIGHT}.{name}"
+    return reader.read_shard(stored_key, parameter).to(device, _state_dtype(parameter))
 
 
-def _dtype(parameter: nn.Parameter) -> torch.dtype:
+def _state_dtype(parameter: nn.Parameter) -> torch.dtype:
     """Return the dtype in which the optimizer keeps a parameter's values and moments."""
     return torch.float64 if parameter.dtype == torch.float64 else torch.float32

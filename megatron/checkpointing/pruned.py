@@ -11,7 +11,7 @@ from ..storage import RemotePath
 from .files import INDEX, CheckpointError, find_checkpoint
 
 T = TypeVar("T")
-WHY = "was deleted while it was read, as a run with --keep-last does"
+WAS_DELETED = "was deleted while it was read, as a run with --keep-last does"
 
 
 class DeletedError(CheckpointError):
@@ -23,35 +23,39 @@ def was_deleted(checkpoint: Path) -> bool:
     return not ((checkpoint / INDEX).is_file() if isinstance(checkpoint, RemotePath) else checkpoint.is_dir())
 
 
-def read_kept(find: Callable[[], Sequence[Path]], read: Callable[[Sequence[Path]], T], again: bool = True) -> T:
-    """Return `read(find())`. If a checkpoint is deleted meanwhile, find and read the checkpoints once more.
+def read_with_retry(
+    find_paths: Callable[[], Sequence[Path]], read: Callable[[Sequence[Path]], T], may_retry: bool = True
+) -> T:
+    """Return `read(find_paths())`. If a checkpoint is deleted meanwhile, find and read the checkpoints once more.
 
-    again: False if `read` cannot be repeated. Raises DeletedError instead of the error of a file that is not there.
+    may_retry: False if `read` cannot be repeated. Raises DeletedError instead of the error of a file that is not there.
     """
-    paths = find()
+    paths = find_paths()
     try:
         return read(paths)
     except (CheckpointError, OSError):
-        gone = next(filter(was_deleted, paths), None)
-        if gone is None:
+        deleted = next(filter(was_deleted, paths), None)
+        if deleted is None:
             raise
-    if not again:
-        raise DeletedError(f"{gone} {WHY}; run the command again, or raise --keep-last of the run")
-    print_rank_0(f"note: {gone} {WHY}; the newest checkpoint is read instead")
+    if not may_retry:
+        raise DeletedError(f"{deleted} {WAS_DELETED}; run the command again, or raise --keep-last of the run")
+    print_rank_0(f"note: {deleted} {WAS_DELETED}; the newest checkpoint is read instead")
     try:
-        paths = find()
+        paths = find_paths()
     except CheckpointError:
-        raise DeletedError(f"{gone} {WHY}; give a run directory or a checkpoint that the run keeps") from None
-    return read_kept(lambda: paths, read, again=False)
+        raise DeletedError(
+            f"{deleted} {WAS_DELETED}; give a run directory or a checkpoint that the run keeps"
+        ) from None
+    return read_with_retry(lambda: paths, read, may_retry=False)
 
 
-def read_newest(load: str, read: Callable[[Path], T], again: bool = True) -> T:
-    """Return `read` of the checkpoint that --load names; see `read_kept`."""
-    return read_kept(lambda: [find_checkpoint(load)], lambda paths: read(paths[0]), again)
+def read_newest(load: str, read: Callable[[Path], T], may_retry: bool = True) -> T:
+    """Return `read` of the checkpoint that --load names; see `read_with_retry`."""
+    return read_with_retry(lambda: [find_checkpoint(load)], lambda paths: read(paths[0]), may_retry)
 
 
 @contextmanager
-def say_if_deleted(checkpoint: Path | None) -> Iterator[None]:
+def explain_if_deleted(checkpoint: Path | None) -> Iterator[None]:
     """Context of a start from a checkpoint: if it fails because the checkpoint was deleted, the RunError says so.
 
     A start is not repeated automatically: the model, data and optimizer were set up for this checkpoint.
@@ -61,4 +65,6 @@ def say_if_deleted(checkpoint: Path | None) -> Iterator[None]:
     except RunError:
         if checkpoint is None or not was_deleted(checkpoint):
             raise
-        raise RunError(f"{checkpoint} {WHY}; run the command again, or raise --keep-last of the other run") from None
+        raise RunError(
+            f"{checkpoint} {WAS_DELETED}; run the command again, or raise --keep-last of the other run"
+        ) from None

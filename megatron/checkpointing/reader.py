@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import Config, with_family
 from megatron.config.command_line import HOME, RENAMED, with_values
-from megatron.config.fields import ConfigError, describe
+from megatron.config.fields import ConfigError, describe_error
 from megatron.model.layers import global_buffers, global_parameters
 from megatron.storage import RemotePath
 from tds.average import AVERAGE
 
 from . import schema
 from .bounds import refuse_absurd_sizes
-from .checksums import checksum_of
+from .checksums import checksum_algorithm
 from .files import BUFFER, FORMAT, INDEX, WEIGHT, CheckpointError, open_tensors
-from .stream import CODES, FLOATS, stored
-from .sums import check_file, read_sums, unreadable
+from .stream import DTYPE_CODES, FLOAT_CODES, as_stored
+from .sums import check_file, read_sums, unreadable_error
 
 
 class CheckpointReader:
@@ -32,9 +32,9 @@ class CheckpointReader:
     def __init__(self, path: Path, average: bool = False) -> None:
         self.path = path
         self.sums = read_sums(path)
-        self._checksum = checksum_of(path)
+        self._checksum = checksum_algorithm(path)
         check_file(path / INDEX, self._checksum, self.sums[INDEX])
-        content = _content(path, self.sums)
+        content = _read_index(path, self.sums)
         self.state = content["state"]
         self.optimizer = content["optimizer"]
         self.rng_seed = content["rng_seed"]
@@ -42,20 +42,20 @@ class CheckpointReader:
         self.config = content["config"]
         self.positions = content["positions"]
         self.tokenizer = content["tokenizer"]
-        self._open: dict[str, Any] = {}
-        self._stored: dict[str, str] = {}  # key -> key under which the files hold this tensor, if it is another one
+        self._open_files: dict[str, Any] = {}
+        self._stored_keys: dict[str, str] = {}  # key -> key under which the files hold this tensor, if another one
         if average:
-            self._take_averages()
+            self._use_averages()
 
-    def _take_averages(self) -> None:
+    def _use_averages(self) -> None:
         """Read the average of each weight in place of the weight."""
         for key in self.tensors:
             average = f"{AVERAGE}.{key.removeprefix(f'{WEIGHT}.')}"
             if average in self.tensors:
-                self._stored[key] = average
-        if not self._stored:
+                self._stored_keys[key] = average
+        if not self._stored_keys:
             raise CheckpointError(f"{self.path} holds no average of the weights (--ema-decay); leave out --ema")
-        self.tensors |= {key: self.tensors[average] for key, average in self._stored.items()}
+        self.tensors |= {key: self.tensors[average] for key, average in self._stored_keys.items()}
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
         """Check the checksums of this rank's share of the files: every `ranks`-th file, beginning with number `rank`.
@@ -66,7 +66,7 @@ class CheckpointReader:
         """
         used = {piece["file"] for entry in self.tensors.values() for piece in entry["pieces"]}
         for name in sorted(used - self.sums.keys()):
-            raise unreadable(self.path / self._checksum.file, f"is damaged: it does not list {name}")
+            raise unreadable_error(self.path / self._checksum.sums_name, f"is damaged: it does not list {name}")
         for name in sorted(self.sums)[rank::ranks]:
             if isinstance(self.path, RemotePath) and name.endswith(".safetensors"):
                 open_tensors(self.path / name)
@@ -80,42 +80,42 @@ class CheckpointReader:
         entry = self.tensors[key]
         split = entry["dim"]
         if dim != split:  # read all pieces
-            return self.whole(key).narrow(dim, begin, end - begin)
+            return self.read_whole(key).narrow(dim, begin, end - begin)
         if begin == end:  # this rank holds only padding
             shape = list(entry["shape"])
             shape[dim] = 0
             return torch.empty(shape, dtype=self.dtype(key))
-        found = []
+        parts = []
         for piece in sorted(entry["pieces"], key=lambda piece: int(piece["begin"])):
-            low = max(begin, piece["begin"])
-            high = min(end, piece["end"])
-            if low < high:
-                rows = slice(low - piece["begin"], high - piece["begin"])
-                found.append(self._piece(key, piece)[(slice(None),) * dim + (rows,)])
-        if sum(part.shape[dim] for part in found) != end - begin:
+            first = max(begin, piece["begin"])
+            last = min(end, piece["end"])
+            if first < last:
+                rows = slice(first - piece["begin"], last - piece["begin"])
+                parts.append(self._open_piece(key, piece)[(slice(None),) * dim + (rows,)])
+        if sum(part.shape[dim] for part in parts) != end - begin:
             raise CheckpointError(f"{self.path}: rows {begin} to {end} of {key!r} are incomplete")
-        return torch.cat(found, dim) if len(found) > 1 else found[0]
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
-    def whole(self, key: str) -> Tensor:
+    def read_whole(self, key: str) -> Tensor:
         """Return the whole tensor `key`."""
         entry = self.tensors[key]
         return self.read(key, entry["dim"], 0, entry["shape"][entry["dim"]])
 
-    def _piece(self, key: str, piece: dict[str, Any]) -> Any:
+    def _open_piece(self, key: str, piece: dict[str, Any]) -> Any:
         """Return one piece of a tensor as a safetensors slice.
 
         Raises CheckpointError if the file's header contradicts checkpoint.json.
         """
-        file = self._file(piece["file"])
+        file = self._open_file(piece["file"])
         entry = self.tensors[key]
-        key = self._stored.get(key, key)
+        key = self._stored_keys.get(key, key)
         shape = list(entry["shape"])
         shape[entry["dim"]] = piece["end"] - piece["begin"]
         if key not in file.keys():  # noqa: SIM118  # it is no dict
             raise CheckpointError(f"{self.path / piece['file']} does not hold {key!r}")
         part = file.get_slice(key)
-        codes = CODES if key.startswith(f"{BUFFER}.") else FLOATS
-        if part.get_shape() != shape or part.get_dtype() not in codes.values():
+        allowed_codes = DTYPE_CODES if key.startswith(f"{BUFFER}.") else FLOAT_CODES
+        if part.get_shape() != shape or part.get_dtype() not in allowed_codes.values():
             raise CheckpointError(
                 f"{self.path / piece['file']} holds {key!r} as {part.get_dtype()} {part.get_shape()}, but {INDEX} "
                 f"requires a supported dtype and the shape {shape}"
@@ -124,11 +124,11 @@ class CheckpointReader:
 
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of tensor `key`."""
-        some = next(piece for piece in self.tensors[key]["pieces"] if piece["begin"] < piece["end"])
-        stored = self._piece(key, some).get_dtype()
-        return next(dtype for dtype, code in CODES.items() if code == stored)
+        nonempty_piece = next(piece for piece in self.tensors[key]["pieces"] if piece["begin"] < piece["end"])
+        stored_code = self._open_piece(key, nonempty_piece).get_dtype()
+        return next(dtype for dtype, code in DTYPE_CODES.items() if code == stored_code)
 
-    def local(self, key: str, parameter: nn.Parameter) -> Tensor:
+    def read_shard(self, key: str, parameter: nn.Parameter) -> Tensor:
         """Return this rank's shard of tensor `key` in the shape of `parameter`; padding rows are zeros."""
         spec = mpu.spec_of(parameter)
         if key in self.tensors and tuple(self.tensors[key]["shape"]) != spec.full_shape:
@@ -137,35 +137,35 @@ class CheckpointReader:
             )
         return spec.with_padding(self.read(key, *spec.rows))
 
-    def check_tokenizer(self, fingerprint: str | None, way_out: str = "", *, vocab_file: str | None = None) -> None:
+    def check_tokenizer(self, fingerprint: str | None, advice: str = "", *, vocab_file: str | None = None) -> None:
         """Raise CheckpointError if the checkpoint was trained with a tokenizer other than this run's.
 
         fingerprint: SHA-256 of this run's tokenizer; None skips the check. vocab_file: path of this tokenizer.
-        way_out: advice to append to the error message.
+        advice: text to append to the error message.
         """
-        given = vocab_file or "the given one"
+        current_file = vocab_file or "the given one"
         if fingerprint is not None and self.tokenizer and fingerprint != self.tokenizer:
             raise CheckpointError(
                 f"{self.path} was trained with another tokenizer (its SHA-256 is {self.tokenizer[:12]}, that of "
-                f"{given} is {fingerprint[:12]}){way_out}"
+                f"{current_file} is {fingerprint[:12]}){advice}"
             )
 
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = open_tensors(self.path / name)
-        return self._open[name]
+    def _open_file(self, name: str) -> Any:
+        if name not in self._open_files:
+            self._open_files[name] = open_tensors(self.path / name)
+        return self._open_files[name]
 
 
-def _content(path: Path, files: Collection[str]) -> dict[str, Any]:
+def _read_index(path: Path, files: Collection[str]) -> dict[str, Any]:
     """Return the content of checkpoint.json. files: names in the list of checksums. Raises CheckpointError."""
     try:
-        content = schema.read((path / INDEX).read_text(encoding="utf-8"))
+        content = schema.parse_index((path / INDEX).read_text(encoding="utf-8"))
         version = content.get("format")
         if version not in (2, FORMAT):
             raise CheckpointError(f"{path} has format {version}; this version reads formats 2 and {FORMAT}")
-        schema.check(content, files)
+        schema.check_index(content, files)
     except (OSError, UnicodeDecodeError, schema.SchemaError) as error:
-        raise CheckpointError(f"{path / INDEX} cannot be read: {describe(error)}") from None
+        raise CheckpointError(f"{path / INDEX} cannot be read: {describe_error(error)}") from None
     model = content["config"]["model"]
     if version == 2 and model.get("activation") == "gelu":
         model["activation"] = "gelu-tanh"  # in format 2, "gelu" meant the tanh approximation
@@ -178,9 +178,9 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
     for section in reader.config.values():
         for name, value in section.items():
             saved[RENAMED.get(name, name)] = value
-    where = reader.path / INDEX
-    refuse_absurd_sizes(reader.config["model"], (entry["shape"] for entry in reader.tensors.values()), where)
-    plain = {
+    index_path = reader.path / INDEX
+    refuse_absurd_sizes(reader.config["model"], (entry["shape"] for entry in reader.tensors.values()), index_path)
+    layout = {
         "pipe_parallel_size": pipe_parallel_size,
         "pipeline_schedule": "1f1b",
         "virtual_pipeline_size": 1,
@@ -192,10 +192,10 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "flash_attention_impl": None,
     }
     try:
-        known = {name: value for name, value in with_family(saved).items() if name in HOME}
-        config = with_values(Config(), {**known, **plain})
+        known_settings = {name: value for name, value in with_family(saved).items() if name in HOME}
+        config = with_values(Config(), {**known_settings, **layout})
     except ConfigError as error:
-        raise CheckpointError(f"{where} has invalid settings: {error}") from None
+        raise CheckpointError(f"{index_path} has invalid settings: {error}") from None
     from .relocation import with_kept_tokenizer
 
     return with_kept_tokenizer(config, reader.path)
@@ -204,7 +204,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
 def each_weight(reader: CheckpointReader, model: Any) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
     """Yield (global name, parameter, checkpoint value) for every parameter that this process holds."""
     for name, parameter in global_parameters(model):
-        yield name, parameter, reader.local(f"{WEIGHT}.{name}", parameter)
+        yield name, parameter, reader.read_shard(f"{WEIGHT}.{name}", parameter)
 
 
 @torch.no_grad()
@@ -227,22 +227,22 @@ def load_buffers(reader: CheckpointReader, model: Any) -> tuple[set[str], set[st
 
     Raises CheckpointError if a buffer's shape in the checkpoint differs from its shape in the model.
     """
-    found = set[str]()
+    loaded = set[str]()
     missing = set[str]()
     for name, buffer in global_buffers(model):
         key = f"{BUFFER}.{name}"
-        into = stored(buffer)
+        file_view = as_stored(buffer)
         if not buffer.numel():
             continue
         if key not in reader.tensors:
             missing.add(name)
             continue
         shape = reader.tensors[key]["shape"]
-        if shape != list(into.shape):
+        if shape != list(file_view.shape):
             raise CheckpointError(
-                f"{reader.path}: the buffer {name} has shape {shape} in the checkpoint, but {list(into.shape)} in the "
-                f"model; give the buffer its final shape when the model is built"
+                f"{reader.path}: the buffer {name} has shape {shape} in the checkpoint, but {list(file_view.shape)} in "
+                f"the model; give the buffer its final shape when the model is built"
             )
-        into.copy_(reader.read(key, 0, 0, shape[0]))
-        found.add(name)
-    return found, missing
+        file_view.copy_(reader.read(key, 0, 0, shape[0]))
+        loaded.add(name)
+    return loaded, missing

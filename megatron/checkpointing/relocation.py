@@ -12,84 +12,84 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..atomic import copy_file, whole_file, whole_folder
+from ..atomic import atomic_file, atomic_folder, copy_file
 from ..config import Config
-from ..config.data_stages import with_prefixes
+from ..config.data_stages import replace_prefixes
 from ..data.corpora import renamed
 from ..storage import RemotePath, is_url
-from ..tokenizer.load import file_of, folder_has_one
+from ..tokenizer.load import find_vocab_file, has_vocab_file
 from ..tokenizer.sibling_files import (
     GENERATION,
     MORE_TEMPLATES,
     SETTINGS,
     TEMPLATE,
     TOKEN_FILES,
-    class_beside,
-    generation_beside,
-    ids_beside,
+    read_generation_config,
+    read_token_ids,
+    read_tokenizer_class,
 )
 
-FOLDER = "tokenizer"
-WITH_IT = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMPLATE)
+TOKENIZER_FOLDER = "tokenizer"
+COMPANION_FILES = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMPLATE)
 
 
-def keep_tokenizer(vocab_file: str, home: Path) -> None:
+def copy_tokenizer(vocab_file: str, home: Path) -> None:
     """Copy a tokenizer's files into `home`/tokenizer, with chat templates, special token ids and generation settings.
 
     Raises OSError, and ValueError if a JSON file of the tokenizer is invalid.
     """
-    source = file_of(vocab_file)
-    folder = home / FOLDER
+    source = find_vocab_file(vocab_file)
+    folder = home / TOKENIZER_FOLDER
     if folder.resolve() == source.resolve().parent:
         return
     folder.mkdir(exist_ok=True)
-    for path in (source, *(source.with_name(name) for name in WITH_IT)):
+    for path in (source, *(source.with_name(name) for name in COMPANION_FILES)):
         if path.is_file():
             copy_file(path, folder / path.name)
-    more = sorted(source.with_name(MORE_TEMPLATES).glob("*.jinja"))
-    if more:
+    templates = sorted(source.with_name(MORE_TEMPLATES).glob("*.jinja"))
+    if templates:
         (folder / MORE_TEMPLATES).mkdir(exist_ok=True)
-    for path in more:
+    for path in templates:
         copy_file(path, folder / MORE_TEMPLATES / path.name)
-    keep_roles(source, home)
+    copy_special_tokens(source, home)
 
 
 def copy_folder(source: Path, target: Path) -> None:
     """Copy the folder `source`, which may be in object storage, into the new folder `target` on this machine."""
     target.mkdir()
     for path in source.glob("*"):
-        there = target / path.name
+        copy = target / path.name
         if path.is_dir():
-            copy_folder(path, there)
+            copy_folder(path, copy)
         elif isinstance(path, RemotePath):
-            path.download(there)
+            path.download(copy)
         else:
-            copy_file(path, there)
+            copy_file(path, copy)
 
 
-def kept_beside(home: Path) -> Path:
+def kept_config_path(home: Path) -> Path:
     """Return the path of the config.json beside the tokenizer that was copied into `home`.
 
     The file may be missing.
     """
-    return home / FOLDER / "config.json"
+    return home / TOKENIZER_FOLDER / "config.json"
 
 
-def keep_roles(source: Path, home: Path) -> None:
+def copy_special_tokens(source: Path, home: Path) -> None:
     """Copy the special token ids and generation settings found beside `source` into `home`/tokenizer, for exports.
 
     From config.json, only the special token ids and the tokenizer's class are copied: with the model's settings, the
     folder would look like a model. Raises OSError, and ValueError if a JSON file is invalid.
     source: the tokenizer's file.
     """
-    ids = ids_beside(source)
-    named = class_beside(source)
-    ids |= {"tokenizer_class": named} if named and ids else {}
-    for name, content in ((GENERATION, generation_beside(source)), ("config.json", ids)):
+    ids = read_token_ids(source)
+    tokenizer_class = read_tokenizer_class(source)
+    ids |= {"tokenizer_class": tokenizer_class} if tokenizer_class and ids else {}
+    for name, content in ((GENERATION, read_generation_config(source)), ("config.json", ids)):
         if content:
-            (home / FOLDER).mkdir(exist_ok=True)
-            with whole_file(home / FOLDER / name) as there:
-                Path(there).write_text(json.dumps(content, indent=2), encoding="utf-8")
+            (home / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+            with atomic_file(home / TOKENIZER_FOLDER / name) as temporary:
+                Path(temporary).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
@@ -98,10 +98,10 @@ def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
     If `home`/tokenizer contains a file named like `vocab_file`, return the path of this file, else that of the folder.
     home: a run directory, or its folder of checkpoints. vocab_file: --vocab-file of the run that made the copy.
     """
-    folder = home / FOLDER
+    folder = home / TOKENIZER_FOLDER
     if vocab_file is not None and (folder / Path(vocab_file).name).is_file():
         return str(folder / Path(vocab_file).name)
-    return str(folder) if folder_has_one(folder) else None
+    return str(folder) if has_vocab_file(folder) else None
 
 
 def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
@@ -112,15 +112,15 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
     if isinstance(checkpoint, RemotePath):
         if given and Path(given).exists():
             return config
-        homes = [_fetched(checkpoint.parent / FOLDER)]
+        homes = [_download_tokenizer(checkpoint.parent / TOKENIZER_FOLDER)]
     for home in homes:
-        found = kept_tokenizer(home, given)
-        if found is not None:
-            return replace(config, data=replace(config.data, vocab_file=found))
+        vocab_file = kept_tokenizer(home, given)
+        if vocab_file is not None:
+            return replace(config, data=replace(config.data, vocab_file=vocab_file))
     return config
 
 
-def _fetched(folder: RemotePath) -> Path:
+def _download_tokenizer(folder: RemotePath) -> Path:
     """Return a local folder in whose tokenizer/ the files of `folder` are; it may be empty."""
     from ..data.remote_tokens import cache_folder
 
@@ -128,8 +128,8 @@ def _fetched(folder: RemotePath) -> Path:
     versions = repr([(str(path), path.stamp()) for path in files])
     home = cache_folder() / f"tokenizer-{hashlib.sha256(versions.encode()).hexdigest()[:32]}"
     try:
-        with whole_folder(home) as there:
-            copy_folder(folder, there / FOLDER)
+        with atomic_folder(home) as new_home:
+            copy_folder(folder, new_home / TOKENIZER_FOLDER)
     except OSError:
         if not home.is_dir():  # else another rank or process has made the same folder
             raise
@@ -138,25 +138,25 @@ def _fetched(folder: RemotePath) -> Path:
 
 def relocated(config: Config, run_dir: Path) -> Config:
     """Return `config` for a run directory that was moved to `run_dir`: replace all paths that point into it."""
-    d = config.data
-    was = config.log.run_dir
+    data = config.data
+    old_run_dir = config.log.run_dir
 
-    def moved(path: str) -> str:
-        if was is None or not path or is_url(path):
+    def new_path(path: str) -> str:
+        if old_run_dir is None or not path or is_url(path):
             return path
-        inside = os.path.relpath(path, was)
+        inside = os.path.relpath(path, old_run_dir)
         return path if inside.startswith("..") else str(run_dir / inside)
 
-    def all_moved(words: Sequence[str] | None) -> tuple[str, ...] | None:
-        return None if words is None else tuple(renamed(word, moved) for word in words)
+    def new_words(words: Sequence[str] | None) -> tuple[str, ...] | None:
+        return None if words is None else tuple(renamed(word, new_path) for word in words)
 
-    vocab_file = kept_tokenizer(run_dir, d.vocab_file)
-    if vocab_file is None and d.vocab_file:
-        vocab_file = moved(d.vocab_file)
-    paths: dict[str, Any] = {}
+    vocab_file = kept_tokenizer(run_dir, data.vocab_file)
+    if vocab_file is None and data.vocab_file:
+        vocab_file = new_path(data.vocab_file)
+    paths = dict[str, Any]()
     for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
-        paths[name] = all_moved(getattr(d, name))
-    if d.data_stages:
-        paths["data_stages"] = (with_prefixes(d.data_stages[0], moved),)
-    data = replace(d, vocab_file=vocab_file, **paths)
-    return replace(config, data=data, log=replace(config.log, run_dir=str(run_dir)))
+        paths[name] = new_words(getattr(data, name))
+    if data.data_stages:
+        paths["data_stages"] = (replace_prefixes(data.data_stages[0], new_path),)
+    new_data = replace(data, vocab_file=vocab_file, **paths)
+    return replace(config, data=new_data, log=replace(config.log, run_dir=str(run_dir)))

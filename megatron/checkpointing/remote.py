@@ -11,19 +11,19 @@ from ..json_text import brief, parse_json
 from ..storage import RemotePath, StorageError
 from .foreign import is_own
 from .schema import is_count, is_list
-from .stream import CODES
+from .stream import DTYPE_CODES
 
-DTYPES = {code: dtype for dtype, code in CODES.items()}
-MOST = 100 << 20  # bytes of a header that safetensors accepts
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+MAX_HEADER_BYTES = 100 << 20  # bytes of a header that safetensors accepts
 
 
 class RemoteSlice:
     """A tensor in a safetensors file in object storage, with the interface of a safetensors slice."""
 
-    def __init__(self, path: RemotePath, begin: int, entry: dict[str, Any]) -> None:
+    def __init__(self, path: RemotePath, data_begin: int, entry: dict[str, Any]) -> None:
         self._path = path
         self._entry = entry
-        self._begin = begin + entry["data_offsets"][0]
+        self._data_begin = data_begin + entry["data_offsets"][0]
 
     def get_shape(self) -> list[int]:
         """Return the tensor's shape."""
@@ -33,32 +33,32 @@ class RemoteSlice:
         """Return the dtype in the words of safetensors."""
         return str(self._entry["dtype"])
 
-    def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
         """Read a slice. Only the rows of the first dimension that it needs are read."""
         dtype = DTYPES[self.get_dtype()]
         shape = self.get_shape()
-        rows, *others = where
-        begin, end, _ = rows.indices(shape[0])
-        size = torch.Size(shape[1:]).numel() * dtype.itemsize  # bytes of a row
-        data = self._path.read_range(self._begin + begin * size, self._begin + end * size)
-        found = torch.empty(0, dtype=dtype)
+        rows, *other_slices = index  # a slice for each dimension
+        first_row, end_row, _ = rows.indices(shape[0])
+        row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize  # bytes of a row
+        data = self._path.read_range(self._data_begin + first_row * row_bytes, self._data_begin + end_row * row_bytes)
+        tensor = torch.empty(0, dtype=dtype)
         if data:
-            found = torch.frombuffer(bytearray(data), dtype=dtype)
-        found = found.view(end - begin, *shape[1:])
-        return found[(slice(None), *others)]
+            tensor = torch.frombuffer(bytearray(data), dtype=dtype)
+        tensor = tensor.view(end_row - first_row, *shape[1:])
+        return tensor[(slice(None), *other_slices)]
 
 
-def _entries_of(header: bytes) -> dict[str, Any]:
+def _parse_header(header: bytes) -> dict[str, Any]:
     """Return the tensors that the header of a safetensors file lists. Raises ValueError if it is damaged."""
     entries: dict[str, Any] = parse_json(header.decode("utf-8"), "its header", dict)
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
-        if not _is_sound(entry):
+        if not _is_valid_entry(entry):
             raise ValueError(f"its header is damaged: {brief(repr(name))} has no dtype, shape and data_offsets")
     return entries
 
 
-def _is_sound(entry: Any) -> bool:
+def _is_valid_entry(entry: Any) -> bool:
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     return is_list(entry.get("shape"), is_count) and is_list(entry.get("data_offsets"), is_count, 2)
@@ -69,15 +69,17 @@ class RemoteTensors:
 
     def __init__(self, path: RemotePath) -> None:
         size = path.stamp()[0]
-        length = int.from_bytes(path.read_range(0, 8), "little") if size >= 8 else 0
-        if not 0 < length <= min(size - 8, MOST):
+        # The first 8 bytes of a safetensors file are the size of its header, which follows.
+        header_size = int.from_bytes(path.read_range(0, 8), "little") if size >= 8 else 0
+        if not 0 < header_size <= min(size - 8, MAX_HEADER_BYTES):
             raise ValueError("its header is damaged")
-        self._entries = _entries_of(path.read_range(8, 8 + length))
+        self._entries = _parse_header(path.read_range(8, 8 + header_size))
         self._path = path
-        self._begin = 8 + length
-        needed = self._begin + max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
-        if size != needed:
-            raise ValueError(f"it has {size} bytes, but its header requires {needed}")
+        self._data_begin = 8 + header_size
+        data_size = max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
+        expected_size = self._data_begin + data_size
+        if size != expected_size:
+            raise ValueError(f"it has {size} bytes, but its header requires {expected_size}")
 
     def keys(self) -> list[str]:
         """Return the names of the tensors."""
@@ -85,10 +87,10 @@ class RemoteTensors:
 
     def get_slice(self, key: str) -> RemoteSlice:
         """Return a tensor of which no data has been read yet."""
-        return RemoteSlice(self._path, self._begin, self._entries[key])
+        return RemoteSlice(self._path, self._data_begin, self._entries[key])
 
 
-def delete(checkpoint: RemotePath, index: str) -> None:
+def delete_checkpoint(checkpoint: RemotePath, index: str) -> None:
     """Delete a checkpoint; its index goes first, so that a crash leaves no checkpoint that looks complete.
 
     Objects that no save has written stay.
@@ -104,10 +106,10 @@ def delete_incomplete(folder: RemotePath, index: str) -> None:
     for path in folder.glob("iter_*"):
         with contextlib.suppress(StorageError):  # if the folder cannot be written, the first save reports it
             if not (path / index).is_file():
-                delete(path, index)
+                delete_checkpoint(path, index)
 
 
-def upload(files: list[Path], folder: RemotePath) -> None:
+def upload_files(files: list[Path], folder: RemotePath) -> None:
     """Copy local files into a folder of object storage, then delete the local ones. Raises StorageError."""
     for path in files:
         target = folder / path.name

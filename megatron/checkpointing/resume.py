@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.optim import settled
-from megatron.ranks.agreement import all_ranks
-from megatron.ranks.objects import from_rank_0
+from megatron.optim import resolve_lr_schedule
+from megatron.ranks.agreement import raise_on_all_ranks
+from megatron.ranks.objects import broadcast_from_rank_0
 from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from megatron.storage import to_path
 
 from .consumed import hash_samples, initial_hash
 from .files import find_checkpoint, latest_checkpoint, numbered_checkpoints
-from .leftovers import recover
+from .leftovers import restore_replaced
 from .load import load_checkpoint
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
@@ -40,23 +40,23 @@ def find_start(config: Config, save_dir: str) -> Start:
         check_shared(to_path(save_dir), config)
     load = config.checkpoint.load
     path = None
-    with all_ranks():  # Rank 0 alone looks, because a run that is training may replace `latest` meanwhile.
+    with raise_on_all_ranks():  # Rank 0 alone looks, because a run that is training may replace `latest` meanwhile.
         if is_rank_0():
-            recover(to_path(save_dir))
+            restore_replaced(to_path(save_dir))
             path = latest_checkpoint(to_path(save_dir))
-    path = from_rank_0(path)
-    wanted = Wanted.by(config, beside_load=path is not None and bool(load))
+    path = broadcast_from_rank_0(path)
+    wanted = Wanted.from_config(config, beside_load=path is not None and bool(load))
     if not load:
         return Start(path, wanted)
-    own = {to_path(each).resolve() for each in (save_dir, config.log.run_dir) if each}
+    own_folders = {to_path(each).resolve() for each in (save_dir, config.log.run_dir) if each}
     if path is not None:
         print_rank_0(f"--load {load} is ignored: this run resumes from its own checkpoint {path}")
-    elif to_path(load).resolve() in own:
+    elif to_path(load).resolve() in own_folders:
         print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
     else:
-        with all_ranks():
+        with raise_on_all_ranks():
             path = find_checkpoint(load) if is_rank_0() else None
-        path = from_rank_0(path)
+        path = broadcast_from_rank_0(path)
     return Start(path, wanted)
 
 
@@ -71,45 +71,46 @@ def start_or_resume(
     If any rank fails, every rank raises RunError.
     """
     path = start.path
-    with all_ranks():
-        begin = initial_hash(config) if is_rank_0() else 0
+    with raise_on_all_ranks():
+        initial_hash_value = initial_hash(config) if is_rank_0() else 0
     if path is None:
-        return TrainState(sample_hash=begin), config
+        return TrainState(sample_hash=initial_hash_value), config
     state = load_checkpoint(path, engine, config, fingerprint, start.wanted)
     if not start.wanted.position:
         print_rank_0(f"this run starts with the weights of {path}")
-        state.sample_hash = begin
+        state.sample_hash = initial_hash_value
         return state, config
-    state.forks = from_rank_0(_with_fork(state, path) if is_rank_0() else ())
+    state.forks = broadcast_from_rank_0(_forks_after_resume(state, path) if is_rank_0() else ())
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
     saved = plain_config(CheckpointReader(path))
     # Iteration 0 means imported weights. Their checkpoint has only a default learning-rate schedule: ignore it.
     if state.iteration:
-        config, note = settled(config, saved)
-        notes = [note, _other_batches(saved, config, state.consumed_samples)]
+        config, note = resolve_lr_schedule(config, saved)
+        notes = [note, _batch_schedule_note(saved, config, state.consumed_samples)]
         print_notes(each for each in notes if each)
-    with all_ranks():
+    with raise_on_all_ranks():
         if is_rank_0():
-            state.sample_hash = hash_samples(begin, state, saved, config, dataset, start.wanted)
+            state.sample_hash = hash_samples(initial_hash_value, state, saved, config, dataset, start.wanted)
         else:
             state.sample_hash = 0
     return state, config
 
 
-def _with_fork(state: TrainState, path: Path) -> tuple[tuple[int, int], ...]:
+def _forks_after_resume(state: TrainState, path: Path) -> tuple[tuple[int, int], ...]:
     """Return the forks of the state loaded from `path`, with this resume if it abandons later checkpoints."""
-    later = [each for each in numbered_checkpoints(path.parent) if each > state.iteration]
-    return (*state.forks, (state.iteration, int(time.time()))) if later else state.forks
+    later_checkpoints = [each for each in numbered_checkpoints(path.parent) if each > state.iteration]
+    return (*state.forks, (state.iteration, int(time.time()))) if later_checkpoints else state.forks
 
 
-def _other_batches(saved: Config, config: Config, consumed: int) -> str | None:
+def _batch_schedule_note(saved: Config, config: Config, consumed: int) -> str | None:
     """Return a message if --batch-size-schedule differs from the checkpoint's, else None."""
-    there = saved.train.batch_size_schedule
-    here = config.train.batch_size_schedule
-    if there == here:
+    saved_schedule = saved.train.batch_size_schedule
+    schedule = config.train.batch_size_schedule
+    if saved_schedule == schedule:
         return None
-    batches = config.batches(dist.get_world_size())
+    samples = config.batches(dist.get_world_size()).size_at(consumed)
     return (
-        f"--batch-size-schedule is {here or 'not given'}, but was {there or 'not given'} in the checkpoint; only the "
-        f"position in samples counts: from sample {consumed} on, an iteration has {batches.size_at(consumed)} samples"
+        f"--batch-size-schedule is {schedule or 'not given'}, but was {saved_schedule or 'not given'} in the "
+        f"checkpoint; only the position in samples counts: from sample {consumed} on, an iteration has {samples} "
+        f"samples"
     )

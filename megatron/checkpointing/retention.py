@@ -3,10 +3,10 @@
 import shutil
 from pathlib import Path
 
-from megatron.config.fields import describe
+from megatron.config.fields import describe_error
 from megatron.storage import RemotePath
 
-from .files import INDEX, aside, latest_name, numbered_checkpoints
+from .files import INDEX, latest_name, numbered_checkpoints, old_save_path
 from .forks import Forks, without_abandoned
 from .whole import is_complete
 
@@ -25,31 +25,33 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None, forks: Fo
     if keep_last is None:
         return []
     try:
-        notes = [_delete(folder / name) for name in _dropped(folder, keep_last, keep_every, forks)]
+        notes = [_delete(folder / name) for name in _names_to_delete(folder, keep_last, keep_every, forks)]
     except OSError as error:
-        return [f"old checkpoints in {folder} could not be deleted ({describe(error)}); the next save tries again"]
+        return [
+            f"old checkpoints in {folder} could not be deleted ({describe_error(error)}); the next save tries again"
+        ]
     return [note for note in notes if note]
 
 
-def _dropped(folder: Path, keep_last: int, keep_every: int | None, forks: Forks) -> list[str]:
+def _names_to_delete(folder: Path, keep_last: int, keep_every: int | None, forks: Forks) -> list[str]:
     """Return the names of the checkpoints to delete; see `prune`."""
     latest = latest_name(folder)
-    numbered = _up_to(latest, folder)
-    own = [path.name for path in without_abandoned([folder / name for name in numbered], forks)]
-    spared = {latest, *own[-keep_last:]}
-    dropped = []
+    numbered = _checkpoints_up_to(latest, folder)
+    own_branch = [path.name for path in without_abandoned([folder / name for name in numbered], forks)]
+    protected = {latest, *own_branch[-keep_last:]}
+    to_delete = []
     for name, number in numbered.items():
-        is_kept_for_ever = keep_every is not None and number % keep_every == 0
-        if name in spared or is_kept_for_ever or _is_foreign(folder / name):
+        is_permanent = keep_every is not None and number % keep_every == 0
+        if name in protected or is_permanent or _is_foreign(folder / name):
             continue
-        dropped.append(name)
-    newest = _newest_whole(folder, own) if dropped else None
-    if newest in dropped:
-        dropped.remove(newest)
-    return dropped
+        to_delete.append(name)
+    newest_complete = _newest_complete(folder, own_branch) if to_delete else None
+    if newest_complete in to_delete:
+        to_delete.remove(newest_complete)
+    return to_delete
 
 
-def _newest_whole(folder: Path, names: list[str]) -> str | None:
+def _newest_complete(folder: Path, names: list[str]) -> str | None:
     """Return the last of `names` that is a complete checkpoint, None if none is."""
     for name in reversed(names):
         if is_complete(folder / name):
@@ -63,27 +65,27 @@ def _is_foreign(path: Path) -> bool:
     return is_foreign(path)
 
 
-def _up_to(latest: str | None, folder: Path) -> dict[str, int]:
+def _checkpoints_up_to(latest: str | None, folder: Path) -> dict[str, int]:
     """Return the name and iteration of each checkpoint that is not newer than `latest`."""
     numbered = {path.name: number for number, path in numbered_checkpoints(folder).items()}
     if latest is None or not latest[5:].isdigit():
         return numbered
-    newest = int(latest[5:])
+    newest = int(latest[5:])  # without "iter_"
     return {name: number for name, number in numbered.items() if number <= newest}
 
 
 def _delete(checkpoint: Path) -> str | None:
     """Delete a checkpoint; return a note if that fails on this machine."""
     if isinstance(checkpoint, RemotePath):
-        from .remote import delete
+        from .remote import delete_checkpoint
 
-        delete(checkpoint, INDEX)
+        delete_checkpoint(checkpoint, INDEX)
         return None
-    doomed = aside(checkpoint)
-    shutil.rmtree(doomed, ignore_errors=True)
+    renamed = old_save_path(checkpoint)
+    shutil.rmtree(renamed, ignore_errors=True)
     try:
-        checkpoint.rename(doomed)
-        shutil.rmtree(doomed)
+        checkpoint.rename(renamed)
+        shutil.rmtree(renamed)
     except OSError as error:
-        return f"the old checkpoint {checkpoint} could not be deleted ({describe(error)}): delete it by hand"
+        return f"the old checkpoint {checkpoint} could not be deleted ({describe_error(error)}): delete it by hand"
     return None

@@ -21,42 +21,43 @@ class RetryingSaver:
         self.failures = 0  # consecutive failures
 
     @property
-    def pending(self) -> bool:
+    def is_pending(self) -> bool:
         """True from the start of a background save until `finish` completes the save."""
-        return self.saver.pending
+        return self.saver.is_pending
 
     @property
-    def busy(self) -> bool:
+    def is_writing(self) -> bool:
         """True while this rank still writes its share of a background save."""
-        return self.saver.busy
+        return self.saver.is_writing
 
-    def save(self, state: TrainState, wait: bool = False, must: bool = False) -> None:
+    def save(self, state: TrainState, wait: bool = False, must_succeed: bool = False) -> None:
         """Save a checkpoint of `state`.
 
         wait: return only when the checkpoint is valid, even with background saves.
-        must: wait, and raise SaveError if the save fails. For the last save of a run.
+        must_succeed: wait, and raise SaveError if the save fails. For the last save of a run.
         """
-        if self.pending:
+        if self.is_pending:
             self.finish()
         try:
-            self.saver.save(state, wait or must)
+            self.saver.save(state, wait or must_succeed)
         except SaveError as error:
-            self._failed(error, must)
+            self._tolerate_failure(error, must_succeed)
         else:
-            self.failures = 0 if not self.pending else self.failures
+            if not self.is_pending:  # a background save may still fail in `finish`
+                self.failures = 0
 
     def finish(self) -> None:
         """Wait for the background save and publish its checkpoint. All ranks must call this."""
         try:
             self.saver.finish()
         except SaveError as error:
-            self._failed(error, must=False)
+            self._tolerate_failure(error, must_succeed=False)
         else:
             self.failures = 0
 
-    def _failed(self, error: SaveError, must: bool) -> None:
+    def _tolerate_failure(self, error: SaveError, must_succeed: bool) -> None:
         self.failures += 1
-        if must or self.failures > self.limit:
+        if must_succeed or self.failures > self.limit:
             raise error
         print_rank_0(
             f"note: {error}; training continues, and the next save tries again (failed saves in a row: "

@@ -17,19 +17,19 @@ from megatron.ranks.replicas import check_replicas
 from megatron.storage import RemotePath, to_path
 from tds import optimizer_state as zero_state
 
-from .buffers import Buffers
+from .buffers import SavedBuffers
 from .failures import discard_on_failure
-from .files import publish, temporary_of
-from .index import index_text, merge
-from .share import parts_of, steps_of, values_of
-from .slow import named_if_slow
+from .files import publish, temporary_folder
+from .index import index_text, merge_reports
+from .share import differing_steps, local_parts, written_values
+from .slow import warn_if_slow
 from .state import TrainState
-from .survey import Report, Share, common_checksum, facts_of, file_name, gather_on_rank_0, optimizer_entry
+from .survey import Report, Share, collect_facts, common_checksum, gather_on_rank_0, optimizer_entry, share_file_name
 from .whole import check_complete
 
 
 @dataclass
-class _Pending:
+class _PendingSave:
     """A checkpoint that is being saved: its final folder, what of checkpoint.json is known, and this rank's share."""
 
     final: Path
@@ -60,14 +60,14 @@ class Saver:
         self.engine = engine
         self.config = config
         self.fingerprint = fingerprint
-        self._pending: _Pending | None = None
+        self._pending: _PendingSave | None = None
         self._thread: threading.Thread | None = None
-        self._warned: set[str] = set()
-        self._copy = self._uploads = None
+        self._warned = set[str]()
+        self._background_copy = self._uploads = None
         if background:
             from .background import BackgroundCopy
 
-            self._copy = BackgroundCopy(engine)
+            self._background_copy = BackgroundCopy(engine)
         if isinstance(self.folder, RemotePath):
             from .uploads import Uploads
 
@@ -79,19 +79,19 @@ class Saver:
 
         wait: finish a background save before returning. Otherwise, the checkpoint becomes valid in `finish`.
         """
-        if self.pending:
+        if self.is_pending:
             self.finish()
         self.begin(state)
-        if wait or not (self._copy or self._uploads):
+        if wait or not (self._background_copy or self._uploads):
             self.finish()
 
     @property
-    def pending(self) -> bool:
+    def is_pending(self) -> bool:
         """True from `begin` of a save until `finish`; the same on all ranks."""
         return self._pending is not None
 
     @property
-    def busy(self) -> bool:
+    def is_writing(self) -> bool:
         """True while a background thread is writing this rank's share."""
         return self._thread is not None and self._thread.is_alive()
 
@@ -101,30 +101,30 @@ class Saver:
         Raises RunError if replicas differ or the folder cannot be made. If writing the share fails, `finish` raises the
         error on all ranks.
         """
-        assert not self.pending, "finish() comes before the next begin()"
-        zero_state.complete_weights(self.engine)
+        assert not self.is_pending, "finish() comes before the next begin()"
+        zero_state.wait_for_weights(self.engine)
         check_replicas(self.engine)
         final = self.folder / f"iter_{state.iteration:07d}"
-        with discard_on_failure(temporary_of(final)):
+        with discard_on_failure(temporary_folder(final)):
             folder = self._make_folder(final)
-        facts = gather_objects(facts_of(self.engine))
+        facts = gather_objects(collect_facts(self.engine))
         optimizer = optimizer_entry(facts, self.engine)
-        parts = parts_of(self.engine, optimizer["moments"])
-        buffers = Buffers(self.engine.module, [each.buffers for each in facts])
+        parts = local_parts(self.engine, optimizer["moments"])
+        buffers = SavedBuffers(self.engine.module, [each.buffers for each in facts])
         for warning in buffers.warnings:
             if warning not in self._warned:
                 self._warned.add(warning)
                 print_rank_0(warning)
-        steps = steps_of(self.engine, parts, optimizer["step"])
-        share = Share(folder / file_name(), parts, buffers, common_checksum(facts), steps)
-        self._pending = _Pending(final, TrainState(**asdict(state)), optimizer, share)
+        steps = differing_steps(self.engine, parts, optimizer["step"])
+        share = Share(folder / share_file_name(), parts, buffers, common_checksum(facts), steps)
+        self._pending = _PendingSave(final, TrainState(**asdict(state)), optimizer, share)
         self._write(share, final)
 
     def _make_folder(self, final: Path) -> Path:
         """Make and return the folder into which this rank writes: a temporary one of all ranks, or one for uploads."""
         if self._uploads is not None:
             return self._uploads.prepare(final)
-        temporary = temporary_of(final)
+        temporary = temporary_folder(final)
         if is_rank_0():
             remove(temporary)
             temporary.mkdir(parents=True)
@@ -132,7 +132,7 @@ class Saver:
 
     def _write(self, share: Share, final: Path) -> None:
         """Write the share here, or start the thread that writes or uploads it."""
-        values = values_of(self.engine, share.parts)
+        values = written_values(self.engine, share.parts)
         uploads = self._uploads
 
         def write_and_upload(copies: list[tuple[str, Tensor]]) -> None:
@@ -140,8 +140,8 @@ class Saver:
             if uploads is not None:
                 uploads.send(share, final)
 
-        if self._copy is not None:
-            self._thread = self._copy.start(values, write_and_upload, share.fail)
+        if self._background_copy is not None:
+            self._thread = self._background_copy.start(values, write_and_upload, share.record_error)
             return
         share.write(values)
         if uploads is not None:
@@ -152,41 +152,41 @@ class Saver:
         assert self._pending is not None
         pending = self._pending
         share = pending.share
-        temporary = temporary_of(pending.final)
+        temporary = temporary_folder(pending.final)
         if self._thread is not None:
             self._thread.join()
         self._pending = None
         self._thread = None
         with discard_on_failure(temporary):
-            if share.problem is not None:
-                raise share.problem
+            if share.error is not None:
+                raise share.error
         reports = gather_on_rank_0(share.report())
         with discard_on_failure(temporary):
             if is_rank_0():
                 self._publish(pending, reports)
         print_rank_0(f"saved {pending.final}")
-        kept = self.config.checkpoint
-        if kept.keep_last is not None and is_rank_0():
+        settings = self.config.checkpoint
+        if settings.keep_last is not None and is_rank_0():
             from .retention import prune
 
-            print_notes(prune(self.folder, kept.keep_last, kept.keep_every, pending.state.forks))
+            print_notes(prune(self.folder, settings.keep_last, settings.keep_every, pending.state.forks))
         return pending.final
 
-    def _publish(self, pending: _Pending, reports: Sequence[Report]) -> None:
+    def _publish(self, pending: _PendingSave, reports: Sequence[Report]) -> None:
         """Check that the checkpoint is complete and publish it. reports: the report of each rank."""
         final = pending.final
-        merged = merge(reports, pending.optimizer)
-        check_complete(temporary_of(final), merged.tensors, merged.expected)
+        merged = merge_reports(reports, pending.optimizer)
+        check_complete(temporary_folder(final), merged.tensors, merged.expected)
         seed = mpu.get_rng().seed
         text = index_text(pending.state, self.config, self.fingerprint, merged.tensors, merged.optimizer, seed)
         checksum = pending.share.checksum
-        with named_if_slow(final):
+        with warn_if_slow(final):
             if isinstance(final, RemotePath):
                 from .uploads import publish_remote
 
                 publish_remote(final, text, checksum, merged.sums)
             else:
-                publish(final, temporary_of(final), text, checksum, merged.sums)
+                publish(final, temporary_folder(final), text, checksum, merged.sums)
 
 
 def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config, fingerprint: str) -> Path:

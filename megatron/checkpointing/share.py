@@ -23,54 +23,54 @@ class Part(NamedTuple):
     """A parameter, and what a checkpoint stores of it.
 
     kinds: kinds of tensors stored for the parameter: "weight" and the names of its moments.
-    mine: whether this rank writes these tensors.
-    shared: whether other pipeline stages hold the parameter as well.
+    is_written_here: whether this rank writes these tensors.
+    is_shared: whether other pipeline stages hold the parameter as well.
     """
 
     name: str
     parameter: nn.Parameter
     kinds: list[str]
-    mine: bool
-    shared: bool = False
+    is_written_here: bool
+    is_shared: bool = False
 
 
-def parts_of(engine: Any, moments: list[str]) -> list[Part]:
+def local_parts(engine: Any, moments: list[str]) -> list[Part]:
     """Return all parameters of this rank, and which of them this rank writes.
 
     The data-parallel ranks that hold a parameter divide such parameters evenly by size.
     """
     mesh = mpu.get_mesh()
     parameters = list(global_parameters(engine.module))
-    written = _divide(parameters)
+    assigned = _assigned_names(parameters)
     is_last_stage = mesh.pipe.rank == mesh.pipe.size - 1
     parts = []
     for name, parameter in parameters:
         _, begin, end = mpu.spec_of(parameter).rows  # begin == end if this shard is only vocabulary padding
-        mine = name in written and mpu.is_unique_param(parameter, mesh.model.rank) and begin < end
+        is_written_here = name in assigned and mpu.is_unique_param(parameter, mesh.model.rank) and begin < end
         if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last stage trains it
-            mine = mine and is_last_stage
+            is_written_here = is_written_here and is_last_stage
         kinds = [WEIGHT, *zero_state.moments_of(engine, parameter, moments)]
-        parts.append(Part(name, parameter, kinds, mine, _is_on_every_stage(engine.module, name)))
+        parts.append(Part(name, parameter, kinds, is_written_here, _is_on_every_stage(engine.module, name)))
     return parts
 
 
-def _divide(parameters: Iterable[tuple[str, nn.Parameter]]) -> set[str]:
+def _assigned_names(parameters: Iterable[tuple[str, nn.Parameter]]) -> set[str]:
     """Return the names of the parameters that this data-parallel rank writes.
 
     From the largest to the smallest, each one goes to the rank with the least to write so far: sizes 5, 3, 2 and 1
     give 5 + 1 to rank 0 and 3 + 2 to rank 1.
     """
     sizes = {name: math.prod(mpu.spec_of(parameter).local_shape) for name, parameter in parameters}
-    loads: dict[mpu.Axis, list[int]] = {}
-    written = set()
+    loads = dict[mpu.Axis, list[int]]()  # replicas of a parameter -> elements that each of these ranks writes
+    assigned = set()
     for name, parameter in sorted(parameters, key=lambda item: -sizes[item[0]]):
         axis = mpu.replicas_of(parameter)
-        load = loads.setdefault(axis, [0] * axis.size)
-        writer = load.index(min(load))
-        load[writer] += sizes[name]
+        axis_loads = loads.setdefault(axis, [0] * axis.size)
+        writer = axis_loads.index(min(axis_loads))
+        axis_loads[writer] += sizes[name]
         if writer == axis.rank:
-            written.add(name)
-    return written
+            assigned.add(name)
+    return assigned
 
 
 def _is_on_every_stage(model: Any, name: str) -> bool:
@@ -88,26 +88,26 @@ def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
     """
     shapes = {}
     for part in parts:
-        for kind in part.kinds if part.mine else [WEIGHT]:
+        for kind in part.kinds if part.is_written_here else [WEIGHT]:
             shapes[f"{kind}.{part.name}"] = list(mpu.spec_of(part.parameter).full_shape)
     return shapes
 
 
-def steps_of(engine: Any, parts: list[Part], most: int) -> dict[str, int]:
-    """Return name -> step count of each parameter that this rank writes and whose step count is not `most`.
+def differing_steps(engine: Any, parts: list[Part], common_step: int) -> dict[str, int]:
+    """Return name -> step count of each parameter that this rank writes and whose step count is not `common_step`.
 
-    most: the optimizer's step count, the largest of all parameters.
+    common_step: the optimizer's step count, the largest of all parameters.
     """
     counts = zero_state.step_counts(engine)
     steps = {}
     for part in parts:
-        step = counts.get(part.parameter, most)
-        if part.mine and step != most:
+        step = counts.get(part.parameter, common_step)
+        if part.is_written_here and step != common_step:
             steps[part.name] = step
     return steps
 
 
-def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
+def written_values(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
     """Yield the key and value of each tensor that this rank writes.
 
     With ZeRO, reading a tensor is a collective, so every rank must consume the iterator to its end.
@@ -119,7 +119,7 @@ def values_of(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
                 value = zero_state.get_weight(part.parameter)
             else:
                 value = zero_state.get_moment(engine, part.parameter, kind)
-            if part.mine:
+            if part.is_written_here:
                 yield f"{kind}.{part.name}", spec.without_padding(value)
 
 
@@ -134,30 +134,30 @@ def write_share(
     Raises OSError, and ValueError for a weight that is not finite.
     """
     values = iter(values)
-    mine = {part.name: part for part in parts if part.mine}
-    learns = set()
+    written_parts = {part.name: part for part in parts if part.is_written_here}
+    with_gradient = set()
     try:
-        if not mine:
+        if not written_parts:
             return None
-        places = {slot: place for slot, place in _contents(mine.values())}
-        with StreamWriter(path, places, checksum) as writer:
+        layout = dict(_file_layout(written_parts.values()))
+        with StreamWriter(path, layout, checksum) as writer:
             for key, value in values:
                 writer.add(key, value)
                 kind, name = key.split(".", 1)
-                part = mine[name]
-                if kind == WEIGHT and part.parameter.requires_grad and not _finite(value):
+                part = written_parts[name]
+                if kind == WEIGHT and part.parameter.requires_grad and not _is_finite(value):
                     raise ValueError(f"the weight {name} is not finite")
-                if part.shared and kind not in (WEIGHT, AVERAGE) and value.count_nonzero():
-                    learns.add(name)
+                if part.is_shared and kind not in (WEIGHT, AVERAGE) and value.count_nonzero():
+                    with_gradient.add(name)
     finally:
         for _ in values:  # reading a value may be a collective, so read all of them for the other ranks
             pass
-    frozen = [name for name, part in mine.items() if not part.parameter.requires_grad]
-    tensors = {slot.name: place for slot, place in places.items()}
-    return {"file": path.name, "sum": writer.sum, "tensors": tensors, "learns": learns, "frozen": frozen}
+    frozen = [name for name, part in written_parts.items() if not part.parameter.requires_grad]
+    tensors = {slot.name: place for slot, place in layout.items()}
+    return {"file": path.name, "sum": writer.checksum, "tensors": tensors, "learns": with_gradient, "frozen": frozen}
 
 
-def _contents(parts: Iterable[Part]) -> Iterator[tuple[Slot, dict[str, Any]]]:
+def _file_layout(parts: Iterable[Part]) -> Iterator[tuple[Slot, dict[str, Any]]]:
     """Yield each tensor in the file of `parts`: its name, shape and dtype; its full shape and stored rows."""
     for part in parts:
         spec = mpu.spec_of(part.parameter)
@@ -166,11 +166,11 @@ def _contents(parts: Iterable[Part]) -> Iterator[tuple[Slot, dict[str, Any]]]:
         shape[dim] = end - begin
         dtype = torch.float64 if part.parameter.dtype == torch.float64 else torch.float32
         for kind in part.kinds:
-            place = {"dim": dim, "begin": begin, "end": end, "shape": list(spec.full_shape)}
-            yield Slot(f"{kind}.{part.name}", tuple(shape), dtype), place
+            placement = {"dim": dim, "begin": begin, "end": end, "shape": list(spec.full_shape)}
+            yield Slot(f"{kind}.{part.name}", tuple(shape), dtype), placement
 
 
-def _finite(x: Tensor) -> bool:
+def _is_finite(x: Tensor) -> bool:
     """Return whether all elements are finite, without allocating a boolean tensor of the size of `x`."""
     if not x.numel():
         return True

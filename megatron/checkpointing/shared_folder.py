@@ -10,15 +10,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.config.fields import describe
+from megatron.config.fields import describe_error
 from megatron.ranks.errors import RunError
-from megatron.ranks.objects import from_rank_0, gather_objects
+from megatron.ranks.objects import broadcast_from_rank_0, gather_objects
 from megatron.ranks.rank_0 import is_rank_0, print_notes
 from megatron.storage import RemotePath
 
-from .leftovers import PROBE
+from .leftovers import PROBE_PREFIX
 
-PATIENCE = 30.0  # seconds until a new file is taken as missing; NFS caches the entries of a folder this long
+VISIBILITY_TIMEOUT = 30.0  # seconds until a new file is taken as missing; NFS caches the entries of a folder this long
 
 
 def check_shared(folder: Path, config: Config) -> None:
@@ -30,66 +30,66 @@ def check_shared(folder: Path, config: Config) -> None:
     settings = config.checkpoint
     flag = "--save" if settings.save else "--run-dir"
     saves = settings.save_interval or settings.save_at_end or settings.exit_interval
-    probe = folder / from_rank_0(f"{PROBE}{uuid.uuid4().hex}")
-    unwritten = from_rank_0(_write(probe) if is_rank_0() else None)
-    if unwritten and not isinstance(folder, RemotePath):
-        print_notes([f"no test whether all nodes share {folder}: {unwritten}"])
+    probe = folder / broadcast_from_rank_0(f"{PROBE_PREFIX}{uuid.uuid4().hex}")
+    write_error = broadcast_from_rank_0(_write_probe(probe) if is_rank_0() else None)
+    if write_error and not isinstance(folder, RemotePath):
+        print_notes([f"no test whether all nodes share {folder}: {write_error}"])
         return
-    if unwritten:
-        raise RunError(unwritten)
+    if write_error:
+        raise RunError(write_error)
     is_first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
     try:
-        found = gather_objects(_problem(probe, flag) if is_first_of_host and not is_rank_0() else None)
+        problems = gather_objects(_find_problem(probe, flag) if is_first_of_host and not is_rank_0() else None)
     finally:
         if is_rank_0():
-            _delete(probe)
-    problem = next(filter(None, found), None)
+            _delete_probe(probe)
+    problem = next(filter(None, problems), None)
     if problem and saves:
         raise RunError(problem)
     if problem:
         print_notes([problem])
 
 
-def _write(path: Path) -> str | None:
+def _write_probe(path: Path) -> str | None:
     """Write a small file; return what went wrong, if anything."""
     try:
         path.write_bytes(path.name.encode())
     except OSError as error:
-        return f"{socket.gethostname()} cannot write to {path.parent}: {describe(error)}"
+        return f"{socket.gethostname()} cannot write to {path.parent}: {describe_error(error)}"
     return None
 
 
-def _delete(path: Path) -> None:
+def _delete_probe(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
 
 
-def _problem(probe: Path, flag: str) -> str | None:
+def _find_problem(probe: Path, flag: str) -> str | None:
     """Return why this host cannot take part in saves to the folder of `probe`, which rank 0 has written; else None."""
     folder = probe.parent
     try:
-        seen = _wait_for(probe)
+        is_visible = _wait_for(probe)
     except OSError as error:
-        return f"{socket.gethostname()} cannot read {folder}: {describe(error)}"
-    if not seen and isinstance(folder, RemotePath):
+        return f"{socket.gethostname()} cannot read {folder}: {describe_error(error)}"
+    if not is_visible and isinstance(folder, RemotePath):
         return (
             f"{flag} {folder}: {socket.gethostname()} does not see what rank 0 writes there; give all nodes the same "
             "endpoint and account of the storage"
         )
-    if not seen:
+    if not is_visible:
         return (
             f"{flag} {folder} is not on a disk that all nodes share: {socket.gethostname()} does not see what rank 0 "
             "writes there; give a folder on a shared disk, or a URL of object storage"
         )
-    own = probe.with_name(f"{probe.name}-{dist.get_rank()}")
-    unwritten = _write(own)
-    _delete(own)
-    return unwritten
+    own_probe = probe.with_name(f"{probe.name}-{dist.get_rank()}")
+    write_error = _write_probe(own_probe)
+    _delete_probe(own_probe)
+    return write_error
 
 
 def _wait_for(probe: Path) -> bool:
-    """Return whether the file appears within PATIENCE seconds."""
-    end = time.monotonic() + PATIENCE
+    """Return whether the file appears within VISIBILITY_TIMEOUT seconds."""
+    end = time.monotonic() + VISIBILITY_TIMEOUT
     while not probe.exists():
         if time.monotonic() > end:
             return False

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from .checksums import Checksum
 
-# Dtype names of safetensors: FLOATS are the dtypes of weights and moments, CODES those of buffers.
-FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-CODES = FLOATS | {
+# Dtype names of safetensors: FLOAT_CODES are the dtypes of weights and moments, DTYPE_CODES those of buffers.
+FLOAT_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPE_CODES = FLOAT_CODES | {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
 
 
-def stored(buffer: Tensor) -> Tensor:
+def as_stored(buffer: Tensor) -> Tensor:
     """Return a view of `buffer` as stored in a file: a scalar as [1], a complex tensor as real numbers [..., 2]."""
     real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     return real if real.dim() else real.view(1)
@@ -37,44 +37,45 @@ class Slot:
     dtype: torch.dtype
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Size of the tensor in the file, in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class Entry(Slot):
-    """A tensor to be written; `make` builds the tensor just before it is written."""
+class LazyTensor(Slot):
+    """A tensor to be written; `build` builds the tensor just before it is written."""
 
-    make: Callable[[], Tensor]
+    build: Callable[[], Tensor]
 
 
 class StreamWriter:
     """Writer of a safetensors file whose tensors are declared in advance and then added one by one.
 
     The file consists of the header's length, the header in JSON, and the tensors without gaps. Use the writer as a
-    context manager; afterwards, `sum` is the file's checksum. Raises OSError if writing fails.
+    context manager; afterwards, `checksum` is the file's checksum. Raises OSError if writing fails.
     """
 
     def __init__(self, path: Path, slots: Iterable[Slot], checksum: Checksum) -> None:
         self._slots = list(slots)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        at = 0
+        offset = 0
         for slot in self._slots:
-            end = at + slot.bytes
-            header[slot.name] = {"dtype": CODES[slot.dtype], "shape": list(slot.shape), "data_offsets": [at, end]}
-            at = end
-        raw = json.dumps(header).encode()
-        raw += b" " * (-len(raw) % 8)
-        self._digest = checksum.new()  # hashing with several threads would slow writing down
+            end = offset + slot.num_bytes
+            code = DTYPE_CODES[slot.dtype]
+            header[slot.name] = {"dtype": code, "shape": list(slot.shape), "data_offsets": [offset, end]}
+            offset = end
+        header_bytes = json.dumps(header).encode()
+        header_bytes += b" " * (-len(header_bytes) % 8)  # align the tensors, as the format asks
+        self._digest = checksum.new_hash()  # hashing with several threads would slow writing down
         self._hasher = ThreadPoolExecutor(1)
         self._syncer = ThreadPoolExecutor(1)
         self._synced: Future[None] | None = None
         self._file = open(path, "wb")  # noqa: SIM115  # closed by __exit__
-        self._next = 0
-        self._put(struct.pack("<Q", len(raw)) + raw)
+        self._next_slot = 0
+        self._write_block(struct.pack("<Q", len(header_bytes)) + header_bytes)
 
-    def _put(self, block: bytes | memoryview) -> None:
+    def _write_block(self, block: bytes | memoryview) -> None:
         # Hash in parallel with writing.
         hashed = self._hasher.submit(self._digest.update, block)
         self._file.write(block)
@@ -90,16 +91,16 @@ class StreamWriter:
 
     def add(self, name: str, value: Tensor) -> None:
         """Write the next declared tensor. Raises ValueError if its name or shape differs from the declaration."""
-        slot = self._slots[self._next]
+        slot = self._slots[self._next_slot]
         if name != slot.name or tuple(value.shape) != slot.shape:
             raise ValueError(
                 f"got {name} of shape {list(value.shape)}, but the next declared tensor is {slot.name} of shape "
                 f"{list(slot.shape)}"
             )
-        self._next += 1
-        flat = value.detach().to("cpu", slot.dtype).contiguous().view(-1)
-        if flat.numel():
-            self._put(flat.view(torch.uint8).numpy().data)
+        self._next_slot += 1
+        values = value.detach().to("cpu", slot.dtype).contiguous().view(-1)
+        if values.numel():
+            self._write_block(values.view(torch.uint8).numpy().data)
 
     def __enter__(self) -> "StreamWriter":
         return self
@@ -114,22 +115,22 @@ class StreamWriter:
             self._file.close()
 
     def _finish(self) -> None:
-        if self._next != len(self._slots):
-            raise ValueError(f"{self._slots[self._next].name} was declared but not written")
+        if self._next_slot != len(self._slots):
+            raise ValueError(f"{self._slots[self._next_slot].name} was declared but not written")
         self._file.flush()
         self._check_synced()
         os.fsync(self._file.fileno())
 
     @property
-    def sum(self) -> str:
+    def checksum(self) -> str:
         """Checksum of the bytes written so far, in hexadecimal."""
         return str(self._digest.hexdigest())
 
 
-def write_entries(path: Path, entries: Iterable[Entry], checksum: Checksum) -> str:
+def write_tensor_file(path: Path, entries: Iterable[LazyTensor], checksum: Checksum) -> str:
     """Write `entries` to the safetensors file `path`, one tensor after another; return the file's checksum."""
     entries = list(entries)
     with StreamWriter(path, entries, checksum) as writer:
         for entry in entries:
-            writer.add(entry.name, entry.make())
-    return writer.sum
+            writer.add(entry.name, entry.build())
+    return writer.checksum

@@ -3,38 +3,38 @@
 import re
 from pathlib import Path
 
-from ..atomic import absence
+from ..atomic import why_missing
 from .checksums import Checksum
-from .files import INDEX, CheckpointError, sums_file, way_back
+from .files import INDEX, CheckpointError, resume_advice, sums_file
 
-_LINE = re.compile(r"([0-9a-f]{64})  ([^/]+)")
+_SUMS_LINE = re.compile(r"([0-9a-f]{64})  ([^/]+)")
 
 
 def read_sums(checkpoint: Path) -> dict[str, str]:
     """Read the checksum file and return the checksum of each file, by name. Raises CheckpointError."""
     path = sums_file(checkpoint)
     if not path.is_file():
-        raise unreadable(path, absence(path))
+        raise unreadable_error(path, why_missing(path))
     lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1]
-    sums: dict[str, str] = {}
+    sums = dict[str, str]()
     for number, line in enumerate(lines, 1):
-        found = _LINE.fullmatch(line)
-        if not found or found[2] in (".", "..") or found[2] in sums:
-            raise unreadable(path, f"is damaged in line {number}")
-        sums[found[2]] = found[1]
+        match = _SUMS_LINE.fullmatch(line)
+        if not match or match[2] in (".", "..") or match[2] in sums:
+            raise unreadable_error(path, f"is damaged in line {number}")
+        sums[match[2]] = match[1]
     if INDEX not in sums:
-        raise unreadable(path, f"is damaged: it does not list {INDEX}")
+        raise unreadable_error(path, f"is damaged: it does not list {INDEX}")
     return sums
 
 
 def check_file(path: Path, checksum: Checksum, expected: str) -> None:
     """Raise CheckpointError if a file is missing or its checksum differs."""
     if not path.is_file():
-        raise unreadable(path, absence(path))
-    if checksum.of(path) != expected:
-        raise unreadable(path, f"is damaged: its checksum is not the one in {checksum.file}")
+        raise unreadable_error(path, why_missing(path))
+    if checksum.hash_file(path) != expected:
+        raise unreadable_error(path, f"is damaged: its checksum is not the one in {checksum.sums_name}")
 
 
-def unreadable(path: Path, why: str) -> CheckpointError:
+def unreadable_error(path: Path, problem: str) -> CheckpointError:
     """Return the error for a file of a checkpoint, with advice how to continue without this checkpoint."""
-    return CheckpointError(f"{path} {why}; {way_back(path.parent)}")
+    return CheckpointError(f"{path} {problem}; {resume_advice(path.parent)}")

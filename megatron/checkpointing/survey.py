@@ -13,14 +13,14 @@ from megatron.ranks.buffers import BufferCopy, fingerprint_buffers
 from megatron.ranks.rank_0 import is_rank_0
 from tds import optimizer_state as zero_state
 
-from .buffers import Buffers, savable
-from .checksums import SHA256, Checksum, preferred
+from .buffers import SavedBuffers, is_savable
+from .checksums import SHA256, Checksum, preferred_checksum
 from .failures import as_user_error
 from .share import Part, expected_shapes, write_share
-from .slow import named_if_slow
+from .slow import warn_if_slow
 
 
-class Facts(NamedTuple):
+class RankFacts(NamedTuple):
     """Facts about a rank that all ranks need before they write: its optimizer, buffers and checksum algorithm."""
 
     step: int
@@ -29,17 +29,17 @@ class Facts(NamedTuple):
     checksum: str
 
 
-def facts_of(engine: Any) -> Facts:
+def collect_facts(engine: Any) -> RankFacts:
     """Return the facts of this rank."""
     step = zero_state.get_step(engine)
     moments = zero_state.moment_names(engine)
-    buffers = fingerprint_buffers(engine.module, savable)
-    return Facts(step, moments, buffers, preferred().name)
+    buffers = fingerprint_buffers(engine.module, is_savable)
+    return RankFacts(step, moments, buffers, preferred_checksum().name)
 
 
-def optimizer_entry(facts: Sequence[Facts], engine: Any) -> dict[str, Any]:
+def optimizer_entry(facts: Sequence[RankFacts], engine: Any) -> dict[str, Any]:
     """Return the entry `optimizer` of checkpoint.json, as far as it is known before the shares are written."""
-    moments: set[str] = set()
+    moments = set[str]()
     for each in facts:
         moments.update(each.moments)
     return {
@@ -49,13 +49,13 @@ def optimizer_entry(facts: Sequence[Facts], engine: Any) -> dict[str, Any]:
     }
 
 
-def common_checksum(facts: Sequence[Facts]) -> Checksum:
+def common_checksum(facts: Sequence[RankFacts]) -> Checksum:
     """Return one algorithm for all ranks, even if a package is missing on some of them."""
     names = {each.checksum for each in facts}
-    return preferred() if len(names) == 1 else SHA256
+    return preferred_checksum() if len(names) == 1 else SHA256
 
 
-def file_name() -> str:
+def share_file_name() -> str:
     """Return the name of this rank's file of parameters."""
     mesh = mpu.get_mesh()
     return f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}.safetensors"
@@ -73,38 +73,38 @@ class Report(NamedTuple):
 class Share:
     """This rank's share of a checkpoint.
 
-    path: file of the parameters. steps: see `steps_of`. written: reports of the written files. problem: error while
-    writing, which `Saver.finish` raises on all ranks.
+    path: file of the parameters. steps: see `differing_steps`. file_reports: reports of the written files. error: error
+    while writing, which `Saver.finish` raises on all ranks.
     """
 
     path: Path
     parts: list[Part]
-    buffers: Buffers
+    buffers: SavedBuffers
     checksum: Checksum
     steps: dict[str, int]
-    written: list[dict[str, Any]] = field(default_factory=list)
-    problem: Exception | None = None
+    file_reports: list[dict[str, Any]] = field(default_factory=list)
+    error: Exception | None = None
 
     def write(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Write the parameters and the buffers of this rank. values: key and value of each tensor of `parts`."""
-        beside = self.path.with_stem(f"{self.path.stem}-buffers")
+        buffers_path = self.path.with_stem(f"{self.path.stem}-buffers")
         try:
-            with named_if_slow(self.path):
+            with warn_if_slow(self.path):
                 parameters = write_share(self.path, self.parts, values, self.checksum)
-                buffers = self.buffers.write(beside, self.checksum)
+                buffers = self.buffers.write(buffers_path, self.checksum)
         except Exception as error:
-            self.fail(error)
+            self.record_error(error)
             return
-        self.written = [report for report in (parameters, buffers) if report]
+        self.file_reports = [report for report in (parameters, buffers) if report]
 
-    def fail(self, error: Exception) -> None:
+    def record_error(self, error: Exception) -> None:
         """Keep an error of this rank until all ranks can raise it."""
-        self.problem = as_user_error(error)
+        self.error = as_user_error(error)
 
     def report(self) -> Report:
         """Return the report for rank 0."""
         expected = expected_shapes(self.parts) | self.buffers.expected
-        return Report(self.written, expected, self.steps)
+        return Report(self.file_reports, expected, self.steps)
 
 
 def gather_on_rank_0(report: Report) -> list[Report]:

@@ -11,9 +11,9 @@ from megatron.ranks.rank_0 import is_rank_0
 from megatron.storage import RemotePath
 
 from .checksums import Checksum
-from .files import INDEX, is_checkpoint, latest_name, point_latest_to, sums_text
-from .remote import delete, upload
-from .slow import named_if_slow
+from .files import INDEX, format_sums, is_checkpoint, latest_name, point_latest_to
+from .remote import delete_checkpoint, upload_files
+from .slow import warn_if_slow
 from .survey import Share
 
 
@@ -48,16 +48,16 @@ class Uploads:
 
     def send(self, share: Share, final: Path) -> None:
         """Upload the written files of `share` to the checkpoint `final`, and delete them here."""
-        if share.problem is not None:
+        if share.error is not None:
             return
         assert isinstance(final, RemotePath)
-        files = [self.folder / report["file"] for report in share.written]
+        files = [self.folder / report["file"] for report in share.file_reports]
         try:
-            with named_if_slow(final):
-                upload(files, final)
+            with warn_if_slow(final):
+                upload_files(files, final)
                 remove(self.folder)
         except Exception as error:
-            share.fail(error)
+            share.record_error(error)
 
 
 def publish_remote(final: RemotePath, index: str, checksum: Checksum, sums: Mapping[str, str]) -> None:
@@ -66,14 +66,14 @@ def publish_remote(final: RemotePath, index: str, checksum: Checksum, sums: Mapp
     The checkpoint counts as one as soon as checkpoint.json, which is written last, is there.
     """
     data = index.encode()
-    digest = checksum.new()
+    digest = checksum.new_hash()
     digest.update(data)
-    every = {INDEX: digest.hexdigest(), **sums}
-    (final / checksum.file).write_bytes(sums_text(every).encode())
+    all_sums = {INDEX: digest.hexdigest(), **sums}
+    (final / checksum.sums_name).write_bytes(format_sums(all_sums).encode())
     (final / INDEX).write_bytes(data)
     point_latest_to(final)
     for copy in final.parent.glob("iter_*.old.tmp"):  # see make_room
-        delete(copy, INDEX)
+        delete_checkpoint(copy, INDEX)
 
 
 def make_room(final: RemotePath) -> None:
@@ -85,13 +85,13 @@ def make_room(final: RemotePath) -> None:
     folder = final.parent
     if latest_name(folder) == final.name:
         others = [path for path in folder.glob("iter_*") if path != final and is_checkpoint(path)]
-        point_latest_to(others[-1] if others else _copy_aside(final))
-    delete(final, INDEX)
+        point_latest_to(others[-1] if others else _copy_as_old_save(final))
+    delete_checkpoint(final, INDEX)
 
 
-def _copy_aside(checkpoint: RemotePath) -> RemotePath:
+def _copy_as_old_save(checkpoint: RemotePath) -> RemotePath:
     copy = checkpoint.with_name(checkpoint.name + ".old.tmp")
-    delete(copy, INDEX)
+    delete_checkpoint(copy, INDEX)
     for path in sorted(checkpoint.glob("*"), key=lambda path: path.name == INDEX):  # the index is copied last
         path.copy_to(copy / path.name)
     return copy

@@ -16,23 +16,23 @@ class Wanted:
     same_tokenizer: bool = True  # refuse the checkpoint if its tokenizer differs from that of this run
 
     @classmethod
-    def by(cls, config: Config, beside_load: bool = False) -> "Wanted":
+    def from_config(cls, config: Config, beside_load: bool = False) -> "Wanted":
         """Return the parts to load and the mismatches to refuse, as the flags in `config` ask.
 
         beside_load: whether --load is given but ignored, because the run resumes from its own checkpoint.
         """
-        c = config.checkpoint
+        settings = config.checkpoint
         # --finetune and --no-load-* were meant for the checkpoint of --load, when the run started. Applying them to
         # the run's own checkpoint would discard the progress of the run.
         if beside_load:
-            return cls(same_data=not c.override_data, same_tokenizer=not c.override_tokenizer)
+            return cls(same_data=not settings.override_data, same_tokenizer=not settings.override_tokenizer)
         return cls(
-            position=not c.finetune,
-            optimizer=c.load_optim and not c.finetune,
-            rng=c.load_rng and not c.finetune,
-            same_data=not (c.finetune or c.override_data),
-            same_tokenizer=not c.override_tokenizer,
+            position=not settings.finetune,
+            optimizer=settings.load_optim and not settings.finetune,
+            rng=settings.load_rng and not settings.finetune,
+            same_data=not (settings.finetune or settings.override_data),
+            same_tokenizer=not settings.override_tokenizer,
         )
 
 
-ALL = Wanted()  # load everything, refuse every mismatch
+LOAD_ALL = Wanted()  # load everything, refuse every mismatch

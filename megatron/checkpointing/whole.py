@@ -24,23 +24,23 @@ def check_complete(
     shapes: dict[str, dict[str, list[int]]] = {}  # file -> key -> shape
     for key, entry in tensors.items():
         dim = entry["dim"]
-        at = 0
+        next_row = 0
         for piece in sorted(entry["pieces"], key=lambda piece: int(piece["begin"])):
-            if piece["begin"] != at:
+            if piece["begin"] != next_row:
                 break
-            at = piece["end"]
+            next_row = piece["end"]
             name = piece["file"]
             if name not in shapes:
-                shapes[name] = _shapes_in(folder / name)
+                shapes[name] = _read_shapes(folder / name)
             shape = list(entry["shape"])
             shape[dim] = piece["end"] - piece["begin"]
             if shapes[name].get(key) != shape:
                 raise CheckpointError(f"{folder / name} does not hold {key!r} of shape {shape}")
-        if at != entry["shape"][dim]:
-            raise CheckpointError(f"no rank has written rows {at} and later of {key!r}")
+        if next_row != entry["shape"][dim]:
+            raise CheckpointError(f"no rank has written rows {next_row} and later of {key!r}")
 
 
-def _shapes_in(path: Path) -> dict[str, list[int]]:
+def _read_shapes(path: Path) -> dict[str, list[int]]:
     """Return key -> shape of each tensor in a file, by its header."""
     file = open_tensors(path)
     return {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  # no dict

@@ -8,32 +8,32 @@ from typing import Any
 from megatron.atomic import remove
 from megatron.config import Config
 
-from .checksums import preferred
-from .files import publish, temporary_of
+from .checksums import preferred_checksum
+from .files import publish, temporary_folder
 from .index import index_text
 from .state import TrainState
-from .stream import Entry, write_entries
+from .stream import LazyTensor, write_tensor_file
 
 
 def write_checkpoint(
     final: Path,
-    entries: Sequence[Entry],
+    entries: Sequence[LazyTensor],
     config: Config,
     fingerprint: str,
     average_of: list[dict[str, Any]] | None = None,
 ) -> None:
     """Write imported or averaged weights as a checkpoint of iteration 0, in one process and one tensor at a time."""
-    temporary = temporary_of(final)
+    temporary = temporary_folder(final)
     remove(temporary)
     temporary.mkdir(parents=True)
-    name = "weights.safetensors"
-    checksum = preferred()
+    file_name = "weights.safetensors"
+    checksum = preferred_checksum()
     try:
-        sums = {name: write_entries(temporary / name, entries, checksum)}
-        tensors = {
-            e.name: {"shape": list(e.shape), "dim": 0, "pieces": [{"file": name, "begin": 0, "end": e.shape[0]}]}
-            for e in entries
-        }
+        sums = {file_name: write_tensor_file(temporary / file_name, entries, checksum)}
+        tensors = {}
+        for entry in entries:
+            piece = {"file": file_name, "begin": 0, "end": entry.shape[0]}
+            tensors[entry.name] = {"shape": list(entry.shape), "dim": 0, "pieces": [piece]}
         text = index_text(TrainState(), config, fingerprint, tensors, average_of=average_of)
         publish(final, temporary, text, checksum, sums)
     finally:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_NUMBER = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmbt]?)(_samples|_tokens)?", re.IGNORECASE)
+_NUMBER = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:e\d+)?)(?P<suffix>[kmbt]?)(?P<unit>_samples|_tokens)?", re.IGNORECASE)
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-FORM = "must be a list of START:SIZE such as 0:256 500M:512, with starts from 0 on in ascending order"
+INVALID_SCHEDULE = "must be a list of START:SIZE such as 0:256 500M:512, with starts from 0 on in ascending order"
 
 
 class Entry(NamedTuple):
@@ -29,20 +29,20 @@ def parse_entries(text: str) -> list[Entry]:
     entries = []
     for word in text.replace(",", " ").split():
         start, _, size = word.partition(":")
-        begin = _NUMBER.fullmatch(start)
-        samples = _NUMBER.fullmatch(size)
-        if begin is None or samples is None or samples[3]:
+        start_match = _NUMBER.fullmatch(start)
+        size_match = _NUMBER.fullmatch(size)
+        if start_match is None or size_match is None or size_match["unit"]:
             raise ValueError(f"{word} is not START:SIZE")
-        unit = (begin[3] or "").lower()
-        entries.append(Entry(_whole(begin), unit == "_samples", _whole(samples)))
+        unit = (start_match["unit"] or "").lower()
+        entries.append(Entry(_parse_count(start_match), unit == "_samples", _parse_count(size_match)))
     sizes = [entry.size for entry in entries]
     if not entries or entries[0].start or 0 in sizes:
         raise ValueError("no entry starts at 0, or a size is 0")
     return entries
 
 
-def _whole(found: "re.Match[str]") -> int:
-    return int(float(found[1]) * _SUFFIXES[found[2].lower()])
+def _parse_count(match: "re.Match[str]") -> int:
+    return int(float(match["number"]) * _SUFFIXES[match["suffix"].lower()])
 
 
 def schedule_problem(text: str) -> str | None:
@@ -50,7 +50,7 @@ def schedule_problem(text: str) -> str | None:
     try:
         parse_entries(text)
     except (ValueError, OverflowError):  # such as 1e400
-        return FORM
+        return INVALID_SCHEDULE
     return None
 
 
@@ -66,16 +66,16 @@ class BatchSchedule:
     sizes: tuple[int, ...]
 
     def __str__(self) -> str:
-        words = [str(self.sizes[0])]
+        parts = [str(self.sizes[0])]
         for size, start in zip(self.sizes[1:], self.starts[1:], strict=True):
-            words.append(f"{size} from sample {start} on")
-        return ", ".join(words)
+            parts.append(f"{size} from sample {start} on")
+        return ", ".join(parts)
 
     def size_at(self, first: int) -> int:
         """Return the number of samples of the iteration whose first sample is `first`."""
         return self.sizes[bisect_right(self.starts, first) - 1]
 
-    def after(self, first: int, iterations: int) -> int:
+    def advance(self, first: int, iterations: int) -> int:
         """Return the position, in samples, after `iterations` iterations from sample `first` on."""
         for start, size, count in self._ranges(first):
             if iterations <= count:
@@ -83,11 +83,11 @@ class BatchSchedule:
             iterations -= count
         raise AssertionError("the last size has no end")
 
-    def iterations(self, first: int, end: int) -> int:
+    def iterations_between(self, first: int, end: int) -> int:
         """Return how many whole iterations from sample `first` on fit in front of sample `end`."""
         done = 0
         for start, size, count in self._ranges(first):
-            fitting = max(end - start, 0) // size
+            fitting = max(end - start, 0) // size  # whole iterations of this size that end by sample `end`
             if fitting < count:
                 return done + fitting
             done += count
@@ -95,17 +95,18 @@ class BatchSchedule:
 
     def _ranges(self, first: int) -> Iterator[tuple[int, int, int]]:
         """Yield (first sample, size, number) for each range of iterations of one size, from sample `first` on."""
-        at = bisect_right(self.starts, first) - 1
-        for size, end in itertools.zip_longest(self.sizes[at:], self.starts[at + 1 :]):
+        current = bisect_right(self.starts, first) - 1  # index of the size at sample `first`
+        for size, end in itertools.zip_longest(self.sizes[current:], self.starts[current + 1 :]):
             count = sys.maxsize  # the last size has no end
             if end is not None:
+                # Round up: an iteration that begins before `end` keeps its size. It may pass a whole later range.
                 count = max(-(-(end - first) // size), 0)
             yield first, size, count
             first += count * size
 
 
-def schedule_of(text: str, tokens: int) -> BatchSchedule:
-    """Return the schedule in `text`, see `parse_entries`. tokens: tokens of a sample, for starts in tokens."""
+def parse_batch_schedule(text: str, sample_tokens: int) -> BatchSchedule:
+    """Return the schedule in `text`, see `parse_entries`. sample_tokens: tokens of a sample, for starts in tokens."""
     entries = parse_entries(text)
-    starts = [each.start if each.in_samples else each.start // tokens for each in entries]
-    return BatchSchedule(tuple(starts), tuple(each.size for each in entries))
+    starts = [entry.start if entry.in_samples else entry.start // sample_tokens for entry in entries]
+    return BatchSchedule(tuple(starts), tuple(entry.size for entry in entries))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..streams import guarded
+from ..streams import guard_streams
 from .command_line import parse
 from .defaults import DEFAULTS
 from .fields import ConfigError
@@ -23,26 +23,26 @@ def parse_early(family: str) -> Config | None:
     Returns None on ranks other than 0: `training.entry.run` parses their flags later, so that only rank 0 prints
     an error.
     """
-    help_if_asked(family)
+    print_help_if_asked(family)
     ranks = os.environ.get("WORLD_SIZE", "1")
     # `training.entry.run` refuses an invalid WORLD_SIZE later.
     if os.environ.get("RANK", "0") != "0" or not ranks.isdecimal():
         return None
-    with _one_sentence(Path(sys.argv[0]).name):
+    with _exit_on_config_error(Path(sys.argv[0]).name):
         return parse(sys.argv[1:], DEFAULTS[family], int(ranks), print_note)
 
 
-def help_if_asked(family: str | None = None) -> None:
+def print_help_if_asked(family: str | None = None) -> None:
     """Print help on the settings of `family` and exit if the command line has -h or --help, perhaps with a topic."""
     words = sys.argv[1:]
     if not {"-h", "--help"} & set(words):
         return
     from .help import help_text
 
-    at = next(at for at, word in enumerate(words) if word in ("-h", "--help"))
-    topic = words[at + 1] if at + 1 < len(words) else None
+    topic_index = next(index for index, word in enumerate(words, start=1) if word in ("-h", "--help"))
+    topic = words[topic_index] if topic_index < len(words) else None
     script = Path(sys.argv[0]).name
-    with guarded("the rest of the help is lost", "stdout"):
+    with guard_streams("the rest of the help is lost", "stdout"):
         try:
             print(help_text(script, family, topic))
         except ConfigError as error:
@@ -57,12 +57,12 @@ first_look = parse_early  # name of 0.2.0
 def print_note(note: str) -> None:
     """Print a note on rank 0, before the process group exists."""
     if os.environ.get("RANK", "0") == "0":
-        with guarded("training continues", "stdout"):
+        with guard_streams("training continues", "stdout"):
             print(f"note: {note}", flush=True)
 
 
 @contextmanager
-def _one_sentence(script: str) -> Iterator[None]:
+def _exit_on_config_error(script: str) -> Iterator[None]:
     """Print the message of a ConfigError that the `with` block raises, and exit with code 2."""
     try:
         yield
@@ -74,7 +74,7 @@ def _one_sentence(script: str) -> Iterator[None]:
 def main() -> None:
     """Exit with code 0 if the flags are valid, else print the training script's error message and exit with code 2."""
     family, ranks, *argv = sys.argv[1:]
-    with _one_sentence(f"pretrain_{family}.py"):
+    with _exit_on_config_error(f"pretrain_{family}.py"):
         config = parse(argv, DEFAULTS[family], int(ranks))
         config.parallel.data_parallel_size(int(ranks))
         if (path := config.train.deepspeed_config) and not Path(path).is_file():

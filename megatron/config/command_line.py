@@ -12,13 +12,13 @@ from typing import Any, NamedTuple, NoReturn
 from .. import presets
 from .._compat import compat
 from ..json_text import brief
-from ..storage import PlaceError, require_local
+from ..storage import PathError, require_local
 from . import ineffective, mup
-from .fields import ConfigError, OneOf, flag, listed, types_of
-from .names import HOME, RENAMED, nearest, refuse_removed, unknown_arguments, with_new_names
-from .places import problems_with_places
+from .fields import ConfigError, OneOf, flag, format_problems, types_of
+from .names import HOME, RENAMED, nearest, refuse_removed, replace_renamed_flags, unknown_arguments
+from .places import location_problems
 from .sections import Config, settings
-from .settings_files import named, read_json
+from .settings_files import parse_settings, read_json
 from .source import given_in_files, merge, new_source, with_family
 
 __all__ = [
@@ -31,45 +31,45 @@ def parse(
     argv: Sequence[str],
     defaults: Mapping[str, Any] | None = None,
     ranks: int = 1,
-    tell: Callable[[str], None] = lambda note: None,
+    notify: Callable[[str], None] = lambda note: None,
 ) -> Config:
     """Return the configuration that the arguments `argv` describe.
 
     defaults: settings whose defaults the entry script overrides, with their values.
     ranks: world size, on which the translation of some flags of other frameworks depends; --dry-run replaces it.
-    tell: function that is called with each note, e.g. on how a flag of another framework was translated.
+    notify: function that is called with each note, e.g. on how a flag of another framework was translated.
     Raises ConfigError with one sentence, or one line per invalid argument.
     """
-    words, notes = with_new_names(argv)
+    words, notes = replace_renamed_flags(argv)
     flags = read_flags(words)
-    sources = [named(defaults or {}, "args_defaults")]
-    for path in paths_of(flags.files):
-        sources.append(named(read_json(path), path))
-    line = new_source(flags.settings, flags.foreign)
-    line.add_all(flags.foreign)
-    values, dropped = merge(sources, line)
+    sources = [parse_settings(defaults or {}, "args_defaults")]
+    for path in config_file_paths(flags.files):
+        sources.append(parse_settings(read_json(path), path))
+    cli = new_source(flags.settings, flags.foreign)
+    cli.translate_all(flags.foreign)
+    values, dropped_notes = merge(sources, cli)
     ranks = values.get("dry_run") or ranks
     problems = unknown_arguments(flags.unknown)
     for source in sources:
         notes += [f"{source.where}: {note}" for note in source.notes]
         problems += [f"{source.where}: {problem}" for problem in source.problems]
     try:
-        config = line.settle(with_values(Config(), values), ranks, with_values).with_batches(ranks)
-        line.problems += _problems(config, (defaults or {}).get("family"))
+        config = cli.apply_deferred(with_values(Config(), values), ranks, with_values).with_batches(ranks)
+        cli.problems += _command_line_problems(config, (defaults or {}).get("family"))
     except ConfigError as error:
-        line.problems.append(str(error))
-    problems += line.problems
+        cli.problems.append(str(error))
+    problems += cli.problems
     if problems:
-        raise ConfigError(listed(problems, "errors in the settings"))
-    notes += dropped
-    notes += mup.notes(config.model, config.optim.optimizer == "muon")
-    decided = set(line.values).union(*(source.values for source in sources[1:]))
+        raise ConfigError(format_problems(problems, "errors in the settings"))
+    notes += [*dropped_notes, *mup.notes(config.model, config.optim.optimizer == "muon")]
+    files = sources[1:]  # sources[0] holds the defaults of the entry script
+    set_by_user = set(cli.values).union(*(source.values for source in files))
     if flags.foreign:
-        notes += compat("flags.defaults").notes(config, flags.foreign, decided, defaults or {})
-    notes += line.notes
-    given = {**given_in_files(sources[1:]), **line.values}
+        notes += compat("flags.defaults").notes(config, flags.foreign, set_by_user, defaults or {})
+    notes += cli.notes
+    given = {**given_in_files(files), **cli.values}
     for note in [*notes, *ineffective.notes(config, ranks, given)]:
-        tell(note)
+        notify(note)
     return config
 
 
@@ -84,39 +84,39 @@ class _Flags(NamedTuple):
 
 def read_flags(words: Sequence[str]) -> _Flags:
     """Parse the words of a command line. Flags of other frameworks are known only if there is an unknown one."""
-    found, unknown = build_parser(foreign=False).parse_known_args(words)
+    namespace, unknown = build_parser(foreign=False).parse_known_args(words)
     if unknown:  # flags of another framework, or mistakes
-        found, unknown = build_parser().parse_known_args(words)
-    values = vars(found)
+        namespace, unknown = build_parser().parse_known_args(words)
+    values = vars(namespace)
     values.pop("local_rank", None)
     foreign = values.pop("foreign", {})
     files = values.pop("config", [])
     return _Flags(values, foreign, files, unknown)
 
 
-def paths_of(names: Sequence[str]) -> list[str]:
+def config_file_paths(names: Sequence[str]) -> list[str]:
     """Return the paths of the files that --config names."""
     try:
-        return [str(presets.find(require_local(name), "models")) for name in names]
-    except PlaceError as error:
+        return [str(presets.find_preset(require_local(name), "models")) for name in names]
+    except PathError as error:
         raise ConfigError(f"--config {error}") from None
 
 
-def _problems(config: Config, own: str | None) -> list[str]:
+def _command_line_problems(config: Config, script_family: str | None) -> list[str]:
     """Return the problems that only a command line can have: checkpoints of earlier versions, which accepted such
     settings, must stay readable.
 
-    own: family of the entry script.
+    script_family: family of the entry script.
     """
     problems = []
     family = config.model.family
-    if own and family != own:
-        problems.append(f"this script trains only the family {own}, not --family {family}")
-    o = config.optim
-    if o.min_lr > o.lr and o.lr_decay_style != "constant":
-        problems.append(f"--min-lr {o.min_lr:g} exceeds --lr {o.lr:g}, the peak; give a smaller --min-lr")
+    if script_family and family != script_family:
+        problems.append(f"this script trains only the family {script_family}, not --family {family}")
+    optim = config.optim
+    if optim.min_lr > optim.lr and optim.lr_decay_style != "constant":
+        problems.append(f"--min-lr {optim.min_lr:g} exceeds --lr {optim.lr:g}, the peak; give a smaller --min-lr")
     else:
-        problems += problems_with_places(config)
+        problems += location_problems(config)
     return problems
 
 
@@ -125,14 +125,14 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         by_section.setdefault(HOME[name], {})[name] = value
-    sections = {name: replace(getattr(config, name), **new) for name, new in by_section.items()}
-    return replace(config, **sections)
+    changed = {name: replace(getattr(config, name), **section_values) for name, section_values in by_section.items()}
+    return replace(config, **changed)
 
 
 def from_file(path: str) -> Config:
     """Return the configuration in a config.json that a run wrote to its folder. Raises ConfigError."""
-    found = named(read_json(path), path)
-    return with_values(Config(), with_family({**found.values, **found.follow(found.values)}))
+    source = parse_settings(read_json(path), path)
+    return with_values(Config(), with_family({**source.values, **source.implied_settings(source.values)}))
 
 
 class SettingsParser(argparse.ArgumentParser):
@@ -151,48 +151,48 @@ def build_parser(foreign: bool = True) -> argparse.ArgumentParser:
     parser = SettingsParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", action="append", metavar="FILE")
     for _, section, f in settings():
-        parser.add_argument(flag(f.name), **_form(section, f))
+        parser.add_argument(flag(f.name), **_argument_options(section, f))
     # Launchers pass this flag to every process. It is ignored, as the environment has the rank.
     parser.add_argument("--local_rank", "--local-rank", type=int)
     if foreign:
-        compat("flags.translate").add_to(parser)
+        compat("flags.translate").add_foreign_flags(parser)
     return parser
 
 
-def _form(section: type, setting: Any) -> dict[str, Any]:
+def _argument_options(section: type, setting: Any) -> dict[str, Any]:
     """Return the arguments of `add_argument` for a setting."""
     kinds = types_of(section, setting.name)
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
     kind = next(each for each in kinds if each is not type(None))
-    form: dict[str, Any] = {"metavar": metavar(setting, kind)}
+    options: dict[str, Any] = {"metavar": metavar(setting, kind)}
     if kind is tuple:
-        return form | {"nargs": "+", "type": str, "action": partial(_Words, none=setting.default)}
-    return form | {"type": _or_none(kind) if type(None) in kinds else kind}
+        return options | {"nargs": "+", "type": str, "action": partial(_WordsAction, none_value=setting.default)}
+    return options | {"type": _or_word_none(kind) if type(None) in kinds else kind}
 
 
-def _or_none(kind: type) -> Callable[[str], Any]:
+def _or_word_none(kind: type) -> Callable[[str], Any]:
     """Return a function that converts the word `none` to None and any other word to `kind`.
 
     The word `none` after a flag removes an optional setting that a --config file sets.
     """
 
-    def read(word: str) -> Any:
+    def convert(word: str) -> Any:
         return None if word == "none" else kind(word)
 
-    read.__name__ = kind.__name__  # argparse prints this name in its own messages
-    return read
+    convert.__name__ = kind.__name__  # argparse prints this name in its own messages
+    return convert
 
 
-class _Words(argparse.Action):
+class _WordsAction(argparse.Action):
     """Argument that takes several words, or the single word `none`, which stands for the setting's default."""
 
-    def __init__(self, *args: Any, none: tuple[str, ...] | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, none_value: tuple[str, ...] | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.none = none
+        self.none_value = none_value
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        setattr(namespace, self.dest, self.none if values == ["none"] else values)
+        setattr(namespace, self.dest, self.none_value if values == ["none"] else values)
 
 
 def metavar(setting: "Field[Any]", kind: type) -> str:

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..storage import is_url
 from .data import objectives_of
 from .fields import problems_where
-from .optim import share_of
+from .optim import floor_share
 
 if TYPE_CHECKING:
     from .sections import Config
 
-LATE_GATHER = (
+PARAM_GATHER_NEEDS = (
     "--overlap-param-gather needs --zero-stage 1 in fp32 or bf16, --overlap-grad-reduce, and a --deepspeed-config "
     "without other keys in zero_optimization and bf16"
 )
-PARTIAL_REPLICAS = (
+EXPERTS_NEED = (
     "--expert-parallel-size reduces experts over some replicas only, which DeepSpeed's optimizers cannot: use "
     "--zero-stage 0 in fp32, or --zero-stage 1 in fp32 or bf16, with --overlap-grad-reduce and a --deepspeed-config "
     "without other keys in zero_optimization and bf16"
 )
-WHOLE_MATRICES = (
+MUON_NEEDS = (
     "--optimizer muon steps whole matrices, which DeepSpeed's ZeRO shards: use --zero-stage 0 in fp32, or "
     "--zero-stage 1 in fp32 or bf16 with --overlap-grad-reduce and a --deepspeed-config without other keys in "
     "zero_optimization and bf16"
@@ -29,24 +29,24 @@ WHOLE_MATRICES = (
 
 def conflicts(config: "Config") -> Iterator[str]:
     """Yield an error text for each conflict of `config`."""
-    yield from _of_recomputation(config)
-    yield from _of_wsd(config)
-    yield from _of_mup(config)
-    yield from _of_objectives(config)
-    yield from _of_settings_of_objectives(config)
-    yield from _of_contexts(config)
-    yield from _of_experts(config)
-    yield from _of_object_storage(config)
+    yield from _recomputation_conflicts(config)
+    yield from _wsd_conflicts(config)
+    yield from _mup_conflicts(config)
+    yield from _objective_conflicts(config)
+    yield from _objective_option_conflicts(config)
+    yield from _context_parallel_conflicts(config)
+    yield from _expert_conflicts(config)
+    yield from _object_storage_conflicts(config)
 
 
-def _of_recomputation(config: "Config") -> Iterator[str]:
+def _recomputation_conflicts(config: "Config") -> Iterator[str]:
     m = config.model
     p = config.parallel
-    splits = p.splits_backward(config.train.gas)
+    splits_backward = p.splits_backward(config.train.gas)
     schedule = f"--pipeline-schedule {p.pipeline_schedule}"
     yield from problems_where(
         (
-            splits and p.checkpoint_activations,
+            splits_backward and p.checkpoint_activations,
             f"{schedule} would recompute activations for each half of the backward pass; use 1f1b with "
             "--checkpoint-activations",
         ),
@@ -60,17 +60,17 @@ def _of_recomputation(config: "Config") -> Iterator[str]:
         ),
     )
     if m.recompute_modules:
-        others = problems_where(
+        conflicting_settings = problems_where(
             (p.checkpoint_activations, "--checkpoint-activations, which recomputes whole layers"),
             (m.checkpoint_attention, "--checkpoint-attention, which keeps queries, keys and values"),
             (m.offload_activations, "--offload-activations, which keeps activations elsewhere"),
-            (splits, f"{schedule}, which splits the backward pass"),
+            (splits_backward, f"{schedule}, which splits the backward pass"),
         )
-        for other in others:
-            yield f"--recompute-modules cannot be used with {other}; leave one of them out"
+        for setting in conflicting_settings:
+            yield f"--recompute-modules cannot be used with {setting}; leave one of them out"
     yield from problems_where(
         (
-            m.checkpoint_attention and splits,
+            m.checkpoint_attention and splits_backward,
             f"{schedule} would recompute attention for each half of the backward pass; use 1f1b with "
             "--checkpoint-attention",
         ),
@@ -80,10 +80,10 @@ def _of_recomputation(config: "Config") -> Iterator[str]:
         ),
     )
     if config.train.compile:
-        yield from conflicts_with_compile(config)
+        yield from compile_conflicts(config)
 
 
-def conflicts_with_compile(config: "Config", zero_stage: int | None = None) -> Iterator[str]:
+def compile_conflicts(config: "Config", zero_stage: int | None = None) -> Iterator[str]:
     """Yield an error text for each setting that cannot be combined with --compile.
 
     zero_stage: stage of ZeRO; None if it is not known yet.
@@ -120,23 +120,23 @@ def conflicts_with_compile(config: "Config", zero_stage: int | None = None) -> I
     )
 
 
-def _of_wsd(config: "Config") -> Iterator[str]:
+def _wsd_conflicts(config: "Config") -> Iterator[str]:
     o = config.optim
     if o.lr_decay_style != "wsd":
         return
-    iterations = _Decay("iterations", "--lr-wsd-decay-iters", o.lr_wsd_decay_iters, "--lr-decay-iters")
-    samples = _Decay("samples", "--lr-wsd-decay-samples", o.lr_wsd_decay_samples, "--lr-decay-samples")
+    iterations = _DecayFlags("iterations", "--lr-wsd-decay-iters", o.lr_wsd_decay_iters, "--lr-decay-iters")
+    samples = _DecayFlags("samples", "--lr-wsd-decay-samples", o.lr_wsd_decay_samples, "--lr-decay-samples")
     if config.lr_decay_samples is None:
         total = config.lr_decay_iters
         decay = iterations
-        other = samples
+        unused = samples
     else:
         total = config.lr_decay_samples
         decay = samples
-        other = iterations
-    warmup = share_of(o.warmup, total)
-    if other.length is not None:
-        yield f"{other.flag} {other.length}: the learning rate follows {decay.unit} here; give {decay.flag} instead"
+        unused = iterations
+    warmup = floor_share(o.warmup, total)
+    if unused.length is not None:
+        yield f"{unused.flag} {unused.length}: the learning rate follows {decay.unit} here; give {decay.flag} instead"
     if decay.length is not None and warmup + decay.length > total:
         yield (
             f"{decay.flag} {decay.length} after {warmup} {decay.unit} of --warmup is more than the {total} of "
@@ -144,7 +144,7 @@ def _of_wsd(config: "Config") -> Iterator[str]:
         )
 
 
-class _Decay(NamedTuple):
+class _DecayFlags(NamedTuple):
     """The flags of the decay at the end of the learning rate, in iterations or in samples."""
 
     unit: str
@@ -153,26 +153,26 @@ class _Decay(NamedTuple):
     total_flag: str
 
 
-def _of_mup(config: "Config") -> Iterator[str]:
+def _mup_conflicts(config: "Config") -> Iterator[str]:
     if config.model.mup_base_hidden_size is not None and config.optim.optimizer == "sgd":
         yield "--mup-base-hidden-size scales learning rates for Adam, not for --optimizer sgd; use adam"
 
 
-def _of_objectives(config: "Config") -> Iterator[str]:
+def _objective_conflicts(config: "Config") -> Iterator[str]:
     d = config.data
-    known = objectives_of(config.model.family)
-    if d.objective is not None and d.objective not in known:
+    supported = objectives_of(config.model.family)
+    if d.objective is not None and d.objective not in supported:
         model = config.model.family or "custom model"
-        yield f"--objective {d.objective}: a {model} supports {' or '.join(known)}"
+        yield f"--objective {d.objective}: a {model} supports {' or '.join(supported)}"
     if config.objective == "prefix-lm":
-        yield from _of_prefixes(config)
+        yield from _prefix_lm_conflicts(config)
     if config.is_t5 and d.reset_position_ids and not d.reset_attention_mask:
         yield (
             "--reset-position-ids: a T5 distinguishes documents only with --reset-attention-mask; give both, or neither"
         )
 
 
-def _of_prefixes(config: "Config") -> Iterator[str]:
+def _prefix_lm_conflicts(config: "Config") -> Iterator[str]:
     """Yield an error text for each setting that excludes prefixes with bidirectional attention."""
     m = config.model
     d = config.data
@@ -195,10 +195,10 @@ def _of_prefixes(config: "Config") -> Iterator[str]:
     )
 
 
-def _of_settings_of_objectives(config: "Config") -> Iterator[str]:
+def _objective_option_conflicts(config: "Config") -> Iterator[str]:
     d = config.data
     objective = config.objective
-    has_details = d.fim_tokens is not None or d.fim_spm_rate != 0.5
+    has_fim_options = d.fim_tokens is not None or d.fim_spm_rate != 0.5  # 0.5 is the default
     yield from problems_where(
         (
             d.fim_rate and objective != "lm",
@@ -209,7 +209,7 @@ def _of_settings_of_objectives(config: "Config") -> Iterator[str]:
             "--fim-rate needs --fim-tokens PREFIX MIDDLE SUFFIX, the names of three special tokens",
         ),
         (
-            has_details and not d.fim_rate,
+            has_fim_options and not d.fim_rate,
             "--fim-tokens and --fim-spm-rate have no effect alone: give --fim-rate, too",
         ),
         (
@@ -219,10 +219,11 @@ def _of_settings_of_objectives(config: "Config") -> Iterator[str]:
     )
 
 
-def _of_contexts(config: "Config") -> Iterator[str]:
+def _context_parallel_conflicts(config: "Config") -> Iterator[str]:
     c = config.parallel.context_parallel_size
     t = config.parallel.model_parallel_size
     s = config.data.seq_length
+    # A rank takes one slice of the first and one of the second half, so that causal attention costs all ranks the same.
     if c > 1 and s % (2 * c):
         yield (
             f"--seq-length {s} is not a multiple of {2 * c}: each of --context-parallel-size {c} ranks takes two "
@@ -235,7 +236,7 @@ def _of_contexts(config: "Config") -> Iterator[str]:
         )
 
 
-def _of_experts(config: "Config") -> Iterator[str]:
+def _expert_conflicts(config: "Config") -> Iterator[str]:
     ranks = config.parallel.expert_parallel_size
     experts = config.model.num_experts
     if ranks > 1 and (experts is None or experts % ranks):
@@ -243,7 +244,7 @@ def _of_experts(config: "Config") -> Iterator[str]:
         yield f"--num-experts {given} cannot be divided among --expert-parallel-size {ranks} ranks"
 
 
-def _of_object_storage(config: "Config") -> Iterator[str]:
+def _object_storage_conflicts(config: "Config") -> Iterator[str]:
     save = config.checkpoint.save
     run_dir = config.log.run_dir
     if run_dir is not None and is_url(run_dir):
@@ -255,33 +256,34 @@ def _of_object_storage(config: "Config") -> Iterator[str]:
         )
 
 
-def needs_own_reduction(config: "Config", zero: int, own: bool, plain: bool) -> Iterator[str]:
+def own_reduction_conflicts(config: "Config", zero_stage: int, own_zero1: bool, own_reduction: bool) -> Iterator[str]:
     """Yield an error text for each flag that needs this project's reduction of gradients instead of DeepSpeed's.
 
-    own: whether the run uses this project's ZeRO 1. plain: whether it reduces all gradients itself, without ZeRO.
+    own_zero1: whether the run uses this project's ZeRO 1. own_reduction: whether it reduces all gradients itself,
+    without ZeRO.
     """
     p = config.parallel
     yield from problems_where(
-        (p.overlap_param_gather and not own, LATE_GATHER),
-        (config.optim.optimizer == "muon" and zero and not own, WHOLE_MATRICES),
-        (p.expert_parallel_size > 1 and not own and not plain, PARTIAL_REPLICAS),
+        (p.overlap_param_gather and not own_zero1, PARAM_GATHER_NEEDS),
+        (config.optim.optimizer == "muon" and zero_stage and not own_zero1, MUON_NEEDS),
+        (p.expert_parallel_size > 1 and not own_zero1 and not own_reduction, EXPERTS_NEED),
     )
 
 
-def misfits_of_zero(config: "Config", precision: str, stage: int) -> Iterator[str]:
+def zero_conflicts(config: "Config", precision: str, zero_stage: int) -> Iterator[str]:
     """Yield an error text if the stage of ZeRO cannot be used with the pipeline or the number format `precision`."""
     yield from problems_where(
         (
-            config.parallel.pipe_parallel_size > 0 and stage > 1,
-            f"ZeRO stage {stage} cannot be used with a pipeline, as each micro-batch would reduce-scatter the "
+            config.parallel.pipe_parallel_size > 0 and zero_stage > 1,
+            f"ZeRO stage {zero_stage} cannot be used with a pipeline, as each micro-batch would reduce-scatter the "
             f"gradients again; use --zero-stage 1 or --pipe-parallel-size 0",
         ),
         (
-            precision in ("fp16", "bf16") and stage == 0,
+            precision in ("fp16", "bf16") and zero_stage == 0,
             f"{precision} needs fp32 master weights and gradients; use --zero-stage 1 or higher, which keeps them",
         ),
         (
-            precision == "fp64" and stage > 0,
-            f"--precision fp64, a mode for numerical checks, needs --zero-stage 0, not {stage}",
+            precision == "fp64" and zero_stage > 0,
+            f"--precision fp64, a mode for numerical checks, needs --zero-stage 0, not {zero_stage}",
         ),
     )

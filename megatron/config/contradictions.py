@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .batches import BatchSchedule, parse_entries, schedule_of
-from .fields import flag, refuse, problems_where
+from .batches import BatchSchedule, parse_batch_schedule, parse_entries
+from .fields import flag, problems_where, raise_first_problem
 
 if TYPE_CHECKING:
     from .sections import Config
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 def contradictions(config: "Config") -> Iterator[str]:
     """Yield an error text for each contradiction between the sections of `config`."""
-    yield from _splits_over_ranks(config)
-    yield from _settings_of_other_families(config)
-    yield from _sizes_of_batches(config)
-    yield from _stages_without_layers(config)
-    yield from _positions(config)
+    yield from _tensor_parallel_problems(config)
+    yield from _other_family_problems(config)
+    yield from _batch_schedule_problems(config)
+    yield from _empty_stage_problems(config)
+    yield from _position_problems(config)
 
 
-def _splits_over_ranks(config: "Config") -> Iterator[str]:
+def _tensor_parallel_problems(config: "Config") -> Iterator[str]:
     m = config.model
     ranks = config.parallel.model_parallel_size
     heads = m.key_value_heads  # if there are fewer key/value heads than ranks, several ranks share one
@@ -33,6 +33,7 @@ def _splits_over_ranks(config: "Config") -> Iterator[str]:
             f"--num-key-value-heads {heads} {split}: one must be a multiple of the other",
         ),
         (
+            # Keys and values of a shared head are projected in shards: each rank computes 1/ranks of both.
             ranks > heads and 2 * heads * m.head_size % ranks,
             f"--num-key-value-heads {heads} x 2 x --kv-hidden-size {m.head_size} {split}; it must be a multiple",
         ),
@@ -44,7 +45,7 @@ def _splits_over_ranks(config: "Config") -> Iterator[str]:
     )
 
 
-def _settings_of_other_families(config: "Config") -> Iterator[str]:
+def _other_family_problems(config: "Config") -> Iterator[str]:
     """Yield an error text if the user changed settings that only other model families read."""
     from .sections import settings
 
@@ -68,17 +69,18 @@ def _settings_of_other_families(config: "Config") -> Iterator[str]:
         )
 
 
-def _sizes_of_batches(config: "Config") -> Iterator[str]:
+def _batch_schedule_problems(config: "Config") -> Iterator[str]:
     given = config.train.batch_size_schedule
     if given is None:
         return
-    if config.is_t5 and any(each.start and not each.in_samples for each in parse_entries(given)):
+    # The starts are checked in samples, to which a T5's numbers of tokens cannot be converted without its data.
+    if config.is_t5 and any(entry.start and not entry.in_samples for entry in parse_entries(given)):
         yield (
             f"--batch-size-schedule {given}: the number of tokens in a sample of a t5 follows from its data; count "
             f"samples instead, such as 5000_samples:64"
         )
         return
-    starts = schedule_of(given, config.data.seq_length).starts
+    starts = parse_batch_schedule(given, config.data.seq_length).starts
     if any(later <= start for start, later in itertools.pairwise(starts)):
         yield (
             f"--batch-size-schedule {given}: the starts do not ascend; in samples of --seq-length "
@@ -86,38 +88,38 @@ def _sizes_of_batches(config: "Config") -> Iterator[str]:
         )
 
 
-def _unfit_sizes(train: Any, batches: BatchSchedule, replicas: int) -> Iterator[str]:
+def _batch_size_problems(train: Any, batches: BatchSchedule, replicas: int) -> Iterator[str]:
     """Yield an error text for each batch that the replicas cannot share, and if --train-samples is below one batch.
 
     train: a `TrainConfig`.
     """
-    unit = train.batch_size * replicas
+    micro_samples = train.batch_size * replicas  # samples of one micro-batch on each replica
     for size in batches.sizes:
-        if size % unit:
+        if size % micro_samples:
             yield (
-                f"--batch-size-schedule {train.batch_size_schedule}: the size {size} is not a multiple of {unit} = "
-                f"--batch-size {train.batch_size} x {replicas} replicas; change one of them. A resumed run needs only "
-                f"the sizes that lie ahead: begin with 0:SIZE"
+                f"--batch-size-schedule {train.batch_size_schedule}: the size {size} is not a multiple of "
+                f"{micro_samples} = --batch-size {train.batch_size} x {replicas} replicas; change one of them. A "
+                f"resumed run needs only the sizes that lie ahead: begin with 0:SIZE"
             )
-    first = batches.sizes[0]
-    if train.train_samples is not None and train.train_samples < first:
-        yield f"--train-samples {train.train_samples} is less than one global batch of {first} samples"
+    first_size = batches.sizes[0]
+    if train.train_samples is not None and train.train_samples < first_size:
+        yield f"--train-samples {train.train_samples} is less than one global batch of {first_size} samples"
 
 
-def scheduled(config: "Config", world_size: int, iteration: int, consumed: int) -> Any:
+def scheduled_train_section(config: "Config", world_size: int, iteration: int, consumed: int) -> Any:
     """Return the section `train` with --gas and --train-iters of a schedule; see `Config.with_batches`."""
     train = config.train
     replicas = config.parallel.data_parallel_size(world_size)
     batches = config.batches(world_size)
-    refuse(_unfit_sizes(train, batches, replicas))
+    raise_first_problem(_batch_size_problems(train, batches, replicas))
     gas = max(batches.sizes) // (train.batch_size * replicas)
     iterations = train.train_iters
     if train.train_samples is not None:
-        iterations = iteration + batches.iterations(consumed, train.train_samples)
+        iterations = iteration + batches.iterations_between(consumed, train.train_samples)
     return replace(train, gas=gas, train_iters=iterations)
 
 
-def _stages_without_layers(config: "Config") -> Iterator[str]:
+def _empty_stage_problems(config: "Config") -> Iterator[str]:
     m = config.model
     p = config.parallel
     if m.family is None:
@@ -133,7 +135,7 @@ def _stages_without_layers(config: "Config") -> Iterator[str]:
         yield f"{stages} is more than {flags}: some stages would have no layer"
 
 
-def _positions(config: "Config") -> Iterator[str]:
+def _position_problems(config: "Config") -> Iterator[str]:
     d = config.data
     positions = config.model.max_position_embeddings
     if positions is None:

@@ -4,19 +4,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .data_stages import Staged, parse_stages, text_of
+from .data_stages import StagedCorpora, parse_stages, stages_as_json
 from .fields import ConfigError, Section, at_least, between, one_of, opt, problems_where
 
-OF_T5 = ("span-corruption", "prefix-lm")
-OF_DECODERS = ("lm", "sft", "prefix-lm")
+T5_OBJECTIVES = ("span-corruption", "prefix-lm")
+DECODER_OBJECTIVES = ("lm", "sft", "prefix-lm")
 
 
 def objectives_of(family: str | None) -> tuple[str, ...]:
     """Return a family's objectives, the default first; a custom model (None) has the objectives of GPT-2 and Llama."""
-    return OF_T5 if family == "t5" else OF_DECODERS
+    return T5_OBJECTIVES if family == "t5" else DECODER_OBJECTIVES
 
 
-def prefix_of(word: str) -> str:
+def corpus_prefix(word: str) -> str:
     """Return the prefix of the .bin/.idx pair that `word` names; `word` is the prefix or one of the two files.
 
     `x`, `x.bin` and `x.idx` all give `x`. But if x.bin.idx exists, `x.bin` is itself a prefix.
@@ -27,23 +27,24 @@ def prefix_of(word: str) -> str:
     return word
 
 
-def prefixes_of(words: Sequence[str]) -> tuple[str, ...]:
+def corpus_prefixes(words: Sequence[str]) -> tuple[str, ...]:
     """Return the prefixes and weights that the words after --data-path name.
 
     The two files of a pair (as in `data/x.*`) count as one prefix. A single word may contain several weights and
     prefixes, separated by spaces.
     """
-    found: list[str] = []
-    before = ""
+    prefixes: list[str] = []
+    previous_word = ""
     for word in words:
         parts = word.split()
-        prefix = prefix_of(word)
-        if len(parts) > 1 and parts[0].replace(".", "", 1).isdecimal():
-            found.append(" ".join(map(prefix_of, parts)))
-        elif not found or prefix != found[-1] or {before, word} != {f"{prefix}.bin", f"{prefix}.idx"}:
-            found.append(prefix)
-        before = word
-    return tuple(found)
+        prefix = corpus_prefix(word)
+        if len(parts) > 1 and parts[0].replace(".", "", 1).isdecimal():  # a weight, then prefixes
+            prefixes.append(" ".join(map(corpus_prefix, parts)))
+        # The second file of a pair names the corpus that its first file has already added.
+        elif not prefixes or prefix != prefixes[-1] or {previous_word, word} != {f"{prefix}.bin", f"{prefix}.idx"}:
+            prefixes.append(prefix)
+        previous_word = word
+    return tuple(prefixes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +93,7 @@ class DataConfig(Section):
         "training objective (docs/objectives.md). GPT-2 and Llama: lm (predict each next token; the default), sft "
         "(predict the answers of conversations) or prefix-lm (predict the text after a prefix with bidirectional "
         "attention). T5: span-corruption (the default) or prefix-lm",
-        one_of(*dict.fromkeys((*OF_DECODERS, *OF_T5))),
+        one_of(*dict.fromkeys((*DECODER_OBJECTIVES, *T5_OBJECTIVES))),
     )
     span_convention: str = opt(
         "t5",
@@ -134,25 +135,25 @@ class DataConfig(Section):
         super().__post_init__()
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             if given := getattr(self, name):
-                object.__setattr__(self, name, prefixes_of(given))
+                object.__setattr__(self, name, corpus_prefixes(given))
 
         if self.data_stages:
             # Keep the text of the stages instead of the name of a file, so that the settings contain the stages.
-            object.__setattr__(self, "data_stages", (text_of(parse_stages(self.data_stages)),))
+            object.__setattr__(self, "data_stages", (stages_as_json(parse_stages(self.data_stages)),))
 
     def _problems(self) -> Iterator[str]:
-        separate = self.train_data_path or self.valid_data_path or self.test_data_path
+        by_split = self.train_data_path or self.valid_data_path or self.test_data_path
         yield from problems_where(
             (
                 self.data_stages and self.train_data_path,
                 "--data-stages names the training data, so leave --train-data-path out",
             ),
             (
-                separate and self.data_path,
+                by_split and self.data_path,
                 "give either --data-path, which --split divides, or --train-data-path, not both",
             ),
             (
-                separate and not self.train_data_path and not self.data_stages,
+                by_split and not self.train_data_path and not self.data_stages,
                 "--valid-data-path and --test-data-path need --train-data-path or --data-stages",
             ),
         )
@@ -163,7 +164,7 @@ class DataConfig(Section):
         return bool(self.data_path or self.train_data_path or self.data_stages)
 
     @property
-    def paths(self) -> tuple[str, ...] | Staged | dict[str, tuple[str, ...] | Staged]:
+    def paths(self) -> tuple[str, ...] | StagedCorpora | dict[str, tuple[str, ...] | StagedCorpora]:
         """Corpora that --split divides, or a dict with the corpora of each split (train, valid, test).
 
         With --data-stages and --split, validation and test data come from the corpora of --data-path, by default from
@@ -172,9 +173,9 @@ class DataConfig(Section):
         if self.data_stages:
             stages = parse_stages(self.data_stages)
             if self.valid_data_path is not None or self.test_data_path is not None:
-                parts = {"valid": self.valid_data_path or (), "test": self.test_data_path or ()}
-                return {"train": Staged(stages, None), **parts}
-            return Staged(stages, self.data_path or stages[0].words)
+                held_out = {"valid": self.valid_data_path or (), "test": self.test_data_path or ()}
+                return {"train": StagedCorpora(stages, None), **held_out}
+            return StagedCorpora(stages, self.data_path or stages[0].words)
         if self.data_path:
             return self.data_path
         if not self.train_data_path:

@@ -13,13 +13,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..json_text import JsonError, brief, parse_json, shown, why_unread
+from ..json_text import JsonError, brief, format_value, parse_json, why_unreadable
 from ..storage import is_url
 from .fields import ConfigError
 
-FACTORS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
-LARGEST = 2**63  # samples are counted in int64
-BEGIN = re.compile(r"\s*([\d_.]+(?:[eE]\+?\d+)?)\s*([kKMGBT]?)[\s_]*(samples|tokens)?\s*:(.*)", re.DOTALL)
+UNIT_FACTORS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+MAX_SAMPLES = 2**63  # samples are counted in int64
+STAGE_PATTERN = re.compile(r"\s*([\d_.]+(?:[eE]\+?\d+)?)\s*([kKMGBT]?)[\s_]*(samples|tokens)?\s*:(.*)", re.DOTALL)
 # (weight, prefix) of each corpus; a weight of None means in proportion to size
 Blend = tuple[tuple[str | None, str], ...]
 
@@ -41,17 +41,19 @@ class Stage(NamedTuple):
         """The blend as the words of --data-path."""
         return tuple(word for pair in self.blend for word in pair if word is not None)
 
-    def renamed(self, change: Callable[[str], str]) -> "Stage":
+    def replace_prefixes(self, change: Callable[[str], str]) -> "Stage":
         """Return this stage with each prefix replaced by `change(prefix)`."""
         return self._replace(blend=tuple((weight, change(prefix)) for weight, prefix in self.blend))
 
     def in_samples(self, tokens: int) -> "Stage":
         """Return this stage with its begin in samples of `tokens` tokens: the first sample after a number of tokens."""
-        return self if self.unit == "samples" else self._replace(begin=-(-self.begin // tokens), unit="samples")
+        if self.unit == "samples":
+            return self
+        return self._replace(begin=-(-self.begin // tokens), unit="samples")  # the first whole sample: round up
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedCorpora:
     """Training corpora in stages.
 
     held_out: words of the corpora whose documents --split divides to get validation and test data; None if training
@@ -71,8 +73,8 @@ def parse_stages(words: Sequence[str]) -> tuple[Stage, ...]:
     where = "--data-stages"
     if text.endswith(".json"):
         where = f"--data-stages {text}"
-        text = _content(Path(text))
-    stages = tuple(_of_json(text, where) if text.startswith("[") else _of_words(text, where))
+        text = _read_stages_file(Path(text))
+    stages = tuple(_parse_json_stages(text, where) if text.startswith("[") else _parse_short_stages(text, where))
     if not stages or stages[0].begin:
         raise ConfigError(f"{where}: the first stage must begin at 0")
     for before, after in zip(stages, stages[1:], strict=False):
@@ -86,55 +88,57 @@ def prefixes_in(stages: Sequence[Stage]) -> list[str]:
     return list(dict.fromkeys(prefix for stage in stages for _, prefix in stage.blend))
 
 
-def text_of(stages: Sequence[Stage]) -> str:
+def stages_as_json(stages: Sequence[Stage]) -> str:
     """Return stages as JSON text, which `parse_stages` reads."""
-    entries = [{stage.unit: stage.begin, "data": _json_of(stage.blend)} for stage in stages]
+    entries = [{stage.unit: stage.begin, "data": _blend_as_json(stage.blend)} for stage in stages]
     return json.dumps(entries, ensure_ascii=False)
 
 
-def with_prefixes(text: str, change: Callable[[str], str]) -> str:
+def replace_prefixes(text: str, change: Callable[[str], str]) -> str:
     """Return the stages in `text` with each prefix replaced by `change(prefix)`."""
-    return text_of([each.renamed(change) for each in parse_stages([text])])
+    return stages_as_json([stage.replace_prefixes(change) for stage in parse_stages([text])])
 
 
-def _json_of(blend: Blend) -> Any:
-    if blend[0][0] is None:
+def _blend_as_json(blend: Blend) -> Any:
+    if blend[0][0] is None:  # either all corpora of a blend have weights, or none has
         return [prefix for _, prefix in blend]
     return {prefix: weight for weight, prefix in blend}
 
 
-def _content(path: Path) -> str:
+def _read_stages_file(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--data-stages {brief(path)} cannot be read: {why_unread(error)}") from None
+        raise ConfigError(f"--data-stages {brief(path)} cannot be read: {why_unreadable(error)}") from None
 
 
-def _of_words(text: str, where: str) -> Iterator[Stage]:
+def _parse_short_stages(text: str, where: str) -> Iterator[Stage]:
     for part in text.split(";"):
         if part.strip():
-            yield _of_part(part, where)
+            yield _parse_short_stage(part, where)
 
 
-def _of_part(part: str, where: str) -> Stage:
+def _parse_short_stage(part: str, where: str) -> Stage:
     """Parse one stage of the short form, such as `1M: 0.4 a 0.6 b`."""
-    this = f"{where}: {brief(repr(part.strip()))}"
-    match = BEGIN.match(part)
+    stage_text = f"{where}: {brief(repr(part.strip()))}"
+    match = STAGE_PATTERN.match(part)
     if match is None:
-        raise ConfigError(f"{this} must have a begin in samples or tokens, a colon and a blend, as in 0: 0.8 a 0.2 b")
-    number, factor, unit, rest = match.groups()
-    begin = _whole(number, FACTORS[factor], this)
-    words = rest.split()
+        raise ConfigError(
+            f"{stage_text} must have a begin in samples or tokens, a colon and a blend, as in 0: 0.8 a 0.2 b"
+        )
+    number, suffix, unit, blend = match.groups()
+    begin = _parse_whole_number(number, UNIT_FACTORS[suffix], stage_text)
+    words = blend.split()
     pairs: list[tuple[str | None, str]] = [(None, word) for word in words]
-    numbers = [_is_float(word) for word in words]
-    if any(numbers):
-        if not numbers[0] or len(words) % 2:
-            raise ConfigError(f"{this} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
+    is_number = [_is_float(word) for word in words]
+    if any(is_number):
+        if not is_number[0] or len(words) % 2:
+            raise ConfigError(f"{stage_text} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
         pairs = list(zip(words[::2], words[1::2], strict=True))
-    return _stage(begin, unit or "samples", pairs, where)
+    return _checked_stage(begin, unit or "samples", pairs, where)
 
 
-def _of_json(text: str, where: str) -> Iterator[Stage]:
+def _parse_json_stages(text: str, where: str) -> Iterator[Stage]:
     try:
         content = parse_json(text, where, list)
     except JsonError as error:
@@ -143,12 +147,14 @@ def _of_json(text: str, where: str) -> Iterator[Stage]:
         keys = set(entry) if isinstance(entry, dict) else set()
         unit = "tokens" if "tokens" in keys else "samples"
         if keys != {unit, "data"}:
-            raise ConfigError(f'{where}: {shown(entry, 80)} must have the keys "data" and either "samples" or "tokens"')
-        begin = _whole(str(entry[unit]), 1, where)
-        yield _stage(begin, unit, _pairs_of(entry["data"], where), where)
+            raise ConfigError(
+                f'{where}: {format_value(entry, 80)} must have the keys "data" and either "samples" or "tokens"'
+            )
+        begin = _parse_whole_number(str(entry[unit]), 1, where)
+        yield _checked_stage(begin, unit, _parse_blend(entry["data"], where), where)
 
 
-def _pairs_of(data: Any, where: str) -> list[tuple[str | None, str]]:
+def _parse_blend(data: Any, where: str) -> list[tuple[str | None, str]]:
     """Return the pairs (weight, prefix) of a blend in JSON: an object with weights, or a list without weights."""
     if isinstance(data, dict):
         return [(str(weight), prefix) for prefix, weight in data.items()]
@@ -157,14 +163,14 @@ def _pairs_of(data: Any, where: str) -> list[tuple[str | None, str]]:
     raise ConfigError(f'{where}: "data" must be {{"PREFIX": WEIGHT, ...}} or ["PREFIX", ...]')
 
 
-def _stage(begin: int, unit: str, pairs: Sequence[tuple[str | None, str]], where: str) -> Stage:
+def _checked_stage(begin: int, unit: str, pairs: Sequence[tuple[str | None, str]], where: str) -> Stage:
     """Return a stage without the corpora of weight 0. Raises ConfigError for an invalid blend."""
     blend: list[tuple[str | None, str]] = []
     seen: set[str] = set()
     name = Stage(begin, unit, ()).name
     for weight, word in pairs:
         prefix = word if is_url(word) else os.path.normpath(word)
-        share = None if weight is None else _number(weight)
+        share = None if weight is None else _parse_finite_number(weight)
         if weight is not None and share is None:
             raise ConfigError(
                 f"{where}: {name} has the weight {brief(weight)} for {brief(prefix)}; weights are numbers, 0 or more"
@@ -187,20 +193,21 @@ def _is_float(word: str) -> bool:
     return True
 
 
-def _number(word: str) -> Fraction | None:
+def _parse_finite_number(word: str) -> Fraction | None:
     """Parse `word` as a finite decimal number of at least 0; return None if it is not one."""
     if not _is_float(word):
         return None
     number = float(word)
     if not 0 <= number < float("inf"):
         return None
+    # Fraction("1e-999999999") would need gigabytes for its denominator, so a number that underflows a float is 0.
     return Fraction(word) if number else Fraction(0)
 
 
-def _whole(number: str, factor: int, where: str) -> int:
-    found = _number(number.replace("_", ""))
-    if found is None or (found * factor).denominator != 1:
+def _parse_whole_number(number: str, factor: int, where: str) -> int:
+    value = _parse_finite_number(number.replace("_", ""))
+    if value is None or (value * factor).denominator != 1:  # 1.5K is a whole number
         raise ConfigError(f"{where}: {brief(number)} is not a whole number, 0 or more")
-    if found * factor >= LARGEST:
+    if value * factor >= MAX_SAMPLES:
         raise ConfigError(f"{where}: {brief(number)} must be less than 2**63")
-    return int(found * factor)
+    return int(value * factor)

@@ -13,7 +13,7 @@ from .fields import at_least, between, flag, more_than, one_of, opt, problems_wh
 LLAMA = ("llama",)
 SCALINGS = ("linear", "llama3", "yarn")
 # Method of --rope-scaling -> the parameters that the method uses, by their field names in `DecoderConfig`.
-_READ_BY = {
+_METHOD_SETTINGS = {
     "linear": ("rope_scaling_factor",),
     "llama3": ("rope_scaling_factor", "rope_original_length", "rope_low_freq_factor", "rope_high_freq_factor"),
     "yarn": (
@@ -101,17 +101,17 @@ class DecoderConfig(ExpertsConfig):
         """Yield an error text for --rope-scaling parameters that are invalid or that the method ignores."""
         yield from super()._problems()
         method = self.rope_scaling
-        read = _READ_BY.get(method or "", ())
-        strange = unread(vars(self), method)
-        names = ", ".join(map(flag, strange))
+        used = _METHOD_SETTINGS.get(method or "", ())
+        unused = unused_rope_settings(vars(self), method)
+        names = ", ".join(map(flag, unused))
         low = self.rope_low_freq_factor
         high = self.rope_high_freq_factor
         slow = self.rope_beta_slow
         fast = self.rope_beta_fast
         yield from problems_where(
-            (strange, f"{names}: not used by --rope-scaling {method or '(none)'}; leave out {names}"),
+            (unused, f"{names}: not used by --rope-scaling {method or '(none)'}; leave out {names}"),
             (
-                "rope_original_length" in read and self.rope_original_length is None,
+                "rope_original_length" in used and self.rope_original_length is None,
                 f"--rope-scaling {method} needs --rope-original-length",
             ),
             (
@@ -130,12 +130,12 @@ class DecoderConfig(ExpertsConfig):
 
 
 # Settings that, together with the number of rotated dimensions, determine the rotary angles.
-OF_ANGLES = tuple(name for name in DecoderConfig.__dataclass_fields__ if name.startswith("rope_"))
+ANGLE_SETTINGS = tuple(name for name in DecoderConfig.__dataclass_fields__ if name.startswith("rope_"))
 
 
-def unread(values: Mapping[str, Any], scaling: object) -> list[str]:
+def unused_rope_settings(values: Mapping[str, Any], scaling: object) -> list[str]:
     """Return the non-default rotary parameters in `values` that the --rope-scaling method `scaling` ignores."""
-    read = _READ_BY.get(str(scaling), ())
-    others = {name for names in _READ_BY.values() for name in names}.difference(read)
-    known = DecoderConfig.__dataclass_fields__
-    return [name for name, f in known.items() if name in others and values.get(name, f.default) != f.default]
+    used = _METHOD_SETTINGS.get(str(scaling), ())
+    unused = {name for names in _METHOD_SETTINGS.values() for name in names}.difference(used)
+    fields = DecoderConfig.__dataclass_fields__
+    return [name for name, f in fields.items() if name in unused and values.get(name, f.default) != f.default]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import tds
 
-from .conflicts import conflicts_with_compile, misfits_of_zero, needs_own_reduction
-from .ds_file import PASSED_ON, REDUCES, batch_sizes, read_file, values_of
-from .fields import refuse
+from .conflicts import compile_conflicts, own_reduction_conflicts, zero_conflicts
+from .ds_file import PASSED_KEYS, REDUCTION_KEYS, batch_sizes, read_file, reconcile_values
+from .fields import raise_first_problem
 from .sections import Config
 
 if TYPE_CHECKING:
@@ -39,45 +39,45 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
     fast_bf16: whether `--precision auto` selects bf16 if the file specifies no precision.
     Raises ConfigError for an unknown key, and for a contradiction; the message then shows both values.
     """
-    given = read_file(config, tds.complaint)
-    file = values_of(config, given, world_size)
+    content = read_file(config, tds.complaint)
+    file_values = reconcile_values(config, content, world_size)
     precision = config.train.dtype
     if precision == "auto":
-        precision = file.precision or ("bf16" if fast_bf16 else "fp32")
-    least = 1 if precision in ("fp16", "bf16") else 0
-    zero = int(_first(config.parallel.zero_stage, file.zero_stage, least))
-    refuse(misfits_of_zero(config, precision, zero))
+        precision = file_values.precision or ("bf16" if fast_bf16 else "fp32")
+    default_stage = 1 if precision in ("fp16", "bf16") else 0  # stage 1 keeps fp32 master weights
+    zero_stage = int(_first_given(config.parallel.zero_stage, file_values.zero_stage, default_stage))
+    raise_first_problem(zero_conflicts(config, precision, zero_stage))
     if config.train.compile:
-        refuse(conflicts_with_compile(config, zero))
-    clip = float(_first(config.optim.clip_grad, file.clip_grad, 1.0))
-    notes = list(file.notes)
+        raise_first_problem(compile_conflicts(config, zero_stage))
+    clip_grad = float(_first_given(config.optim.clip_grad, file_values.clip_grad, 1.0))
+    notes = list(file_values.notes)
     # tds' ZeRO 1 reads only the keys zero_optimization.stage and bf16.enabled. If the file sets other keys of these two
     # sections, use DeepSpeed's ZeRO 1.
-    for_zero: set[str] = set()
-    if given:
-        from .ds_notes import keys_for_zero, notes_on_keys
+    zero1_keys: set[str] = set()
+    if content:
+        from .ds_notes import keys_read_by_zero1, notes_on_keys
 
-        notes += notes_on_keys(config, given, precision, zero)
-        for_zero = keys_for_zero(given, precision, zero)
-    overlaps = config.parallel.overlap_grad_reduce and not REDUCES & given.keys()
-    own = overlaps and zero == 1 and precision in ("fp32", "bf16") and not for_zero
-    plain = overlaps and zero == 0 and precision in ("fp32", "fp64")
-    refuse(needs_own_reduction(config, zero, own, plain))
+        notes += notes_on_keys(config, content, precision, zero_stage)
+        zero1_keys = keys_read_by_zero1(content, precision, zero_stage)
+    overlaps_reduction = config.parallel.overlap_grad_reduce and not REDUCTION_KEYS & content.keys()
+    own_zero1 = overlaps_reduction and zero_stage == 1 and precision in ("fp32", "bf16") and not zero1_keys
+    own_reduction = overlaps_reduction and zero_stage == 0 and precision in ("fp32", "fp64")
+    raise_first_problem(own_reduction_conflicts(config, zero_stage, own_zero1, own_reduction))
     return Resolved(
-        deepspeed=_for_deepspeed(config, given, world_size, precision, zero, clip),
+        deepspeed=_deepspeed_config(config, content, world_size, precision, zero_stage, clip_grad),
         precision=precision,
-        zero_stage=zero,
-        clip_grad=clip,
-        log_interval=int(_first(config.log.log_interval, file.log_interval, 10)),
-        wall_clock_breakdown=bool(given.get("wall_clock_breakdown", False)),
-        overlap_grad_reduce=overlaps and zero == 0 and config.parallel.pipe_parallel_size == 0,
-        distributed_optimizer=own,
+        zero_stage=zero_stage,
+        clip_grad=clip_grad,
+        log_interval=int(_first_given(config.log.log_interval, file_values.log_interval, 10)),
+        wall_clock_breakdown=bool(content.get("wall_clock_breakdown", False)),
+        overlap_grad_reduce=overlaps_reduction and zero_stage == 0 and config.parallel.pipe_parallel_size == 0,
+        distributed_optimizer=own_zero1,
         notes=tuple(notes),
         param_rules=_param_rules(config.optim.param_groups),
     )
 
 
-def _first(*values: Any) -> Any:
+def _first_given(*values: Any) -> Any:
     """Return the first value that is not None."""
     return next(value for value in values if value is not None)
 
@@ -90,14 +90,14 @@ def _param_rules(path: str | None) -> "tuple[ParamRule, ...]":
     return read_param_rules(path)
 
 
-def _for_deepspeed(
-    config: Config, given: dict[str, Any], world_size: int, precision: str, zero: int, clip: float
+def _deepspeed_config(
+    config: Config, content: dict[str, Any], world_size: int, precision: str, zero_stage: int, clip_grad: float
 ) -> dict[str, Any]:
-    """Return the configuration for `tds.initialize`. given: content of the file."""
+    """Return the configuration for `tds.initialize`. content: content of the file."""
     p = config.parallel
-    ds = {key: given[key] for key in PASSED_ON if key in given}
+    ds = {key: content[key] for key in PASSED_KEYS if key in content}
     ds |= batch_sizes(config, world_size)
-    ds["zero_optimization"] = {**given.get("zero_optimization", {}), "stage": zero}
+    ds["zero_optimization"] = {**content.get("zero_optimization", {}), "stage": zero_stage}
     # DeepSpeed counts every copy of the weights as a replica, including those of context-parallel ranks.
     ds["train_batch_size"] *= p.context_parallel_size
     ds["pipeline"] = {
@@ -112,14 +112,14 @@ def _for_deepspeed(
     # training/log.py prints the progress lines. DeepSpeed's logger, which would print its own lines, is kept quiet.
     ds["steps_per_print"] = 10**9
     # Without ZeRO and pipeline, engines/without_pipeline.py clips, as DeepSpeed would not report the gradient norm.
-    is_plain = zero == 0 and p.pipe_parallel_size == 0
-    ds["gradient_clipping"] = 0.0 if is_plain else clip
+    clips_itself = zero_stage == 0 and p.pipe_parallel_size == 0
+    ds["gradient_clipping"] = 0.0 if clips_itself else clip_grad
     if precision in ("fp16", "bf16"):
-        ds[precision] = {**given.get(precision, {}), "enabled": True}
+        ds[precision] = {**content.get(precision, {}), "enabled": True}
     if precision == "bf16":
         ds["data_types"] = {"grad_accum_dtype": "fp32"}
         # Add each bf16 gradient to its fp32 sum at once and free it. DeepSpeed's default keeps it until the pass ends.
         ds["bf16"].setdefault("immediate_grad_update", True)
-        if zero <= 1:  # without this key, DeepSpeed would reduce these fp32 sums between replicas in bf16
+        if zero_stage <= 1:  # without this key, DeepSpeed would reduce these fp32 sums between replicas in bf16
             ds.setdefault("communication_data_type", "fp32")
     return ds

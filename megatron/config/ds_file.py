@@ -4,74 +4,75 @@ from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import Any, NamedTuple
 
-from ..json_text import brief, shown
-from ..storage import PlaceError, require_local
+from ..json_text import brief, format_value
+from ..storage import PathError, require_local
 from .fields import ConfigError
 from .names import nearest
 from .sections import Config
 from .settings_files import read_json
 
 # Keys that configure gradient reduction in DeepSpeed. If one is given, DeepSpeed must do the reduction.
-REDUCES = {"prescale_gradients", "gradient_predivide_factor", "communication_data_type"}
-# Keys that are passed on to DeepSpeed. RESOLVED: keys that are first reconciled with the command-line flags.
-PASSED_ON = REDUCES | {
+REDUCTION_KEYS = {"prescale_gradients", "gradient_predivide_factor", "communication_data_type"}
+# Keys that are passed on to DeepSpeed. RECONCILED_KEYS: keys that are first reconciled with the command-line flags.
+PASSED_KEYS = REDUCTION_KEYS | {
     "zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dump_state", "flops_profiler",
     "comms_logger", "tensorboard", "wandb", "csv_monitor", "memory_breakdown",
 }  # fmt: skip
-RESOLVED = {
+RECONCILED_KEYS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "fp16", "bf16", "steps_per_print", "wall_clock_breakdown",
 }  # fmt: skip
-SECTIONS = {
+SECTION_KEYS = {
     "zero_optimization", "fp16", "bf16", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor",
 }  # fmt: skip
-ENABLED = '{"enabled": true}'
-SECTIONS_LOOK = {"zero_optimization": '{"stage": 1}'}
-NUMBERS = {
+ENABLED_EXAMPLE = '{"enabled": true}'
+SECTION_EXAMPLES = {"zero_optimization": '{"stage": 1}'}
+NUMBER_KEYS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
     "steps_per_print",
 }  # fmt: skip
-INSTEAD = {
+REPLACEMENT_FLAGS = {
     "optimizer": "--optimizer, --lr, --adam-beta1 and --weight-decay",
     "scheduler": "--lr-decay-style, --warmup and --min-lr",
     "activation_checkpointing": "--checkpoint-activations and --checkpoint-num-layers",
     "sparse_attention": "no flag: it is not supported",
     "amp": "--precision",
 }
-PIPELINE = "--pipeline-schedule, --virtual-pipeline-size, --partition-method and --checkpoint-activations"
+PIPELINE_FLAGS = "--pipeline-schedule, --virtual-pipeline-size, --partition-method and --checkpoint-activations"
 
 
-def read_file(config: Config, complaint: Callable[[str, dict[str, Any]], str | None]) -> dict[str, Any]:
+def read_file(config: Config, find_problem: Callable[[str, dict[str, Any]], str | None]) -> dict[str, Any]:
     """Return the content of --deepspeed-config without the keys that are absent, null or "auto"; {} without the file.
 
-    complaint: function (name, content) that returns what is wrong with a section, else None.
+    find_problem: function (name, content) that returns what is wrong with a section, else None.
     Raises ConfigError for an unknown key, an invalid value, and a section "pipeline" that contradicts the flags.
     """
     path = config.train.deepspeed_config
     if path is None:
         return {}
-    given = {key: value for key, value in read_json(path).items() if value not in ("auto", None)}
-    _refuse_unknown(given, path)
-    _check_pipeline(config, given.pop("pipeline", {}), path)
-    _refuse_urls(given, path)
-    for key in SECTIONS & given.keys():
-        given[key] = _section(key, given[key], path)
-        problem = complaint(key, given[key])
+    content = {key: value for key, value in read_json(path).items() if value not in ("auto", None)}
+    _refuse_unknown(content, path)
+    _check_pipeline(config, content.pop("pipeline", {}), path)
+    _refuse_urls(content, path)
+    for key in SECTION_KEYS & content.keys():
+        content[key] = _normalize_section(key, content[key], path)
+        problem = find_problem(key, content[key])
         if problem:
             raise ConfigError(f"{path}: in {key!r}, {brief(problem, 300)}")
-    for key in NUMBERS & given.keys():
-        if isinstance(given[key], bool) or not isinstance(given[key], (int, float)) or not isfinite(given[key]):
-            raise ConfigError(f"{path}: {key!r} must be a number, not {shown(given[key])}")
-    _require_overflow_checks(given, path)
-    return given
+    for key in NUMBER_KEYS & content.keys():
+        if isinstance(content[key], bool) or not isinstance(content[key], (int, float)) or not isfinite(content[key]):
+            raise ConfigError(f"{path}: {key!r} must be a number, not {format_value(content[key])}")
+    _require_overflow_checks(content, path)
+    return content
 
 
-def _refuse_unknown(given: dict[str, Any], path: str) -> None:
-    for key in given:
-        if key in INSTEAD:
-            raise ConfigError(f"{path}: {key!r} has no effect in this project; remove it and use {INSTEAD[key]}")
-        if key not in PASSED_ON | RESOLVED | {"pipeline"}:
-            raise ConfigError(f"{path}: unknown key {brief(repr(key))}{nearest(key, PASSED_ON | RESOLVED)}")
+def _refuse_unknown(content: dict[str, Any], path: str) -> None:
+    for key in content:
+        if key in REPLACEMENT_FLAGS:
+            instead = REPLACEMENT_FLAGS[key]
+            raise ConfigError(f"{path}: {key!r} has no effect in this project; remove it and use {instead}")
+        if key not in PASSED_KEYS | RECONCILED_KEYS | {"pipeline"}:
+            raise ConfigError(f"{path}: unknown key {brief(repr(key))}{nearest(key, PASSED_KEYS | RECONCILED_KEYS)}")
 
 
 def _check_pipeline(config: Config, section: Any, path: str) -> None:
@@ -86,7 +87,9 @@ def _check_pipeline(config: Config, section: Any, path: str) -> None:
         raise ConfigError(f'{path}: \'pipeline\' must be an object, such as {{"schedule": "1f1b"}}')
     for key, value in section.items():
         if key not in flags:
-            raise ConfigError(f"{path}: {brief(repr(key))} in 'pipeline' has no effect in this project; use {PIPELINE}")
+            raise ConfigError(
+                f"{path}: {brief(repr(key))} in 'pipeline' has no effect in this project; use {PIPELINE_FLAGS}"
+            )
         flag, wanted = flags[key]
         if value not in ("auto", None, wanted):
             raise ConfigError(
@@ -94,19 +97,19 @@ def _check_pipeline(config: Config, section: Any, path: str) -> None:
             )
 
 
-def _refuse_urls(given: Mapping[str, Any], path: str) -> None:
+def _refuse_urls(content: Mapping[str, Any], path: str) -> None:
     """Raise ConfigError for a URL as the value of a path, such as nvme_path, which would name a local folder."""
-    for key, value in given.items():
+    for key, value in content.items():
         if isinstance(value, Mapping):
             _refuse_urls(value, path)
         elif isinstance(value, str) and key.endswith(("path", "file", "dir")):
             try:
                 require_local(value)
-            except PlaceError as error:
+            except PathError as error:
                 raise ConfigError(f"{path}: {key!r}: {error}") from None
 
 
-def _section(key: str, value: Any, path: str) -> dict[str, Any]:
+def _normalize_section(key: str, value: Any, path: str) -> dict[str, Any]:
     """Return a section as an object, also if it is `true` or `false`, without null and "auto" values.
 
     Raises ConfigError for an invalid section.
@@ -114,9 +117,9 @@ def _section(key: str, value: Any, path: str) -> dict[str, Any]:
     if isinstance(value, bool):
         value = {"stage": int(value)} if key == "zero_optimization" else {"enabled": value}
     if not isinstance(value, dict):
-        look = SECTIONS_LOOK.get(key, ENABLED)
-        raise ConfigError(f"{path}: {key!r} must be an object, such as {look}, not {shown(value)}")
-    section = {name: each for name, each in value.items() if each is not None}
+        example = SECTION_EXAMPLES.get(key, ENABLED_EXAMPLE)
+        raise ConfigError(f"{path}: {key!r} must be an object, such as {example}, not {format_value(value)}")
+    section = {name: setting for name, setting in value.items() if setting is not None}
     if section.get("enabled") == "auto":
         del section["enabled"]
     if not isinstance(section.get("enabled", False), bool):
@@ -124,10 +127,10 @@ def _section(key: str, value: Any, path: str) -> dict[str, Any]:
     return section
 
 
-def _require_overflow_checks(given: dict[str, Any], path: str) -> None:
+def _require_overflow_checks(content: dict[str, Any], path: str) -> None:
     """Raise ConfigError for settings that would make DeepSpeed apply non-finite gradients."""
     for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
-        if given.get(section, {}).get(key) is False:
+        if content.get(section, {}).get(key) is False:
             raise ConfigError(f"{path} sets {section}.{key} = false, which would apply NaN or Inf gradients; remove it")
 
 
@@ -141,11 +144,11 @@ class FileValues(NamedTuple):
     notes: list[str]
 
 
-def values_of(config: Config, given: dict[str, Any], world_size: int) -> FileValues:
-    """Return the values of the file, whose content is `given`. Raises ConfigError if a flag contradicts one."""
-    path = path_of(config)
-    notes = _other_batch_sizes(config, given, world_size)
-    enabled = [name for name in ("fp16", "bf16") if given.get(name, {}).get("enabled") is True]
+def reconcile_values(config: Config, content: dict[str, Any], world_size: int) -> FileValues:
+    """Return the values of the file with the content `content`. Raises ConfigError if a flag contradicts one."""
+    path = ds_file_path(config)
+    notes = _note_batch_sizes(config, content, world_size)
+    enabled = [name for name in ("fp16", "bf16") if content.get(name, {}).get("enabled") is True]
     if len(enabled) == 2:
         raise ConfigError(f"{path} enables both fp16 and bf16; keep one")
     precision = enabled[0] if enabled else None
@@ -153,27 +156,28 @@ def values_of(config: Config, given: dict[str, Any], world_size: int) -> FileVal
         raise ConfigError(
             f"{path} enables {precision}, but --precision is {config.train.precision}; change one of them"
         )
-    zero = given.get("zero_optimization", {}).get("stage")
-    if zero == "auto":
-        zero = None
-    _refuse_other("ZeRO stage", zero, "--zero-stage", config.parallel.zero_stage, path)
-    clip = given.get("gradient_clipping")
-    _refuse_other("gradient_clipping =", clip, "--clip-grad", config.optim.clip_grad, path)
-    interval = given.get("steps_per_print")
-    flag = config.log.log_interval
-    if flag is not None and interval not in (None, flag):
-        notes.append(f"{path} sets steps_per_print = {interval}, but --log-interval {flag} overrides it")
-    return FileValues(precision, zero, clip, interval, notes)
+    zero_stage = content.get("zero_optimization", {}).get("stage")
+    if zero_stage == "auto":
+        zero_stage = None
+    _require_equal("ZeRO stage", zero_stage, "--zero-stage", config.parallel.zero_stage, path)
+    clip_grad = content.get("gradient_clipping")
+    _require_equal("gradient_clipping =", clip_grad, "--clip-grad", config.optim.clip_grad, path)
+    interval = content.get("steps_per_print")
+    log_interval = config.log.log_interval
+    if log_interval is not None and interval not in (None, log_interval):
+        notes.append(f"{path} sets steps_per_print = {interval}, but --log-interval {log_interval} overrides it")
+    return FileValues(precision, zero_stage, clip_grad, interval, notes)
 
 
-def path_of(config: Config) -> str:
+def ds_file_path(config: Config) -> str:
     """Return the path of the file, for messages."""
     return config.train.deepspeed_config or "ds_config"
 
 
-def _refuse_other(words: str, in_file: Any, flag: str, value: Any, path: str) -> None:
+def _require_equal(key: str, in_file: Any, flag: str, value: Any, path: str) -> None:
+    """Raise ConfigError if both the file and a flag are given, with different values."""
     if None not in (in_file, value) and in_file != value:
-        raise ConfigError(f"{path} sets {words} {in_file}, but {flag} is {value}; change one of them")
+        raise ConfigError(f"{path} sets {key} {in_file}, but {flag} is {value}; change one of them")
 
 
 def batch_sizes(config: Config, world_size: int) -> dict[str, int]:
@@ -185,7 +189,7 @@ def batch_sizes(config: Config, world_size: int) -> dict[str, int]:
     }
 
 
-def _other_batch_sizes(config: Config, given: dict[str, Any], world_size: int) -> list[str]:
+def _note_batch_sizes(config: Config, content: dict[str, Any], world_size: int) -> list[str]:
     """Return notes on batch sizes in the file that differ from the flags.
 
     CPM-Pretrain reads the file's batch sizes only if a pipeline is used. Therefore, a different size raises
@@ -193,11 +197,11 @@ def _other_batch_sizes(config: Config, given: dict[str, Any], world_size: int) -
     """
     t = config.train
     p = config.parallel
-    path = path_of(config)
+    path = ds_file_path(config)
     notes = []
     sizes = batch_sizes(config, world_size)
     for key, value in sizes.items():
-        in_file = given.get(key, value)
+        in_file = content.get(key, value)
         if in_file == value:
             continue
         if p.stages == 1:

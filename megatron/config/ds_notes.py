@@ -7,18 +7,18 @@ from typing import Any
 from .fields import problems_where
 from .sections import Config
 
-_BOTH = {
+_SHARED_KEYS = {
     "stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm", "offload_optimizer",
     "zenflow", "cpu_offload", "cpu_offload_use_pin_memory", "legacy_stage1",
 }  # fmt: skip
 # Stage of ZeRO -> the keys of zero_optimization that DeepSpeed 0.19 reads, apart from those of its checkpoints.
-_READ = {
+_KEYS_BY_STAGE = {
     0: {"stage", "legacy_stage1"},
-    1: _BOTH | {
+    1: _SHARED_KEYS | {
         "use_multi_rank_bucket_allreduce", "allgather_bucket_size", "compute_grad_norm", "round_robin_gradients",
         "parameter_alignment", "ignore_unused_parameters",
     },
-    3: _BOTH | {
+    3: _SHARED_KEYS | {
         "offload_param", "cpu_offload_param", "sub_group_size", "stage3_prefetch_bucket_size",
         "stage3_param_persistence_threshold", "stage3_model_persistence_threshold", "stage3_max_live_parameters",
         "stage3_max_reuse_distance", "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params",
@@ -27,103 +27,106 @@ _READ = {
         "log_trace_cache_warnings", "enable_sanity_checks", "leaf_module",
     },
 }  # fmt: skip
-_READ[2] = _READ[1]
+_KEYS_BY_STAGE[2] = _KEYS_BY_STAGE[1]
 # Keys that DeepSpeed's optimizer for bf16 with ZeRO 1 reads. With offload_optimizer, it uses another optimizer.
-_READ_IN_BF16 = {"stage", "legacy_stage1", "allgather_bucket_size", "compute_grad_norm", "zenflow"}
+_KEYS_IN_BF16 = {"stage", "legacy_stage1", "allgather_bucket_size", "compute_grad_norm", "zenflow"}
 # Keys that only DeepSpeed's own checkpoints read.
-_CHECKPOINTS = {
+_CHECKPOINT_KEYS = {
     "load_from_fp32_weights", "elastic_checkpoint", "pipeline_loading_checkpoint",
     "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
 }  # fmt: skip
-_NOTHING = {"allgather_partitions", "save_muon_momentum_buffer_in_memory"}  # no code of DeepSpeed that a run calls
-_DYNAMIC = {
+_UNREAD_KEYS = {"allgather_partitions", "save_muon_momentum_buffer_in_memory"}  # no code of DeepSpeed that a run calls
+_DYNAMIC_SCALE_DEFAULTS = {
     "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "consecutive_hysteresis": False,
     "min_loss_scale": 1,
 }  # fmt: skip
 # Key of fp16 -> the value that needs no note, as it is DeepSpeed's default.
-_USUAL = {**_DYNAMIC, "loss_scale": 0, "auto_cast": False, "fp16_master_weights_and_grads": False}
+_FP16_DEFAULTS = {
+    **_DYNAMIC_SCALE_DEFAULTS, "loss_scale": 0, "auto_cast": False, "fp16_master_weights_and_grads": False,
+}  # fmt: skip
 
 
-def idle_keys(given: dict[str, Any], precision: str, zero: int) -> dict[str, list[tuple[str, str]]]:
+def ineffective_keys(given: dict[str, Any], precision: str, zero: int) -> dict[str, list[tuple[str, str]]]:
     """Return, by section of the file, the keys without effect as pairs of key and reason.
 
     given: content of the file with normalised sections. precision, zero: number format and stage of ZeRO of the run.
     """
-    of_zero = given.get("zero_optimization", {})
-    found = {
-        "zero_optimization": list(_idle_in_zero(of_zero, precision, zero)),
-        "fp16": list(_idle_in_fp16(given.get("fp16", {}), precision)),
-        "bf16": list(_idle_in_bf16(given.get("bf16", {}), precision, zero, _offloads(of_zero))),
+    zero_keys = given.get("zero_optimization", {})
+    offloads = _offloads_optimizer(zero_keys)
+    by_section = {
+        "zero_optimization": list(_ineffective_in_zero(zero_keys, precision, zero)),
+        "fp16": list(_ineffective_in_fp16(given.get("fp16", {}), precision)),
+        "bf16": list(_ineffective_in_bf16(given.get("bf16", {}), precision, zero, offloads)),
     }
     for section in ("comms_logger", "flops_profiler", "tensorboard", "wandb", "csv_monitor"):
         keys = given.get(section, {})
         if keys.get("enabled") is not True:
-            found[section] = [(key, "enabled is not true") for key in keys if key != "enabled"]
-    return {section: keys for section, keys in found.items() if keys}
+            by_section[section] = [(key, "enabled is not true") for key in keys if key != "enabled"]
+    return {section: keys for section, keys in by_section.items() if keys}
 
 
-def _offloads(keys: dict[str, Any]) -> bool:
+def _offloads_optimizer(keys: dict[str, Any]) -> bool:
     return "offload_optimizer" in keys or "cpu_offload" in keys
 
 
-def _idle_in_zero(keys: dict[str, Any], precision: str, zero: int) -> Iterator[tuple[str, str]]:
-    read = _READ[zero]
+def _ineffective_in_zero(keys: dict[str, Any], precision: str, zero: int) -> Iterator[tuple[str, str]]:
+    read_keys = _KEYS_BY_STAGE[zero]
     reason = f"the stage of ZeRO is {zero}"
-    if precision == "bf16" and zero == 1 and not _offloads(keys):
-        read = _READ_IN_BF16
+    if precision == "bf16" and zero == 1 and not _offloads_optimizer(keys):
+        read_keys = _KEYS_IN_BF16
         reason += " in bf16"
     for key in keys:
-        if key in _CHECKPOINTS:
+        if key in _CHECKPOINT_KEYS:
             yield key, "checkpoints are not those of DeepSpeed"
-        elif key in _NOTHING:
+        elif key in _UNREAD_KEYS:
             yield key, "DeepSpeed does not read it"
-        elif key not in read:
+        elif key not in read_keys:
             yield key, reason
 
 
-def _idle_in_fp16(keys: dict[str, Any], precision: str) -> Iterator[tuple[str, str]]:
+def _ineffective_in_fp16(keys: dict[str, Any], precision: str) -> Iterator[tuple[str, str]]:
     """Yield keys of the loss scale that have other values than DeepSpeed's defaults and no effect."""
-    unusual = [key for key, usual in _USUAL.items() if keys.get(key, usual) != usual]
+    changed = [key for key, default in _FP16_DEFAULTS.items() if keys.get(key, default) != default]
     if precision != "fp16":
-        for key in unusual:
+        for key in changed:
             yield key, f"the run is in {precision}"
         return
-    if not keys.get("loss_scale"):
+    if not keys.get("loss_scale"):  # 0, the default, stands for a dynamic loss scale
         return
-    for key in unusual:
-        if key in _DYNAMIC:
+    for key in changed:
+        if key in _DYNAMIC_SCALE_DEFAULTS:
             yield key, "loss_scale sets a constant loss scale"
 
 
-def _idle_in_bf16(keys: dict[str, Any], precision: str, zero: int, offloads: bool) -> Iterator[tuple[str, str]]:
+def _ineffective_in_bf16(keys: dict[str, Any], precision: str, zero: int, offloads: bool) -> Iterator[tuple[str, str]]:
     given = keys.keys() - {"enabled"}
     if precision != "bf16":
         for key in given:
             yield key, f"the run is in {precision}"
         return
-    updates_early = "immediate_grad_update"
-    narrow_states = "bf16_master_weights_and_grads"
-    if updates_early in given and zero != 1:
-        yield updates_early, f"the stage of ZeRO is {zero}"
-    if narrow_states in given and zero == 1 and not offloads:
-        yield narrow_states, "the stage of ZeRO is 1"
+    early_update = "immediate_grad_update"
+    bf16_states = "bf16_master_weights_and_grads"
+    if early_update in given and zero != 1:
+        yield early_update, f"the stage of ZeRO is {zero}"
+    if bf16_states in given and zero == 1 and not offloads:
+        yield bf16_states, "the stage of ZeRO is 1"
 
 
-def keys_for_zero(given: dict[str, Any], precision: str, zero: int) -> set[str]:
+def keys_read_by_zero1(given: dict[str, Any], precision: str, zero: int) -> set[str]:
     """Return the keys of the file, besides the stage and the number format, that DeepSpeed's ZeRO 1 would read."""
-    idle = idle_keys(given, precision, zero)
-    asked: set[str] = set()
-    for section, known in (("zero_optimization", "stage"), ("bf16", "enabled")):
-        asked.update(given.get(section, {}))
-        asked.discard(known)
-        asked.difference_update(key for key, _ in idle.get(section, ()))
-    return asked
+    ineffective = ineffective_keys(given, precision, zero)
+    effective: set[str] = set()
+    for section, resolved_key in (("zero_optimization", "stage"), ("bf16", "enabled")):
+        effective.update(given.get(section, {}))
+        effective.discard(resolved_key)
+        effective.difference_update(key for key, _ in ineffective.get(section, ()))
+    return effective
 
 
 def notes_on_keys(config: Config, given: dict[str, Any], precision: str, zero: int) -> Iterator[str]:
     """Yield a note for each section of the file and each reason why keys of it have no effect."""
     path = config.train.deepspeed_config
-    for section, keys in idle_keys(given, precision, zero).items():
+    for section, keys in ineffective_keys(given, precision, zero).items():
         by_reason: dict[str, list[str]] = {}
         for key, reason in keys:
             by_reason.setdefault(reason, []).append(key)

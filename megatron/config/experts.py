@@ -36,7 +36,7 @@ class ExpertsConfig(Section):
         ("1",),
         "which layers have experts: with one number n, layers 0, n, 2n, ...; or one number for each layer of a stack, "
         "1 for experts and 0 for one MLP",
-        lambda words: (
+        lambda words: (  # 18 digits fit in int64
             None if words and all(word.isdecimal() and len(word) < 19 for word in words) else "must be numbers"
         ),
     )
@@ -50,25 +50,25 @@ class ExpertsConfig(Section):
         "added to the scores for the choice only (Wang et al. 2024), by both, or not at all",
         one_of("aux-loss", "bias", "bias-and-aux-loss", "none"),
     )
-    router_aux_loss: float = opt(0.01, "factor of the auxiliary loss of --router-balance", at_least(0), free=True)
+    router_aux_loss: float = opt(0.01, "factor of the auxiliary loss of --router-balance", at_least(0), mutable=True)
     router_bias_rate: float = opt(
         0.001, "step by which the bias of --router-balance changes for an expert after each iteration", more_than(0)
     )
     router_z_loss: float = opt(
-        0.0, "factor of the z-loss of the router, the squared log-sum-exp of its logits", at_least(0), free=True
+        0.0, "factor of the z-loss of the router, the squared log-sum-exp of its logits", at_least(0), mutable=True
     )
     router_jitter: float = opt(
         0.0, "in training, multiply each input of the router by a random number within 1 +- this", between(0, 1),
-        free=True,
+        mutable=True,
     )  # fmt: skip
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
         if self.num_experts is None:
-            yield from self._without_experts()
+            yield from self._problems_without_experts()
             return
         words = self.moe_layer_frequency
-        is_pattern = len(words) > 1
+        is_pattern = len(words) > 1  # one number for each layer
         yield from problems_where(
             (
                 self.experts_per_token > self.num_experts,
@@ -79,19 +79,20 @@ class ExpertsConfig(Section):
                 "--shared-expert-gate needs --num-shared-experts",
             ),
             (
+                # If all digits are zeros, no layer has experts.
                 (is_pattern and not set(words) <= {"0", "1"}) or not "".join(words).strip("0"),
                 f"--moe-layer-frequency {' '.join(words)} must be one number from 1, or a 0 or 1 for each layer; to "
                 "train without experts, leave --num-experts out",
             ),
         )
 
-    def _without_experts(self) -> Iterator[str]:
+    def _problems_without_experts(self) -> Iterator[str]:
         """Yield an error text for each setting of experts that is given without --num-experts."""
-        for each in fields(ExpertsConfig):
-            value = getattr(self, each.name)
-            is_off = (each.name, value) == ("router_aux_loss", 0.0)
-            if value != each.default and not is_off:
-                yield f"{flag(each.name)} needs --num-experts; for one MLP, give only --ff-hidden-size"
+        for f in fields(ExpertsConfig):
+            value = getattr(self, f.name)
+            is_off = (f.name, value) == ("router_aux_loss", 0.0)  # as if there were no experts
+            if value != f.default and not is_off:
+                yield f"{flag(f.name)} needs --num-experts; for one MLP, give only --ff-hidden-size"
 
     @property
     def has_aux_loss(self) -> bool:

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import parse, paths_of, read_flags
+from .command_line import config_file_paths, parse, read_flags
 from .defaults import DEFAULTS
-from .names import with_new_names
+from .names import replace_renamed_flags
 from .sections import Config
-from .settings_files import named, read_json
+from .settings_files import parse_settings, read_json
 
 
-def parse_of_any_family(argv: Sequence[str], ranks: int = 1) -> Config:
+def parse_any_family(argv: Sequence[str], ranks: int = 1) -> Config:
     """Return the configuration of a training command, with the defaults of the family that `argv` names, or of GPT-2.
 
     The command may begin with an entry script, such as pretrain_llama.py, which then names the family; any other script
@@ -22,15 +22,15 @@ def parse_of_any_family(argv: Sequence[str], ranks: int = 1) -> Config:
         if family not in DEFAULTS:
             return parse(argv, None, ranks)
     else:
-        family = _family_of(argv)
+        family = _named_family(argv)
     return parse(argv, {"family": family, **DEFAULTS[family]}, ranks)
 
 
-def _family_of(argv: Sequence[str]) -> str:
+def _named_family(argv: Sequence[str]) -> str:
     """Return the family that --family, or else the last --config file with a family, names; gpt2 if none does."""
-    flags = read_flags(with_new_names(argv)[0])
+    flags = read_flags(replace_renamed_flags(argv)[0])
     family = None
-    for path in paths_of(flags.files):
-        family = named(read_json(path), path).values.get("family", family)
+    for path in config_file_paths(flags.files):
+        family = parse_settings(read_json(path), path).values.get("family", family)
     family = flags.settings.get("family", family)
     return family if family in DEFAULTS else "gpt2"

@@ -25,14 +25,14 @@ class FeatureSettings(Section):
         return iter(())
 
 
-def settings_of(section: str) -> list[type[FeatureSettings]]:
+def settings_classes(section: str) -> list[type[FeatureSettings]]:
     """Return the classes of settings that features add to a section, in the order of the table."""
-    found = []
+    classes = []
     for row in TABLE.values():
         if row.section == section:
-            module, name = row.home.split(":")
-            found.append(getattr(import_module(module), name).Settings)
-    return found
+            module, name = row.class_path.split(":")
+            classes.append(getattr(import_module(module), name).Settings)
+    return classes
 
 
 def with_features(name: str, section: type[Any]) -> type[Any]:
@@ -40,22 +40,22 @@ def with_features(name: str, section: type[Any]) -> type[Any]:
 
     The instances of the section are also instances of the features' classes.
     """
-    kinds = settings_of(name)
-    if not kinds:
+    bases = settings_classes(name)
+    if not bases:
         return section
 
     def problems(self: Any) -> Iterator[str]:
         yield from section._problems(self)
-        for kind in kinds:
-            yield from kind.problems(self)
+        for base in bases:
+            yield from base.problems(self)
 
-    body = {"__doc__": section.__doc__, "__module__": "megatron.config.sections", "_problems": problems}
-    made = type(section.__name__, (*kinds, section), body)
-    return dataclass(frozen=True, kw_only=True)(made)
+    namespace = {"__doc__": section.__doc__, "__module__": "megatron.config.sections", "_problems": problems}
+    extended = type(section.__name__, (*bases, section), namespace)
+    return dataclass(frozen=True, kw_only=True)(extended)
 
 
 def conflicts_with_features(config: Any) -> Iterator[str]:
     """Yield an error text for each setting that a feature cannot be combined with. config: a `Config`."""
     for name in vars(config):
-        for kind in settings_of(name):
-            yield from kind.conflicts(getattr(config, name), config)
+        for settings_class in settings_classes(name):
+            yield from settings_class.conflicts(getattr(config, name), config)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 class Row(NamedTuple):
     """One feature.
 
-    home: its module and class. wanted: function that says whether the settings, a `Config`, ask for it.
+    class_path: its module and class. wanted: function that says whether the settings, a `Config`, ask for it.
     section: section of the settings that its class `Settings` adds to; None if it has none of its own.
     instead: whether its method `instead` takes the place of the whole run.
     """
 
-    home: str
+    class_path: str
     wanted: Callable[[Any], bool]
     section: str | None = None
     instead: bool = False

@@ -15,28 +15,28 @@ class ConfigError(ValueError):
     """Invalid settings of a run; the message says what to change."""
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the message of an error as one line."""
     if isinstance(error, OSError) and error.strerror:
-        where = f": {error.filename}" if error.filename else ""
-        return error.strerror + where
+        path = f": {error.filename}" if error.filename else ""
+        return error.strerror + path
     if isinstance(error, JSONDecodeError):
         return describe_json(error.doc, error)
     name = type(error).__name__
     try:
-        words = str(error)
-    except Exception as broken:  # a user's class may have a faulty `__str__`
-        words = f"{name} without a message, because its str() raised {type(broken).__name__}"
-    return " ".join(words.split()) or name
+        message = str(error)
+    except Exception as str_error:  # a user's class may have a faulty `__str__`
+        message = f"{name} without a message, because its str() raised {type(str_error).__name__}"
+    return " ".join(message.split()) or name
 
 
-def first_of(names: Sequence[object], most: int = 8) -> str:
+def shorten_list(names: Sequence[object], most: int = 8) -> str:
     """Return the first `most` names, separated by commas, and the number of further names."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + more
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + rest
 
 
-def listed(problems: Sequence[str], title: str) -> str:
+def format_problems(problems: Sequence[str], title: str) -> str:
     """Return a single problem unchanged; for several, a first line `N title:`, followed by one line per problem."""
     return problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} {title}:", *problems])
 
@@ -46,10 +46,10 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def written(name: str, value: Any) -> str:
+def format_flag(name: str, value: Any) -> str:
     """Return a flag and its value as typed on a command line."""
     if isinstance(value, bool):
-        return name if value else f"--no-{name[2:]}"
+        return name if value else f"--no-{name.removeprefix('--')}"
     if value is None:
         return f"{name} none"
     words = value if isinstance(value, (list, tuple)) else (value,)
@@ -91,18 +91,18 @@ def opt(
     help: str,
     check: Callable[[Any], str | None] | None = None,
     family: tuple[str, ...] | None = None,
-    free: bool = False,
+    mutable: bool = False,
 ) -> Any:
     """Return a dataclass field for a setting: its default, the help of its flag and a check of its value.
 
     check: function that returns an error text for an invalid value, else None.
     family: model families that read the setting; None for all families.
-    free: for a setting of the model, whether its value may change when a run resumes.
+    mutable: for a setting of the model, whether its value may change when a run resumes.
     """
-    return field(default=default, metadata={"help": help, "check": check, "family": family, "free": free})
+    return field(default=default, metadata={"help": help, "check": check, "family": family, "mutable": mutable})
 
 
-def refuse(*checks: Iterable[str]) -> None:
+def raise_first_problem(*checks: Iterable[str]) -> None:
     """Raise ConfigError with the first problem that `checks` yield; return if they yield none."""
     for problem in itertools.chain(*checks):
         raise ConfigError(problem)
@@ -121,18 +121,18 @@ class Section:
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
             kinds = types_of(type(self), f.name)
-            value = _as_declared(getattr(self, f.name), kinds)
+            value = _to_declared_type(getattr(self, f.name), kinds)
             if value is None and type(None) in kinds:
                 continue
             object.__setattr__(self, f.name, value)
-            refuse(_problems_of_type(f.name, value, kinds))
+            raise_first_problem(_type_problems(f.name, value, kinds))
             check = f.metadata["check"]
             problem = check(value) if check else None
             if problem:
                 words = " ".join(value) if isinstance(value, tuple) else value
-                off = ", or none" if type(None) in kinds else ""
-                raise ConfigError(f"{flag(f.name)} {brief(words)} {problem}{off}")
-        refuse(self._problems())
+                or_none = ", or none" if type(None) in kinds else ""
+                raise ConfigError(f"{flag(f.name)} {brief(words)} {problem}{or_none}")
+        raise_first_problem(self._problems())
 
     def _problems(self) -> Iterator[str]:
         """Yield an error text for each contradiction between fields of the section."""
@@ -140,18 +140,18 @@ class Section:
 
 
 @functools.cache
-def _hints(section: Any) -> dict[str, Any]:
+def _type_hints(section: Any) -> dict[str, Any]:
     return get_type_hints(section)
 
 
 def types_of(section: type, name: str) -> tuple[type, ...]:
     """Return the types that a field's value may have, e.g. int and NoneType for `int | None`."""
-    hint = _hints(section)[name]
+    hint = _type_hints(section)[name]
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
     return tuple(get_origin(kind) or kind for kind in kinds)
 
 
-def _as_declared(value: Any, kinds: tuple[type, ...]) -> Any:
+def _to_declared_type(value: Any, kinds: tuple[type, ...]) -> Any:
     """Return a text or a list as a tuple, and an int as a float, where the field holds such values."""
     if tuple in kinds and isinstance(value, str):
         return (value,)
@@ -162,12 +162,12 @@ def _as_declared(value: Any, kinds: tuple[type, ...]) -> Any:
     return value
 
 
-def _problems_of_type(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[str]:
+def _type_problems(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[str]:
     """Yield an error text for a value of another type, and for numbers that are too large or not finite."""
     kind = type(value)
-    wanted = " or ".join(each.__name__ for each in kinds if each is not type(None))
+    declared = " or ".join(each.__name__ for each in kinds if each is not type(None))
     yield from problems_where(
-        (kind not in kinds, f"{flag(name)} must be {wanted}, got {brief(repr(value))}"),
+        (kind not in kinds, f"{flag(name)} must be {declared}, got {brief(repr(value))}"),
         (kind in kinds and kind is int and abs(value) >= 2**64, f"{flag(name)} {brief(value)} must be less than 2**64"),
         (kind in kinds and kind is float and not math.isfinite(value), f"{flag(name)} {value} must be a finite number"),
     )

@@ -14,19 +14,19 @@ from .fields import ConfigError, flag, types_of
 from .names import nearest
 from .sections import SECTIONS
 
-ABOUT = {
+SCRIPT_SUMMARIES = {
     "gpt2": "Train a GPT-2 on a preprocessed corpus. The same command resumes the run.",
     "llama": "Train a Llama, Qwen, Mistral or Mixtral on a preprocessed corpus. The same command resumes the run.",
     "t5": "Train a T5 on a preprocessed corpus. The same command resumes the run.",
     None: "Train a model. The same command resumes the run.",
 }
-FIRST = (
+COMMON_FLAGS = (
     "data_path", "vocab_file", "run_dir", "num_layers", "hidden_size", "num_attention_heads", "seq_length",
     "enc_seq_length", "dec_seq_length", "batch_size", "gas", "train_iters", "lr", "precision", "eval_interval",
     "save_interval", "load", "model_parallel_size", "pipe_parallel_size", "zero_stage", "checkpoint_activations",
     "dry_run",
 )  # fmt: skip
-CONFIG = "JSON file with settings by section, or the name of a preset in configs/models; may be repeated"
+CONFIG_HELP = "JSON file with settings by section, or the name of a preset in configs/models; may be repeated"
 EXAMPLES = """\
 examples:
   python {script} --data-path data/corpus_text_document \\
@@ -36,11 +36,11 @@ examples:
   python {script} --config my.json --max-position-embeddings none ...
       none removes an optional setting that a file has set
 """
-LEFT = 28  # columns of the names of flags
-WIDEST = 100
+TITLE_WIDTH = 28  # columns of the names of flags
+MAX_WIDTH = 100
 
 
-class _Setting(NamedTuple):
+class _FlagHelp(NamedTuple):
     """A setting, the title of its flag, and what `--help` says of it."""
 
     name: str
@@ -48,7 +48,7 @@ class _Setting(NamedTuple):
     text: str
 
 
-def _title(section: type, setting: "Field[Any]") -> str:
+def _flag_title(section: type, setting: "Field[Any]") -> str:
     """Return a flag with the placeholder of its value."""
     kinds = types_of(section, setting.name)
     if bool in kinds:
@@ -57,18 +57,18 @@ def _title(section: type, setting: "Field[Any]") -> str:
     return f"{flag(setting.name)} {metavar(setting, kind)}"
 
 
-def _text(setting: "Field[Any]", family: str | None) -> str:
+def _help_with_default(setting: "Field[Any]", family: str | None) -> str:
     """Return what a setting does, with its default in the script of the family."""
-    about = str(setting.metadata["help"])
-    value = DEFAULTS.get(family or "", {}).get(setting.name, setting.default)
-    if value is None or value == ():
-        return about
-    words = value
-    if isinstance(value, bool):
-        words = "on" if value else "off"
-    elif isinstance(value, tuple):
-        words = " ".join(map(str, value))
-    return f"{about} (default: {words})"
+    description = str(setting.metadata["help"])
+    default = DEFAULTS.get(family or "", {}).get(setting.name, setting.default)
+    if default is None or default == ():
+        return description
+    words = default
+    if isinstance(default, bool):
+        words = "on" if default else "off"
+    elif isinstance(default, tuple):
+        words = " ".join(map(str, default))
+    return f"{description} (default: {words})"
 
 
 def _is_read(setting: "Field[Any]", family: str | None) -> bool:
@@ -76,28 +76,29 @@ def _is_read(setting: "Field[Any]", family: str | None) -> bool:
     return families is None or family is None or family in families
 
 
-def own_first(section: type) -> list["Field[Any]"]:
+def fields_own_first(section: type) -> list["Field[Any]"]:
     """Return the settings of a section: its own first, then those of its base classes and features."""
-    known = {each.name: each for each in fields(section)}  # type: ignore[arg-type]
-    names = dict.fromkeys(chain.from_iterable(vars(kind).get("__annotations__", {}) for kind in section.__mro__))
-    return [known[name] for name in names if name in known]
+    by_name = {f.name: f for f in fields(section)}  # type: ignore[arg-type]
+    # The class itself comes first in its method resolution order, and a dict keeps the first place of a repeated name.
+    names = dict.fromkeys(chain.from_iterable(vars(base).get("__annotations__", {}) for base in section.__mro__))
+    return [by_name[name] for name in names if name in by_name]
 
 
-def _settings_of(section: type, family: str | None) -> list[_Setting]:
+def _flags_of_section(section: type, family: str | None) -> list[_FlagHelp]:
     """Return the settings of a section that the family reads."""
-    read = [each for each in own_first(section) if _is_read(each, family)]
-    return [_Setting(each.name, _title(section, each), _text(each, family)) for each in read]
+    read = [f for f in fields_own_first(section) if _is_read(f, family)]
+    return [_FlagHelp(f.name, _flag_title(section, f), _help_with_default(f, family)) for f in read]
 
 
-def _lines_of(title: str, text: str, width: int) -> Iterator[str]:
+def _format_flag(title: str, text: str, width: int) -> Iterator[str]:
     """Yield the lines of a flag: its title on the left, and what it does on the right."""
-    wrapped = textwrap.wrap(text, width - LEFT, break_on_hyphens=False)
-    if len(title) + 4 > LEFT:
+    wrapped = textwrap.wrap(text, width - TITLE_WIDTH, break_on_hyphens=False)
+    if len(title) + 4 > TITLE_WIDTH:  # two columns of indentation, and two between title and text
         yield f"  {title}"
         title = ""
-    yield f"  {title}".ljust(LEFT) + wrapped[0]
+    yield f"  {title}".ljust(TITLE_WIDTH) + wrapped[0]
     for line in wrapped[1:]:
-        yield " " * LEFT + line
+        yield " " * TITLE_WIDTH + line
 
 
 class _Help:
@@ -106,36 +107,36 @@ class _Help:
     def __init__(self, script: str, family: str | None) -> None:
         self.script = script
         self.family = family
-        self.width = min(int(os.environ.get("COLUMNS", 0)) or shutil.get_terminal_size().columns, WIDEST)
-        self.sections: dict[str, list[_Setting]] = {}
-        self.every: dict[str, _Setting] = {}
+        self.width = min(int(os.environ.get("COLUMNS", 0)) or shutil.get_terminal_size().columns, MAX_WIDTH)
+        self.sections: dict[str, list[_FlagHelp]] = {}
+        self.flags: dict[str, _FlagHelp] = {}
         for name, section in SECTIONS.items():
-            found = _settings_of(section, family)
-            self.sections[name] = found
-            self.every.update({each.name: each for each in found})
+            section_flags = _flags_of_section(section, family)
+            self.sections[name] = section_flags
+            self.flags.update({each.name: each for each in section_flags})
 
-    def flag(self, name: str) -> Iterator[str]:
+    def flag_lines(self, name: str) -> Iterator[str]:
         """Yield the lines of a setting."""
-        setting = self.every[name]
-        return _lines_of(setting.title, setting.text, self.width)
+        setting = self.flags[name]
+        return _format_flag(setting.title, setting.text, self.width)
 
-    def section(self, name: str) -> Iterator[str]:
+    def section_lines(self, name: str) -> Iterator[str]:
         """Yield the lines of a section's settings, below its name."""
         yield f"{name}:"
         for each in self.sections[name]:
-            yield from self.flag(each.name)
+            yield from self.flag_lines(each.name)
         yield ""
 
-    def first(self) -> Iterator[str]:
+    def overview_lines(self) -> Iterator[str]:
         """Yield what the script does, the flags that people use first, how to see the others, and examples."""
-        yield from (ABOUT[self.family], "", f"usage: {self.script} [--config FILE] [FLAG VALUE ...]", "")
-        yield from _lines_of("--config FILE", CONFIG, self.width)
-        for name in FIRST:
-            if name in self.every:
-                yield from self.flag(name)
+        yield from (SCRIPT_SUMMARIES[self.family], "", f"usage: {self.script} [--config FILE] [FLAG VALUE ...]", "")
+        yield from _format_flag("--config FILE", CONFIG_HELP, self.width)
+        for name in COMMON_FLAGS:
+            if name in self.flags:
+                yield from self.flag_lines(name)
         names = ", ".join(self.sections)
-        more = f"--help SECTION shows the flags of a section ({names}), --help FLAG one flag, --help all every flag."
-        yield from ("", *textwrap.wrap(more, self.width, break_on_hyphens=False), "")
+        hint = f"--help SECTION shows the flags of a section ({names}), --help FLAG one flag, --help all every flag."
+        yield from ("", *textwrap.wrap(hint, self.width, break_on_hyphens=False), "")
         yield EXAMPLES.format(script=self.script)
 
 
@@ -144,17 +145,17 @@ def help_text(script: str, family: str | None, topic: str | None) -> str:
 
     Raises ConfigError for an unknown topic.
     """
-    asked = _Help(script, family)
+    page = _Help(script, family)
     if topic is None:
-        return "\n".join(asked.first())
-    wanted = topic.removeprefix("--").replace("-", "_")
-    if wanted in asked.every:
-        return "\n".join(asked.flag(wanted))
-    if wanted in asked.sections:
-        return "\n".join(asked.section(wanted))
-    if wanted == "all":
-        return "\n".join(chain.from_iterable(map(asked.section, asked.sections)))
+        return "\n".join(page.overview_lines())
+    name = topic.removeprefix("--").replace("-", "_")
+    if name in page.flags:
+        return "\n".join(page.flag_lines(name))
+    if name in page.sections:
+        return "\n".join(page.section_lines(name))
+    if name == "all":
+        return "\n".join(chain.from_iterable(map(page.section_lines, page.sections)))
     raise ConfigError(
-        f"--help {topic}: the sections are {', '.join(asked.sections)}; else give a flag or all"
-        f"{nearest(wanted, [*asked.sections, *asked.every])}"
+        f"--help {topic}: the sections are {', '.join(page.sections)}; else give a flag or all"
+        f"{nearest(name, [*page.sections, *page.flags])}"
     )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import flag, written
+from .fields import flag, format_flag
 from .sections import Config, settings
 
 Condition = Callable[[Config, int, Any], bool]
@@ -21,15 +21,15 @@ class Row:
     """Settings that have no effect under a condition.
 
     names: names of settings, separated by spaces. applies: condition on the settings of the run, the number of ranks
-    and the given value. reason: template of the reason, with names of settings in braces. idle: value that asks for
-    nothing and needs no note. note: whole note, for a setting that does not do what its name says.
+    and the given value. reason: template of the reason, with names of settings in braces. off_value: value that asks
+    for nothing and needs no note. note: whole note, for a setting that does not do what its name says.
     """
 
     names: str
     applies: Condition
     reason: str
-    idle: Any = None
-    note: str = "{said} has no effect: {reason}"
+    off_value: Any = None
+    note: str = "{flag} has no effect: {reason}"
 
 
 def _no_pipeline(config: Config, ranks: int, value: Any) -> bool:
@@ -40,7 +40,7 @@ def _one_stage(config: Config, ranks: int, value: Any) -> bool:
     return config.parallel.stages == 1
 
 
-def _whole_layers(config: Config, ranks: int, value: Any) -> bool:
+def _no_tensor_parallelism(config: Config, ranks: int, value: Any) -> bool:
     return config.parallel.model_parallel_size == 1
 
 
@@ -61,7 +61,7 @@ def _scales_nothing(config: Config, ranks: int, value: Any) -> bool:
     return m.rope_scaling in _SCALING and m.rope_scaling_factor == 1 and m.rope_attention_factor in (None, 1)
 
 
-def _lengths_of_t5(config: Config, ranks: int, value: Any) -> bool:
+def _ignores_seq_length(config: Config, ranks: int, value: Any) -> bool:
     """Return whether neither the samples nor the positions of a T5 depend on --seq-length."""
     m = config.model
     d = config.data
@@ -71,24 +71,24 @@ def _lengths_of_t5(config: Config, ranks: int, value: Any) -> bool:
     return m.position_embedding != "learned" or m.max_position_embeddings is not None or d.seq_length <= longest
 
 
-def _operations(config: Config) -> set[str]:
+def _computed_operations(config: Config) -> set[str]:
     """Return the operations of --reference-ops that a model of this family computes."""
     m = config.model
-    own_documents = config.data.reset_attention_mask or config.objective != "lm"
-    found = {
+    separates_documents = config.data.reset_attention_mask or config.objective != "lm"
+    is_computed = {
         "cross-entropy": True,
         "rms-norm": m.normalization == "rmsnorm" or m.qk_norm,
         "rope": m.position_embedding == "rope",
         "biased-attention": m.position_embedding == "relative",
         "relative-positions": m.position_embedding == "relative",
-        "document-attention": own_documents or config.is_t5,
+        "document-attention": separates_documents or config.is_t5,
         m.activation: True,
     }
-    return {name for name, used in found.items() if used}
+    return {name for name, used in is_computed.items() if used}
 
 
-def _not_computed(config: Config, ranks: int, value: Any) -> bool:
-    return config.model.family is not None and bool(value) and not set(value) & _operations(config)
+def _computes_none(config: Config, ranks: int, value: Any) -> bool:
+    return config.model.family is not None and bool(value) and not set(value) & _computed_operations(config)
 
 
 ROWS = (
@@ -121,7 +121,7 @@ ROWS = (
         lambda c, ranks, value: c.model.family is not None and c.objective == "sft",
         "with --objective sft, each conversation is a document of its own",
     ),
-    Row("seq_length", _lengths_of_t5, "--enc-seq-length {enc_seq_length} sets the length of this T5's samples"),
+    Row("seq_length", _ignores_seq_length, "--enc-seq-length {enc_seq_length} sets the length of this T5's samples"),
     # model
     Row(
         "relative_attention_num_buckets relative_attention_max_distance",
@@ -139,7 +139,7 @@ ROWS = (
         lambda c, ranks, value: "cross-entropy" in c.model.reference_ops,
         "--reference-ops cross-entropy computes all logits at once",
     ),
-    Row("reference_ops", _not_computed, "this model computes no such operation"),
+    Row("reference_ops", _computes_none, "this model computes no such operation"),
     Row(
         "router_aux_loss",
         lambda c, ranks, value: not c.model.has_aux_loss,
@@ -163,15 +163,15 @@ ROWS = (
         "the rules for --optimizer {optimizer} do not depend on the number of key/value heads",
     ),
     # layout
-    Row("pipeline_schedule virtual_pipeline_size pipeline_timeout", _no_pipeline, "there is no pipeline", idle=1),
+    Row("pipeline_schedule virtual_pipeline_size pipeline_timeout", _no_pipeline, "there is no pipeline", off_value=1),
     Row("partition_method pipeline_extra_warmup", _one_stage, "there is one stage"),
-    Row("sequence_parallel", _whole_layers, "--model-parallel-size is 1", idle=False),
-    Row("async_tensor_model_parallel_allreduce", _whole_layers, "--model-parallel-size is 1"),
+    Row("sequence_parallel", _no_tensor_parallelism, "--model-parallel-size is 1", off_value=False),
+    Row("async_tensor_model_parallel_allreduce", _no_tensor_parallelism, "--model-parallel-size is 1"),
     Row(
         "checkpoint_num_layers",
         lambda c, ranks, value: not c.parallel.checkpoint_activations,
         "--checkpoint-activations is not given",
-        idle=1,
+        off_value=1,
     ),
     Row(
         "overlap_grad_reduce",
@@ -201,7 +201,7 @@ ROWS = (
         "save",
         lambda c, ranks, value: str(value).lower().startswith("memory://"),
         "",
-        note="{said} keeps checkpoints only in the memory of each process, so they are lost when the run ends; give a "
+        note="{flag} keeps checkpoints only in the memory of each process, so they are lost when the run ends; give a "
         "folder or the URL of object storage to keep them",
     ),
     Row(
@@ -225,7 +225,7 @@ def notes(config: Config, ranks: int, given: Mapping[str, Any]) -> Iterator[str]
                 continue
             value = given[name]
             is_default = value == _DEFAULTS[name]
-            asks_for_nothing = value == row.idle or (is_default and not value)
+            asks_for_nothing = value == row.off_value or (is_default and not value)
             if not asks_for_nothing and row.applies(config, ranks, value):
                 reason = row.reason.format(**values)
-                yield row.note.format(said=written(flag(name), value), reason=reason)
+                yield row.note.format(flag=format_flag(flag(name), value), reason=reason)

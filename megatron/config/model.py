@@ -26,7 +26,7 @@ FUSED = (
 )
 
 
-def each_of(*choices: Any) -> Callable[[Any], str | None]:
+def all_within(*choices: Any) -> Callable[[Any], str | None]:
     """Return a check that returns None if all words of a value are in `choices`, and an error text otherwise."""
     return lambda values: None if set(values) <= set(choices) else f"may name only {', '.join(map(str, choices))}"
 
@@ -97,28 +97,28 @@ class ModelConfig(ModelSizes, DecoderConfig):
         128,
         "pad the rows of the embedding table to a multiple of this number times --model-parallel-size",
         at_least(1),
-        free=True,
+        mutable=True,
     )
     hidden_dropout: float = opt(
-        0.1, "dropout on embeddings and on sub-layer outputs before the residual addition", between(0, 1), free=True
+        0.1, "dropout on embeddings and on sub-layer outputs before the residual addition", between(0, 1), mutable=True
     )
-    attention_dropout: float = opt(0.1, "dropout on attention weights", between(0, 1), free=True)
+    attention_dropout: float = opt(0.1, "dropout on attention weights", between(0, 1), mutable=True)
     checkpoint_attention: bool = opt(
         False,
         "recompute attention scores in the backward pass (selective recomputation)",
-        free=True,
+        mutable=True,
     )
     recompute_modules: tuple[str, ...] = opt(
         (),
         "modules whose outputs are recomputed in the backward pass: norm, qkv (queries, keys and values), activation; "
         "meant for fused attention, which stores no attention scores",
-        each_of("norm", "qkv", "activation"),
-        free=True,
+        all_within("norm", "qkv", "activation"),
+        mutable=True,
     )
     offload_activations: bool = opt(
         False,
         "keep activations in host memory instead of accelerator memory between forward and backward pass",
-        free=True,
+        mutable=True,
     )
     logits_chunk_size: int = opt(
         0,
@@ -127,22 +127,22 @@ class ModelConfig(ModelSizes, DecoderConfig):
         "forward pass then also computes the gradient of the output matrix and keeps this gradient in fp32. Chunks "
         "slow down wide models. No effect with --reference-ops cross-entropy",
         at_least(0),
-        free=True,
+        mutable=True,
     )
     reference_ops: tuple[str, ...] = opt(
         (),
         f"operations to compute by slow reference formulas with torch's autograd, for checks: {', '.join(FUSED)}",
-        each_of(*FUSED),
-        free=True,
+        all_within(*FUSED),
+        mutable=True,
     )
     kernels: str = opt(
         "auto",
         "implementation of norms and Adam: torch or apex; auto uses apex if it is installed",
         one_of("auto", "torch", "apex"),
-        free=True,
+        mutable=True,
     )
     layernorm_epsilon: float = opt(1e-5, "epsilon of the norms, layernorm or rmsnorm", between(0, 1))
-    init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0), free=True)
+    init_method_std: float = opt(0.02, "standard deviation of the initial weights", at_least(0), mutable=True)
     mup_base_hidden_size: int | None = opt(
         None,
         "muP (Yang et al. 2022): --hidden-size of the base model, whose best learning rate then fits models of other "

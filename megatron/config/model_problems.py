@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from .model import ModelConfig
 
 # Position embeddings that each family supports.
-POSITIONS = {"gpt2": ("learned",), "llama": ("rope",), "t5": ("learned", "relative")}
+FAMILY_POSITIONS = {"gpt2": ("learned",), "llama": ("rope",), "t5": ("learned", "relative")}
 # Advice for positions that another script supports.
-SCRIPTS = {
+SCRIPT_ADVICE = {
     "rope": "; use pretrain_llama.py, for a GPT-2 with rotary positions with --normalization layernorm "
     "--activation gelu-tanh --hidden-bias --tie-embeddings --hidden-dropout 0.1 --attention-dropout 0.1",
     "learned": "; use pretrain_gpt2.py",
@@ -37,9 +37,9 @@ def problems_of_heads(m: "ModelConfig") -> Iterator[str]:
 def problems_of_positions(m: "ModelConfig") -> Iterator[str]:
     """Yield an error text for positions that the family does not have, and for rotary positions of odd size."""
     kind = m.position_embedding
-    if m.family and kind not in POSITIONS[m.family]:
-        known = " or ".join(POSITIONS[m.family])
-        yield f"--position-embedding {kind}: a {m.family} has {known} positions{SCRIPTS.get(kind, '')}"
+    if m.family and kind not in FAMILY_POSITIONS[m.family]:
+        supported = " or ".join(FAMILY_POSITIONS[m.family])
+        yield f"--position-embedding {kind}: a {m.family} has {supported} positions{SCRIPT_ADVICE.get(kind, '')}"
     if kind == "rope" and (m.rotary_size % 2 or not m.rotary_size):
         yield (
             f"rotary positions rotate pairs of dimensions: --rotary-percent {m.rotary_percent:g} of "
@@ -49,27 +49,28 @@ def problems_of_positions(m: "ModelConfig") -> Iterator[str]:
 
 def problems_of_layers(m: "ModelConfig") -> Iterator[str]:
     """Yield an error text for each contradiction of experts, muP and relative positions with the other settings."""
-    stacks = [m.num_layers, m.decoder_layers] if m.family == "t5" else [m.num_layers]
+    stack_sizes = [m.num_layers, m.decoder_layers] if m.family == "t5" else [m.num_layers]
     given = len(m.moe_layer_frequency)
-    if m.num_experts and given > 1 and any(given != layers for layers in stacks):
+    if m.num_experts and given > 1 and any(given != layers for layers in stack_sizes):
         yield (
-            f"--moe-layer-frequency has {given} numbers, but a stack has {max(stacks)} layers; give one for each "
+            f"--moe-layer-frequency has {given} numbers, but a stack has {max(stack_sizes)} layers; give one for each "
             "layer, or one number in all"
         )
     if m.mup_base_hidden_size is None:
-        yield from _problems_of_base(m)
+        yield from _mup_base_problems(m)
     if m.relative_attention_per_layer and m.position_embedding != "relative":
         yield f"--relative-attention-per-layer needs relative positions, not {m.position_embedding}"
-    exact = m.relative_attention_num_buckets // 2
-    if m.position_embedding == "relative" and m.relative_attention_max_distance <= exact:
+    # Half of the buckets hold one distance each; the other half shares the longer distances, up to the maximum.
+    exact_buckets = m.relative_attention_num_buckets // 2
+    if m.position_embedding == "relative" and m.relative_attention_max_distance <= exact_buckets:
         yield (
             f"--relative-attention-max-distance {m.relative_attention_max_distance} must be more "
-            f"than {exact}: that many of --relative-attention-num-buckets {m.relative_attention_num_buckets} "
+            f"than {exact_buckets}: that many of --relative-attention-num-buckets {m.relative_attention_num_buckets} "
             "hold one distance each"
         )
 
 
-def _problems_of_base(m: "ModelConfig") -> Iterator[str]:
+def _mup_base_problems(m: "ModelConfig") -> Iterator[str]:
     """Yield an error text for each size of muP's base model without its width."""
     from .mup import BASE_SIZES
 

@@ -57,7 +57,7 @@ class ModelSizes:
         return self.hidden_bias if self.qkv_bias is None else self.qkv_bias
 
     @property
-    def gated(self) -> bool:
+    def is_gated(self) -> bool:
         """True if the MLP is gated: the product of a gate and a value projection."""
         return self.activation in GATED
 

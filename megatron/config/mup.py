@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from .model import ModelConfig
 
 # Settings whose defaults take for granted that the base model has the proportions of this model.
-OTHER_SIZES = (
+IMPLIED_BASE_SIZES = (
     "mup_base_ff_hidden_size",
     "mup_base_expert_ff_hidden_size",
     "mup_base_num_key_value_heads",
     "mup_base_num_decoder_layers",
 )
 # Settings that describe the base model and need its width, too.
-BASE_SIZES = ("mup_base_kv_hidden_size", "mup_base_num_layers", *OTHER_SIZES)
+BASE_SIZES = ("mup_base_kv_hidden_size", "mup_base_num_layers", *IMPLIED_BASE_SIZES)
 
 
 class Growth(NamedTuple):
@@ -53,23 +53,24 @@ def muon_ratio(shape: tuple[float, ...], adjust_lr_fn: str) -> float:
     """Return torch.optim.Muon's factor of the learning rate of a matrix of this shape, with muP and without."""
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, shape[0] / shape[1]))
-    return 0.2 * math.sqrt(max(shape))
+    return 0.2 * math.sqrt(max(shape))  # 0.2 is about the RMS of AdamW's updates
 
 
-def notes(m: "ModelConfig", muon: bool) -> Iterator[str]:
+def notes(m: "ModelConfig", uses_muon: bool) -> Iterator[str]:
     """Yield a note with the sizes that muP's factors take for granted in the base model, if they are not given.
 
-    muon: whether Muon steps the matrices. Only its factors depend on the number of key/value heads.
+    uses_muon: whether Muon steps the matrices. Only its factors depend on the number of key/value heads.
     """
+    # All factors are 1 without muP, and if this model is as large as the base model.
     if {m.width_factor, m.ff_growth, m.expert_ff_growth, m.branch_factor, m.decoder_branch_factor} == {1.0}:
         return
     width = m.mup_base_kv_hidden_size or m.head_size
-    fewer_heads = m.head_size / width / m.width_factor
-    follows_heads = muon and m.num_key_value_heads and not m.mup_base_num_key_value_heads
+    heads_ratio = m.head_size / width / m.width_factor  # heads of the base model / heads of this model
+    follows_heads = uses_muon and m.num_key_value_heads and not m.mup_base_num_key_value_heads
     follows_depth = m.family == "t5" and m.mup_base_num_layers and not m.mup_base_num_decoder_layers
     sizes = problems_where(
-        (True, f"--num-attention-heads {m.num_attention_heads * fewer_heads:g} of width {width}"),
-        (follows_heads, f"--num-key-value-heads {m.key_value_heads * fewer_heads:g}"),
+        (True, f"--num-attention-heads {m.num_attention_heads * heads_ratio:g} of width {width}"),
+        (follows_heads, f"--num-key-value-heads {m.key_value_heads * heads_ratio:g}"),
         (not m.mup_base_ff_hidden_size, f"--ff-hidden-size {m.ff_size / m.ff_growth:g}"),
         (
             m.expert_ff_hidden_size and not m.mup_base_expert_ff_hidden_size,
@@ -79,5 +80,5 @@ def notes(m: "ModelConfig", muon: bool) -> Iterator[str]:
     )
     yield (
         f"muP takes for granted that the base model has {', '.join(sizes)}: if its heads are narrower, give their "
-        f"width as --mup-base-kv-hidden-size; give other sizes as {', '.join(map(flag, OTHER_SIZES))}"
+        f"width as --mup-base-kv-hidden-size; give other sizes as {', '.join(map(flag, IMPLIED_BASE_SIZES))}"
     )

@@ -25,17 +25,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def with_new_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def replace_renamed_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return `argv` with renamed flags replaced by their new names, and a note for each renamed flag."""
     new_names = {flag(former): flag(name) for former, name in RENAMED.items()}
     words = []
     notes = []
     for word in argv:
-        old, equals, value = word.partition("=")
-        new = new_names.get(old, old)
-        if new != old:
-            notes.append(f"{old} is now {new}; the next version drops the old name")
-        words.append(new + equals + value)
+        old_flag, equals, value = word.partition("=")
+        new_flag = new_names.get(old_flag, old_flag)
+        if new_flag != old_flag:
+            notes.append(f"{old_flag} is now {new_flag}; the next version drops the old name")
+        words.append(new_flag + equals + value)
     return words, notes
 
 
@@ -43,18 +43,18 @@ def unknown_arguments(words: Sequence[str]) -> list[str]:
     """Return an error for each unknown flag among the words that the parser did not consume."""
     if not words:
         return []
-    suggestion = compat("flags.translate").suggestion
+    suggestion = compat("flags.translate").suggest_flag
     known = ["--config", *map(flag, HOME)]
-    removed = {flag(name): removal(name) for name in REMOVED}
+    removed = {flag(name): removal_error(name) for name in REMOVED}
     names = [word.split("=")[0] for word in words if word.startswith("--")]
     problems = []
-    for name in names or words[:1]:
+    for name in names or words[:1]:  # without a flag, the first word is the mistake
         problem = removed.get(name) or f"unknown argument {name}{suggestion(name, known)}"
         problems.append(problem)
     return problems
 
 
-def removal(name: str) -> str:
+def removal_error(name: str) -> str:
     """Return an error for a removed setting."""
     advice = REMOVED[name] or "leave it out"
     return f"{flag(name)} has been removed: {advice}"
@@ -68,4 +68,4 @@ def refuse_removed(saved: Mapping[str, Any], where: Path) -> None:
     for values in saved.values():
         for name, advice in REMOVED.items():
             if advice and isinstance(values, Mapping) and values.get(name) is not None:
-                raise ConfigError(f"{where}: {removal(name)}")
+                raise ConfigError(f"{where}: {removal_error(name)}")

@@ -7,7 +7,7 @@ from .fields import at_least, between, one_of, opt
 from .muon import MuonConfig
 
 
-def share_of(share: float, total: int) -> int:
+def floor_share(share: float, total: int) -> int:
     """Return `share` x `total` as a whole number of iterations or samples, rounded down.
 
     Floating-point errors are corrected: 0.29 x 100 is 29, although the product of the floats is just below 29.

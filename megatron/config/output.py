@@ -144,18 +144,18 @@ class LogConfig(Section):
         )
 
     @property
-    def traced(self) -> tuple[int, int] | None:
+    def trace_range(self) -> tuple[int, int] | None:
         """First and last iteration of --trace-iterations, or None."""
-        return _ends(self.trace_iterations)
+        return _parse_range(self.trace_iterations)
 
     @property
-    def profiled(self) -> tuple[int, int] | None:
+    def profile_range(self) -> tuple[int, int] | None:
         """First and last iteration of --profile-iterations, or None."""
-        return _ends(self.profile_iterations)
+        return _parse_range(self.profile_iterations)
 
 
-def _ends(words: str | None) -> tuple[int, int] | None:
-    if words is None:
+def _parse_range(text: str | None) -> tuple[int, int] | None:
+    if text is None:
         return None
-    first, _, last = words.partition("-")
-    return int(first), int(last or first)
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)  # `41` alone is the range 41-41

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .sections import Config
 
 
-class _Schedules(OneOf):
+class _ScheduleName(OneOf):
     """Check that a value is a built-in schedule or one that the script has registered in `tds.schedule`."""
 
     def __call__(self, value: Any) -> str | None:
@@ -23,7 +23,7 @@ class _Schedules(OneOf):
         return f"{super().__call__(value)}, or a name registered by tds.schedule.register() before the run"
 
 
-SCHEDULES = _Schedules(("1f1b", "gpipe", "interleaved", "zb-h1"))
+SCHEDULES = _ScheduleName(("1f1b", "gpipe", "interleaved", "zb-h1"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,34 +152,35 @@ class ParallelConfig(Section):
         Raises ConfigError if `world_size` is not divisible by the number of ranks of a replica.
         """
         context = f" x --context-parallel-size {self.context_parallel_size}" if self.context_parallel_size > 1 else ""
-        cell = self.stages * self.model_parallel_size * self.context_parallel_size
-        if world_size % cell:
+        replica_ranks = self.stages * self.model_parallel_size * self.context_parallel_size
+        if world_size % replica_ranks:
             raise ConfigError(
                 f"{world_size} ranks cannot be divided into replicas of --pipe-parallel-size "
                 f"{self.pipe_parallel_size} x --model-parallel-size {self.model_parallel_size}{context}; "
-                f"start a multiple of {cell} ranks"
+                f"start a multiple of {replica_ranks} ranks"
             )
-        ranks = world_size // cell * self.context_parallel_size
-        if ranks % self.expert_parallel_size:
+        # Context-parallel ranks hold copies of the weights, so experts are divided among them, too.
+        data_ranks = world_size // replica_ranks * self.context_parallel_size
+        if data_ranks % self.expert_parallel_size:
             raise ConfigError(
-                f"{ranks} data-parallel ranks cannot be divided into groups of --expert-parallel-size "
+                f"{data_ranks} data-parallel ranks cannot be divided into groups of --expert-parallel-size "
                 f"{self.expert_parallel_size}; choose a divisor"
             )
-        return world_size // cell
+        return world_size // replica_ranks
 
 
-def splits_sequences(config: "Config", accelerated: bool) -> bool:
+def uses_sequence_parallel(config: "Config", on_accelerator: bool) -> bool:
     """Return whether the run uses sequence parallelism.
 
-    accelerated: whether the device is an accelerator. On a CPU, sequence parallelism is slower and therefore off
+    on_accelerator: whether the device is an accelerator. On a CPU, sequence parallelism is slower and therefore off
     by default.
     """
     p = config.parallel
     d = config.data
     if p.sequence_parallel is not None:
         return p.sequence_parallel
-    if not accelerated or p.model_parallel_size == 1 or config.model.family is None:
+    if not on_accelerator or p.model_parallel_size == 1 or config.model.family is None:
         return False
     tokens = d.seq_length // p.context_parallel_size
-    lengths = (tokens, d.enc_seq_length or 0, d.dec_seq_length or 0)
+    lengths = (tokens, d.enc_seq_length or 0, d.dec_seq_length or 0)  # any size divides the 0 of a length not given
     return all(length % p.model_parallel_size == 0 for length in lengths)

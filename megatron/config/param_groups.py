@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from ..json_text import brief, shown
-from .fields import ConfigError, refuse
-from .fields import problems_where as cases
+from ..json_text import brief, format_value
+from .fields import ConfigError, problems_where, raise_first_problem
 from .names import nearest
 from .settings_files import read_json
 
@@ -29,7 +28,7 @@ class ParamRule(NamedTuple):
     weight_decay: float | None = None
     frozen: bool | None = None
 
-    def over(self, other: "ParamRule") -> "ParamRule":
+    def override(self, other: "ParamRule") -> "ParamRule":
         """Return the settings of `other`, replaced by those settings that this rule has."""
         return other._replace(**{name: value for name, value in self._asdict().items() if value is not None})
 
@@ -41,31 +40,31 @@ class ParamRule(NamedTuple):
 def read_param_rules(path: str) -> tuple[ParamRule, ...]:
     """Return the rules in the JSON file `path`. Raises ConfigError, which names the file and the entry."""
     rules = []
-    for at, entry in enumerate(read_json(path, list)):
-        where = f"--param-groups {path}: entry {at}"
+    for index, entry in enumerate(read_json(path, list)):
+        where = f"--param-groups {path}: entry {index}"
         if not isinstance(entry, dict) or not isinstance(entry.get("pattern"), str):
             raise ConfigError(f'{where} must be an object with the key "pattern", a pattern of names')
-        refuse(_problems_of(entry, where))
+        raise_first_problem(_entry_problems(entry, where))
         rules.append(ParamRule(**entry))
     if not rules:
         raise ConfigError(f"--param-groups {path} holds an empty list; add an entry or leave the flag out")
     return tuple(rules)
 
 
-def _problems_of(entry: Mapping[str, Any], where: str) -> Iterator[str]:
+def _entry_problems(entry: Mapping[str, Any], where: str) -> Iterator[str]:
     """Yield an error text for each mistake in an entry of the file."""
     for key in entry:
         if key not in ParamRule._fields:
             yield f"{where} has the unknown key {brief(repr(key))}{nearest(key, ParamRule._fields)}"
     for name in ("lr_factor", "weight_decay"):
         if name in entry and not _is_rate(entry[name]):
-            yield f"{where}: {name} must be a number, 0 or more, not {shown(entry[name])}"
+            yield f"{where}: {name} must be a number, 0 or more, not {format_value(entry[name])}"
     frozen = entry.get("frozen", False)
-    yield from cases(
-        (not isinstance(frozen, bool), f"{where}: frozen must be true or false, not {shown(frozen)}"),
-        (len(entry) == 1, f"{where} sets nothing; give {', '.join(ParamRule._fields[1:-1])} or frozen"),
+    yield from problems_where(
+        (not isinstance(frozen, bool), f"{where}: frozen must be true or false, not {format_value(frozen)}"),
+        (len(entry) == 1, f"{where} sets nothing; give lr_factor, weight_decay or frozen"),
         (
-            frozen and len(entry) > 2,
+            frozen and len(entry) > 2,  # more keys than pattern and frozen
             f"{where}: frozen weights have no learning rate and no weight decay; leave these keys out",
         ),
     )
@@ -77,12 +76,12 @@ def _is_rate(value: Any) -> bool:
 
 def match_rules(rules: Iterable[ParamRule], names: Collection[str]) -> dict[str, ParamRule]:
     """Return the settings of each of `names` that a rule matches; later rules override earlier ones, key by key."""
-    found: dict[str, ParamRule] = {}
+    settings: dict[str, ParamRule] = {}
     for rule in rules:
         for name in names:
             if fnmatchcase(name, rule.pattern):
-                found[name] = rule.over(found.get(name, rule))
-    return found
+                settings[name] = rule.override(settings.get(name, rule))
+    return settings
 
 
 def describe_rules(path: str, rules: Collection[ParamRule], sizes: Mapping[str, int]) -> list[str]:
@@ -92,24 +91,24 @@ def describe_rules(path: str, rules: Collection[ParamRule], sizes: Mapping[str, 
     Raises ValueError for patterns that match no weight, and if no weight is left to train.
     """
     lines = []
-    unmatched = []
+    unused_patterns = []
     for rule in rules:
         names = [name for name in sizes if fnmatchcase(name, rule.pattern)]
-        lines.append(f"--param-groups {rule.pattern}: {rule} ({_count(names, sizes)})")
+        lines.append(f"--param-groups {rule.pattern}: {rule} ({_describe_count(names, sizes)})")
         if not names:
-            unmatched.append(rule.pattern)
-    if unmatched:
+            unused_patterns.append(rule.pattern)
+    if unused_patterns:
         raise ValueError(
-            f"--param-groups {path}: no weight matches {', '.join(unmatched)}; names are those of checkpoint.json, "
-            f"such as {next(iter(sizes))}"
+            f"--param-groups {path}: no weight matches {', '.join(unused_patterns)}; names are those of "
+            f"checkpoint.json, such as {next(iter(sizes))}"
         )
     matched = match_rules(rules, sizes)
-    others = [name for name in sizes if name not in matched]
-    if not others and all(rule.frozen for rule in matched.values()):
+    without_rule = [name for name in sizes if name not in matched]
+    if not without_rule and all(rule.frozen for rule in matched.values()):
         raise ValueError(f"--param-groups {path} freezes all weights; leave at least one weight to train")
-    return [*lines, f"--param-groups no pattern: the defaults ({_count(others, sizes)})"]
+    return [*lines, f"--param-groups no pattern: the defaults ({_describe_count(without_rule, sizes)})"]
 
 
-def _count(names: Collection[str], sizes: Mapping[str, int]) -> str:
-    million = sum(sizes[name] for name in names) / 1e6
-    return f"{len(names)} weight{'' if len(names) == 1 else 's'}, {million:.2f} million parameters"
+def _describe_count(names: Collection[str], sizes: Mapping[str, int]) -> str:
+    millions = sum(sizes[name] for name in names) / 1e6
+    return f"{len(names)} weight{'' if len(names) == 1 else 's'}, {millions:.2f} million parameters"

@@ -3,33 +3,34 @@
 import re
 from collections.abc import Iterator
 
-from ..storage import PlaceError, check_location, require_local
+from ..storage import PathError, check_location, require_local
 from .fields import flag
 from .sections import Config, settings
 
 # Settings whose words may be URLs of object storage.
-ANYWHERE = (
+URL_SETTINGS = (
     "data_path", "data_stages", "train_data_path", "valid_data_path", "test_data_path", "save", "load",
     "tensorboard_dir",
 )  # fmt: skip
 # Settings whose words are paths on this machine.
-LOCAL = ("vocab_file", "deepspeed_config", "param_groups", "run_dir", "eval_tasks")
+PATH_SETTINGS = ("vocab_file", "deepspeed_config", "param_groups", "run_dir", "eval_tasks")
 
 
-def problems_with_places(config: Config) -> Iterator[str]:
+def location_problems(config: Config) -> Iterator[str]:
     """Yield an error text for each word that looks like a URL with a mistake, or is a URL that is not supported.
 
     `Config` itself does not check this: the checkpoints of earlier versions, which accepted such words, stay readable.
     """
     for section, _, f in settings():
-        if f.name not in ANYWHERE + LOCAL:
+        if f.name not in URL_SETTINGS + PATH_SETTINGS:
             continue
-        check = check_location if f.name in ANYWHERE else require_local
+        check = check_location if f.name in URL_SETTINGS else require_local
         value = getattr(getattr(config, section), f.name) or ()
         text = value if isinstance(value, str) else " ".join(value)
         for word in text.split():
-            bare = re.sub(r"^[\w.-]+=", "", word.strip('"[]{},;'))
+            # Drop the punctuation of JSON and of --data-stages, and the name of a data set in `NAME=PREFIX`.
+            location = re.sub(r"^[\w.-]+=", "", word.strip('"[]{},;'))
             try:
-                check(bare)
-            except PlaceError as error:
+                check(location)
+            except PathError as error:
                 yield f"{flag(f.name)} {error}"

@@ -1,12 +1,12 @@
 """Pipeline schedules that a script has registered in `tds.schedule`; the other settings load without tds."""
 
-from tds.schedule import BackwardWeight, schedule_of
+from tds.schedule import BackwardWeight, find_schedule
 
 
 def is_registered(name: str) -> bool:
     """Return whether `name` is the name of a built-in or a registered schedule."""
     try:
-        schedule_of({"schedule": name})
+        find_schedule({"schedule": name})
     except ValueError:
         return False
     return True
@@ -16,5 +16,5 @@ def splits_backward(name: str, stages: int, micros: int) -> bool:
     """Return whether a registered schedule computes the gradients of weights in separate passes."""
     if not is_registered(name):
         return False
-    schedule = schedule_of({"schedule": name})
+    schedule = find_schedule({"schedule": name})
     return any(isinstance(each, BackwardWeight) for each in schedule(0, stages, micros))

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from .batches import BatchSchedule, schedule_of
+from .batches import BatchSchedule, parse_batch_schedule
 from .conflicts import conflicts
-from .contradictions import contradictions, scheduled
+from .contradictions import contradictions, scheduled_train_section
 from .data import DataConfig, objectives_of
 from .feature_settings import FeatureSettings, conflicts_with_features, with_features
-from .fields import ConfigError, refuse
+from .fields import ConfigError, raise_first_problem
 from .model import ModelConfig
 from .optim import OptimConfig
 from .output import CheckpointConfig, LogConfig
@@ -44,7 +44,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
 
     def __post_init__(self) -> None:
-        refuse(contradictions(self), conflicts(self), conflicts_with_features(self))
+        raise_first_problem(contradictions(self), conflicts(self), conflicts_with_features(self))
 
     def of(self, kind: type[S]) -> S:
         """Return the section that has the settings of a feature, `kind`."""
@@ -99,7 +99,7 @@ class Config:
         given = self.train.batch_size_schedule
         if given is None:
             return BatchSchedule((0,), (self.train_batch_size(world_size),))
-        return schedule_of(given, self.data.seq_length)
+        return parse_batch_schedule(given, self.data.seq_length)
 
     def with_batches(self, world_size: int, iteration: int = 0, consumed: int = 0) -> "Config":
         """Return these settings with --gas and --train-iters as --batch-size-schedule and --train-samples imply them.
@@ -111,15 +111,15 @@ class Config:
         train = self.train
         if train.batch_size_schedule is None and train.train_samples is None:
             return self
-        return replace(self, train=scheduled(self, world_size, iteration, consumed))
+        return replace(self, train=scheduled_train_section(self, world_size, iteration, consumed))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """Return all settings by section, as in config.json."""
-        found = {}
+        by_section = {}
         for name, section in SECTIONS.items():
             values = getattr(self, name)
-            found[name] = {f.name: getattr(values, f.name) for f in fields(section)}
-        return found
+            by_section[name] = {f.name: getattr(values, f.name) for f in fields(section)}
+        return by_section
 
 
 SECTIONS: dict[str, type[Any]] = get_type_hints(Config)

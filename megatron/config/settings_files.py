@@ -8,26 +8,26 @@ from typing import Any
 from .. import json_text, presets
 from .._compat import compat
 from ..json_text import brief
-from ..storage import PlaceError, require_local
+from ..storage import PathError, require_local
 from .fields import ConfigError, flag, types_of
-from .names import HOME, REMOVED, RENAMED, nearest, removal
+from .names import HOME, REMOVED, RENAMED, nearest, removal_error
 from .sections import SECTIONS, settings
 from .source import Source, new_source
 
 
-def _nothing() -> dict[str, Any]:
+def _none_values() -> dict[str, Any]:
     """Return setting -> the value that the word `none` stands for in a file: None, or the default of a tuple."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for _, section, f in settings():
         kinds = types_of(section, f.name)
         if type(None) in kinds:
-            found[f.name] = None
+            values[f.name] = None
         if tuple in kinds:
-            found[f.name] = f.default
-    return found
+            values[f.name] = f.default
+    return values
 
 
-_NOTHING = _nothing()
+_NONE_VALUES = _none_values()
 
 
 def read_json(path: str, kind: type = dict) -> Any:
@@ -37,20 +37,20 @@ def read_json(path: str, kind: type = dict) -> Any:
     """
     try:
         return json_text.read_json(Path(require_local(path)), kind)
-    except (PlaceError, json_text.JsonError) as error:
+    except (PathError, json_text.JsonError) as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}{_there_are(path)}") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}{_similar_files_hint(path)}") from None
 
 
-def _there_are(path: str) -> str:
+def _similar_files_hint(path: str) -> str:
     """Return a hint that lists files named like `path` up to the last `_`, or all presets; "" if `path` exists."""
-    wanted = Path(path)
-    if wanted.exists():
+    missing = Path(path)
+    if missing.exists():
         return ""
-    is_preset = wanted.parent in (Path(), Path("configs/models"))
-    folder = presets.folder("models") if is_preset else wanted.parent
-    stem, underscore, _ = wanted.stem.rpartition("_")
+    is_preset = missing.parent in (Path(), Path("configs/models"))
+    folder = presets.preset_folder("models") if is_preset else missing.parent
+    stem, underscore, _ = missing.stem.rpartition("_")
     files = sorted(folder.glob("*.json"))
     names = []
     for file in files:
@@ -64,7 +64,7 @@ def _there_are(path: str) -> str:
 
 
 @dataclass
-class _Content:
+class _FileSettings:
     """The settings of a file, sorted by kind: this project's, those of other frameworks, and removed ones."""
 
     where: str
@@ -75,9 +75,9 @@ class _Content:
     def add(self, name: str, value: Any, section: str | None) -> None:
         """Add a setting. section: the section in which it stands, or None. Raises ConfigError for an unknown one."""
         name = RENAMED.get(name, name)
-        names = list(HOME) if section is None else [f.name for f in fields(SECTIONS[section])]
-        if name in names:
-            self.values[name] = _NOTHING[name] if value == "none" and name in _NOTHING else value
+        known = list(HOME) if section is None else [f.name for f in fields(SECTIONS[section])]
+        if name in known:
+            self.values[name] = _NONE_VALUES[name] if value == "none" and name in _NONE_VALUES else value
             return
         foreign = compat("flags.translate").flag_of(name)
         if foreign:
@@ -85,35 +85,35 @@ class _Content:
             if value is not None:
                 self.foreign[foreign] = value
         elif name in REMOVED:
-            if value is not None:
+            if value is not None:  # earlier versions wrote null for it, too
                 self.removed.append(name)
         elif section is not None:
             raise ConfigError(
-                f"{self.where}: section {section!r} has no setting {brief(repr(name))}{nearest(name, names)}"
+                f"{self.where}: section {section!r} has no setting {brief(repr(name))}{nearest(name, known)}"
             )
         else:
             raise ConfigError(f"{self.where}: unknown setting {brief(repr(name))}{nearest(name, [*HOME, *SECTIONS])}")
 
 
-def named(content: Mapping[str, Any], where: str) -> Source:
+def parse_settings(content: Mapping[str, Any], where: str) -> Source:
     """Read settings, which may have the names of this project or of another framework.
 
     content: sections that contain settings, settings without a section, or both.
     where: the file's name, for messages.
     """
-    found = _Content(where)
+    sorted_settings = _FileSettings(where)
     for key, value in content.items():
         if key in SECTIONS and isinstance(value, Mapping):
-            for name, each in value.items():
-                found.add(name, each, key)
+            for name, setting in value.items():
+                sorted_settings.add(name, setting, key)
         else:
-            found.add(key, value, None)
-    source = new_source(found.values, found.foreign, where)
-    for name in found.removed:
+            sorted_settings.add(key, value, None)
+    source = new_source(sorted_settings.values, sorted_settings.foreign, where)
+    for name in sorted_settings.removed:
         if REMOVED[name]:
-            source.problems.append(removal(name))
+            source.problems.append(removal_error(name))
         else:
             source.notes.append(f"{flag(name)} has been removed and has no effect")
-    source.add_all(found.foreign)
-    source.problems += [f"{name} depends on other settings; give it as a flag" for name in source.waiting()]
+    source.translate_all(sorted_settings.foreign)
+    source.problems += [f"{name} depends on other settings; give it as a flag" for name in source.deferred_flags()]
     return source

@@ -4,8 +4,8 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from .._compat import compat
-from .decoder import unread
-from .fields import OneOf, flag, written
+from .decoder import unused_rope_settings
+from .fields import OneOf, flag, format_flag
 from .names import HOME
 from .sections import Config, settings
 
@@ -18,8 +18,8 @@ class Source:
     """Settings of one source, with notes and problems for the user.
 
     where: name of the source for messages. own: settings under this project's names.
-    The subclass `Translation` also translates flags of other frameworks; a source without such flags has no others to
-    follow or to settle.
+    The subclass `Translation` also translates flags of other frameworks. A source without such flags has no implied and
+    no deferred settings.
     """
 
     def __init__(self, own: Mapping[str, Any], where: str = "") -> None:
@@ -28,74 +28,74 @@ class Source:
         self.notes: list[str] = []
         self.problems: list[str] = []
 
-    def add_all(self, flags: Mapping[str, Any]) -> None:
+    def translate_all(self, flags: Mapping[str, Any]) -> None:
         """Translate all foreign flags of the source: name -> value."""
 
-    def waiting(self) -> list[str]:
-        """Return the foreign flags whose translation is deferred to `settle`."""
+    def deferred_flags(self) -> list[str]:
+        """Return the foreign flags whose translation is deferred to `apply_deferred`."""
         return []
 
-    def follow(self, values: Mapping[str, Any], said: Container[str] = ()) -> dict[str, Any]:
-        """Return the further settings that translated flags imply; see `Translation.follow`."""
+    def implied_settings(self, values: Mapping[str, Any], given_elsewhere: Container[str] = ()) -> dict[str, Any]:
+        """Return the further settings that translated flags imply; see `Translation.implied_settings`."""
         return {}
 
-    def settle(self, config: Config, ranks: int, change: Change) -> Config:
-        """Apply the deferred flags to `config` and return the result; see `Translation.settle`."""
+    def apply_deferred(self, config: Config, ranks: int, change: Change) -> Config:
+        """Apply the deferred flags to `config` and return the result; see `Translation.apply_deferred`."""
         return config
 
 
 def new_source(own: Mapping[str, Any], foreign: Mapping[str, Any], where: str = "") -> Source:
     """Return a source with the settings `own`, to which flags of other frameworks, `foreign`, can be added."""
-    if not foreign and not any(_is_strange(name, value) for name, value in own.items()):
+    if not foreign and not any(_may_be_foreign(name, value) for name, value in own.items()):
         return Source(own, where)
     source: Source = compat("flags.translate").Translation(own, where)
     return source
 
 
-def _is_strange(name: str, value: Any) -> bool:
+def _may_be_foreign(name: str, value: Any) -> bool:
     """Return whether a value may be the word of another framework."""
     if not isinstance(value, str):
         return False
-    if name == "tokenizer_type":  # the names of tokenizers are no choices of the flag, but ours have no such ending
+    if name == "tokenizer_type":  # the flag has no list of choices, but none of our names has this ending
         return value.endswith("Tokenizer")
     return name in _CHOICES and value not in _CHOICES[name]
 
 
-def merge(sources: Sequence[Source], line: Source) -> tuple[dict[str, Any], list[str]]:
+def merge(sources: Sequence[Source], cli: Source) -> tuple[dict[str, Any], list[str]]:
     """Merge the settings of files and of the command line; return the merged settings and notes on dropped settings.
 
     The command line overrides files, and later files override earlier files.
-    sources: the entry script, and the files in their order. line: the command line.
+    sources: the entry script, and the files in their order. cli: the command line.
     """
     values: dict[str, Any] = {}
     source_of: dict[str, str] = {}
     notes: list[str] = []
-    for source in (*sources, line):
-        new = source.values if source is line else without_t5s_objective(source.values)
-        notes += _drop_unread(values, new, source_of)
+    for source in (*sources, cli):
+        new = source.values if source is cli else without_stray_objective(source.values)
+        notes += _drop_unused_rope(values, new, source_of)
         values |= new
         source_of |= dict.fromkeys(new, source.where)
     for source in sources:
-        values |= source.follow(values, line.values)
-    return values | line.follow(values, given_in_files(sources[1:])), notes
+        values |= source.implied_settings(values, cli.values)
+    return values | cli.implied_settings(values, given_in_files(sources[1:])), notes  # without the entry script
 
 
-def _drop_unread(values: dict[str, Any], new: Mapping[str, Any], source_of: Mapping[str, str]) -> list[str]:
+def _drop_unused_rope(values: dict[str, Any], new: Mapping[str, Any], source_of: Mapping[str, str]) -> list[str]:
     """Drop from `values` the parameters that only an old --rope-scaling method uses, if `new` changes the method.
 
     They are dropped with a note, which is returned, not refused. source_of: source of each setting in `values`.
     """
-    before = values.get("rope_scaling")
-    scaling = new.get("rope_scaling", before)
-    if scaling == before:
+    old_method = values.get("rope_scaling")
+    method = new.get("rope_scaling", old_method)
+    if method == old_method:
         return []
     notes = []
-    for name in unread(values, scaling):
+    for name in unused_rope_settings(values, method):
         if name in new:
             continue
-        unused = written(flag(name), values.pop(name))
-        why = f"{written('--rope-scaling', scaling)} does not use it"
-        notes.append(f"{source_of[name]}: {unused} has no effect: {why}")
+        unused = format_flag(flag(name), values.pop(name))
+        reason = f"{format_flag('--rope-scaling', method)} does not use it"
+        notes.append(f"{source_of[name]}: {unused} has no effect: {reason}")
     return notes
 
 
@@ -106,7 +106,7 @@ def given_in_files(sources: Sequence[Source]) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     for source in sources:
-        if len(source.values) < len(HOME) / 2:
+        if len(source.values) < len(HOME) / 2:  # not saved by a run; half leaves room for settings of other versions
             given |= source.values
     return given
 
@@ -115,15 +115,15 @@ def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings `values`, by name, with `family` added if it is missing.
 
     Only old settings files lack `family`; the missing family is t5 if the file sets enc_seq_length, else gpt2.
-    An objective that older versions stored by mistake is removed, see `without_t5s_objective`.
+    An objective that older versions stored by mistake is removed, see `without_stray_objective`.
     """
-    return without_t5s_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
+    return without_stray_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
 
 
-def without_t5s_objective(values: Mapping[str, Any]) -> dict[str, Any]:
+def without_stray_objective(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings `values` of a file, by name, without the objective `span-corruption` if the family is not t5.
 
     Older versions stored this default objective of T5 in the settings of all families.
     """
-    strange = values.get("family", "t5") != "t5" and values.get("objective") == "span-corruption"
-    return {name: value for name, value in values.items() if not (strange and name == "objective")}
+    is_stray = values.get("family", "t5") != "t5" and values.get("objective") == "span-corruption"
+    return {name: value for name, value in values.items() if not (is_stray and name == "objective")}

@@ -116,9 +116,9 @@ class TrainConfig(Section):
 
     def _problems(self) -> Iterator[str]:
         for word in self.skip_iterations or ():
-            yield from _problem_with_range("--skip-iterations", word)
+            yield from _range_problems("--skip-iterations", word)
         for word in self.skip_samples or ():
-            yield from _problem_with_range("--skip-samples", word)
+            yield from _range_problems("--skip-samples", word)
         if not self.eval_tasks:
             yield from problems_where(
                 (self.eval_tasks_interval is not None, "--eval-tasks-interval needs --eval-tasks"),
@@ -126,7 +126,7 @@ class TrainConfig(Section):
             )
 
 
-def _problem_with_range(flag: str, word: str) -> Iterator[str]:
+def _range_problems(flag: str, word: str) -> Iterator[str]:
     problem = range_problem(word)
     if problem:
         yield f"{flag} {brief(word)} {problem}"
@@ -135,6 +135,6 @@ def _problem_with_range(flag: str, word: str) -> Iterator[str]:
 def range_problem(word: str) -> str | None:
     """Return None if `word` is a number `A` or a range `A-B` with A <= B, else an error text."""
     first, dash, last = word.partition("-")
-    short = len(word) <= 40  # Python refuses to convert thousands of digits
-    right = short and first.isdecimal() and (not dash or (last.isdecimal() and int(last) >= int(first)))
-    return None if right else "must be a number or a range such as 10-12"
+    is_short = len(word) <= 40  # Python refuses to convert thousands of digits
+    is_valid = is_short and first.isdecimal() and (not dash or (last.isdecimal() and int(last) >= int(first)))
+    return None if is_valid else "must be a number or a range such as 10-12"

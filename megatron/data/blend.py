@@ -6,8 +6,8 @@ Steiner and Yeomans (1993) prove that an order with a deviation below one sample
 stored as a table that maps a position in the block to a corpus.
 
 The weights may have too many digits for an exact block. Then the block has about LARGEST_BLOCK samples, and corpora
-with fewer than FEW samples in it form a second blend. If w is the total share of these corpora, sample n is taken from
-the second blend whenever floor((n + 1) w) > floor(n w), else from the block.
+with fewer than MIN_BLOCK_SAMPLES samples in it form a second blend. If w is the total share of these corpora, sample n
+is taken from the second blend whenever floor((n + 1) w) > floor(n w), else from the block.
 """
 
 import heapq
@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 LARGEST_BLOCK = 1 << 16
 # A corpus with fewer samples than this in a block of LARGEST_BLOCK samples goes to the second blend. Rounding the
 # number of its samples to an integer could change its share by about 1% or more.
-FEW = 64
+MIN_BLOCK_SAMPLES = 64
 
 
 def shares_of(weights: Sequence[float | str]) -> list[Fraction]:
@@ -34,19 +34,19 @@ def shares_of(weights: Sequence[float | str]) -> list[Fraction]:
     return [weight / total for weight in exact]
 
 
-def _exact_block(shares: Sequence[Fraction]) -> int:
+def _exact_block_size(shares: Sequence[Fraction]) -> int:
     """Return the number of samples of the smallest block with exact shares: 10 for shares of 7/10 and 3/10."""
     return math.lcm(*(share.denominator for share in shares))
 
 
-def quotas(weights: Sequence[float | str]) -> list[int]:
+def block_quotas(weights: Sequence[float | str]) -> list[int]:
     """Return the number of samples of each corpus in a block.
 
     The shares are exact if a block of at most LARGEST_BLOCK samples can represent them. Else they are rounded: with n
     corpora, a share changes by at most (n + 1) / (2 LARGEST_BLOCK).
     """
     shares = shares_of(weights)
-    block = _exact_block(shares)
+    block = _exact_block_size(shares)
     if block <= LARGEST_BLOCK:
         return [int(share * block) for share in shares]
     counts = [max(1, round(share * LARGEST_BLOCK)) for share in shares]
@@ -54,36 +54,37 @@ def quotas(weights: Sequence[float | str]) -> list[int]:
     return [count // divisor for count in counts]
 
 
-def rare(weights: Sequence[float | str]) -> list[int]:
+def rare_corpora(weights: Sequence[float | str]) -> list[int]:
     """Return the indices of the rare corpora: their share is too small for a block, so they form a second blend."""
     shares = shares_of(weights)
-    if _exact_block(shares) <= LARGEST_BLOCK:
+    if _exact_block_size(shares) <= LARGEST_BLOCK:
         return []
     counts = [share * LARGEST_BLOCK for share in shares]
-    least = FEW if max(counts) >= FEW else Fraction(1, 2)
-    return [i for i, count in enumerate(counts) if count < least]
+    # If all corpora are below this number, only those whose number of samples would be rounded to 0 are rare.
+    threshold = MIN_BLOCK_SAMPLES if max(counts) >= MIN_BLOCK_SAMPLES else Fraction(1, 2)
+    return [i for i, count in enumerate(counts) if count < threshold]
 
 
-def order_of(counts: Sequence[int]) -> NDArray[np.int32]:
+def order_block(counts: Sequence[int]) -> NDArray[np.int32]:
     """Return the corpus index of each sample of a block, [sum of counts], by earliest-deadline-first scheduling.
 
     counts: number of samples of each corpus in the block.
     """
-    block = sum(counts)
-    # Sample k of a corpus with q samples per block must be at a position from k * block / q (rounded down) to
-    # (k + 1) * block / q (rounded up) - 1. The second bound is the deadline.
-    arrivals = [(0, i, 0) for i in range(len(counts))]
-    due: list[tuple[int, int, int]] = []
-    found = np.empty(block, dtype=np.int32)
-    for now in range(block):
+    block_size = sum(counts)
+    # Sample k of a corpus with q samples per block must be at a position from k * block_size / q (rounded down) to
+    # (k + 1) * block_size / q (rounded up) - 1. The second bound is the deadline.
+    arrivals = [(0, corpus, 0) for corpus in range(len(counts))]  # (first position, corpus, number of its sample)
+    due: list[tuple[int, int, int]] = []  # (deadline, corpus, number of its sample)
+    order = np.empty(block_size, np.int32)
+    for now in range(block_size):
         while arrivals and arrivals[0][0] <= now:
-            _, i, k = heapq.heappop(arrivals)
-            heapq.heappush(due, (-(-(k + 1) * block // counts[i]), i, k))
-        _, i, k = heapq.heappop(due)
-        found[now] = i
-        if k + 1 < counts[i]:
-            heapq.heappush(arrivals, ((k + 1) * block // counts[i], i, k + 1))
-    return found
+            _, corpus, number = heapq.heappop(arrivals)
+            heapq.heappush(due, (-(-(number + 1) * block_size // counts[corpus]), corpus, number))
+        _, corpus, number = heapq.heappop(due)
+        order[now] = corpus
+        if number + 1 < counts[corpus]:
+            heapq.heappush(arrivals, ((number + 1) * block_size // counts[corpus], corpus, number + 1))
+    return order
 
 
 class BlendedDataset(Dataset[dict[str, Tensor]]):
@@ -97,90 +98,95 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
             raise ValueError("a blend needs a positive weight for each corpus")
         self.datasets = list(datasets)
         self.plan = getattr(datasets[0], "plan", None)  # T5 only: sequence lengths, the same for all datasets
-        self._rare_ones = rare(weights)
-        self._common_ones = [i for i in range(len(weights)) if i not in self._rare_ones]
-        self._rare: BlendedDataset | None = None
-        self._share = Fraction(0)  # share of the rare corpora in total
-        if self._rare_ones:
+        self._rare_indices = rare_corpora(weights)
+        self._common_indices = [i for i in range(len(weights)) if i not in self._rare_indices]
+        self._rare_blend: BlendedDataset | None = None
+        self._rare_share = Fraction(0)  # share of the rare corpora in total
+        if self._rare_indices:
             shares = shares_of(weights)
-            self._share = sum((shares[i] for i in self._rare_ones), Fraction(0))
-            self._rare = BlendedDataset([datasets[i] for i in self._rare_ones], [weights[i] for i in self._rare_ones])
-        self.quotas = quotas([weights[i] for i in self._common_ones])
-        self.block = sum(self.quotas)
-        self._which = order_of(self.quotas)
-        self._nth = np.empty(self.block, dtype=np.int32)  # number of each sample of the block in its corpus
+            self._rare_share = Fraction(sum(shares[i] for i in self._rare_indices))
+            rare_datasets = [datasets[i] for i in self._rare_indices]
+            self._rare_blend = BlendedDataset(rare_datasets, [weights[i] for i in self._rare_indices])
+        self.quotas = block_quotas([weights[i] for i in self._common_indices])
+        self.block_size = sum(self.quotas)
+        self._corpus_at = order_block(self.quotas)  # position in the block -> index in _common_indices
+        self._number_at = np.empty(self.block_size, dtype=np.int32)  # number of each sample of the block in its corpus
         for i, quota in enumerate(self.quotas):
-            self._nth[self._which == i] = np.arange(quota)
+            self._number_at[self._corpus_at == i] = np.arange(quota)
 
     def locate(self, n: int) -> tuple[int, int]:
         """Return (corpus index, sample index in that corpus) for sample n of the blend."""
         n = int(n)
-        before = math.floor(n * self._share)  # samples of rare corpora among samples 0 to n - 1 of the blend
-        if self._rare and math.floor((n + 1) * self._share) > before:
-            which, k = self._rare.locate(before)
-            return self._rare_ones[which], k
-        block, at = divmod(n - before, self.block)
-        which = self._which.item(at)
-        return self._common_ones[which], block * self.quotas[which] + self._nth.item(at)
+        rare_before = math.floor(n * self._rare_share)  # samples of rare corpora among samples 0 to n - 1 of the blend
+        if self._rare_blend and math.floor((n + 1) * self._rare_share) > rare_before:
+            corpus, number = self._rare_blend.locate(rare_before)
+            return self._rare_indices[corpus], number
+        block, position = divmod(n - rare_before, self.block_size)
+        corpus = self._corpus_at.item(position)
+        return self._common_indices[corpus], block * self.quotas[corpus] + self._number_at.item(position)
 
-    def consumed(self, samples: int) -> list[int]:
+    def consumed_per_corpus(self, samples: int) -> list[int]:
         """Return how many of the first `samples` samples come from each corpus."""
-        rare_samples = math.floor(samples * self._share)
-        blocks, rest = divmod(samples - rare_samples, self.block)
-        begun = np.bincount(self._which[:rest], minlength=len(self.quotas)).tolist()
+        rare_samples = math.floor(samples * self._rare_share)
+        blocks, remainder = divmod(samples - rare_samples, self.block_size)
+        partial_counts = np.bincount(self._corpus_at[:remainder], minlength=len(self.quotas)).tolist()
         counts = [0] * len(self.datasets)
-        for corpus, quota, more in zip(self._common_ones, self.quotas, begun, strict=True):
-            counts[corpus] = blocks * quota + more
-        if self._rare:
-            for corpus, count in zip(self._rare_ones, self._rare.consumed(rare_samples), strict=True):
+        for corpus, quota, partial_count in zip(self._common_indices, self.quotas, partial_counts, strict=True):
+            counts[corpus] = blocks * quota + partial_count
+        if self._rare_blend:
+            rare_counts = self._rare_blend.consumed_per_corpus(rare_samples)
+            for corpus, count in zip(self._rare_indices, rare_counts, strict=True):
                 counts[corpus] = count
         return counts
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        which, k = self.locate(n)
-        sample: dict[str, Tensor] = self.datasets[which][k]
+        corpus, number = self.locate(n)
+        sample: dict[str, Tensor] = self.datasets[corpus][number]
         return sample
 
-    def places(self, first: int, count: int) -> NDArray[np.int64]:
+    def sample_ids(self, first: int, count: int) -> NDArray[np.int64]:
         """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
-        owners, numbers = self.locate_all(first, count)
-        found = np.empty(count, dtype=np.int64)
+        corpora, numbers = self.locate_all(first, count)
+        ids = np.empty(count, np.int64)
         for i, dataset in enumerate(self.datasets):
-            mine = np.flatnonzero(owners == i)
-            if len(mine):
-                # places() takes a contiguous range: the samples that this part of the blend takes from one corpus are
-                # contiguous in that corpus.
-                k = numbers[mine]
-                found[mine] = dataset.places(int(k[0]), len(k)) * len(self.datasets) + i
-        return found
+            positions = np.flatnonzero(corpora == i)
+            if len(positions):
+                # sample_ids() takes a contiguous range: the samples that this part of the blend takes from one corpus
+                # are contiguous in that corpus.
+                first_number = int(numbers[positions[0]])
+                ids[positions] = dataset.sample_ids(first_number, len(positions)) * len(self.datasets) + i
+        return ids
 
     def locate_all(self, first: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return (corpus indices [count], sample indices in these corpora [count]) of `count` samples from `first`."""
-        begin = math.floor(first * self._share)
-        end = math.floor((first + count) * self._share)
+        rare_begin = math.floor(first * self._rare_share)
+        rare_end = math.floor((first + count) * self._rare_share)
         # Sample r of the rare corpora is sample ceil((r + 1) / share) - 1 of the blend: with a share of 1/4, samples 3,
         # 7, 11 and so on are rare.
-        taken = np.array([math.ceil(r / self._share) - 1 - first for r in range(begin + 1, end + 1)], dtype=np.int64)
-        common = np.ones(count, dtype=np.bool_)
-        common[taken] = False
-        owners = np.empty(count, np.int64)
+        next_numbers = range(rare_begin + 1, rare_end + 1)  # r + 1 for each rare sample r
+        positions = [math.ceil(number / self._rare_share) - 1 - first for number in next_numbers]
+        rare_positions = np.array(positions, np.int64)
+        is_common = np.ones(count, dtype=np.bool_)
+        is_common[rare_positions] = False
+        corpora = np.empty(count, np.int64)
         numbers = np.empty(count, np.int64)
-        if self._rare and len(taken):
-            which, numbers[taken] = self._rare.locate_all(begin, len(taken))
-            owners[taken] = np.array(self._rare_ones)[which]
-        begin = first - begin
-        block, at = np.divmod(np.arange(begin, begin + count - len(taken)), self.block)
-        inner = self._which[at]
-        owners[common] = np.array(self._common_ones)[inner]
-        numbers[common] = block * np.array(self.quotas)[inner] + self._nth[at]
-        return owners, numbers
+        if self._rare_blend and len(rare_positions):
+            rare_corpus, numbers[rare_positions] = self._rare_blend.locate_all(rare_begin, len(rare_positions))
+            corpora[rare_positions] = np.array(self._rare_indices)[rare_corpus]
+        common_begin = first - rare_begin
+        block, position = np.divmod(np.arange(common_begin, first + count - rare_end), self.block_size)
+        corpus_in_block = self._corpus_at[position]
+        corpora[is_common] = np.array(self._common_indices)[corpus_in_block]
+        numbers[is_common] = block * np.array(self.quotas)[corpus_in_block] + self._number_at[position]
+        return corpora, numbers
 
     @property
     def samples_per_epoch(self) -> int:
         """Number of samples of the blend until one of the corpora has been read completely."""
-        ends = []
-        for corpus, quota in zip(self._common_ones, self.quotas, strict=True):
-            ends.append(int(self.datasets[corpus].samples_per_epoch) * self.block // quota)
-        if not self._rare:
-            return min(ends)
-        return int(min(min(ends) / (1 - self._share), self._rare.samples_per_epoch / self._share))
+        common_ends = []
+        for corpus, quota in zip(self._common_indices, self.quotas, strict=True):
+            common_ends.append(int(self.datasets[corpus].samples_per_epoch) * self.block_size // quota)
+        if not self._rare_blend:
+            return min(common_ends)
+        rare_end = self._rare_blend.samples_per_epoch / self._rare_share
+        return int(min(min(common_ends) / (1 - self._rare_share), rare_end))

@@ -11,7 +11,7 @@ import torch
 from ..json_text import read_json
 from ..storage import to_path
 from .corpus_dataset import CorpusDataset, WrappedDataset
-from .corpus_paths import Paths, Use, corpus_names, parse_blend, prefixes_of, renamed, stages_in, uses_of
+from .corpus_paths import CorpusUse, Paths, corpus_names, corpus_uses, parse_blend, prefixes_of, renamed, stages_in
 from .indexed_dataset import DatasetError
 from .splits import PARTS, parse_split, split_documents
 
@@ -32,10 +32,10 @@ class Member(NamedTuple):
     dataset: Any
 
 
-Sets = dict[str, list[Member]]  # name of a data set, "" without names -> its corpora
+NamedSets = dict[str, list[Member]]  # name of a data set, "" without names -> its corpora
 
 
-class OfCorpus(WrappedDataset):
+class NumberedCorpus(WrappedDataset):
     """Data set of one of several corpora. Its samples also have "corpus", the number of the corpus, int64 scalar."""
 
     def __init__(self, dataset: Any, number: int) -> None:
@@ -46,66 +46,66 @@ class OfCorpus(WrappedDataset):
         return {**self.dataset[n], "corpus": self._number}
 
 
-def build_datasets(open_: Open, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:
+def build_datasets(open_corpus: Open, paths: Paths, split: str) -> tuple[tuple[Any, Any, Any], list[str]]:
     """Return ((training, validation, test) datasets, notes on empty datasets); an empty dataset is None.
 
-    Validation and test may have several named data sets (see `sets_of`), which are returned as a dict. If there are
-    several corpora, each sample has the number of its corpus (see `OfCorpus`).
+    Validation and test may have several named data sets (see `parse_named_sets`), which are returned as a dict. If
+    there are several corpora, each sample has the number of its corpus (see `NumberedCorpus`).
 
     paths: corpora whose documents `split` divides into the three datasets, or a mapping from `train`, `valid` and
     `test` to corpora of which all documents are used. Training corpora may be in stages.
-    open_: opens the corpus of a prefix and returns (number of documents, dataset factory). The factory must raise
+    open_corpus: opens the corpus of a prefix and returns (number of documents, dataset factory). The factory must raise
     ValueError if the documents do not fill a sample.
     Raises DatasetError if the training dataset is empty.
     """
     prefixes = prefixes_of(paths)
     shares = parse_split(split)
-    found: dict[str, Sets] = {part: {} for part in PARTS}
-    notes: list[str] = []
-    for use in uses_of(paths):
-        total, make = open_(use.prefix)
+    sets_of_part: dict[str, NamedSets] = {part: {} for part in PARTS}
+    notes = list[str]()
+    for use in corpus_uses(paths):
+        total, make = open_corpus(use.prefix)
         for part, documents in _documents_of(use, shares, total).items():
             try:
                 dataset = make(documents, part)
             except DatasetError:
                 raise
             except ValueError as error:
-                where = f"the {part} part of {use.prefix} ({len(documents)} of {total} documents)"
+                description = f"the {part} part of {use.prefix} ({len(documents)} of {total} documents)"
                 if part == "train":
-                    raise DatasetError(f"{where}: {error}") from None
-                notes.append(f"{where} is empty: {error}")
+                    raise DatasetError(f"{description}: {error}") from None
+                notes.append(f"{description} is empty: {error}")
                 continue
-            labelled = _label(dataset, use.prefix, prefixes)
-            found[part].setdefault(use.name, []).append(Member(use.weight, use.prefix, labelled))
-    if not found["train"]:
+            dataset_of_corpus = _label(dataset, use.prefix, prefixes)
+            sets_of_part[part].setdefault(use.name, []).append(Member(use.weight, use.prefix, dataset_of_corpus))
+    if not sets_of_part["train"]:
         advice = "set --train-data-path" if isinstance(paths, Mapping) else f"change --split {split}"
         raise DatasetError(f"there is no training data; {advice}")
-    train = _training_set(found["train"], paths)
-    return (train, _sets(found["valid"]), _sets(found["test"])), notes
+    train = _training_set(sets_of_part["train"], paths)
+    return (train, _blend_sets(sets_of_part["valid"]), _blend_sets(sets_of_part["test"])), notes
 
 
-def _documents_of(use: Use, shares: Sequence[float], total: int) -> dict[str, range]:
+def _documents_of(use: CorpusUse, shares: Sequence[float], total: int) -> dict[str, range]:
     """Return part of the run -> documents of a corpus with `total` documents. shares: fractions of --split."""
     if not use.is_split:
         return {part: range(total) for part in use.parts}
-    chosen = {}
+    documents_of_part = {}
     for part, share, documents in zip(PARTS, shares, split_documents(shares, total), strict=True):
         if share and part in use.parts:
-            chosen[part] = documents
-    return chosen
+            documents_of_part[part] = documents
+    return documents_of_part
 
 
 def _label(dataset: Any, prefix: str, prefixes: Sequence[str]) -> Any:
     """Return the data set with its prefix and, if there are several corpora, with the number of its corpus."""
     if isinstance(dataset, CorpusDataset):
         dataset.prefix = prefix
-    return OfCorpus(dataset, prefixes.index(prefix)) if len(prefixes) > 1 else dataset
+    return NumberedCorpus(dataset, prefixes.index(prefix)) if len(prefixes) > 1 else dataset
 
 
-def _training_set(sets: Sets, paths: Paths) -> Any:
+def _training_set(sets: NamedSets, paths: Paths) -> Any:
     stages = stages_in(paths)
     if not stages:
-        return _sets(sets)
+        return _blend_sets(sets)
     from .staged import build_staged
 
     trained = {member.prefix: member.dataset for member in sets[""]}
@@ -118,7 +118,7 @@ def tokens_of(dataset: Any) -> int:
     return plan.encoder + plan.decoder if plan is not None else int(dataset.seq_length)
 
 
-def _sets(sets: Sets) -> Any:
+def _blend_sets(sets: NamedSets) -> Any:
     """Return a data set, a dict from names to data sets if they are named, or None."""
     blends = {name: _blend(members) for name, members in sets.items()}
     return blends.get("") or blends or None
@@ -143,9 +143,9 @@ def made_with(prefix: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        about: dict[str, Any] = read_json(path, dict)
+        metadata: dict[str, Any] = read_json(path, dict)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{path} is damaged ({error}); copy it again or rebuild the corpus with tools/preprocess_data.py"
         ) from None
-    return about
+    return metadata

@@ -29,9 +29,9 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
         """Number of samples in one epoch of the documents."""
         return self.order.per_epoch
 
-    def places(self, first: int, count: int) -> NDArray[np.int64]:
+    def sample_ids(self, first: int, count: int) -> NDArray[np.int64]:
         """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
-        return self.order.places(first, count)
+        return self.order.sample_ids(first, count)
 
     def pieces(self, n: int) -> list[Piece]:
         """Return (document, first token, last token + 1) of each document in sample n, in order."""

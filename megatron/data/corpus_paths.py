@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..config.data_stages import Stage, Staged, prefixes_in
+from ..config.data_stages import Stage, StagedCorpora, prefixes_in
 from .indexed_dataset import DatasetError
 from .splits import PARTS
 
 Words = Sequence[str]
-Paths = str | Words | Staged | Mapping[str, Words | Staged]
-NAMED = re.compile(r"([^\W\d_][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
+Paths = str | Words | StagedCorpora | Mapping[str, Words | StagedCorpora]
+NAMED_SET = re.compile(r"([^\W\d_][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
 
 
 def parse_blend(words: str | Words) -> list[tuple[str | None, str]]:
@@ -19,35 +19,35 @@ def parse_blend(words: str | Words) -> list[tuple[str | None, str]]:
 
     Without weights, corpora are sampled in proportion to their size. Raises DatasetError if `words` has another form.
     """
-    parts: list[str] = []
+    parts = list[str]()
     for word in [words] if isinstance(words, str) else words:
-        parts += _split(word)
-    given = f"--data-path {' '.join(parts)}"
+        parts += _split_words(word)
+    argument = f"--data-path {' '.join(parts)}"
     is_weighted = len(parts) > 1 and _is_number(parts[0])
     if not is_weighted:
-        strange = [part for part in parts if _is_number(part) and not _is_corpus(part)]
-        if strange:
-            raise DatasetError(f"{given} must be pairs of a weight and a prefix, as in 0.7 a 0.3 b")
+        stray_numbers = [part for part in parts if _is_number(part) and not _is_corpus(part)]
+        if stray_numbers:
+            raise DatasetError(f"{argument} must be pairs of a weight and a prefix, as in 0.7 a 0.3 b")
         return [(None, part) for part in parts]
     weights = parts[::2]
     prefixes = parts[1::2]
     are_positive = all(_is_number(weight) and float(weight) > 0 for weight in weights)
     if len(weights) != len(prefixes) or not are_positive:
-        raise DatasetError(f"{given} must be pairs of a positive weight and a prefix, as in 0.7 a 0.3 b")
+        raise DatasetError(f"{argument} must be pairs of a positive weight and a prefix, as in 0.7 a 0.3 b")
     return list(zip(weights, prefixes, strict=True))
 
 
 def renamed(word: str, change: Callable[[str], str]) -> str:
     """Return a word of --data-path, perhaps with a name or a quoted blend, with each prefix changed by `change`."""
     name = ""
-    match = NAMED.match(word)
+    match = NAMED_SET.match(word)
     if match:
         name = f"{match[1]}="
         word = match[2]
-    return name + " ".join(part if _is_number(part) else change(part) for part in _split(word))
+    return name + " ".join(part if _is_number(part) else change(part) for part in _split_words(word))
 
 
-def _split(word: str) -> list[str]:
+def _split_words(word: str) -> list[str]:
     """Split a quoted list such as "0.7 a 0.3 b" into its words; return a prefix that contains spaces unchanged."""
     parts = word.split()
     return parts if len(parts) > 1 and _is_number(parts[0]) else [word]
@@ -64,37 +64,37 @@ def _is_corpus(word: str) -> bool:
     return Path(f"{word}.idx").exists()
 
 
-def sets_of(words: str | Words, part: str) -> dict[str, str | Words]:
+def parse_named_sets(words: str | Words, part: str) -> dict[str, str | Words]:
     """Return name -> blend of the data sets in `web=a "books=0.7 b 0.3 c"`; {"": words} if the words have no names.
 
     part: "train", "valid" or "test".
     Raises DatasetError if only some words have a name, if two have the same, or if training data have a name.
     """
     parts = [words] if isinstance(words, str) else words
-    given = " ".join(parts)
-    found: dict[str, str | Words] = {}
+    argument = " ".join(parts)
+    blends: dict[str, str | Words] = {}
     unnamed = 0
     repeated = None
     for word in parts:
-        match = NAMED.match(word)
+        match = NAMED_SET.match(word)
         if not match or _is_corpus(word):
             unnamed += 1
             continue
-        if match[1] in found and repeated is None:
+        if match[1] in blends and repeated is None:
             repeated = match[1]
-        found[match[1]] = match[2]
-    if not found:
+        blends[match[1]] = match[2]
+    if not blends:
         return {"": words}
     if part == "train":
-        raise DatasetError(f"{given}: only --valid-data-path and --test-data-path take names; leave them out")
+        raise DatasetError(f"{argument}: only --valid-data-path and --test-data-path take names; leave them out")
     if unnamed:
-        raise DatasetError(f"{given}: give every data set a name, as in web=data/a, or none")
+        raise DatasetError(f"{argument}: give every data set a name, as in web=data/a, or none")
     if repeated:
         raise DatasetError(f"two data sets have the name {repeated}; give each another name")
-    return found
+    return blends
 
 
-class Use(NamedTuple):
+class CorpusUse(NamedTuple):
     """A corpus that a run uses.
 
     parts: the parts of the run that read it. name: name of the data set to which it belongs, or "".
@@ -108,47 +108,47 @@ class Use(NamedTuple):
     is_split: bool
 
 
-def uses_of(paths: Paths) -> Iterator[Use]:
+def corpus_uses(paths: Paths) -> Iterator[CorpusUse]:
     """Yield each use of a corpus in `paths`, those of the data stages first."""
     for prefix in prefixes_in(stages_in(paths)):
-        yield Use(("train",), "", None, prefix, isinstance(paths, Staged))
-    if isinstance(paths, Staged):
+        yield CorpusUse(("train",), "", None, prefix, isinstance(paths, StagedCorpora))
+    if isinstance(paths, StagedCorpora):
         for weight, prefix in parse_blend(paths.held_out or ()):
-            yield Use(PARTS[1:], "", weight, prefix, True)
+            yield CorpusUse(PARTS[1:], "", weight, prefix, True)
     elif isinstance(paths, Mapping):
         for part in PARTS:
             words = paths.get(part, ())
-            if not isinstance(words, Staged):
+            if not isinstance(words, StagedCorpora):
                 yield from _uses_of_part(words, part)
     else:
         for weight, prefix in parse_blend(paths):
-            yield Use(PARTS, "", weight, prefix, True)
+            yield CorpusUse(PARTS, "", weight, prefix, True)
 
 
-def _uses_of_part(words: Words, part: str) -> Iterator[Use]:
-    for name, blend in sets_of(words, part).items():
+def _uses_of_part(words: Words, part: str) -> Iterator[CorpusUse]:
+    for name, blend in parse_named_sets(words, part).items():
         for weight, prefix in parse_blend(blend):
-            yield Use((part,), name, weight, prefix, False)
+            yield CorpusUse((part,), name, weight, prefix, False)
 
 
 def stages_in(paths: Paths) -> tuple[Stage, ...]:
     """Return the stages of the training data; none without --data-stages."""
     words = paths.get("train") if isinstance(paths, Mapping) else paths
-    return words.stages if isinstance(words, Staged) else ()
+    return words.stages if isinstance(words, StagedCorpora) else ()
 
 
 def prefixes_of(paths: Paths) -> list[str]:
     """Return the prefixes of all corpora in `paths`."""
     parts = paths if isinstance(paths, Mapping) else {"train": paths}
-    found: dict[str, None] = {}  # a dict keeps the order of first use
+    prefixes: dict[str, None] = {}  # a dict keeps the order of first use
     for part, words in parts.items():
-        if isinstance(words, Staged):
-            found |= dict.fromkeys(prefixes_in(words.stages))
+        if isinstance(words, StagedCorpora):
+            prefixes |= dict.fromkeys(prefixes_in(words.stages))
             words = words.held_out or ()
-        for blend in sets_of(words, part).values():
+        for blend in parse_named_sets(words, part).values():
             for _, prefix in parse_blend(blend):
-                found[prefix] = None
-    return list(found)
+                prefixes[prefix] = None
+    return list(prefixes)
 
 
 def corpus_names(paths: Paths) -> list[str]:

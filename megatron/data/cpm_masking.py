@@ -29,11 +29,11 @@ def mask_document(
     text = ids.astype(np.int64)
     noise = min(max(round(len(text) * density), 1), len(text))
     spans = min(max(round(noise / mean_span), 1), noise, max(len(text) - noise, 1))
-    ends = np.arange(len(text)) == len(text) - 1
+    is_document_end = np.arange(len(text)) == len(text) - 1
     rng = np.random.default_rng(list(seed))
-    masked, first, _ = draw_spans_to_document_ends(
-        rng, SpanPlan(len(text), noise, spans, 2 * len(text), 0), ends
+    masked, is_span_start, _ = draw_spans_to_document_ends(
+        rng, SpanPlan(len(text), noise, spans, 2 * len(text), 0), is_document_end
     )  # the encoder length, 2 * len(text), is large enough for any mask
-    context, target, at = splice(text, masked, first, first_id + np.arange(first.sum()))
-    lengths = np.diff(at, append=len(target))
-    return context, target, np.stack([at, lengths], axis=1).ravel()
+    context, target, sentinel_positions = splice(text, masked, is_span_start, first_id + np.arange(is_span_start.sum()))
+    lengths = np.diff(sentinel_positions, append=len(target))
+    return context, target, np.stack([sentinel_positions, lengths], axis=1).ravel()

@@ -52,54 +52,56 @@ class CPMTripleDataset(T5Samples):
         self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
         contexts = self.parts["context"]
         sizes = partial(contexts.document_sizes, documents)
-        self.order = SampleOrder(sizes, encoder, seed, part, overlap=0, folder=contexts.orders)
+        self.order = SampleOrder(sizes, encoder, seed, part, overlap=0, folder=contexts.orders_folder)
 
-    def _of(self, name: str, document: int) -> Ids:
+    def _document_part(self, name: str, document: int) -> Ids:
         begin, end = self.starts[name][document : document + 2]
         return self.parts[name].tokens[begin:end].astype(np.int64)
 
-    def _read(self, n: int) -> Iterator[tuple[int, int, Ids | None]]:
+    def _read_window(self, n: int) -> Iterator[tuple[int, int, Ids | None]]:
         """Yield (number of its document in the sample, token, None) for each token of a window.
 
         For a sentinel, the third value is the tokens of the span that it replaces.
         """
         for part in self.parts.values():
-            part.refuse_shrunk()
+            part.check_not_shrunk()
         for number, (document, start, end) in enumerate(self.pieces(n), 1):
-            target = self._of("target", document)
-            offsets = self._of("target_offset", document).reshape(-1, 2)
-            for token in self._of("context", document)[start:end].tolist():
+            target_tokens = self._document_part("target", document)
+            offsets = self._document_part("target_offset", document).reshape(-1, 2)
+            for token in self._document_part("context", document)[start:end].tolist():
                 span = None
                 if token >= self.first_id:
                     begin, length = offsets[token - self.first_id].tolist()
-                    span = target[begin : begin + length]
+                    span = target_tokens[begin : begin + length]
+                    # The target repeats the sentinel before the tokens of the span.
                     span = span[1:] if len(span) and span[0] >= self.first_id else span
                 yield number, token, span
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        context: list[int] = []
-        owners: list[int] = []
-        written: list[int] = []
-        written_owners: list[int] = []
+        context = list[int]()
+        owners = list[int]()  # number of each context token's document in the sample
+        decoder_tokens = list[int]()
+        decoder_owners = list[int]()
         sentinels = self.specials.sentinels
-        used = 0
-        for number, token, span in self._read(n):
+        spans = 0
+        for number, token, span in self._read_window(n):
             if span is not None:
-                if len(written) + 1 + len(span) > self.plan.decoder or used + 1 >= len(sentinels):
+                # The decoder must hold the span and its sentinel, and the last sentinel is left for the end.
+                if len(decoder_tokens) + 1 + len(span) > self.plan.decoder or spans + 1 >= len(sentinels):
                     break
-                token = sentinels[used]
-                written += [token, *span.tolist()]
-                written_owners += [number] * (1 + len(span))
-                used += 1
+                token = sentinels[spans]
+                decoder_tokens += [token, *span.tolist()]
+                decoder_owners += [number] * (1 + len(span))
+                spans += 1
             context.append(token)
             owners.append(number)
-        if not written:  # the window contains no span, so the decoder predicts the closing sentinel only
-            written = [sentinels[0]]
-            written_owners = [1]
-            used = max(used, 1)
-        closed = [*written, sentinels[used]]
-        arrays = (np.array(each, dtype=np.int64) for each in (context, owners, closed[:-1], closed[1:], written_owners))
-        return self.padded(*arrays)
+        if not decoder_tokens:  # the window contains no span, so the decoder predicts the closing sentinel only
+            decoder_tokens = [sentinels[0]]
+            decoder_owners = [1]
+            spans = max(spans, 1)
+        closed_targets = [*decoder_tokens, sentinels[spans]]
+        arrays = (context, owners, closed_targets[:-1], closed_targets[1:], decoder_owners)
+        return self.pad_sample(*(np.array(values, dtype=np.int64) for values in arrays))
 
 
 def build_train_valid_test_datasets(
@@ -117,28 +119,30 @@ def build_train_valid_test_datasets(
             f"set --dec-seq-length"
         )
 
-    def open_(prefix: str) -> tuple[int, Make]:
+    def open_triple(prefix: str) -> tuple[int, Make]:
         make = lambda documents, part: CPMTripleDataset(  # noqa: E731
             prefix, documents, enc_seq_length, dec_seq_length, specials, text_vocab_size, seed, part
         )
         return IndexedDataset(f"{prefix}_context").num_documents, make
 
-    datasets, notes = build_datasets(open_, data_path, split)
-    sentinels = len(specials.sentinels) - 1
-    lost = [_overflow_note(prefix, enc_seq_length, dec_seq_length, sentinels) for prefix in prefixes_of(data_path)]
-    return datasets, [*(note for note in lost if note), *notes]
+    datasets, notes = build_datasets(open_triple, data_path, split)
+    sentinels = len(specials.sentinels) - 1  # without the closing sentinel
+    overflow_notes = []
+    for prefix in prefixes_of(data_path):
+        overflow_notes.append(_overflow_note(prefix, enc_seq_length, dec_seq_length, sentinels))
+    return datasets, [*filter(None, overflow_notes), *notes]
 
 
 def _overflow_note(prefix: str, encoder: int, decoder: int, sentinels: int) -> str:
     """Return a warning if an average window needs more decoder tokens or sentinels than there are, else ""."""
-    tokens, written, offsets = (IndexedDataset(f"{prefix}_{name}").num_tokens for name in PARTS)
-    needed = encoder * written / max(tokens, 1) + 1
-    spans = encoder * offsets / 2 / max(tokens, 1)
-    fits = min(decoder / needed, sentinels / max(spans, 1))
-    if fits >= 1:
+    context_tokens, target_tokens, offset_numbers = (IndexedDataset(f"{prefix}_{name}").num_tokens for name in PARTS)
+    needed_tokens = encoder * target_tokens / max(context_tokens, 1) + 1  # with the closing sentinel
+    needed_spans = encoder * offset_numbers / 2 / max(context_tokens, 1)  # a span has 2 numbers in target_offset
+    kept_share = min(decoder / needed_tokens, sentinels / max(needed_spans, 1))
+    if kept_share >= 1:
         return ""
     return (
-        f"{prefix}: about {1 - fits:.0%} of the text is dropped, as {encoder} encoder tokens need {spans:.0f} "
-        f"sentinels and {needed:.0f} decoder tokens, but there are {sentinels} sentinels and {decoder} decoder tokens; "
-        f"lower --enc-seq-length, or raise --dec-seq-length or --num-sentinels"
+        f"{prefix}: about {1 - kept_share:.0%} of the text is dropped, as {encoder} encoder tokens need "
+        f"{needed_spans:.0f} sentinels and {needed_tokens:.0f} decoder tokens, but there are {sentinels} sentinels and "
+        f"{decoder} decoder tokens; lower --enc-seq-length, or raise --dec-seq-length or --num-sentinels"
     )

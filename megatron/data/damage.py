@@ -10,36 +10,36 @@ import numpy as np
 
 from ..storage import to_path
 from .cpm_masking import PARTS
-from .indexed_dataset import LOSS, IndexedDataset
+from .indexed_dataset import LOSS_SUFFIX, IndexedDataset
 
-About = Mapping[str, Any]  # the content of a sidecar
+Sidecar = Mapping[str, Any]  # the content of a sidecar
 READ_AT_ONCE = 1 << 22  # bytes
-SUSPICIOUS = 1024  # tokens; a shorter run of one id is no hole
+MIN_RUN_LENGTH = 1024  # tokens; a shorter run of one id is no hole
 TOKENS_AT_ONCE = 1 << 20
 ADVICE = "copy the file again or rebuild the corpus with tools/preprocess_data.py"
 
 
-def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` of the numbers 0 to `count` - 1, evenly spaced, with the first and the last."""
+def evenly_spaced(count: int, max_count: int) -> list[int]:
+    """Return at most `max_count` of the numbers 0 to `count` - 1, evenly spaced, with the first and the last."""
     if not count:
         return []
-    return sorted({int(at) for at in np.linspace(0, count - 1, min(most, count))})
+    return sorted({int(number) for number in np.linspace(0, count - 1, min(max_count, count))})
 
 
-def sums_of(prefix: str, about: About | None) -> dict[str, Any] | None:
-    """Return the checksums of the pair `prefix` in its sidecar `about`, or None if there are none.
+def sidecar_sums(prefix: str, sidecar: Sidecar | None) -> dict[str, Any] | None:
+    """Return the checksums of the pair `prefix` in its sidecar, or None if there are none.
 
     The sidecar names the pairs as they were when it was written. A corpus that was renamed keeps its pairs' endings.
     """
-    known = (about or {}).get("sha256")
-    if not isinstance(known, dict) or not known:
+    sums_by_name = (sidecar or {}).get("sha256")
+    if not isinstance(sums_by_name, dict) or not sums_by_name:
         return None
     name = Path(prefix).name
-    common = os.path.commonprefix(list(known))
-    endings = [each.removeprefix(common) for each in known]
-    ending = max((each for each in endings if name.endswith(each)), key=len, default="")
-    found = known.get(name, known.get(common + ending))
-    return found if isinstance(found, dict) else None
+    common_prefix = os.path.commonprefix(list(sums_by_name))
+    endings = [listed_name.removeprefix(common_prefix) for listed_name in sums_by_name]
+    ending = max((listed_name for listed_name in endings if name.endswith(listed_name)), key=len, default="")
+    sums = sums_by_name.get(name, sums_by_name.get(common_prefix + ending))
+    return sums if isinstance(sums, dict) else None
 
 
 class Block(NamedTuple):
@@ -50,78 +50,79 @@ class Block(NamedTuple):
     end: int
     expected: str
 
-    def pieces(self) -> Iterator[bytes]:
+    def read_pieces(self) -> Iterator[bytes]:
         """Yield the content in pieces of at most `READ_AT_ONCE` bytes."""
-        left = self.end - self.begin
+        remaining = self.end - self.begin
         with self.path.open("rb") as file:
             file.seek(self.begin)
-            while left and (piece := file.read(min(left, READ_AT_ONCE))):
+            while remaining and (piece := file.read(min(remaining, READ_AT_ONCE))):
                 yield piece
-                left -= len(piece)
+                remaining -= len(piece)
 
-    def damage(self, pieces: Iterator[bytes] | None = None) -> str | None:
+    def find_error(self, pieces: Iterator[bytes] | None = None) -> str | None:
         """Return a message if the content has another SHA-256. pieces: the content; read from the file if None."""
         digest = hashlib.sha256()
-        for piece in pieces or self.pieces():
+        for piece in pieces or self.read_pieces():
             digest.update(piece)
         if digest.hexdigest() == self.expected:
             return None
         return f"{self.path} is damaged in bytes {self.begin} to {self.end}: SHA-256 differs from the sidecar"
 
 
-def blocks_of(path: Path, sums: About) -> list[Block]:
-    """Return the blocks of a .bin or .idx that have a checksum. sums: the entry of `sums_of`."""
+def blocks_of(path: Path, sums: Sidecar) -> list[Block]:
+    """Return the blocks of a .bin or .idx that have a checksum. sums: the entry of `sidecar_sums`."""
     size = path.stat().st_size
-    block = sums.get("block", 1 << 26)
-    starts = range(0, size, block)
-    ends = [min(start + block, size) for start in starts]
+    block_size = sums.get("block", 1 << 26)
+    starts = range(0, size, block_size)
+    ends = [min(start + block_size, size) for start in starts]
     expected = sums[path.suffix.removeprefix(".")]
     return [Block(path, *each) for each in zip(starts, ends, expected, strict=False)]
 
 
-def find_damage(prefix: str, sums: About, most: int | None = None) -> Iterator[str]:
+def find_damage(prefix: str, sums: Sidecar, max_blocks: int | None = None) -> Iterator[str]:
     """Yield a message for each block of a pair whose SHA-256 is not that of the sidecar.
 
-    sums: the entry of `sums_of`. most: number of blocks of each file to read, evenly spaced; all if None.
+    sums: the entry of `sidecar_sums`. max_blocks: number of blocks of each file to read, evenly spaced; all if None.
     """
-    block = sums.get("block", 1 << 26)
+    block_size = sums.get("block", 1 << 26)
     for ending in ("bin", "idx"):
         path = to_path(f"{prefix}.{ending}")
-        listed = len(sums[ending])
-        count = -(-path.stat().st_size // block)
-        if count != listed:
-            yield f"{path} has {count} blocks of {block >> 20} MiB, but the sidecar lists {listed}"
+        expected_count = len(sums[ending])
+        count = -(-path.stat().st_size // block_size)
+        if count != expected_count:
+            yield f"{path} has {count} blocks of {block_size >> 20} MiB, but the sidecar lists {expected_count}"
         blocks = blocks_of(path, sums)
-        for number in spread(len(blocks), most or len(blocks)):
-            if problem := blocks[number].damage():
+        for number in evenly_spaced(len(blocks), max_blocks or len(blocks)):
+            if problem := blocks[number].find_error():
                 yield problem
 
 
-def find_holes(indexed: IndexedDataset, eod: int | None, most: int | None = None) -> Iterator[str]:
+def find_holes(indexed: IndexedDataset, eod: int | None, max_blocks: int | None = None) -> Iterator[str]:
     """Yield a message for each run of one id that is longer than any document, as an interrupted copy leaves it.
 
-    eod: id that many empty documents may repeat. most: number of blocks to read; all if None.
+    eod: id that many empty documents may repeat. max_blocks: number of blocks to read; all if None.
     """
     count = -(-indexed.num_tokens // TOKENS_AT_ONCE)
-    found: list[list[int]] = []  # begin, end and id of each run
-    for number in spread(count, most or count):
-        at = number * TOKENS_AT_ONCE
-        for begin, end, token in _runs(np.asarray(indexed.tokens[at : at + TOKENS_AT_ONCE])):
-            if found and found[-1][1:] == [at + begin, token]:
-                found[-1][1] = at + end
+    runs = list[list[int]]()  # begin, end and id of each run
+    for number in evenly_spaced(count, max_blocks or count):
+        first_token = number * TOKENS_AT_ONCE
+        for begin, end, token in _find_runs(np.asarray(indexed.tokens[first_token : first_token + TOKENS_AT_ONCE])):
+            if runs and runs[-1][1:] == [first_token + begin, token]:  # the last run continues in this block
+                runs[-1][1] = first_token + end
             else:
-                found.append([at + begin, at + end, token])
-    for begin, end, token in found:
+                runs.append([first_token + begin, first_token + end, token])
+    for begin, end, token in runs:
         if token != eod:
-            yield from _hole(indexed, begin, end, token)
+            yield from _describe_hole(indexed, begin, end, token)
 
 
-def _hole(indexed: IndexedDataset, begin: int, end: int, token: int) -> Iterator[str]:
+def _describe_hole(indexed: IndexedDataset, begin: int, end: int, token: int) -> Iterator[str]:
     """Yield a message if the run of `token` from `begin` to `end` is longer than any document and spans few of them."""
     longest = _longest_document(indexed)
     ends = indexed.document_ends()
     first = int(ends.searchsorted(begin, "right"))
     last = int(ends.searchsorted(end - 1, "right"))
+    # A run of many documents of one token, which repeat an id, is no hole.
     if end - begin > longest and 2 * (last - first) < end - begin:
         size = indexed.dtype.itemsize
         yield (
@@ -130,13 +131,13 @@ def _hole(indexed: IndexedDataset, begin: int, end: int, token: int) -> Iterator
         )
 
 
-def _runs(tokens: Any) -> Iterator[tuple[int, int, int]]:
+def _find_runs(tokens: Any) -> Iterator[tuple[int, int, int]]:
     """Yield (begin, end, id) of each run of one id that is suspicious, or touches an end of `tokens`."""
     changes = np.flatnonzero(tokens[1:] != tokens[:-1]) + 1
     bounds = np.concatenate([[0], changes, [len(tokens)]])
     lengths = np.diff(bounds)
-    for at in np.flatnonzero(lengths >= min(SUSPICIOUS, len(tokens))).tolist():
-        yield int(bounds[at]), int(bounds[at + 1]), int(tokens[bounds[at]])
+    for index in np.flatnonzero(lengths >= min(MIN_RUN_LENGTH, len(tokens))).tolist():
+        yield int(bounds[index]), int(bounds[index + 1]), int(tokens[bounds[index]])
 
 
 def _longest_document(indexed: IndexedDataset) -> int:
@@ -146,21 +147,21 @@ def _longest_document(indexed: IndexedDataset) -> int:
 
 def pairs_of(prefix: str) -> list[str]:
     """Return the prefixes of the pairs of files that a corpus has: tokens, loss mask and parts."""
-    names = [prefix, prefix + LOSS, *(f"{prefix}_{part}" for part in PARTS)]
+    names = [prefix, prefix + LOSS_SUFFIX, *(f"{prefix}_{part}" for part in PARTS)]
     return [name for name in names if to_path(f"{name}.idx").is_file()]
 
 
-def problems_of(prefix: str, about: About | None, most: int | None = None) -> Iterator[str]:
+def find_problems(prefix: str, sidecar: Sidecar | None, max_blocks: int | None = None) -> Iterator[str]:
     """Yield a message for each damaged block and each hole of a corpus, which may have several pairs.
 
-    about: content of its sidecar. most: number of blocks of each file to read, evenly spaced; all if None.
+    sidecar: content of its sidecar. max_blocks: number of blocks of each file to read, evenly spaced; all if None.
     """
     pairs = pairs_of(prefix)
     for pair in pairs:
-        if sums := sums_of(pair, about):
-            for problem in find_damage(pair, sums, most):
+        if sums := sidecar_sums(pair, sidecar):
+            for problem in find_damage(pair, sums, max_blocks):
                 yield f"{problem}; {ADVICE}"
     if prefix in pairs:
-        eod = about.get("eod") if about else None
-        # A block of tokens is smaller than one of the sidecar.
-        yield from find_holes(IndexedDataset(prefix), eod, most and 16 * most)
+        eod = sidecar.get("eod") if sidecar else None
+        # A block of tokens is smaller than one of the sidecar, so read more of them; None reads all.
+        yield from find_holes(IndexedDataset(prefix), eod, max_blocks and 16 * max_blocks)

@@ -35,7 +35,7 @@ class FillInTheMiddle:
     suffix: int
     eod: int
 
-    def window(self, text: Ids, sizes: Sequence[int], seed: Sequence[int]) -> Ids:
+    def rearrange_window(self, text: Ids, sizes: Sequence[int], seed: Sequence[int]) -> Ids:
         """Rearrange randomly chosen documents of a window, text [s] -> [s].
 
         sizes: number of tokens of each document in the window. seed: determines the choice and the cuts.
@@ -44,28 +44,29 @@ class FillInTheMiddle:
         chances = rng.random((len(sizes), 4))
         pieces = []
         end = 0
-        for size, (one, spm, first, second) in zip(sizes, chances.tolist(), strict=True):
+        for size, (chance, spm_chance, first_cut, second_cut) in zip(sizes, chances.tolist(), strict=True):
             document = text[end : end + size]
-            pieces.append(self.document(document, one < self.rate, spm < self.spm_rate, (first, second)))
+            cuts = (first_cut, second_cut)
+            pieces.append(self.rearrange_document(document, chance < self.rate, spm_chance < self.spm_rate, cuts))
             end += size
         return np.concatenate(pieces)
 
-    def document(self, ids: Ids, rearranged: bool, spm: bool, cuts: tuple[float, float]) -> Ids:
+    def rearrange_document(self, ids: Ids, is_rearranged: bool, is_spm: bool, cuts: tuple[float, float]) -> Ids:
         """Rearrange one document, ids [n] -> [n]; a document of at most three text tokens stays unchanged.
 
         cuts: start and end of the middle as fractions of the document from 0 to 1, in any order.
         """
-        closed = bool(len(ids)) and ids[-1] == self.eod
-        text = ids[: len(ids) - closed]
-        kept = len(text) - SPECIAL_TOKENS
-        if not rearranged or kept < 1:
+        has_eod = bool(len(ids)) and ids[-1] == self.eod
+        text = ids[:-1] if has_eod else ids
+        kept_tokens = len(text) - SPECIAL_TOKENS
+        if not is_rearranged or kept_tokens < 1:
             return ids
-        begin = int(min(cuts) * (kept + 1))
-        end = int(max(cuts) * (kept + 1))
+        begin = int(min(cuts) * (kept_tokens + 1))
+        end = int(max(cuts) * (kept_tokens + 1))
         prefix = text[:begin]
         middle = text[begin:end]
-        suffix = text[end:kept]
+        suffix = text[end:kept_tokens]
         order: list[Ids | list[int]] = [[self.prefix], prefix, [self.suffix], suffix, [self.middle], middle]
-        if spm:
+        if is_spm:
             order = [[self.prefix], [self.suffix], suffix, [self.middle], prefix, middle]
         return np.concatenate([*order, ids[len(text) :]]).astype(np.int64)

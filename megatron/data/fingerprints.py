@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 
 from ..storage import RemotePath, to_path
-from .indexed_dataset import LOSS
+from .indexed_dataset import LOSS_SUFFIX
 
-ENDS = 1 << 16  # number of bytes hashed at the start and at the end of a file
-SAMPLES, SAMPLED = 256, 4096  # number and bytes of the blocks of a file that are hashed in addition
-REQUESTS = 16  # requests to object storage at the same time
+END_BYTES = 1 << 16  # number of bytes hashed at the start and at the end of a file
+BLOCK_COUNT = 256  # number of blocks of a file that are hashed in addition
+BLOCK_BYTES = 4096
+PARALLEL_REQUESTS = 16  # requests to object storage at the same time
 
 
 def corpus_fingerprint(prefix: str) -> str:
@@ -24,9 +25,9 @@ def corpus_fingerprint(prefix: str) -> str:
     for path in _files_of(prefix):
         size = path.stat().st_size
         with path.open("rb") as file:
-            digest.update(f"{path.suffix} {size} ".encode() + file.read(ENDS))
-            file.seek(max(size - ENDS, 0))
-            digest.update(file.read(ENDS))
+            digest.update(f"{path.suffix} {size} ".encode() + file.read(END_BYTES))
+            file.seek(max(size - END_BYTES, 0))
+            digest.update(file.read(END_BYTES))
     return digest.hexdigest()[:12]
 
 
@@ -37,30 +38,30 @@ def content_fingerprint(prefix: str) -> str:
     """
     digest = hashlib.sha256(corpus_fingerprint(prefix).encode())
     for path in _files_of(prefix):
-        last = max(path.stat().st_size - SAMPLED, 0)
-        starts = np.linspace(0, last, SAMPLES).astype(np.int64)
-        for block in _blocks(path, np.unique(starts).tolist()):
+        last_start = max(path.stat().st_size - BLOCK_BYTES, 0)
+        starts = np.linspace(0, last_start, BLOCK_COUNT).astype(np.int64)
+        for block in _read_blocks(path, np.unique(starts).tolist()):
             digest.update(block)
     return digest.hexdigest()[:12]
 
 
 def _files_of(prefix: str) -> Iterator[Path]:
     """Yield the .bin and .idx files of a corpus and of its loss mask that exist."""
-    for base in (prefix, prefix + LOSS):
-        for end in (".bin", ".idx"):
-            path = to_path(base + end)
+    for pair in (prefix, prefix + LOSS_SUFFIX):
+        for ending in (".bin", ".idx"):
+            path = to_path(pair + ending)
             if path.is_file():
                 yield path
 
 
-def _blocks(path: Path, starts: Sequence[int]) -> Iterator[bytes]:
-    """Yield `SAMPLED` bytes of a file from each start on."""
+def _read_blocks(path: Path, starts: Sequence[int]) -> Iterator[bytes]:
+    """Yield `BLOCK_BYTES` bytes of a file from each start on."""
     if isinstance(path, RemotePath):
         size = path.stat().st_size
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            yield from pool.map(lambda at: path.read_range(at, min(at + SAMPLED, size)), starts)
+        with ThreadPoolExecutor(PARALLEL_REQUESTS) as pool:
+            yield from pool.map(lambda start: path.read_range(start, min(start + BLOCK_BYTES, size)), starts)
         return
     with path.open("rb") as file:
-        for at in starts:
-            file.seek(at)
-            yield file.read(SAMPLED)
+        for start in starts:
+            file.seek(start)
+            yield file.read(BLOCK_BYTES)

@@ -51,10 +51,10 @@ class GPT2Dataset(CorpusDataset):
         text, sizes = self.windows.read(int(n))
         seed = [*self.seed, int(n)]
         if self.fim:
-            text = self.fim.window(text, sizes, seed)
+            text = self.fim.rearrange_window(text, sizes, seed)
         sample = {"text": torch.from_numpy(text)}
         if self.prefixes:
-            sample["prefixes"] = torch.from_numpy(self.prefixes.of(text[:-1], seed))
+            sample["prefixes"] = torch.from_numpy(self.prefixes.draw_mask(text[:-1], seed))
         return sample
 
 
@@ -73,7 +73,7 @@ def build_train_valid_test_datasets(
     do not fill a sample.
     """
 
-    def open_(prefix: str) -> tuple[int, Make]:
+    def open_pair(prefix: str) -> tuple[int, Make]:
         indexed = open_corpus(prefix, vocab_size)
 
         def make(documents: range, part: str) -> GPT2Dataset:
@@ -81,4 +81,4 @@ def build_train_valid_test_datasets(
 
         return indexed.num_documents, make
 
-    return build_datasets(open_, data_path, split)
+    return build_datasets(open_pair, data_path, split)

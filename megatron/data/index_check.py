@@ -1,4 +1,4 @@
-"""Checks of a corpus: its token ids, and its index against its .bin file, once by one process (`checked_once`)."""
+"""Checks of a corpus: its token ids, and its index against its .bin file, once by one process (`reuse_checks`)."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from .indexed_dataset import HEADER, DatasetError, IndexedDataset
 from .pages import release_pages
 
-MOST_IDS = 1_000_000  # number of token ids that are checked at the start and at the end of a corpus
-AT_ONCE = 1 << 18  # number of index entries that are read and checked at a time
+CHECKED_IDS = 1_000_000  # number of token ids that are checked at the start and at the end of a corpus
+ENTRIES_AT_ONCE = 1 << 18  # number of index entries that are read and checked at a time
 
 
 class IndexCheck(NamedTuple):
@@ -21,19 +21,19 @@ class IndexCheck(NamedTuple):
     document_index: NDArray[np.int64]
     itemsize: int
 
-    def sizes_fit(self, data: Path) -> None:
+    def check_sizes(self, data: Path) -> None:
         """Raise DatasetError if the .bin file or the documents have another size than the sequences."""
-        needed = int(self.sizes.sum(dtype=np.int64)) * self.itemsize
-        found = data.stat().st_size
-        if found != needed:
-            raise DatasetError(f"{self.prefix}.bin has {found} bytes, but {self.prefix}.idx requires {needed}")
+        required = int(self.sizes.sum(dtype=np.int64)) * self.itemsize
+        size = data.stat().st_size
+        if size != required:
+            raise DatasetError(f"{self.prefix}.bin has {size} bytes, but {self.prefix}.idx requires {required}")
         documents = self.document_index
         if not len(documents) or documents[0] != 0 or documents[-1] != len(self.sizes):
             raise DatasetError(
                 f"{self.prefix}.idx is damaged: its documents do not cover its {len(self.sizes)} sequences"
             )
 
-    def is_in_order(self, index: str) -> bool:
+    def check_order(self, index: str) -> bool:
         """Return whether each document is one sequence.
 
         Raises DatasetError for an index whose sequences or documents are out of order, as it would silently give wrong
@@ -43,20 +43,22 @@ class IndexCheck(NamedTuple):
         """
         sequences = len(self.sizes)
         documents = len(self.document_index)
-        pointers_at = HEADER.size + 4 * sequences
-        documents_at = pointers_at + 8 * sequences
+        pointers_offset = HEADER.size + 4 * sequences  # after the sizes, int32
+        documents_offset = pointers_offset + 8 * sequences  # after the pointers, int64
         begin = 0
-        one_each = True
-        for at in range(0, max(sequences, documents), AT_ONCE):
-            pointers = _read(index, pointers_at + 8 * at, min(AT_ONCE, sequences - at))
-            begin = self._check_sequences(self.sizes[at : at + AT_ONCE], pointers, begin)
-            firsts = _read(index, documents_at + 8 * at, min(AT_ONCE + 1, documents - at))
-            counts = np.diff(firsts)
+        one_sequence_each = True
+        for first_entry in range(0, max(sequences, documents), ENTRIES_AT_ONCE):
+            sizes = self.sizes[first_entry : first_entry + ENTRIES_AT_ONCE]
+            pointers = _read_int64(index, pointers_offset + 8 * first_entry, len(sizes))
+            begin = self._check_sequences(sizes, pointers, begin)
+            # One more entry gives the number of sequences of the last document, too.
+            entries = min(ENTRIES_AT_ONCE + 1, documents - first_entry)
+            counts = np.diff(_read_int64(index, documents_offset + 8 * first_entry, entries))
             if (counts < 0).any():
                 raise DatasetError(f"{self.prefix}.idx is damaged: a document ends before it begins")
-            one_each &= bool((counts == 1).all())
+            one_sequence_each &= bool((counts == 1).all())
         release_pages(self.sizes)
-        return one_each
+        return one_sequence_each
 
     def _check_sequences(self, sizes: NDArray[np.int32], pointers: NDArray[np.int64], begin: int) -> int:
         """Return the byte at which the next sequence begins. Raises DatasetError if there are gaps between sequences.
@@ -70,8 +72,8 @@ class IndexCheck(NamedTuple):
         return int(ends[-1]) if len(ends) else begin
 
 
-def _read(path: str, at: int, count: int) -> NDArray[Any]:
-    return np.fromfile(path, "<i8", max(count, 0), offset=at)
+def _read_int64(path: str, offset: int, count: int) -> NDArray[Any]:
+    return np.fromfile(path, "<i8", max(count, 0), offset=offset)
 
 
 def open_corpus(prefix: str, vocab_size: int | None) -> IndexedDataset:
@@ -93,15 +95,15 @@ def check_ids(indexed: IndexedDataset, vocab_size: int | None) -> None:
     """
     if vocab_size is None:
         return
-    for first in (0, max(0, len(indexed.tokens) - MOST_IDS)):
-        piece = indexed.tokens[first : first + MOST_IDS]
-        if int(piece.min()) >= 0 and int(piece.max()) < vocab_size:
+    for first in (0, max(0, len(indexed.tokens) - CHECKED_IDS)):
+        ids = indexed.tokens[first : first + CHECKED_IDS]
+        if int(ids.min()) >= 0 and int(ids.max()) < vocab_size:
             continue
-        at = int(np.argmax((piece < 0) | (piece >= vocab_size)))
-        document = int(np.searchsorted(indexed.document_ends(), first + at, side="right"))
-        where = f"token {first + at:,}, in document {document:,}"
+        bad_index = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        document = int(np.searchsorted(indexed.document_ends(), first + bad_index, side="right"))
+        where = f"token {first + bad_index:,}, in document {document:,}"
         raise DatasetError(
-            f"{indexed.prefix}.bin contains token id {piece[at]} ({where}), outside the vocabulary of {vocab_size} "
-            "tokens: the file is damaged or was made with another tokenizer; preprocess the text again or pass the "
-            "--vocab-file of the corpus"
+            f"{indexed.prefix}.bin contains token id {ids[bad_index]} ({where}), outside the vocabulary of "
+            f"{vocab_size} tokens: the file is damaged or was made with another tokenizer; preprocess the text again "
+            "or pass the --vocab-file of the corpus"
         )

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..storage import RemotePath, to_path
-from .checked import checked_pairs
+from .checked import reused_checks
 
 if TYPE_CHECKING:
     from .remote_tokens import RemoteTokens
@@ -36,8 +36,8 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, type[np.integer[Any]]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
-LOSS = "_loss"  # PREFIX_loss.bin/.idx holds the loss mask of a fine-tuning corpus (sft_dataset.py)
-CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
+LOSS_SUFFIX = "_loss"  # PREFIX_loss.bin/.idx holds the loss mask of a fine-tuning corpus (sft_dataset.py)
+DTYPE_CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 
 class DatasetError(ValueError):
@@ -55,17 +55,17 @@ class IndexedDataset:
     The prefix may be a URL in object storage. Then `tokens` is a `RemoteTokens`, which reads through a cache.
     sizes: number of tokens of each sequence, int32 [sequences]. document_index: index of the first sequence of each
     document, followed by the number of sequences, int64 [documents + 1]. dtype: dtype of the tokens.
-    orders: folder for the files with the order of large epochs.
+    orders_folder: folder for the files with the order of large epochs.
     Raises DatasetError if the two files do not match. Unpickling reopens the files. A returned array stays valid as
     long as it is referenced.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
-        self._open(os.fspath(prefix), checked_pairs())
+        self._open(os.fspath(prefix), reused_checks())
 
     def _open(self, prefix: str, checked: dict[str, bool] | None, stamp: Stamp | None = None) -> None:
         self.prefix = prefix
-        self.orders = f"{prefix}.orders"
+        self.orders_folder = f"{prefix}.orders"
         self.tokens: NDArray[Any]
         self._remote: RemoteTokens | None = None
         self._stamp: Stamp | None = None
@@ -76,11 +76,11 @@ class IndexedDataset:
         data = to_path(f"{prefix}.bin")
         self._map_index()
         if checked is not None and prefix in checked:
-            self._one_each = checked[prefix]
+            self._one_sequence_each = checked[prefix]
         else:
-            self._check_against(data)
+            self._check_index(data)
         if checked is not None:
-            checked[prefix] = self._one_each
+            checked[prefix] = self._one_sequence_each
         if isinstance(data, RemotePath):
             self._open_remote(data, stamp)
         else:
@@ -93,22 +93,22 @@ class IndexedDataset:
         size = os.path.getsize(self._index)
         if size < HEADER.size:
             raise DatasetError(f"{path} is truncated: it has {size} bytes, fewer than its header of {HEADER.size}")
-        raw = np.memmap(self._index, mode="r", dtype=np.uint8)
-        magic, version, code, sequences, documents = HEADER.unpack(raw[: HEADER.size].tobytes())
+        mapped = np.memmap(self._index, mode="r", dtype=np.uint8)
+        magic, version, code, sequences, documents = HEADER.unpack(mapped[: HEADER.size].tobytes())
         if magic != MAGIC or version != VERSION or code not in DTYPES:
             raise DatasetError(f"{path} is not an integer index in Megatron's MMIDIDX format, version 1")
-        expected = HEADER.size + 12 * sequences + 8 * documents
+        expected = HEADER.size + 12 * sequences + 8 * documents  # a sequence: int32 size, int64 offset
         if size not in (expected, expected + sequences):  # multimodal index files add a mode byte per sequence
             raise DatasetError(f"{path} is damaged: it has {size} bytes, but its header implies {expected}")
         self.dtype = np.dtype(DTYPES[code])
-        at = HEADER.size
-        self.sizes: NDArray[np.int32] = np.frombuffer(raw, np.int32, sequences, at)
-        at += self.sizes.nbytes
-        self.pointers: NDArray[np.int64] = np.frombuffer(raw, np.int64, sequences, at)
-        at += self.pointers.nbytes
-        self.document_index: NDArray[np.int64] = np.frombuffer(raw, np.int64, documents, at)
+        offset = HEADER.size
+        self.sizes: NDArray[np.int32] = np.frombuffer(mapped, np.int32, sequences, offset)
+        offset += self.sizes.nbytes
+        self.pointers: NDArray[np.int64] = np.frombuffer(mapped, np.int64, sequences, offset)
+        offset += self.pointers.nbytes
+        self.document_index: NDArray[np.int64] = np.frombuffer(mapped, np.int64, documents, offset)
         if self._index == path:
-            self._maps.append((path, raw.base, size))
+            self._maps.append((path, mapped.base, size))
 
     def _local_index(self) -> str:
         """Return the path of the .idx file on this machine; of an index in object storage, that of a copy."""
@@ -131,41 +131,41 @@ class IndexedDataset:
 
     def _open_remote(self, data: RemotePath, stamp: Stamp | None) -> None:
         """Read the .bin in object storage through a cache. stamp: its version when another process opened it."""
-        from .remote_tokens import RemoteTokens, folder_of
+        from .remote_tokens import RemoteTokens, version_folder
 
         self._remote = RemoteTokens(data, self.dtype, stamp)
         self._stamp = self._remote.stamp
         self.tokens = cast(NDArray[Any], self._remote)
-        self.orders = os.fspath(folder_of(data, self._stamp) / "orders")
+        self.orders_folder = os.fspath(version_folder(data, self._stamp) / "orders")
 
     def refresh(self) -> None:
         """Let `tokens` follow the cache of a corpus in object storage; see `RemoteTokens.refresh`."""
         if self._remote is not None:
             self.tokens = cast(NDArray[Any], self._remote.refresh())
 
-    def refuse_shrunk(self) -> None:
+    def check_not_shrunk(self) -> None:
         """Raise DatasetError if a file has become shorter since it was mapped: reading its end would kill the process.
 
         Call this before a read. A file that was deleted stays readable.
         """
-        for path, mapped, needed in self._maps:
-            found = mapped.size()
-            if found < needed:
+        for path, mapped, expected_size in self._maps:
+            current_size = mapped.size()
+            if current_size < expected_size:
                 raise DatasetError(
-                    f"{path} has become shorter: it had {needed} bytes when it was opened and has {found} now; copy it "
-                    "again, and do not change the files of a corpus that a run reads"
+                    f"{path} has become shorter: it had {expected_size} bytes when it was opened and has "
+                    f"{current_size} now; copy it again, and do not change the files of a corpus that a run reads"
                 )
 
-    def _check_against(self, data: Path) -> None:
+    def _check_index(self, data: Path) -> None:
         """Check the index against the .bin file. Raises DatasetError."""
         from .index_check import IndexCheck
 
         check = IndexCheck(self.prefix, self.sizes, self.document_index, self.dtype.itemsize)
-        check.sizes_fit(data)
-        self._one_each = check.is_in_order(self._index)
+        check.check_sizes(data)
+        self._one_sequence_each = check.check_order(self._index)
 
     def __getstate__(self) -> tuple[str, bool, Stamp | None]:
-        return self.prefix, self._one_each, self._stamp
+        return self.prefix, self._one_sequence_each, self._stamp
 
     def __setstate__(self, state: tuple[str, bool, Stamp | None]) -> None:
         prefix, one_each, stamp = state
@@ -204,17 +204,17 @@ class IndexedDataset:
         start = int(self.pointers[i]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
 
-    def document_start(self, d: int) -> int:
+    def document_start(self, document: int) -> int:
         """Return the index in `tokens` of the first token of document d. The document must not be empty."""
-        first = d if self._one_each else self.document_index.item(d)
-        return self.pointers.item(first) // self.dtype.itemsize
+        sequence = document if self._one_sequence_each else self.document_index.item(document)
+        return self.pointers.item(sequence) // self.dtype.itemsize
 
     def document_sizes(self, documents: range) -> NDArray[np.integer[Any]]:
         """Return the number of tokens of each document in the range, [documents].
 
         The result is a view of the memory map if every document is one sequence.
         """
-        if self._one_each:
+        if self._one_sequence_each:
             return self.sizes[documents.start : documents.stop]
         bounds = self.document_index[documents.start : documents.stop + 1]
         sequences = self.sizes[bounds[0] : bounds[-1]]

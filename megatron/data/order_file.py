@@ -15,75 +15,75 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import locked, own_folder, temporary_name, whole_file
+from ..atomic import atomic_file, file_lock, private_temp_folder, temporary_name
 from .pages import Arrays
 
-Filled = dict[str, NDArray[Any]]  # name -> array of an epoch
-Make = Callable[[Filled], None]  # function that fills new arrays
+OrderArrays = dict[str, NDArray[Any]]  # name -> array of an epoch
+FillArrays = Callable[[OrderArrays], None]  # function that fills new arrays
 
 
-def map_or_none(folder: str, name: str, arrays: Arrays, make: Make) -> Filled | None:
+def try_map_arrays(folder: str, name: str, arrays: Arrays, fill: FillArrays) -> OrderArrays | None:
     """Return the result of `map_arrays`; None if the file can be written nowhere, with a message on stderr."""
     try:
-        return map_arrays(folder, name, arrays, make)
+        return map_arrays(folder, name, arrays, fill)
     except OSError as error:
-        where = "every process keeps a copy in memory; to save memory, set TMPDIR to a folder with free space"
-        print(f"cannot write the sample order to a file ({error.strerror}), so {where}", file=sys.stderr)
+        consequence = "every process keeps a copy in memory; to save memory, set TMPDIR to a folder with free space"
+        print(f"cannot write the sample order to a file ({error.strerror}), so {consequence}", file=sys.stderr)
         return None
 
 
-def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, make: Make) -> Filled:
-    """Return the arrays in the file `folder/name`, read-only. If the file does not exist, create it and call `make`.
+def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, fill: FillArrays) -> OrderArrays:
+    """Return the arrays in the file `folder/name`, read-only. If the file does not exist, create it and call `fill`.
 
     arrays: name, length and dtype of each array. make: fills the new arrays.
-    If the file cannot be created in `folder`, it goes to `scratch()`, and a message is printed on stderr.
+    If the file cannot be created in `folder`, it goes to `scratch_folder()`, and a message is printed on stderr.
     """
-    places = [Path(folder) / name, scratch() / name]
+    candidates = [Path(folder) / name, scratch_folder() / name]
     size = sum(length * np.dtype(dtype).itemsize for length, dtype in arrays.values())
-    path = _find(places, size)
+    path = _find_file(candidates, size)
     if path is None:
-        with locked(scratch() / f"{name}.lock"):
-            path = _find(places, size) or _create(places, arrays, size, make)
-    return _views(path, arrays, "r")
+        with file_lock(scratch_folder() / f"{name}.lock"):
+            path = _find_file(candidates, size) or _create(candidates, arrays, size, fill)
+    return _map_views(path, arrays, "r")
 
 
 def remove(folder: str | os.PathLike[str], name: str) -> None:
     """Delete an order file. Processes that have mapped the file can still read it."""
-    for path in (Path(folder) / name, scratch() / name):
+    for path in (Path(folder) / name, scratch_folder() / name):
         with contextlib.suppress(OSError):
             path.unlink()
 
 
-def scratch() -> Path:
+def scratch_folder() -> Path:
     """Return this user's folder for order files on this machine. Raises ValueError if other users can write to it."""
-    return own_folder("sample-orders")
+    return private_temp_folder("sample-orders")
 
 
-def _find(places: list[Path], size: int) -> Path | None:
-    """Return the first of `places` that is a file of this size; None if there is none."""
-    for path in places:
+def _find_file(candidates: list[Path], size: int) -> Path | None:
+    """Return the first of `candidates` that is a file of this size; None if there is none."""
+    for path in candidates:
         with contextlib.suppress(OSError):
             if path.stat().st_size == size:
                 return path
     return None
 
 
-def _create(places: list[Path], arrays: Arrays, size: int, make: Make) -> Path:
-    for path in places:
+def _create(candidates: list[Path], arrays: Arrays, size: int, fill: FillArrays) -> Path:
+    for path in candidates:
         temporary = temporary_name(path)
         try:
             _reserve(temporary, size)
         except OSError as error:
-            if path == places[-1]:
+            if path == candidates[-1]:
                 raise
             print(
                 f"cannot write the file with the sample order to {path.parent} ({error.strerror}); "
-                f"it is written to {places[-1].parent} instead",
+                f"it is written to {candidates[-1].parent} instead",
                 file=sys.stderr,
             )
             continue
-        with whole_file(path, temporary) as there:
-            make(_views(there, arrays, "r+"))
+        with atomic_file(path, temporary) as new_file:
+            fill(_map_views(new_file, arrays, "r+"))
         return path
     raise AssertionError("unreachable")
 
@@ -103,12 +103,12 @@ def _reserve(path: Path, size: int) -> None:
         raise
 
 
-def _views(path: Path, arrays: Arrays, mode: Any) -> Filled:
-    raw = np.memmap(path, np.uint8, mode)
-    found: Filled = {}
-    at = 0
+def _map_views(path: Path, arrays: Arrays, mode: Any) -> OrderArrays:
+    mapped = np.memmap(path, np.uint8, mode)
+    views: OrderArrays = {}
+    begin = 0
     for name, (length, dtype) in arrays.items():
-        end = at + length * np.dtype(dtype).itemsize
-        found[name] = raw[at:end].view(np.ndarray).view(dtype)  # slicing an np.memmap is slow
-        at = end
-    return found
+        end = begin + length * np.dtype(dtype).itemsize
+        views[name] = mapped[begin:end].view(np.ndarray).view(dtype)  # slicing an np.memmap is slow
+        begin = end
+    return views

@@ -15,46 +15,46 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 
-def fit(lengths: Ints, capacity: int) -> Ints:
+def assign_windows(lengths: Ints, capacity: int) -> Ints:
     """Return the window index of each record by best-fit decreasing, lengths [n] -> [n].
 
     lengths: number of positions of each record, from 1 to `capacity`, in descending order.
     capacity: number of positions of a window.
     """
     window_of = np.empty(len(lengths), dtype=np.int64)
-    open_: dict[int, list[int]] = {}  # number of free positions -> windows with this number of free positions
-    rooms: list[int] = []  # keys of open_ whose list of windows is not empty, in ascending order
-    opened = 0  # windows so far
-    at = 0  # records so far
+    windows_by_space = dict[int, list[int]]()  # number of free positions -> windows with so many of them
+    spaces = list[int]()  # keys of windows_by_space whose list is not empty, in ascending order
+    num_windows = 0  # windows so far
+    assigned = 0  # records so far
 
-    def leave(room: int, windows: list[int]) -> None:
-        if room and windows:
-            if not open_.get(room):
-                bisect.insort(rooms, room)
-            open_.setdefault(room, []).extend(windows)
+    def keep_open(space: int, windows: list[int]) -> None:
+        if space and windows:
+            if not windows_by_space.get(space):
+                bisect.insort(spaces, space)
+            windows_by_space.setdefault(space, []).extend(windows)
 
-    kinds, counts = np.unique(lengths, return_counts=True)
-    for length, count in zip(kinds[::-1].tolist(), counts[::-1].tolist(), strict=True):
+    distinct_lengths, counts = np.unique(lengths, return_counts=True)
+    for length, count in zip(distinct_lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while count:
-            place = bisect.bisect_left(rooms, length)
-            room = rooms[place] if place < len(rooms) else capacity
-            each = room // length  # each window takes as many records of this length as fit
-            wanted = -(-count // each)
-            if place < len(rooms):
-                windows = open_[room][:wanted]
-                del open_[room][: len(windows)]
-                if not open_[room]:
-                    del rooms[place]
+            index = bisect.bisect_left(spaces, length)
+            space = spaces[index] if index < len(spaces) else capacity
+            per_window = space // length  # each window takes as many records of this length as fit
+            needed = -(-count // per_window)
+            if index < len(spaces):
+                windows = windows_by_space[space][:needed]
+                del windows_by_space[space][: len(windows)]
+                if not windows_by_space[space]:
+                    del spaces[index]
             else:
-                windows = list(range(opened, opened + wanted))
-                opened += wanted
-            taken = min(count, each * len(windows))
-            window_of[at : at + taken] = np.repeat(windows, each)[:taken]
-            last = taken - each * (len(windows) - 1)
-            leave(room - each * length, windows[:-1])
-            leave(room - last * length, windows[-1:])
-            at += taken
-            count -= taken
+                windows = list(range(num_windows, num_windows + needed))
+                num_windows += needed
+            placed = min(count, per_window * len(windows))
+            window_of[assigned : assigned + placed] = np.repeat(windows, per_window)[:placed]
+            in_last_window = placed - per_window * (len(windows) - 1)
+            keep_open(space - per_window * length, windows[:-1])
+            keep_open(space - in_last_window * length, windows[-1:])
+            assigned += placed
+            count -= placed
     return window_of
 
 
@@ -75,11 +75,11 @@ class PackedOrder:
                 "tokens"
             )
         self._lengths = lengths[self._records]
-        window_of = fit(-np.sort(-self._lengths), capacity)
-        self._places = np.argsort(window_of, kind="stable")
+        window_of = assign_windows(-np.sort(-self._lengths), capacity)
+        self._slots = np.argsort(window_of, kind="stable")
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(window_of))])
         self.per_epoch = len(self._bounds) - 1
-        self.filled = int(self._lengths.sum()) / (self.per_epoch * capacity)
+        self.fill_fraction = int(self._lengths.sum()) / (self.per_epoch * capacity)
         self.seed = [seed, *stream.encode()]
         self._epochs: OrderedDict[int, tuple[Ints, Ints]] = OrderedDict()
 
@@ -92,19 +92,19 @@ class PackedOrder:
         if number not in self._epochs:
             while len(self._epochs) > 1:
                 self._epochs.popitem(last=False)
-            mixed = np.random.default_rng([*self.seed, number, 0]).permutation(len(self._records))
-            longest_first = mixed[np.argsort(-self._lengths[mixed], kind="stable")]
+            shuffled = np.random.default_rng([*self.seed, number, 0]).permutation(len(self._records))
+            longest_first = shuffled[np.argsort(-self._lengths[shuffled], kind="stable")]
             windows = np.random.default_rng([*self.seed, number, 1]).permutation(self.per_epoch)
-            self._epochs[number] = (self._records[longest_first[self._places]], windows)
+            self._epochs[number] = (self._records[longest_first[self._slots]], windows)
         return self._epochs[number]
 
     def records(self, n: int) -> Ints:
         """Return the records of window n, longest first."""
         if n < 0:
             raise IndexError(f"sample {n} is negative")
-        number, at = divmod(n, self.per_epoch)
-        records, windows = self._epoch(number)
-        window = windows.item(at)
+        epoch, position = divmod(n, self.per_epoch)
+        records, windows = self._epoch(epoch)
+        window = windows.item(position)
         return records[self._bounds.item(window) : self._bounds.item(window + 1)]
 
     def pieces(self, n: int) -> list[tuple[int, int, int]]:
@@ -116,13 +116,13 @@ class PackedOrder:
     def containing(self, records: Ints, epoch: int) -> Ints:
         """Return the numbers of the windows of an epoch that contain one of `records`, in ascending order."""
         order, windows = self._epoch(epoch)
-        found = self._bounds.searchsorted(np.flatnonzero(np.isin(order, records)), side="right") - 1
-        return epoch * self.per_epoch + np.flatnonzero(np.isin(windows, found))
+        matching_windows = self._bounds.searchsorted(np.flatnonzero(np.isin(order, records)), side="right") - 1
+        return epoch * self.per_epoch + np.flatnonzero(np.isin(windows, matching_windows))
 
-    def places(self, first: int, count: int) -> Ints:
+    def sample_ids(self, first: int, count: int) -> Ints:
         """Return an id for each sample from `first` to `first + count` - 1; no two samples of a run share an id."""
-        numbers, at = np.divmod(np.arange(first, first + count, dtype=np.int64), self.per_epoch)
-        found = numbers * self.per_epoch
-        for number in np.unique(numbers).tolist():
-            found[numbers == number] += self._epoch(number)[1][at[numbers == number]]
-        return found
+        epochs, positions = np.divmod(np.arange(first, first + count, dtype=np.int64), self.per_epoch)
+        ids = epochs * self.per_epoch
+        for epoch in np.unique(epochs).tolist():
+            ids[epochs == epoch] += self._epoch(epoch)[1][positions[epochs == epoch]]
+        return ids

@@ -22,7 +22,7 @@ class Prefixes:
     eod: int
     by_document: bool
 
-    def of(self, tokens: Ids, seed: Sequence[int]) -> Ids:
+    def draw_mask(self, tokens: Ids, seed: Sequence[int]) -> Ids:
         """Return a mask with 1 for tokens of a prefix and 0 for other tokens, tokens [s] -> [s].
 
         The length of a prefix is uniform from 0 to n - 1, where n is the length of the document or window. So at
@@ -31,12 +31,12 @@ class Prefixes:
         ends = np.empty(0, np.int64)
         if self.by_document:
             ends = np.flatnonzero(tokens[:-1] == self.eod) + 1
-        # Documents of 3 and 2 tokens: stops 0 3 5, sizes 3 2, places 0 1 2 0 1. Lengths of 2 and 0 give 1 1 0 0 0.
-        stops = np.concatenate([[0], ends, [len(tokens)]])
-        sizes = np.diff(stops)
+        # Documents of 3 and 2 tokens: bounds 0 3 5, sizes 3 2, position 0 1 2 0 1. Lengths of 2 and 0 give 1 1 0 0 0.
+        bounds = np.concatenate([[0], ends, [len(tokens)]])
+        sizes = np.diff(bounds)
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
         lengths = (rng.random(len(sizes)) * sizes).astype(np.int64)
-        place = np.arange(len(tokens)) - np.repeat(stops[:-1], sizes)
-        is_inside = place < np.repeat(lengths, sizes)
+        position = np.arange(len(tokens)) - np.repeat(bounds[:-1], sizes)
+        is_inside = position < np.repeat(lengths, sizes)
         mask: Ids = is_inside.astype(np.int64)
         return mask

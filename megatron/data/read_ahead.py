@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import Dataset, default_collate
 
 THREADS = 4  # threads that read a remote corpus
-AHEAD = 8  # micro-batches that they read ahead
+BATCHES_AHEAD = 8  # micro-batches that they read ahead
 
 
 def read_ahead_of(dataset: Dataset[Any], sampler: Iterable[list[int]]) -> Iterator[Any]:
@@ -18,21 +18,21 @@ def read_ahead_of(dataset: Dataset[Any], sampler: Iterable[list[int]]) -> Iterat
 
     Each thread has a copy of the data set, because data sets may not be used by several threads.
     """
-    here = threading.local()
+    thread_state = threading.local()
     pickled = pickle.dumps(dataset)
 
     def unpickle() -> None:
-        here.dataset = pickle.loads(pickled)
+        thread_state.dataset = pickle.loads(pickled)
 
-    def make(numbers: list[int]) -> Any:
-        return default_collate([here.dataset[n] for n in numbers])
+    def read_batch(numbers: list[int]) -> Any:
+        return default_collate([thread_state.dataset[n] for n in numbers])
 
     pool = ThreadPoolExecutor(THREADS, "read-ahead", unpickle)
     waiting = deque[Future[Any]]()
     try:
         for numbers in sampler:
-            waiting.append(pool.submit(make, numbers))
-            if len(waiting) > AHEAD:
+            waiting.append(pool.submit(read_batch, numbers))
+            if len(waiting) > BATCHES_AHEAD:
                 yield waiting.popleft().result()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

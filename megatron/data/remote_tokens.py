@@ -1,7 +1,7 @@
 """Tokens of a corpus in object storage, read by byte ranges through a cache on local disk.
 
 The processes of a node share the cache. It has one folder for each version of an object. In it, the sparse file `n`
-holds the n-th `BLOCKS` blocks of the object, and after them one byte for each block: 1 if the block is there.
+holds the n-th `BLOCKS_PER_FILE` blocks of the object, and after them one byte for each block: 1 if the block is there.
 MEGATRON_CACHE_DIR names the cache's folder, MEGATRON_CACHE_GB is the limit of its size.
 """
 
@@ -18,42 +18,43 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..atomic import locked, naming, own_folder, whole_file
+from ..atomic import atomic_file, file_lock, name_in_errors, private_temp_folder
 from ..storage import RemotePath, StorageError, require_local
 
 Array = NDArray[Any]
 BLOCK = 4 << 20  # bytes that are downloaded at once
-BLOCKS = 64  # number of blocks in a file of the cache
-IN_MEMORY = 256  # blocks of an object that a process keeps in memory if the cache cannot be written
+BLOCKS_PER_FILE = 64  # number of blocks in a file of the cache
+MEMORY_BLOCKS = 256  # blocks of an object that a process keeps in memory if the cache cannot be written
 DEFAULT_GB = 50.0
-COPY = "whole"  # file name of the copy of a whole object
-RECENT = 3600.0  # seconds; a process may be opening the copy that it has just found
-HUGE = 2 << 20  # bytes of a huge page
+WHOLE_COPY = "whole"  # file name of the copy of a whole object
+RECENT_SECONDS = 3600.0  # seconds; a process may be opening the copy that it has just found
+HUGE_PAGE = 2 << 20  # bytes of a huge page
 MAP_FIXED = 0x10  # of mmap; Python has no name for it
-LOCKS = 64  # maximum number of blocks of an object that are downloaded at the same time
-FOLDER, LIMIT = "MEGATRON_CACHE_DIR", "MEGATRON_CACHE_GB"
+BLOCK_LOCKS = 64  # maximum number of blocks of an object that are downloaded at the same time
+FOLDER_VARIABLE = "MEGATRON_CACHE_DIR"
+LIMIT_VARIABLE = "MEGATRON_CACHE_GB"
 
 
 def cache_folder() -> Path:
     """Return the folder of the cache. Raises ValueError if other users can write to the default folder."""
-    given = os.environ.get(FOLDER)
-    folder = Path(require_local(given)) if given else own_folder("megatron-cache")
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    folder = Path(require_local(chosen)) if chosen else private_temp_folder("megatron-cache")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
 def cache_limit() -> int:
     """Return the largest size of the cache in bytes. Raises ValueError for a wrong MEGATRON_CACHE_GB."""
-    given = os.environ.get(LIMIT, str(DEFAULT_GB))
+    given = os.environ.get(LIMIT_VARIABLE, str(DEFAULT_GB))
     with contextlib.suppress(ValueError):
         if (limit := float(given)) > 0:
             return int(min(limit, 1e9) * 1e9)
-    raise ValueError(f"{LIMIT}={given} must be a number of gigabytes greater than 0")
+    raise ValueError(f"{LIMIT_VARIABLE}={given} must be a number of gigabytes greater than 0")
 
 
-def folder_of(path: RemotePath, stamp: tuple[int, str]) -> Path:
+def version_folder(path: RemotePath, stamp: tuple[int, str]) -> Path:
     """Return the folder of one version of an object in the cache."""
-    key = hashlib.sha256(repr((str(path), stamp, BLOCK, BLOCKS)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((str(path), stamp, BLOCK, BLOCKS_PER_FILE)).encode()).hexdigest()[:32]
     folder = cache_folder() / key
     folder.mkdir(exist_ok=True)
     return folder
@@ -62,15 +63,15 @@ def folder_of(path: RemotePath, stamp: tuple[int, str]) -> Path:
 def local_copy(path: RemotePath) -> Path:
     """Return the copy of an object in the cache, and download the object if there is none."""
     stamp = path.stamp()
-    there = folder_of(path, stamp) / COPY
-    with locked(there.with_name(f"{COPY}.lock")):
-        if there.is_file():
-            os.utime(there)
+    copy = version_folder(path, stamp) / WHOLE_COPY
+    with file_lock(copy.with_name(f"{WHOLE_COPY}.lock")):
+        if copy.is_file():
+            os.utime(copy)
         else:
-            with whole_file(there) as new:
-                path.download(new)
-                _refuse_change(path, stamp)
-    return there
+            with atomic_file(copy) as temporary:
+                path.download(temporary)
+                _check_unchanged(path, stamp)
+    return copy
 
 
 class _Region:
@@ -90,23 +91,24 @@ class _Region:
             libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
             libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
             _Region._libc = libc
-        self._size = size + HUGE
+        self._size = size + HUGE_PAGE
         self._begin = None
         self._begin = self._map(None, self._size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         # The kernel maps whole huge pages of a file only at multiples of their size; reading is then about 10 % faster.
-        self._first = -(-self._begin // HUGE) * HUGE
-        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (self._first, True), "version": 3}
+        self._aligned_begin = -(-self._begin // HUGE_PAGE) * HUGE_PAGE
+        address = (self._aligned_begin, True)  # read-only
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": address, "version": 3}
 
-    def _map(self, at: int | None, size: int, access: int, kind: int, file: int) -> int:
-        found: int = self._libc.mmap(at, size, access, kind, file, 0)
-        if found == ctypes.c_void_p(-1).value:
+    def _map(self, address_wanted: int | None, size: int, protection: int, flags: int, file: int) -> int:
+        address: int = self._libc.mmap(address_wanted, size, protection, flags, file, 0)
+        if address == ctypes.c_void_p(-1).value:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return found
+        return address
 
-    def put(self, at: int, file: int) -> None:
-        """Map an open file of the cache at byte `at`. Raises OSError."""
-        size = min(BLOCK * BLOCKS, self._size - HUGE - at)
-        self._map(self._first + at, size, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, file)
+    def map_file(self, offset: int, file: int) -> None:
+        """Map an open file of the cache at byte `offset`. Raises OSError."""
+        size = min(BLOCK * BLOCKS_PER_FILE, self._size - HUGE_PAGE - offset)
+        self._map(self._aligned_begin + offset, size, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, file)
 
     def release_pages(self) -> None:
         """Release the resident pages, which count as memory of this process."""
@@ -129,39 +131,41 @@ class RemoteTokens:
         self.dtype = dtype
         self.stamp = path.stamp()
         if stamp is not None:
-            _refuse_change(path, stamp)
+            _check_unchanged(path, stamp)
         self._length = self.stamp[0] // dtype.itemsize
         self._per_block = BLOCK // dtype.itemsize
-        self._folder = folder_of(path, self.stamp)
+        self._folder = version_folder(path, self.stamp)
         self._limit = cache_limit()
         self._in_memory: dict[int, Array] = {}
-        self._allowed = max(self._limit // (64 * BLOCK), 1)  # blocks to keep before the size of the cache is checked
-        self._new = 0  # blocks kept since then
-        self._changed = 0  # time at which the folder has last changed
-        self._unmap()
+        # The size of the cache is checked whenever this process has stored 1/64 of the limit.
+        self._blocks_per_check = max(self._limit // (64 * BLOCK), 1)
+        self._stored_blocks = 0  # blocks stored since the last check
+        self._folder_mtime = 0  # time at which the folder has last changed
+        self._reset_region()
 
-    def _unmap(self) -> None:
+    def _reset_region(self) -> None:
         """Begin again without mapped files. Arrays that have been returned keep theirs."""
         self._region = _Region(self._length * self.dtype.itemsize)
-        self._tokens: Array = np.asarray(self._region).view(self.dtype)
+        self._mapped_tokens: Array = np.asarray(self._region).view(self.dtype)
         self._blocks = -(-self._length // self._per_block)
-        self._there = bytearray(self._blocks + BLOCKS)  # 1 for each block that can be read at its place in the region
+        # 1 for each block that can be read in the region; the last file may have flags of more blocks.
+        self._readable = bytearray(self._blocks + BLOCKS_PER_FILE)
         self._files = dict[int, int]()  # inode of each mapped file
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, where: slice) -> Array:
-        start, stop, _ = where.indices(self._length)
+    def __getitem__(self, index: slice) -> Array:
+        start, stop, _ = index.indices(self._length)
         if start >= stop:
             return np.empty(0, self.dtype)
-        first = start // self._per_block
-        end = (stop - 1) // self._per_block + 1
-        if self._there.find(0, first, end) < 0:
-            return self._tokens[start:stop]
-        blocks = [self._block(number) for number in range(first, end)]
-        found = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        return found[start - first * self._per_block : stop - first * self._per_block]
+        first_block = start // self._per_block
+        end_block = (stop - 1) // self._per_block + 1
+        if self._readable.find(0, first_block, end_block) < 0:  # all these blocks are mapped
+            return self._mapped_tokens[start:stop]
+        blocks = [self._get_block(number) for number in range(first_block, end_block)]
+        tokens = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return tokens[start - first_block * self._per_block : stop - first_block * self._per_block]
 
     def refresh(self) -> "Array | RemoteTokens":
         """Return an equal array, as fast as that of a local file if all blocks are in the cache, else this one.
@@ -170,11 +174,11 @@ class RemoteTokens:
         free when no process maps them.
         """
         with contextlib.suppress(OSError):  # if somebody has deleted the folder, mapped files can still be read
-            changed = os.stat(self._folder).st_mtime_ns
-            if changed != self._changed and self._has_deleted_files():
-                self._unmap()
-            self._changed = changed
-        return self._tokens if self._there.count(1) == self._blocks else self
+            mtime = os.stat(self._folder).st_mtime_ns
+            if mtime != self._folder_mtime and self._has_deleted_files():
+                self._reset_region()
+            self._folder_mtime = mtime
+        return self._mapped_tokens if self._readable.count(1) == self._blocks else self
 
     def _has_deleted_files(self) -> bool:
         return any(_inode(self._folder / str(n)) != inode for n, inode in self._files.items())
@@ -183,47 +187,47 @@ class RemoteTokens:
         """Release the resident pages of all mapped files."""
         self._region.release_pages()
 
-    def _block(self, number: int) -> Array:
-        found = self._cached(number)
-        return self._downloaded(number) if found is None else found
+    def _get_block(self, number: int) -> Array:
+        block = self._find_block(number)
+        return self._download_block(number) if block is None else block
 
-    def _cached(self, number: int) -> Array | None:
-        if not self._there[number]:
-            self._look(number // BLOCKS)
-        if self._there[number]:
-            return self._tokens[number * self._per_block : (number + 1) * self._per_block]
+    def _find_block(self, number: int) -> Array | None:
+        if not self._readable[number]:
+            self._map_file(number // BLOCKS_PER_FILE)
+        if self._readable[number]:
+            return self._mapped_tokens[number * self._per_block : (number + 1) * self._per_block]
         return self._in_memory.get(number)
 
-    def _look(self, n: int) -> None:
+    def _map_file(self, n: int) -> None:
         """Map file n, and read which blocks it has."""
         path = self._folder / str(n)
-        with contextlib.suppress(FileNotFoundError), open(path, "rb", buffering=0) as file, naming(path):
+        with contextlib.suppress(FileNotFoundError), open(path, "rb", buffering=0) as file, name_in_errors(path):
             inode = os.fstat(file.fileno()).st_ino
             if self._files.get(n) != inode:
                 if n in self._files:  # the mapped file has been deleted, and another process has begun a new one
-                    self._unmap()
-                self._region.put(n * BLOCKS * BLOCK, file.fileno())
+                    self._reset_region()
+                self._region.map_file(n * BLOCKS_PER_FILE * BLOCK, file.fileno())
                 self._files[n] = inode
                 os.utime(file.fileno())  # when the cache is full, the files unused for the longest time are deleted
-            found = os.pread(file.fileno(), BLOCKS, BLOCKS * BLOCK)
-            self._there[n * BLOCKS : n * BLOCKS + len(found)] = found
+            flags = os.pread(file.fileno(), BLOCKS_PER_FILE, BLOCKS_PER_FILE * BLOCK)
+            self._readable[n * BLOCKS_PER_FILE : n * BLOCKS_PER_FILE + len(flags)] = flags
 
-    def _downloaded(self, number: int) -> Array:
+    def _download_block(self, number: int) -> Array:
         with contextlib.suppress(OSError):  # somebody may have deleted the cache while the run reads from it
             self._folder.mkdir(parents=True, exist_ok=True)
-        with locked(self._folder / f"{number % LOCKS}.lock"):
-            found = self._cached(number)  # another process may have downloaded the block meanwhile
-            if found is not None:
-                return found
+        with file_lock(self._folder / f"{number % BLOCK_LOCKS}.lock"):
+            block = self._find_block(number)  # another process may have downloaded the block meanwhile
+            if block is not None:
+                return block
             begin = number * BLOCK
             try:
                 data = self.path.read_range(begin, min(begin + BLOCK, self._length * self.dtype.itemsize))
             except StorageError:
                 if self._has_changed():  # the object may have become shorter
-                    _refuse_change(self.path, self.stamp)
+                    _check_unchanged(self.path, self.stamp)
                 raise
-            _refuse_change(self.path, self.stamp)
-            self._keep(number, data)
+            _check_unchanged(self.path, self.stamp)
+            self._store_block(number, data)
         return np.frombuffer(data, self.dtype)
 
     def _has_changed(self) -> bool:
@@ -232,24 +236,24 @@ class RemoteTokens:
         except OSError:  # the server is down, or the object is gone
             return False
 
-    def _keep(self, number: int, data: bytes) -> None:
+    def _store_block(self, number: int, data: bytes) -> None:
         """Write a block into the cache. On a full disk, training continues without it."""
-        path = self._folder / str(number // BLOCKS)
+        path = self._folder / str(number // BLOCKS_PER_FILE)
         try:
-            with naming(path), open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
-                file.seek(number % BLOCKS * BLOCK)
+            with name_in_errors(path), open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+                file.seek(number % BLOCKS_PER_FILE * BLOCK)
                 file.write(data)
                 file.flush()
                 os.fdatasync(file.fileno())  # if the machine crashes, the next byte must not be there without the block
-                file.seek(BLOCKS * BLOCK + number % BLOCKS)
+                file.seek(BLOCKS_PER_FILE * BLOCK + number % BLOCKS_PER_FILE)
                 file.write(b"\1")
-            self._new += 1
-            if self._new >= self._allowed:
-                self._new = 0
+            self._stored_blocks += 1
+            if self._stored_blocks >= self._blocks_per_check:
+                self._stored_blocks = 0
                 evict(cache_folder(), self._limit)
         except OSError as error:
             print(f"note: a block of {self.path} is not kept in the cache {path.parent}: {error}", file=sys.stderr)
-            if len(self._in_memory) >= IN_MEMORY:
+            if len(self._in_memory) >= MEMORY_BLOCKS:
                 del self._in_memory[next(iter(self._in_memory))]
             self._in_memory[number] = np.frombuffer(data, self.dtype)
 
@@ -259,37 +263,37 @@ def cached_pieces(folder: Path, begin: int, end: int) -> list[tuple[Path, int, i
 
     The pieces are in order: a file, the offset of the piece in it and its length, at most `BLOCK`.
     """
-    found = []
+    pieces = []
     for number in range(begin // BLOCK, -(-end // BLOCK)):
-        path = folder / str(number // BLOCKS)
-        place_in_file = number % BLOCKS
+        path = folder / str(number // BLOCKS_PER_FILE)
+        index_in_file = number % BLOCKS_PER_FILE
         with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-            if os.pread(file.fileno(), 1, BLOCKS * BLOCK + place_in_file) == b"\1":
-                first = max(begin, number * BLOCK)
-                last = min(end, (number + 1) * BLOCK)
-                found.append((path, place_in_file * BLOCK + first % BLOCK, last - first))
+            if os.pread(file.fileno(), 1, BLOCKS_PER_FILE * BLOCK + index_in_file) == b"\1":
+                piece_begin = max(begin, number * BLOCK)
+                piece_end = min(end, (number + 1) * BLOCK)
+                pieces.append((path, index_in_file * BLOCK + piece_begin % BLOCK, piece_end - piece_begin))
                 continue
         return None
-    return found
+    return pieces
 
 
 def evict(folder: Path, limit: int) -> None:
     """Delete the files that were not used for the longest time until the rest fits into 7/8 of `limit` bytes.
 
     Deletes nothing if all files fit into `limit`. Tokens are deleted before copies of objects; copies that were opened
-    less than `RECENT` seconds ago stay. Processes that have mapped a file can still read it.
+    less than `RECENT_SECONDS` seconds ago stay. Processes that have mapped a file can still read it.
     """
     files = []
     total = 0
     now = time.time()
     for path in folder.glob(f"{'[0-9a-f]' * 32}/*"):
-        if path.name.isdigit() or path.name == COPY:
+        if path.name.isdigit() or path.name == WHOLE_COPY:
             with contextlib.suppress(OSError):
-                about = path.stat()
-                size = about.st_blocks * 512  # the files are sparse
+                status = path.stat()
+                size = status.st_blocks * 512  # the files are sparse
                 total += size
-                if path.name != COPY or about.st_mtime < now - RECENT:
-                    files.append((path.name == COPY, about.st_mtime_ns, size, path))
+                if path.name != WHOLE_COPY or status.st_mtime < now - RECENT_SECONDS:
+                    files.append((path.name == WHOLE_COPY, status.st_mtime_ns, size, path))
     if total <= limit:
         return
     for _, _, size, path in sorted(files):
@@ -306,7 +310,7 @@ def _inode(path: Path) -> int | None:
         return None
 
 
-def _refuse_change(path: RemotePath, stamp: tuple[int, str]) -> None:
+def _check_unchanged(path: RemotePath, stamp: tuple[int, str]) -> None:
     if path.stamp() != stamp:
         raise StorageError(
             f"{path} has changed since this run opened it: start the run again, and do not change a corpus in use"

@@ -10,21 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 BASE = np.uint64(0x9E3779B97F4A7C15)
-AT_ONCE = 1 << 18
+SAMPLES_AT_ONCE = 1 << 18
 
 
-def extend(state: int, dataset: Any, first: int, count: int) -> int:
+def extend_hash(state: int, dataset: Any, first: int, count: int) -> int:
     """Return the hash of samples 0 to `first + count` - 1, given the hash `state` of samples 0 to `first` - 1.
 
-    dataset: `dataset.places(first, count)` returns the sample ids. Without this method, the id of sample n is n.
+    dataset: `dataset.sample_ids(first, count)` returns the sample ids. Without this method, the id of sample n is n.
     """
-    places = getattr(dataset, "places", lambda first, count: np.arange(first, first + count))
-    for at in range(first, first + count, AT_ONCE):
-        take = min(AT_ONCE, first + count - at)
+    sample_ids = getattr(dataset, "sample_ids", lambda first, count: np.arange(first, first + count))
+    for begin in range(first, first + count, SAMPLES_AT_ONCE):
+        length = min(SAMPLES_AT_ONCE, first + count - begin)
         # Ids a b c extend the state s to s * BASE^3 + a * BASE^2 + b * BASE + c, all modulo 2^64.
-        powers = np.cumprod(np.full(take, BASE), dtype=np.uint64)  # BASE^1 ... BASE^take
+        powers = np.cumprod(np.full(length, BASE), dtype=np.uint64)  # BASE^1 ... BASE^length
         factors = np.concatenate([powers[-2::-1], [np.uint64(1)]])
-        terms = _mix(places(at, take).astype(np.uint64)) * factors
+        terms = _mix(sample_ids(begin, length).astype(np.uint64)) * factors
         total = int(terms.sum(dtype=np.uint64))
         state = (state * int(powers[-1]) + total) % 2**64
     return state

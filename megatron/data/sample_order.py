@@ -22,8 +22,8 @@ from .indexed_dataset import DatasetError, IndexedDataset
 from .pages import Arrays, release_pages, slices_of
 
 Numbers = NDArray[np.integer]
-SMALL = 1 << 20  # the order of an epoch is kept in memory if documents + samples <= SMALL, else in a file
-OFTEN = 256  # number of documents after whose reading memory-mapped pages and files are released
+SMALL_EPOCH = 1 << 20  # the order of an epoch is kept in memory if documents + samples <= SMALL_EPOCH, else in a file
+RELEASE_INTERVAL = 256  # number of documents after whose reading memory-mapped pages and files are released
 
 
 class Epoch(NamedTuple):
@@ -64,15 +64,15 @@ class SampleOrder:
         self.seed = [seed, *stream.encode()]
         lengths = self.sizes()
         self.documents = len(lengths)
-        tokens = self._count_tokens(lengths)
-        self.per_epoch = max((tokens - overlap) // length, 0)
+        num_tokens = self._count_tokens(lengths)
+        self.per_epoch = max((num_tokens - overlap) // length, 0)
         if not self.per_epoch:
             raise ValueError(
-                f"{tokens} tokens do not fill one sample of {length} + {overlap} tokens; "
+                f"{num_tokens} tokens do not fill one sample of {length} + {overlap} tokens; "
                 f"use a larger corpus or a smaller --seq-length"
             )
         self._epochs: OrderedDict[int, Epoch] = OrderedDict()
-        self._latest = _NO_EPOCH
+        self._current = _NO_EPOCH
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""
@@ -86,61 +86,61 @@ class SampleOrder:
             tokens += int(sizes[piece].sum(dtype=np.int64))
             if self._folder:
                 digest.update(sizes[piece].astype(np.int64).tobytes())
-            if len(sizes) > SMALL:
+            if len(sizes) > SMALL_EPOCH:
                 release_pages(sizes)
-        self._digest = digest.hexdigest()
+        self._sizes_digest = digest.hexdigest()
         return tokens
 
     def epoch(self, number: int) -> Epoch:
         """Return the order of epoch `number`, computed on first use."""
-        if number == self._latest[0]:
-            return self._latest[1]
+        if number == self._current[0]:
+            return self._current[1]
         if number not in self._epochs:
-            self._epochs[number] = self._make_epoch(number)
+            self._epochs[number] = self._build_epoch(number)
         self._epochs.move_to_end(number)
-        self._latest = (number, self._epochs[number])
-        return self._latest[1]
+        self._current = (number, self._epochs[number])
+        return self._current[1]
 
-    def _make_epoch(self, number: int) -> Epoch:
-        is_small = self.documents + self.per_epoch <= SMALL
-        kept = 2 if is_small else 1  # number of epochs in memory, with the new one
-        self._latest = _NO_EPOCH  # free the memory of the previous epoch before the next epoch is allocated
-        while len(self._epochs) >= kept:
+    def _build_epoch(self, number: int) -> Epoch:
+        is_small = self.documents + self.per_epoch <= SMALL_EPOCH
+        max_epochs = 2 if is_small else 1  # number of epochs in memory, with the new one
+        self._current = _NO_EPOCH  # free the memory of the previous epoch before the next epoch is allocated
+        while len(self._epochs) >= max_epochs:
             self._epochs.popitem(last=False)
         if is_small or not self._folder:
-            return self._in_memory(number)
-        return self._in_file(number, self._folder)
+            return self._build_in_memory(number)
+        return self._build_in_file(number, self._folder)
 
     def release_pages(self) -> None:
         """Release the resident pages of the current epoch's order in this process, if the order is memory-mapped."""
-        for array in self._latest[1]:
+        for array in self._current[1]:
             release_pages(array)
 
-    def _in_memory(self, number: int) -> Epoch:
-        arrays = {name: np.empty(count, dtype) for name, (count, dtype) in self._shapes().items()}
-        self._fill(number, arrays)
+    def _build_in_memory(self, number: int) -> Epoch:
+        arrays = {name: np.empty(count, dtype) for name, (count, dtype) in self._array_specs().items()}
+        self._fill_arrays(number, arrays)
         return Epoch(**arrays)
 
-    def _in_file(self, number: int, folder: str) -> Epoch:
+    def _build_in_file(self, number: int, folder: str) -> Epoch:
         from . import order_file
 
-        arrays = order_file.map_or_none(
-            folder, self._name(number), self._shapes(), lambda arrays: self._fill(number, arrays)
+        arrays = order_file.try_map_arrays(
+            folder, self._order_file_name(number), self._array_specs(), lambda arrays: self._fill_arrays(number, arrays)
         )
         if arrays is None:
-            return self._in_memory(number)
+            return self._build_in_memory(number)
         for array in arrays.values():
             release_pages(array)
         # The file of the epoch before the previous one is deleted, as an order file takes 12 or more bytes a document.
-        order_file.remove(folder, self._name(number - 2))
+        order_file.remove(folder, self._order_file_name(number - 2))
         return Epoch(**arrays)
 
-    def _name(self, number: int) -> str:
+    def _order_file_name(self, number: int) -> str:
         """Return the name of the order file: a hash of everything that determines the order of epoch `number`."""
-        facts = (self._digest, self.documents, self.length, self.overlap, True, self.seed, number)
-        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest() + ".order"
+        key = (self._sizes_digest, self.documents, self.length, self.overlap, True, self.seed, number)  # True: shuffled
+        return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest() + ".order"
 
-    def _shapes(self) -> Arrays:
+    def _array_specs(self) -> Arrays:
         """Return length and dtype of the arrays of an epoch; dtype is int32 where it suffices, else int64."""
         return {
             "ends": (self.documents, np.int64),
@@ -148,7 +148,7 @@ class SampleOrder:
             "samples": (self.per_epoch, _dtype_for(self.per_epoch)),
         }
 
-    def _fill(self, number: int, arrays: dict[str, NDArray[Any]]) -> None:
+    def _fill_arrays(self, number: int, arrays: dict[str, NDArray[Any]]) -> None:
         """Fill the arrays of an epoch without large temporary arrays.
 
         Documents of 5, 2 and 3 tokens in the order 2, 0, 1 have the ends 3, 8 and 10.
@@ -169,20 +169,20 @@ class SampleOrder:
             array[piece] = np.arange(piece.start, piece.stop)
         np.random.default_rng([*self.seed, epoch, stream]).shuffle(array)
 
-    def places(self, first: int, count: int) -> NDArray[np.int64]:
+    def sample_ids(self, first: int, count: int) -> NDArray[np.int64]:
         """Return a unique id for each sample from `first` to `first + count` - 1.
 
         The id is the number of samples that precede the sample in the concatenated text of all epochs.
         """
-        found = np.empty(count, dtype=np.int64)
-        at = 0
-        while at < count:
-            number, begin = divmod(first + at, self.per_epoch)
-            take = min(count - at, self.per_epoch - begin)
-            found[at : at + take] = self.epoch(number).samples[begin : begin + take]
-            found[at : at + take] += number * self.per_epoch
-            at += take
-        return found
+        ids = np.empty(count, dtype=np.int64)
+        filled = 0
+        while filled < count:
+            epoch, begin = divmod(first + filled, self.per_epoch)
+            count_in_epoch = min(count - filled, self.per_epoch - begin)
+            ids[filled : filled + count_in_epoch] = self.epoch(epoch).samples[begin : begin + count_in_epoch]
+            ids[filled : filled + count_in_epoch] += epoch * self.per_epoch
+            filled += count_in_epoch
+        return ids
 
     def containing(self, documents: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         """Return the numbers of the samples of an epoch that contain tokens of `documents`, in ascending order."""
@@ -197,26 +197,26 @@ class SampleOrder:
         """
         if n < 0:
             raise IndexError(f"sample {n} is negative")
-        number, at = divmod(n, self.per_epoch)
-        order, ends, samples = self.epoch(number)
-        begin = samples.item(at) * self.length
+        epoch, position = divmod(n, self.per_epoch)
+        order, ends, samples = self.epoch(epoch)
+        begin = samples.item(position) * self.length
         end = begin + self.length + self.overlap
-        place = int(ends.searchsorted(begin, side="right"))  # the document that contains token `begin` of the text
-        base = ends.item(place - 1) if place else 0  # position of the first document in the text of the epoch
-        skipped = begin - base
-        found = []
-        while base < end:
-            stop = ends.item(place)
-            if stop > base:
-                found.append((order.item(place), 0, stop - base))
-            base = stop
-            place += 1
+        index = int(ends.searchsorted(begin, side="right"))  # the document that contains token `begin` of the text
+        document_begin = ends.item(index - 1) if index else 0  # position of the first document in the text of the epoch
+        skipped_tokens = begin - document_begin
+        pieces = []
+        while document_begin < end:
+            document_end = ends.item(index)
+            if document_end > document_begin:
+                pieces.append((order.item(index), 0, document_end - document_begin))
+            document_begin = document_end
+            index += 1
         # Correct the first and the last entry: of these two documents, the sample may contain only a part.
-        document, _, stop = found[0]
-        found[0] = (document, skipped, stop)
-        document, start, stop = found[-1]
-        found[-1] = (document, start, stop - (base - end))
-        return found
+        document, _, document_end = pieces[0]
+        pieces[0] = (document, skipped_tokens, document_end)
+        document, start, document_end = pieces[-1]
+        pieces[-1] = (document, start, document_end - (document_begin - end))
+        return pieces
 
 
 def _dtype_for(count: int) -> type[np.integer[Any]]:
@@ -241,56 +241,56 @@ class Windows:
         vocab_size: int | None = None,
     ) -> None:
         self._indexed = indexed
-        self._first = documents.start
-        self._start_of = indexed.document_start
+        self._first_document = documents.start
+        self._document_start = indexed.document_start
         limits = np.iinfo(indexed.dtype)
-        self._checked = vocab_size is not None and vocab_size <= limits.max
+        self._checks_ids = vocab_size is not None and vocab_size <= limits.max
         self._vocab_size = vocab_size or 0
-        self._signed = limits.min < 0
-        self._read = 0  # documents read since the last release of pages
-        self._large = len(documents) > SMALL
+        self._is_signed = limits.min < 0
+        self._documents_read = 0  # documents read since the last release of pages
+        self._is_large = len(documents) > SMALL_EPOCH
         sizes = partial(indexed.document_sizes, documents)
-        self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=indexed.orders)
+        self.order = SampleOrder(sizes, length, seed, stream, overlap, folder=indexed.orders_folder)
 
     def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:
         """Return (tokens of window n, number of tokens of each document in the window)."""
-        self._indexed.refuse_shrunk()
+        self._indexed.check_not_shrunk()
         tokens = self._indexed.tokens
         pieces = self.order.pieces(n)
-        self._read += len(pieces)
-        if self._read > OFTEN:
-            self._release()
+        self._documents_read += len(pieces)
+        if self._documents_read > RELEASE_INTERVAL:
+            self._release_mapped()
         texts = []
         sizes = []
         for document, start, stop in pieces:
-            base = self._start_of(self._first + document)
-            texts.append(tokens[base + start : base + stop])
+            document_begin = self._document_start(self._first_document + document)
+            texts.append(tokens[document_begin + start : document_begin + stop])
             sizes.append(stop - start)
-        raw = np.concatenate(texts)
-        if self._checked and self._is_outside(raw):
-            self._refuse(n, raw)
-        return raw.astype(np.int64), sizes
+        ids = np.concatenate(texts)
+        if self._checks_ids and self._is_outside(ids):
+            self._raise_bad_id(n, ids)
+        return ids.astype(np.int64), sizes
 
-    def _is_outside(self, raw: Numbers) -> bool:
+    def _is_outside(self, ids: Numbers) -> bool:
         """Return whether one of the token ids is outside the vocabulary."""
-        if np.maximum.reduce(raw) >= self._vocab_size:  # faster than raw.max() for short arrays
+        if np.maximum.reduce(ids) >= self._vocab_size:  # faster than ids.max() for short arrays
             return True
-        return self._signed and bool(raw.min() < 0)
+        return self._is_signed and bool(ids.min() < 0)
 
-    def _release(self) -> None:
+    def _release_mapped(self) -> None:
         """Release what reading has mapped: reading one place of a large file keeps 64 kB or more of it in memory."""
-        self._read = 0
+        self._documents_read = 0
         self._indexed.refresh()
-        if not self._large:
+        if not self._is_large:
             return
         self.order.release_pages()
         for array in (self._indexed.tokens, self._indexed.sizes):
             release_pages(array)
 
-    def _refuse(self, n: int, raw: Numbers) -> None:
-        bad = int(raw.max()) if raw.max() >= self._vocab_size else int(raw.min())
-        where = [self._first + document for document, _, _ in self.order.pieces(n)]
+    def _raise_bad_id(self, n: int, ids: Numbers) -> None:
+        bad_id = int(ids.max()) if ids.max() >= self._vocab_size else int(ids.min())
+        numbers = [self._first_document + document for document, _, _ in self.order.pieces(n)]
         raise DatasetError(
-            f"{self._indexed.prefix}.bin contains token id {bad} in one of the documents {where}, which is outside the "
-            f"vocabulary of {self._vocab_size} tokens: the file is damaged or was made with another tokenizer"
+            f"{self._indexed.prefix}.bin contains token id {bad_id} in one of the documents {numbers}, which is outside"
+            f" the vocabulary of {self._vocab_size} tokens: the file is damaged or was made with another tokenizer"
         )

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from .workers import block_signals, end_all_at_exit, end_with_parent
+from .workers import block_signals, exit_with_parent, kill_workers_at_exit
 
 
 class ConsecutiveSampler(Sampler[list[int]]):
@@ -42,12 +42,12 @@ class ConsecutiveSampler(Sampler[list[int]]):
         start = self.consumed_samples
         while True:
             gas = self.gas(start) if callable(self.gas) else self.gas
-            share = self.batch_size * gas  # samples of a rank in this iteration
+            rank_samples = self.batch_size * gas  # samples of a rank in this iteration
             if self.is_skipped is None or not self.is_skipped(start):
-                begin = start + self.data_rank * share
-                for first in range(begin, begin + share, self.batch_size):
+                begin = start + self.data_rank * rank_samples
+                for first in range(begin, begin + rank_samples, self.batch_size):
                     yield list(range(first, first + self.batch_size))
-            start += share * self.data_size
+            start += rank_samples * self.data_size
 
 
 class Endless(Dataset[Any]):
@@ -85,7 +85,7 @@ def build_loader(
 
         return read_ahead_of(Endless(dataset), sampler)
     if num_workers:
-        end_all_at_exit()
+        kill_workers_at_exit()
     return _Loader(
         Endless(dataset),
         batch_sampler=sampler,
@@ -94,5 +94,5 @@ def build_loader(
         # forkserver, they are children of this process, so they notice when it dies.
         multiprocessing_context="spawn" if num_workers else None,
         persistent_workers=bool(num_workers),
-        worker_init_fn=end_with_parent,
+        worker_init_fn=exit_with_parent,
     )

@@ -14,11 +14,11 @@ from torch import Tensor
 from .corpora import Make, Paths, build_datasets
 from .corpus_dataset import CorpusDataset
 from .index_check import open_corpus
-from .indexed_dataset import LOSS, DatasetError, IndexedDataset
+from .indexed_dataset import LOSS_SUFFIX, DatasetError, IndexedDataset
 from .packing import Ints, PackedOrder
-from .pages import runs_of
+from .pages import document_ranges
 
-AT_ONCE = 1 << 20  # number of tokens whose loss mask is read at a time
+MASK_TOKENS_AT_ONCE = 1 << 20  # number of tokens whose loss mask is read at a time
 
 
 class Records:
@@ -32,42 +32,47 @@ class Records:
         self.prefix = prefix
         self.vocab_size = vocab_size
         try:
-            self.counts = IndexedDataset(prefix + LOSS)
+            self.loss_flags = IndexedDataset(prefix + LOSS_SUFFIX)
         except DatasetError as error:
             raise DatasetError(
                 f"--objective sft needs a corpus from tools/preprocess_data.py --objective sft: {error}"
             ) from None
-        if self.counts.dtype != np.uint8 or not _have_one_shape(self.counts, self.tokens):
-            raise DatasetError(f"{prefix}{LOSS}.bin is not a loss mask for {prefix}.bin; preprocess the corpus again")
+        if self.loss_flags.dtype != np.uint8 or not _have_equal_documents(self.loss_flags, self.tokens):
+            raise DatasetError(
+                f"{prefix}{LOSS_SUFFIX}.bin is not a loss mask for {prefix}.bin; preprocess the corpus again"
+            )
 
-    def targets(self, documents: range, longest: int) -> Ints:
-        """Return the number of targets among the first `longest` tokens of each document, [documents].
+    def count_targets(self, documents: range, max_tokens: int) -> Ints:
+        """Return the number of targets among the first `max_tokens` tokens of each document, [documents].
 
         A target is a token that counts in the loss. The first token of a document is never a target.
         """
-        found = np.zeros(len(documents), dtype=np.int64)
-        for some in runs_of(self.tokens, documents, AT_ONCE):
-            sizes = self.tokens.document_sizes(some).astype(np.int64)
+        counts = np.zeros(len(documents), dtype=np.int64)
+        for run in document_ranges(self.tokens, documents, MASK_TOKENS_AT_ONCE):
+            sizes = self.tokens.document_sizes(run).astype(np.int64)
             if not sizes.sum():
                 continue
-            begin = self.tokens.document_start(some[int(np.flatnonzero(sizes)[0])])
-            flags = self.counts.tokens[begin : begin + int(sizes.sum())]
+            begin = self.tokens.document_start(run[int(np.flatnonzero(sizes)[0])])
+            flags = self.loss_flags.tokens[begin : begin + int(sizes.sum())]
             if flags.max() > 1:
                 raise DatasetError(
-                    f"{self.prefix}{LOSS}.bin is damaged: a loss mask contains {flags.max()}, which is neither 0 nor 1"
+                    f"{self.prefix}{LOSS_SUFFIX}.bin is damaged: "
+                    f"a loss mask contains {flags.max()}, which is neither 0 nor 1"
                 )
-            before = np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
+            targets_before = np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
             starts = np.cumsum(sizes) - sizes
-            ends = starts + np.minimum(sizes, longest)
-            at = some.start - documents.start
-            found[at : at + len(some)] = before[ends] - before[np.minimum(starts + 1, ends)]
-        return found
+            ends = starts + np.minimum(sizes, max_tokens)
+            position = run.start - documents.start
+            counts[position : position + len(run)] = targets_before[ends] - targets_before[np.minimum(starts + 1, ends)]
+        return counts
 
 
-def _have_one_shape(a: IndexedDataset, b: IndexedDataset) -> bool:
+def _have_equal_documents(a: IndexedDataset, b: IndexedDataset) -> bool:
     """Return whether both pairs have as many documents, of the same lengths."""
-    every = range(a.num_documents)
-    return b.num_documents == len(every) and np.array_equal(a.document_sizes(every), b.document_sizes(every))
+    all_documents = range(a.num_documents)
+    if b.num_documents != a.num_documents:
+        return False
+    return np.array_equal(a.document_sizes(all_documents), b.document_sizes(all_documents))
 
 
 class SftDataset(CorpusDataset):
@@ -78,65 +83,67 @@ class SftDataset(CorpusDataset):
     document_ids: number of the record in the window, starting at 1; 0 for padding.
 
     A record of more than seq_length + 1 tokens is truncated. A record without a token that counts in the loss is
-    skipped. Attributes: `cut`, `left_out` and `records` are the numbers of truncated, skipped and all records.
+    skipped. The attributes `num_truncated`, `num_skipped` and `records` are the numbers of truncated, skipped and all
+    records.
     Raises ValueError if all records are skipped.
     """
 
     order: PackedOrder
 
     def __init__(self, records: Records, documents: range, seq_length: int, eod: int, seed: int, part: str) -> None:
-        self._records = records
+        self._corpus = records
         self.documents = documents
         self.seq_length = seq_length
         self._eod = eod
         sizes = records.tokens.document_sizes(documents).astype(np.int64)
-        learned = records.targets(documents, seq_length + 1) > 0
-        self.cut = int((learned & (sizes > seq_length + 1)).sum())
-        self.left_out = int((~learned).sum())
+        has_targets = records.count_targets(documents, seq_length + 1) > 0
+        self.num_truncated = int((has_targets & (sizes > seq_length + 1)).sum())
+        self.num_skipped = int((~has_targets).sum())
         self.records = len(documents)
-        lengths = np.where(learned, np.minimum(sizes, seq_length + 1) - 1, 0)
+        # The last token of a record is only a target, so it takes no position; length 0 skips a record.
+        lengths = np.where(has_targets, np.minimum(sizes, seq_length + 1) - 1, 0)
         self.order = PackedOrder(lengths, seq_length, seed, f"{part} records")
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         sample = {name: np.full(self.seq_length, self._eod, dtype=np.int64) for name in ("tokens", "labels")}
         sample |= {name: np.zeros(self.seq_length, dtype=np.int64) for name in ("loss_mask", "document_ids")}
-        pair = self._records
-        pair.tokens.refuse_shrunk()
-        pair.counts.refuse_shrunk()
-        at = 0
+        corpus = self._corpus
+        corpus.tokens.check_not_shrunk()
+        corpus.loss_flags.check_not_shrunk()
+        filled = 0
         for number, record in enumerate(self.order.records(int(n)).tolist(), start=1):
             document = self.documents[record]
-            start = pair.tokens.document_start(document)
-            size = int(pair.tokens.document_sizes(range(document, document + 1))[0])
-            whole = slice(start, start + min(size, self.seq_length + 1))
-            ids = pair.tokens.tokens[whole]
-            self._check(ids, document)
-            here = slice(at, at + len(ids) - 1)
-            sample["tokens"][here] = ids[:-1]
-            sample["labels"][here] = ids[1:]
-            sample["loss_mask"][here] = pair.counts.tokens[whole][1:]
-            sample["document_ids"][here] = number
-            at = here.stop
+            start = corpus.tokens.document_start(document)
+            size = int(corpus.tokens.document_sizes(range(document, document + 1))[0])
+            source = slice(start, start + min(size, self.seq_length + 1))
+            ids = corpus.tokens.tokens[source]
+            self._check_ids(ids, document)
+            target = slice(filled, filled + len(ids) - 1)
+            sample["tokens"][target] = ids[:-1]
+            sample["labels"][target] = ids[1:]
+            sample["loss_mask"][target] = corpus.loss_flags.tokens[source][1:]
+            sample["document_ids"][target] = number
+            filled = target.stop
         return {name: torch.from_numpy(each) for name, each in sample.items()}
 
-    def _check(self, ids: np.ndarray, document: int) -> None:
-        limit = self._records.vocab_size
+    def _check_ids(self, ids: np.ndarray, document: int) -> None:
+        limit = self._corpus.vocab_size
         if limit is not None and (int(ids.max()) >= limit or int(ids.min()) < 0):
             raise DatasetError(
-                f"document {document} of {self._records.prefix}.bin contains a token id outside the vocabulary of "
+                f"document {document} of {self._corpus.prefix}.bin contains a token id outside the vocabulary of "
                 f"{limit} tokens: the file is damaged or was made with another tokenizer"
             )
 
-    def note(self) -> str:
+    def summary(self) -> str:
         """Return a summary: the numbers of used, truncated and skipped records, and how full the windows are."""
-        cut = left = ""
-        if self.cut:
-            cut = f", {self.cut} of them truncated to {self.seq_length + 1} tokens"
-        if self.left_out:
-            left = f"; {self.left_out} skipped, as none of their tokens within --seq-length counts in the loss"
+        truncated = skipped = ""
+        if self.num_truncated:
+            truncated = f", {self.num_truncated} of them truncated to {self.seq_length + 1} tokens"
+        if self.num_skipped:
+            skipped = f"; {self.num_skipped} skipped, as none of their tokens within --seq-length counts in the loss"
         return (
-            f"{self.records - self.left_out} records{cut}, in {self.order.per_epoch} windows that are "
-            f"{self.order.filled:.1%} full{left}"
+            f"{self.records - self.num_skipped} records{truncated}, in {self.order.per_epoch} windows that are "
+            f"{self.order.fill_fraction:.1%} full{skipped}"
         )
 
 
@@ -148,17 +155,17 @@ def build_train_valid_test_datasets(
     The notes report truncated and skipped records, how full the windows are, and empty datasets.
     Raises DatasetError if a corpus is damaged, or if no training record has a token that counts in the loss.
     """
-    made: list[str] = []
+    summaries = list[str]()
 
-    def open_(prefix: str) -> tuple[int, Make]:
+    def open_records(prefix: str) -> tuple[int, Make]:
         records = Records(prefix, vocab_size)
 
         def make(documents: range, part: str) -> SftDataset:
             dataset = SftDataset(records, documents, seq_length, eod, seed, part)
-            made.append(f"the {part} part of {prefix}: {dataset.note()}")
+            summaries.append(f"the {part} part of {prefix}: {dataset.summary()}")
             return dataset
 
         return records.tokens.num_documents, make
 
-    datasets, notes = build_datasets(open_, data_path, split)
-    return datasets, [*made, *notes]
+    datasets, notes = build_datasets(open_records, data_path, split)
+    return datasets, [*summaries, *notes]

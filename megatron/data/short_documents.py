@@ -13,26 +13,26 @@ from numpy.typing import NDArray
 
 from .spans import SpanPlan
 
-ENOUGH = 200_000  # number of documents that suffice to estimate how many documents end in a window
-TOLERATED = 1e-3  # windows are shortened if more than this fraction of the text would be unused
+SAMPLED_DOCUMENTS = 200_000  # number of documents that suffice to estimate how many documents end in a window
+MAX_UNUSED = 1e-3  # windows are shortened if more than this fraction of the text would be unused
 Sizes = NDArray[np.integer]
 
 
 def _document_ends(sizes: Sizes) -> NDArray[np.int64]:
     """Return the positions of document ends in the text of the documents, concatenated in random order.
 
-    From a large corpus, only ENOUGH random documents are taken.
+    From a large corpus, only SAMPLED_DOCUMENTS random documents are taken.
     """
     rng = np.random.default_rng(0)
     chosen = sizes
-    if len(sizes) > ENOUGH:
-        numbers = rng.choice(len(sizes), ENOUGH, replace=False)
+    if len(sizes) > SAMPLED_DOCUMENTS:
+        numbers = rng.choice(len(sizes), SAMPLED_DOCUMENTS, replace=False)
         chosen = sizes[np.sort(numbers)]
     chosen = rng.permutation(chosen[chosen > 0])
     return np.cumsum(chosen, dtype=np.int64) - 1
 
 
-def _unused(ends: NDArray[np.int64], plan: SpanPlan) -> float:
+def _unused_fraction(ends: NDArray[np.int64], plan: SpanPlan) -> float:
     """Return the fraction of the text that is unused because windows of this plan have too few spans.
 
     ends: positions of document ends in the concatenated text.
@@ -44,15 +44,15 @@ def _unused(ends: NDArray[np.int64], plan: SpanPlan) -> float:
     # For each window, `first` is the index in `ends` of the first document end in the window. Every document end takes
     # one span; `last` is the index of the document end that takes the last one. Text after this document is unused.
     first = ends.searchsorted(begins)
-    last = first + max(plan.spans, plan.room) - 1
-    final = len(ends) - 1
-    next_end = ends[np.minimum(last + 1, final)]
-    over = (last < final) & (next_end < begins + plan.tokens)
-    used = np.where(over, ends[np.minimum(last, final)] + 1 - begins, plan.tokens)
+    last = first + max(plan.spans, plan.max_spans) - 1
+    last_end = len(ends) - 1
+    next_end = ends[np.minimum(last + 1, last_end)]
+    has_unused = (last < last_end) & (next_end < begins + plan.tokens)
+    used = np.where(has_unused, ends[np.minimum(last, last_end)] + 1 - begins, plan.tokens)
     return float(1 - used.sum() / (windows * plan.tokens))
 
 
-def _most_ends(ends: NDArray[np.int64], tokens: int) -> int:
+def _max_ends_in_window(ends: NDArray[np.int64], tokens: int) -> int:
     windows = max(int(ends[-1] + 1) // tokens, 1) if len(ends) else 1
     return int(np.diff(ends.searchsorted(np.arange(windows + 1) * tokens)).max())
 
@@ -66,38 +66,40 @@ def fit_documents(
     tokens, or None for no limit. sentinels: number of sentinels, including the closing sentinel.
     The note describes the change; it is empty if the plan is unchanged.
     """
-    every = [_document_ends(sizes) for sizes in corpora]
-    lost = max((_unused(ends, plan) for ends in every), default=0.0)
-    if lost <= TOLERATED:
+    ends_of_corpora = [_document_ends(sizes) for sizes in corpora]
+    unused = max((_unused_fraction(ends, plan) for ends in ends_of_corpora), default=0.0)
+    if unused <= MAX_UNUSED:
         return plan, ""
     tokens = plan.tokens
     while True:
-        most = max(_most_ends(ends, tokens) for ends in every)
-        room = most + -(-most // 8)  # 1/8 more, because in another order more documents may end in one window
+        max_ends = max(_max_ends_in_window(ends, tokens) for ends in ends_of_corpora)
+        # 1/8 more, rounded up, because in another order more documents may end in one window.
+        max_spans = max_ends + -(-max_ends // 8)
         noise = max(round(tokens * density), 1)
         spans = min(max(round(noise / mean_span), 1), noise, max(tokens - noise, 1))
-        room = min(max(room, spans), tokens)
-        hidden = max(noise, room)
-        made = SpanPlan(tokens, noise, spans, tokens - hidden + room, hidden + room, room)
-        fits = made.encoder <= plan.encoder and made.room < sentinels and made.decoder <= (decoder or made.decoder)
+        max_spans = min(max(max_spans, spans), tokens)
+        masked = max(noise, max_spans)
+        shorter = SpanPlan(tokens, noise, spans, tokens - masked + max_spans, masked + max_spans, max_spans)
+        fits_decoder = not decoder or shorter.decoder <= decoder
+        fits = shorter.encoder <= plan.encoder and shorter.max_spans < sentinels and fits_decoder
         if fits or tokens <= 2:
             break
         tokens -= max(tokens // 64, 1)
-    still = max(_unused(ends, made) for ends in every)
+    still_unused = max(_unused_fraction(ends, shorter) for ends in ends_of_corpora)
     mean = min(float(np.mean(sizes)) for sizes in corpora)
     note = (
-        f"documents are short ({mean:.0f} tokens) and each ends with a masked span, so samples have {made.tokens} "
-        f"tokens of text with room for {made.room} spans; {plan.tokens} tokens with {plan.spans} spans would drop "
-        f"{lost:.0%} of the text"
+        f"documents are short ({mean:.0f} tokens) and each ends with a masked span, so samples have {shorter.tokens} "
+        f"tokens of text with room for {shorter.max_spans} spans; {plan.tokens} tokens with {plan.spans} spans would "
+        f"drop {unused:.0%} of the text"
     )
-    more = f"; {still:.1%} of the text is still dropped" if still > TOLERATED else ""
-    return made, note + more + _longer(made, plan, decoder, sentinels)
+    unused_note = f"; {still_unused:.1%} of the text is still dropped" if still_unused > MAX_UNUSED else ""
+    return shorter, note + unused_note + _advice_for_longer(shorter, plan, decoder, sentinels)
 
 
-def _longer(made: SpanPlan, plan: SpanPlan, decoder: int | None, sentinels: int) -> str:
+def _advice_for_longer(shorter: SpanPlan, plan: SpanPlan, decoder: int | None, sentinels: int) -> str:
     """Return a hint that names the flag to raise for longer windows, or an empty string."""
-    if made.encoder > 0.95 * plan.encoder:
+    if shorter.encoder > 0.95 * plan.encoder:
         return ""
-    if made.room + max(made.room // 16, 2) >= sentinels:
+    if shorter.max_spans + max(shorter.max_spans // 16, 2) >= sentinels:
         return f" (longer samples need more than --num-sentinels {sentinels})"
     return f" (longer samples need more than --dec-seq-length {decoder})" if decoder else ""

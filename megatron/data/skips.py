@@ -30,7 +30,7 @@ class Skips:
     iterations: tuple[Range, ...] = ()
     samples: tuple[Range, ...] = ()
 
-    def hold(self, iteration: int, first: int, count: int) -> bool:
+    def should_skip(self, iteration: int, first: int, count: int) -> bool:
         """Return True if `iteration` must be skipped; it contains samples `first` to `first + count` - 1."""
         if any(low <= iteration <= high for low, high in self.iterations):
             return True
@@ -42,7 +42,7 @@ def skips_of(train: Any) -> Skips:
     return Skips(parse_ranges(train.skip_iterations or ()), parse_ranges(train.skip_samples or ()))
 
 
-def skipper(train: Any, batches: Any, iteration: int, consumed: int) -> Callable[[int], bool] | None:
+def make_skip_check(train: Any, batches: Any, iteration: int, consumed: int) -> Callable[[int], bool] | None:
     """Return a function from an iteration's first sample to whether it is skipped; None without a --skip-* flag.
 
     batches: schedule of the global batch size. iteration, consumed: iterations and samples of the run so far.
@@ -52,7 +52,7 @@ def skipper(train: Any, batches: Any, iteration: int, consumed: int) -> Callable
         return None
 
     def skips_iteration(first: int) -> bool:
-        number = iteration + batches.iterations(consumed, first) + 1
-        return skips.hold(number, first, batches.size_at(first))
+        number = iteration + batches.iterations_between(consumed, first) + 1
+        return skips.should_skip(number, first, batches.size_at(first))
 
     return skips_iteration

@@ -20,8 +20,8 @@ class SpanPlan(NamedTuple):
     """Numbers of tokens and spans in a sample.
 
     tokens: text tokens of the window. noise: masked tokens. spans: number of spans. encoder, decoder: tokens of the
-    encoder and of the decoder. room: largest number of spans in a window in which more than `spans` documents end (see
-    short_documents.py); 0 means that no window has more than `spans` spans.
+    encoder and of the decoder. max_spans: largest number of spans in a window in which more than `spans` documents end
+    (see short_documents.py); 0 means that no window has more than `spans` spans.
     """
 
     tokens: int
@@ -29,7 +29,7 @@ class SpanPlan(NamedTuple):
     spans: int
     encoder: int
     decoder: int
-    room: int = 0
+    max_spans: int = 0
 
 
 def _plan(tokens: int, density: float, mean_span: float, encoder_ends: bool) -> SpanPlan:
@@ -66,7 +66,7 @@ def plan_spans(
     return best
 
 
-def compose(rng: np.random.Generator, total: int, parts: int) -> Ints:
+def draw_lengths(rng: np.random.Generator, total: int, parts: int) -> Ints:
     """Draw `parts` positive lengths whose sum is `total`; all such sequences are equally likely."""
     cuts = np.empty(parts + 1, dtype=np.int64)
     cuts[0] = 0
@@ -82,100 +82,106 @@ def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
     The first token of the window is never masked.
     """
     lengths = np.empty(2 * plan.spans, dtype=np.int64)
-    lengths[0::2] = compose(rng, plan.tokens - plan.noise, plan.spans)
-    lengths[1::2] = compose(rng, plan.noise, plan.spans)
+    lengths[0::2] = draw_lengths(rng, plan.tokens - plan.noise, plan.spans)
+    lengths[1::2] = draw_lengths(rng, plan.noise, plan.spans)
     ends = lengths.cumsum()
-    turns = np.zeros(plan.tokens, dtype=np.int8)
-    turns[ends[:-1]] = 1
-    masked = np.bitwise_xor.accumulate(turns).view(np.bool_)
-    first = np.zeros(plan.tokens, dtype=np.bool_)
-    first[ends[0::2]] = True
-    return masked, first
+    # Unmasked and masked lengths alternate, so each end toggles the mask: toggles 0 0 1 0 1 0 give 0 0 1 1 0 0.
+    toggles = np.zeros(plan.tokens, dtype=np.int8)
+    toggles[ends[:-1]] = 1
+    is_masked = np.bitwise_xor.accumulate(toggles).view(np.bool_)
+    is_span_start = np.zeros(plan.tokens, dtype=np.bool_)
+    is_span_start[ends[0::2]] = True
+    return is_masked, is_span_start
 
 
-def draw_spans_to_document_ends(rng: np.random.Generator, plan: SpanPlan, ends: Mask) -> tuple[Mask, Mask, int]:
+def draw_spans_to_document_ends(
+    rng: np.random.Generator, plan: SpanPlan, is_document_end: Mask
+) -> tuple[Mask, Mask, int]:
     """Draw spans for convention cpm, in which the last token of each document is the last token of a span.
 
-    ends: mask of the last tokens of documents [l].
+    is_document_end: mask of the last tokens of documents [l].
     Returns (mask of tokens in spans [l], mask of first tokens of spans [l], n). The sample consists of the first n
-    tokens of the window. n is less than l in two cases: more than max(plan.spans, plan.room) documents end in the
+    tokens of the window. n is less than l in two cases: more than max(plan.spans, plan.max_spans) documents end in the
     window; or the documents are so short that fewer than plan.noise tokens can be masked, and the unmasked tokens do
     not all fit into the encoder.
     """
-    boundaries = np.flatnonzero(ends)
+    boundaries = np.flatnonzero(is_document_end)
     used = plan.tokens
-    most = max(plan.spans, plan.room)
-    if len(boundaries) > most:
-        boundaries = boundaries[:most]
+    max_spans = max(plan.spans, plan.max_spans)
+    if len(boundaries) > max_spans:
+        boundaries = boundaries[:max_spans]
         used = int(boundaries[-1]) + 1
     while True:
         stops = boundaries + 1 if len(boundaries) and boundaries[-1] == used - 1 else np.append(boundaries + 1, used)
         sizes = np.diff(stops, prepend=0)
-        must = np.ones(len(sizes), dtype=np.int64)
+        min_spans = np.ones(len(sizes), dtype=np.int64)
         if len(stops) > len(boundaries):
-            must[-1] = 0  # the last document continues beyond the window, so it needs no span at its end
-        spans = _distribute(sizes // 2, min(max(plan.spans, len(boundaries)), used), must)
+            min_spans[-1] = 0  # the last document continues beyond the window, so it needs no span at its end
+        spans = _distribute(sizes // 2, min(max(plan.spans, len(boundaries)), used), min_spans)
         noise = _distribute(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
         excess = used - int(noise.sum()) + int(spans.sum()) - plan.encoder
         if excess <= 0:
             break
         used -= excess
         boundaries = boundaries[boundaries < used]
-    masked = np.zeros(plan.tokens, dtype=np.bool_)
-    first = np.zeros(plan.tokens, dtype=np.bool_)
+    is_masked = np.zeros(plan.tokens, dtype=np.bool_)
+    is_span_start = np.zeros(plan.tokens, dtype=np.bool_)
     begin = 0
-    for size, count, hidden, ended in zip(sizes, spans, noise, must, strict=True):
-        _fill(rng, masked[begin : begin + size], first[begin : begin + size], int(count), int(hidden), bool(ended))
+    for size, count, noise_tokens, is_end_masked in zip(sizes, spans, noise, min_spans, strict=True):
+        place = slice(begin, begin + size)
+        _mask_document(rng, is_masked[place], is_span_start[place], int(count), int(noise_tokens), bool(is_end_masked))
         begin += size
-    return masked, first, used
+    return is_masked, is_span_start, used
 
 
-def _distribute(room: Ints, total: int, least: Ints) -> Ints:
-    """Divide at most `total` into parts in proportion to `room`, and return the sizes of the parts.
+def _distribute(capacity: Ints, total: int, least: Ints) -> Ints:
+    """Divide at most `total` into parts in proportion to `capacity`, and return the sizes of the parts.
 
-    The size of part i is from least[i] to max(room[i], least[i]).
+    The size of part i is from least[i] to max(capacity[i], least[i]).
     """
-    room = np.maximum(room, least)
-    left = max(min(total, int(room.sum())) - int(least.sum()), 0)
-    free = room - least
-    given = least + free * left // max(int(free.sum()), 1)
-    short = min(total, int(room.sum())) - int(given.sum())
-    for place in np.argsort(-(room - given), kind="stable")[: max(short, 0)]:
-        given[place] += given[place] < room[place]
-    return given
+    capacity = np.maximum(capacity, least)
+    remaining = max(min(total, int(capacity.sum())) - int(least.sum()), 0)
+    spare = capacity - least
+    parts = least + spare * remaining // max(int(spare.sum()), 1)  # rounded down, so some of `total` is missing
+    missing = min(total, int(capacity.sum())) - int(parts.sum())
+    for index in np.argsort(-(capacity - parts), kind="stable")[: max(missing, 0)]:
+        parts[index] += parts[index] < capacity[index]
+    return parts
 
 
-def _fill(rng: np.random.Generator, masked: Mask, first: Mask, spans: int, noise: int, ended: bool) -> None:
-    """Draw `spans` spans with `noise` tokens in total in one document, and set them in `masked` and `first`.
+def _mask_document(
+    rng: np.random.Generator, is_masked: Mask, is_span_start: Mask, spans: int, masked_tokens: int, is_end_masked: bool
+) -> None:
+    """Draw `spans` spans with `masked_tokens` tokens in total in one document, and set them in the two masks.
 
-    ended: True if the last span must end at the last token of the document.
+    is_end_masked: True if the last span must end at the last token of the document.
     """
     if not spans:
         return
     # Number of unmasked tokens. At least one precedes each span, except in a document of one token.
-    kept = len(masked) - noise
-    kept_lengths = np.zeros(spans + 1, dtype=np.int64)
-    if kept > spans and not ended:
-        kept_lengths[:] = compose(rng, kept, spans + 1)
-    elif kept:
-        kept_lengths[:spans] = compose(rng, kept, spans)
-    lengths = compose(rng, noise, spans)
-    starts = np.cumsum(kept_lengths[:spans]) + np.cumsum(lengths) - lengths
-    first[starts] = True
+    unmasked = len(is_masked) - masked_tokens
+    unmasked_lengths = np.zeros(spans + 1, dtype=np.int64)
+    if unmasked > spans and not is_end_masked:
+        unmasked_lengths[:] = draw_lengths(rng, unmasked, spans + 1)
+    elif unmasked:
+        unmasked_lengths[:spans] = draw_lengths(rng, unmasked, spans)
+    lengths = draw_lengths(rng, masked_tokens, spans)
+    starts = np.cumsum(unmasked_lengths[:spans]) + np.cumsum(lengths) - lengths
+    is_span_start[starts] = True
     for start, length in zip(starts, lengths, strict=True):
-        masked[start : start + length] = True
+        is_masked[start : start + length] = True
 
 
-def splice(text: Ids, masked: Mask, first: Mask, sentinels: Ids) -> tuple[Ids, Ids, Ids]:
+def splice(text: Ids, is_masked: Mask, is_span_start: Mask, sentinels: Ids) -> tuple[Ids, Ids, Ids]:
     """Split a text into encoder tokens and decoder tokens; return (encoder tokens, decoder tokens, positions).
 
     The encoder tokens are the text with a sentinel in place of each span. The decoder tokens are the spans, each
     preceded by its sentinel. The positions are those of the sentinels in the decoder tokens.
     """
-    kept = text.copy()
-    kept[first] = sentinels
-    repeats = 1 + first[masked]
-    spans = np.repeat(text[masked], repeats)
-    at: Ids = (np.cumsum(repeats) - repeats)[first[masked]]
-    spans[at] = sentinels
-    return kept[~masked | first], spans, at
+    with_sentinels = text.copy()
+    with_sentinels[is_span_start] = sentinels
+    repeats = 1 + is_span_start[is_masked]
+    targets = np.repeat(text[is_masked], repeats)
+    sentinel_positions: Ids = (np.cumsum(repeats) - repeats)[is_span_start[is_masked]]
+    targets[sentinel_positions] = sentinels
+    return with_sentinels[~is_masked | is_span_start], targets, sentinel_positions

@@ -24,15 +24,15 @@ def split_documents(shares: Sequence[float], documents: int) -> list[range]:
     A non-zero share gets at least one document if there are enough documents.
     """
     exact = [share * documents for share in shares]
-    counts = [int(x) for x in exact]
+    counts = [int(number) for number in exact]
     by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))
     for i in by_remainder[: documents - sum(counts)]:
         counts[i] += 1
     for i, share in enumerate(shares):
-        richest = counts.index(max(counts))
-        if share and not counts[i] and counts[richest] > 1:
+        largest = counts.index(max(counts))
+        if share and not counts[i] and counts[largest] > 1:
             counts[i] = 1
-            counts[richest] -= 1
+            counts[largest] -= 1
     ranges = []
     start = 0
     for count in counts:

@@ -24,17 +24,17 @@ Ints = NDArray[np.int64]
 MOST_CORPORA = 1 << 16
 
 
-class _Part(NamedTuple):
+class _StageBlend(NamedTuple):
     """A stage.
 
     begin: number of its first sample. members: index of each of its corpora among all corpora of the run.
-    before: number of samples that the earlier stages have read from each corpus of the run.
+    read_before: number of samples that the earlier stages have read from each corpus of the run.
     """
 
     begin: int
     members: Ints
     blend: BlendedDataset
-    before: Ints
+    read_before: Ints
 
 
 class StagedDataset(Dataset[dict[str, Tensor]]):
@@ -43,7 +43,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
     datasets: one data set for each corpus of the run, in the order in which stages first use them.
     stages: for each stage the number of its first sample, and index of a corpus -> weight.
     begins: number of the first sample of each stage.
-    salts: for each corpus a number that `places` mixes into the ids of later stages, such as a hash of its content.
+    salts: for each corpus a number that `sample_ids` mixes into the ids of later stages, such as a hash of its content.
     former_salts: those numbers of earlier versions, for `with_former_ids`.
     Raises ValueError if the stages are not in order.
     """
@@ -60,80 +60,81 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
         self._salts = np.array(salts or [0] * len(datasets), np.uint64).astype(np.int64)
         self.plan = getattr(datasets[0], "plan", None)  # T5 only: sequence lengths, the same for all data sets
         self.begins = [begin for begin, _ in stages]
-        self._parts: list[_Part] = []
-        before = np.zeros(len(datasets), np.int64)
+        self._stages: list[_StageBlend] = []
+        read_before = np.zeros(len(datasets), np.int64)
         for begin, weights in stages:
-            if self._parts:
-                last = self._parts[-1]
-                if begin <= last.begin:
-                    raise ValueError(f"a stage at sample {begin} follows a stage at sample {last.begin}")
-                before = before.copy()
-                before[last.members] += last.blend.consumed(begin - last.begin)
+            if self._stages:
+                previous = self._stages[-1]
+                if begin <= previous.begin:
+                    raise ValueError(f"a stage at sample {begin} follows a stage at sample {previous.begin}")
+                read_before = read_before.copy()
+                read_before[previous.members] += previous.blend.consumed_per_corpus(begin - previous.begin)
             members = np.array(list(weights), np.int64)
             blend = BlendedDataset([self.datasets[i] for i in members], list(weights.values()))
-            self._parts.append(_Part(begin, members, blend, before))
+            self._stages.append(_StageBlend(begin, members, blend, read_before))
 
     def with_former_ids(self) -> "StagedDataset":
-        """Return a copy whose `places` are those of earlier versions, which checkpoints of these versions contain."""
+        """Return a copy whose `sample_ids` are those of earlier versions, whose checkpoints contain hashes of them."""
         former = copy.copy(self)
         if self._former_salts is not None:
             former._salts = np.array(self._former_salts, np.uint64).astype(np.int64)
         return former
 
-    def _at(self, n: int) -> int:
+    def _stage_index(self, n: int) -> int:
         return bisect_right(self.begins, n) - 1
 
     def locate(self, n: int) -> tuple[int, int]:
         """Return (corpus index, sample index in that corpus) of sample n."""
-        part = self._parts[self._at(int(n))]
-        which, k = part.blend.locate(int(n) - part.begin)
-        corpus = int(part.members[which])
-        return corpus, int(part.before[corpus]) + k
+        stage = self._stages[self._stage_index(int(n))]
+        member, number = stage.blend.locate(int(n) - stage.begin)
+        corpus = int(stage.members[member])
+        return corpus, int(stage.read_before[corpus]) + number
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        which, k = self.locate(n)
-        sample: dict[str, Tensor] = self.datasets[which][k]
+        corpus, number = self.locate(n)
+        sample: dict[str, Tensor] = self.datasets[corpus][number]
         return sample
 
-    def consumed(self, samples: int) -> list[int]:
+    def consumed_per_corpus(self, samples: int) -> list[int]:
         """Return how many of the first `samples` samples come from each corpus."""
-        part = self._parts[self._at(max(samples - 1, 0))]
-        found = part.before.copy()
-        found[part.members] += part.blend.consumed(samples - part.begin)
-        return [int(count) for count in found]
+        stage = self._stages[self._stage_index(max(samples - 1, 0))]
+        counts = stage.read_before.copy()
+        counts[stage.members] += stage.blend.consumed_per_corpus(samples - stage.begin)
+        return [int(count) for count in counts]
 
-    def places(self, first: int, count: int) -> Ints:
+    def sample_ids(self, first: int, count: int) -> Ints:
         """Return an id for each sample from `first` to `first + count` - 1; no two samples of a stage share an id.
 
         The ids of the first stage are those of its `BlendedDataset`, so a run without stages can continue with stages.
         """
-        found = [np.empty(0, np.int64)]
+        ids = [np.empty(0, np.int64)]
         end = first + count
         while first < end:
-            at = self._at(first)
-            part = self._parts[at]
-            stop = min(end, self._parts[at + 1].begin if at + 1 < len(self._parts) else end)
-            if at:
-                found.append(self._later_places(part, first - part.begin, stop - first))
+            index = self._stage_index(first)
+            stage = self._stages[index]
+            stage_end = min(end, self._stages[index + 1].begin if index + 1 < len(self._stages) else end)
+            if index:
+                ids.append(self._later_sample_ids(stage, first - stage.begin, stage_end - first))
             else:
-                found.append(part.blend.places(first, stop - first))
-            first = stop
-        return np.concatenate(found)
+                ids.append(stage.blend.sample_ids(first, stage_end - first))
+            first = stage_end
+        return np.concatenate(ids)
 
-    def _later_places(self, part: _Part, first: int, count: int) -> Ints:
-        owners, numbers = part.blend.locate_all(first, count)
-        found = np.empty(count, np.int64)
-        for which, corpus in enumerate(part.members):
-            mine = np.flatnonzero(owners == which)
-            if len(mine):
-                k = int(numbers[mine[0]]) + int(part.before[corpus])
-                found[mine] = self.datasets[corpus].places(k, len(mine)) * MOST_CORPORA + corpus ^ self._salts[corpus]
-        return found
+    def _later_sample_ids(self, stage: _StageBlend, first: int, count: int) -> Ints:
+        members, numbers = stage.blend.locate_all(first, count)
+        ids = np.empty(count, np.int64)
+        for member, corpus in enumerate(stage.members):
+            positions = np.flatnonzero(members == member)
+            if len(positions):
+                first_number = int(numbers[positions[0]]) + int(stage.read_before[corpus])
+                corpus_ids = self.datasets[corpus].sample_ids(first_number, len(positions))
+                ids[positions] = (corpus_ids * MOST_CORPORA + corpus) ^ self._salts[corpus]
+        return ids
 
     @property
     def samples_per_epoch(self) -> int:
         """Number of samples of the first stage's blend until one of its corpora has been read completely."""
-        return self._parts[0].blend.samples_per_epoch
+        return self._stages[0].blend.samples_per_epoch
 
 
 def build_staged(trained: Mapping[str, Any], stages: Sequence[Stage], tokens: int) -> StagedDataset:
@@ -142,12 +143,12 @@ def build_staged(trained: Mapping[str, Any], stages: Sequence[Stage], tokens: in
     trained: prefix -> data set of a corpus. tokens: tokens of a sample.
     Raises DatasetError if the begin of a stage is not after that of the stage before it.
     """
-    numbers = {prefix: i for i, prefix in enumerate(trained)}
+    index_of = {prefix: i for i, prefix in enumerate(trained)}
     blends = []
     for stage in stages:
         weights = {}
         for weight, prefix in stage.blend:
-            weights[numbers[prefix]] = weight or str(trained[prefix].samples_per_epoch)
+            weights[index_of[prefix]] = weight or str(trained[prefix].samples_per_epoch)
         blends.append((stage.in_samples(tokens).begin, weights))
     salts = [int(content_fingerprint(prefix), 16) for prefix in trained]
     former_salts = [int(corpus_fingerprint(prefix), 16) for prefix in trained]

@@ -23,7 +23,7 @@ from .index_check import open_corpus
 from .indexed_dataset import IndexedDataset
 from .sample_order import Windows
 from .short_documents import fit_documents
-from .spans import SpanPlan, draw_spans, draw_spans_to_document_ends, plan_spans, splice
+from .spans import Mask, SpanPlan, draw_spans, draw_spans_to_document_ends, plan_spans, splice
 
 Sample = dict[str, Tensor]
 Ids = NDArray[np.int64]
@@ -58,11 +58,12 @@ class Objective:
 
     def plan(self, encoder: int, decoder: int | None, sentinels: int) -> SpanPlan:
         """Return the numbers of tokens and spans in a sample. Raises DatasetError if there are too few sentinels."""
-        ends = self.convention == "t5"
+        has_end_token = self.convention == "t5"
         if self.name == "prefix-lm":
-            answer = decoder or max(encoder // 4, 1)
-            return SpanPlan(encoder - ends + answer - 1, answer - 1, 1, encoder, answer)
-        return plan_spans(encoder, decoder, self.noise_density, self.mean_span_length, sentinels, ends)
+            decoder_length = decoder or max(encoder // 4, 1)
+            targets = decoder_length - 1  # the decoder input begins with a start token or sentinel
+            return SpanPlan(encoder - has_end_token + targets, targets, 1, encoder, decoder_length)
+        return plan_spans(encoder, decoder, self.noise_density, self.mean_span_length, sentinels, has_end_token)
 
 
 class T5Samples(CorpusDataset):
@@ -76,29 +77,31 @@ class T5Samples(CorpusDataset):
     plan: SpanPlan
     specials: Specials
 
-    def padded(self, encoder: Ids, documents: Ids, decoder: Ids, labels: Ids, owner: Ids) -> Sample:
+    def pad_sample(
+        self, encoder: Ids, encoder_documents: Ids, decoder: Ids, labels: Ids, decoder_documents: Ids
+    ) -> Sample:
         """Return the sample, padded to `plan.encoder` encoder tokens and `plan.decoder` decoder tokens.
 
-        documents: document id of each encoder token. owner: document id of each decoder token.
+        encoder_documents: document id of each encoder token. decoder_documents: document id of each decoder token.
         """
-        k = self.plan.encoder
-        q = self.plan.decoder
+        encoder_length = self.plan.encoder
+        decoder_length = self.plan.decoder
 
-        def fill(values: Ids, length: int, filler: int) -> Tensor:
+        def pad_to(values: Ids, length: int, filler: int) -> Tensor:
             if len(values) == length:
                 return torch.from_numpy(values)
-            out = np.full(length, filler, dtype=np.int64)
-            out[: len(values)] = values
-            return torch.from_numpy(out)
+            padded = np.full(length, filler, dtype=np.int64)
+            padded[: len(values)] = values
+            return torch.from_numpy(padded)
 
         pad = self.specials.pad
         return {
-            "encoder": fill(encoder, k, pad),
-            "decoder": fill(decoder, q, pad),
-            "labels": fill(labels, q, pad),
-            "encoder_document_ids": fill(documents, k, 0),
-            "decoder_document_ids": fill(owner, q, 0),
-            "loss_mask": fill(np.ones(len(labels), dtype=np.int64), q, 0),
+            "encoder": pad_to(encoder, encoder_length, pad),
+            "decoder": pad_to(decoder, decoder_length, pad),
+            "labels": pad_to(labels, decoder_length, pad),
+            "encoder_document_ids": pad_to(encoder_documents, encoder_length, 0),
+            "decoder_document_ids": pad_to(decoder_documents, decoder_length, 0),
+            "loss_mask": pad_to(np.ones(len(labels), dtype=np.int64), decoder_length, 0),
         }
 
 
@@ -137,43 +140,44 @@ class T5Dataset(T5Samples):
         text, documents = self.window(int(n))
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([*self.seed, int(n)])))
         if self.objective.name == "prefix-lm":
-            masked = np.arange(len(text)) >= len(text) - self.plan.noise
-            first = np.diff(masked, prepend=False)
-            used = len(text)
+            is_masked = np.arange(len(text)) >= len(text) - self.plan.noise
+            is_span_start = np.diff(is_masked, prepend=False)
+            kept = len(text)
         elif self.objective.convention == "t5":
-            masked, first = draw_spans(rng, self.plan)
-            used = len(text)
+            is_masked, is_span_start = draw_spans(rng, self.plan)
+            kept = len(text)
         else:
-            masked, first, used = draw_spans_to_document_ends(rng, self.plan, text == self.specials.eod)
-        return self._sample(text[:used], documents[:used], masked[:used], first[:used])
+            is_masked, is_span_start, kept = draw_spans_to_document_ends(rng, self.plan, text == self.specials.eod)
+        return self._build_sample(text[:kept], documents[:kept], is_masked[:kept], is_span_start[:kept])
 
-    def _sample(self, text: Ids, documents: Ids, masked: NDArray[np.bool_], first: NDArray[np.bool_]) -> Sample:
-        """Return the sample for a text; `masked` and `first` mark the tokens and the first tokens of its spans."""
-        count = int(first.sum())
+    def _build_sample(self, text: Ids, documents: Ids, is_masked: Mask, is_span_start: Mask) -> Sample:
+        """Return the sample for a text. The masks mark the tokens in spans and the first tokens of spans."""
+        spans = int(is_span_start.sum())
         if self.objective.name == "prefix-lm":
-            encoder = text[~masked]
-            written = text[masked]
-            seen = documents[~masked]
-            owner = documents[masked]
+            encoder = text[~is_masked]
+            targets = text[is_masked]
+            encoder_documents = documents[~is_masked]
+            decoder_documents = documents[is_masked]
         else:
-            encoder, written, _ = splice(text, masked, first, self.sentinels[:count])
+            encoder, targets, _ = splice(text, is_masked, is_span_start, self.sentinels[:spans])
             # A sentinel belongs to the document of the span that it replaces.
-            seen = documents[~masked | first]
-            owner = np.repeat(documents[masked], 1 + first[masked])
+            encoder_documents = documents[~is_masked | is_span_start]
+            decoder_documents = np.repeat(documents[is_masked], 1 + is_span_start[is_masked])
         if self.objective.convention == "t5":
-            return self._t5(encoder, seen, written, owner)
+            return self._t5_sample(encoder, encoder_documents, targets, decoder_documents)
         if self.objective.name == "prefix-lm":
-            written = np.append(self.sentinels[0], written)
-            owner = np.append(owner[:1], owner)
-        closed = np.append(written, self.sentinels[count])
-        return self.padded(encoder, seen, closed[:-1], closed[1:], owner)
+            targets = np.append(self.sentinels[0], targets)
+            decoder_documents = np.append(decoder_documents[:1], decoder_documents)
+        closed_targets = np.append(targets, self.sentinels[spans])
+        # The labels are the decoder input, shifted by one token.
+        return self.pad_sample(encoder, encoder_documents, closed_targets[:-1], closed_targets[1:], decoder_documents)
 
-    def _t5(self, encoder: Ids, documents: Ids, written: Ids, owner: Ids) -> Sample:
+    def _t5_sample(self, encoder: Ids, encoder_documents: Ids, targets: Ids, decoder_documents: Ids) -> Sample:
         eod = self.specials.eod
-        decoder = np.concatenate([[self.specials.pad], written])
-        return self.padded(
-            np.append(encoder, eod), np.append(documents, documents[-1]), decoder, np.append(written, eod),
-            np.append(owner, owner[-1]),
+        decoder = np.concatenate([[self.specials.pad], targets])
+        return self.pad_sample(
+            np.append(encoder, eod), np.append(encoder_documents, encoder_documents[-1]),
+            decoder, np.append(targets, eod), np.append(decoder_documents, decoder_documents[-1]),
         )  # fmt: skip
 
 
@@ -199,20 +203,20 @@ def build_train_valid_test_datasets(
     """
     plan = objective.plan(enc_seq_length, dec_seq_length, len(specials.sentinels))
     corpora = {prefix: open_corpus(prefix, text_vocab_size) for prefix in prefixes_of(data_path)}
-    short = ""
+    short_note = ""
     if objective.convention == "cpm" and objective.name == "span-corruption":
         sizes = [indexed.document_sizes(range(indexed.num_documents)) for indexed in corpora.values()]
         share = objective.noise_density
         span = objective.mean_span_length
-        plan, short = fit_documents(plan, sizes, share, span, dec_seq_length, len(specials.sentinels))
+        plan, short_note = fit_documents(plan, sizes, share, span, dec_seq_length, len(specials.sentinels))
     note = f"a sample is {plan.tokens} tokens of text: {plan.encoder} in the encoder, {plan.decoder} in the decoder"
 
-    def open_(prefix: str) -> tuple[int, Make]:
+    def open_pair(prefix: str) -> tuple[int, Make]:
         indexed = corpora[prefix]
         make = lambda documents, part: T5Dataset(  # noqa: E731
             indexed, documents, objective, plan, specials, seed, part, text_vocab_size
         )
         return indexed.num_documents, make
 
-    datasets, notes = build_datasets(open_, data_path, split)
-    return datasets, [note, *([short] if short else []), *notes]
+    datasets, notes = build_datasets(open_pair, data_path, split)
+    return datasets, [note, *([short_note] if short_note else []), *notes]

@@ -13,17 +13,17 @@ from multiprocessing.connection import wait
 from megatron.data.tracker import start_tracker
 
 # Error of torch's DataLoader about a worker that ended.
-_ENDED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)|exited)")
+_WORKER_ENDED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]+)|exited)")
 
 
-def describe_end(error: BaseException) -> str | None:
+def describe_worker_end(error: BaseException) -> str | None:
     """Return one sentence if `error` says that a data worker has ended, else None."""
-    found = _ENDED.search(str(error))
-    if not found:
+    match = _WORKER_ENDED.search(str(error))
+    if not match:
         return None
-    how = f"was killed by the signal {found[2].strip()!r}" if found[2] else "ended without a message"
+    cause = f"was killed by the signal {match[2].strip()!r}" if match[2] else "ended without a message"
     advice = "the machine may have too little memory, or little shared memory in /dev/shm: lower --num-workers"
-    return f"the data worker with process id {found[1]} {how}; {advice}, or pass --num-workers 0"
+    return f"the data worker with process id {match[1]} {cause}; {advice}, or pass --num-workers 0"
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def block_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def end_all() -> None:
+def kill_workers() -> None:
     """Kill the workers of this process.
 
     Otherwise, at exit, Python would send SIGTERM to the workers, which block this signal, and wait for them.
@@ -52,13 +52,13 @@ def end_all() -> None:
         worker.kill()
 
 
-def end_all_at_exit() -> None:
+def kill_workers_at_exit() -> None:
     """Kill the workers when this process exits, so that no worker outlives it."""
-    atexit.unregister(end_all)
-    atexit.register(end_all)
+    atexit.unregister(kill_workers)
+    atexit.register(kill_workers)
 
 
-def end_with_parent(_: int) -> None:
+def exit_with_parent(_: int) -> None:
     """Start a thread that ends this worker process as soon as its parent process ends.
 
     PyTorch checks whether the parent is alive only while a worker waits for work. It does not notice that the parent

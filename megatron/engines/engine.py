@@ -50,7 +50,7 @@ def set_lr(engine: Any, lr: float) -> None:
 
 def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) -> StepResult:
     """Update the routers of experts and the average of the weights, and return the result of the step."""
-    spike = engine.spike_guard.found if engine.spike_guard else None
+    spike = engine.spike_guard.spike if engine.spike_guard else None
     skipped = spike is not None or zero_state.was_skipped(engine)
     if spike:
         norm = engine.spike_guard.norm
@@ -92,39 +92,39 @@ class PipeEngine:
         batches: iterator over micro-batches, or None on a rank that reads no data.
         gas: number of micro-batches of the step on each replica; --gas if None.
         """
-        ds = self.deepspeed
-        ds.set_micro_batches(gas or self.gas)
-        set_lr(ds, lr)
+        engine = self.deepspeed
+        engine.set_micro_batches(gas or self.gas)
+        set_lr(engine, lr)
         with self.timers("train batch"):
-            ds.train_batch(batches)
-        ds.set_dataiterator(None)  # DeepSpeed's reference to the data iterator would keep the data workers alive
-        sums = self._aux(ds.micro_batches)
-        aux = {name: total / ds.num_targets for name, total in sums.items()}
-        return end_step(ds, self._exact_loss(), ds.get_global_grad_norm(), aux)
+            engine.train_batch(batches)
+        engine.set_dataiterator(None)  # DeepSpeed's reference to the data iterator would keep the data workers alive
+        sums = self._aux(engine.micro_batches)
+        aux = {name: total / engine.num_targets for name, total in sums.items()}
+        return end_step(engine, self._exact_loss(), engine.get_global_grad_norm(), aux)
 
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
         """Evaluate a global batch; return the sum `loss`, the number `targets`, and the sums of additional losses.
 
         The batch has --gas micro-batches on each replica, even if training steps have other numbers of them.
         """
-        ds = self.deepspeed
-        ds.eval_batch(batches, num_micro_batches=self.gas)
+        engine = self.deepspeed
+        engine.eval_batch(batches, num_micro_batches=self.gas)
         aux = {name: total.item() for name, total in self._aux(self.gas).items()}
-        loss = self._exact_loss().item() * ds.num_targets
-        return {"loss": loss, "targets": ds.num_targets, **aux}
+        loss = self._exact_loss().item() * engine.num_targets
+        return {"loss": loss, "targets": engine.num_targets, **aux}
 
-    def forward(self, made: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
+    def forward(self, micro_batches: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
         """Run the model and its loss on micro-batches (inputs, (labels, loss mask)), without training.
 
         All ranks call this with equal numbers of micro-batches; each replica has its own.
         """
-        ds = self.deepspeed
-        batch_fn = ds.batch_fn
-        ds.set_batch_fn(None)
+        engine = self.deepspeed
+        batch_fn = engine.batch_fn
+        engine.set_batch_fn(None)
         try:
-            ds.eval_batch(iter(made), num_micro_batches=len(made))
+            engine.eval_batch(iter(micro_batches), num_micro_batches=len(micro_batches))
         finally:
-            ds.set_batch_fn(batch_fn)
+            engine.set_batch_fn(batch_fn)
 
     def busy(self, timed: Mapping[str, float]) -> float:
         """Return how many seconds this rank worked since the last call of `busy`, without waiting for other ranks.

@@ -15,20 +15,20 @@ from ..config.param_groups import ParamRule, match_rules
 from ..model.layers import PLACEHOLDER, global_parameters
 from ..model.muon_parameters import embedding_weights, muon_parameters
 from ..optim import GroupKey, group_keys
-from ..ranks.agreement import all_ranks
+from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.objects import gather_objects
 
 # --muon-ns-dtype -> dtype of the Newton-Schulz iterations; None: that of the weights.
 NS_DTYPES = {"auto": None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def rules_of(model: nn.Module, rules: Sequence[ParamRule]) -> dict[nn.Parameter, ParamRule]:
+def match_param_rules(model: nn.Module, rules: Sequence[ParamRule]) -> dict[nn.Parameter, ParamRule]:
     """Return the rule of each weight of this stage that has one."""
     parameters = dict(global_parameters(model))
     return {parameters[name]: rule for name, rule in match_rules(rules, parameters).items()}
 
 
-def keys_of_groups(
+def assign_groups(
     model: nn.Module, config: Config, resolved: Resolved, lags: Mapping[str, int]
 ) -> dict[nn.Parameter, GroupKey]:
     """Return the parameter group of each weight to train on this stage.
@@ -37,38 +37,38 @@ def keys_of_groups(
     without weights of a group, the stage gets a placeholder, which has no gradient. All ranks must call this.
     lags: by how many steps the step counts of weights, by name, are lower than the optimizer's; see `step_lags`.
     """
-    spared = () if config.optim.embedding_weight_decay else embedding_weights(model)
+    no_decay = () if config.optim.embedding_weight_decay else embedding_weights(model)
     factors: dict[nn.Parameter, float] = {}
     if config.model.mup_base_hidden_size is not None:
         from ..model.lr_factors import layer_lr_factors
 
         factors = layer_lr_factors(model, config.model, config.optim.muon_scale)
-    behind = {p: lags[name] for name, p in global_parameters(model) if name in lags}
-    keys = group_keys(model, config.optim, spared, rules_of(model, resolved.param_rules), factors, behind)
-    deepspeeds_zero = resolved.zero_stage and not resolved.distributed_optimizer
-    differ = resolved.param_rules or config.model.mup_base_hidden_size or lags
-    if deepspeeds_zero and differ and tds.pipe.is_pipeline(model):
+    step_lags = {p: lags[name] for name, p in global_parameters(model) if name in lags}
+    keys = group_keys(model, config.optim, no_decay, match_param_rules(model, resolved.param_rules), factors, step_lags)
+    uses_deepspeed_zero = resolved.zero_stage and not resolved.distributed_optimizer
+    groups_may_differ = resolved.param_rules or config.model.mup_base_hidden_size or lags
+    if uses_deepspeed_zero and groups_may_differ and tds.pipe.is_pipeline(model):
         _add_placeholders(model, keys)
     return keys
 
 
 def _add_placeholders(model: nn.Module, keys: dict[nn.Parameter, GroupKey]) -> None:
     """Add a placeholder to `model` and `keys` for each group of which only other stages have weights."""
-    own = set(keys.values())
-    stages = gather_objects(own, mpu.get_mesh().pipe)
-    missing = set().union(*stages) - own
-    for at, key in enumerate(sorted(missing)):
+    own_keys = set(keys.values())
+    keys_by_stage = gather_objects(own_keys, mpu.get_mesh().pipe)
+    missing = set().union(*keys_by_stage) - own_keys
+    for index, key in enumerate(sorted(missing)):
         placeholder = nn.Parameter(torch.zeros(1))
-        model.register_parameter(f"{PLACEHOLDER}{at}", placeholder)
+        model.register_parameter(f"{PLACEHOLDER}{index}", placeholder)
         keys[placeholder] = key
 
 
 def muon_settings(model: nn.Module, config: Config, resolved: Resolved) -> dict[str, Any]:
     """Return the arguments of `build_optimizer` that only Muon needs. Raises RunError if it has no matrix."""
-    hidden = muon_parameters(model)
-    somewhere = any(gather_objects(bool(hidden)))
-    with all_ranks():
-        if not somewhere:
+    matrices = muon_parameters(model)
+    any_rank_has = any(gather_objects(bool(matrices)))
+    with raise_on_all_ranks():
+        if not any_rank_has:
             raise ValueError(
                 "--optimizer muon: no matrix is trained in a transformer layer of megatron.model; set use_muon = True "
                 "on the weights that are hidden matrices, or use --optimizer adam"
@@ -76,4 +76,4 @@ def muon_settings(model: nn.Module, config: Config, resolved: Resolved) -> dict[
     name = config.optim.muon_ns_dtype
     if name == "auto" and resolved.precision == "bf16":
         name = "bf16"
-    return {"hidden": hidden, "ns_dtype": NS_DTYPES[name]}
+    return {"hidden": matrices, "ns_dtype": NS_DTYPES[name]}

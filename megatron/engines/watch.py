@@ -32,7 +32,8 @@ class StepWatch:
 
         part: `training` or `evaluation`.
         """
-        self._step += part == "training"
+        if part == "training":
+            self._step += 1
         self._part = part
         self._micro = 0
         self._mark()
@@ -44,7 +45,7 @@ class StepWatch:
             self.watchdog.fail(error)
             raise
         finally:
-            self.watchdog.at(None)
+            self.watchdog.record(None)
 
     def micro_batch(self) -> None:
         """Tell the watchdog that this rank begins the next micro-batch of the step."""
@@ -52,9 +53,9 @@ class StepWatch:
         self._mark()
 
     def _mark(self) -> None:
-        self.watchdog.at((self._part, self._step, self._micro))
+        self.watchdog.record((self._part, self._step, self._micro))
 
-    def _describe(self, place: tuple[str, int, int]) -> str:
-        part, step, micro = place
-        where = f"micro-batch {micro - 1}" if micro else "reading its micro-batches"
-        return f"{part}, {where} of the step number {step} since the start"
+    def _describe(self, position: tuple[str, int, int]) -> str:
+        part, step, micro = position
+        location = f"micro-batch {micro - 1}" if micro else "reading its micro-batches"
+        return f"{part}, {location} of the step number {step} since the start"

@@ -15,14 +15,14 @@ from tds import trace
 from tds.measure import check_factor
 from tds.optimizers import clip_in_step
 from tds.reducer import GradReducer
-from tds.sparse import numbers_of
+from tds.sparse import grad_values
 
 from .. import mpu
 from ..config.ds_config import Resolved
 from ..mpu import Axis
 from ..ranks.objects import gather_objects
 from ..timers import Timers
-from ..training.task import Task, what
+from ..training.task import Task, describe
 from .engine import Batches, StepResult, end_step, set_lr
 from .watch import StepWatch
 
@@ -57,14 +57,14 @@ class NoPipeEngine:
         self.own_clip = resolved.clip_grad if resolved.zero_stage == 0 else None
         self.reducer: GradReducer | tds.DistributedOptimizer | None = engine.distributed
         if resolved.overlap_grad_reduce:
-            zero_state.take_over_reduction(engine)
+            zero_state.disable_reduction(engine)
             if self.data.size > 1:
                 self.reducer = GradReducer(engine.module, self.data.group)
-        sums = resolved.overlap_grad_reduce or resolved.distributed_optimizer
-        self._averaged = 1 if sums else self.data.size
-        check_factor(engine, self.factor, own_reduction=sums)
+        sums_gradients = resolved.overlap_grad_reduce or resolved.distributed_optimizer
+        self._replica_divisor = 1 if sums_gradients else self.data.size
+        check_factor(engine, self.factor, own_reduction=sums_gradients)
         self.clip_grad = resolved.clip_grad
-        self._names: dict[str, tuple[str, ...]] = {}  # "training" or "evaluation" -> names of additional losses
+        self._loss_names: dict[str, tuple[str, ...]] = {}  # "training" or "evaluation" -> names of additional losses
 
     def factor(self, gas: int) -> int:
         """Return the factor on losses that undoes DeepSpeed's divisions in a step of `gas` micro-batches.
@@ -72,101 +72,103 @@ class NoPipeEngine:
         DeepSpeed divides the loss by the number of accumulation steps, and averages gradients over replicas.
         GradReducer and DistributedOptimizer sum gradients over replicas instead.
         """
-        return gas * self._averaged
+        return gas * self._replica_divisor
 
     def train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> StepResult:
-        with self._watched("training"), trace.span("train_batch", "step"):
+        with self._watch_step("training"), trace.span("train_batch", "step"):
             return self._train_batch(batches, lr, gas or self.gas)
 
     def _train_batch(self, batches: Batches | None, lr: float, gas: int) -> StepResult:
-        ds = self.deepspeed
-        ds.set_micro_batches(gas)
-        set_lr(ds, lr)
-        ds.train()
-        made, counts = self._read(batches, gas)
-        self._share_mean(counts, gas)
-        total = torch.zeros((), dtype=torch.float64, device=ds.device)
+        engine = self.deepspeed
+        engine.set_micro_batches(gas)
+        set_lr(engine, lr)
+        engine.train()
+        micro_batches, counts = self._read_batches(batches, gas)
+        self._pass_mean_targets(counts, gas)
+        loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
         aux: defaultdict[str, Any] = defaultdict(float)
-        for batch in made[:-1]:
-            loss = self._forward(batch, total, aux)
-            self._backward(loss, self.factor(gas) / _at_least_one(counts).view(-1)[0], last=False)
-        loss = self._forward(made[-1], total, aux)
+        for batch in micro_batches[:-1]:
+            loss = self._forward(batch, loss_sum, aux)
+            self._backward(loss, self.factor(gas) / _num_targets(counts), last=False)
+        loss = self._forward(micro_batches[-1], loss_sum, aux)
         # The losses are complete, so their sum over the replicas travels during the last backward pass.
-        names = self._agreed(aux, "training")
-        sums = Sum(torch.stack([total, *(aux[name] for name in names)]), self.data)
-        targets = _at_least_one(counts).view(-1)[0]
-        self._backward(loss, self.factor(gas) / targets, last=True)
-        loss, *others = (sums.wait() / targets).unbind()
+        names = self._require_same_names(aux, "training")
+        pending_sums = PendingSum(torch.stack([loss_sum, *(aux[name] for name in names)]), self.data)
+        num_targets = _num_targets(counts)
+        self._backward(loss, self.factor(gas) / num_targets, last=True)
+        loss, *aux_losses = (pending_sums.wait() / num_targets).unbind()
         with self.timers("optimizer"):
-            norm = self._clip(ds, loss)
-            ds.step()
+            norm = self._clip(engine, loss)
+            engine.step()
         if norm is None:
-            norm = ds.get_global_grad_norm()
-        return end_step(ds, loss, norm, dict(zip(names, others, strict=True)))
+            norm = engine.get_global_grad_norm()
+        return end_step(engine, loss, norm, dict(zip(names, aux_losses, strict=True)))
 
-    def _share_mean(self, counts: "Sum", gas: int) -> None:
+    def _pass_mean_targets(self, counts: "PendingSum", gas: int) -> None:
         """Give the loss function the mean number of targets of a micro-batch, if it asks for it."""
         loss_fn: Any = getattr(self.deepspeed.module, "loss_fn", None)
 
-        def mean() -> Tensor:
-            return _at_least_one(counts) / (gas * self.data.size)
+        def mean_targets() -> Tensor:
+            return _clamped_counts(counts) / (gas * self.data.size)
 
         if hasattr(loss_fn, "mean_targets"):
-            loss_fn.mean_targets = mean if getattr(loss_fn, "may_wait", False) else mean()
+            # A loss that accepts a function calls it itself, so that only its forward pass waits for the counts.
+            accepts_callable = getattr(loss_fn, "accepts_callable", False)
+            loss_fn.mean_targets = mean_targets if accepts_callable else mean_targets()
 
-    def _forward(self, batch: Any, total: Tensor, aux: defaultdict[str, Any]) -> Tensor:
-        """Return the loss of a micro-batch, a scalar. Add it to `total`, and the model's additional losses to `aux`."""
-        ds = self.deepspeed
+    def _forward(self, batch: Any, loss_sum: Tensor, aux: defaultdict[str, Any]) -> Tensor:
+        """Return a micro-batch's loss, a scalar. Add it to `loss_sum`, and the model's additional losses to `aux`."""
+        engine = self.deepspeed
         with self.timers("forward"):
-            loss = self._loss(ds, batch)
+            loss = self._loss(engine, batch)
         if not loss.requires_grad:
             raise ValueError(
                 "the loss does not depend on the model's parameters, or was detached from them: check `loss` and "
                 "the model for detach(), item() and no_grad()"
             )
-        total += loss.detach().double()
+        loss_sum += loss.detach().double()
         for name, value in self._aux().items():
-            aux[name] += torch.as_tensor(value, dtype=torch.float64, device=ds.device).detach()
+            aux[name] += torch.as_tensor(value, dtype=torch.float64, device=engine.device).detach()
         return loss
 
     def _backward(self, loss: Tensor, scale: Tensor, last: bool) -> None:
         """Run the backward pass of loss x scale, both scalars; reduce the gradients in the step's last micro-batch."""
-        ds = self.deepspeed
+        engine = self.deepspeed
         reducer = self.reducer if last else None
         with self.timers("backward"):
             if reducer:
                 reducer.arm()
-            ds.backward(loss * scale.to(loss.dtype))
+            engine.backward(loss * scale.to(loss.dtype))
             if reducer:
                 reducer.finish()
         if not last:
             with self.timers("optimizer"):
-                ds.step()  # only counts the micro-batch
+                engine.step()  # only counts the micro-batch
 
-    def _clip(self, ds: Any, loss: Tensor) -> Tensor | None:
+    def _clip(self, engine: Any, loss: Tensor) -> Tensor | None:
         """Clip the gradients and return their norm before it, or infinity if the spike guard rejects the step.
 
         Return None if DeepSpeed clips them in its own `step`. loss: loss over the global batch, a scalar.
         """
-        guard = ds.spike_guard
+        guard = engine.spike_guard
         if guard:
             guard.begin(loss)
         if self.own_clip is not None:
-            norm = mpu.grad_norm(ds.module.parameters())
-        elif ds.distributed:
-            norm = self._norm_of_shares(ds)
+            norm = mpu.grad_norm(engine.module.parameters())
+        elif engine.distributed:
+            norm = self._norm_of_shares(engine)
         else:
             return None
         if guard:
-            norm = guard.checked(norm)
+            norm = guard.inf_if_spike(norm)
         if self.own_clip is None:
-            ds.distributed.clip(norm, self.clip_grad)
+            engine.distributed.clip(norm, self.clip_grad)
         else:
-            gradients = [numbers_of(p) for p in ds.module.parameters() if p.grad is not None]
-            clip_in_step(ds.optimizer, gradients, norm, self.own_clip)
+            gradients = [grad_values(p) for p in engine.module.parameters() if p.grad is not None]
+            clip_in_step(engine.optimizer, gradients, norm, self.own_clip)
         return norm
 
-    def _watched(self, part: str) -> AbstractContextManager[None]:
+    def _watch_step(self, part: str) -> AbstractContextManager[None]:
         return self.watch.step(part) if self.watch else nullcontext()
 
     def _loss(self, model: Any, batch: Any) -> Tensor:
@@ -176,50 +178,50 @@ class NoPipeEngine:
 
     @torch.no_grad()
     def eval_batch(self, batches: Batches | None) -> dict[str, float]:
-        with self._watched("evaluation"):
+        with self._watch_step("evaluation"):
             return self._eval_batch(batches)
 
     def _eval_batch(self, batches: Batches | None) -> dict[str, float]:
-        ds = self.deepspeed
-        ds.eval()
-        made, counts = self._read(batches, self.gas)
-        self._share_mean(counts, self.gas)
-        loss = torch.zeros((), dtype=torch.float64, device=ds.device)
+        engine = self.deepspeed
+        engine.eval()
+        micro_batches, counts = self._read_batches(batches, self.gas)
+        self._pass_mean_targets(counts, self.gas)
+        loss = torch.zeros((), dtype=torch.float64, device=engine.device)
         aux: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros_like(loss))
-        for batch in made:
-            loss += self._loss(ds.module, batch).double()
+        for batch in micro_batches:
+            loss += self._loss(engine.module, batch).double()
             for name, value in self._aux().items():
                 aux[name] += value
-        found = {"targets": _at_least_one(counts).view(-1)[0].item(), "loss": self._sum(loss).item()}
-        for name in self._agreed(aux, "evaluation"):
-            found[name] = self._sum(aux[name]).item()
-        return found
+        results = {"targets": _num_targets(counts).item(), "loss": self._sum_over_replicas(loss).item()}
+        for name in self._require_same_names(aux, "evaluation"):
+            results[name] = self._sum_over_replicas(aux[name]).item()
+        return results
 
     @torch.no_grad()
-    def forward(self, made: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
-        with self._watched("evaluation"):
+    def forward(self, micro_batches: Sequence[tuple[Any, tuple[Tensor, Tensor]]]) -> None:
+        with self._watch_step("evaluation"):
             model = self.deepspeed.module.eval()
-            for inputs, (labels, loss_mask) in made:
+            for inputs, (labels, loss_mask) in micro_batches:
                 if self.watch:
                     self.watch.micro_batch()
                 model(*inputs, labels=labels, loss_mask=loss_mask)
 
-    def _agreed(self, aux: Mapping[str, Any], when: str) -> tuple[str, ...]:
+    def _require_same_names(self, aux: Mapping[str, Any], part: str) -> tuple[str, ...]:
         """Return the names of the additional losses, in the same order on all ranks, for their all-reduce.
 
         Raises ValueError if the names differ from those of an earlier step or of another replica.
-        when: `training` or `evaluation`.
+        part: `training` or `evaluation`.
         """
         names = tuple(sorted(aux))
         if self.data.size == 1:
             return names
-        if when not in self._names:
-            every: set[str] = set().union(*gather_objects(names, self.data))
-            self._names[when] = tuple(sorted(every))
-        if names != self._names[when]:
+        if part not in self._loss_names:
+            all_names: set[str] = set().union(*gather_objects(names, self.data))
+            self._loss_names[part] = tuple(sorted(all_names))
+        if names != self._loss_names[part]:
             raise ValueError(
-                f"get_additional_losses() returns {', '.join(names) or 'nothing'} in this step of {when}, but "
-                f"{', '.join(self._names[when]) or 'nothing'} "
+                f"get_additional_losses() returns {', '.join(names) or 'nothing'} in this step of {part}, but "
+                f"{', '.join(self._loss_names[part]) or 'nothing'} "
                 f"in another step or on another replica: return the same names in every step on every replica"
             )
         return names
@@ -241,7 +243,7 @@ class NoPipeEngine:
     def times(self) -> dict[str, float]:
         return {}
 
-    def _read(self, batches: Batches | None, gas: int) -> tuple[list[Any], "Sum"]:
+    def _read_batches(self, batches: Batches | None, gas: int) -> tuple[list[Any], "PendingSum"]:
         """Return (`gas` micro-batches, number of targets of the global batch).
 
         If `count_targets` returns a vector, the number is the first element of a vector of counts. The number stays on
@@ -249,30 +251,30 @@ class NoPipeEngine:
         forward pass.
         """
         with self.timers("data"):
-            read: list[Any] = [None] * gas
+            batches_read: list[Any] = [None] * gas
             if batches is not None:
-                read = [next(batches) for _ in range(gas)]
+                batches_read = [next(batches) for _ in range(gas)]
         with self.timers("targets"):
-            made = [self.batch_fn(data) for data in read]
+            micro_batches = [self.batch_fn(data) for data in batches_read]
             if self.count_targets is None:
-                return made, Sum(torch.tensor(float(gas * self.data.size), dtype=torch.float64), None)
-            total = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
-            for batch in made:
-                total = total + _counts(self.count_targets(batch))
-            return made, Sum(total, self.data)
+                return micro_batches, PendingSum(torch.tensor(float(gas * self.data.size), dtype=torch.float64), None)
+            target_count = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
+            for batch in micro_batches:
+                target_count = target_count + _check_counts(self.count_targets(batch))
+            return micro_batches, PendingSum(target_count, self.data)
 
-    def _norm_of_shares(self, ds: Any) -> Tensor:
+    def _norm_of_shares(self, engine: Any) -> Tensor:
         mesh = mpu.get_mesh()
-        total: Tensor = ds.distributed.squared_norm(mesh.model.rank, ds.device)
+        squared_norm: Tensor = engine.distributed.squared_norm(mesh.model.rank, engine.device)
         if mesh.replica.size > 1:
-            dist.all_reduce(total, group=mesh.replica.group)
-        return self._sum(total).sqrt()
+            dist.all_reduce(squared_norm, group=mesh.replica.group)
+        return self._sum_over_replicas(squared_norm).sqrt()
 
-    def _sum(self, x: Tensor) -> Tensor:
-        return Sum(x, self.data).wait()
+    def _sum_over_replicas(self, x: Tensor) -> Tensor:
+        return PendingSum(x, self.data).wait()
 
 
-class Sum:
+class PendingSum:
     """A sum over the ranks of an axis, which travels while these ranks compute. axis: None for a tensor to keep."""
 
     def __init__(self, x: Tensor, axis: Axis | None) -> None:
@@ -289,13 +291,18 @@ class Sum:
         return self._x
 
 
-def _at_least_one(counts: Sum) -> Tensor:
+def _clamped_counts(counts: PendingSum) -> Tensor:
     """Return the number of targets; a batch without targets counts as 1 target."""
     return counts.wait().clamp(min=1.0)
 
 
-def _counts(found: Any) -> Any:
+def _num_targets(counts: PendingSum) -> Tensor:
+    """Return the number of targets of the global batch, a scalar; it is the first count of a vector of counts."""
+    return _clamped_counts(counts).view(-1)[0]
+
+
+def _check_counts(counts: Any) -> Any:
     """Return what `count_targets` returned, if it is a number, a scalar or a vector. Raises ValueError otherwise."""
-    if isinstance(found, Tensor) and found.dim() < 2 or isinstance(found, (int, float)):
-        return found
-    raise ValueError(f"count_targets returns {what(found)}: return one number, or a tensor of one number")
+    if isinstance(counts, Tensor) and counts.dim() < 2 or isinstance(counts, (int, float)):
+        return counts
+    raise ValueError(f"count_targets returns {describe(counts)}: return one number, or a tensor of one number")

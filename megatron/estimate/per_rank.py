@@ -3,23 +3,23 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from tds.bucket_launch import BUCKET_BYTES, BYTES_A_REPLICA
+from tds.bucket_launch import BUCKET_BYTES, BYTES_PER_REPLICA
 from tds.schedule import BackwardInput, Forward
 
 from ..config import Config
 from ..config.ds_config import Resolved
 from ..model.layers import Layer
 from .activations import (
-    computed_again,
-    deferred_kept,
-    inner_working,
-    kept_by,
-    kept_of_chunks,
+    backward_working,
+    chunked_loss_kept,
+    deferred_grad_bytes,
+    kept_bytes,
     logits_bytes,
-    tables_of,
+    recomputed_bytes,
+    shared_table_bytes,
     transformer_kept,
 )
-from .sizes import WIDTHS, Count, Shapes, Stage, count_layers, fullest, in_flight
+from .sizes import DTYPE_BYTES, Count, Shapes, Stage, count_layers, in_flight, peak_in_flight
 
 DEEPSPEED_BUCKET = 5 * 10**8  # DeepSpeed's default reduce_bucket_size, in elements
 MUON_BATCH = 1 << 24  # elements that Muon steps together
@@ -47,20 +47,20 @@ class Memory:
         return float(sum(getattr(self, f.name) for f in fields(self)))
 
 
-def moments_of(count: Count, config: Config) -> int:
+def moment_elements(count: Count, config: Config) -> int:
     """Return the number of elements of the optimizer's moments on each model-parallel rank, before ZeRO shards them.
 
     The average of --ema-decay counts as a moment.
     """
-    one = count.held
-    of_optimizer = {"sgd": one, "muon": 2 * one - count.hidden}
-    moments = of_optimizer.get(config.optim.optimizer, 2 * one)
+    elements = count.held
+    moments_by_optimizer = {"sgd": elements, "muon": 2 * elements - count.hidden}
+    moments = moments_by_optimizer.get(config.optim.optimizer, 2 * elements)
     if config.optim.ema_decay:
-        moments += one
+        moments += elements
     return moments
 
 
-def states(count: Count, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:
+def state_bytes(count: Count, config: Config, resolved: Resolved, replicas: int) -> tuple[float, float, float]:
     """Return the bytes of (weights, gradients, optimizer states) that one rank keeps between passes.
 
     The bytes of gradients are those that a rank keeps after one micro-batch, for the later micro-batches of the step.
@@ -68,86 +68,88 @@ def states(count: Count, config: Config, resolved: Resolved, replicas: int) -> t
     replicas: number of ranks over which ZeRO shards. Experts are sharded only over the ranks that hold the same ones.
     """
     parts = count.by_replicas(replicas, config.parallel.expert_parallel_size)
-    found = [_states(*part, config, resolved) for part in parts]
-    weights, gradients, moments = map(sum, zip(*found, strict=True))
+    bytes_by_part = [_state_bytes_of(*part, config, resolved) for part in parts]
+    weights, gradients, moments = map(sum, zip(*bytes_by_part, strict=True))
     return weights, gradients, moments
 
 
-def _states(count: Count, replicas: int, config: Config, resolved: Resolved) -> tuple[float, float, float]:
-    width = WIDTHS[resolved.precision]
-    exact = max(width, 4)
+def _state_bytes_of(count: Count, replicas: int, config: Config, resolved: Resolved) -> tuple[float, float, float]:
+    weight_width = DTYPE_BYTES[resolved.precision]
+    fp32_width = max(weight_width, 4)
     zero = resolved.zero_stage
-    numbers = count.held
-    moments = float(moments_of(count, config) * exact)
-    share = numbers / replicas
+    elements = count.held
+    moments = float(moment_elements(count, config) * fp32_width)
+    share = elements / replicas
     if zero == 0:
-        return numbers * width, numbers * width, moments
+        return elements * weight_width, elements * weight_width, moments
     moments /= replicas
     # fp32 master weights; DeepSpeed's ZeRO keeps such a copy even if the weights are fp32
-    copy = exact * share if width < exact or not resolved.distributed_optimizer else 0.0
+    master_copy = fp32_width * share if weight_width < fp32_width or not resolved.distributed_optimizer else 0.0
     if zero == 1:
-        summed = exact if resolved.distributed_optimizer or resolved.precision == "bf16" else width
-        return numbers * width, numbers * summed, moments + copy
-    gradients = _width_of_gradients(resolved) * share
+        grad_width = fp32_width if resolved.distributed_optimizer or resolved.precision == "bf16" else weight_width
+        return elements * weight_width, elements * grad_width, moments + master_copy
+    gradients = _grad_width(resolved) * share
     if zero == 2:
-        return numbers * width, gradients, moments + copy
-    return share * width, gradients, moments + copy
+        return elements * weight_width, gradients, moments + master_copy
+    return share * weight_width, gradients, moments + master_copy
 
 
-def _width_of_gradients(resolved: Resolved) -> int:
+def _grad_width(resolved: Resolved) -> int:
     """Return the bytes of an element of the gradients that DeepSpeed's ZeRO 2 and 3 keep: those of fp16 are fp16."""
-    width = WIDTHS[resolved.precision]
+    width = DTYPE_BYTES[resolved.precision]
     return width if resolved.precision == "fp16" else max(width, 4)
 
 
-def _communication(stage: Stage, config: Config, resolved: Resolved, replicas: int, x: Shapes, flying: int) -> float:
-    numbers = stage.count.held
-    width = x.width
-    found = _buckets(config, resolved, x)
+def _communication(
+    stage: Stage, config: Config, resolved: Resolved, replicas: int, shapes: Shapes, num_in_flight: int
+) -> float:
+    elements = stage.count.held
+    width = shapes.width
+    total = _all_bucket_bytes(config, resolved, shapes)
     if resolved.zero_stage == 3 and replicas > 1:
-        found += width * min(numbers, DEEPSPEED_LIVE)  # gathered weights
+        total += width * min(elements, DEEPSPEED_LIVE)  # gathered weights
     if config.parallel.stages > 1:
-        received = flying if stage.number else 0  # the first stage receives no activations
-        found += (received + flying + 3) * _border(stage, config, x)
-    return found
+        num_received = num_in_flight if stage.number else 0  # the first stage receives no activations
+        total += (num_received + num_in_flight + 3) * _boundary_bytes(stage, config, shapes)
+    return total
 
 
-def _buckets(config: Config, resolved: Resolved, x: Shapes) -> float:
+def _all_bucket_bytes(config: Config, resolved: Resolved, shapes: Shapes) -> float:
     """Return the bytes of the buckets of DeepSpeed's ZeRO. Its ZeRO 1 sums bf16 gradients in fp32 without one."""
-    if not _deepspeed_zero(resolved):
+    if not _uses_deepspeed_zero(resolved):
         return 0.0
     zero = resolved.zero_stage
     if zero == 1 and resolved.precision == "bf16":
         return 0.0
-    usual = zero == 3 and x.accelerated
-    overlaps = resolved.deepspeed["zero_optimization"].get("overlap_comm", usual)
-    buffers = 2 if overlaps and config.parallel.stages == 1 else 1
-    return buffers * _bucket(resolved, x.width)
+    default_overlap = zero == 3 and shapes.accelerated
+    overlap_comm = resolved.deepspeed["zero_optimization"].get("overlap_comm", default_overlap)
+    buffers = 2 if overlap_comm and config.parallel.stages == 1 else 1
+    return buffers * _bucket_bytes(resolved, shapes.width)
 
 
-def _deepspeed_zero(resolved: Resolved) -> bool:
+def _uses_deepspeed_zero(resolved: Resolved) -> bool:
     """Return whether DeepSpeed's ZeRO, not tds' DistributedOptimizer, shards the optimizer."""
     return resolved.zero_stage > 0 and not resolved.distributed_optimizer
 
 
-def _bucket(resolved: Resolved, width: int) -> float:
+def _bucket_bytes(resolved: Resolved, width: int) -> float:
     """Return the bytes of a buffer in which DeepSpeed's ZeRO collects gradients. width: bytes of a gradient."""
     return width * float(resolved.deepspeed["zero_optimization"].get("reduce_bucket_size", DEEPSPEED_BUCKET))
 
 
-def _border(stage: Stage, config: Config, x: Shapes) -> float:
+def _boundary_bytes(stage: Stage, config: Config, shapes: Shapes) -> float:
     """Return the bytes that a stage sends to the next stage for each micro-batch.
 
     A stage sends its hidden states. A stage in the decoder of T5 also sends the output of the encoder.
     """
-    tokens = x.of_layer(stage.layers[-1])
-    sent = x.hidden(tokens)
-    if config.is_t5 and tokens == x.tokens[1]:
-        sent += x.hidden(x.tokens[0])
+    tokens = shapes.layer_tokens(stage.layers[-1])
+    sent = shapes.hidden(tokens)
+    if config.is_t5 and tokens == shapes.tokens[1]:
+        sent += shapes.hidden(shapes.tokens[0])
     return sent
 
 
-class _Moments:
+class _StepMemory:
     """The memory of a rank of `stage` at those moments of a step at which it may be highest."""
 
     def __init__(self, stage: Stage, config: Config, resolved: Resolved, replicas: int, accelerated: bool) -> None:
@@ -156,28 +158,29 @@ class _Moments:
         self.resolved = resolved
         self.replicas = replicas
         self.layers = stage.layers
-        self.x = Shapes(config, resolved.precision, accelerated)
+        self.shapes = Shapes(config, resolved.precision, accelerated)
         p = config.parallel
         gas = config.train.gas
         name = p.pipeline_schedule if p.pipe_parallel_size else "1f1b"
-        schedule = name, p.pipeline_extra_warmup, p.virtual_pipeline_size
-        flying = in_flight(*schedule, stage.number, p.stages, gas)
-        self.weights, self.gradients, self.optimizer = states(stage.count, config, resolved, replicas)
-        self.later = gas > flying / p.virtual_pipeline_size  # True if gradients of earlier micro-batches exist
-        self.waiting = self.gradients if self.later or self._gradients_stay() else 0.0
-        self.kept = flying * kept_by(self.x, self.layers) / p.virtual_pipeline_size
-        self.kept += tables_of(self.x, self.layers)
-        of_deferred = deferred_kept(self.x, self.layers)
-        self.kept += fullest(Forward, *schedule, stage.number, p.stages, gas)[1] * of_deferred
+        schedule = name, p.pipeline_extra_warmup, p.virtual_pipeline_size, stage.number, p.stages, gas
+        num_in_flight = in_flight(*schedule)
+        self.weights, self.gradients, self.optimizer = state_bytes(stage.count, config, resolved, replicas)
+        self.has_earlier_gradients = gas > num_in_flight / p.virtual_pipeline_size
+        self.held_gradients = self.gradients if self.has_earlier_gradients or self._gradients_stay() else 0.0
+        micro_batch_bytes = kept_bytes(self.shapes, self.layers)
+        self.kept_activations = num_in_flight * micro_batch_bytes / p.virtual_pipeline_size
+        self.kept_activations += shared_table_bytes(self.shapes, self.layers)
+        deferred_grads = deferred_grad_bytes(self.shapes, self.layers)
+        self.kept_activations += peak_in_flight(Forward, *schedule)[1] * deferred_grads
         # The first stage has no gradients of inputs, and computes those of its weights at once.
-        alive, waiting = fullest(BackwardInput, *schedule, stage.number, p.stages, gas) if stage.number else (0, 0)
-        self.kept_deferred = alive * kept_by(self.x, self.layers) + waiting * of_deferred
-        self.talk = _communication(stage, config, resolved, replicas, self.x, flying)
-        heads = in_flight(*schedule, stage.number, p.stages, gas, p.virtual_pipeline_size - 1)
+        deferred_in_flight, num_deferred = peak_in_flight(BackwardInput, *schedule) if stage.number else (0, 0)
+        self.deferred_activations = deferred_in_flight * micro_batch_bytes + num_deferred * deferred_grads
+        self.communication = _communication(stage, config, resolved, replicas, self.shapes, num_in_flight)
+        passes = in_flight(*schedule, p.virtual_pipeline_size - 1)
         self.has_head = self.layers[-1].name == "head"
-        self.logits, self.beside = logits_bytes(self.x) if self.has_head else (0.0, 0.0)
+        self.logits, self.loss_temporaries = logits_bytes(self.shapes) if self.has_head else (0.0, 0.0)
         # Their backward passes come later. With chunks, gradients are kept in place of logits.
-        self.waiting_logits = (heads - 1) * (kept_of_chunks(self.x) or self.logits) if self.has_head else 0.0
+        self.pending_logits = (passes - 1) * (chunked_loss_kept(self.shapes) or self.logits) if self.has_head else 0.0
 
     def _gradients_stay(self) -> bool:
         """Return whether gradients stay between steps: with ZeRO 3, and sums in fp32 with ZeRO 1."""
@@ -185,30 +188,31 @@ class _Moments:
         summed = self.resolved.distributed_optimizer or self.resolved.precision == "bf16"
         return zero == 3 or (zero == 1 and summed)
 
-    def _of(self, gradients: float, activations: float, logits: float, talk: float, working: float = 0.0) -> Memory:
-        return Memory(self.weights, gradients, self.optimizer, activations, logits, talk, working)
+    def _memory(
+        self, gradients: float, activations: float, logits: float, communication: float, working: float = 0.0
+    ) -> Memory:
+        return Memory(self.weights, gradients, self.optimizer, activations, logits, communication, working)
 
     def loss(self) -> Memory:
         """Return the memory while the loss of the last micro-batch in flight is computed."""
         # DeepSpeed's ZeRO 1 and 2 allocate their bucket together with the first gradient. ZeRO 2 frees it after each
         # micro-batch.
-        zero = self.resolved.zero_stage if _deepspeed_zero(self.resolved) else 0
-        bucket_comes = zero == 2 or (zero == 1 and not self.later)
-        talk = 0.0 if bucket_comes else self.talk
-        return self._of(self.waiting, self.kept, self.waiting_logits + self.logits + self.beside, talk)
+        zero = self.resolved.zero_stage if _uses_deepspeed_zero(self.resolved) else 0
+        bucket_comes_later = zero == 2 or (zero == 1 and not self.has_earlier_gradients)
+        communication = 0.0 if bucket_comes_later else self.communication
+        logits = self.pending_logits + self.logits + self.loss_temporaries
+        return self._memory(self.held_gradients, self.kept_activations, logits, communication)
 
-    def backward(self, at: int) -> Memory:
-        """Return the memory in the backward pass of layer `at`: earlier layers keep their activations, later ones have
-        gradients.
-        """
-        x = self.x
-        left = self.kept - kept_by(x, self.layers[at + 1 :])
-        before = count_layers(self.layers[: at + 1], self.config).held / self.stage.count.held
-        gradients = self.waiting or self.gradients * (1 - before)
-        largest = count_layers([self.layers[at]], self.config).largest
-        working = inner_working(x, self.layers[at]) + largest * x.width
-        working += computed_again(x, self.layers) + self._partition_of_micro_batch()
-        return self._of(gradients, max(left, 0.0), self.waiting_logits, self.talk, working)
+    def backward(self, index: int) -> Memory:
+        """Return the memory in a layer's backward pass: earlier layers have activations, later ones have gradients."""
+        shapes = self.shapes
+        kept_activations = self.kept_activations - kept_bytes(shapes, self.layers[index + 1 :])
+        remaining_share = count_layers(self.layers[: index + 1], self.config).held / self.stage.count.held
+        gradients = self.held_gradients or self.gradients * (1 - remaining_share)
+        largest_matrix = count_layers([self.layers[index]], self.config).largest
+        working = backward_working(shapes, self.layers[index]) + largest_matrix * shapes.width
+        working += recomputed_bytes(shapes, self.layers) + self._partition_of_micro_batch()
+        return self._memory(gradients, max(kept_activations, 0.0), self.pending_logits, self.communication, working)
 
     def _partition_of_micro_batch(self) -> float:
         """Return the bytes in which DeepSpeed's ZeRO 2 collects its share of a later micro-batch's gradients.
@@ -216,31 +220,31 @@ class _Moments:
         It allocates them with the first full bucket. Gradients in bf16 are added to the sums in fp32 without them.
         """
         count = self.stage.count
-        is_full = _bucket(self.resolved, self.x.width) < count.held * self.x.width
-        if self.resolved.zero_stage != 2 or not (self.later and is_full):
+        is_full = _bucket_bytes(self.resolved, self.shapes.width) < count.held * self.shapes.width
+        if self.resolved.zero_stage != 2 or not (self.has_earlier_gradients and is_full):
             return 0.0
         if self.resolved.precision == "bf16":
             return 0.0
-        return count.touched(self.replicas) * _width_of_gradients(self.resolved)
+        return count.touched_elements(self.replicas) * _grad_width(self.resolved)
 
     def deferred(self) -> Memory:
         """Return the memory when most gradients of weights are yet to be computed (zb-h1)."""
         working = 0.0
         for at in _turning_points(self.layers):
-            working = max(working, inner_working(self.x, self.layers[at]))
-        return self._of(self.waiting, self.kept_deferred, 0.0, self.talk, working)
+            working = max(working, backward_working(self.shapes, self.layers[at]))
+        return self._memory(self.held_gradients, self.deferred_activations, 0.0, self.communication, working)
 
     def reduction(self) -> Memory:
         """Return the memory while gradients are reduced, when no activations are left."""
         buffers = 0.0
-        if _deepspeed_zero(self.resolved):
+        if _uses_deepspeed_zero(self.resolved):
             buffers = self._copied_by_deepspeed()
         elif self.replicas > 1 and not self.resolved.zero_stage:
-            launched = max(BUCKET_BYTES, BYTES_A_REPLICA * self.replicas) + self.stage.count.largest * self.x.width
-            buffers = min(self.gradients, launched)
-        elif self.replicas > 1 and not self.x.accelerated:
+            launched = max(BUCKET_BYTES, BYTES_PER_REPLICA * self.replicas)
+            buffers = min(self.gradients, launched + self.stage.count.largest * self.shapes.width)
+        elif self.replicas > 1 and not self.shapes.accelerated:
             buffers = self.weights  # gloo copies all weights while it gathers them
-        return self._of(self.gradients, 0.0, 0.0, self.talk + buffers)
+        return self._memory(self.gradients, 0.0, 0.0, self.communication + buffers)
 
     def _copied_by_deepspeed(self) -> float:
         """Return the bytes that DeepSpeed's ZeRO 1 and 2 copy while they reduce gradients.
@@ -254,27 +258,25 @@ class _Moments:
         if zero == 1 and self.resolved.precision == "bf16":
             return self.gradients if self.replicas > 1 else 0.0
         count = self.stage.count
-        bucket = _bucket(self.resolved, self.x.width)
+        bucket_bytes = _bucket_bytes(self.resolved, self.shapes.width)
         # The numbers in the bucket are copied once more before replicas sum them.
-        flat = min(bucket, count.held * self.x.width) if self.replicas > 1 else 0.0
+        flat_copy = min(bucket_bytes, count.held * self.shapes.width) if self.replicas > 1 else 0.0
         if self.resolved.precision == "bf16":
-            return flat + 4.0 * count.largest
+            return flat_copy + 4.0 * count.largest
         if self.resolved.precision == "fp16" and self.config.parallel.stages > 1:
-            flat = max(flat, bucket)
-        return flat + count.touched(self.replicas) * _width_of_gradients(self.resolved)
+            flat_copy = max(flat_copy, bucket_bytes)
+        return flat_copy + count.touched_elements(self.replicas) * _grad_width(self.resolved)
 
     def embedding(self) -> Memory:
-        """Return the memory when the gradient of an embedding is added to that of the output layer, to which it is
-        tied, or to that of earlier micro-batches.
-        """
-        rows = self.stage.count.largest * self.x.width
+        """Return the memory when an embedding's gradient is added to a tied output layer's or an earlier one."""
+        table_bytes = self.stage.count.largest * self.shapes.width
         # ZeRO 2 and 3 keep only a share of the sum.
         tensors = 1 if self.resolved.zero_stage < 2 else 2
-        working = tensors * rows
-        if self.resolved.distributed_optimizer and self.x.width < 4 and not self.x.accelerated:
+        working = tensors * table_bytes
+        if self.resolved.distributed_optimizer and self.shapes.width < 4 and not self.shapes.accelerated:
             working += self.stage.count.largest * 4  # a CPU widens what it adds to a sum in fp32
-        left = self.kept - kept_by(self.x, self.layers)
-        return self._of(self.gradients, max(left, 0.0), 0.0, self.talk, working)
+        kept_activations = self.kept_activations - kept_bytes(self.shapes, self.layers)
+        return self._memory(self.gradients, max(kept_activations, 0.0), 0.0, self.communication, working)
 
     def step(self) -> Memory:
         """Return the memory while the optimizer steps."""
@@ -282,75 +284,75 @@ class _Moments:
         optimizer = self.config.optim.optimizer
         buffers = 0.0
         for part, replicas in count.by_replicas(self.replicas, self.config.parallel.expert_parallel_size):
-            buffers += _copied_in_step(part.held, replicas, self.resolved, self.x)
+            buffers += _copied_in_step(part.held, replicas, self.resolved, self.shapes)
         if optimizer == "sgd":
             buffers = self._with_decay(buffers)
         if optimizer == "muon":
             shares = self.replicas if self.resolved.zero_stage else 1
-            buffers += _updates_of_muon(count, shares, self.x)
-        talk = self.talk
+            buffers += _updates_of_muon(count, shares, self.shapes)
+        communication = self.communication
         if self.resolved.zero_stage == 2:
-            talk -= _buckets(self.config, self.resolved, self.x)  # freed after the last micro-batch
-        return self._of(self.gradients, 0.0, 0.0, talk, buffers)
+            communication -= _all_bucket_bytes(self.config, self.resolved, self.shapes)  # freed before the step
+        return self._memory(self.gradients, 0.0, 0.0, communication, buffers)
 
-    def _with_decay(self, copied: float) -> float:
+    def _with_decay(self, copied_bytes: float) -> float:
         """Return the bytes of copies while SGD steps: torch adds the weight decay to a copy of the gradients.
 
         With DeepSpeed's ZeRO, the gradients are one tensor. ZeRO 2 and 16-bit runs have freed other copies then.
         """
-        if not (_deepspeed_zero(self.resolved) and self.config.optim.weight_decay):
-            return copied
-        width = max(self.x.width, 4)
-        decayed = width * self.stage.count.held / self.replicas
-        if self.resolved.zero_stage == 2 or self.x.width < 4:
-            return max(copied, decayed)
-        return copied + decayed
+        if not (_uses_deepspeed_zero(self.resolved) and self.config.optim.weight_decay):
+            return copied_bytes
+        width = max(self.shapes.width, 4)
+        decayed_bytes = width * self.stage.count.held / self.replicas
+        if self.resolved.zero_stage == 2 or self.shapes.width < 4:
+            return max(copied_bytes, decayed_bytes)
+        return copied_bytes + decayed_bytes
 
 
-def _copied_in_step(numbers: int, replicas: int, resolved: Resolved, x: Shapes) -> float:
+def _copied_in_step(elements: int, replicas: int, resolved: Resolved, shapes: Shapes) -> float:
     """Return the bytes of copies that DeepSpeed's ZeRO makes of gradients, or with ZeRO 3 of weights, to step.
 
     ZeRO 1 and 2 copy the gradients of a rank's share to fp32, and flatten 16-bit ones before: ZeRO 1 only without
     replicas.
     """
-    if not _deepspeed_zero(resolved):
+    if not _uses_deepspeed_zero(resolved):
         return 0.0
-    share = numbers / replicas
+    share = elements / replicas
     if resolved.zero_stage == 3:
-        return _copied_by_zero3(numbers, replicas, resolved, x)
-    flattens = resolved.precision == "fp16" and (resolved.zero_stage == 2 or replicas == 1)
-    flat = x.width if flattens else 0
-    return (max(x.width, 4) + flat) * share
+        return _copied_by_zero3(elements, replicas, resolved, shapes)
+    is_flattened = resolved.precision == "fp16" and (resolved.zero_stage == 2 or replicas == 1)
+    flat_width = shapes.width if is_flattened else 0
+    return (max(shapes.width, 4) + flat_width) * share
 
 
-def _copied_by_zero3(numbers: int, replicas: int, resolved: Resolved, x: Shapes) -> float:
+def _copied_by_zero3(elements: int, replicas: int, resolved: Resolved, shapes: Shapes) -> float:
     """Return the bytes of copies in a step of DeepSpeed's ZeRO 3.
 
     With replicas, weights are gathered while others are still gathered. Without, the gradients are flattened, and those
     in fp16 also copied to fp32. The search for infinities, with fp16 and with tensor parallelism, makes a copy of the
     gradients and their truth values.
     """
-    share = numbers / replicas
-    width = _width_of_gradients(resolved)
+    share = elements / replicas
+    width = _grad_width(resolved)
     is_fp16 = resolved.precision == "fp16"
     if replicas > 1:
-        copied = float(x.width * min(numbers, DEEPSPEED_LIVE))
+        copied_bytes = float(shapes.width * min(elements, DEEPSPEED_LIVE))
     else:
-        copied = share * (width + 4 * is_fp16)
-    if is_fp16 or x.ranks > 1:
-        copied = max(copied, share * (width + 1))
-    return copied
+        copied_bytes = share * (width + 4 * is_fp16)
+    if is_fp16 or shapes.ranks > 1:
+        copied_bytes = max(copied_bytes, share * (width + 1))
+    return copied_bytes
 
 
-def _updates_of_muon(count: Count, shares: int, x: Shapes) -> float:
+def _updates_of_muon(count: Count, shares: int, shapes: Shapes) -> float:
     """Return the bytes of the updates that Muon computes together, before and after they are orthogonalised.
 
     Without Nesterov momentum, the momentum itself is orthogonalised. Tensor-parallel ranks also exchange shards for
     whole matrices. shares: number of ranks that divide the matrices.
     """
-    together = min(count.hidden / shares, MUON_BATCH + count.largest)
-    copies = (2 if x.ranks == 1 else 5) - (not x.config.optim.muon_nesterov)
-    return copies * together * x.width
+    batch_elements = min(count.hidden / shares, MUON_BATCH + count.largest)
+    copies = (2 if shapes.ranks == 1 else 5) - (not shapes.config.optim.muon_nesterov)
+    return copies * batch_elements * shapes.width
 
 
 def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int, accelerated: bool) -> Memory:
@@ -358,15 +360,15 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
 
     replicas: number of ranks with a copy of the same weights: data-parallel size x context-parallel size.
     """
-    moments = _Moments(stage, config, resolved, replicas, accelerated)
-    found = [moments.backward(at) for at in _turning_points(moments.layers)]
-    if moments.has_head:
-        found.append(moments.loss())
-    is_tied = moments.has_head and config.model.tie_embeddings
-    if stage.number == 0 and (is_tied or moments.waiting):
-        found.append(moments.embedding())
-    found += [moments.deferred(), moments.reduction(), moments.step()]
-    return max(found, key=lambda memory: memory.total)
+    step_memory = _StepMemory(stage, config, resolved, replicas, accelerated)
+    peaks = [step_memory.backward(index) for index in _turning_points(step_memory.layers)]
+    if step_memory.has_head:
+        peaks.append(step_memory.loss())
+    is_tied = step_memory.has_head and config.model.tie_embeddings
+    if stage.number == 0 and (is_tied or step_memory.held_gradients):
+        peaks.append(step_memory.embedding())
+    peaks += [step_memory.deferred(), step_memory.reduction(), step_memory.step()]
+    return max(peaks, key=lambda memory: memory.total)
 
 
 def _turning_points(layers: Sequence[Layer]) -> list[int]:
@@ -374,15 +376,15 @@ def _turning_points(layers: Sequence[Layer]) -> list[int]:
 
     Between them, activations and gradients change steadily, so memory peaks at one of them.
     """
-    places: dict[type, list[int]] = {}
-    for at, layer in enumerate(layers):
+    indices_by_class: dict[type, list[int]] = {}
+    for index, layer in enumerate(layers):
         if layer.repeated:
-            places.setdefault(layer.cls, []).append(at)
-    found = []
-    for run in places.values():
-        found.append(run[0])
-        found.append(run[-1])
-    return found
+            indices_by_class.setdefault(layer.cls, []).append(index)
+    turning_points = []
+    for indices in indices_by_class.values():
+        turning_points.append(indices[0])
+        turning_points.append(indices[-1])
+    return turning_points
 
 
 def rank_memory(
@@ -394,4 +396,4 @@ def rank_memory(
     return [stage_memory(stage, config, resolved, replicas, accelerated) for stage in stages]
 
 
-__all__ = ["Memory", "in_flight", "rank_memory", "stage_memory", "states", "transformer_kept"]
+__all__ = ["Memory", "in_flight", "rank_memory", "stage_memory", "state_bytes", "transformer_kept"]

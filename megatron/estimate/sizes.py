@@ -5,18 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward, Instruction, schedule_of
-from tds.timetable import most_in_flight
+from tds.schedule import Backward, BackwardInput, BackwardWeight, Forward, Instruction, find_schedule
+from tds.timetable import max_in_flight
 
 from ..config import Config, ModelConfig
 from ..config.fields import ConfigError
-from ..config.parallel import splits_sequences
+from ..config.parallel import uses_sequence_parallel
 from ..model.cuts import balanced_cuts
 from ..model.gpt2 import gpt2_layers, vocab_size_of
 from ..model.layers import Layer
-from ..model.work import lengths
+from ..model.work import sample_lengths
 
-WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Count:
     experts: int = 0
     expert_matrices: int = 0
 
-    def touched(self, replicas: int) -> float:
+    def touched_elements(self, replicas: int) -> float:
         """Return the number of elements of all matrices that touch the share of one of `replicas` ranks."""
         return min(self.held, self.held / replicas + self.largest)
 
@@ -48,114 +48,114 @@ class Count:
 
         replicas: data-parallel size x context-parallel size. expert_ranks: --expert-parallel-size.
         """
-        common = Count(self.whole, self.held - self.experts, hidden=self.hidden - self.expert_matrices)
-        found = [(common, replicas)]
+        dense = Count(self.whole, self.held - self.experts, hidden=self.hidden - self.expert_matrices)
+        counts_and_replicas = [(dense, replicas)]
         if self.experts:
             experts = Count(0, self.experts, hidden=self.expert_matrices)
-            found.append((experts, replicas // expert_ranks))
-        return found
+            counts_and_replicas.append((experts, replicas // expert_ranks))
+        return counts_and_replicas
 
 
-def _sum(counts: Sequence[Count]) -> Count:
+def _sum_counts(counts: Sequence[Count]) -> Count:
     names = "whole", "held", "hidden", "experts", "expert_matrices"
-    sums = {name: sum(getattr(c, name) for c in counts) for name in names}
-    return Count(**sums, largest=max((c.largest for c in counts), default=0))
+    sums = {name: sum(getattr(count, name) for count in counts) for name in names}
+    return Count(**sums, largest=max((count.largest for count in counts), default=0))
 
 
-def _linear(out: int, into: int, bias: bool, ranks: int, by_rows: bool = False) -> Count:
+def _linear(outputs: int, inputs: int, bias: bool, ranks: int, row_parallel: bool = False) -> Count:
     """Return the number of parameters of a linear layer.
 
-    by_rows: True for a row-parallel layer, which has the whole bias on each rank; False for a column-parallel layer,
-    which splits its bias over the ranks.
+    row_parallel: True for a row-parallel layer, which has the whole bias on each rank; False for a column-parallel
+    layer, which splits its bias over the ranks.
     """
-    copies = out if by_rows else out // ranks
-    shard = out * into // ranks
-    return Count(out * into + out * bias, shard + copies * bias, shard, shard)
+    bias_rows = outputs if row_parallel else outputs // ranks
+    weight_shard = outputs * inputs // ranks
+    return Count(outputs * inputs + outputs * bias, weight_shard + bias_rows * bias, weight_shard, weight_shard)
 
 
-def _copy(numbers: int) -> Count:
+def _replicated(numbers: int) -> Count:
     return Count(numbers, numbers, numbers)
 
 
 def _norm(m: ModelConfig) -> Count:
-    return _copy(m.hidden_size * (1 if m.normalization == "rmsnorm" else 2))
+    return _replicated(m.hidden_size * (1 if m.normalization == "rmsnorm" else 2))
 
 
 def _mlp(m: ModelConfig, ranks: int, width: int) -> list[Count]:
     """Return the two linear layers of an MLP or an expert with an inner width of `width`."""
     return [
-        _linear(width * (2 if m.gated else 1), m.hidden_size, m.hidden_bias, ranks),
-        _linear(m.hidden_size, width, m.hidden_bias, ranks, by_rows=True),
+        _linear(width * (2 if m.is_gated else 1), m.hidden_size, m.hidden_bias, ranks),
+        _linear(m.hidden_size, width, m.hidden_bias, ranks, row_parallel=True),
     ]
 
 
 def _mixture(config: Config, ranks: int) -> list[Count]:
     """Return experts, shared experts, router and gate of a layer. Expert-parallel ranks divide the experts."""
     m = config.model
-    all_experts = config.model.num_experts or 0
-    expert = _sum(_mlp(m, ranks, m.expert_ff_size))
-    here = all_experts // config.parallel.expert_parallel_size
-    held = expert.held * here
-    matrices = expert.hidden * here
-    found = [Count(expert.whole * all_experts, held, expert.largest, matrices, held, matrices)]
+    num_experts = config.model.num_experts or 0
+    expert = _sum_counts(_mlp(m, ranks, m.expert_ff_size))
+    experts_on_rank = num_experts // config.parallel.expert_parallel_size
+    held = expert.held * experts_on_rank
+    hidden = expert.hidden * experts_on_rank
+    counts = [Count(expert.whole * num_experts, held, expert.largest, hidden, held, hidden)]
     if m.num_shared_experts:
-        found += _mlp(m, ranks, m.num_shared_experts * m.expert_ff_size)
-    return [*found, _copy(all_experts * m.hidden_size), _copy(m.shared_expert_gate * m.hidden_size)]
+        counts += _mlp(m, ranks, m.num_shared_experts * m.expert_ff_size)
+    return [*counts, _replicated(num_experts * m.hidden_size), _replicated(m.shared_expert_gate * m.hidden_size)]
 
 
 def _transformer(config: Config, ranks: int, layer: Layer, cross: bool = False) -> Count:
     m = config.model
-    h = m.hidden_size
-    inner = m.num_attention_heads * m.head_size
-    keys = m.key_value_heads * m.head_size
+    hidden = m.hidden_size
+    query_size = m.num_attention_heads * m.head_size
+    key_size = m.key_value_heads * m.head_size
     bias = m.hidden_bias
     parts = [
         _norm(m),
-        _linear(inner + 2 * keys, h, m.has_qkv_bias, ranks),
-        _linear(h, inner, bias, ranks, by_rows=True),
+        _linear(query_size + 2 * key_size, hidden, m.has_qkv_bias, ranks),
+        _linear(hidden, query_size, bias, ranks, row_parallel=True),
         _norm(m),
         *(_mixture(config, ranks) if layer.routes else _mlp(m, ranks, m.ff_size)),
     ]
     if m.qk_norm:
-        parts += [_copy(m.head_size)] * 2
+        parts += [_replicated(m.head_size)] * 2
     if cross:
         parts += [
             _norm(m),
-            _linear(inner, h, bias, ranks),
-            _linear(2 * inner, h, bias, ranks),
-            _linear(h, inner, bias, ranks, by_rows=True),
+            _linear(query_size, hidden, bias, ranks),
+            _linear(2 * query_size, hidden, bias, ranks),
+            _linear(hidden, query_size, bias, ranks, row_parallel=True),
         ]
-    return _sum(parts)
+    return _sum_counts(parts)
 
 
 def padded_vocabulary(config: Config, ranks: int) -> int:
     """Return the number of rows of the whole embedding table, with padding for all model-parallel ranks."""
-    unit = config.model.make_vocab_size_divisible_by * ranks
-    return -(-vocab_size_of(config) // unit) * unit
+    multiple = config.model.make_vocab_size_divisible_by * ranks
+    return -(-vocab_size_of(config) // multiple) * multiple
 
 
-def _table(config: Config, ranks: int, layer: Layer) -> Count:
-    h = config.model.hidden_size
+def _word_embedding(config: Config, ranks: int, layer: Layer) -> Count:
+    hidden = config.model.hidden_size
     rows = padded_vocabulary(config, ranks) // ranks
-    return Count(vocab_size_of(config) * h, rows * h, rows * h)
+    return Count(vocab_size_of(config) * hidden, rows * hidden, rows * hidden)
 
 
 def _positions(config: Config, ranks: int, layer: Layer) -> Count:
     learned = config.model.position_embedding == "learned"
-    return _copy(config.positions * config.model.hidden_size) if learned else Count(0, 0)
+    return _replicated(config.positions * config.model.hidden_size) if learned else Count(0, 0)
 
 
-def _relative(config: Config, ranks: int, layer: Layer) -> Count:
+def _relative_bias(config: Config, ranks: int, layer: Layer) -> Count:
     m = config.model
     whole = m.relative_attention_num_buckets * m.num_attention_heads
     return Count(whole, whole // ranks, whole // ranks)
 
 
-COUNTS: dict[str, Callable[[Config, int, Layer], Count]] = {
-    "WordEmbedding": _table,
+LAYER_COUNTS: dict[str, Callable[[Config, int, Layer], Count]] = {
+    "WordEmbedding": _word_embedding,
     "DecoderStart": _positions,
     "StackStart": _positions,
-    "RelativePositions": _relative,
+    "RelativePositions": _relative_bias,
     "Block": _transformer,
     "EncoderBlock": _transformer,
     "DecoderBlock": partial(_transformer, cross=True),
@@ -180,14 +180,14 @@ def layers_of(config: Config) -> list[Layer]:
 def count_layers(layers: Sequence[Layer], config: Config) -> Count:
     """Return the number of parameters of `layers`; tied layers count once."""
     ranks = config.parallel.model_parallel_size
-    seen: set[str | None] = set()
+    seen_ties: set[str | None] = set()
     counts = []
     for layer in layers:
-        if layer.tied is None or layer.tied not in seen:
-            counts.append(COUNTS[layer.cls.__name__](config, ranks, layer))
+        if layer.tied is None or layer.tied not in seen_ties:
+            counts.append(LAYER_COUNTS[layer.cls.__name__](config, ranks, layer))
         if layer.tied is not None:
-            seen.add(layer.tied)
-    return _sum(counts)
+            seen_ties.add(layer.tied)
+    return _sum_counts(counts)
 
 
 def parameters(config: Config) -> int:
@@ -199,17 +199,17 @@ def parameters(config: Config) -> int:
 class Stage:
     """Layers of one pipeline stage.
 
-    number: index of the stage. stretches: layers of each virtual-pipeline chunk. count: parameters of the stage.
+    number: index of the stage. chunks: layers of each virtual-pipeline chunk. count: parameters of the stage.
     """
 
     number: int
-    stretches: tuple[tuple[Layer, ...], ...]
+    chunks: tuple[tuple[Layer, ...], ...]
     count: Count
 
     @property
     def layers(self) -> list[Layer]:
         """Layers of all virtual-pipeline chunks of the stage."""
-        return [layer for stretch in self.stretches for layer in stretch]
+        return [layer for chunk in self.chunks for layer in chunk]
 
     @property
     def repeated(self) -> int:
@@ -218,9 +218,9 @@ class Stage:
 
 
 @lru_cache(maxsize=4096)
-def _cuts(works: tuple[tuple[int, bool], ...], stretches: int, recomputed: bool) -> tuple[int, ...]:
-    stand_ins = [Layer("", object, work=work, repeated=repeated) for work, repeated in works]  # type: ignore[arg-type]
-    return tuple(balanced_cuts(stand_ins, stretches, recomputed))
+def _balanced_cuts(works: tuple[tuple[int, bool], ...], num_chunks: int, recomputed: bool) -> tuple[int, ...]:
+    stubs = [Layer("", object, work=work, repeated=repeated) for work, repeated in works]  # type: ignore[arg-type]
+    return tuple(balanced_cuts(stubs, num_chunks, recomputed))
 
 
 def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
@@ -230,17 +230,17 @@ def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
     built model.
     """
     p = config.parallel
-    stretches = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
-    if stretches == 1:
+    num_chunks = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
+    if num_chunks == 1:
         return [0, len(layers)]
-    if stretches > len(layers):
+    if num_chunks > len(layers):
         raise ConfigError(
             f"--pipe-parallel-size {p.pipe_parallel_size} x --virtual-pipeline-size {p.virtual_pipeline_size} is more "
             f"than the {len(layers)} layers of the model; lower one of them"
         )
     if p.partition_method == "balanced":
         works = tuple((layer.work, layer.repeated) for layer in layers)
-        return list(_cuts(works, stretches, bool(config.recomputed_layers)))
+        return list(_balanced_cuts(works, num_chunks, bool(config.recomputed_layers)))
     if p.partition_method.replace(",", "").isdigit():
         return [*map(int, p.partition_method.split(",")), len(layers)]
     raise ValueError(
@@ -254,19 +254,19 @@ def stages_of(config: Config) -> list[Stage]:
     layers = layers_of(config)
     stages = config.parallel.stages
     cuts = cuts_of(layers, config)
-    found = []
+    result = []
     for number in range(stages):
         chunks = []
-        mine = []
-        for at in range(number, len(cuts) - 1, stages):
-            chunk = layers[cuts[at] : cuts[at + 1]]
+        stage_layers = []
+        for chunk_index in range(number, len(cuts) - 1, stages):
+            chunk = layers[cuts[chunk_index] : cuts[chunk_index + 1]]
             chunks.append(tuple(chunk))
-            mine += chunk
-        found.append(Stage(number, tuple(chunks), count_layers(mine, config)))
-    return found
+            stage_layers += chunk
+        result.append(Stage(number, tuple(chunks), count_layers(stage_layers, config)))
+    return result
 
 
-def in_words(number: float) -> str:
+def format_count(number: float) -> str:
     """Format a number with a unit, such as 1.3 G or 345 M."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
@@ -275,47 +275,50 @@ def in_words(number: float) -> str:
 
 
 @lru_cache(maxsize=65536)
-def _instructions(name: str, extra: int, chunks: int, stage: int, stages: int, micros: int) -> list[Instruction]:
+def _instructions(
+    name: str, extra_warmup: int, num_chunks: int, stage: int, stages: int, micro_batches: int
+) -> list[Instruction]:
     """Return the instructions of a stage, with fewer micro-batches if a shorter schedule has the same steady state."""
-    few = micros
+    shortened = micro_batches
+    # Four times the warm-up of the first stage is enough to contain the steady state.
     steady = name in ("1f1b", "interleaved", "zb-h1")
-    if steady and micros > 6 * stages * (1 + extra) and micros % stages == 0:
-        few = 4 * stages * (1 + extra)
-    schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
-    return list(schedule(stage, stages, few))
+    if steady and micro_batches > 6 * stages * (1 + extra_warmup) and micro_batches % stages == 0:
+        shortened = 4 * stages * (1 + extra_warmup)
+    schedule = find_schedule({"schedule": name, "extra_warmup": extra_warmup}, num_chunks)
+    return list(schedule(stage, stages, shortened))
 
 
 @lru_cache(maxsize=65536)
 def in_flight(
-    name: str, extra: int, chunks: int, stage: int, stages: int, micros: int, chunk: int | None = None
+    name: str, extra_warmup: int, num_chunks: int, stage: int, stages: int, micro_batches: int, chunk: int | None = None
 ) -> int:
     """Return the maximum number of forward passes whose activations a stage keeps at the same time.
 
-    A forward pass takes one micro-batch through one of the `chunks` groups of layers on the stage. The function finds
-    the maximum in the schedule of the stage.
-    name: --pipeline-schedule. extra: --pipeline-extra-warmup. micros: number of micro-batches.
+    A forward pass takes one micro-batch through one of the `num_chunks` groups of layers on the stage. The function
+    finds the maximum in the schedule of the stage.
+    name: --pipeline-schedule. extra_warmup: --pipeline-extra-warmup.
     chunk: count only the passes through this group of layers; None counts those of all groups.
     """
-    plan = _instructions(name, extra, chunks, stage, stages, micros)
-    return most_in_flight([each for each in plan if chunk in (None, each.chunk)])
+    instructions = _instructions(name, extra_warmup, num_chunks, stage, stages, micro_batches)
+    return max_in_flight([instruction for instruction in instructions if chunk in (None, instruction.chunk)])
 
 
 @lru_cache(maxsize=65536)
-def fullest(
-    after: type[Instruction], name: str, extra: int, chunks: int, stage: int, stages: int, micros: int
+def peak_in_flight(
+    after: type[Instruction], name: str, extra_warmup: int, num_chunks: int, stage: int, stages: int, micro_batches: int
 ) -> tuple[int, int]:
     """Return (micro-batches in flight, those of them whose weight gradients zb-h1 has yet to compute).
 
     They are counted after each instruction of the type `after`; the largest pair is returned, (0, 0) if there is none.
     """
-    alive = waiting = 0
-    most = (0, 0)
-    for each in _instructions(name, extra, chunks, stage, stages, micros):
-        alive += isinstance(each, Forward) - isinstance(each, (Backward, BackwardWeight))
-        waiting += isinstance(each, BackwardInput) - isinstance(each, BackwardWeight)
-        if isinstance(each, after):
-            most = max(most, (alive, waiting))
-    return most
+    num_in_flight = deferred = 0
+    peak = (0, 0)
+    for instruction in _instructions(name, extra_warmup, num_chunks, stage, stages, micro_batches):
+        num_in_flight += isinstance(instruction, Forward) - isinstance(instruction, (Backward, BackwardWeight))
+        deferred += isinstance(instruction, BackwardInput) - isinstance(instruction, BackwardWeight)
+        if isinstance(instruction, after):
+            peak = max(peak, (num_in_flight, deferred))
+    return peak
 
 
 @dataclass(frozen=True)
@@ -329,7 +332,7 @@ class Shapes:
     @property
     def width(self) -> int:
         """Bytes per element of an activation."""
-        return WIDTHS[self.precision]
+        return DTYPE_BYTES[self.precision]
 
     @property
     def ranks(self) -> int:
@@ -337,22 +340,22 @@ class Shapes:
         return self.config.parallel.model_parallel_size
 
     @property
-    def shared(self) -> int:
+    def sequence_shards(self) -> int:
         """Number of ranks that shard hidden states: all model-parallel ranks with sequence parallelism, else 1."""
-        return self.ranks if splits_sequences(self.config, self.accelerated) else 1
+        return self.ranks if uses_sequence_parallel(self.config, self.accelerated) else 1
 
     @property
     def tokens(self) -> tuple[int, int]:
         """Numbers of tokens of a micro-batch on one rank: (encoder, decoder) for T5, (all, 0) for GPT-2 and Llama."""
-        first, second = lengths(self.config)
+        first, second = sample_lengths(self.config)
         b = self.config.train.batch_size
         return first * b // self.config.parallel.context_parallel_size, second * b
 
     def hidden(self, tokens: int) -> float:
         """Return the bytes of the hidden states of `tokens` tokens on one rank; sequence parallelism shards them."""
-        return tokens * self.config.model.hidden_size * self.width / self.shared
+        return tokens * self.config.model.hidden_size * self.width / self.sequence_shards
 
-    def of_layer(self, layer: Layer) -> int:
+    def layer_tokens(self, layer: Layer) -> int:
         """Return the number of tokens in a micro-batch that `layer` processes on one rank."""
         encoder, decoder = self.tokens
         in_decoder = self.config.is_t5 and (layer.name.startswith("decoder.") or layer.name == "head")

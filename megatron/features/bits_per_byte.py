@@ -19,17 +19,17 @@ class BitsPerByte(Feature):
 
     def start(self, run: "Run") -> None:
         self._run = run
-        self._bytes: dict[str, dict[str, float]] = {}  # by data set, see `bytes_per_target`
+        self._bytes_per_target: dict[str, dict[str, float]] = {}  # by data set, see `bytes_per_target`
 
     def extend(self, row: dict[str, Any]) -> None:
         """Add `bits_per_byte` to a row with a loss, if the samples of its data set show the bytes of their targets."""
         if not is_rank_0() or "lm_loss" not in row:
             return
         part, _, name = row["split"].partition("/")
-        if part not in self._bytes:
+        if part not in self._bytes_per_target:
             from .target_bytes import bytes_per_target
 
-            self._bytes[part] = bytes_per_target(self._run, part)
-        size = self._bytes[part].get(name)
-        if size:
-            row["bits_per_byte"] = row["lm_loss"] / math.log(2) / size
+            self._bytes_per_target[part] = bytes_per_target(self._run, part)
+        target_bytes = self._bytes_per_target[part].get(name)
+        if target_bytes:
+            row["bits_per_byte"] = row["lm_loss"] / math.log(2) / target_bytes

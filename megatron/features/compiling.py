@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from .. import mpu
-from .._torch import cpp_compiler_found, triton_found
+from .._torch import can_use_triton, has_cpp_compiler
 from ..config import Config
-from ..config.conflicts import conflicts_with_compile
+from ..config.conflicts import compile_conflicts
 from ..model.attention import Attention
 from ..model.block import TransformerLayer
 from ..mpu import mappings
@@ -20,12 +20,12 @@ from ..ranks import device
 from ..ranks.rank_0 import print_rank_0
 from ..training.feature import Feature, Plan
 
-# Whether the device is a CUDA device -> what is missing, and what to do.
-MISSING = {
-    False: "no C++ compiler was found; set the variable CXX to a C++ compiler",
-    True: "Triton, a C compiler or the headers of Python were not found, or this device is older than Volta; install "
-    "triton, gcc and python3-dev",
-}
+# What torch.compile lacks on this device, and what to do.
+NO_CPP_COMPILER = "no C++ compiler was found; set the variable CXX to a C++ compiler"
+NO_TRITON = (
+    "Triton, a C compiler or the headers of Python were not found, or this device is older than Volta; install "
+    "triton, gcc and python3-dev"
+)
 
 
 class Compilation(Feature):
@@ -47,19 +47,20 @@ def compile_layers(model: Any, config: Config, zero_stage: int = 0) -> None:
     Without --compile and --no-compile, a line of the log says whether layers are compiled on CUDA.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    asked = config.train.compile
-    on_cuda = device.current().type == "cuda"
-    if not (layers and (on_cuda if asked is None else asked)):
+    requested = config.train.compile
+    on_cuda = device.current_device().type == "cuda"
+    is_enabled = on_cuda if requested is None else requested
+    if not (layers and is_enabled):
         return
     reason = reason_against(layers, config, zero_stage)
     if reason is not None:
-        print_rank_0(f"{'--compile has no effect' if asked else 'note: layers are not compiled'}: {reason}")
+        print_rank_0(f"{'--compile has no effect' if requested else 'note: layers are not compiled'}: {reason}")
         return
-    if asked is None:
+    if requested is None:
         print_rank_0(
             "note: layers are compiled by torch.compile, so the first steps are slow; --no-compile turns it off"
         )
-    _keep_outside()
+    _exclude_from_compiling()
     for layer in layers:
         layer.compile()
 
@@ -79,22 +80,22 @@ def reason_against(layers: Sequence[nn.Module], config: Config, zero_stage: int)
     If --compile is given, the only reason is a missing compiler, since the settings have already refused conflicts.
     """
     if not compiler_found():
-        return MISSING[device.current().type == "cuda"]
+        return NO_TRITON if device.current_device().type == "cuda" else NO_CPP_COMPILER
     if config.train.compile:
         return None
-    return next(chain(conflicts_with_compile(config, zero_stage), _drawbacks(layers, config)), None)
+    return next(chain(compile_conflicts(config, zero_stage), _drawbacks(layers, config)), None)
 
 
 def _drawbacks(layers: Sequence[nn.Module], config: Config) -> Iterator[str]:
     """Yield what makes compiled layers slower or larger than eager ones on CUDA; --compile compiles them anyway."""
-    m = config.model
+    model = config.model
     window = config.model.sliding_window
-    documents = config.objective != "lm" or config.data.reset_attention_mask
-    contexts = config.parallel.context_parallel_size > 1
-    near = window is not None and window < config.data.seq_length
-    masked = documents or contexts or near
+    has_documents = config.objective != "lm" or config.data.reset_attention_mask
+    has_context_ranks = config.parallel.context_parallel_size > 1
+    is_windowed = window is not None and window < config.data.seq_length
+    needs_mask = has_documents or has_context_ranks or is_windowed
     # With relative positions, eager layers save a tensor of this size, too, so compiled layers need no more memory.
-    if masked and m.position_embedding != "relative":
+    if needs_mask and model.position_embedding != "relative":
         yield (
             "each would save its own attention mask, which eager layers share or do not need, because of documents, "
             "--sliding-window or --context-parallel-size; --compile compiles them anyway"
@@ -105,24 +106,24 @@ def _drawbacks(layers: Sequence[nn.Module], config: Config) -> Iterator[str]:
 
 
 @functools.cache
-def _keep_outside() -> None:
-    """Exclude the functions in `kept`, such as recomputation and eager collectives, from compilation.
+def _exclude_from_compiling() -> None:
+    """Exclude the functions in `excluded`, such as recomputation and eager collectives, from compilation.
 
     Call this function only if layers are compiled, because importing PyTorch's compiler takes seconds.
     """
-    kept = [
-        (Attention, "_with_dropout"),
-        (Attention, "_computed_again"),
-        (mappings, "over_ranks"),
+    excluded = [
+        (Attention, "_compute_with_dropout"),
+        (Attention, "_compute_with_checkpoint"),
+        (mappings, "apply_collective"),
         (mappings, "sum_in_place"),
     ]
-    for owner, name in kept:
+    for owner, name in excluded:
         setattr(owner, name, torch.compiler.disable(getattr(owner, name)))  # type: ignore[no-untyped-call]
 
 
 def compiler_found() -> bool:
     """Return True if torch.compile finds what it needs: a C++ compiler on a CPU, Triton and a C compiler on CUDA."""
-    kind = device.current().type
+    kind = device.current_device().type
     if kind == "cpu":
-        return cpp_compiler_found()
-    return kind != "cuda" or triton_found()
+        return has_cpp_compiler()
+    return kind != "cuda" or can_use_triton()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..checkpointing.files import numbered_checkpoints
-from ..data.damage import ADVICE, Block, spread
+from ..data.damage import ADVICE, Block, evenly_spaced
 from ..data.indexed_dataset import DatasetError
 
 
@@ -32,11 +32,11 @@ class Identity(NamedTuple):
 
 def identity_of(file: CorpusFile) -> Identity:
     """Return the identity of a file; of an object, that of its cache, which each node has."""
-    about = (file.cache or file.path).stat()
-    return Identity(about.st_ino, about.st_size, 0 if file.cache else about.st_mtime_ns)
+    status = (file.cache or file.path).stat()
+    return Identity(status.st_ino, status.st_size, 0 if file.cache else status.st_mtime_ns)
 
 
-class Watch:
+class FileWatch:
     """The local files of corpora that this rank reads, as they were when they were last looked at.
 
     folder: the run's checkpoints. iteration: the one at which the files were opened.
@@ -46,54 +46,54 @@ class Watch:
         self._files = [file for file in files if not file.cache]
         self._known = {file.path: identity_of(file) for file in self._files}
         self._folder = folder
-        self._unaffected = iteration
+        self._last_clean = iteration
 
-    def changed(self) -> list[CorpusFile]:
+    def find_changed(self) -> list[CorpusFile]:
         """Return the files that were changed since the last call, with advice that names the change.
 
         A file that was deleted is left out: the run has mapped it and trains on.
         """
-        found = []
+        changed_files = []
         for file in self._files:
             try:
-                now = identity_of(file)
+                new = identity_of(file)
             except OSError:
                 continue
-            known = self._known[file.path]
-            if now != known:
-                self._known[file.path] = now
-                found.append(file._replace(advice=self._advice(known, now)))
-        return found
+            old = self._known[file.path]
+            if new != old:
+                self._known[file.path] = new
+                changed_files.append(file._replace(advice=self._advice(old, new)))
+        return changed_files
 
-    def passed(self, iteration: int) -> None:
+    def mark_clean(self, iteration: int) -> None:
         """Note that no file had changed when the checkpoint of this iteration was saved."""
-        self._unaffected = iteration
+        self._last_clean = iteration
 
-    def refuse(self, file: CorpusFile, most: int) -> None:
-        """Raise DatasetError if a changed file has another size or content. most: number of blocks to compare."""
+    def check_content(self, file: CorpusFile, max_blocks: int) -> None:
+        """Raise DatasetError if a changed file has another size or content. max_blocks: number of blocks to compare."""
         if not file.blocks:
             raise DatasetError(f"{file.path} has no checksums that show whether its content changed; {file.advice}")
         if self._known[file.path].size != file.blocks[-1].end:
             raise DatasetError(f"{file.path} has another size; {file.advice}")
-        for number in spread(len(file.blocks), most):
-            if damage := file.blocks[number].damage():
+        for number in evenly_spaced(len(file.blocks), max_blocks):
+            if damage := file.blocks[number].find_error():
                 raise DatasetError(f"{damage}; {file.advice}")
 
-    def _advice(self, known: Identity, now: Identity) -> str:
-        when = datetime.fromtimestamp(now.modified / 1e9).isoformat(" ", "seconds")
-        what = f"modified at {when}"
-        if now.size != known.size:
-            what = f"changed at {when} from {known.size} to {now.size} bytes"
-        elif now.inode != known.inode:
-            what = "replaced by another file"
-        return f"the file was {what} while the run trained on it: restore it, {self._way_back()}"
+    def _advice(self, old: Identity, new: Identity) -> str:
+        time = datetime.fromtimestamp(new.modified / 1e9).isoformat(" ", "seconds")
+        change = f"modified at {time}"
+        if new.size != old.size:
+            change = f"changed at {time} from {old.size} to {new.size} bytes"
+        elif new.inode != old.inode:
+            change = "replaced by another file"
+        return f"the file was {change} while the run trained on it: restore it, {self._recovery_advice()}"
 
-    def _way_back(self) -> str:
-        older = [path for number, path in numbered_checkpoints(self._folder).items() if number <= self._unaffected]
-        if not older:
+    def _recovery_advice(self) -> str:
+        clean = [path for number, path in numbered_checkpoints(self._folder).items() if number <= self._last_clean]
+        if not clean:
             return "and start again, as no checkpoint is older than the change"
-        last = older[-1].name
+        checkpoint = clean[-1].name
         return (
-            f"write {last}, the last checkpoint that is older than the change, into {self._folder / 'latest'}, and run "
-            "the same command"
+            f"write {checkpoint}, the last checkpoint that is older than the change, into {self._folder / 'latest'}, "
+            "and run the same command"
         )

@@ -11,21 +11,21 @@ import torch.distributed as dist
 
 from ..config import Config
 from ..data.corpora import made_with
-from ..data.damage import Block, blocks_of, pairs_of, sums_of
+from ..data.damage import Block, blocks_of, pairs_of, sidecar_sums
 from ..data.indexed_dataset import DatasetError
-from ..ranks.agreement import all_ranks
+from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
 from ..storage import RemotePath, to_path
-from ..training.data_ranks import reads
+from ..training.data_ranks import reads_data
 from ..training.feature import Feature
-from ..training.inputs import blocks_at_start, corpora_of
+from ..training.inputs import blocks_at_start, corpora_of_run
 from ..training.run_folder import save_dir_of
 from ..training.run_state import Run
-from .corpus_changes import CorpusFile, Identity, Watch, identity_of
+from .corpus_changes import CorpusFile, FileWatch, Identity, identity_of
 
-REST = 4.0  # pause after a block, as a multiple of the time that it took
-LOOK_AGAIN = 10.0  # seconds between two looks for blocks that were downloaded meanwhile
+REST_FACTOR = 4.0  # pause after a block, as a multiple of the time that it took
+RETRY_SECONDS = 10.0  # seconds between two looks for blocks that were downloaded meanwhile
 
 
 class CorpusChecks(Feature):
@@ -38,8 +38,8 @@ class CorpusChecks(Feature):
 
     def start(self, run: Run) -> None:
         self._config = run.config
-        files = _files_of(run.config) if reads() else []
-        self._watch = Watch(files, save_dir_of(run.config, run.run_dir), run.state.iteration)
+        files = _files_of(run.config) if reads_data() else []
+        self._watch = FileWatch(files, save_dir_of(run.config, run.run_dir), run.state.iteration)
         self._checkers: list[Checker] = []
         self._compare(files, blocks_at_start(run.config))
 
@@ -50,32 +50,33 @@ class CorpusChecks(Feature):
 
     def before_save(self, iteration: int) -> None:
         """Compare files that were changed since the last save: a few blocks now, and all in a thread."""
-        changed = self._watch.changed()
-        most = blocks_at_start(self._config)
-        with all_ranks():
+        changed = self._watch.find_changed()
+        max_blocks = blocks_at_start(self._config)
+        with raise_on_all_ranks():
             self.before_step(iteration)
             for file in changed:
-                self._watch.refuse(file, most)
+                self._watch.check_content(file, max_blocks)
         names: dict[str, None] = {}
-        for rank in gather_objects([str(file.path) for file in changed]):
-            names |= dict.fromkeys(rank)
+        for paths in gather_objects([str(file.path) for file in changed]):
+            names |= dict.fromkeys(paths)
         if names:
             print_rank_0(
-                f"note: {', '.join(names)} changed while the run trains on it, but the {most} blocks of each file "
-                "that were compared have the checksums of the sidecar; the others are compared while the run trains"
+                f"note: {', '.join(names)} changed while the run trains on it, but the {max_blocks} blocks of each "
+                "file that were compared have the checksums of the sidecar; the others are compared while the run "
+                "trains"
             )
-            self._compare(changed, most)
+            self._compare(changed, max_blocks)
         elif not any(checker.is_alive() for checker in self._checkers):
-            self._watch.passed(iteration)
+            self._watch.mark_clean(iteration)
 
     def close(self, error: BaseException | None) -> None:
         for checker in self._checkers:
             checker.end()
 
     def _compare(self, files: Sequence[CorpusFile], blocks_before: int) -> None:
-        """Start to compare the files, which may be others on each rank. Collective. blocks_before: see `_shares`."""
+        """Start to compare the files, others on each rank. Collective. blocks_before: see `_files_of_rank`."""
         identities = {str(file.path): identity_of(file) for file in files}
-        shares = _shares(files, gather_objects(identities), blocks_before)
+        shares = _files_of_rank(files, gather_objects(identities), blocks_before)
         if shares:
             self._checkers.append(Checker(shares))
             self._checkers[-1].start()
@@ -90,30 +91,30 @@ class Checker(threading.Thread):
     def __init__(self, files: Sequence[CorpusFile]) -> None:
         super().__init__(name="corpus-checks", daemon=True)
         self._files = files
-        self._ended = threading.Event()
+        self._stop_event = threading.Event()
         self.problem: str | None = None
 
     def end(self) -> None:
         """Let the thread end after the block that it reads now."""
-        self._ended.set()
+        self._stop_event.set()
 
     def run(self) -> None:
         """Compare all blocks once; those that are not in the cache yet, later."""
-        waiting = list(self._files)
-        while waiting and not self._is_over():
-            waiting = [rest for file in waiting if (rest := self._rest_of(file)).blocks]
-            if waiting:
-                self._ended.wait(LOOK_AGAIN)
+        unchecked = list(self._files)
+        while unchecked and not self._should_stop():
+            unchecked = [file for file in map(self._compare_available, unchecked) if file.blocks]
+            if unchecked:
+                self._stop_event.wait(RETRY_SECONDS)
 
-    def _is_over(self) -> bool:
-        return self._ended.is_set() or self.problem is not None
+    def _should_stop(self) -> bool:
+        return self._stop_event.is_set() or self.problem is not None
 
-    def _rest_of(self, file: CorpusFile) -> CorpusFile:
+    def _compare_available(self, file: CorpusFile) -> CorpusFile:
         """Compare the blocks that are there, and return the file with the others."""
         missing = []
         try:
             for block in file.blocks:
-                if self._is_over():
+                if self._should_stop():
                     break
                 if not self._compare(file, block):
                     missing.append(block)
@@ -125,13 +126,13 @@ class Checker(threading.Thread):
     def _compare(self, file: CorpusFile, block: Block) -> bool:
         """Compare a block; return False if the cache lacks a part of it."""
         begin = time.monotonic()
-        pieces = _cached(file.cache, block) if file.cache else block.pieces()
+        pieces = _read_cached(file.cache, block) if file.cache else block.read_pieces()
         if pieces is None:
             return False
-        if damage := block.damage(pieces):
-            where = f", or its copy in {file.cache} is; delete the copy and start again" if file.cache else ""
-            self.problem = f"{damage}{where or f'; {file.advice}'}"
-        self._ended.wait(REST * (time.monotonic() - begin))
+        if damage := block.find_error(pieces):
+            cache_advice = f", or its copy in {file.cache} is; delete the copy and start again" if file.cache else ""
+            self.problem = f"{damage}{cache_advice or f'; {file.advice}'}"
+        self._stop_event.wait(REST_FACTOR * (time.monotonic() - begin))
         return True
 
 
@@ -141,29 +142,29 @@ def _files_of(config: Config) -> list[CorpusFile]:
     Indices in storage are read from whole copies and left out.
     """
     files = []
-    for prefix in corpora_of(config):
-        about = made_with(prefix)
+    for prefix in corpora_of_run(config):
+        metadata = made_with(prefix)
         for pair in pairs_of(prefix):
-            sums = sums_of(pair, about)
+            checksums = sidecar_sums(pair, metadata)
             data = to_path(f"{pair}.bin")
             index = to_path(f"{pair}.idx")
-            if sums or not isinstance(data, RemotePath):
-                files.append(_corpus_file(data, sums))
+            if checksums or not isinstance(data, RemotePath):
+                files.append(_corpus_file(data, checksums))
             if not isinstance(index, RemotePath):
-                files.append(_corpus_file(index, sums))
+                files.append(_corpus_file(index, checksums))
     return files
 
 
-def _corpus_file(path: Path, sums: dict[str, Any] | None) -> CorpusFile:
+def _corpus_file(path: Path, checksums: dict[str, Any] | None) -> CorpusFile:
     cache = None
     if isinstance(path, RemotePath):
-        from ..data.remote_tokens import folder_of
+        from ..data.remote_tokens import version_folder
 
-        cache = folder_of(path, path.stamp())
-    return CorpusFile(path, cache, blocks_of(path, sums) if sums else [])
+        cache = version_folder(path, path.stamp())
+    return CorpusFile(path, cache, blocks_of(path, checksums) if checksums else [])
 
 
-def _shares(
+def _files_of_rank(
     files: Sequence[CorpusFile], identities: Sequence[dict[str, Identity]], blocks_before: int
 ) -> list[CorpusFile]:
     """Return the files with the blocks that this rank compares.
@@ -176,24 +177,24 @@ def _shares(
     shares = []
     for file in files:
         path = str(file.path)
-        mine = identities[rank][path]
-        sharing = [each for each, seen in enumerate(identities) if seen.get(path) == mine]
-        is_done = 0 in sharing and not file.cache and len(file.blocks) <= blocks_before
+        identity = identities[rank][path]
+        sharers = [each for each, seen in enumerate(identities) if seen.get(path) == identity]
+        is_done = 0 in sharers and not file.cache and len(file.blocks) <= blocks_before
         if file.blocks and not is_done:
-            own = file.blocks[sharing.index(rank) :: len(sharing)]
-            shares.append(file._replace(blocks=own))
+            rank_blocks = file.blocks[sharers.index(rank) :: len(sharers)]
+            shares.append(file._replace(blocks=rank_blocks))
     return shares
 
 
-def _cached(cache: Path, block: Block) -> Iterator[bytes] | None:
+def _read_cached(cache: Path, block: Block) -> Iterator[bytes] | None:
     """Return the content of a block from the cache of its object; None if the cache lacks a part of it."""
     from ..data.remote_tokens import cached_pieces
 
     pieces = cached_pieces(cache, block.begin, block.end)
-    return None if pieces is None else _read(pieces)
+    return None if pieces is None else _read_pieces(pieces)
 
 
-def _read(pieces: Sequence[tuple[Path, int, int]]) -> Iterator[bytes]:
+def _read_pieces(pieces: Sequence[tuple[Path, int, int]]) -> Iterator[bytes]:
     for path, offset, length in pieces:
         with open(path, "rb") as file:
             file.seek(offset)

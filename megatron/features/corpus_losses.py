@@ -20,13 +20,13 @@ from ..training.health import SampleRange
 from ..training.run_state import Run
 
 
-def names_of(config: Config) -> list[str]:
+def configured_corpora(config: Config) -> list[str]:
     """Return the names of the corpora; [] if the settings name no corpora."""
     data = config.data
     return corpus_names(data.paths) if data.names_corpora else []
 
 
-def rows_of(
+def corpus_rows(
     sums: Mapping[str, float], names: Iterable[str], split: str, iteration: int, divisor: float = 1.0
 ) -> list[dict[str, Any]]:
     """Return a row for metrics.jsonl for each corpus that has targets; its split is, e.g., `train/wiki`.
@@ -34,47 +34,47 @@ def rows_of(
     sums: values that the loss reports beside the loss, summed over micro-batches. divisor: number by which they are to
     be divided so that the targets of all corpora sum to 1.
     """
-    found = []
+    rows = []
     for i, name in enumerate(names):
         targets = sums.get(f"{CORPUS_TARGETS}/{i}", 0.0)
         if targets:
             loss = sums[f"{CORPUS_LOSS}/{i}"] / targets
             row = {"split": f"{split}/{name}", "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)}
-            found.append({**row, "target_share": targets / divisor})
-    return found
+            rows.append({**row, "target_share": targets / divisor})
+    return rows
 
 
 class CorpusLosses(Feature):
     """Feature that writes a row for each corpus of a blend. The host does not wait for the device until `rows`."""
 
     def start(self, run: Run) -> None:
-        self._names = names_of(run.config)
+        self._names = configured_corpora(run.config)
         self._has_named_sets = {part: isinstance(each, Mapping) for part, each in zip(PARTS, run.datasets, strict=True)}
         self._sums: dict[str, Tensor] = {}
-        self._steps: Tensor | float = 0.0
+        self._num_steps: Tensor | float = 0.0
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         """Add the sums of a step, unless its loss is NaN or Inf."""
         if step is None:
             return
-        finite = torch.isfinite(step.loss)
-        mine = [name for name in step.aux if name.startswith((CORPUS_LOSS, CORPUS_TARGETS))]
-        for name in mine:
-            self._sums[name] = self._sums.get(name, 0.0) + torch.where(finite, step.aux[name], 0.0)
-        if mine:
-            self._steps = self._steps + finite.double()
+        is_finite = torch.isfinite(step.loss)
+        names = [name for name in step.aux if name.startswith((CORPUS_LOSS, CORPUS_TARGETS))]
+        for name in names:
+            self._sums[name] = self._sums.get(name, 0.0) + torch.where(is_finite, step.aux[name], 0.0)
+        if names:
+            self._num_steps = self._num_steps + is_finite.double()
 
     def rows(self, iteration: int) -> list[dict[str, Any]]:
         if not self._sums:
             return []
-        steps, *sums = torch.stack([torch.as_tensor(self._steps), *self._sums.values()]).tolist()
-        found = rows_of(dict(zip(self._sums, sums, strict=True)), self._names, "train", iteration, steps)
+        steps, *sums = torch.stack([torch.as_tensor(self._num_steps), *self._sums.values()]).tolist()
+        rows = corpus_rows(dict(zip(self._sums, sums, strict=True)), self._names, "train", iteration, steps)
         self._sums = {}
-        self._steps = 0.0
-        return found
+        self._num_steps = 0.0
+        return rows
 
     def evaluated(self, split: str, iteration: int, sums: Mapping[str, float]) -> list[dict[str, Any]]:
         if self._has_named_sets[split]:  # `evaluate` has a row for each of them
             return []
-        found = rows_of(sums, self._names, split, iteration, sums["targets"])
-        return found if len(found) > 1 else []
+        rows = corpus_rows(sums, self._names, split, iteration, sums["targets"])
+        return rows if len(rows) > 1 else []

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import mpu
-from ..atomic import own_folder, write_text
+from ..atomic import private_temp_folder, write_text
 from ..config import Config
 from ..json_text import brief, read_json
 from ..mpu.linear import Products, matmul, transposed_matmul
@@ -30,18 +30,18 @@ from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
 from ..training.feature import Feature, Plan
 
-WORTH = 1.1  # minimum speedup of the second kernel; below it, torch's own is used, as in any torch program
-FEWEST = 2**22  # multiply-adds below which a matmul takes no time worth a measurement
-MOST = 2**30  # multiply-adds of a measured matmul; a larger one is measured on fewer rows
-LONGEST = 4096  # rows and columns of a measured weight; a larger one is measured in part
+MIN_SPEEDUP = 1.1  # minimum speedup of the second kernel; below it, torch's own is used, as in any torch program
+MIN_MULTIPLY_ADDS = 2**22  # multiply-adds below which a matmul takes no time worth a measurement
+MAX_MULTIPLY_ADDS = 2**30  # multiply-adds of a measured matmul; a larger one is measured on fewer rows
+MAX_FEATURES = 4096  # rows and columns of a measured weight; a larger one is measured in part
 ROUNDS = 5
-ENOUGH = 15  # rounds after which a measurement is no longer repeated
-CLEAR = 4.0  # a speedup that one round suffices for
+MAX_ROUNDS = 15  # rounds after which a measurement is no longer repeated
+CLEAR_SPEEDUP = 4.0  # a speedup that one round suffices for
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Shape = tuple[int, int, int]  # rows of the input, and the weight's output and input features
 Ratios = list[list[float]]  # for output, input gradient and weight gradient: speedups of the second kernel
-NOTHING: Ratios = [[], [], []]
+NO_RATIOS: Ratios = [[], [], []]
 
 
 class CpuMatmul(Feature):
@@ -54,15 +54,16 @@ class CpuMatmul(Feature):
         precision = plan.resolved.precision
         if not has_choice(plan.device, precision):
             return
-        self._cpu = gather_objects(this_cpu())[0]
-        shapes = measured_shapes(model, rows_of(plan.config))
+        self._cpu = gather_objects(describe_cpu())[0]
+        shapes = measured_shapes(model, rows_per_matmul(plan.config))
         if not shapes:
             return
-        ratios = measured(shapes, precision)
-        self._products[precision, 0, 0] = Products(*map(is_faster, joined(ratios.values())))
-        for (_, o, i), found in ratios.items():
-            self._products[precision, o, i] = Products(*map(is_faster, found))
-        self._use()
+        ratios = measure_speedups(shapes, precision)
+        # The sizes 0, 0 stand for weights of all other sizes.
+        self._products[precision, 0, 0] = Products(*map(is_faster, join_ratios(ratios.values())))
+        for (_, o, i), shape_ratios in ratios.items():
+            self._products[precision, o, i] = Products(*map(is_faster, shape_ratios))
+        self._apply_choice()
         if plan.config.log.log_details:
             print_rank_0(_note(ratios, precision))
 
@@ -80,9 +81,9 @@ class CpuMatmul(Feature):
             return
         for precision, o, i, *products in rows:
             self._products[precision, o, i] = Products(*products)
-        self._use()
+        self._apply_choice()
 
-    def _use(self) -> None:
+    def _apply_choice(self) -> None:
         chosen = mpu.get_options().products
         for (precision, o, i), products in self._products.items():
             chosen[DTYPES[precision], o, i] = products
@@ -100,7 +101,7 @@ def _is_row(row: Any) -> bool:
     return isinstance(row, list) and [type(each) for each in row] == kinds and row[0] in DTYPES
 
 
-def rows_of(config: Config) -> int:
+def rows_per_matmul(config: Config) -> int:
     """Return the number of tokens that a linear layer multiplies at once."""
     length = config.data.seq_length
     if config.is_t5 and config.data.enc_seq_length:
@@ -118,90 +119,91 @@ def measured_shapes(model: nn.Module, rows: int) -> list[Shape]:
             weights.add((module.output_size, module.input_size_per_partition))
         elif isinstance(module, mpu.VocabParallelEmbedding):
             weights.add((module.num_embeddings_per_partition, module.embedding_dim))
-    everywhere = set().union(*gather_objects(weights))
-    return [(rows, o, i) for o, i in sorted(everywhere) if rows * o * i >= FEWEST]
+    all_weights = set().union(*gather_objects(weights))
+    return [(rows, o, i) for o, i in sorted(all_weights) if rows * o * i >= MIN_MULTIPLY_ADDS]
 
 
-def measured(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]:
+def measure_speedups(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]:
     """Return the measured speedups for each shape, of all ranks together; all ranks must call this.
 
     What the cache of a rank lacks is measured by all ranks at the same time, as they also multiply at the same time.
     """
     path = cache_file()
     known = read_cache(path)
-    cpu = this_cpu()
+    cpu = describe_cpu()
     keys = {shape: f"{cpu}, {precision}, {' x '.join(map(str, shape))}" for shape in shapes}
-    missing = {shape for shape, key in keys.items() if not is_settled(known.get(key))}
-    everywhere = sorted(set().union(*gather_objects(missing)))
-    for shape in everywhere:
-        new = compare_kernels(shape, DTYPES[precision])
-        before = known.get(keys[shape], NOTHING)
-        known[keys[shape]] = joined([before, new])
-    if everywhere and os.environ.get("LOCAL_RANK", "0") == "0":
+    missing = {shape for shape, key in keys.items() if not is_conclusive(known.get(key))}
+    all_missing = sorted(set().union(*gather_objects(missing)))
+    for shape in all_missing:
+        new_ratios = compare_kernels(shape, DTYPES[precision])
+        old_ratios = known.get(keys[shape], NO_RATIOS)
+        known[keys[shape]] = join_ratios([old_ratios, new_ratios])
+    if all_missing and os.environ.get("LOCAL_RANK", "0") == "0":
         write_cache(path, known)
-    of_ranks = gather_objects([known[key] for key in keys.values()])
-    of_shapes = zip(*of_ranks, strict=True)
-    return {shape: joined(found) for shape, found in zip(shapes, of_shapes, strict=True)}
+    rank_ratios = gather_objects([known[key] for key in keys.values()])
+    ratios_by_shape = zip(*rank_ratios, strict=True)
+    return {shape: join_ratios(parts) for shape, parts in zip(shapes, ratios_by_shape, strict=True)}
 
 
-def joined(parts: Iterable[Ratios]) -> Ratios:
+def join_ratios(parts: Iterable[Ratios]) -> Ratios:
     """Return the speedups of all parts, for each of the three matmuls of a linear layer."""
-    return [list(chain(*of_product)) for of_product in zip(*parts, strict=True)]
+    return [list(chain(*product_parts)) for product_parts in zip(*parts, strict=True)]
 
 
 def compare_kernels(shape: Shape, dtype: torch.dtype) -> Ratios:
     """Measure the speedups of the second kernel for the matmuls of a linear layer, in up to ROUNDS rounds each."""
     rows, o, i = shape
-    o = min(o, LONGEST)
-    i = min(i, LONGEST)
-    rows = min(rows, max(MOST // (o * i), 64))
-    x = torch.ones(rows, i, dtype=dtype)
+    o = min(o, MAX_FEATURES)
+    i = min(i, MAX_FEATURES)
+    rows = min(rows, max(MAX_MULTIPLY_ADDS // (o * i), 64))
+    inputs = torch.ones(rows, i, dtype=dtype)
     weight = torch.ones(o, i, dtype=dtype)
-    grad = torch.ones(rows, o, dtype=dtype)
+    output_grad = torch.ones(rows, o, dtype=dtype)
+    # Each call takes one more argument: True chooses the second kernel.
     products = (
-        partial(matmul, x, weight, None),
-        partial(matmul, grad, weight.t(), None),
-        partial(transposed_matmul, grad, x),
+        partial(matmul, inputs, weight, None),
+        partial(matmul, output_grad, weight.t(), None),
+        partial(transposed_matmul, output_grad, inputs),
     )
     return [_speedups(product) for product in products]
 
 
 def _speedups(product: Callable[[bool], Tensor]) -> list[float]:
-    _seconds(product, True)
-    found: list[float] = []
-    while len(found) < ROUNDS and max(found, default=0.0) < CLEAR:
-        found.append(round(_seconds(product, False) / _seconds(product, True), 3))
-    return found
+    _seconds(product, True)  # warm-up
+    speedups: list[float] = []
+    while len(speedups) < ROUNDS and max(speedups, default=0.0) < CLEAR_SPEEDUP:
+        speedups.append(round(_seconds(product, False) / _seconds(product, True), 3))
+    return speedups
 
 
-def _seconds(product: Callable[[bool], Tensor], second: bool) -> float:
+def _seconds(product: Callable[[bool], Tensor], use_second: bool) -> float:
     begin = time.perf_counter()
-    product(second)
+    product(use_second)
     return time.perf_counter() - begin
 
 
 def is_faster(speedups: list[float]) -> bool:
-    """Return whether the second kernel is worth its use: three of four rounds exceed WORTH."""
-    return quarter(speedups) >= WORTH
+    """Return whether the second kernel is worth its use: three of four rounds exceed MIN_SPEEDUP."""
+    return lower_quartile(speedups) >= MIN_SPEEDUP
 
 
-def quarter(values: list[float]) -> float:
+def lower_quartile(values: list[float]) -> float:
     """Return the value that a quarter of the values do not exceed."""
     return sorted(values)[len(values) // 4]
 
 
-def is_settled(ratios: Any) -> bool:
+def is_conclusive(ratios: Any) -> bool:
     """Return whether the cached speedups of a shape need no further round: they agree, or there are enough."""
     if not isinstance(ratios, list) or len(ratios) != 3:
         return False
-    return all(len(each) >= ENOUGH or _agree(each) for each in ratios)
+    return all(len(each) >= MAX_ROUNDS or _agree(each) for each in ratios)
 
 
 def _agree(speedups: list[float]) -> bool:
     if not speedups:
         return False
     upper = sorted(speedups)[-1 - len(speedups) // 4]
-    return max(speedups) >= CLEAR or (quarter(speedups) >= WORTH) == (upper >= WORTH)
+    return max(speedups) >= CLEAR_SPEEDUP or (lower_quartile(speedups) >= MIN_SPEEDUP) == (upper >= MIN_SPEEDUP)
 
 
 def _note(ratios: Mapping[Shape, Ratios], precision: str) -> str:
@@ -219,9 +221,9 @@ def _note(ratios: Mapping[Shape, Ratios], precision: str) -> str:
 def read_cache(path: Path) -> dict[str, Ratios]:
     """Return the cached measurements; none if the file is missing or damaged, as the only cost is a new measurement."""
     with contextlib.suppress(OSError, ValueError):
-        found = read_json(path)
-        if isinstance(found, dict):
-            return {key: value for key, value in found.items() if _are_ratios(value)}
+        cached = read_json(path)
+        if isinstance(cached, dict):
+            return {key: value for key, value in cached.items() if _are_ratios(value)}
     return {}
 
 
@@ -244,13 +246,13 @@ def cache_file() -> Path:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
         try:
-            folder = own_folder("megatron-cache")
+            folder = private_temp_folder("megatron-cache")
         except ValueError:
             folder = Path(os.devnull)  # no folder is usable: cache reads and writes fail, so each run measures again
     return folder / "megatron-cpu-matmul.json"
 
 
-def this_cpu() -> str:
+def describe_cpu() -> str:
     """Return the CPU, torch version and threads, since different machines may share the cache file."""
     lines = []
     with contextlib.suppress(OSError):

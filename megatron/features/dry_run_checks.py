@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tds.schedule import ScheduleError, schedule_of
-from tds.timetable import check
+from tds.schedule import ScheduleError, find_schedule
+from tds.timetable import check_plan
 
 from ..checkpointing import find_start
 from ..config import Config
@@ -15,7 +15,7 @@ from ..config.command_line import with_values
 from ..config.ds_config import Resolved, resolve
 from ..config.fields import ConfigError
 from ..estimate.per_rank import rank_memory
-from ..estimate.sizes import in_words, parameters, stages_of
+from ..estimate.sizes import format_count, parameters, stages_of
 from ..ranks import device as device_module
 from ..ranks.initialize import initialize_megatron, world_size
 from ..ranks.rank_0 import print_notes, print_rank_0
@@ -24,14 +24,14 @@ from ..timers import Timers
 from ..training import run_folder
 from ..training.data_ranks import open_datasets
 from ..training.global_vars import publish
-from ..training.inputs import refuse_missing
-from ..training.setup import prepare
+from ..training.inputs import require_inputs
+from ..training.setup import prepare_settings
 from ..training.task import Task
 
 # With more instructions than this, fewer micro-batches are checked, since the others repeat the steady state.
-MOST_INSTRUCTIONS = 1 << 16
+MAX_INSTRUCTIONS = 1 << 16
 # A layout of one process: no weights are built, so only the data sees it.
-ALONE = {
+ONE_PROCESS_LAYOUT = {
     "model_parallel_size": 1, "sequence_parallel": None, "context_parallel_size": 1, "expert_parallel_size": 1,
     "pipe_parallel_size": 0, "virtual_pipeline_size": 1, "pipeline_schedule": "1f1b", "pipeline_extra_warmup": 0,
     "partition_method": "balanced", "zero_stage": None, "deepspeed_config": None,
@@ -48,26 +48,26 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
     if world_size() > 1:
         raise ValueError(f"--dry-run {ranks} checks all ranks in one process, but WORLD_SIZE is {world_size()}")
     config = config.with_batches(ranks)
-    refuse_missing(task, config)
+    require_inputs(task, config)
     replicas = config.parallel.data_parallel_size(ranks)
-    device = device_module.current()
-    resolved = resolve(config, ranks, device_module.fast_bf16(device))
-    alone = with_values(config, {**ALONE, "gas": config.train.gas * replicas})
-    initialize_megatron(alone)
-    config, tokenizer, run_dir = prepare(task, config, f"runs/{task.name}")
-    alone = with_values(alone, {"vocab_size": config.model.vocab_size})
-    publish(alone, tokenizer, Timers(device))
-    p = config.parallel
+    device = device_module.current_device()
+    resolved = resolve(config, ranks, device_module.has_fast_bf16(device))
+    local_config = with_values(config, {**ONE_PROCESS_LAYOUT, "gas": config.train.gas * replicas})
+    initialize_megatron(local_config)
+    config, tokenizer, run_dir = prepare_settings(task, config, f"runs/{task.name}")
+    local_config = with_values(local_config, {"vocab_size": config.model.vocab_size})
+    publish(local_config, tokenizer, Timers(device))
+    layout = config.parallel
     print_rank_0(
-        f"dry run of {ranks:,} ranks: data {replicas} x pipe {p.stages} x model {p.model_parallel_size} x context "
-        f"{p.context_parallel_size}, {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
+        f"dry run of {ranks:,} ranks: data {replicas} x pipe {layout.stages} x model {layout.model_parallel_size} x "
+        f"context {layout.context_parallel_size}, {resolved.precision}, ZeRO {resolved.zero_stage}, global batch "
         f"{config.train_batch_size(ranks):,}"
     )
     print_notes(resolved.notes)
     for line in _memory(config, resolved, ranks, device):
         print_rank_0(line)
     _check_schedule(config)
-    datasets = open_datasets(task, alone, tokenizer)
+    datasets = open_datasets(task, local_config, tokenizer)
     print_rank_0(f"data: the first sample has {_shapes(datasets[0])}")
     folder = run_folder.save_dir_of(config, run_dir)
     start = find_start(config, str(folder))
@@ -75,7 +75,7 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
     if isinstance(folder, RemotePath):
         print_rank_0(f"note: {folder} is object storage, which the dry run does not write to")
     else:
-        _write_and_remove(folder)
+        _check_writable(folder)
     print_rank_0("the dry run found no mistake")
 
 
@@ -90,36 +90,39 @@ def _memory(config: Config, resolved: Resolved, ranks: int, device: torch.device
         raise
     except ValueError as error:  # a --partition-method that needs the built model
         return [f"memory: not estimated: {error}"]
-    lines = [f"{in_words(parameters(config))} parameters; peak memory of a rank on {device.type}, of tensors alone:"]
+    total = format_count(parameters(config))
+    lines = [f"{total} parameters; peak memory of a rank on {device.type}, of tensors alone:"]
     first = 0
-    before = ""
+    previous = ""
     for stage, memory in zip(stages, rank_memory(config, resolved, ranks, accelerated, stages), strict=True):
-        size = f"{in_words(stage.count.held)} parameters, {memory.total / 1e9:.3g} GB"
-        words = f"{stage.repeated} transformer layers, {size}"
-        if words == before:
-            lines[-1] = f"  stages {first} to {stage.number}: {words}"
+        size = f"{format_count(stage.count.held)} parameters, {memory.total / 1e9:.3g} GB"
+        description = f"{stage.repeated} transformer layers, {size}"
+        if description == previous:
+            lines[-1] = f"  stages {first} to {stage.number}: {description}"
             continue
         first = stage.number
-        before = words
-        lines.append(f"  stage {first}: {words}")
+        previous = description
+        lines.append(f"  stage {first}: {description}")
     return lines
 
 
 def _check_schedule(config: Config) -> None:
     """Check that the schedule of all stages ends. Raises ValueError if it does not."""
-    p = config.parallel
-    if p.stages == 1:
+    layout = config.parallel
+    if layout.stages == 1:
         return
-    named = {"schedule": p.pipeline_schedule, "extra_warmup": p.pipeline_extra_warmup}
-    schedule = schedule_of(named, p.virtual_pipeline_size)
+    settings = {"schedule": layout.pipeline_schedule, "extra_warmup": layout.pipeline_extra_warmup}
+    schedule = find_schedule(settings, layout.virtual_pipeline_size)
     micros = config.train.gas
-    if micros * p.stages * p.virtual_pipeline_size > MOST_INSTRUCTIONS:
-        micros = min(micros, 4 * p.stages)
+    if micros * layout.stages * layout.virtual_pipeline_size > MAX_INSTRUCTIONS:
+        micros = min(micros, 4 * layout.stages)
     try:
-        check([list(schedule(stage, p.stages, micros)) for stage in range(p.stages)], micros)
+        check_plan([list(schedule(stage, layout.stages, micros)) for stage in range(layout.stages)], micros)
     except ScheduleError as error:
-        raise ValueError(f"--pipeline-schedule {p.pipeline_schedule}: {error}") from None
-    print_rank_0(f"schedule: {p.pipeline_schedule}, {config.train.gas:,} micro-batches, ends on all {p.stages} stages")
+        raise ValueError(f"--pipeline-schedule {layout.pipeline_schedule}: {error}") from None
+    print_rank_0(
+        f"schedule: {layout.pipeline_schedule}, {config.train.gas:,} micro-batches, ends on all {layout.stages} stages"
+    )
 
 
 def _shapes(dataset: Any) -> str:
@@ -130,16 +133,16 @@ def _shapes(dataset: Any) -> str:
     return ", ".join(f"{name} {list(getattr(value, 'shape', ()))}" for name, value in sample.items())
 
 
-def _write_and_remove(folder: Path) -> None:
+def _check_writable(folder: Path) -> None:
     """Write a file to `folder` and remove it, and the folders that did not exist. Raises ValueError if it cannot."""
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    new_folders = [new_folder for new_folder in (folder, *folder.parents) if not new_folder.exists()]
     probe = folder / f".dry-run-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"0")
         probe.unlink()
-        for each in made:
-            each.rmdir()
+        for new_folder in new_folders:
+            new_folder.rmdir()
     except OSError as error:
         raise ValueError(f"checkpoints cannot be written to {folder}: {error.strerror}; give another --save") from None
     print_rank_0(f"checkpoints: {folder} is writable")

@@ -18,9 +18,9 @@ from ..model.gpt2 import GPT2Model
 from ..model.loss import TokenLoss
 from ..model.masks import no_documents
 from ..model.pipe import GPT2ModelPipe
-from ..ranks.agreement import all_ranks
-from ..ranks.errors import complaint
-from ..ranks.objects import from_rank_0, gather_objects
+from ..ranks.agreement import raise_on_all_ranks
+from ..ranks.errors import one_line_error
+from ..ranks.objects import broadcast_from_rank_0, gather_objects
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..training.evaluation import perplexity
 from ..training.feature import Feature, Plan, due
@@ -30,16 +30,16 @@ from .harness import LogLikelihoods, evaluate_tasks
 from .scoring import Request, Scored
 from .task_sets import TaskSet, read_tasks
 
-AT_ONCE = 8  # minimum number of micro-batches for which the engine is called, so that pipeline stages are busy
+MIN_MICRO_BATCHES = 8  # smallest number of micro-batches for a call of the engine, so that pipeline stages are busy
 
 
 def check_model(model: nn.Module, config: Config) -> None:
     """Raise ValueError if --eval-tasks is given and `model` is not a GPT-2 or Llama of this project."""
     if config.train.eval_tasks:
-        refuse_other_models(model, "--eval-tasks")
+        check_scorable(model, "--eval-tasks")
 
 
-def refuse_other_models(model: nn.Module, flag: str) -> None:
+def check_scorable(model: nn.Module, flag: str) -> None:
     """Raise ValueError, naming the flag, unless `model` is a GPT-2 or Llama of this project with its loss."""
     fits = isinstance(model, (GPT2Model, GPT2ModelPipe)) and isinstance(model.loss_fn, TokenLoss)
     if not fits:
@@ -58,48 +58,48 @@ class RankScorer(LogLikelihoods):
 
     def __init__(self, run: Run) -> None:
         self.tokenizer = run.tokenizer
-        self.longest = run.config.data.seq_length
+        self.max_length = run.config.data.seq_length
         self._engine = run.engine
         self._device = run.device
-        self._rows = run.config.train.batch_size
+        self._batch_size = run.config.train.batch_size
         self._loss: TokenLoss = run.engine.deepspeed.module.loss_fn
 
     def score(self, requests: Sequence[Request]) -> list[Scored]:
         """Return the score of each request. Raises ValueError with the first error of a rank."""
-        return self._together(from_rank_0(requests)) if requests else []
+        return self._score_on_all_ranks(broadcast_from_rank_0(requests)) if requests else []
 
     def end(self) -> None:
         """Let the other ranks return from `serve`."""
-        from_rank_0(None)
+        broadcast_from_rank_0(None)
 
     def serve(self) -> None:
         """Take part in each call of `score` on rank 0."""
-        while (requests := from_rank_0(None)) is not None:
-            self._together(requests)
+        while (requests := broadcast_from_rank_0(None)) is not None:
+            self._score_on_all_ranks(requests)
 
-    def _together(self, requests: Sequence[Request]) -> list[Scored]:
-        own: dict[int, list[list[float]]] = {}
+    def _score_on_all_ranks(self, requests: Sequence[Request]) -> list[Scored]:
+        own_scores: dict[int, list[list[float]]] = {}
         problem = None
-        parts = [requests[at : at + self._rows] for at in range(0, len(requests), self._rows)]
+        parts = [requests[at : at + self._batch_size] for at in range(0, len(requests), self._batch_size)]
         try:
-            own = self._own(parts)
+            own_scores = self._score_on_rank(parts)
         except Exception as error:  # a failed evaluation does not end the run, whatever the error
-            problem = complaint(error)
-        everywhere = gather_objects((own, problem))
-        problem = next((text for _, text in everywhere if text is not None), None)
+            problem = one_line_error(error)
+        gathered = gather_objects((own_scores, problem))
+        problem = next((text for _, text in gathered if text is not None), None)
         if problem is not None:
             if is_rank_0():
                 raise ValueError(problem)
             return []
-        sums = torch.zeros(len(parts), 2, self._rows, dtype=torch.float64)
-        for found, _ in everywhere:
-            for part, values in found.items():
-                if part < len(parts):
-                    sums[part] += torch.tensor(values, dtype=torch.float64)
+        sums = torch.zeros(len(parts), 2, self._batch_size, dtype=torch.float64)
+        for rank_scores, _ in gathered:
+            for index, values in rank_scores.items():
+                if index < len(parts):
+                    sums[index] += torch.tensor(values, dtype=torch.float64)
         nats, wrong = sums.transpose(0, 1).flatten(1)[:, : len(requests)].tolist()
         return [Scored(-nat, count == 0) for nat, count in zip(nats, wrong, strict=True)]
 
-    def _own(self, parts: Sequence[Sequence[Request]]) -> dict[int, list[list[float]]]:
+    def _score_on_rank(self, parts: Sequence[Sequence[Request]]) -> dict[int, list[list[float]]]:
         """Run this rank's micro-batches; return {number of a micro-batch: [2, b]} if this rank is to report them.
 
         [2, b] are the summed losses and the numbers of wrong tokens. One rank of each model-parallel group of the last
@@ -107,35 +107,36 @@ class RankScorer(LogLikelihoods):
         """
         mesh = mpu.get_mesh()
         share = mesh.share
-        rounds = -(-len(parts) // share.of)  # every replica runs equally many micro-batches
-        numbers = range(share.number, rounds * share.of, share.of)
-        made = [self.micro_batch(parts[i] if i < len(parts) else ()) for i in numbers]
-        most = max(AT_ONCE, 4 * mesh.pipe.size)
-        self._loss.samples = []
+        rounds = -(-len(parts) // share.size)  # every replica runs equally many micro-batches
+        numbers = range(share.rank, rounds * share.size, share.size)
+        micro_batches = [self.micro_batch(parts[i] if i < len(parts) else ()) for i in numbers]
+        per_call = max(MIN_MICRO_BATCHES, 4 * mesh.pipe.size)
+        self._loss.sample_sums = []
         try:
-            for at in range(0, len(made), most):
-                self._engine.forward(made[at : at + most])
-            found = self._loss.samples
+            for start in range(0, len(micro_batches), per_call):
+                self._engine.forward(micro_batches[start : start + per_call])
+            samples = self._loss.sample_sums
         finally:
-            self._loss.samples = None
-        if mesh.model.rank or not found:
+            self._loss.sample_sums = None
+        if mesh.model.rank or not samples:
             return {}
-        return dict(zip(numbers, torch.stack(found).tolist(), strict=True))
+        return dict(zip(numbers, torch.stack(samples).tolist(), strict=True))
 
     def micro_batch(self, requests: Sequence[Request]) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         """Return ((tokens, positions, document ids), (labels, loss mask)) as the task's `batch` does."""
-        text = torch.zeros(self._rows, self.longest + 1, dtype=torch.int64)
-        loss_mask = torch.zeros(self._rows, self.longest)
-        for row, (ids, targets) in enumerate(requests):
+        text = torch.zeros(self._batch_size, self.max_length + 1, dtype=torch.int64)
+        loss_mask = torch.zeros(self._batch_size, self.max_length)
+        for row, (ids, num_targets) in enumerate(requests):
             text[row, : len(ids)] = torch.tensor(ids)
-            loss_mask[row, len(ids) - 1 - targets : len(ids) - 1] = 1
-        positions = torch.arange(self.longest).repeat(self._rows, 1).to(self._device)
-        inputs = self._own_tokens(text[:, :-1]), positions, no_documents(self._device)
-        return inputs, (self._own_tokens(text[:, 1:]), self._own_tokens(loss_mask))
+            # Labels are the ids shifted by one, so the last target is label len(ids) - 2.
+            loss_mask[row, len(ids) - 1 - num_targets : len(ids) - 1] = 1
+        positions = torch.arange(self.max_length).repeat(self._batch_size, 1).to(self._device)
+        inputs = self._shard_tokens(text[:, :-1]), positions, no_documents(self._device)
+        return inputs, (self._shard_tokens(text[:, 1:]), self._shard_tokens(loss_mask))
 
-    def _own_tokens(self, x: Tensor) -> Tensor:
+    def _shard_tokens(self, batch: Tensor) -> Tensor:
         """Return the tokens of this context-parallel rank of x [b, s], on the device."""
-        return mpu.shard_sequence(x, 1, mpu.context_axis()).contiguous().to(self._device)
+        return mpu.shard_sequence(batch, 1, mpu.context_axis()).contiguous().to(self._device)
 
 
 def evaluate_on_tasks(run: Run, task_sets: Sequence[TaskSet]) -> None:
@@ -158,50 +159,50 @@ def _print_and_log(run: Run, tasks: TaskSet, scorer: RankScorer) -> None:
     iteration = run.state.iteration
     try:
         if tasks.requests:
-            rows = _cloze(tasks, scorer)
+            rows = _evaluate_cloze(tasks, scorer)
         else:
-            rows = _lm_eval(tasks, scorer, run.config.train.eval_tasks_limit)
+            rows = _evaluate_lm_eval(tasks, scorer, run.config.train.eval_tasks_limit)
     except Exception as error:  # lm-eval and the data sets that it loads may raise errors of any class
         print_rank_0(
             f"warning: --eval-tasks {tasks.word} failed at iteration {iteration}, and training continues: "
-            f"{complaint(error)}"
+            f"{one_line_error(error)}"
         )
         return
     for name, numbers in rows.items():
-        words = " | ".join(f"{key.replace('lm_loss', 'loss')} {value:.4g}" for key, value in numbers.items())
-        print_rank_0(f"iteration {iteration:7d} | eval/{name} {words}")
+        line = " | ".join(f"{key.replace('lm_loss', 'loss')} {value:.4g}" for key, value in numbers.items())
+        print_rank_0(f"iteration {iteration:7d} | eval/{name} {line}")
         run.metrics.write({"split": f"eval/{name}", "iteration": iteration, **numbers})
 
 
-def _cloze(tasks: TaskSet, scorer: RankScorer) -> dict[str, dict[str, float]]:
-    found = scorer.score(tasks.requests)
-    loss = -sum(each.log_probability for each in found) / sum(each.targets for each in tasks.requests)
-    right = sum(each.greedy for each in found)
-    numbers = {"accuracy": right / len(found), "lm_loss": loss, "ppl": perplexity(loss), "questions": len(found)}
+def _evaluate_cloze(tasks: TaskSet, scorer: RankScorer) -> dict[str, dict[str, float]]:
+    scores = scorer.score(tasks.requests)
+    loss = -sum(each.log_probability for each in scores) / sum(each.num_targets for each in tasks.requests)
+    num_right = sum(each.greedy for each in scores)
+    numbers = {"accuracy": num_right / len(scores), "lm_loss": loss, "ppl": perplexity(loss), "questions": len(scores)}
     return {tasks.name: numbers}
 
 
-def _lm_eval(tasks: TaskSet, scorer: RankScorer, limit: int | None) -> dict[str, dict[str, float]]:
+def _evaluate_lm_eval(tasks: TaskSet, scorer: RankScorer, limit: int | None) -> dict[str, dict[str, float]]:
     """Return the numbers of each task under lm-eval's names of metrics, except that `acc` becomes `accuracy`."""
     results = evaluate_tasks(scorer, tasks.tasks, limit, tasks.folders, f"--eval-tasks {tasks.word}")
-    found = {name: _numbers(row) for name, row in results.items()}
-    return {name: numbers for name, numbers in found.items() if numbers}
+    metrics = {name: _metrics_of(row) for name, row in results.items()}
+    return {name: numbers for name, numbers in metrics.items() if numbers}
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def _metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of a row of lm-eval, whose keys are `METRIC,FILTER`, without standard errors."""
-    found = {}
+    metrics = {}
     for key, value in row.items():
-        metric, _, filtered = key.partition(",")
-        is_number = filtered and isinstance(value, (int, float))
+        metric, _, filter_name = key.partition(",")
+        is_number = filter_name and isinstance(value, (int, float))
         if not is_number or metric.endswith("_stderr"):
             continue
         if metric == "acc":
             metric = "accuracy"
-        if filtered != "none":
-            metric = f"{metric}_{filtered}"
-        found[metric] = float(value)
-    return found
+        if filter_name != "none":
+            metric = f"{metric}_{filter_name}"
+        metrics[metric] = float(value)
+    return metrics
 
 
 class TaskEvaluations(Feature):
@@ -214,27 +215,27 @@ class TaskEvaluations(Feature):
         self._task_sets = read_tasks(plan.config, plan.tokenizer) if is_rank_0() else []
 
     def engine(self, engine: Any, plan: Plan) -> None:
-        with all_ranks():
+        with raise_on_all_ranks():
             check_model(engine.module, plan.config)
 
     def start(self, run: Run) -> None:
         self._run = run
-        given = run.config.train.eval_tasks_interval
-        self._interval = run.config.checkpoint.save_interval if given is None else given
+        interval = run.config.train.eval_tasks_interval
+        self._interval = run.config.checkpoint.save_interval if interval is None else interval
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         """Evaluate after iterations of --eval-tasks-interval, except the last."""
-        t = self._run.config.train
-        if due(samples.iteration, self._interval) and samples.iteration < t.train_iters:
+        train = self._run.config.train
+        if due(samples.iteration, self._interval) and samples.iteration < train.train_iters:
             self._run.log.check()
             with trace.span("evaluation"):
                 evaluate_on_tasks(self._run, self._task_sets)
-            self._run.log.restart()
+            self._run.log.restart_timer()
 
     def end(self) -> None:
         """Evaluate after the last iteration, unless metrics.jsonl already holds the results."""
         run = self._run
         names = [each.name or each.tasks[0] for each in self._task_sets]
-        done = [run.metrics.holds(f"eval/{name}", run.state.iteration) for name in names]
-        if not from_rank_0(all(done)):
+        done = [run.metrics.has_row(f"eval/{name}", run.state.iteration) for name in names]
+        if not broadcast_from_rank_0(all(done)):
             evaluate_on_tasks(run, self._task_sets)

@@ -8,7 +8,7 @@ from ..ranks.objects import gather_objects
 from ..training.feature import Feature, Interval
 from ..training.run_state import Run
 
-TOKENS = ".mlp.router.tokens"  # end of the global name of a router's buffer `tokens`
+TOKENS_SUFFIX = ".mlp.router.tokens"  # end of the global name of a router's buffer `tokens`
 
 
 class ExpertLog(Feature):
@@ -28,15 +28,15 @@ def expert_tokens(model: Any) -> dict[str, list[int]]:
 
     Collective over the pipeline stages.
     """
-    here = {}
+    local_tokens = {}
     for name, tokens in global_buffers(model):
-        if name.endswith(TOKENS):
-            here[name.removesuffix(TOKENS)] = tokens.tolist()
-    found: dict[str, list[int]] = {}
-    for stage in gather_objects(here, mpu.get_mesh().pipe):
-        found |= stage
-    known = [name for name in getattr(model, "layer_names", []) if name in found]
-    return {name: found[name] for name in dict.fromkeys([*known, *found])}
+        if name.endswith(TOKENS_SUFFIX):
+            local_tokens[name.removesuffix(TOKENS_SUFFIX)] = tokens.tolist()
+    all_tokens: dict[str, list[int]] = {}
+    for stage in gather_objects(local_tokens, mpu.get_mesh().pipe):
+        all_tokens |= stage
+    ordered = [name for name in getattr(model, "layer_names", []) if name in all_tokens]
+    return {name: all_tokens[name] for name in dict.fromkeys([*ordered, *all_tokens])}
 
 
 def balance_of(tokens: list[int]) -> dict[str, float | None]:

@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor
 
 from .. import mpu
-from ..config.fields import first_of
+from ..config.fields import shorten_list
 from ..engines.engine import StepResult
 from ..model.layers import global_parameters
 from ..ranks import device as device_module
@@ -22,12 +22,12 @@ class FirstStep(Feature):
     def start(self, run: Run) -> None:
         self._run = run
         trained = [(name, p) for name, p in global_parameters(run.engine.deepspeed.module) if p.requires_grad]
-        self._learns = {name: False for name, _ in trained}
-        self._hooks = [p.register_hook(partial(self._note, name)) for name, p in trained]  # type: ignore[no-untyped-call]
+        self._has_gradient = {name: False for name, _ in trained}
+        self._hooks = [p.register_hook(partial(self._record, name)) for name, p in trained]  # type: ignore[no-untyped-call]
         self._done = False
 
-    def _note(self, name: str, gradient: Tensor) -> None:
-        self._learns[name] = True
+    def _record(self, name: str, gradient: Tensor) -> None:
+        self._has_gradient[name] = True
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         if step is None or self._done:
@@ -38,15 +38,15 @@ class FirstStep(Feature):
         for hook in self._hooks:
             hook.remove()
         # A tied weight is on several stages. It is trained if it gets a gradient on at least one of these stages.
-        learns: dict[str, bool] = {}
-        for stage in gather_objects(self._learns, mpu.get_mesh().pipe):
-            for name, value in stage.items():
-                learns[name] = learns.get(name, False) or value
-        silent = [name for name, value in learns.items() if not value]
-        if silent:
+        has_gradient: dict[str, bool] = {}
+        for stage in gather_objects(self._has_gradient, mpu.get_mesh().pipe):
+            for name, found in stage.items():
+                has_gradient[name] = has_gradient.get(name, False) or found
+        without_gradient = [name for name, found in has_gradient.items() if not found]
+        if without_gradient:
             print_rank_0(
-                f"warning: no gradient reaches {first_of(silent)}: the loss does not depend on these parameters, so "
-                "they are not trained"
+                f"warning: no gradient reaches {shorten_list(without_gradient)}: the loss does not depend on these "
+                "parameters, so they are not trained"
             )
         elif not step.skipped and float(step.grad_norm) == 0.0:
             print_rank_0(

@@ -6,8 +6,8 @@ from torch import nn
 
 from .. import mpu
 from ..model.block import TransformerLayer
-from ..mpu.fp8 import MULTIPLE
-from ..ranks.agreement import all_ranks
+from ..mpu.fp8 import SIZE_MULTIPLE
+from ..ranks.agreement import raise_on_all_ranks
 from ..training.feature import Feature, Plan
 
 
@@ -15,7 +15,7 @@ class Fp8(Feature):
     """Feature that turns on fp8 in the linear layers of a model."""
 
     def model(self, model: nn.Module, plan: Plan) -> None:
-        with all_ranks():
+        with raise_on_all_ranks():
             use_fp8(model)
 
 
@@ -34,9 +34,9 @@ def use_fp8(model: nn.Module) -> None:
 
 def _check_shape(name: str, module: mpu.ColumnParallelLinear | mpu.RowParallelLinear) -> None:
     shape = mpu.spec_of(module.weight).local_shape  # ZeRO 3 may hold the weight itself as an empty tensor
-    if any(size % MULTIPLE for size in shape):
+    if any(size % SIZE_MULTIPLE for size in shape):
         raise ValueError(
-            f"--precision fp8 needs weights whose sizes on each rank are multiples of {MULTIPLE}, but "
+            f"--precision fp8 needs weights whose sizes on each rank are multiples of {SIZE_MULTIPLE}, but "
             f"{name} of a transformer layer has {shape[0]} x {shape[1]}; change --hidden-size, "
             "--ff-hidden-size, the number of heads or --model-parallel-size, or use --precision bf16"
         )

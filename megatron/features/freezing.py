@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..config.param_groups import ParamRule, describe_rules
-from ..engines.param_groups import rules_of
+from ..engines.param_groups import match_param_rules
 from ..model.parameter_counts import sizes_of_parameters
-from ..ranks.agreement import all_ranks
+from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.rank_0 import print_rank_0
 from ..training.feature import Feature, Plan
 
@@ -28,10 +28,10 @@ def freeze(model: nn.Module, path: str | None, rules: Sequence[ParamRule]) -> No
     if path is None:
         return
     sizes = sizes_of_parameters(model)
-    with all_ranks():
+    with raise_on_all_ranks():
         lines = describe_rules(path, rules, sizes)
     for line in lines:
         print_rank_0(line)
-    for parameter, rule in rules_of(model, rules).items():
+    for parameter, rule in match_param_rules(model, rules).items():
         if rule.frozen is not None:
             parameter.requires_grad_(not rule.frozen)

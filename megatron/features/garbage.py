@@ -43,13 +43,13 @@ class Garbage(Feature):
         self._interval = run.config.of(GarbageSettings).manual_gc_interval
         self._was_on = gc.isenabled()
         # gc.unfreeze() unfreezes all objects, so it is not called if other code has frozen objects.
-        self._thaw = not gc.get_freeze_count()
+        self._may_unfreeze = not gc.get_freeze_count()
         gc.collect()
         gc.freeze()
         gc.disable()
 
     def close(self, error: BaseException | None) -> None:
-        if self._thaw:
+        if self._may_unfreeze:
             gc.unfreeze()
         if self._was_on:
             gc.enable()

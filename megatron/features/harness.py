@@ -10,70 +10,71 @@ from pathlib import Path
 from typing import Any
 
 from ..tokenizer import Tokenizer
-from .random_state import same_random_state
+from .random_state import keep_random_state
 from .scoring import Request, Scored
 
 
-def prefix_of(tokenizer: Tokenizer) -> int:
+def prefix_id(tokenizer: Tokenizer) -> int:
     """Return the id before a text without context: that of bos_token, else of eos_token."""
     return tokenizer.before[0] if tokenizer.bos is None else tokenizer.bos
 
 
-def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_with_start(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the ids of a text, which begin with `tokenizer.start` unless the text begins with the name of bos_token.
 
     The names of special tokens become these tokens, as in transformers.
     """
     ids = tokenizer.encode_names(text)
-    prefix = prefix_of(tokenizer)
+    prefix = prefix_id(tokenizer)
     if any(i == prefix and text.startswith(name) for name, i in tokenizer.marks.items()):
         return ids
     return [*tokenizer.start, *ids]
 
 
-def continuation(tokenizer: Tokenizer, context: str, text: str, longest: int) -> Request | None:
+def continuation_request(tokenizer: Tokenizer, context: str, text: str, max_length: int) -> Request | None:
     """Return the request that scores `text` after `context`, or None if there are no tokens to score.
 
     Context and text are encoded together, and as many ids as the context alone has are its ids. A token that spans
-    both is therefore not scored. longest: context window in tokens. Ids before the window are left out.
+    both is therefore not scored. max_length: context window in tokens. Ids before the window are left out.
     """
     if context:
-        stem = context.rstrip()  # the trailing spaces belong to the text
-        whole = encode(tokenizer, context + text)
-        known = encode(tokenizer, stem)
+        stripped = context.rstrip()  # the trailing spaces belong to the text
+        all_ids = encode_with_start(tokenizer, context + text)
+        context_ids = encode_with_start(tokenizer, stripped)
     else:
-        whole = tokenizer.encode_names(text)
-        known = whole[:1] if whole[:1] == [prefix_of(tokenizer)] else []
-    if not text or not whole:
+        all_ids = tokenizer.encode_names(text)
+        context_ids = all_ids[:1] if all_ids[:1] == [prefix_id(tokenizer)] else []
+    if not text or not all_ids:
         return None
     # lm-eval fails if no token is left for the text. Here, the last token is scored.
-    targets = whole[len(known) :] or whole[-1:]
-    known = known if len(known) < len(whole) else whole[:-1]
-    ids = [*(known or [prefix_of(tokenizer)]), *targets][-longest - 1 :]
+    targets = all_ids[len(context_ids) :] or all_ids[-1:]
+    context_ids = context_ids if len(context_ids) < len(all_ids) else all_ids[:-1]
+    # One id more than the window, as the last target is no input.
+    ids = [*(context_ids or [prefix_id(tokenizer)]), *targets][-max_length - 1 :]
     return Request(ids, min(len(targets), len(ids) - 1))
 
 
-def rolling(tokenizer: Tokenizer, text: str, longest: int) -> list[Request]:
+def rolling_requests(tokenizer: Tokenizer, text: str, max_length: int) -> list[Request]:
     """Return requests that together score each token of a text once, in windows that do not overlap.
 
     The first token of each window has one token of context. The last window is filled with earlier tokens.
     """
-    ids = [prefix_of(tokenizer), *encode(tokenizer, text)]
-    found = []
-    for first in range(1, len(ids), longest):
-        end = min(first + longest, len(ids))
-        found.append(Request(ids[max(end - longest - 1, 0) : end], end - first))
-    return found
+    ids = [prefix_id(tokenizer), *encode_with_start(tokenizer, text)]
+    requests = []
+    for first in range(1, len(ids), max_length):
+        end = min(first + max_length, len(ids))
+        requests.append(Request(ids[max(end - max_length - 1, 0) : end], end - first))
+    return requests
 
 
 class LogLikelihoods:
     """Base class of the model interface that lm-eval requires; each method takes a list of lm-eval's requests.
 
-    longest: context window in tokens.
+    max_length: context window in tokens.
     """
 
     tokenizer: Tokenizer
-    longest: int
+    max_length: int
 
     def score(self, requests: Sequence[Request]) -> list[Scored]:
         """Return the score of each request."""
@@ -82,15 +83,15 @@ class LogLikelihoods:
     def loglikelihood(self, requests: Sequence[Any]) -> list[Scored]:
         """Return (log-probability, whether greedy decoding yields it) of each request's continuation."""
         texts = [request.args for request in requests]
-        made = [continuation(self.tokenizer, context, text, self.longest) for context, text in texts]
-        found = iter(self.score([each for each in made if each]))
-        return [next(found) if each else Scored(0.0, True) for each in made]
+        to_score = [continuation_request(self.tokenizer, context, text, self.max_length) for context, text in texts]
+        scores = iter(self.score([each for each in to_score if each]))
+        return [next(scores) if each else Scored(0.0, True) for each in to_score]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Return the log-probability of each whole text; see `rolling`."""
-        made = [rolling(self.tokenizer, request.args[0], self.longest) for request in requests]
-        found = iter(self.score([each for pieces in made for each in pieces]))
-        return [sum(next(found).log_probability for _ in pieces) for pieces in made]
+        """Return the log-probability of each whole text; see `rolling_requests`."""
+        windows_of_texts = [rolling_requests(self.tokenizer, request.args[0], self.max_length) for request in requests]
+        scores = iter(self.score([window for windows in windows_of_texts for window in windows]))
+        return [sum(next(scores).log_probability for _ in windows) for windows in windows_of_texts]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return greedy continuations. Raises ValueError if this interface only scores text."""
@@ -122,10 +123,10 @@ def local_tasks(path: Path) -> list[str]:
     """
     files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
     lines = [re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text(encoding="utf-8"), re.M) for file in files]
-    found = [line.group(1) for line in lines if line]
-    if not found:
+    names = [line.group(1) for line in lines if line]
+    if not names:
         raise ValueError(f"{path} has no lm-eval task: a YAML file of a task has a line `task: NAME`")
-    return found
+    return names
 
 
 def evaluate_tasks(
@@ -144,9 +145,9 @@ def evaluate_tasks(
         loglikelihood_rolling = staticmethod(model.loglikelihood_rolling)
         generate_until = staticmethod(model.generate_until)
 
-    with same_random_state():  # lm-eval seeds the generators
-        found = simple_evaluate(
+    with keep_random_state():  # lm-eval seeds the generators
+        output = simple_evaluate(
             model=Adapter(), tasks=list(tasks), limit=limit, task_manager=manager, bootstrap_iters=0
         )
-    results: dict[str, Any] = found["results"]
+    results: dict[str, Any] = output["results"]
     return results

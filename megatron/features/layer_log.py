@@ -34,7 +34,8 @@ class LayerLog(Feature):
 
     Activations are the outputs of transformer layers. Padding does not count. Models that are not a list of layers have
     no activations and logits, and compiled layers have no logits.
-    found: layer -> metric -> value of the last measured iteration; empty if none was measured since the last log line.
+    metrics: layer -> metric -> value of the last measured iteration; empty if none was measured since the last log
+    line.
     """
 
     def start(self, run: Run) -> None:
@@ -42,93 +43,94 @@ class LayerLog(Feature):
         self._engine = run.engine.deepspeed
         self._model = self._engine.module
         parameters = list(global_parameters(self._model))
-        built: list[str] = []
+        layer_names: list[str] = []
         if hasattr(self._model, "named_layers"):
-            built = [name for name, _ in self._model.named_layers()]
-        layer_of = {name: _layer_of(name, built) for name, _ in parameters}
-        every: set[str] = set().union(*gather_objects(set(layer_of.values())))
-        in_order = [name for name in getattr(self._model, "layer_names", []) if name in every]
-        self.names = list(dict.fromkeys([*in_order, *sorted(every)]))
-        self._at = {name: at for at, name in enumerate(self.names)}
+            layer_names = [name for name, _ in self._model.named_layers()]
+        layer_of = {name: _layer_of(name, layer_names) for name, _ in parameters}
+        all_layers: set[str] = set().union(*gather_objects(set(layer_of.values())))
+        ordered = [name for name in getattr(self._model, "layer_names", []) if name in all_layers]
+        self.names = list(dict.fromkeys([*ordered, *sorted(all_layers)]))
+        self._layer_index = {name: index for index, name in enumerate(self.names)}
         mesh = mpu.get_mesh()
-        counted = {}
+        layer_index_of = {}
         for name, p in parameters:
             if mpu.is_unique_param(p, mesh.model.rank):
-                counted[p] = self._at[layer_of[name]]
-        self._norms = StepNorms(self._engine, counted, len(self.names), mesh.data.rank == 0)
+                layer_index_of[p] = self._layer_index[layer_of[name]]
+        self._norms = StepNorms(self._engine, layer_index_of, len(self.names), mesh.data.rank == 0)
         compiled = any(map(is_compiled, self._model.modules()))
-        self._attentions = [] if compiled else list(self._attention_modules(built))
+        self._attentions = [] if compiled else list(self._attention_modules(layer_names))
         if compiled:
             print_rank_0(
                 "note: --log-layers leaves out attention logits, as layers are compiled; --no-compile logs them"
             )
         self._activations = torch.zeros(())
         self._logits = torch.zeros(())
-        self._text: Tensor | None = None  # bool [b, q], the queries of the current layer that are text; None for all
-        self._armed = False
-        self.found: dict[str, dict[str, float | None]] = {}
+        self._text_mask: Tensor | None = None  # bool [b, q]: queries of the current layer that are text; None: all
+        self._is_measuring = False
+        self.metrics: dict[str, dict[str, float | None]] = {}
 
-    def _attention_modules(self, built: list[str]) -> Any:
-        for name, layer in self._model.named_layers() if built else ():
+    def _attention_modules(self, layer_names: list[str]) -> Any:
+        for name, layer in self._model.named_layers() if layer_names else ():
             for module in layer.modules():
                 if isinstance(module, Attention):
-                    yield self._at[name], module
+                    yield self._layer_index[name], module
 
     def before_step(self, iteration: int) -> None:
         """Prepare to measure the iteration if it ends with a log line."""
         if not self._run.log.is_due(iteration):
             return
-        self._armed = True
-        numbers: Callable[..., Tensor] = partial(torch.zeros, dtype=torch.float64, device=self._engine.device)
-        self._activations = numbers(2, len(self.names))  # sums of squares, numbers of elements
-        self._logits = numbers(len(self.names)) - math.inf
+        self._is_measuring = True
+        zeros: Callable[..., Tensor] = partial(torch.zeros, dtype=torch.float64, device=self._engine.device)
+        self._activations = zeros(2, len(self.names))  # sums of squares, numbers of elements
+        self._logits = zeros(len(self.names)) - math.inf  # -inf until a logit is seen
         self._norms.begin()
         if hasattr(self._model, "observe"):
-            self._model.observe = self._observe
-        for at, module in self._attentions:
-            module.watch = partial(self._watch, at)
+            self._model.observe = self._record_activations
+        for index, module in self._attentions:
+            module.observe_call = partial(self._record_logits, index)
 
-    def _observe(self, layer: Layer, call: Callable[[Any], Any], inputs: Any) -> Any:
+    def _record_activations(self, layer: Layer, call: Callable[[Any], Any], inputs: Any) -> Any:
         if not (layer.repeated and self._model.training):
             return call(inputs)
-        ids = inputs[_place_of_ids(layer)]
+        ids = inputs[_index_of_ids(layer)]
         context = mpu.context_axis()
         queries = text_tokens(ids, mpu.TRIVIAL_AXIS, context)
-        self._text = None if queries is None else queries.mask.t()
+        self._text_mask = None if queries is None else queries.mask.t()
         outputs = call(inputs)
         hidden = outputs[0].detach()  # [s, b, h]
-        text = text_tokens(ids, mpu.sequence_axis(), context)
-        if text is not None:
-            hidden = hidden[text.mask]
+        shard_text = text_tokens(ids, mpu.sequence_axis(), context)
+        if shard_text is not None:
+            hidden = hidden[shard_text.mask]
         square = squared_norm(hidden)
-        self._activations[:, self._at[layer.name]] += torch.stack([square, torch.full_like(square, hidden.numel())])
+        index = self._layer_index[layer.name]
+        self._activations[:, index] += torch.stack([square, torch.full_like(square, hidden.numel())])
         return outputs
 
-    def _watch(self, at: int, call: AttentionArgs) -> None:
+    def _record_logits(self, index: int, call: AttentionArgs) -> None:
         if self._model.training and not mpu.get_rng().recomputing:
-            self._logits[at] = torch.maximum(self._logits[at], largest_logit(call, self._text).double())
+            self._logits[index] = torch.maximum(self._logits[index], largest_logit(call, self._text_mask).double())
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
-        """Set `found`, if this iteration was measured. All ranks must call this."""
-        self.found = {}
-        if not self._armed:
+        """Set `metrics`, if this iteration was measured. All ranks must call this."""
+        self.metrics = {}
+        if not self._is_measuring:
             return
-        self._armed = False
+        self._is_measuring = False
         if hasattr(self._model, "observe"):
             self._model.observe = None
         for _, module in self._attentions:
-            module.watch = None
+            module.observe_call = None
         sums = torch.cat([self._norms.take(), self._activations])
         if step is None:
             return
         dist.all_reduce(sums)
         self._logits = max_with_nan(self._logits)
-        self.found = self._row(sums, math.inf if step.skipped else float(step.grad_norm))
+        self.metrics = self._compute_metrics(sums, math.inf if step.skipped else float(step.grad_norm))
 
     def row(self, interval: Interval) -> dict[str, Any]:
-        return {"layers": dict(self.found)} if self.found else {}
+        return {"layers": dict(self.metrics)} if self.metrics else {}
 
-    def _row(self, sums: Tensor, norm: float) -> dict[str, dict[str, float | None]]:
+    def _compute_metrics(self, sums: Tensor, norm: float) -> dict[str, dict[str, float | None]]:
         """Return layer -> metric -> value, None if it is not finite.
 
         A layer without activations or without attention has no such metric.
@@ -137,37 +139,37 @@ class LayerLog(Feature):
         weights, gradients, updates, activations, counts = sums.cpu()
         total = math.sqrt(float(gradients.sum()))
         # The optimizer may get scaled and clipped gradients, all by the same factor.
-        factor = norm / total if total and math.isfinite(norm) else math.nan
+        unscale = norm / total if total and math.isfinite(norm) else math.nan
         columns = (
             weights.sqrt(),
-            gradients.sqrt() * factor,
+            gradients.sqrt() * unscale,
             (updates / weights).sqrt(),
             (activations / counts).sqrt(),
             self._logits.cpu(),
         )
         always = torch.ones_like(counts, dtype=torch.bool)
-        there = torch.stack([always, always, always, counts > 0, self._logits.cpu() != -math.inf], 1).tolist()
+        is_present = torch.stack([always, always, always, counts > 0, self._logits.cpu() != -math.inf], 1).tolist()
         values = torch.stack(columns, 1).tolist()
-        rows = zip(self.names, values, there, strict=True)
-        return {name: _present(row, present) for name, row, present in rows}
+        rows = zip(self.names, values, is_present, strict=True)
+        return {name: _present_metrics(row, is_metric_present) for name, row, is_metric_present in rows}
 
 
-def _present(row: list[float], there: list[bool]) -> dict[str, float | None]:
-    """Return metric -> value for the metrics of a layer that are `there`; None for NaN and Inf."""
-    found: dict[str, float | None] = {}
-    for metric, value, present in zip(METRICS, row, there, strict=True):
-        if present:
-            found[metric] = value if math.isfinite(value) else None
-    return found
+def _present_metrics(row: list[float], is_present: list[bool]) -> dict[str, float | None]:
+    """Return metric -> value for the metrics of a layer that are `is_present`; None for NaN and Inf."""
+    metrics: dict[str, float | None] = {}
+    for metric, value, is_metric_present in zip(METRICS, row, is_present, strict=True):
+        if is_metric_present:
+            metrics[metric] = value if math.isfinite(value) else None
+    return metrics
 
 
 def _layer_of(name: str, layers: list[str]) -> str:
     """Return the layer of the parameter `name`; for a model without layers, the module that holds the parameter."""
-    found = max((layer for layer in layers if name.startswith(f"{layer}.")), key=len, default=None)
-    return name.rpartition(".")[0] or name if found is None else found
+    layer_found = max((layer for layer in layers if name.startswith(f"{layer}.")), key=len, default=None)
+    return name.rpartition(".")[0] or name if layer_found is None else layer_found
 
 
-def _place_of_ids(layer: Layer) -> int:
+def _index_of_ids(layer: Layer) -> int:
     """Return the index of the document ids of the layer's tokens among its inputs and among its outputs."""
     if "encoded" in layer.outputs:
         return layer.outputs.index("decoder_document_ids")

@@ -7,20 +7,20 @@ import torch
 import torch.distributed as dist
 
 from megatron.estimate.per_rank import Memory, rank_memory
-from megatron.estimate.sizes import WIDTHS, parameters, stages_of
+from megatron.estimate.sizes import DTYPE_BYTES, parameters, stages_of
 from tds.diagnose import Watchdog
 
 from ..config import Config
 from ..config.ds_config import Resolved
 from ..model.parameter_counts import count_parameters
 from ..ranks import device as device_module
-from ..ranks.initialize import ranks_here
+from ..ranks.initialize import ranks_on_machine
 from ..ranks.rank_0 import print_rank_0
 from ..training.feature import Feature, Interval, Plan
 from ..training.run_state import Run
 from ..training.task import Task
 
-KNOBS = (
+LAYOUT_ADVICE = (
     "use more ranks with --pipe-parallel-size, --model-parallel-size or --zero-stage, or a smaller model; "
     "tools/plan.py finds a layout"
 )
@@ -32,7 +32,7 @@ class MemoryEstimate(Feature):
     def prepare(self, plan: Plan) -> None:
         # On a CPU, the log shows the memory of the process, of which Python and libraries already hold a part.
         self._before_model = device_module.peak_memory_mb(plan.device) if plan.device.type == "cpu" else 0.0
-        lines = estimate(plan.task, plan.config, plan.resolved, plan.device, dist.get_world_size())
+        lines = estimate_lines(plan.task, plan.config, plan.resolved, plan.device, dist.get_world_size())
         if lines and self._before_model:
             lines[0] += f", besides {self._before_model / 1e3:.2f} GB of the process before the model"
         for line in lines:
@@ -42,12 +42,12 @@ class MemoryEstimate(Feature):
     def engine(self, engine: Any, plan: Plan) -> None:
         model = engine.module
         parameters = count_parameters(model)
-        of_muon = 0
+        num_muon = 0
         if plan.config.optim.muon_scale:
             from ..model.muon_parameters import muon_parameters
 
-            of_muon = count_parameters(model, muon_parameters(model))
-        Watchdog.advice = memory_advice(parameters, plan.config, plan.resolved.precision, of_muon)
+            num_muon = count_parameters(model, muon_parameters(model))
+        Watchdog.advice = memory_advice(parameters, plan.config, plan.resolved.precision, num_muon)
 
     def row(self, interval: Interval) -> dict[str, Any]:
         return {"memory_before_model_mb": self._before_model} if self._before_model else {}
@@ -57,7 +57,7 @@ class MemoryEstimate(Feature):
             print_rank_0(f"{run.parameters / 1e6:.2f} million parameters")
 
 
-def estimate(task: Task, config: Config, resolved: Resolved, device: torch.device, world: int) -> list[str]:
+def estimate_lines(task: Task, config: Config, resolved: Resolved, device: torch.device, world: int) -> list[str]:
     """Return lines to print: number of parameters, peak memory of the rank that needs most, and a warning.
 
     The warning is included only if the memory may not suffice. Returns [] for custom models, and if the partition of
@@ -67,38 +67,38 @@ def estimate(task: Task, config: Config, resolved: Resolved, device: torch.devic
     if not type(task).__module__.startswith("megatron.tasks.") or config.model.family is None:
         return []
     try:
-        whole = parameters(config)
-        found = rank_memory(config, resolved, world, device.type != "cpu", stages_of(config))
+        num_parameters = parameters(config)
+        memories = rank_memory(config, resolved, world, device.type != "cpu", stages_of(config))
     except Exception:  # the estimate is only a help, so its failure must not end the run
         return []
-    most = max(found, key=lambda memory: memory.total)
-    size = f"{whole / 1e6:.2f} million parameters, {most.total / 1e9:.3g} GB of tensors on the peak rank"
+    peak = max(memories, key=lambda memory: memory.total)
+    size = f"{num_parameters / 1e6:.2f} million parameters, {peak.total / 1e9:.3g} GB of tensors on the peak rank"
     if config.log.log_details:
-        size += f" ({_parts(most)})"
+        size += f" ({_describe_parts(peak)})"
     lines = [f"estimate: {size}"]
-    room = device_module.memory(device)
-    if room is None or _offloads(resolved):
+    available = device_module.total_memory(device)
+    if available is None or _offloads(resolved):
         return lines
-    ranks = ranks_here(world) if device.type == "cpu" else 1
+    ranks = ranks_on_machine(world) if device.type == "cpu" else 1
     if ranks is None:
         return lines
-    weights = ranks * sum(each.weights for each in found) / len(found)
-    total = ranks * most.total
-    here = f"{ranks} ranks on this machine" if ranks > 1 else "this rank"
-    if device.type == "cpu" and weights > room:
+    weights = ranks * sum(each.weights for each in memories) / len(memories)
+    total = ranks * peak.total
+    whose = f"{ranks} ranks on this machine" if ranks > 1 else "this rank"
+    if device.type == "cpu" and weights > available:
         raise ValueError(
-            f"{whole / 1e9:,.1f} G parameters: the weights alone of {here} take {weights / 1e9:,.0f} GB, but this "
-            f"machine has {room / 1e9:,.0f} GB; {KNOBS}"
+            f"{num_parameters / 1e9:,.1f} G parameters: the weights alone of {whose} take {weights / 1e9:,.0f} GB, but "
+            f"this machine has {available / 1e9:,.0f} GB; {LAYOUT_ADVICE}"
         )
-    if total > room:
+    if total > available:
         lines.append(
-            f"warning: {here} may need {total / 1e9:,.1f} GB, more than the {room / 1e9:,.1f} GB available; {KNOBS}, "
-            "or use --checkpoint-activations"
+            f"warning: {whose} may need {total / 1e9:,.1f} GB, more than the {available / 1e9:,.1f} GB available; "
+            f"{LAYOUT_ADVICE}, or use --checkpoint-activations"
         )
     return lines
 
 
-def _parts(memory: Memory) -> str:
+def _describe_parts(memory: Memory) -> str:
     """Return the name and size in GB of each kind of memory that takes 1% or more, largest first."""
     sizes = sorted(asdict(memory).items(), key=lambda each: -each[1])
     return ", ".join(f"{name} {size / 1e9:.2g}" for name, size in sizes if size >= 0.01 * memory.total)
@@ -109,19 +109,19 @@ def _offloads(resolved: Resolved) -> bool:
     return any(name.startswith("offload") for name in section)
 
 
-def memory_advice(parameters: int, config: Config, precision: str, of_muon: int = 0) -> str:
+def memory_advice(parameters: int, config: Config, precision: str, num_muon: int = 0) -> str:
     """Return the part of an out-of-memory message that says what takes memory and which flags reduce it.
 
-    of_muon: how many of the parameters Muon steps, for which it keeps one moment instead of two.
+    num_muon: how many of the parameters Muon steps, for which it keeps one moment instead of two.
     """
     moments = 1 if config.optim.optimizer == "sgd" else 2
     if config.optim.ema_decay is not None:
         moments += 1
-    numbers = (2 + moments) * parameters - of_muon  # weight, gradient and moments
+    num_values = (2 + moments) * parameters - num_muon  # weight, gradient and moments
     if precision in ("fp64", "fp32"):
-        size = numbers * WIDTHS[precision]
+        size = num_values * DTYPE_BYTES[precision]
     else:
-        size = 4 * numbers + 2 * parameters  # there is also a 16-bit copy of the weight
+        size = 4 * num_values + 2 * parameters  # there is also a 16-bit copy of the weight
     return (
         f"weights, gradients and optimizer of the whole model take {size / 1e9:.3g} GB, sharded by "
         "--zero-stage, --model-parallel-size and --pipe-parallel-size; activations take the rest of the memory: lower "

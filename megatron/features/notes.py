@@ -17,6 +17,6 @@ class Notes(Feature):
                 "note: model-parallel ranks shard activations along the sequence (sequence parallelism); "
                 "--no-sequence-parallel turns this off"
             )
-        slow = device_module.precision_note(plan.device, plan.resolved.precision)
-        if slow:
-            print_rank_0(slow)
+        precision_note = device_module.precision_note(plan.device, plan.resolved.precision)
+        if precision_note:
+            print_rank_0(precision_note)

@@ -27,9 +27,9 @@ class Padding(Feature):
         counts_here = mesh.pipe.rank == 0 and mpu.context_axis().rank == 0
         if batches is None or not counts_here:
             return batches
-        return self._counted(batches)
+        return self._count_padding(batches)
 
-    def _counted(self, batches: Batches) -> Batches:
+    def _count_padding(self, batches: Batches) -> Batches:
         for data in batches:
             for name, ids in data.items():
                 if name.endswith("document_ids"):

@@ -18,18 +18,21 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from tds import timeline, trace
-from tds.align import distance
+from tds.align import measure_offset
 
-from ..atomic import process_name, whole_file
+from ..atomic import atomic_file, process_name
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 
-FOLDER, MERGED = "profile", "merged.json.gz"
+FOLDER = "profile"
+MERGED_FILE = "merged.json.gz"
 MOST_MERGED = 64  # Files of more ranks are not merged, as the merged file would be too large.
-AFTER, COUNT = 5, 3  # default of --profile-iterations: after a start or resume, skip AFTER iterations, profile COUNT
-CLOCK = "perf_counter "  # prefix of the name of a clock event; the value of time.perf_counter_ns() follows
+# Default of --profile-iterations: after a start or resume, skip the first number and profile the second.
+SKIP_ITERATIONS = 5
+PROFILE_ITERATIONS = 3
+CLOCK_PREFIX = "perf_counter "  # prefix of the name of a clock event; the value of time.perf_counter_ns() follows
 # Number of clock events that are recorded at the start and at the end of the profile. Several are recorded, because an
 # event is inaccurate if the thread is preempted between the readings of the two clocks.
-MARKS = 10
+CLOCK_EVENTS = 10
 
 
 class Profile:
@@ -39,10 +42,10 @@ class Profile:
     first, last: first and last profiled iteration.
     """
 
-    def __init__(self, device: torch.device, folder: Path, about: dict[str, Any], first: int, last: int) -> None:
+    def __init__(self, device: torch.device, folder: Path, metadata: dict[str, Any], first: int, last: int) -> None:
         self._device = device
         self._folder = folder
-        self._about = about
+        self._metadata = metadata
         self._first = first
         self._last = last
         self._profiler: profile | None = None
@@ -67,21 +70,21 @@ class Profile:
         return True
 
     def _start(self) -> None:
-        kinds = [ProfilerActivity.CPU]
+        activities = [ProfilerActivity.CPU]
         if self._device.type != "cpu":
-            kinds += [k for k in torch.profiler.supported_activities() if k != ProfilerActivity.CPU]  # type: ignore[no-untyped-call]
-        name = timeline.name_of(dist.get_rank())
-        self._tracer = trace.Tracer(self._device, self._folder / name, self._about, self._first, self._last)
-        self._tracer.clock.append(distance(self._device))
+            activities += [k for k in torch.profiler.supported_activities() if k != ProfilerActivity.CPU]  # type: ignore[no-untyped-call]
+        name = timeline.trace_file_name(dist.get_rank())
+        self._tracer = trace.Tracer(self._device, self._folder / name, self._metadata, self._first, self._last)
+        self._tracer.clock.append(measure_offset(self._device))
         trace.start(self._tracer)
-        self._profiler = profile(activities=kinds, record_shapes=True, acc_events=True)
+        self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
         self._mark_clock()
 
     @staticmethod
     def _mark_clock() -> None:
-        for _ in range(MARKS):
-            with record_function(f"{CLOCK}{time.perf_counter_ns()}"):
+        for _ in range(CLOCK_EVENTS):
+            with record_function(f"{CLOCK_PREFIX}{time.perf_counter_ns()}"):
                 pass
 
     def finish(self) -> None:
@@ -90,12 +93,12 @@ class Profile:
             return
         self._mark_clock()
         self.stop()
-        self._tracer.clock.append(distance(self._device))
+        self._tracer.clock.append(measure_offset(self._device))
         self._tracer.try_to_write()
         path = self._folder / _name_of(dist.get_rank())
         try:
-            with whole_file(path, path.with_name(f"{process_name()}.tmp.json.gz")) as there:
-                self._profiler.export_chrome_trace(str(there))
+            with atomic_file(path, path.with_name(f"{process_name()}.tmp.json.gz")) as temporary:
+                self._profiler.export_chrome_trace(str(temporary))
         except (OSError, RuntimeError, MemoryError) as error:
             print(f"warning: the profile {path} cannot be written: {error}", flush=True)
         self._profiler = None
@@ -104,7 +107,7 @@ class Profile:
         if is_rank_0() and dist.get_world_size() <= MOST_MERGED:
             try:
                 merge(self._folder)
-                print_rank_0(f"wrote the profile of {dist.get_world_size()} ranks to {self._folder / MERGED}")
+                print_rank_0(f"wrote the profile of {dist.get_world_size()} ranks to {self._folder / MERGED_FILE}")
             except (OSError, ValueError, KeyError, MemoryError) as error:
                 print_rank_0(f"warning: the profiles of the ranks cannot be merged: {error}")
 
@@ -128,70 +131,72 @@ def merge(folder: Path) -> Path:
     """
     ranks = timeline.read(folder)
     events = chain.from_iterable(rank.events for rank in ranks)
-    zero = min((event["ts"] for event in events), default=0.0)
-    path = folder / MERGED
-    with whole_file(path) as there, gzip.open(there, "wt", encoding="utf-8", compresslevel=4) as file:
+    origin = min((event["ts"] for event in events), default=0.0)
+    path = folder / MERGED_FILE
+    with atomic_file(path) as temporary, gzip.open(temporary, "wt", encoding="utf-8", compresslevel=4) as file:
         file.write('{"traceEvents":[\n')
         separator = ""
         for rank in ranks:
-            for event in _events(folder, rank, zero):
+            for event in _events(folder, rank, origin):
                 file.write(separator + json.dumps(event, separators=(",", ":")))
                 separator = ",\n"
         file.write("\n]}\n")
     return path
 
 
-def _events(folder: Path, rank: timeline.RankTrace, zero: float) -> Iterator[dict[str, Any]]:
+def _events(folder: Path, rank: timeline.RankTrace, origin: float) -> Iterator[dict[str, Any]]:
     """Yield the events of one rank with new process ids.
 
     PyTorch's profiler gives the first GPU of every rank the process id 0, so the ids of different ranks would collide.
     """
-    number = rank.about["rank"]
-    base = 1000 * number
-    yield {"ph": "M", "name": "process_name", "pid": base, "args": {"name": rank.about["name"]}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": base, "args": {"sort_index": base}}
-    yield from ({**e, "pid": base, "ts": round(e["ts"] - zero, 3)} for e in rank.events)
+    number = rank.metadata["rank"]
+    # A rank has fewer than 1000 processes, so the ids of different ranks do not collide.
+    first_pid = 1000 * number
+    yield {"ph": "M", "name": "process_name", "pid": first_pid, "args": {"name": rank.metadata["name"]}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": first_pid, "args": {"sort_index": first_pid}}
+    yield from ({**e, "pid": first_pid, "ts": round(e["ts"] - origin, 3)} for e in rank.events)
     path = folder / _name_of(number)
     if not path.is_file():
         return
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        seen = json.load(file)["traceEvents"]
-    shift = _shift(seen, rank) - zero
+        profiled = json.load(file)["traceEvents"]
+    shift = _clock_shift(profiled, rank) - origin
     pids: dict[Any, int] = {}
-    for event in seen:
-        pid = pids.setdefault(event.get("pid"), base + 1 + len(pids))
+    for event in profiled:
+        pid = pids.setdefault(event.get("pid"), first_pid + 1 + len(pids))
         event = {**event, "pid": pid}
         if "ts" in event:
             event["ts"] = round(event["ts"] + shift, 3)
         if "id" in event:
             event["id"] = f"{number}-{event['id']}"
         if event.get("name") in ("process_sort_index", "process_name", "process_labels"):
-            event["args"] = _labelled(event, number, pid)
+            event["args"] = _label_args(event, number, pid)
         yield event
 
 
-def _labelled(event: dict[str, Any], rank: int, pid: int) -> dict[str, Any]:
+def _label_args(event: dict[str, Any], rank: int, pid: int) -> dict[str, Any]:
     if event["name"] == "process_sort_index":
         return {"sort_index": pid}
     return {key: f"rank {rank}: {value}" if key == "name" else value for key, value in event["args"].items()}
 
 
-def _shift(seen: list[dict[str, Any]], rank: timeline.RankTrace) -> float:
+def _clock_shift(profiled: list[dict[str, Any]], rank: timeline.RankTrace) -> float:
     """Return the microseconds to add to the profiler times of a rank, so that they are on the clock of rank 0.
 
-    seen: events of the rank's profile. Raises ValueError if there is no clock event among them.
+    profiled: events of the rank's profile. Raises ValueError if there is no clock event among them.
     """
     shifts = []
-    for event in seen:
+    for event in profiled:
         name = str(event.get("name", ""))
-        if name.startswith(CLOCK) and event.get("ph") == "X":
-            shifts.append(int(name.removeprefix(CLOCK)) / 1e3 - event["ts"])
+        if name.startswith(CLOCK_PREFIX) and event.get("ph") == "X":
+            shifts.append(int(name.removeprefix(CLOCK_PREFIX)) / 1e3 - event["ts"])
     if not shifts:
-        raise ValueError(f"the profile of rank {rank.about['rank']} has no clock event")
+        raise ValueError(f"the profile of rank {rank.metadata['rank']} has no clock event")
     # perf_counter is read before the profiler's clock. So each difference of the two clocks is too small, and the
     # largest difference is the most accurate.
-    own: float = max(shifts)
-    clock = rank.about["clock"]
+    shift: float = max(shifts)
+    clock = rank.metadata["clock"]
     if clock:
-        own -= clock[0][1] / 1e3
-    return own
+        # Offset of this rank's clock from that of rank 0 in ns, measured when the timeline began.
+        shift -= clock[0][1] / 1e3
+    return shift

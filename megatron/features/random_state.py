@@ -9,7 +9,7 @@ import torch
 
 
 @contextmanager
-def same_random_state() -> Iterator[None]:
+def keep_random_state() -> Iterator[None]:
     """Restore the generators of Python, NumPy and torch at the end of the `with` block."""
     python = random.getstate()
     numpy = np.random.get_state()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from tds import timeline, trace
-from tds.align import distance
+from tds.align import measure_offset
 
 from .. import mpu
 from ..config import Config
@@ -22,21 +22,22 @@ from . import profile
 MOST_MERGED = 64
 
 
-def about(config: Config, engine: Any) -> dict[str, Any]:
+def rank_metadata(config: Config, engine: Any) -> dict[str, Any]:
     """Return metadata for this rank's timeline, such as its stage and the pipeline schedule."""
     mesh = mpu.get_mesh()
-    p = config.parallel
+    layout = config.parallel
     rank = dist.get_rank()
-    found: dict[str, Any] = {"rank": rank, "ranks": dist.get_world_size(), "stage": mesh.pipe.rank, "stages": p.stages}
-    found |= {"replica": mesh.data.rank, "model": mesh.model.rank, "pipeline": p.pipe_parallel_size > 0}
-    found |= {
-        "schedule": p.pipeline_schedule,
-        "extra_warmup": p.pipeline_extra_warmup,
-        "chunks": p.virtual_pipeline_size,
+    metadata: dict[str, Any] = {"rank": rank, "ranks": dist.get_world_size(), "stage": mesh.pipe.rank}
+    metadata |= {"stages": layout.stages, "replica": mesh.data.rank, "model": mesh.model.rank}
+    metadata |= {
+        "pipeline": layout.pipe_parallel_size > 0,
+        "schedule": layout.pipeline_schedule,
+        "extra_warmup": layout.pipeline_extra_warmup,
+        "chunks": layout.virtual_pipeline_size,
     }
-    found |= {"micros": config.train.gas, "device": engine.device.type}
-    place = f"stage {mesh.pipe.rank}, replica {mesh.data.rank}, model {mesh.model.rank}"
-    return found | {"name": f"rank {rank} ({place})"}
+    metadata |= {"micros": config.train.gas, "device": engine.device.type}
+    position = f"stage {mesh.pipe.rank}, replica {mesh.data.rank}, model {mesh.model.rank}"
+    return metadata | {"name": f"rank {rank} ({position})"}
 
 
 class Recorder(Protocol):
@@ -52,12 +53,12 @@ class Recording(Feature):
     def start(self, run: Run) -> None:
         self._run = run
         self._stack = ExitStack()
-        context = recorded(run.config, run.run_dir, run.engine.deepspeed, run.state.iteration)
+        context = record_iterations(run.config, run.run_dir, run.engine.deepspeed, run.state.iteration)
         self._recorder = self._stack.enter_context(context)
 
     def before_step(self, iteration: int) -> None:
         if self._recorder.iteration(iteration):
-            self._run.log.restart()
+            self._run.log.restart_timer()
 
     def close(self, error: BaseException | None) -> None:
         if error is None:
@@ -67,24 +68,25 @@ class Recording(Feature):
 
 
 @contextmanager
-def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iterator[Recorder]:
+def record_iterations(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iterator[Recorder]:
     """Context that records iterations with --trace or --profile; yields the recorder.
 
     iteration: number of iterations that the run has done before this start.
     Entering and leaving the context are collectives.
     """
     if not config.log.profile:
-        with traced(config, run_dir, engine) as tracer:
+        with record_timeline(config, run_dir, engine) as tracer:
             yield tracer
         return
     folder = run_dir / profile.FOLDER
-    first, last = config.log.profiled or (iteration + profile.AFTER + 1, iteration + profile.AFTER + profile.COUNT)
+    skipped = iteration + profile.SKIP_ITERATIONS
+    first, last = config.log.profile_range or (skipped + 1, skipped + profile.PROFILE_ITERATIONS)
     if is_rank_0() and folder.is_dir():
         # Delete the files of an earlier start, which may have had more ranks.
         for old in [*folder.glob("rank_*.json"), *folder.glob("torch_*.json.gz")]:
             old.unlink()
     folder.mkdir(parents=True, exist_ok=True)
-    recorder = profile.Profile(engine.device, folder, about(config, engine), first, last)
+    recorder = profile.Profile(engine.device, folder, rank_metadata(config, engine), first, last)
     try:
         yield recorder
     except BaseException:
@@ -96,21 +98,21 @@ def recorded(config: Config, run_dir: Path, engine: Any, iteration: int) -> Iter
 
 
 @contextmanager
-def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer]:
+def record_timeline(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer]:
     """Context that records a timeline with --trace; yields the recorder.
 
     Entering and leaving the context are collectives. After an error, each rank writes its recorded events
     without waiting for other ranks.
     """
     folder = run_dir / timeline.FOLDER
-    first, last = config.log.traced or (None, None)
-    path = folder / timeline.name_of(dist.get_rank())
+    first, last = config.log.trace_range or (None, None)
+    path = folder / timeline.trace_file_name(dist.get_rank())
     if is_rank_0():
         # Delete the files of an earlier start, which may have had more ranks.
         for old in folder.glob("rank_*.json"):
             old.unlink()
-    recorder = trace.Tracer(engine.device, path, about(config, engine), first, last)
-    recorder.clock.append(distance(engine.device))
+    recorder = trace.Tracer(engine.device, path, rank_metadata(config, engine), first, last)
+    recorder.clock.append(measure_offset(engine.device))
     trace.start(recorder)
     try:
         yield recorder
@@ -119,7 +121,7 @@ def traced(config: Config, run_dir: Path, engine: Any) -> Iterator[trace.Tracer]
         recorder.try_to_write(wait=False)
         raise
     trace.stop()
-    recorder.clock.append(distance(engine.device))
+    recorder.clock.append(measure_offset(engine.device))
     recorder.try_to_write()
     dist.barrier()
     if is_rank_0() and dist.get_world_size() <= MOST_MERGED:

@@ -60,40 +60,40 @@ class Samples(Feature):
     after_log = True
 
     def engine(self, engine: Any, plan: Plan) -> None:
-        from ..ranks.agreement import all_ranks
-        from .eval_tasks import refuse_other_models
+        from ..ranks.agreement import raise_on_all_ranks
+        from .eval_tasks import check_scorable
 
-        with all_ranks():
-            refuse_other_models(engine.module, "--sample-prompt")
+        with raise_on_all_ranks():
+            check_scorable(engine.module, "--sample-prompt")
 
     def start(self, run: "Run") -> None:
         self._run = run
-        given = run.config.of(SampleSettings).sample_interval
-        self._interval = run.config.train.eval_interval if given is None else given
+        interval = run.config.of(SampleSettings).sample_interval
+        self._interval = run.config.train.eval_interval if interval is None else interval
 
     def after_step(self, step: "StepResult | None", samples: "SampleRange") -> None:
         if due(samples.iteration, self._interval) and samples.iteration < self._run.config.train.train_iters:
             self._run.log.check()
             self._write()
-            self._run.log.restart()
+            self._run.log.restart_timer()
 
     def end(self) -> None:
         """Sample after the last iteration, unless metrics.jsonl already holds the texts."""
-        from ..ranks.objects import from_rank_0
+        from ..ranks.objects import broadcast_from_rank_0
 
-        if not from_rank_0(self._run.metrics.holds("samples", self._run.state.iteration)):
+        if not broadcast_from_rank_0(self._run.metrics.has_row("samples", self._run.state.iteration)):
             self._write()
 
     def _write(self) -> None:
         from ..ranks.rank_0 import print_rank_0
-        from .continuations import continuations
+        from .continuations import continue_prompts
 
         run = self._run
         settings = run.config.of(SampleSettings)
         prompts = settings.sample_prompt or ()
-        texts = continuations(run, prompts, settings.sample_tokens, settings.sample_temperature)
-        found = []
+        texts = continue_prompts(run, prompts, settings.sample_tokens, settings.sample_temperature)
+        samples = []
         for prompt, text in zip(prompts, texts, strict=True):
             print_rank_0(f"iteration {run.state.iteration:7d} | sample of {prompt}: {text}")
-            found.append({"prompt": prompt, "text": text})
-        run.metrics.write({"split": "samples", "iteration": run.state.iteration, "samples": found})
+            samples.append({"prompt": prompt, "text": text})
+        run.metrics.write({"split": "samples", "iteration": run.state.iteration, "samples": samples})

@@ -11,17 +11,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..json_text import JsonBoundError, parse_json, why_unread
+from ..json_text import JsonBoundError, parse_json, why_unreadable
 from ..tokenizer import Tokenizer
 
 Logits = Callable[[Tensor], Tensor]  # tokens [b, s] -> logits [b, s, v]
 
 
 class Request(NamedTuple):
-    """Token ids of which the last `targets` are to be scored; there are more ids than targets."""
+    """Token ids of which the last `num_targets` are to be scored; there are more ids than targets."""
 
     ids: list[int]
-    targets: int
+    num_targets: int
 
 
 class Scored(NamedTuple):
@@ -57,72 +57,74 @@ class Window:
     end: int
 
 
-def windows(length: int, longest: int, stride: int) -> Iterator[Window]:
+def windows(length: int, max_length: int, stride: int) -> Iterator[Window]:
     """Yield windows that cover `length` tokens so that each token except the first is a target exactly once.
 
-    longest: tokens in a window, 1 more than the context window, because the last token is a target but not an input.
+    max_length: tokens in a window, 1 more than the context window, because the last token is a target but not an input.
     stride: targets in each window but the first. A smaller stride gives each target more context and takes longer.
     """
-    if not 1 <= stride < longest:
-        raise ValueError(f"--stride {stride} must be from 1 to {longest - 1}, the context window in tokens")
+    if not 1 <= stride < max_length:
+        raise ValueError(f"--stride {stride} must be from 1 to {max_length - 1}, the context window in tokens")
     first = 1
     while first < length:
-        end = min(first + stride if first > 1 else longest, length)
-        yield Window(max(end - longest, 0), first, end)
+        end = min(first + stride if first > 1 else max_length, length)
+        yield Window(max(end - max_length, 0), first, end)
         first = end
 
 
 @torch.no_grad()
-def nats_of(ids: Sequence[int], logits_of: Logits, longest: int, stride: int, device: torch.device) -> list[float]:
-    """Return the negative log-likelihood of each token after the first, in nats. longest, stride: see `windows`."""
+def token_nats(
+    ids: Sequence[int], logits_of: Logits, max_length: int, stride: int, device: torch.device
+) -> list[float]:
+    """Return the negative log-likelihood of each token after the first, in nats. max_length, stride: see `windows`."""
     tokens = torch.tensor([ids], dtype=torch.int64, device=device)
-    found: list[float] = []
-    for window in windows(len(ids), longest, stride):
+    nats: list[float] = []
+    for window in windows(len(ids), max_length, stride):
         piece = tokens[:, window.start : window.end]
         logits = logits_of(piece[:, :-1])[0].float()
         scores = torch.log_softmax(logits, dim=-1)
-        taken = -scores.gather(1, piece[0, 1:, None])[:, 0]
-        found += taken[window.first - window.start - 1 :].tolist()
-    return found
+        token_nats = -scores.gather(1, piece[0, 1:, None])[:, 0]
+        nats += token_nats[window.first - window.start - 1 :].tolist()
+    return nats
 
 
-def boundary(context: Sequence[int], whole: Sequence[int]) -> int:
+def common_prefix_length(context: Sequence[int], whole: Sequence[int]) -> int:
     """Return how many leading ids `context` shares with `whole`, the ids of the context and its continuation.
 
     A token that contains the end of the context and the start of the continuation counts as part of the latter.
     """
-    shared = 0
-    for own, other in zip(context, whole, strict=False):
-        if own != other:
+    length = 0
+    for context_id, whole_id in zip(context, whole, strict=False):
+        if context_id != whole_id:
             break
-        shared += 1
-    return shared
+        length += 1
+    return length
 
 
 def score_one(request: Request, logits_of: Logits, device: torch.device) -> Scored:
     """Score a request with a model that one process holds."""
     tokens = torch.tensor([request.ids], dtype=torch.int64, device=device)
     with torch.no_grad():
-        logits = logits_of(tokens[:, :-1])[0, -request.targets :]
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = torch.log_softmax(wide, dim=-1)
-    targets = tokens[0, -request.targets :]
-    total = scores.gather(1, targets[:, None]).sum().item()
+        logits = logits_of(tokens[:, :-1])[0, -request.num_targets :]
+    logits32 = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scores = torch.log_softmax(logits32, dim=-1)
+    targets = tokens[0, -request.num_targets :]
+    log_probability = scores.gather(1, targets[:, None]).sum().item()
     greedy = scores.argmax(-1) == targets
-    return Scored(total, bool(greedy.all()))
+    return Scored(log_probability, bool(greedy.all()))
 
 
-def read_cloze(path: str, tokenizer: Tokenizer, longest: int) -> list[Request]:
+def read_cloze(path: str, tokenizer: Tokenizer, max_length: int) -> list[Request]:
     """Return a request for each line {"context": "...", "target": "..."} of a file of cloze questions.
 
-    longest: context window in tokens. The start of a longer context is left out.
+    max_length: context window in tokens. The start of a longer context is left out.
     Raises ValueError that names the file and the line, and OSError.
     """
-    found = []
+    requests = []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is {why_unread(error)}") from None
+        raise ValueError(f"{path} is {why_unreadable(error)}") from None
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         try:
@@ -130,19 +132,19 @@ def read_cloze(path: str, tokenizer: Tokenizer, longest: int) -> list[Request]:
             context = record["context"]
             target = record["target"]
             # Encode context and target together, as in a corpus. A token with parts of both belongs to the target.
-            known = tokenizer.encode(context)
-            whole = tokenizer.encode(context + target)
+            context_ids = tokenizer.encode(context)
+            all_ids = tokenizer.encode(context + target)
         except JsonBoundError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f'{where}: the line must have the form {{"context": "...", "target": "..."}}') from None
-        targets = len(whole) - boundary(known, whole)
-        if not targets:
+        num_targets = len(all_ids) - common_prefix_length(context_ids, all_ids)
+        if not num_targets:
             raise ValueError(f"{where}: the target has no token of its own; lengthen the target")
-        ids = [*tokenizer.before, *whole]
-        if targets > min(longest, len(ids) - 1):
-            raise ValueError(f"{where}: the target has {targets} tokens, but the context window has {longest}")
-        found.append(Request(ids[-longest - 1 :], targets))
-    if not found:
+        ids = [*tokenizer.before, *all_ids]
+        if num_targets > min(max_length, len(ids) - 1):
+            raise ValueError(f"{where}: the target has {num_targets} tokens, but the context window has {max_length}")
+        requests.append(Request(ids[-max_length - 1 :], num_targets))
+    if not requests:
         raise ValueError(f"{path} contains no questions")
-    return found
+    return requests

@@ -15,10 +15,10 @@ from .. import mpu
 from ..training.feature import Feature, Interval
 from ..training.run_state import Run
 
-# A straggler's working time exceeds FACTOR times the median of its peers, and exceeds this median by more than SHARE
-# of the iteration time.
-FACTOR = 1.5
-SHARE = 0.1
+# A straggler's working time exceeds MIN_FACTOR times the median of its peers, and exceeds this median by more than
+# MIN_SHARE of the iteration time.
+MIN_FACTOR = 1.5
+MIN_SHARE = 0.1
 
 
 class Straggler(NamedTuple):
@@ -36,11 +36,11 @@ class Stragglers(Feature):
 
     def row(self, interval: Interval) -> dict[str, Any]:
         busy = self._run.engine.busy(interval.timed) / max(interval.iterations, 1)
-        found = straggler(busy, interval.seconds, self._run.device)
+        found = find_straggler(busy, interval.seconds, self._run.device)
         return {"straggler": found._asdict()} if found else {}
 
 
-def straggler(seconds: float, iteration: float, device: torch.device) -> Straggler | None:
+def find_straggler(seconds: float, iteration: float, device: torch.device) -> Straggler | None:
     """Return the slowest rank of the last log interval if it is much slower than its peers, else None.
 
     All ranks must call this and get the same result. A rank's peers are the ranks of its pipeline stage, as stages
@@ -52,28 +52,28 @@ def straggler(seconds: float, iteration: float, device: torch.device) -> Straggl
     mesh = mpu.get_mesh()
     if world == 1:
         return None
-    mine = torch.tensor([seconds, iteration, float(mesh.pipe.rank)], dtype=torch.float64, device=device)
-    found = torch.empty(world * len(mine), dtype=torch.float64, device=device)
-    dist.all_gather_into_tensor(found, mine)
-    times, iterations, stages = found.view(world, -1).t().tolist()
-    return slowest(list(zip(times, map(int, stages), strict=True)), max(iterations))
+    own = torch.tensor([seconds, iteration, float(mesh.pipe.rank)], dtype=torch.float64, device=device)
+    gathered = torch.empty(world * len(own), dtype=torch.float64, device=device)
+    dist.all_gather_into_tensor(gathered, own)
+    times, iterations, stages = gathered.view(world, -1).t().tolist()
+    return slowest_rank(list(zip(times, map(int, stages), strict=True)), max(iterations))
 
 
-def slowest(every: list[tuple[float, int]], iteration: float) -> Straggler | None:
+def slowest_rank(all_ranks: list[tuple[float, int]], iteration: float) -> Straggler | None:
     """Return the straggler that exceeds the median of its peers by the largest factor; None without a straggler.
 
-    every: (working time in seconds, pipeline stage) of each rank. iteration: duration of an iteration in seconds.
+    all_ranks: (working time in seconds, pipeline stage) of each rank. iteration: duration of an iteration in seconds.
     """
     peers: defaultdict[int, list[float]] = defaultdict(list)
-    for seconds, stage in every:
+    for seconds, stage in all_ranks:
         peers[stage].append(seconds)
     # With one rank per stage, compare all ranks. Do not compare two stages: the slower one may just have more layers.
-    if len(every) == len(peers) > 2:
-        peers = defaultdict(lambda: [seconds for seconds, _ in every])
-    found = []
-    for rank, (seconds, stage) in enumerate(every):
+    if len(all_ranks) == len(peers) > 2:
+        peers = defaultdict(lambda: [seconds for seconds, _ in all_ranks])
+    slow = []
+    for rank, (seconds, stage) in enumerate(all_ranks):
         median = statistics.median_low(peers[stage])
-        is_slow = seconds > FACTOR * median and seconds - median > SHARE * iteration
+        is_slow = seconds > MIN_FACTOR * median and seconds - median > MIN_SHARE * iteration
         if median > 0 and is_slow:
-            found.append(Straggler(rank, seconds / median))
-    return max(found, key=lambda each: each.factor, default=None)
+            slow.append(Straggler(rank, seconds / median))
+    return max(slow, key=lambda straggler: straggler.factor, default=None)

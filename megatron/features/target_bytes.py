@@ -10,12 +10,12 @@ from ..data.corpora import corpus_names
 from ..data.splits import PARTS
 from ..tokenizer import Tokenizer
 from ..training.run_state import Run
-from .random_state import same_random_state
+from .random_state import keep_random_state
 
-CORPUS = "corpus"  # key of the number of a sample's corpus, see `OfCorpus`
+CORPUS_KEY = "corpus"  # key of the number of a sample's corpus, see `NumberedCorpus`
 # Of a data set whose bytes are counted
-MOST_TARGETS = 200_000
-MOST_SAMPLES = 5_000
+MAX_TARGETS = 200_000
+MAX_SAMPLES = 5_000
 
 Counts = defaultdict[str, list[int]]  # name -> [bytes, targets]
 
@@ -32,17 +32,17 @@ def bytes_per_target(run: Run, part: str) -> dict[str, float]:
     corpora = corpus_names(data.paths) if data.names_corpora else []
     named = dataset if isinstance(dataset, Mapping) else {None: dataset}
     counts: Counts = defaultdict(lambda: [0, 0])
-    with same_random_state():
+    with keep_random_state():
         for name, each in named.items():
-            _count(each, name, corpora, run.tokenizer, counts)
-    found = {}
+            _count_dataset(each, name, corpora, run.tokenizer, counts)
+    means = {}
     for name, (size, targets) in counts.items():
         if targets:
-            found[name] = size / targets
-    return found
+            means[name] = size / targets
+    return means
 
 
-def _count(dataset: Any, name: str | None, corpora: list[str], tokenizer: Tokenizer, counts: Counts) -> None:
+def _count_dataset(dataset: Any, name: str | None, corpora: list[str], tokenizer: Tokenizer, counts: Counts) -> None:
     """Add the bytes and targets of the first samples to counts[""], and to those of the set or of each corpus.
 
     name: of a named data set, else None. corpora: names by the number that a sample of several corpora has.
@@ -50,20 +50,21 @@ def _count(dataset: Any, name: str | None, corpora: list[str], tokenizer: Tokeni
     seen = 0
     for sample in _samples(dataset):
         size, targets = bytes_of_targets(sample, tokenizer)
-        own = name
-        if own is None and CORPUS in sample:
-            own = corpora[int(sample[CORPUS])]
-        for key in {"", own or ""}:
+        corpus = name
+        if corpus is None and CORPUS_KEY in sample:
+            corpus = corpora[int(sample[CORPUS_KEY])]
+        # The key "" is the whole data set; the set has one key if the sample names no corpus.
+        for key in {"", corpus or ""}:
             counts[key][0] += size
             counts[key][1] += targets
         seen += targets
-        if seen >= MOST_TARGETS:
+        if seen >= MAX_TARGETS:
             return
 
 
 def _samples(dataset: Any) -> Iterator[Mapping[str, Any]]:
     """Yield the first samples of a data set, which may be endless; none if they are not mappings."""
-    for index in range(MOST_SAMPLES):
+    for index in range(MAX_SAMPLES):
         try:
             sample = dataset[index]
         except IndexError:
@@ -81,15 +82,15 @@ def bytes_of_targets(sample: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[i
     if "labels" in sample and "loss_mask" in sample:
         is_target = torch.as_tensor(sample["loss_mask"]) > 0
         ids = torch.as_tensor(sample["labels"])[is_target].tolist()
-        return _bytes(ids, tokenizer), len(ids)
+        return _text_bytes(ids, tokenizer), len(ids)
     if "text" in sample:
         ids = torch.as_tensor(sample["text"]).tolist()
         # The first token is decoded, too, as some tokenizers drop a space in front of a text.
-        return _bytes(ids, tokenizer) - _bytes(ids[:1], tokenizer), len(ids) - 1
+        return _text_bytes(ids, tokenizer) - _text_bytes(ids[:1], tokenizer), len(ids) - 1
     return 0, 0
 
 
-def _bytes(ids: list[int], tokenizer: Tokenizer) -> int:
+def _text_bytes(ids: list[int], tokenizer: Tokenizer) -> int:
     special = {*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", ())}
     plain = [i for i in ids if i not in special]
     return len(tokenizer.decode(plain).encode())

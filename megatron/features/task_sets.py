@@ -26,20 +26,20 @@ class TaskSet(NamedTuple):
 
 def read_tasks(config: Config, tokenizer: Tokenizer) -> list[TaskSet]:
     """Return the tasks of --eval-tasks. Raises ValueError for invalid words and files, and without lm-eval."""
-    found = [_read(word, config, tokenizer) for word in config.train.eval_tasks or ()]
-    known: set[str] = set()
-    for each in found:
+    task_sets = [_read_word(word, config, tokenizer) for word in config.train.eval_tasks or ()]
+    names: set[str] = set()
+    for each in task_sets:
         for name in (each.name, *each.tasks):
-            if name in known:
+            if name in names:
                 raise ValueError(
                     f"--eval-tasks has two tasks {name}; name a cloze file with NAME=FILE, or leave one out"
                 )
             if name:
-                known.add(name)
-    return found
+                names.add(name)
+    return task_sets
 
 
-def _read(word: str, config: Config, tokenizer: Tokenizer) -> TaskSet:
+def _read_word(word: str, config: Config, tokenizer: Tokenizer) -> TaskSet:
     flag = f"--eval-tasks {word}"
     name, _, file = word.rpartition("=")
     path = Path(file)

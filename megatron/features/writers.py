@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..atomic import append_whole, write_text
+from ..atomic import append_or_restore, write_text
 from ..config import Config
 from ..config.output import LogConfig
-from ..ranks.agreement import all_ranks
+from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.rank_0 import is_rank_0
-from ..rows import NUMBERS
+from ..rows import NUMBER_KEYS
 from ..training.feature import Feature, Plan
 from ..training.metrics import Writer
 from ..training.run_state import Run
@@ -30,7 +30,7 @@ from ..training.run_state import Run
 # MLFLOW_EXPERIMENT_NAME override it.
 PROJECT = "pretraining"
 # Columns of metrics.csv, in order. A row has an empty cell for each metric that its split does not have.
-COLUMNS = ("split", "iteration", *NUMBERS)
+COLUMNS = ("split", "iteration", *NUMBER_KEYS)
 PACKAGES = "tensorboard", "wandb", "swanlab", "mlflow"  # each package has a flag of the same name
 
 
@@ -39,54 +39,54 @@ class Writers(Feature):
 
     def prepare(self, plan: Plan) -> None:
         if is_rank_0():
-            check(plan.config.log)
+            check_packages(plan.config.log)
 
     def start(self, run: Run) -> None:
-        with all_ranks():
+        with raise_on_all_ranks():
             if is_rank_0():
-                run.metrics.forward_to(writers(run.config, run.run_dir, run.state.iteration))
+                run.metrics.forward_to(build_writers(run.config, run.run_dir, run.state.iteration))
 
 
-def check(config: LogConfig) -> None:
+def check_packages(config: LogConfig) -> None:
     """Raise ValueError if a flag is set whose package is not installed."""
     for name in PACKAGES:
-        asked = getattr(config, name) or (name == "tensorboard" and config.tensorboard_dir)
-        if asked and importlib.util.find_spec(name) is None:
+        is_requested = getattr(config, name) or (name == "tensorboard" and config.tensorboard_dir)
+        if is_requested and importlib.util.find_spec(name) is None:
             raise ValueError(f"--{name} needs the package {name}: pip install {name}; --no-{name} continues without it")
 
 
-def writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
+def build_writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
     """Return the writers that the flags enable, ready to write rows of iterations after `iteration`.
 
     Raises ValueError if a writer cannot start.
     """
     log = config.log
-    automatic = log.tensorboard is None and importlib.util.find_spec("tensorboard")
+    is_installed = log.tensorboard is None and importlib.util.find_spec("tensorboard")
     wanted: dict[type[Writer], Any] = {
-        TensorBoard: log.tensorboard or log.tensorboard_dir or automatic,
+        TensorBoard: log.tensorboard or log.tensorboard_dir or is_installed,
         WeightsAndBiases: log.wandb,
         SwanLab: log.swanlab,
         MLflow: log.mlflow,
         CSV: log.csv,
     }
-    found: list[Writer] = []
-    for kind in [kind for kind, asked in wanted.items() if asked]:
+    started: list[Writer] = []
+    for writer_class in [writer_class for writer_class, is_requested in wanted.items() if is_requested]:
         try:
-            found.append(kind(config, run_dir, iteration))
+            started.append(writer_class(config, run_dir, iteration))
         except Exception as error:  # packages raise errors of any type, e.g. for an unreachable server or a missing key
-            words = " ".join(str(error).split()) or type(error).__name__
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise ValueError(
-                f"{kind.name} cannot start: {words}; leave --{kind.flag} out to train without it"
+                f"{writer_class.name} cannot start: {reason}; leave --{writer_class.flag} out to train without it"
             ) from error
-    return found
+    return started
 
 
-def flat(config: Config) -> dict[str, Any]:
+def flat_settings(config: Config) -> dict[str, Any]:
     """Return all settings as name -> value, without sections; no two sections have a setting of the same name."""
     return {name: value for section in config.to_dict().values() for name, value in section.items()}
 
 
-def _identity(path: Path, iteration: int, new: Callable[[], str]) -> str:
+def _service_run_id(path: Path, iteration: int, new: Callable[[], str]) -> str:
     """Return the id of this run in a service such as Weights & Biases.
 
     The file `path` stores the id. A run that starts at iteration 0 gets a new id from `new`.
@@ -110,7 +110,7 @@ class TensorBoard:
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
         self._folder = str(config.log.tensorboard_dir or run_dir / "tensorboard")
         self._board: Any = self._open(iteration + 1)
-        rows = [f"    {name}: {value}" for name, value in flat(config).items()]
+        rows = [f"    {name}: {value}" for name, value in flat_settings(config).items()]
         self._board.add_text("settings", "\n".join(rows), iteration)
         _silence_threads_of_tensorboard()
 
@@ -141,11 +141,11 @@ class TensorBoard:
 
 def _silence_threads_of_tensorboard() -> None:
     """Print no traceback of TensorBoard's threads: they pass their errors on to `TensorBoard.write`."""
-    usual = threading.excepthook
+    original = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
         if not type(args.thread).__module__.startswith("tensorboard."):
-            usual(args)
+            original(args)
 
     threading.excepthook = hook
 
@@ -165,10 +165,10 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_NAME", run_dir.resolve().name),
-            id=_identity(run_dir / "wandb_id", iteration, lambda: uuid.uuid4().hex[:12]),
+            id=_service_run_id(run_dir / "wandb_id", iteration, lambda: uuid.uuid4().hex[:12]),
             resume="allow",
             dir=str(run_dir),
-            config=flat(config),
+            config=flat_settings(config),
         )
         # The iteration is a separate x-axis: wandb's own step may not decrease, but the iteration may.
         self._run.define_metric("iteration")
@@ -217,10 +217,10 @@ class SwanLab:
             self._run = swanlab.init(
                 project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
                 experiment_name=os.environ.get("SWANLAB_EXP_NAME", run_dir.resolve().name),
-                id=_identity(run_dir / "swanlab_id", iteration, lambda: uuid.uuid4().hex[:21]),
+                id=_service_run_id(run_dir / "swanlab_id", iteration, lambda: uuid.uuid4().hex[:21]),
                 resume="allow",
                 logdir=str(run_dir / "swanlab"),
-                config=flat(config),
+                config=flat_settings(config),
             )
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
@@ -253,15 +253,15 @@ class MLflow:
         mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
         self._mlflow = mlflow
         path = run_dir / "mlflow_run"
-        known = None
+        run_id = None
         if iteration and path.is_file():
-            known = path.read_text(encoding="utf-8").strip()
-        run = mlflow.start_run(run_id=known, run_name=None if known else run_dir.resolve().name)
-        if known is None:
+            run_id = path.read_text(encoding="utf-8").strip()
+        run = mlflow.start_run(run_id=run_id, run_name=None if run_id else run_dir.resolve().name)
+        if run_id is None:
             write_text(path, run.info.run_id + "\n")
-            settings = [(name, str(value)[:500]) for name, value in flat(config).items()]
-            for begin in range(0, len(settings), 100):  # MLflow accepts at most 100 parameters per call
-                mlflow.log_params(dict(settings[begin : begin + 100]))
+            settings = [(name, str(value)[:500]) for name, value in flat_settings(config).items()]
+            for start in range(0, len(settings), 100):  # MLflow accepts at most 100 parameters per call
+                mlflow.log_params(dict(settings[start : start + 100]))
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
         """Log the numbers of one row in one call."""
@@ -282,12 +282,12 @@ class CSV:
 
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
         self._path = run_dir / "metrics.csv"
-        old: list[dict[str, Any]] = []
+        old_rows: list[dict[str, Any]] = []
         if iteration and self._path.is_file():
             with open(self._path, newline="", encoding="utf-8") as file:
-                old = list(csv.DictReader(file))
+                old_rows = list(csv.DictReader(file))
         write_text(self._path, ",".join(COLUMNS) + "\n")
-        for row in old:
+        for row in old_rows:
             number = row.get("iteration") or ""
             if number.isdigit() and int(number) <= iteration:
                 self._append(row)
@@ -295,7 +295,7 @@ class CSV:
     def _append(self, row: Mapping[str, Any]) -> None:
         line = io.StringIO()
         csv.DictWriter(line, COLUMNS, extrasaction="ignore", lineterminator="\n").writerow(row)
-        append_whole(self._path, line.getvalue())
+        append_or_restore(self._path, line.getvalue())
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
         """Append one row."""

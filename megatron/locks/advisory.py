@@ -51,37 +51,37 @@ def exclusive(path: Path) -> Iterator[bool | None]:
         return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mine: bool | None = True
+        is_locked: bool | None = True
     except OSError as error:
-        mine = False if isinstance(error, BlockingIOError) else None
+        is_locked = False if isinstance(error, BlockingIOError) else None
     try:
-        yield mine
+        yield is_locked
     finally:
         os.close(handle)
 
 
 def is_held(path: Path) -> bool | None:
     """Return True if some process holds a lock on the file, False if not, None if this cannot be determined."""
-    with exclusive(path) as mine:
-        return None if mine is None else not mine
+    with exclusive(path) as is_locked:
+        return None if is_locked is None else not is_locked
 
 
 def is_local(path: Path) -> bool:
     """Return True if only this machine can mount the file system of `path`."""
-    there = path.resolve()
-    kind = ""
-    longest = -1
+    target = path.resolve()
+    file_system = ""
+    most_parts = -1
     try:
         lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
     for line in lines:
-        before, _, after = line.partition(" - ")
-        mount = Path(before.split()[4].encode().decode("unicode_escape"))  # mountinfo escapes a space as \040
-        if (mount == there or mount in there.parents) and len(mount.parts) >= longest:
-            kind = after.split()[0]
-            longest = len(mount.parts)
-    return kind in LOCAL
+        mount_fields, _, type_fields = line.partition(" - ")
+        mount = Path(mount_fields.split()[4].encode().decode("unicode_escape"))  # mountinfo escapes a space as \040
+        if (mount == target or mount in target.parents) and len(mount.parts) >= most_parts:
+            file_system = type_fields.split()[0]
+            most_parts = len(mount.parts)
+    return file_system in LOCAL
 
 
 def _forget_in_child() -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..engines.engine import StepResult
-from ..ranks.objects import from_rank_0
+from ..ranks.objects import broadcast_from_rank_0
 from ..ranks.rank_0 import is_rank_0
 from ..ranks.signals import StopSignal
 from ..training.feature import Feature
@@ -14,10 +14,10 @@ from .run_lock import RunLock
 
 @dataclass(frozen=True)
 class LostPlace:
-    """A folder whose lock this run has lost. free: whether the run could take the lock again, so it may save there."""
+    """A folder whose lock this run has lost. is_retaken: whether the run took it again, so that it may save there."""
 
-    words: str
-    free: bool
+    message: str
+    is_retaken: bool
 
 
 class HeldPlaces(Feature):
@@ -30,7 +30,7 @@ class HeldPlaces(Feature):
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         """Ask for a save and the end of the run if a folder is lost."""
         if any(lock.is_lost() for lock in self._run.locks):
-            self._run.metrics.withheld = True
+            self._run.metrics.is_paused = True
             self._run.signals.ask(StopSignal.SAVE_AND_STOP)
 
     def find_lost(self) -> LostPlace | None:
@@ -38,21 +38,21 @@ class HeldPlaces(Feature):
 
         If the folders are gone or empty, this run takes their locks again, in new folders.
         """
-        self._lost = from_rank_0(self._take_back() or self._lost if is_rank_0() else None)
+        self._lost = broadcast_from_rank_0(self._take_back() or self._lost if is_rank_0() else None)
         return self._lost
 
     def _take_back(self) -> LostPlace | None:
         lost = [lock for lock in self._run.locks if lock.is_lost()]
         if not lost:
             return None
-        taken: list[RunLock] = []
-        words = f"{lost[0].path.parent} was removed, renamed or replaced while this run used it"
+        retaken: list[RunLock] = []
+        what_happened = f"{lost[0].path.parent} was removed, renamed or replaced while this run used it"
         for lock in lost:
             if not lock.take_back():
-                for each in taken:
-                    each.release()
+                for retaken_lock in retaken:
+                    retaken_lock.release()
                 reason = f"{lock.path.parent} {lock.why_not_free()}"
-                return LostPlace(f"{words}, and {reason}: this run ends unsaved", False)
-            taken.append(lock)
-        self._run.metrics.withheld = False
-        return LostPlace(f"{words}; this run has saved into a folder of this name, and ends", True)
+                return LostPlace(f"{what_happened}, and {reason}: this run ends unsaved", False)
+            retaken.append(lock)
+        self._run.metrics.is_paused = False
+        return LostPlace(f"{what_happened}; this run has saved into a folder of this name, and ends", True)

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from tds.parent_death import process_table, started
+from tds.parent_death import process_table, start_time_of
 
-from ..atomic import absence, process_name
+from ..atomic import process_name, why_missing
 from ..json_text import parse_json
 from . import advisory
 
-NAME = "run.lock"
+LOCK_FILE = "run.lock"
 CHECKPOINTS = "the folder of checkpoints"
 PATIENCE = 5.0  # seconds to wait for a lock; the ranks of a killed run may take this long to end
 
@@ -35,7 +35,7 @@ class Holder:
 
     host: str
     pid: int
-    started: str  # start time of the process in kernel ticks (tds.parent_death.started)
+    started: str  # start time of the process in kernel ticks (tds.parent_death.start_time_of)
     since: str  # date and time of the start, used only in messages
     job: str = ""  # SLURM job id and restart count; "" outside SLURM
     table: str = ""  # boot id and PID namespace (tds.parent_death.process_table); "" in lock files of older versions
@@ -49,12 +49,12 @@ class Holder:
         if job:
             job += f" start {os.environ.get('SLURM_RESTART_COUNT', '0')}"
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(socket.gethostname(), pid, started(pid) or "", since, job, process_table())
+        return cls(socket.gethostname(), pid, start_time_of(pid) or "", since, job, process_table())
 
     def same_process(self, other: "Holder") -> bool:
         """Return True if this holder and `other` are the same process."""
-        here = (self.host, self.table) == (other.host, other.table)
-        return here and (self.pid, self.started) == (other.pid, other.started)
+        same_machine = (self.host, self.table) == (other.host, other.table)
+        return same_machine and (self.pid, self.started) == (other.pid, other.started)
 
     def is_visible(self, me: "Holder") -> bool:
         """Return True if the process `me` can look this holder up: same machine, same boot, same PID namespace."""
@@ -67,10 +67,10 @@ class Holder:
         earlier start of the same SLURM job. The advisory lock is free, although `me` would see a lock of the holder.
         """
         if self.is_visible(me):
-            now = started(self.pid)
-            if now is None:
+            start_now = start_time_of(self.pid)
+            if start_now is None:
                 return True
-            return bool(now and self.started and now != self.started)
+            return bool(start_now and self.started and start_now != self.started)
         same_job = _first_word(self.job) == _first_word(me.job)
         if self.job and same_job and self.job != me.job:
             return True
@@ -98,18 +98,18 @@ def _first_word(text: str) -> str:
     return text.partition(" ")[0]
 
 
-def _id_of(folder: Path) -> tuple[int, int] | None:
+def _device_and_inode(folder: Path) -> tuple[int, int] | None:
     """Return device and inode of a folder, None if it does not exist."""
     try:
-        found = folder.stat()
+        stat = folder.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return stat.st_dev, stat.st_ino
 
 
 def has_files(folder: Path) -> bool:
     """Return whether a folder contains a file other than a lock, in itself or in a folder below it."""
-    return any(path.name != NAME for path in folder.rglob("*") if not path.is_dir())
+    return any(path.name != LOCK_FILE for path in folder.rglob("*") if not path.is_dir())
 
 
 class RunLock:
@@ -125,16 +125,16 @@ class RunLock:
         override: take the lock even if its holder, on another machine, may still run.
         what: name of the folder in messages.
         """
-        self.path = folder / NAME
+        self.path = folder / LOCK_FILE
         self.notes: list[str] = []
-        self._way_out = "another --save" if what == CHECKPOINTS else "another --run-dir"
+        self._other_flag = "another --save" if what == CHECKPOINTS else "another --run-dir"
         self._me = Holder.here()
-        self._made: list[Path] = []
+        self._created_folders: list[Path] = []
         self._handle: int | None = None  # open file that holds the advisory lock
         try:
             self._make_folders(folder)
-            self._take(override, time.monotonic() + PATIENCE)
-            self._folder_id = _id_of(folder)
+            self._acquire(override, time.monotonic() + PATIENCE)
+            self._folder_id = _device_and_inode(folder)
         except OSError as error:
             self.release()
             raise ValueError(f"cannot write to {what} {folder}: {error.strerror}") from None
@@ -143,52 +143,52 @@ class RunLock:
             raise
 
     def _make_folders(self, folder: Path) -> None:
-        missing = [each for each in (folder, *folder.parents) if not each.exists()]
-        for each in missing:
-            if each.is_symlink():
-                raise ValueError(f"{each} {absence(each)}: create the folder there, or remove the link")
+        missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+        for parent in missing:
+            if parent.is_symlink():
+                raise ValueError(f"{parent} {why_missing(parent)}: create the folder there, or remove the link")
         if self.path.is_dir():
             raise ValueError(f"{self.path} is a folder, but must be the lock file of a run: remove it")
         folder.mkdir(parents=True, exist_ok=True)
-        self._made = missing
+        self._created_folders = missing
 
-    def _take(self, override: bool, deadline: float) -> None:
+    def _acquire(self, override: bool, deadline: float) -> None:
         while not self._create():
             text = self._read()
             holder = _parse(text)
             if holder is None:
-                self._refuse_damaged(text, deadline)
+                self._check_damaged(text, deadline)
             elif holder.same_process(self._me):
                 return
             else:
                 self._take_over(holder, text, override, deadline)
             time.sleep(0.1)
 
-    def _refuse_damaged(self, text: str | None, deadline: float) -> None:
+    def _check_damaged(self, text: str | None, deadline: float) -> None:
         """Raise RunLockedError if the lock file, whose content is `text`, is damaged and not only half-written."""
         now = time.monotonic()
-        what = ""
+        problem = ""
         if text is not None and now > deadline - PATIENCE + 1:  # unreadable for more than a second
-            what = "damaged"
+            problem = "damaged"
         elif text is None and now > deadline and self.path.is_symlink():
-            what = "a broken symbolic link"
-        if what:
-            raise RunLockedError(f"{self.path} is {what}; delete it if no run uses {self.path.parent}")
+            problem = "a broken symbolic link"
+        if problem:
+            raise RunLockedError(f"{self.path} is {problem}; delete it if no run uses {self.path.parent}")
 
     def _take_over(self, holder: Holder, text: str | None, override: bool, deadline: float) -> None:
         """Remove the lock of a process that has ended. Raises RunLockedError if the process runs or may run."""
-        late = time.monotonic() > deadline
-        why = "has ended without releasing it"
+        past_deadline = time.monotonic() > deadline
+        reason = "has ended without releasing it"
         if not holder.is_gone(self._me, self.path):
             alive = holder.is_alive(self._me, self.path)
-            if alive and not late:
+            if alive and not past_deadline:
                 return
             if alive or not override:
-                raise RunLockedError(_refusal(self.path, holder, self._me, alive, self._way_out))
-            why = "may still run (--override-lock)"
+                raise RunLockedError(_in_use_message(self.path, holder, self._me, alive, self._other_flag))
+            reason = "may still run (--override-lock)"
         # After the deadline, only an orphaned child of the ended process can still hold the advisory lock.
-        if self._remove(text, force=override or late):
-            self.notes.append(f"took over {self.path.parent} from {holder}, which {why}")
+        if self._remove(text, force=override or past_deadline):
+            self.notes.append(f"took over {self.path.parent} from {holder}, which {reason}")
 
     def _create(self) -> bool:
         try:
@@ -213,26 +213,26 @@ class RunLock:
         except FileNotFoundError:
             return None
 
-    def _remove(self, judged: str | None, force: bool) -> bool:
+    def _remove(self, expected_text: str | None, force: bool) -> bool:
         """Remove the lock file unless another process takes the lock over; return True if the file was removed.
 
-        judged: content of the lock file when its process was found to have ended.
+        expected_text: content of the lock file when its process was found to have ended.
         force: remove the file even if its advisory lock is held.
         """
-        with advisory.exclusive(self.path) as mine:
+        with advisory.exclusive(self.path) as is_locked:
             # Several processes may find the same lock of an ended process. Only one of them removes this lock file, and
             # none of them removes the lock file that the next run creates.
-            if (mine is False and not force) or (mine and self._read() != judged):
+            if (is_locked is False and not force) or (is_locked and self._read() != expected_text):
                 return False
-            aside = self.path.with_name(f"{NAME}.{process_name()}.tmp")
+            moved_file = self.path.with_name(f"{LOCK_FILE}.{process_name()}.tmp")
             try:
-                os.rename(self.path, aside)
+                os.rename(self.path, moved_file)
             except FileNotFoundError:
                 return False
-            if aside.read_text(encoding="utf-8", errors="replace") != judged:
-                os.rename(aside, self.path)
+            if moved_file.read_text(encoding="utf-8", errors="replace") != expected_text:
+                os.rename(moved_file, self.path)
                 return False
-            aside.unlink()
+            moved_file.unlink()
             return True
 
     def is_lost(self) -> bool:
@@ -242,16 +242,16 @@ class RunLock:
         """
         if self._handle is None:
             return False  # another lock of this process holds the file
-        mine = os.fstat(self._handle)
+        own_file = os.fstat(self._handle)
         try:
-            there = os.stat(self.path)
+            file_at_path = os.stat(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
             return False  # the file system fails, which says nothing about the file
-        if mine.st_nlink and (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino):
+        if own_file.st_nlink and (own_file.st_dev, own_file.st_ino) == (file_at_path.st_dev, file_at_path.st_ino):
             return False
-        holder = holder_of(self.path)
+        holder = read_holder(self.path)
         return holder is None or not holder.same_process(self._me)
 
     def take_back(self) -> bool:
@@ -259,46 +259,46 @@ class RunLock:
 
         A folder that contains anything may belong to another run, even if that run has ended.
         """
-        before = self._handle
+        old_handle = self._handle
         folder = self.path.parent
-        if _id_of(folder) != self._folder_id and has_files(folder):
+        if _device_and_inode(folder) != self._folder_id and has_files(folder):
             return False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            taken = self._create()
+            is_taken = self._create()
         except OSError:
-            taken = False
-        if taken and before is not None:
-            advisory.drop(before)
-        return taken
+            is_taken = False
+        if is_taken and old_handle is not None:
+            advisory.drop(old_handle)
+        return is_taken
 
     def why_not_free(self) -> str:
         """Return why `take_back` failed, as the end of a sentence that begins with the folder."""
-        holder = holder_of(self.path)
+        holder = read_holder(self.path)
         if holder is not None:
             return f"is in use by {holder}"
         return "has files of another run" if has_files(self.path.parent) else "cannot be used"
 
-    def keep(self) -> None:
+    def keep_folders(self) -> None:
         """Mark the run as started, so that `release` does not delete the folders that were created for the lock."""
-        self._made = []
+        self._created_folders = []
 
     def release(self) -> None:
         """Remove the lock file if this process holds the lock, and the empty folders that were created for the lock."""
         with contextlib.suppress(OSError):
-            holder = holder_of(self.path)
+            holder = read_holder(self.path)
             if holder is not None and holder.same_process(self._me):
                 self.path.unlink()
         if self._handle is not None:
             advisory.drop(self._handle)
             self._handle = None
         with contextlib.suppress(OSError):
-            for folder in self._made:
+            for folder in self._created_folders:
                 folder.rmdir()
-        self._made = []
+        self._created_folders = []
 
 
-def holder_of(path: Path) -> Holder | None:
+def read_holder(path: Path) -> Holder | None:
     """Return the holder of the lock file `path`, or None if the file is damaged or does not exist."""
     try:
         return _parse(path.read_text(encoding="utf-8", errors="replace"))
@@ -310,7 +310,7 @@ def _parse(text: str | None) -> Holder | None:
     try:
         content: dict[str, Any] = parse_json(text or "", "the lock")
         # A lock file of a newer version may have more fields.
-        for name in content.keys() - {each.name for each in fields(Holder)}:
+        for name in content.keys() - {field.name for field in fields(Holder)}:
             del content[name]
         holder = Holder(**content)
     except (AttributeError, TypeError, ValueError):
@@ -323,13 +323,13 @@ def _is_sound(holder: Holder) -> bool:
     return has_texts and isinstance(holder.pid, int) and holder.pid > 0
 
 
-def _refusal(path: Path, holder: Holder, me: Holder, alive: bool, other: str) -> str:
-    where = ""
+def _in_use_message(path: Path, holder: Holder, me: Holder, alive: bool, other_flag: str) -> str:
+    location = ""
     if holder.host == me.host and not holder.is_visible(me):
-        where = ", in another container"
+        location = ", in another container"
         if not alive:
-            where += " or before a restart of the machine"
-    way_out = f"if it has ended, pass --override-lock (or delete {path})"
+            location += " or before a restart of the machine"
+    advice = f"if it has ended, pass --override-lock (or delete {path})"
     if alive:
-        way_out = f"end it, or give {other}; if this folder is a copy of the folder of that run, delete {path}"
-    return f"{path.parent} is in use by {holder}{where}: {way_out}"
+        advice = f"end it, or give {other_flag}; if this folder is a copy of the folder of that run, delete {path}"
+    return f"{path.parent} is in use by {holder}{location}: {advice}"

@@ -21,44 +21,44 @@ if TYPE_CHECKING:
     from .rotary import Rotation
 
 
-def _fill_heads(std: float, head_size: int, factors: Sequence[float], weight: Tensor) -> None:
-    """Draw normal values, and scale the rows of part i (query, key or value) of each head by factors[i]."""
+def _init_heads(std: float, head_size: int, part_factors: Sequence[float], weight: Tensor) -> None:
+    """Draw normal values, and scale the rows of part i (query, key or value) of each head by part_factors[i]."""
     nn.init.normal_(weight, 0.0, std)
-    weight.view(-1, len(factors), head_size, weight.shape[1]).mul_(torch.tensor(factors).view(1, -1, 1, 1))
+    weight.view(-1, len(part_factors), head_size, weight.shape[1]).mul_(torch.tensor(part_factors).view(1, -1, 1, 1))
 
 
 class Attention(nn.Module):
     """Common part of self- and cross-attention (Vaswani et al. 2017): softmax(q k^T + bias) v, output projection.
 
     kernel: function that computes a `AttentionArgs`; `attend` lets `choose_kernel` choose.
-    watch: function that is called with each attention call before it is computed, or None.
+    observe_call: function that is called with each attention call before it is computed, or None.
     """
 
-    watch: Callable[[AttentionArgs], None] | None = None
+    observe_call: Callable[[AttentionArgs], None] | None = None
 
     def __init__(self, config: ModelConfig, stream: str, output_std: float, causal: bool) -> None:
         super().__init__()
         self.axis = mpu.get_mesh().model
         self.heads = config.num_attention_heads // self.axis.size
-        self.groups = max(config.key_value_heads // self.axis.size, 1)  # 1 if several ranks share a key-value head
+        self.kv_heads = max(config.key_value_heads // self.axis.size, 1)  # 1 if several ranks share a key-value head
         self.head_size = config.head_size
-        self.inner = config.num_attention_heads * config.head_size
+        self.inner_size = config.num_attention_heads * config.head_size
         self.dropout = config.attention_dropout
         self.rng = mpu.get_rng()
         self.kernel: Kernel = attend
         self.stream = mpu.Stream(self.rng, stream, split=True)
         self.recompute = config.checkpoint_attention
-        self.new_call: Callable[..., AttentionArgs] = partial(
+        self.make_call: Callable[..., AttentionArgs] = partial(
             AttentionArgs,
             causal=causal,
             scale=config.attention_scale,
             stream=self.stream,
-            by_document="document-attention" not in config.reference_ops,
-            fused_bias="biased-attention" not in config.reference_ops,
-            packs="qkv" not in config.recompute_modules,
+            allow_per_document="document-attention" not in config.reference_ops,
+            allow_fused_bias="biased-attention" not in config.reference_ops,
+            may_copy_qkv="qkv" not in config.recompute_modules,
         )
         self.dense = mpu.RowParallelLinear(
-            self.inner,
+            self.inner_size,
             config.hidden_size,
             bias=config.hidden_bias,
             input_is_parallel=True,
@@ -82,7 +82,7 @@ class Attention(nn.Module):
             len(factors) * heads * self.head_size,
             bias=bias,
             gather_output=False,
-            init_method=partial(_fill_heads, config.hidden_std, self.head_size, factors),
+            init_method=partial(_init_heads, config.hidden_std, self.head_size, factors),
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> Tensor:
@@ -96,22 +96,22 @@ class Attention(nn.Module):
         p = self.dropout if self.training else 0.0
         compute: Callable[..., Tensor] = partial(self._compute, p=p)
         if p and query.device.type != "cpu":  # torch's kernels draw; on a CPU, our kernel draws from `self.stream`
-            compute = self._with_dropout
+            compute = self._compute_with_dropout
         if self.recompute and self.training:
-            compute = partial(self._computed_again, compute)
+            compute = partial(self._compute_with_checkpoint, compute)
         context: Tensor = compute(query, key, value, mask, bias)  # [b, n/t, q, d]
         return context.permute(2, 0, 1, 3).flatten(2)
 
     def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None, p: float) -> Tensor:
-        call = self.new_call(query=query, key=key, value=value, mask=mask, bias=bias, p=p)
-        if self.watch is not None:
-            self.watch(call)
+        call = self.make_call(query=query, key=key, value=value, mask=mask, bias=bias, p=p)
+        if self.observe_call is not None:
+            self.observe_call(call)
         return self.kernel(call)
 
-    def _computed_again(self, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    def _compute_with_checkpoint(self, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
         return mpu.checkpoint(compute, *inputs, rng=self.rng)  # type: ignore[no-any-return]
 
-    def _with_dropout(self, *inputs: Any) -> Tensor:
+    def _compute_with_dropout(self, *inputs: Any) -> Tensor:
         with self.rng.fork(self.stream.name, inputs[0].device, self.stream.split):
             query, key, value, mask, bias = inputs
             return self._compute(query, key, value, mask, bias, self.dropout)
@@ -126,16 +126,16 @@ class SelfAttention(Attention):
 
     def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool = True) -> None:
         super().__init__(config, f"{name}.attention", output_std, causal)
-        queries = config.num_attention_heads // config.key_value_heads
-        factors = [config.query_factor] * queries
+        group_size = config.num_attention_heads // config.key_value_heads
+        query_factors = [config.query_factor] * group_size
         self.query_key_value = self._project(
-            config, *factors, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
+            config, *query_factors, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
         )
         width = config.width_factor
         # Growth of inputs and outputs of each part since the base model of muP, all 1 without muP.
-        others = (width, config.key_value_growth)
-        growth = ((width, width), others, others)
-        fused = mpu.FusedRows((queries, 1, 1), self.head_size, growth)
+        key_value_growth = (width, config.key_value_growth)
+        growth = ((width, width), key_value_growth, key_value_growth)
+        fused = mpu.FusedRows((group_size, 1, 1), self.head_size, growth)
         mpu.spec_of(self.query_key_value.weight).fused = fused
 
     def forward(
@@ -151,28 +151,28 @@ class SelfAttention(Attention):
         mask, bias: see `attend`. angles: rotary position embedding of queries and keys, or None.
         """
         qkv, _ = self.query_key_value(hidden)  # [s, b, (n/t + 2 g) * d]
-        query, key, value = self.split(qkv, angles)
+        query, key, value = self.split_qkv(qkv, angles)
         if cache is not None:
             key, value = cache.extend(key, value)
         context = self.attend(query, key, value, mask, bias)
         return self.dense(context)  # type: ignore[no-any-return]
 
-    def split(self, qkv: Tensor, angles: "Rotation | None") -> tuple[Tensor, ...]:
+    def split_qkv(self, qkv: Tensor, angles: "Rotation | None") -> tuple[Tensor, ...]:
         """Split [s, b, (n/t + 2 g) * d] into queries [b, n/t, s, d] and keys and values [b, g, s, d]."""
         return split_heads(qkv, self.head_size, 3)
 
 
-def split_heads(fused: Tensor, size: int, parts: int) -> tuple[Tensor, ...]:
+def split_heads(fused: Tensor, head_size: int, num_parts: int) -> tuple[Tensor, ...]:
     """Split `fused` [s, b, n * p * d], whose rows are all parts of head 0, then of head 1, into p tensors [b, n, s, d].
 
-    size: d. parts: p. The results are views of `fused`.
+    head_size: d. num_parts: p. The results are views of `fused`.
     """
-    by_head = fused.view(*fused.shape[:2], -1, parts, size)  # [s, b, n, p, d]
+    by_head = fused.view(*fused.shape[:2], -1, num_parts, head_size)  # [s, b, n, p, d]
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # torch.compile fuses the gradients itself
-        found = by_head.unbind(3)
+        views = by_head.unbind(3)
     else:
-        found = _Split.apply(by_head)  # type: ignore[no-untyped-call]
-    return tuple(part.permute(1, 2, 0, 3) for part in found)
+        views = _Split.apply(by_head)  # type: ignore[no-untyped-call]
+    return tuple(part.permute(1, 2, 0, 3) for part in views)
 
 
 class _Split(torch.autograd.Function):
@@ -190,29 +190,29 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Tensor | None:  # type: ignore[override]
-        known = next((grad for grad in grads if grad is not None), None)
-        if known is None:
+        any_grad = next((grad for grad in grads if grad is not None), None)
+        if any_grad is None:
             return None
-        whole = known.new_empty(ctx.shape)
+        grad_by_head = any_grad.new_empty(ctx.shape)
         for part, grad in enumerate(grads):
-            place = whole.select(3, part)
+            part_grad = grad_by_head.select(3, part)
             if grad is None:
-                place.zero_()
+                part_grad.zero_()
             else:
-                place.copy_(grad)
-        return whole
+                part_grad.copy_(grad)
+        return grad_by_head
 
 
 def build_self_attention(config: ModelConfig, name: str, output_std: float, causal: bool) -> SelfAttention:
     """Return the self-attention of a layer: the plain one, or one that replaces a part of it."""
-    kind = SelfAttention
+    attention_class = SelfAttention
     shares_heads = config.key_value_heads < config.num_attention_heads
     if shares_heads or config.qk_norm or config.position_embedding == "rope":
         from .grouped_attention import GroupedSelfAttention
 
-        kind = GroupedSelfAttention
+        attention_class = GroupedSelfAttention
     if {"norm", "qkv"} & set(config.recompute_modules):
         from .recomputed_attention import recomputed_self_attention
 
-        kind = recomputed_self_attention(kind)
-    return kind(config, name, output_std, causal)
+        attention_class = recomputed_self_attention(attention_class)
+    return attention_class(config, name, output_std, causal)

@@ -15,13 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron import mpu
 
 from .heads import repeat_heads
-from .masks import Documents, added_mask, causal_mask
+from .masks import Documents, causal_mask, to_additive_mask
 
 if TYPE_CHECKING:
-    from .context_attention import Views
+    from .context_attention import ContextViews
     from .pieces import Pieces
 
-Mask = Union[Documents, "Views", Tensor, None]  # see `AttentionArgs`
+Mask = Union[Documents, "ContextViews", Tensor, None]  # see `AttentionArgs`
 Kernel = Callable[["AttentionArgs"], Tensor]  # function that computes a call -> [b, n, q, d]
 
 
@@ -29,16 +29,16 @@ class AttentionArgs(NamedTuple):
     """One attention call: query [b, n, q, d], key and value [b, g, k, d] -> [b, n, q, d].
 
     mask: `Documents` if tokens may attend only within their document; or a bool mask [1 or b, 1, q, k], True where a
-    query may attend; or None. With context parallelism it is a `Views`: `key` and `value` hold this rank's tokens only,
-    but the mask covers the keys of all ranks.
+    query may attend; or None. With context parallelism it is a `ContextViews`: `key` and `value` hold this rank's
+    tokens only, but the mask covers the keys of all ranks.
     bias: tensor [1, n, q, k] to add to the scores, or None. p: dropout probability.
     causal: if there is no mask, a query sees the keys up to its own position. scale: factor of the scores.
-    by_document, fused_bias: whether --reference-ops permits the kernels for documents and for a bias.
-    packs: whether a kernel may copy queries, keys and values. This is False if the backward pass recomputes these
-    tensors, because recomputation recognises them by their address.
+    allow_per_document, allow_fused_bias: whether --reference-ops permits the kernels for documents and for a bias.
+    may_copy_qkv: whether a kernel may copy queries, keys and values. This is False if the backward pass recomputes
+    these tensors, because recomputation recognises them by their address.
     pieces: blocks of queries and keys to compute one by one, for documents or context-parallel slices, which `attend`
     finds; None if a mask is needed. Always None on accelerators and in compiled code.
-    turn: number that distinguishes several dropout draws of one layer, see `mpu.Stream.drop`.
+    draw_index: number that distinguishes several dropout draws of one layer, see `mpu.Stream.drop`.
     """
 
     query: Tensor
@@ -50,11 +50,11 @@ class AttentionArgs(NamedTuple):
     causal: bool
     scale: float
     stream: mpu.Stream
-    by_document: bool
-    fused_bias: bool
-    packs: bool
+    allow_per_document: bool
+    allow_fused_bias: bool
+    may_copy_qkv: bool
     pieces: "Pieces | None" = None
-    turn: int = 0
+    draw_index: int = 0
 
     @property
     def on_cpu(self) -> bool:
@@ -62,10 +62,10 @@ class AttentionArgs(NamedTuple):
         return self.query.device.type == "cpu"
 
     @property
-    def views(self) -> "Views | None":
-        """The mask if it is a `Views`, as with context parallelism, else None."""
+    def views(self) -> "ContextViews | None":
+        """The mask if it is a `ContextViews`, as with context parallelism, else None."""
         mask: Any = self.mask
-        return mask if hasattr(mask, "slices") else None
+        return mask if hasattr(mask, "slices") else None  # no isinstance(), which would import context_attention.py
 
     def visible(self) -> tuple[Tensor | None, bool]:
         """Return the bool mask [1 or b, 1, q, k] or None, and whether the kernel has to hide later keys itself.
@@ -81,40 +81,40 @@ class AttentionArgs(NamedTuple):
         k = self.key.shape[2]
         # A mask built from documents already hides later keys if attention is causal. A single query, as in decoding,
         # sees all keys.
-        hides = self.causal and mask is None and q > 1
+        is_causal = self.causal and mask is None and q > 1
         needs_mask = self.bias is not None or q != k or (self.p > 0 and self.on_cpu)
-        if hides and needs_mask:
+        if is_causal and needs_mask:
             return causal_mask(q, k, self.query.device), False
-        return mask, hides
+        return mask, is_causal
 
     def added(self) -> tuple[Tensor | None, bool]:
         """Return the tensor to add to scores, [1 or b, 1 or n, q, k] or None, and if the kernel hides later keys."""
-        mask, hides = self.visible()
+        mask, is_causal = self.visible()
         if mask is None:
-            return self.bias, hides
+            return self.bias, is_causal
         if self.bias is None:
-            return added_mask(mask, self.query.dtype), hides
-        return self.bias.masked_fill(~mask, -torch.inf), hides
+            return to_additive_mask(mask, self.query.dtype), is_causal
+        return self.bias.masked_fill(~mask, -torch.inf), is_causal
 
 
-def torchs(c: AttentionArgs) -> Tensor:
+def torch_sdpa(call: AttentionArgs) -> Tensor:
     """Call torch's scaled_dot_product_attention, which chooses the kernel -> [b, n, q, d]."""
-    added, hides = c.added()
-    query = c.query
-    key = c.key
-    value = c.value
+    mask, is_causal = call.added()
+    query = call.query
+    key = call.key
+    value = call.value
     grouped = key.shape[1] < query.shape[1]
-    unsupported = added is not None or query.dtype == torch.float32
-    if grouped and unsupported and query.device.type == "cuda":
+    needs_repeated_heads = mask is not None or query.dtype == torch.float32
+    if grouped and needs_repeated_heads and query.device.type == "cuda":
         # torch's CUDA kernels for grouped heads support neither masks nor fp32.
         key, value = repeat_heads(query, key, value)
         grouped = False
-    options: dict[str, Any] = {"attn_mask": added, "dropout_p": c.p, "is_causal": hides, "scale": c.scale}
-    with kernels_for(query, added):
+    options: dict[str, Any] = {"attn_mask": mask, "dropout_p": call.p, "is_causal": is_causal, "scale": call.scale}
+    with select_sdpa_kernels(query, mask):
         return F.scaled_dot_product_attention(query, key, value, **options, enable_gqa=grouped)
 
 
-def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
+def select_sdpa_kernels(query: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
     """Return a context that selects torch's attention kernels for query [b, n, q, d].
 
     With a mask on CUDA it excludes cuDNN's kernel. torch prefers that kernel on Hopper, but with a mask some of
@@ -125,26 +125,26 @@ def kernels_for(query: Tensor, mask: Tensor | None) -> AbstractContextManager[No
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def choose_kernel(c: AttentionArgs) -> Kernel:
+def choose_kernel(call: AttentionArgs) -> Kernel:
     """Return the kernel of the call: torch's, unless documents, a bias, dropout or another part needs another."""
-    special = isinstance(c.mask, Documents) or c.views or c.bias is not None
-    on_cpu = c.on_cpu and (c.p or c.query.dtype != torch.float32)
-    if not special and not on_cpu:
-        return torchs
+    needs_special_kernel = isinstance(call.mask, Documents) or call.views or call.bias is not None
+    needs_cpu_kernel = call.on_cpu and (call.p or call.query.dtype != torch.float32)
+    if not needs_special_kernel and not needs_cpu_kernel:
+        return torch_sdpa
     from .special_kernels import choose_special_kernel
 
-    return choose_special_kernel(c)
+    return choose_special_kernel(call)
 
 
-def attend(c: AttentionArgs) -> Tensor:
+def attend(call: AttentionArgs) -> Tensor:
     """Compute the call by the kernel that `choose_kernel` returns -> [b, n, q, d].
 
     Raises ValueError if a token has no document id.
     """
-    if isinstance(c.mask, Documents):
-        c.mask.refuse_others(c.query, c.key)
-    if c.by_document and (isinstance(c.mask, Documents) or c.views):
+    if isinstance(call.mask, Documents):
+        call.mask.check_token_counts(call.query, call.key)
+    if call.allow_per_document and (isinstance(call.mask, Documents) or call.views):
         from .pieces import pieces_for
 
-        c = c._replace(pieces=pieces_for(c.query, c.mask))  # type: ignore[arg-type]
-    return choose_kernel(c)(c)
+        call = call._replace(pieces=pieces_for(call.query, call.mask))  # type: ignore[arg-type]
+    return choose_kernel(call)(call)

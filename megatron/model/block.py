@@ -15,14 +15,14 @@ from megatron.config import ModelConfig
 
 from .attention import build_self_attention
 from .attention_kernels import Mask
-from .masks import DocumentRole, build_mask
+from .masks import DocumentRole, mask_function
 from .mlp import ParallelMLP, build_mlp
 from .norm import build_norm
 
 if TYPE_CHECKING:
     from .cache import Caches
     from .rotary import Rotation
-    from .routing import Routing
+    from .routing import RoutingState
 
 
 class Dropout(nn.Module):
@@ -48,15 +48,15 @@ class TransformerLayer(nn.Module):
 
     name: name of the layer in the whole model.
     branches: number of residual branches of the whole stack, see `ModelConfig.output_std`.
-    stack, stacks: number of the layer's stack, from 0, and number of stacks of the model: 2 for encoder and decoder.
+    stack_index, num_stacks: the layer's stack, from 0, and the model's number of stacks: 2 for encoder and decoder.
     """
 
-    stack = 0
-    stacks = 1
+    stack_index = 0
+    num_stacks = 1
 
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True) -> None:
         super().__init__()
-        decoder = self.stack == 1
+        decoder = self.stack_index == 1
         output_std = config.output_std(branches, config.width_factor, decoder)
         self.branch_factor = config.decoder_branch_factor if decoder else config.branch_factor
         self.causal = causal
@@ -65,22 +65,22 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = build_norm(config)
         self.attention = build_self_attention(config, name, output_std, causal)
         self.attention_dropout = Dropout(config.hidden_dropout, f"{name}.attention_output")
-        self.build_between(config, name, output_std)
+        self.build_cross_sublayer(config, name, output_std)
         self.post_attention_layernorm = build_norm(config)
         self.mlp = build_mlp(config, name, branches, decoder)
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
-        self.saving: Callable[[bool], AbstractContextManager[Any]] = nullcontext
-        self.after_norm: Callable[..., tuple[Tensor, Tensor | None]] = after_norm
+        self.offload_context: Callable[[bool], AbstractContextManager[Any]] = nullcontext
+        self.run_on_normalised: Callable[..., tuple[Tensor, Tensor | None]] = run_on_normalised
         if config.offload_activations:
             from .offload import offloaded
 
-            self.saving = offloaded
+            self.offload_context = offloaded
         if "norm" in config.recompute_modules:
-            from .recompute import after_recomputed
+            from .recompute import run_on_recomputed
 
-            self.after_norm = after_recomputed
+            self.run_on_normalised = run_on_recomputed
 
-    def layer(
+    def run_layer(
         self,
         hidden: Tensor,
         mask: Mask,
@@ -88,37 +88,37 @@ class TransformerLayer(nn.Module):
         encoded: Any = None,
         caches: "Caches | None" = None,
         angles: "Rotation | None" = None,
-        routing: "Routing | None" = None,
+        routing: "RoutingState | None" = None,
     ) -> Tensor:
         """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
 
         mask, bias, angles: arguments of self-attention, see `SelfAttention`. routing: for a layer with experts.
-        encoded: argument of `run_between`, for a layer of a T5's decoder.
+        encoded: argument of `run_cross_sublayer`, for a layer of a T5's decoder.
         The sublayers below get the normalised hidden states x, and with --recompute-modules also how to recompute x, as
         the keyword `recipe`, which only layers built for it accept.
         """
-        own = caches.own if caches else None
+        cache = caches.self_attention if caches else None
 
         def attend(x: Tensor, **recipe: Any) -> Any:
-            return self.attention(x, mask, bias, own, angles, **recipe)
+            return self.attention(x, mask, bias, cache, angles, **recipe)
 
         def run_mlp(x: Tensor, **recipe: Any) -> Any:
             return self._run_mlp(x, routing)
 
-        with self.saving(self.training):
-            hidden = self.add(self.input_layernorm, self.attention_dropout, attend, hidden)
+        with self.offload_context(self.training):
+            hidden = self.add_branch(self.input_layernorm, self.attention_dropout, attend, hidden)
             if encoded is not None:
-                hidden = self.run_between(hidden, encoded, caches)
-            return self.add(self.post_attention_layernorm, self.mlp_dropout, run_mlp, hidden)
+                hidden = self.run_cross_sublayer(hidden, encoded, caches)
+            return self.add_branch(self.post_attention_layernorm, self.mlp_dropout, run_mlp, hidden)
 
-    def build_between(self, config: ModelConfig, name: str, output_std: float) -> None:
+    def build_cross_sublayer(self, config: ModelConfig, name: str, output_std: float) -> None:
         """Build what a layer has between self-attention and MLP: cross-attention in a T5's decoder, else nothing."""
 
-    def run_between(self, hidden: Tensor, encoded: Any, caches: "Caches | None") -> Tensor:
-        """Run what `build_between` has built: [s, b, h] -> [s, b, h]."""
+    def run_cross_sublayer(self, hidden: Tensor, encoded: Any, caches: "Caches | None") -> Tensor:
+        """Run what `build_cross_sublayer` has built: [s, b, h] -> [s, b, h]."""
         raise NotImplementedError
 
-    def _run_mlp(self, x: Tensor, routing: "Routing | None") -> tuple[Tensor, Tensor | None]:
+    def _run_mlp(self, x: Tensor, routing: "RoutingState | None") -> tuple[Tensor, Tensor | None]:
         """Apply the MLP or the mixture: [s, b, h] -> ([s, b, h], bias). The mixture adds its loss to `routing`."""
         if isinstance(self.mlp, ParallelMLP):
             return self.mlp(x)  # type: ignore[no-any-return]
@@ -126,20 +126,20 @@ class TransformerLayer(nn.Module):
 
         return run_mixture(self, x, routing)
 
-    def routing(self, losses: list[Tensor], document_ids: Tensor) -> "Routing | None":
+    def make_routing(self, losses: list[Tensor], document_ids: Tensor) -> "RoutingState | None":
         """Return what the router of this layer needs; None without experts.
 
-        losses: the routers' loss so far, or []; `layer` replaces it. document_ids: [b, s].
+        losses: the routers' loss so far, or []; `run_layer` replaces it. document_ids: [b, s].
         """
         if isinstance(self.mlp, ParallelMLP):
             return None
-        from .routing import routing_of
+        from .routing import build_routing
 
-        return routing_of(self, losses, document_ids)
+        return build_routing(self, losses, document_ids)
 
-    def add(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
+    def add_branch(self, norm: nn.Module, dropout: Dropout, sublayer: Sublayer, hidden: Tensor) -> Tensor:
         """Add the residual branch to the hidden states [s, b, h]: hidden + factor * dropout(sublayer(norm(hidden)))."""
-        added, bias = self.after_norm(norm, sublayer, hidden)
+        added, bias = self.run_on_normalised(norm, sublayer, hidden)
         if bias is not None:
             added = added + bias
         branch: Tensor = dropout(added)
@@ -148,7 +148,7 @@ class TransformerLayer(nn.Module):
         return hidden + branch
 
 
-def after_norm(norm: nn.Module, sublayer: Sublayer, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+def run_on_normalised(norm: nn.Module, sublayer: Sublayer, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
     """Apply `sublayer` to the normalised hidden states, [s, b, h] -> ([s, b, h], bias or None)."""
     return sublayer(norm(hidden))
 
@@ -162,28 +162,28 @@ class Block(TransformerLayer):
     def __init__(self, config: ModelConfig, name: str, role: DocumentRole | None = None) -> None:
         super().__init__(config, name, branches=2 * config.num_layers)
         self.role = role or DocumentRole()
-        self.mask = build_mask(config.sliding_window, self.role, self.context)
-        self.rotation: Callable[..., Rotation] | None = None
+        self.build_mask = mask_function(config.sliding_window, self.role, self.context)
+        self.build_rotation: Callable[..., Rotation] | None = None
         if config.position_embedding == "rope":
-            from .rotary import rotation
+            from .rotary import compute_rotation
 
-            self.rotation = partial(rotation, config, context=self.context)
+            self.build_rotation = partial(compute_rotation, config, context=self.context)
 
     def forward(self, inputs: tuple[Tensor, ...], caches: "Caches | None" = None) -> tuple[Tensor, ...]:
         """Run the layer: (hidden [s, b, h], document ids [b, s] or empty) -> (new hidden states, the same ids).
 
-        caches: keys and values of the text generated so far; positions continue after the cached tokens. With
-        context parallelism hidden is this rank's part of the sequence, [s/c, b, h] for c ranks, and passing
-        caches raises ValueError.
+        caches: keys and values of the text generated so far; positions continue after the cached tokens. With context
+        parallelism hidden is this rank's part of the sequence, [s/c, b, h] for c ranks, and caches raise ValueError.
         If an earlier layer has experts, the last input is the summed loss [n] of its router; the last output adds the
         loss of this layer's router.
         """
         hidden, document_ids = inputs[:2]
         losses = list(inputs[2:])  # not `*losses`, which torch 2.11 compiles as a tuple
         s = mpu.whole_length(hidden, self.sequence) * self.context.size
-        seen = caches.before(self.context.size) if caches else 0
-        mask = self.mask(document_ids, s, seen)
-        restart = self.role.positions and not caches
-        angles = self.rotation(document_ids, s, seen, restart) if self.rotation else None
-        hidden = self.layer(hidden, mask, caches=caches, angles=angles, routing=self.routing(losses, document_ids))
+        num_cached = caches.cached_length(self.context.size) if caches else 0
+        mask = self.build_mask(document_ids, s, num_cached)
+        restart_positions = self.role.restarts_positions and not caches
+        angles = self.build_rotation(document_ids, s, num_cached, restart_positions) if self.build_rotation else None
+        routing = self.make_routing(losses, document_ids)
+        hidden = self.run_layer(hidden, mask, caches=caches, angles=angles, routing=routing)
         return hidden, document_ids, *losses

@@ -20,12 +20,12 @@ class KeyValueCache:
         """Append keys and values of new tokens, [b, g, q, d] each; return all cached keys and values."""
         begin = self.length
         self.length += key.shape[2]
-        memory = self._with_room(key)
+        memory = self._ensure_room(key)
         memory[0, :, :, begin : self.length] = key
         memory[1, :, :, begin : self.length] = value
-        return self.whole()
+        return self.get_all()
 
-    def _with_room(self, key: Tensor) -> Tensor:
+    def _ensure_room(self, key: Tensor) -> Tensor:
         """Return the memory with room for `length` tokens; if it grows, it grows to twice as many."""
         if self.memory is None or self.memory.shape[3] < self.length:
             b, g, _, d = key.shape
@@ -35,7 +35,7 @@ class KeyValueCache:
             self.memory = larger
         return self.memory
 
-    def whole(self) -> tuple[Tensor, Tensor]:
+    def get_all(self) -> tuple[Tensor, Tensor]:
         """Return all cached keys and values, [b, g, k, d] each."""
         assert self.memory is not None
         return self.memory[0, :, :, : self.length], self.memory[1, :, :, : self.length]
@@ -50,14 +50,14 @@ class Caches:
     """Key-value caches of one layer for incremental decoding."""
 
     def __init__(self) -> None:
-        self.own = KeyValueCache()
-        self.cross = KeyValueCache()
+        self.self_attention = KeyValueCache()
+        self.cross_attention = KeyValueCache()
 
-    def before(self, context_ranks: int) -> int:
+    def cached_length(self, context_ranks: int) -> int:
         """Return the number of cached tokens. Raises ValueError if there are several context-parallel ranks."""
         if context_ranks > 1:
             raise ValueError(
                 "text generation does not support context parallelism: "
                 "build the model with a context-parallel size of 1"
             )
-        return self.own.length
+        return self.self_attention.length

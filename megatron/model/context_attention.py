@@ -18,65 +18,68 @@ from .masks import Documents, cached_on
 from .window_masks import causal_window
 
 
-class Views(NamedTuple):
+class ContextViews(NamedTuple):
     """Keys to which this rank's queries may attend: all earlier tokens, unless a window or documents hide some.
 
-    ids: document number of each token of the sequence, int [b, s]. If `apart` is False, the numbers are ignored, and
-    masks are created on the device of `ids`.
-    apart: whether a query attends only to tokens of its own document.
+    ids: document number of each token of the sequence, int [b, s]. If `within_documents` is False, the numbers are
+    ignored, and masks are created on the device of `ids`.
+    within_documents: whether a query attends only to tokens of its own document.
     window: number of last tokens that a query sees, None for all.
     slices: begin and end of each slice of the sequence that this rank holds.
     """
 
     ids: Tensor
-    apart: bool
+    within_documents: bool
     window: int | None
     slices: tuple[tuple[int, int], ...]
     axis: mpu.Axis
 
     @property
-    def each(self) -> int:
+    def slice_length(self) -> int:
         """Number of tokens of a slice."""
         begin, end = self.slices[0]
         return end - begin
 
     @property
-    def masked(self) -> bool:
+    def needs_mask(self) -> bool:
         """True if a window or documents hide some token before a query."""
-        return self.apart or self.window is not None
+        return self.within_documents or self.window is not None
 
-    def keys(self, at: int) -> tuple[int, int]:
-        """Return begin and end of the range of keys that at least one query of slice number `at` may see."""
-        begin, end = self.slices[at]
+    def key_range(self, slice_index: int) -> tuple[int, int]:
+        """Return begin and end of the range of keys that at least one query of slice number `slice_index` may see."""
+        begin, end = self.slices[slice_index]
         return 0 if self.window is None else max(begin - self.window + 1, 0), end
 
-    def mask(self, at: int) -> Tensor | None:
-        """Return the mask of slice number `at`, bool [1 or b, 1, q, k], or None if only later tokens are hidden.
+    def mask(self, slice_index: int) -> Tensor | None:
+        """Return the mask of a slice, bool [1 or b, 1, q, k], or None if only later tokens are hidden.
 
-        The mask covers the keys in the range `keys(at)` and is True where a query may attend to a key. Layers that
-        receive the same ids share the mask.
+        The mask covers the keys in the range `key_range(slice_index)` and is True where a query may attend to a key.
+        Layers that receive the same ids share the mask.
         """
-        if not self.masked:
+        if not self.needs_mask:
             return None
-        key = "view", self.slices[at], self.window, self.apart
-        return cached_on(self.ids, key, None, lambda: self._mask(at))
+        key = "view", self.slices[slice_index], self.window, self.within_documents
+        return cached_on(self.ids, key, None, lambda: self._build_mask(slice_index))
 
-    def _mask(self, at: int) -> Tensor:
-        (begin, end), (first, _) = self.slices[at], self.keys(at)
-        near = causal_window(end - begin, end - first, self.window or end, self.ids.device)
-        if not self.apart:
-            return near
-        return near & (self.ids[:, begin:end, None] == self.ids[:, None, first:end]).unsqueeze(1)
+    def _build_mask(self, slice_index: int) -> Tensor:
+        begin, end = self.slices[slice_index]
+        first_key, _ = self.key_range(slice_index)
+        window_mask = causal_window(end - begin, end - first_key, self.window or end, self.ids.device)
+        if not self.within_documents:
+            return window_mask
+        return window_mask & (self.ids[:, begin:end, None] == self.ids[:, None, first_key:end]).unsqueeze(1)
 
 
-def views_of(ids: Tensor, length: int, window: int | None, documents: Documents | None, axis: mpu.Axis) -> Views:
+def build_context_views(
+    ids: Tensor, length: int, window: int | None, documents: Documents | None, axis: mpu.Axis
+) -> ContextViews:
     """Return the keys to which this rank's queries may attend; a sequence of `length` tokens is sharded over `axis`.
 
     ids: document ids, [b, s] or empty. window: number of last tokens that a query sees, None for all.
     documents: built from `ids`; None if attention is not restricted to documents.
     """
-    near = window if window is not None and window < length else None
-    return Views(ids, documents is not None, near, tuple(mpu.context_slices(length, axis)), axis)
+    effective_window = window if window is not None and window < length else None
+    return ContextViews(ids, documents is not None, effective_window, tuple(mpu.context_slices(length, axis)), axis)
 
 
 def gather_keys_and_values(key: Tensor, value: Tensor, axis: mpu.Axis) -> tuple[Tensor, Tensor]:
@@ -84,12 +87,12 @@ def gather_keys_and_values(key: Tensor, value: Tensor, axis: mpu.Axis) -> tuple[
 
     The backward pass reduce-scatters the gradients.
     """
-    return _apart(mpu.gather_context(_together(key, value), axis))
+    return _separate(mpu.gather_context(_concatenate(key, value), axis))
 
 
-def whole_keys_and_values(key: Tensor, value: Tensor, axis: mpu.Axis | None) -> tuple[Tensor, Tensor]:
+def gather_kv_without_grad(key: Tensor, value: Tensor, axis: mpu.Axis | None) -> tuple[Tensor, Tensor]:
     """All-gather keys and values, [b, g, s/c, d] -> [b, g, s, d] each, without gradients; no-op if axis is None."""
-    return _apart(mpu.all_gather_context(_together(key, value), axis)) if axis else (key, value)
+    return _separate(mpu.all_gather_context(_concatenate(key, value), axis)) if axis else (key, value)
 
 
 def reduce_scatter_grads(key: Tensor, value: Tensor, axis: mpu.Axis | None) -> tuple[Tensor, Tensor]:
@@ -97,14 +100,14 @@ def reduce_scatter_grads(key: Tensor, value: Tensor, axis: mpu.Axis | None) -> t
 
     A no-op if axis is None.
     """
-    return _apart(mpu.reduce_scatter_context(_together(key, value), axis)) if axis else (key, value)
+    return _separate(mpu.reduce_scatter_context(_concatenate(key, value), axis)) if axis else (key, value)
 
 
-def _together(key: Tensor, value: Tensor) -> Tensor:
+def _concatenate(key: Tensor, value: Tensor) -> Tensor:
     """Concatenate keys and values, [b, g, s, d] each, to [s, b, g, 2 d], for a single collective."""
     return torch.cat([key, value], -1).permute(2, 0, 1, 3).contiguous()
 
 
-def _apart(both: Tensor) -> tuple[Tensor, Tensor]:
-    key, value = both.permute(1, 2, 0, 3).chunk(2, -1)
+def _separate(key_and_value: Tensor) -> tuple[Tensor, Tensor]:
+    key, value = key_and_value.permute(1, 2, 0, 3).chunk(2, -1)
     return key, value

@@ -42,18 +42,18 @@ class CrossAttention(Attention):
         The caller must add the bias. cache: keys and values of the encoder's output, which the first call fills.
         """
         projected, _ = self.query(hidden)
-        query = self.queries(projected)
+        query = self.view_queries(projected)
         if cache is not None and cache.length:
-            key, value = cache.whole()
+            key, value = cache.get_all()
         else:
-            both, _ = self.key_value(encoded)
-            key, value = split_heads(both, self.head_size, 2)
+            key_and_value, _ = self.key_value(encoded)
+            key, value = split_heads(key_and_value, self.head_size, 2)
             if cache is not None:
                 cache.extend(key, value)
         context = self.attend(query, key, value, mask, None)
         return self.dense(context)  # type: ignore[no-any-return]
 
-    def queries(self, projected: Tensor) -> Tensor:
+    def view_queries(self, projected: Tensor) -> Tensor:
         """View [q, b, n/t * d] as [b, n/t, q, d]."""
         return projected.view(*projected.shape[:2], self.heads, self.head_size).permute(1, 2, 0, 3)
 

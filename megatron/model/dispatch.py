@@ -16,63 +16,66 @@ from megatron import mpu
 Apply = Callable[[Tensor, Tensor], Tensor]
 
 
-class _Copy(torch.autograd.Function):
+class _PermuteRows(torch.autograd.Function):
     """Rows of tokens, one for each of a token's experts, in a new order: [n, h] -> [n k, h].
 
-    order: for each new row, the number of its assignment, from 0 to n k - 1. place: the inverse of `order`.
+    order: for each new row, the number of its assignment, from 0 to n k - 1. inverse: the inverse of `order`.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor, each: int) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.each = each
-        return x[order // each] if each > 1 else x[order]
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, repeats: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.repeats = repeats
+        return x[order // repeats] if repeats > 1 else x[order]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        (place,) = ctx.saved_tensors
-        found = grad[place]
-        return (found.view(-1, ctx.each, grad.shape[-1]).sum(1) if ctx.each > 1 else found), None, None, None
+        (inverse,) = ctx.saved_tensors
+        row_grads = grad[inverse]
+        if ctx.repeats > 1:
+            row_grads = row_grads.view(-1, ctx.repeats, grad.shape[-1]).sum(1)
+        return row_grads, None, None, None
 
 
-def _copy(x: Tensor, order: Tensor, place: Tensor, each: int = 1) -> Tensor:
-    return _Copy.apply(x, order, place, each)  # type: ignore[no-untyped-call,no-any-return]
+def _permute_rows(x: Tensor, order: Tensor, inverse: Tensor, repeats: int = 1) -> Tensor:
+    return _PermuteRows.apply(x, order, inverse, repeats)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _sorted(keys: Tensor) -> tuple[Tensor, Tensor]:
+def _sort_order(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the order [m] that sorts `keys` [m], equal keys in their order, and its inverse."""
     order = keys.argsort(stable=True)
     return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def through_experts(x: Tensor, experts: Tensor, count: int, apply: Apply, axis: mpu.Axis) -> Tensor:
+def dispatch_to_experts(x: Tensor, experts: Tensor, num_experts: int, apply_experts: Apply, axis: mpu.Axis) -> Tensor:
     """Return the outputs [n, k, h] of the experts [n, k] of tokens x [n, h].
 
-    count: number of experts, of which each rank of `axis` has an equal part in the order of ranks. apply: see `Apply`.
-    All ranks of the axis must call this, also without tokens.
+    num_experts: number of experts, of which each rank of `axis` has an equal part in the order of ranks.
+    apply_experts: see `Apply`. All ranks of the axis must call this, also without tokens.
     """
-    each = experts.shape[1]
-    flat = experts.flatten()
-    order, place = _sorted(flat)
-    counts = torch.bincount(flat, minlength=count)
-    rows = _copy(x, order, place, each)
-    found = apply(rows, counts) if axis.size == 1 else _exchanged(rows, counts, apply, axis)
-    return _copy(found, place, order).view(-1, each, x.shape[-1])
+    experts_per_token = experts.shape[1]
+    row_experts = experts.flatten()
+    order, inverse = _sort_order(row_experts)
+    counts = torch.bincount(row_experts, minlength=num_experts)
+    rows = _permute_rows(x, order, inverse, experts_per_token)
+    outputs = apply_experts(rows, counts) if axis.size == 1 else _run_across_ranks(rows, counts, apply_experts, axis)
+    return _permute_rows(outputs, inverse, order).view(-1, experts_per_token, x.shape[-1])
 
 
-def _exchanged(rows: Tensor, counts: Tensor, apply: Apply, axis: mpu.Axis) -> Tensor:
+def _run_across_ranks(rows: Tensor, counts: Tensor, apply_experts: Apply, axis: mpu.Axis) -> Tensor:
     """Send rows [m, h], sorted by expert, to the ranks of their experts, apply these, and send the outputs back."""
-    here = torch.empty_like(counts)
-    dist.all_to_all_single(here, counts, group=axis.group)
-    here = here.view(axis.size, -1)  # [ranks, this rank's experts]: rows that each rank sends to each expert
-    experts = torch.arange(here.shape[1], device=here.device).repeat(axis.size)
-    numbers = experts.repeat_interleave(here.flatten())  # expert of each row that arrives
-    to_send = counts.view(axis.size, -1).sum(1)
-    sends, receives = torch.stack([to_send, here.sum(1)]).tolist()
-    order, place = _sorted(numbers)
-    arrived = _copy(mpu.exchange_rows(rows, sends, receives, axis), order, place)
+    received_counts = torch.empty_like(counts)
+    dist.all_to_all_single(received_counts, counts, group=axis.group)
+    # [ranks, this rank's experts]: number of rows that each rank sends to each expert
+    received_counts = received_counts.view(axis.size, -1)
+    local_experts = torch.arange(received_counts.shape[1], device=received_counts.device).repeat(axis.size)
+    row_experts = local_experts.repeat_interleave(received_counts.flatten())  # expert of each row that arrives
+    sent_counts = counts.view(axis.size, -1).sum(1)
+    sends, receives = torch.stack([sent_counts, received_counts.sum(1)]).tolist()
+    order, inverse = _sort_order(row_experts)
+    arrived = _permute_rows(mpu.exchange_rows(rows, sends, receives, axis), order, inverse)
     if torch.is_grad_enabled() and not arrived.requires_grad:
         # If some experts are frozen, all ranks must still take part in sending gradients of outputs back.
         arrived.requires_grad_()
-    outputs = apply(arrived, here.sum(0))
-    return mpu.exchange_rows(_copy(outputs, place, order), receives, sends, axis)
+    outputs = apply_experts(arrived, received_counts.sum(0))
+    return mpu.exchange_rows(_permute_rows(outputs, inverse, order), receives, sends, axis)

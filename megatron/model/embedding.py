@@ -26,8 +26,8 @@ class WordEmbedding(nn.Module):
             multiple=config.make_vocab_size_divisible_by,
         )
         self.sequence = mpu.sequence_axis()
-        self.factor = config.logits_scale
-        self.chunk = config.logits_chunk_size if "cross-entropy" not in config.reference_ops else 0
+        self.logits_scale = config.logits_scale
+        self.logits_chunk_size = config.logits_chunk_size if "cross-entropy" not in config.reference_ops else 0
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Embed (tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], position ids, document ids).
@@ -38,22 +38,22 @@ class WordEmbedding(nn.Module):
         tokens, position_ids, document_ids = inputs
         return self.word_embeddings(tokens.t()), position_ids, document_ids
 
-    def output(self, hidden: Tensor) -> "Tensor | mpu.DeferredLogits":
+    def project_to_logits(self, hidden: Tensor) -> "Tensor | mpu.DeferredLogits":
         """Return logits [s, b, v/t] of hidden [s, b, h], including the logits of the vocabulary's padding.
 
         With more tokens than --logits-chunk-size, return `DeferredLogits`, which compute the logits in chunks.
         """
-        if self.factor != 1.0:
-            hidden = hidden * self.factor
+        if self.logits_scale != 1.0:
+            hidden = hidden * self.logits_scale
         tokens = mpu.whole_length(hidden, self.sequence) * hidden.shape[1]
-        if self.chunk and tokens > self.chunk:
-            return self.word_embeddings.deferred_logits(hidden, self.chunk)
+        if self.logits_chunk_size and tokens > self.logits_chunk_size:
+            return self.word_embeddings.deferred_logits(hidden, self.logits_chunk_size)
         return self.word_embeddings.logits(hidden)
 
     @staticmethod
-    def logits(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> "Tensor | mpu.DeferredLogits":
-        """Return `embedding.output(hidden)`: logits [s, b, v/t] or DeferredLogits. inputs: (hidden [s, b, h], ...)."""
-        return embedding.output(inputs[0])
+    def run_output_layer(embedding: "WordEmbedding", inputs: tuple[Tensor, ...]) -> "Tensor | mpu.DeferredLogits":
+        """Return logits [s, b, v/t] or DeferredLogits of inputs (hidden [s, b, h], ...), see `project_to_logits`."""
+        return embedding.project_to_logits(inputs[0])
 
 
 class ModelStart(nn.Module):
@@ -64,7 +64,7 @@ class ModelStart(nn.Module):
 
     def __init__(self, config: ModelConfig, positions: int, name: str) -> None:
         super().__init__()
-        self.positions = positions
+        self.num_positions = positions
         self.sequence = mpu.sequence_axis()
         self.weight: nn.Parameter | None = None
         if config.position_embedding == "learned":
@@ -72,19 +72,19 @@ class ModelStart(nn.Module):
             self.weight = mpu.declare(weight, mpu.normal(config.init_method_std), sequence=self.sequence)
         self.dropout = Dropout(config.hidden_dropout, name)
 
-    def refuse_more_than(self, length: int) -> None:
+    def check_length(self, length: int) -> None:
         """Raise ValueError if a sequence of `length` tokens has more positions than the learned table."""
-        if length > self.positions:
+        if length > self.num_positions:
             raise ValueError(
-                f"a sequence of {length} tokens is longer than the {self.positions} learned positions of the model; "
-                f"shorten it, or train a model with a larger --max-position-embeddings"
+                f"a sequence of {length} tokens is longer than the {self.num_positions} learned positions of the "
+                f"model; shorten it, or train a model with a larger --max-position-embeddings"
             )
 
-    def vectors(self, places: Tensor) -> Tensor:
+    def look_up_positions(self, positions: Tensor) -> Tensor:
         """Look up the vectors of positions [s, b] or [s, 1] -> [s, b or 1, h], with sequence parallelism [s/t, ...]."""
         assert self.weight is not None
-        own = mpu.local_shard(places, axis=self.sequence)
-        return mpu.embedding(own, self.weight)
+        local_positions = mpu.local_shard(positions, axis=self.sequence)
+        return mpu.embedding(local_positions, self.weight)
 
 
 class DecoderStart(ModelStart):
@@ -107,16 +107,16 @@ class DecoderStart(ModelStart):
         """
         hidden, position_ids, document_ids = inputs
         if self.weight is not None:
-            self.refuse_more_than(position_ids.shape[-1])
-            places = mpu.shard_sequence(position_ids.t(), 0, self.context)  # [s, b]
-            hidden = hidden + self.vectors(places)
-        elif not self.role.attention:
+            self.check_length(position_ids.shape[-1])
+            positions = mpu.shard_sequence(position_ids.t(), 0, self.context)  # [s, b]
+            hidden = hidden + self.look_up_positions(positions)
+        elif not self.role.restricts_attention:
             if document_ids.numel():
                 raise ValueError(
                     "the document ids restrict attention, but --reset-position-ids is given without "
                     "--reset-attention-mask; give both flags, or pass no document ids"
                 )
-            document_ids = (position_ids == 0).cumsum(1).int()
+            document_ids = (position_ids == 0).cumsum(1).int()  # a document begins at each position 0
         return self.dropout(hidden), document_ids
 
 

@@ -16,25 +16,27 @@ from megatron import mpu
 if TYPE_CHECKING:
     from .loss import Logits, TokenLoss
 
-CORPUS_LOSS, CORPUS_TARGETS = "corpus_loss", "corpus_targets"  # names of additional values, followed by a number
+# Names of additional values, followed by "/" and the number of a corpus.
+CORPUS_LOSS = "corpus_loss"
+CORPUS_TARGETS = "corpus_targets"
 
 
-def by_corpus(losses: Tensor, loss_mask: Tensor, corpora: Tensor) -> dict[str, Tensor]:
+def sum_by_corpus(losses: Tensor, loss_mask: Tensor, corpora: Tensor) -> dict[str, Tensor]:
     """Return the sums of losses [b, s] and the numbers of targets by corpus: name -> scalar in fp64.
 
     corpora: [b, c], 1 at the corpus of each sample.
     """
     by_sample = torch.stack([losses.sum(1, dtype=torch.float64), loss_mask.sum(1, dtype=torch.float64)])  # [2, b]
     sums = by_sample @ corpora.double()  # [2, c]
-    found = {}
+    sums_by_name = {}
     for name, row in zip((CORPUS_LOSS, CORPUS_TARGETS), sums, strict=True):
         for i, value in enumerate(row):
-            found[f"{name}/{i}"] = value
-    return found
+            sums_by_name[f"{name}/{i}"] = value
+    return sums_by_name
 
 
 def evaluate(loss: "TokenLoss", logits: "Logits", labels: Tensor) -> Tensor:
-    """Return [1, b, s], the loss of every token; if `loss.samples` is a list, [2, b, s], with 1 for a wrong token.
+    """Return [1, b, s], the loss of every token; if `loss.sample_sums` is a list, [2, b, s], with 1 for a wrong token.
 
     logits: [s, b, v/t]. labels: [b, s]. Without gradients, sets `loss.aux` to further values of the micro-batch.
     """
@@ -43,58 +45,58 @@ def evaluate(loss: "TokenLoss", logits: "Logits", labels: Tensor) -> Tensor:
     elif torch.is_grad_enabled():
         values, loss.aux = _evaluate(loss, logits.in_full(), labels)
     else:
-        values, loss.aux = _in_chunks(loss, logits, labels)
+        values, loss.aux = _evaluate_chunks(loss, logits, labels)
     return values
 
 
 def evaluate_targets(loss: "TokenLoss", logits: "Logits", labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed loss, a scalar, and the loss of each target, [b, s], 0 for other tokens.
 
-    Appends the sums of each sample to `loss.samples`, if it is a list.
+    Appends the sums of each sample to `loss.sample_sums`, if it is a list.
     """
     values = evaluate(loss, logits, labels) * loss_mask
-    if loss.samples is not None:
-        loss.samples.append(values.sum(2, dtype=torch.float64))
+    if loss.sample_sums is not None:
+        loss.sample_sums.append(values.sum(2, dtype=torch.float64))
     return values[0].sum(), values[0]
 
 
 def _evaluate(loss: "TokenLoss", logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the values of `evaluate`, and in evaluation {name: value} of the additional values to report."""
-    losses, _ = loss.both(logits, labels)
+    losses, _ = loss.token_losses(logits, labels)
     values = losses.unsqueeze(0)
-    if loss.samples is not None:
-        right = mpu.vocab_parallel_right(logits, labels.t(), loss.vocab_size, axis=loss.axis).t()
-        values = torch.stack([losses, (~right).to(losses.dtype)])
+    if loss.sample_sums is not None:
+        is_correct = mpu.vocab_parallel_right(logits, labels.t(), loss.vocab_size, axis=loss.axis).t()
+        values = torch.stack([losses, (~is_correct).to(losses.dtype)])
     if loss.is_text is None or torch.is_grad_enabled():
         return values, {}
-    return values, of_text(logits, labels, losses, loss.is_text(labels), loss.vocab_size, loss.axis)
+    return values, sum_over_text(logits, labels, losses, loss.is_text(labels), loss.vocab_size, loss.axis)
 
 
-def _in_chunks(loss: "TokenLoss", logits: mpu.DeferredLogits, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _evaluate_chunks(loss: "TokenLoss", logits: mpu.DeferredLogits, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `_evaluate` for deferred logits, of which one chunk of tokens exists at a time."""
-    across = labels.t()  # [s, b]
-    tokens = across.reshape(1, -1)
-    found = []
+    labels_sb = labels.t()  # [s, b]
+    tokens = labels_sb.reshape(1, -1)
+    values_by_chunk = []
     sums: dict[str, list[Tensor]] = defaultdict(list)
     for rows, chunk in logits.chunks():
         values, aux = _evaluate(loss, chunk.unsqueeze(1), tokens[:, rows])
-        found.append(values)
+        values_by_chunk.append(values)
         for name, value in aux.items():
             sums[name].append(value)
-    whole = torch.cat(found, dim=2).view(-1, *across.shape).transpose(1, 2)
-    return whole, {name: torch.stack(each).sum() for name, each in sums.items()}
+    all_values = torch.cat(values_by_chunk, dim=2).view(-1, *labels_sb.shape).transpose(1, 2)
+    return all_values, {name: torch.stack(chunk_sums).sum() for name, chunk_sums in sums.items()}
 
 
-def of_text(
+def sum_over_text(
     logits: Tensor, labels: Tensor, losses: Tensor, text: Tensor, vocab_size: int, axis: mpu.Axis
 ) -> dict[str, Tensor]:
     """Return sums over text tokens: of the losses, of correct predictions, and of the tokens, scalars in fp64.
 
     logits: [s, b, v/t]. labels, losses, text: [b, s] each.
     """
-    right = mpu.vocab_parallel_right(logits, labels.t(), vocab_size, axis=axis).t()
-    found = {"text_loss": losses * text, "text_right": right & text, "text_tokens": text}
-    return {name: each.sum(dtype=torch.float64) for name, each in found.items()}
+    is_correct = mpu.vocab_parallel_right(logits, labels.t(), vocab_size, axis=axis).t()
+    text_values = {"text_loss": losses * text, "text_right": is_correct & text, "text_tokens": text}
+    return {name: each.sum(dtype=torch.float64) for name, each in text_values.items()}
 
 
 def reference_losses(
@@ -104,28 +106,28 @@ def reference_losses(
 
     logits: [s, b, v/t].
     """
-    whole = mpu.gather_from_model_parallel_region(logits, axis)[..., :vocab_size]
-    wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
-    losses = F.cross_entropy(wide.permute(1, 2, 0), labels, reduction="none")
+    full_logits = mpu.gather_from_model_parallel_region(logits, axis)[..., :vocab_size]
+    wide_logits = full_logits.to(torch.promote_types(full_logits.dtype, torch.float32))
+    losses = F.cross_entropy(wide_logits.permute(1, 2, 0), labels, reduction="none")
     if not z_loss:
         return losses, torch.zeros_like(losses)
-    z = z_loss * wide.logsumexp(-1).t() ** 2
+    z = z_loss * wide_logits.logsumexp(-1).t() ** 2
     return losses + (z - z.detach()), z.detach()
 
 
-def of_routers(losses: Tensor, own: Tensor, means: Tensor | Callable[[], Tensor] | None) -> Tensor:
+def scale_router_loss(losses: Tensor, targets: Tensor, mean_targets: Tensor | Callable[[], Tensor] | None) -> Tensor:
     """Return the routers' loss, a scalar, in the units of the sum over targets, by which the engine divides it.
 
     losses: [n], for each stack of layers the mean over the text tokens of this micro-batch. A micro-batch with more
     text than others counts more, so that the loss of a step is the mean over all of its text tokens.
-    own: `count_targets` of the micro-batch. means: its mean over the micro-batches of the step, or a function that
-    waits for it; None for `own`.
+    targets: `count_targets` of the micro-batch. mean_targets: its mean over the micro-batches of the step, or a
+    function that waits for it; None for `targets`.
     """
-    if callable(means):
-        means = means()
-    if means is None:
-        means = own
-    if own.dim():
-        losses = losses * (own[1:] / means[1:].clamp(min=1.0)).to(losses)
-        means = means[0]
-    return means.to(losses) * losses.sum()
+    if callable(mean_targets):
+        mean_targets = mean_targets()
+    if mean_targets is None:
+        mean_targets = targets
+    if targets.dim():  # a vector: the number of targets, then the number of text tokens of each stack
+        losses = losses * (targets[1:] / mean_targets[1:].clamp(min=1.0)).to(losses)
+        mean_targets = mean_targets[0]
+    return mean_targets.to(losses) * losses.sum()

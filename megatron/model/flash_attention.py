@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron import mpu
 from megatron._torch import flash_on_cpu, flash_on_cpu_backward
 
-from .context_attention import reduce_scatter_grads, whole_keys_and_values
+from .context_attention import gather_kv_without_grad, reduce_scatter_grads
 from .heads import repeat_heads, sum_repeated
 from .pieces import Pieces
 
@@ -34,7 +34,7 @@ def flash_attention(
     return _FlashAttention.apply(query, key, value, pieces, scale, axis)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _laid_out(like: Tensor) -> Tensor:
+def _empty_like_linear(like: Tensor) -> Tensor:
     """Return an empty tensor [b, n, s, d] like `like`, stored as [s, b, n, d], the layout of the linear layers."""
     b, n, s, d = like.shape
     return like.new_empty(s, b, n, d).permute(1, 2, 0, 3)
@@ -45,45 +45,47 @@ class _FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float, axis: mpu.Axis | None
     ) -> Tensor:
-        wide = torch.promote_types(query.dtype, torch.float32)
-        out = _laid_out(query)
-        sums = query.new_empty(query.shape[:3], dtype=wide)
-        keys, values = repeat_heads(query, *whole_keys_and_values(key, value, axis))
-        for piece in pieces.found:
+        sums_dtype = torch.promote_types(query.dtype, torch.float32)
+        out = _empty_like_linear(query)
+        log_sums = query.new_empty(query.shape[:3], dtype=sums_dtype)
+        keys, values = repeat_heads(query, *gather_kv_without_grad(key, value, axis))
+        for piece in pieces.items:
             q, k, v = piece.cut(query, keys, values)
-            (here,), (there,) = piece.cut(out), piece.cut(sums)
-            of_here, of_there = flash_on_cpu(q, k, v, piece.added(q.dtype), piece.causal, scale)
-            if piece.more:
-                both = torch.logaddexp(there, of_there)
-                before, now = ((x - both).exp_().unsqueeze(-1) for x in (there, of_there))
-                of_here = here * before + of_here * now
-                of_there = both
-            here.copy_(of_here)
-            there.copy_(of_there)
+            (piece_out,) = piece.cut(out)
+            (piece_log_sums,) = piece.cut(log_sums)
+            new_out, new_log_sums = flash_on_cpu(q, k, v, piece.added(q.dtype), piece.causal, scale)
+            if piece.adds_to_earlier:
+                total = torch.logaddexp(piece_log_sums, new_log_sums)
+                earlier_weight = (piece_log_sums - total).exp_().unsqueeze(-1)
+                new_weight = (new_log_sums - total).exp_().unsqueeze(-1)
+                new_out = piece_out * earlier_weight + new_out * new_weight
+                new_log_sums = total
+            piece_out.copy_(new_out)
+            piece_log_sums.copy_(new_log_sums)
         ctx.pieces = pieces
         ctx.scale = scale
         ctx.axis = axis
-        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.save_for_backward(query, key, value, out, log_sums)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, key, value, out, sums = ctx.saved_tensors
+        query, key, value, out, log_sums = ctx.saved_tensors
         pieces: Pieces = ctx.pieces
-        keys, values = repeat_heads(query, *whole_keys_and_values(key, value, ctx.axis))
-        of_query = _laid_out(query)
-        of_key = _laid_out(keys)
-        of_value = _laid_out(values)
-        if not pieces.once:
-            of_key.zero_()
-            of_value.zero_()
-        for piece in pieces.found:
+        keys, values = repeat_heads(query, *gather_kv_without_grad(key, value, ctx.axis))
+        query_grad = _empty_like_linear(query)
+        key_grad = _empty_like_linear(keys)
+        value_grad = _empty_like_linear(values)
+        if not pieces.each_key_once:
+            key_grad.zero_()
+            value_grad.zero_()
+        for piece in pieces.items:
             q, k, v = piece.cut(query, keys, values)
-            g, o, s = (piece.cut(x)[0] for x in (grad, out, sums))
-            found = flash_on_cpu_backward(g, q, k, v, o, s, piece.added(q.dtype), piece.causal, ctx.scale)
-            places = piece.cut(of_query, of_key, of_value)
-            added = piece.more, not pieces.once, not pieces.once
-            for place, part, adds in zip(places, found, added, strict=True):
-                place.add_(part) if adds else place.copy_(part)
-        of_key, of_value = sum_repeated(key.shape[1], of_key, of_value)
-        return of_query, *reduce_scatter_grads(of_key, of_value, ctx.axis), None, None, None
+            g, o, s = (piece.cut(x)[0] for x in (grad, out, log_sums))
+            piece_grads = flash_on_cpu_backward(g, q, k, v, o, s, piece.added(q.dtype), piece.causal, ctx.scale)
+            grad_views = piece.cut(query_grad, key_grad, value_grad)
+            accumulated = piece.adds_to_earlier, not pieces.each_key_once, not pieces.each_key_once
+            for grad_view, piece_grad, accumulates in zip(grad_views, piece_grads, accumulated, strict=True):
+                grad_view.add_(piece_grad) if accumulates else grad_view.copy_(piece_grad)
+        key_grad, value_grad = sum_repeated(key.shape[1], key_grad, value_grad)
+        return query_grad, *reduce_scatter_grads(key_grad, value_grad, ctx.axis), None, None, None

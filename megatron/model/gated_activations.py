@@ -19,16 +19,16 @@ from .mlp import gelu
 class GatedActivation:
     """Gated activation function(gate) * value: x [..., 2 f], with gate and value of each feature adjacent, -> [..., f].
 
-    slope: (gradient of the function's output, gate) -> gradient of the gate. Its keyword `grad_input` gives the tensor
-    to write this gradient to.
-    `value` and `gradient` are the two functions that training calls; the other methods are their definitions.
+    function_grad: (gradient of the function's output, gate) -> gradient of the gate. Its keyword `grad_input` gives the
+    tensor to write this gradient to.
+    `forward` and `backward` are the two functions that training calls; the other methods are their definitions.
     """
 
-    def __init__(self, function: Callable[[Tensor], Tensor], slope: Callable[..., Tensor]) -> None:
+    def __init__(self, function: Callable[[Tensor], Tensor], function_grad: Callable[..., Tensor]) -> None:
         self._function = function
-        self._slope = slope
-        self.value = Fused(self.plain, self.eager)
-        self.gradient = Fused(self.plain_gradient, self.eager_gradient)
+        self._function_grad = function_grad
+        self.forward = Fused(self.plain, self.eager)
+        self.backward = Fused(self.plain_gradient, self.eager_gradient)
 
     def plain(self, x: Tensor) -> Tensor:
         """Compute the activation, [..., 2 f] -> [..., f]."""
@@ -38,9 +38,9 @@ class GatedActivation:
     def plain_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
         """Compute the gradient of x [..., 2 f] from `grad` [..., f], the gradient of the result."""
         gate, value = _gate_and_value(x)
-        of_gate = self._slope(value * grad, gate)
-        of_value = self._function(gate) * grad
-        return torch.stack([of_gate, of_value], -1).view(x.shape)
+        gate_grad = self._function_grad(value * grad, gate)
+        value_grad = self._function(gate) * grad
+        return torch.stack([gate_grad, value_grad], -1).view(x.shape)
 
     def eager(self, x: Tensor) -> Tensor:
         """Compute the activation, [..., 2 f] -> [..., f], with fewer passes over memory than `plain`."""
@@ -55,18 +55,18 @@ class GatedActivation:
         if x.device.type != "cpu":
             return self.gradient_in_place(grad, x)
         gate, value = (part.contiguous() for part in _gate_and_value(x))
-        of_value = self._function(gate).mul_(grad)
-        of_gate = self._slope(value * grad, gate)
-        return torch.stack([of_gate, of_value], -1).view(x.shape)
+        value_grad = self._function(gate).mul_(grad)
+        gate_grad = self._function_grad(value * grad, gate)
+        return torch.stack([gate_grad, value_grad], -1).view(x.shape)
 
     def gradient_in_place(self, grad: Tensor, x: Tensor) -> Tensor:
         """Compute the gradient of x [..., 2 f] without a stack: write those of gate and value to their places."""
         gate, value = _gate_and_value(x)
-        whole = torch.empty_like(x)
-        of_gate, of_value = _gate_and_value(whole)
-        torch.mul(self._function(gate), grad, out=of_value)
-        self._slope(value * grad, gate, grad_input=of_gate)
-        return whole
+        x_grad = torch.empty_like(x)
+        gate_grad, value_grad = _gate_and_value(x_grad)
+        torch.mul(self._function(gate), grad, out=value_grad)
+        self._function_grad(value * grad, gate, grad_input=gate_grad)
+        return x_grad
 
 
 def _gate_and_value(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,12 +85,12 @@ class _Gated(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, activation: GatedActivation) -> Tensor:
         ctx.save_for_backward(x)
         ctx.activation = activation
-        return activation.value(x)
+        return activation.forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
-        return ctx.activation.gradient(grad, x), None
+        return ctx.activation.backward(grad, x), None
 
 
 def gated_gelu(x: Tensor) -> Tensor:
@@ -103,5 +103,5 @@ def swiglu(x: Tensor) -> Tensor:
     return _Gated.apply(x, SWIGLU)  # type: ignore[no-untyped-call,no-any-return]
 
 
-GATED: dict[str, Callable[[Tensor], Tensor]] = {"gated-gelu": gated_gelu, "swiglu": swiglu}
-UNFUSED: dict[str, Callable[[Tensor], Tensor]] = {"gated-gelu": GATED_GELU.plain, "swiglu": SWIGLU.plain}
+GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gated-gelu": gated_gelu, "swiglu": swiglu}
+UNFUSED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gated-gelu": GATED_GELU.plain, "swiglu": SWIGLU.plain}

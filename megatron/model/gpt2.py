@@ -19,9 +19,9 @@ from megatron.config import Config
 from .block import Block
 from .embedding import DecoderStart, StackNorm, WordEmbedding
 from .layers import Layer, LayerStack
-from .loss import IsText, TokenLoss, split_loss
-from .masks import DocumentRole, no_documents, role_of
-from .work import block_work, lengths
+from .loss import IsText, TokenLoss, split_router_loss
+from .masks import DocumentRole, document_role_of, no_documents
+from .work import block_work, sample_lengths
 
 
 def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
@@ -34,8 +34,8 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
         raise ValueError("a GPT-2 cannot be built from settings of family t5; use T5Model or pretrain_t5.py")
     if m.position_embedding == "relative":
         raise ValueError("--position-embedding relative is for T5; choose learned (as in GPT-2) or rope (as in Llama)")
-    role = role_of(config)
-    start = "start" if m.position_embedding == "rope" else "position_embedding"
+    role = document_role_of(config)
+    start_name = "start" if m.position_embedding == "rope" else "position_embedding"
     layers = [
         Layer(
             "embedding",
@@ -44,7 +44,7 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
             tied="embedding" if m.tie_embeddings else None,
             outputs=("hidden", "position_ids", "document_ids"),
         ),
-        Layer(start, DecoderStart, (m, config.positions, start, role)),
+        Layer(start_name, DecoderStart, (m, config.positions, start_name, role)),
         *(_block(config, i, role) for i in range(m.num_layers)),
         Layer("final_norm", StackNorm, (m,)),
         output_layer(config, vocab_size),
@@ -60,8 +60,8 @@ def _block(config: Config, i: int, role: DocumentRole) -> Layer:
     m = config.model
     name = f"layers.{i}"
     work = block_work(m, config.data.seq_length, i)
-    routes = m.has_experts(i)
-    return Layer(name, Block, (m, name, role), repeated=True, work=work, routes=routes)
+    has_experts = m.has_experts(i)
+    return Layer(name, Block, (m, name, role), repeated=True, work=work, routes=has_experts)
 
 
 def output_layer(config: Config, vocab_size: int) -> Layer:
@@ -70,10 +70,10 @@ def output_layer(config: Config, vocab_size: int) -> Layer:
     The layer uses the token embedding's weight, or, with --no-tie-embeddings, a separate weight.
     """
     m = config.model
-    encoder, decoder = lengths(config)
+    encoder_length, decoder_length = sample_lengths(config)
     tied = "embedding" if m.tie_embeddings else None
-    work = (decoder or encoder) * m.hidden_size * vocab_size
-    call = WordEmbedding.logits
+    work = (decoder_length or encoder_length) * m.hidden_size * vocab_size  # only a T5 has a decoder_length
+    call = WordEmbedding.run_output_layer
     return Layer("head", WordEmbedding, (m, vocab_size), tied=tied, call=call, outputs=("logits",), work=work)
 
 
@@ -107,22 +107,22 @@ class LanguageModel(LayerStack):
         self.vocab_size = vocab_size
         self.parallel_output = parallel_output
         self.axis = mpu.get_mesh().model
-        self.loss_fn: TokenLoss = TokenLoss.by(config, vocab_size, is_text)
+        self.loss_fn: TokenLoss = TokenLoss.from_config(config, vocab_size, is_text)
 
     def compute(
-        self, inputs: tuple[Tensor, ...], labels: Tensor | None, loss_mask: Tensor | None, others: dict[str, Tensor]
+        self, inputs: tuple[Tensor, ...], labels: Tensor | None, loss_mask: Tensor | None, extra: dict[str, Tensor]
     ) -> Tensor:
         """Run the layers and return logits, [b, s, v/t] or [b, s, v].
 
         With labels [b, s], return the loss of every token, [b, s], or with a loss_mask [b, s] as well, the masked sum.
-        others: see `Targets` in loss.py.
+        extra: see `Targets` in loss.py.
         """
         logits = self.run(inputs)  # [s, b, v/t]
         if labels is not None:
             if loss_mask is None:
                 return self.loss_fn.per_token(logits, labels)
-            return self.loss_fn(logits, (labels, loss_mask, others))
-        logits, _ = split_loss(logits)
+            return self.loss_fn(logits, (labels, loss_mask, extra))
+        logits, _ = split_router_loss(logits)
         logits = mpu.whole_logits(logits).transpose(0, 1)
         if self.parallel_output:
             return logits
@@ -143,7 +143,7 @@ class GPT2Model(LanguageModel):
         document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
-        **others: Tensor,
+        **extra: Tensor,
     ) -> Tensor:
         """Return the logits of tokens [b, s], or the loss if labels are given.
 
@@ -154,13 +154,13 @@ class GPT2Model(LanguageModel):
         position ids only to find where they restart at 0, see `DecoderStart`.
         document_ids: [b, s], the number of the document to which each token's attention is restricted, 0 for padding;
         by default one document without padding.
-        others: the further tensors `corpora` and `text` of `Targets`.
+        extra: the further tensors `corpora` and `text` of `Targets`.
         On each of c context-parallel ranks, tokens, labels and loss mask are the rank's own, [b, s/c]; position and
         document ids are those of the whole sequence.
         """
         if position_ids is None:
-            b, own = tokens.shape
-            position_ids = torch.arange(own * self.context.size, device=tokens.device).expand(b, -1)
+            b, local_length = tokens.shape
+            position_ids = torch.arange(local_length * self.context.size, device=tokens.device).expand(b, -1)
         if document_ids is None:
             document_ids = no_documents(tokens.device)
-        return self.compute((tokens, position_ids, document_ids), labels, loss_mask, others)
+        return self.compute((tokens, position_ids, document_ids), labels, loss_mask, extra)

@@ -10,7 +10,7 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 from .attention import SelfAttention
-from .grouped_heads import by_head, own_queries, split_heads
+from .grouped_heads import gather_shared_group, split_grouped_heads, view_by_group
 from .norm import build_head_norm
 from .rotary import Rotation
 
@@ -23,19 +23,19 @@ class GroupedSelfAttention(SelfAttention):
 
     def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool = True) -> None:
         super().__init__(config, name, output_std, causal)
-        self.sharers = mpu.neighbours(self.axis, max(self.axis.size // config.key_value_heads, 1))
+        self.sharing_ranks = mpu.neighbours(self.axis, max(self.axis.size // config.key_value_heads, 1))
         self.query_norm = build_head_norm(config) if config.qk_norm else None
         self.key_norm = build_head_norm(config) if config.qk_norm else None
-        self.plain_cut = "rope" in config.reference_ops
+        self.unfused_split = "rope" in config.reference_ops
 
-    def split(self, qkv: Tensor, angles: Rotation | None) -> tuple[Tensor, ...]:
+    def split_qkv(self, qkv: Tensor, angles: Rotation | None) -> tuple[Tensor, ...]:
         """Split [s, b, (n/t + 2 g) * d] into queries [b, n/t, s, d] and keys and values [b, g, s, d] in one buffer."""
-        if self.sharers.size > 1:
-            qkv = own_queries(qkv, self.head_size, self.sharers)
+        if self.sharing_ranks.size > 1:
+            qkv = gather_shared_group(qkv, self.head_size, self.sharing_ranks)
         if self.query_norm is not None and self.key_norm is not None:
-            heads = by_head(qkv, self.groups, self.head_size)
+            heads = view_by_group(qkv, self.kv_heads, self.head_size)
             queries = self.query_norm(heads[..., :-2, :])
             keys = self.key_norm(heads[..., -2:-1, :])
             qkv = torch.cat([queries, keys, heads[..., -1:, :]], 3).flatten(2)
-        parts = (self.heads // self.groups, 1, 1)
-        return split_heads(qkv, self.groups, self.head_size, parts, angles, plain=self.plain_cut)
+        parts = (self.heads // self.kv_heads, 1, 1)
+        return split_grouped_heads(qkv, self.kv_heads, self.head_size, parts, angles, unfused=self.unfused_split)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 def repeat_heads(query: Tensor, *heads: Tensor) -> tuple[Tensor, ...]:
     """Repeat keys or values [b, g, s, d] to [b, n, s, d], one for each of the n heads of `query`."""
-    each = query.shape[1] // heads[0].shape[1]
-    return heads if each == 1 else tuple(x.repeat_interleave(each, dim=1) for x in heads)
+    repeats = query.shape[1] // heads[0].shape[1]
+    return heads if repeats == 1 else tuple(x.repeat_interleave(repeats, dim=1) for x in heads)
 
 
 def sum_repeated(groups: int, *gradients: Tensor) -> tuple[Tensor, ...]:

@@ -65,14 +65,14 @@ Observer = Callable[[Layer, Callable[[Any], Any], Any], Any]
 Steps = Sequence[tuple[Layer, Callable[[Any], Any]]]  # (layer, function that calls its module)
 
 
-def _elsewhere(inputs: Any, *more: Any) -> Any:
+def _raise_not_built(inputs: Any, *more: Any) -> Any:
     raise RuntimeError("this layer was not built in this process, because it is on another pipeline stage")
 
 
 def global_names(layers: Sequence[Layer]) -> list[str]:
     """Return the global name of each layer's module; layers that share a module have the name of the first of them."""
-    first = {layer.tied: layer.name for layer in reversed(layers)}
-    return [first[layer.tied] if layer.tied else layer.name for layer in layers]
+    first_names = {layer.tied: layer.name for layer in reversed(layers)}  # reversed: the first layer overwrites others
+    return [first_names[layer.tied] if layer.tied else layer.name for layer in layers]
 
 
 class LayerRunner:
@@ -83,16 +83,16 @@ class LayerRunner:
 
     loss_fn: Any = None
     observe: Observer | None = None
-    _recomputed = 0  # number of layers in a recomputed group, 0 without recomputation
+    _recompute_group_size = 0  # number of layers in a recomputed group, 0 without recomputation
     _rng: mpu.RngStreams  # dropout streams from which the layers draw
     training: bool
 
     def run_steps(self, steps: Steps, inputs: Any) -> Any:
         """Pass `inputs` through all steps in order."""
-        if self.training and self._recomputed:
+        if self.training and self._recompute_group_size:
             from .recomputed_groups import run_in_groups
 
-            return run_in_groups(steps, inputs, self._recomputed, self._rng, self.observe)
+            return run_in_groups(steps, inputs, self._recompute_group_size, self._rng, self.observe)
         for layer, call in steps:
             inputs = call(inputs) if self.observe is None else self.observe(layer, call, inputs)
         return inputs
@@ -118,33 +118,33 @@ class LayerStack(LayerRunner, nn.Module):
         self, layers: Sequence[Layer], seed: int, checkpoint_num_layers: int = 0, own: Container[int] | None = None
     ) -> None:
         super().__init__()
-        self._recomputed = checkpoint_num_layers
+        self._recompute_group_size = checkpoint_num_layers
         self._rng = mpu.get_rng()
         self.steps: list[tuple[Layer, Callable[..., Any]]] = []
-        self._built: list[tuple[str, nn.Module]] = []
+        self._built_layers: list[tuple[str, nn.Module]] = []
         self.layer_names = global_names(layers)
         for i, (layer, name) in enumerate(zip(layers, self.layer_names, strict=True)):
-            call: Callable[..., Any] = _elsewhere
+            call: Callable[..., Any] = _raise_not_built
             if own is None or i in own:
-                built: dict[str, Any] = dict(self._built)
-                module = built[name] if name in built else self._build(layer, name, seed)
+                modules: dict[str, Any] = dict(self._built_layers)
+                module = modules[name] if name in modules else self._build(layer, name, seed)
                 call = partial(layer.call, module) if layer.call else module
             self.steps.append((layer, call))
 
     def _build(self, layer: Layer, name: str, seed: int) -> nn.Module:
         module = layer.build(seed)
         attach(self, name, module)
-        self._built.append((name, module))
-        named = [(f"{name}.{path}", p) for path, p in module.named_parameters()]
-        _fill(named, seed)
-        then = mpu.parallel_context().after_layer
-        if then is not None:
-            then(module)
+        self._built_layers.append((name, module))
+        named_parameters = [(f"{name}.{path}", p) for path, p in module.named_parameters()]
+        _fill_parameters(named_parameters, seed)
+        after_layer = mpu.parallel_context().after_layer
+        if after_layer is not None:
+            after_layer(module)
         return module
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (global name, module) of every layer built in this process, tied layers once."""
-        yield from self._built
+        yield from self._built_layers
 
     @property
     def layer_functions(self) -> list[Callable[..., Any]]:
@@ -162,21 +162,21 @@ def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     Parameters of a model without `named_layers` have the names of `named_parameters()`. In a DeepSpeed
     PipelineModule these names contain each layer's index in the whole list, or the key of a tied layer.
     """
-    yield from _by_layer(model, lambda module: module.named_parameters())
+    yield from _add_global_names(model, lambda module: module.named_parameters())
 
 
 def global_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (global name, buffer [...]) of every buffer that the model's state_dict contains."""
-    yield from _by_layer(model, _persistent)
+    yield from _add_global_names(model, _named_persistent_buffers)
 
 
-def _persistent(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _named_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, inner in module.named_modules():
         for name, buffer in persistent_buffers(inner):
             yield f"{path}.{name}" if path else name, buffer
 
 
-def _by_layer(model: Any, named: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
+def _add_global_names(model: Any, named: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
     """Apply `named` to each layer, then to the model for tensors outside of its layers, e.g. in its loss."""
     layers = model.named_layers() if hasattr(model, "named_layers") else ()
     seen: set[int] = set()
@@ -190,8 +190,8 @@ def _by_layer(model: Any, named: Callable[[nn.Module], Iterable[tuple[str, Any]]
             yield name, tensor
 
 
-def _fill(named: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
-    for name, parameter in named:
+def _fill_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
+    for name, parameter in named_parameters:
         mpu.spec_of(parameter).fill(parameter, mpu.derive_seed(seed, "weights", name))
 
 
@@ -201,4 +201,4 @@ def init_weights(model: Any, seed: int) -> None:
     The values thus depend neither on the layout nor on the order in which layers are built. Undeclared parameters
     keep the values that their module gave them.
     """
-    _fill(global_parameters(model), seed)
+    _fill_parameters(global_parameters(model), seed)

@@ -21,14 +21,14 @@ Logits = Union[Tensor, "mpu.DeferredLogits"]
 Targets = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Mapping[str, Tensor]]
 
 
-def split_loss(logits: Any) -> tuple[Logits, Tensor | None]:
+def split_router_loss(logits: Any) -> tuple[Logits, Tensor | None]:
     """Separate what a model returns: its logits [s, b, v/t], and in training the loss [n] of its routers, if any."""
     return logits if isinstance(logits, tuple) else (logits, None)
 
 
-def targets_of(labels: Tensor, loss_mask: Tensor, others: Mapping[str, Tensor] | None = None) -> Targets:
+def targets_of(labels: Tensor, loss_mask: Tensor, extra: Mapping[str, Tensor] | None = None) -> Targets:
     """Return `Targets` of labels and loss mask, both [b, s], without the dict of other tensors if it is empty."""
-    return (labels, loss_mask, others) if others else (labels, loss_mask)
+    return (labels, loss_mask, extra) if extra else (labels, loss_mask)
 
 
 def count_targets(targets: Targets) -> Tensor:
@@ -36,11 +36,11 @@ def count_targets(targets: Targets) -> Tensor:
 
     If the targets contain numbers of text tokens [n], return a vector [1 + n] of the number of targets and these.
     """
-    _, loss_mask, *others = targets
-    found = loss_mask.sum(dtype=torch.float64)
-    if not others or "text" not in others[0]:
-        return found
-    return torch.cat([found.view(1), others[0]["text"]])
+    _, loss_mask, *extra_dicts = targets  # no or one dict
+    num_targets = loss_mask.sum(dtype=torch.float64)
+    if not extra_dicts or "text" not in extra_dicts[0]:
+        return num_targets
+    return torch.cat([num_targets.view(1), extra_dicts[0]["text"]])
 
 
 class TokenLoss:
@@ -73,17 +73,17 @@ class TokenLoss:
         self.consumes_logits = consumes_logits
         self.axis = mpu.get_mesh().model
         # Mean over the micro-batches of this step of `count_targets`, which the engine sets, or a function that waits
-        # for it. Without an engine, the micro-batch's own number is used. See `of_routers`.
+        # for it. Without an engine, the micro-batch's own number is used. See `scale_router_loss`.
         self.mean_targets: Tensor | Callable[[], Tensor] | None = None
-        self.may_wait = True  # whether `mean_targets` may be a function
-        # Values of the last micro-batch. Evaluation: sums over text tokens (`of_text`). Training: the summed z-loss.
+        self.accepts_callable = True  # whether `mean_targets` may be a function
+        # Values of the last micro-batch. Evaluation: sums over text (`sum_over_text`). Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}
         # If this is a list, evaluation appends a tensor [2, b] for each micro-batch: for each sample, the summed loss
         # and the number of targets with a logit below the largest.
-        self.samples: list[Tensor] | None = None
+        self.sample_sums: list[Tensor] | None = None
 
     @classmethod
-    def by(cls, config: Config, vocab_size: int, is_text: IsText | None = None) -> "TokenLoss":
+    def from_config(cls, config: Config, vocab_size: int, is_text: IsText | None = None) -> "TokenLoss":
         """Build the loss that the settings define; its backward pass overwrites the logits."""
         fused = "cross-entropy" not in config.model.reference_ops
         return cls(vocab_size, fused, is_text, config.train.z_loss, consumes_logits=True)
@@ -98,10 +98,10 @@ class TokenLoss:
         """
         from .extra_losses import evaluate
 
-        logits, _ = split_loss(logits)
+        logits, _ = split_router_loss(logits)
         return evaluate(self, logits, labels)[0]
 
-    def both(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def token_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cross entropy and the z-loss of every token, [b, s] each.
 
         The cross entropy that is returned has the gradient of cross entropy plus z-loss. The z-loss has no gradient.
@@ -112,47 +112,47 @@ class TokenLoss:
             from .extra_losses import reference_losses
 
             return reference_losses(logits, labels, self.vocab_size, self.axis, z_loss)
-        across = labels.t().contiguous()
+        labels_sb = labels.t().contiguous()
         losses, z = mpu.vocab_parallel_losses(
-            logits, across, self.vocab_size, z_loss=z_loss, axis=self.axis, overwrite=self.consumes_logits
+            logits, labels_sb, self.vocab_size, z_loss=z_loss, axis=self.axis, overwrite=self.consumes_logits
         )
         return losses.t(), z.t()
 
     def __call__(self, logits: Any, targets: Targets) -> Tensor:
         """Return the loss summed over targets, a scalar.
 
-        logits: [s, b, v/t], in training with the loss of the routers, see `split_loss`. Like the z-loss, this loss has
-        a gradient but is not shown in the sum.
+        logits: [s, b, v/t], in training with the loss of the routers, see `split_router_loss`. Like the z-loss, this
+        loss has a gradient but is not shown in the sum.
         targets: (labels [b, s], loss mask [b, s]), perhaps with a dict, see `Targets`.
         """
-        labels, loss_mask, *others = targets
-        logits, router_loss = split_loss(logits)
-        total, losses = self._summed(logits, labels, loss_mask)
+        labels, loss_mask, *extra_dicts = targets  # no or one dict
+        logits, router_loss = split_router_loss(logits)
+        total, losses = self._sum_losses(logits, labels, loss_mask)
         if router_loss is not None:
-            from .extra_losses import of_routers
+            from .extra_losses import scale_router_loss
 
-            router_loss = of_routers(router_loss, count_targets(targets), self.mean_targets)
+            router_loss = scale_router_loss(router_loss, count_targets(targets), self.mean_targets)
             total = total + (router_loss - router_loss.detach())
             self.aux = self.aux | {"router_loss": router_loss.detach()}
-        if others and "corpora" in others[0]:
-            from .extra_losses import by_corpus
+        if extra_dicts and "corpora" in extra_dicts[0]:
+            from .extra_losses import sum_by_corpus
 
-            self.aux = self.aux | by_corpus(losses.detach(), loss_mask, others[0]["corpora"])
+            self.aux = self.aux | sum_by_corpus(losses.detach(), loss_mask, extra_dicts[0]["corpora"])
         return total
 
-    def _summed(self, logits: Logits, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def _sum_losses(self, logits: Logits, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the summed loss, a scalar, and the loss of each target, [b, s], 0 for other tokens; set `aux`."""
         if not torch.is_grad_enabled():
             from .extra_losses import evaluate_targets
 
             return evaluate_targets(self, logits, labels, loss_mask)
         if isinstance(logits, Tensor):
-            losses, z = self.both(logits, labels)
+            losses, z = self.token_losses(logits, labels)
             losses = losses * loss_mask
             total = losses.sum()
-            of_z = (z * loss_mask).sum()
+            z_sum = (z * loss_mask).sum()
         else:
-            total, of_z, losses = logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size, self.z_loss)
+            total, z_sum, losses = logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size, self.z_loss)
             losses = losses.t()
-        self.aux = {"z_loss": of_z} if self.z_loss else {}
+        self.aux = {"z_loss": z_sum} if self.z_loss else {}
         return total, losses

@@ -22,32 +22,32 @@ def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = N
     if config.mup_base_hidden_size is None:
         return {}
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
-    of_muon = muon_parameters(model) if muon else set()
+    muon_weights = muon_parameters(model) if muon else set()
     growth = _growth_of_mlps(model, config)
-    usual = Growth(config.width_factor, config.width_factor)
+    default_growth = Growth(config.width_factor, config.width_factor)
 
     def divisor(p: nn.Parameter) -> float:
         spec = mpu.spec_of(p)
-        own = growth.get(p, usual)
-        if muon and p in of_muon:
-            return mup.muon_divisor(own, spec.matrices[0], muon)
+        weight_growth = growth.get(p, default_growth)
+        if muon and p in muon_weights:
+            return mup.muon_divisor(weight_growth, spec.matrices[0], muon)
         if len(spec.local_shape) == 1:
             return 1.0
-        return mup.adam_divisor(own)
+        return mup.adam_divisor(weight_growth)
 
-    found = {}
+    factors = {}
     for layer in layers:
         for p in layer.parameters():
-            found[p] = layer.branch_factor / divisor(p)
-    return found
+            factors[p] = layer.branch_factor / divisor(p)
+    return factors
 
 
 def _growth_of_mlps(model: nn.Module, config: ModelConfig) -> dict[nn.Parameter, Growth]:
     """Return how much larger the matrices of MLPs and experts are than in muP's base model."""
-    found = {}
+    growth_by_weight = {}
     for mlp in model.modules():
         if isinstance(mlp, ParallelMLP):
-            inner = config.expert_ff_growth if isinstance(mlp, Expert) else config.ff_growth
-            found[mlp.dense_h_to_4h.weight] = Growth(config.width_factor, inner)
-            found[mlp.dense_4h_to_h.weight] = Growth(inner, config.width_factor)
-    return found
+            inner_growth = config.expert_ff_growth if isinstance(mlp, Expert) else config.ff_growth
+            growth_by_weight[mlp.dense_h_to_4h.weight] = Growth(config.width_factor, inner_growth)
+            growth_by_weight[mlp.dense_4h_to_h.weight] = Growth(inner_growth, config.width_factor)
+    return growth_by_weight

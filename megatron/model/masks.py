@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron import mpu
-from megatron._torch import version
+from megatron._torch import version_counter
 from megatron.config import Config
 
 Found = TypeVar("Found")
@@ -30,15 +30,15 @@ class Documents(NamedTuple):
 
     def mask(self) -> Tensor:
         """Return the bool mask [b, 1, q, k], True where a query may attend. All layers share it for the same ids."""
-        return cached_on(self.queries, ("mask", self.causal), self.keys, lambda: _mask(*self))
+        return cached_on(self.queries, ("mask", self.causal), self.keys, lambda: _build_document_mask(*self))
 
-    def refuse_others(self, query: Tensor, key: Tensor) -> None:
+    def check_token_counts(self, query: Tensor, key: Tensor) -> None:
         """Raise ValueError unless every token of query [b, n, q, d] and key [b, n, k, d] has a document id.
 
         Without this check, kernels that work document by document would leave out a token without an id.
         """
-        of_key = self.queries if self.keys is None else self.keys
-        for name, ids, tokens in (("queries", self.queries, query), ("keys", of_key, key)):
+        key_ids = self.queries if self.keys is None else self.keys
+        for name, ids, tokens in (("queries", self.queries, query), ("keys", key_ids, key)):
             b, _, length, _ = tokens.shape
             if tuple(ids.shape) != (b, length):
                 raise ValueError(
@@ -51,15 +51,15 @@ class Documents(NamedTuple):
 class DocumentRole(NamedTuple):
     """Roles of the document ids in a decoder-only model.
 
-    attention: tokens attend only within their document. positions: rotary positions are counted from 0 in each
-    document.
+    restricts_attention: tokens attend only within their document. restarts_positions: rotary positions are counted from
+    0 in each document.
     """
 
-    attention: bool = True
-    positions: bool = False
+    restricts_attention: bool = True
+    restarts_positions: bool = False
 
 
-def role_of(config: Config) -> DocumentRole:
+def document_role_of(config: Config) -> DocumentRole:
     """Return whether document ids restrict attention and whether they restart positions.
 
     In a rotary model with --reset-position-ids but without --reset-attention-mask, document ids restart positions and
@@ -67,27 +67,27 @@ def role_of(config: Config) -> DocumentRole:
     """
     data = config.data
     if data.reset_attention_mask or config.objective != "lm":
-        attention = True
+        restricts_attention = True
     else:
         rotary = config.model.position_embedding == "rope"
-        attention = not (rotary and data.reset_position_ids)
-    return DocumentRole(attention, positions=data.reset_position_ids)
+        restricts_attention = not (rotary and data.reset_position_ids)
+    return DocumentRole(restricts_attention, restarts_positions=data.reset_position_ids)
 
 
-def document_scope(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Documents | None:
+def document_scope(query_ids: Tensor, key_ids: Tensor | None = None, causal: bool = False) -> Documents | None:
     """Return ids [b, q] and [b, k] as Documents, or None if every query sees all keys.
 
     Raises ValueError if the caller passed an attention mask instead of ids.
     """
-    if not queries.numel():
+    if not query_ids.numel():
         return None
-    if queries.dim() != 2 or queries.dtype == torch.bool:
+    if query_ids.dim() != 2 or query_ids.dtype == torch.bool:
         raise ValueError(
-            f"document ids must be the document number of each token, int [b, s], but got {queries.dtype} "
-            f"{list(queries.shape)}, as if it were an attention mask: for GPT-2 compute document ids by "
+            f"document ids must be the document number of each token, int [b, s], but got {query_ids.dtype} "
+            f"{list(query_ids.shape)}, as if it were an attention mask: for GPT-2 compute document ids by "
             f"megatron.utils.get_ltor_documents_and_position_ids"
         )
-    return Documents(queries, keys, causal)
+    return Documents(query_ids, key_ids, causal)
 
 
 def no_documents(device: torch.device) -> Tensor:
@@ -95,26 +95,26 @@ def no_documents(device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.int16, device=device)
 
 
-def begun_by_prefix(tokens: Tensor, length: int) -> Tensor:
+def prefix_document_ids(tokens: Tensor, length: int) -> Tensor:
     """Return ids int32 [b, s] that make each row of tokens [b, s] one document with a prefix of `length` tokens."""
     ids = torch.ones_like(tokens, dtype=torch.int32)
     ids[:, : max(length, 0)] = -1
     return ids
 
 
-def document_mask(queries: Tensor, keys: Tensor | None = None, causal: bool = False) -> Tensor | None:
+def document_mask(query_ids: Tensor, key_ids: Tensor | None = None, causal: bool = False) -> Tensor | None:
     """Return the mask of document ids [b, q] and [b, k]: bool [b, 1, q, k], True where a query may attend, or None.
 
     None means that every query sees all keys.
-    keys: None in self-attention, where keys and queries have the same ids. causal: later tokens are hidden, too.
+    key_ids: None in self-attention, where keys and queries have the same ids. causal: later tokens are hidden, too.
     A query whose document has no keys sees all keys that are not padding. So padding changes no number.
     Raises ValueError if the caller passed an attention mask instead of ids.
     """
-    documents = document_scope(queries, keys, causal)
+    documents = document_scope(query_ids, key_ids, causal)
     return None if documents is None else documents.mask()
 
 
-def added_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def to_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what to add to scores for a bool mask [b, 1, q, k]: the same shape, 0 if visible, else minus infinity.
 
     The result is cached on `mask`, so that all layers share it. Otherwise each layer would save a copy for the
@@ -131,29 +131,29 @@ def cached_on(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: C
     """Return `make()`, cached under `key` on the tensor `owner` [...] until `owner` or `other` is changed in place."""
     if torch.compiler.is_compiling():  # torch.compile fuses `make` into one kernel, so a cache is not needed.
         return make()
-    found: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_cached", {})
+    cache: dict[Any, tuple[Tensor | None, Found]] = owner.__dict__.setdefault("_cached", {})
     # The key contains the Python id of `other`. The cache keeps a reference to `other`, because a new tensor could
     # otherwise get the same id. A reference to `owner` would be a cycle, because the cache is an attribute of `owner`.
-    kept = None if other is owner else other
-    key = (*key, version(owner), id(kept), 0 if kept is None else version(kept))
-    if key not in found:
-        found[key] = kept, make()
-    return found[key][1]
+    kept_other = None if other is owner else other
+    key = (*key, version_counter(owner), id(kept_other), 0 if kept_other is None else version_counter(kept_other))
+    if key not in cache:
+        cache[key] = kept_other, make()
+    return cache[key][1]
 
 
-def _mask(queries: Tensor, keys: Tensor | None, causal: bool) -> Tensor:
-    others = queries if keys is None else keys
-    own = queries.unsqueeze(2)  # [b, q, 1]
-    other = others.unsqueeze(1)  # [b, 1, k]
-    same = own == other
+def _build_document_mask(query_ids: Tensor, key_ids: Tensor | None, causal: bool) -> Tensor:
+    query = query_ids.unsqueeze(2)  # [b, q, 1]
+    key = (query_ids if key_ids is None else key_ids).unsqueeze(1)  # [b, 1, k]
+    visible = query == key
     if causal:
-        in_prefix = (own < 0) & same
-        same = (own.abs() == other.abs()).tril() | in_prefix
-    if keys is not None:
-        text = other != 0
-        text = text | ~text.any(-1, keepdim=True)  # a row of padding only
-        same = same | (text & ~same.any(-1, keepdim=True))
-    return same.unsqueeze(1)
+        in_prefix = (query < 0) & visible
+        visible = (query.abs() == key.abs()).tril() | in_prefix
+    if key_ids is not None:
+        is_text = key != 0
+        is_text = is_text | ~is_text.any(-1, keepdim=True)  # a row of padding only
+        # A query whose document has no keys sees all text.
+        visible = visible | (is_text & ~visible.any(-1, keepdim=True))
+    return visible.unsqueeze(1)
 
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
@@ -161,24 +161,26 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def build_mask(window: int | None, role: DocumentRole, context: mpu.Axis) -> Callable[[Tensor, int, int], Any]:
+def mask_function(window: int | None, role: DocumentRole, context: mpu.Axis) -> Callable[[Tensor, int, int], Any]:
     """Return the function that makes the mask of a decoder-only model's layer, see `attention_kernels.AttentionArgs`.
 
     Its arguments are document ids [b, s] or empty, the length s of the whole sequence, and the number of cached tokens.
     window: number of last tokens that a query sees, None for all. context: ranks that shard a sequence.
     """
 
-    def documents(ids: Tensor, length: int, seen: int) -> Any:
-        return document_scope(ids, causal=True) if role.attention else None
+    def documents(ids: Tensor, length: int, num_cached: int) -> Any:
+        return document_scope(ids, causal=True) if role.restricts_attention else None
 
     if context.size > 1:
-        from .context_attention import views_of
+        from .context_attention import build_context_views
 
-        return lambda ids, length, seen: views_of(ids, length, window, documents(ids, length, seen), context)
+        return lambda ids, length, cached: build_context_views(
+            ids, length, window, documents(ids, length, cached), context
+        )
     if window is not None:
         from .window_masks import window_mask
 
-        return lambda ids, length, seen: window_mask(ids, length, seen, window, documents(ids, length, seen))
+        return lambda ids, length, cached: window_mask(ids, length, cached, window, documents(ids, length, cached))
     return documents
 
 
@@ -189,11 +191,11 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
     counted across both.
     """
     document_ids = document_ids.abs()
-    place = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)
-    return place - place.masked_fill(~begins(document_ids), 0).cummax(dim=1).values
+    position = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)
+    return position - position.masked_fill(~document_starts(document_ids), 0).cummax(dim=1).values
 
 
-def begins(ids: Tensor) -> Tensor:
+def document_starts(ids: Tensor) -> Tensor:
     """Return whether each token's id differs from that of the token before it: [b, s] -> bool [b, s]."""
     first = torch.ones_like(ids, dtype=torch.bool)
     first[:, 1:] = ids[:, 1:] != ids[:, :-1]

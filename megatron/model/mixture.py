@@ -18,7 +18,7 @@ from megatron import mpu
 from megatron.config import ModelConfig
 from megatron.fused import Fused
 
-from .dispatch import through_experts
+from .dispatch import dispatch_to_experts
 from .mlp import ParallelMLP
 from .router import Router
 from .text_tokens import Text
@@ -33,16 +33,16 @@ class Expert(ParallelMLP):
         down = self.dense_4h_to_h
         if down.bias is not None:  # each rank adds its part of the bias, so the parts of the gradient are summed
             down.bias = mpu.declare(nn.Parameter(torch.zeros(config.hidden_size)), sequence=axis)
-        self.ranks = axis.size
+        self.num_ranks = axis.size
         self.dense_h_to_4h.axis = down.axis = mpu.TRIVIAL_AXIS
 
     def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
         """Apply the expert: [n, h] -> this rank's partial sums [n, h]."""
-        partial, bias = super().forward(hidden)
-        return partial if bias is None else partial + bias / self.ranks
+        partial_sum, bias = super().forward(hidden)
+        return partial_sum if bias is None else partial_sum + bias / self.num_ranks
 
 
-def multiplies_in_groups(rows: Tensor, experts: Sequence[Expert]) -> bool:
+def can_group_matmuls(rows: Tensor, experts: Sequence[Expert]) -> bool:
     """Return whether one grouped matmul multiplies rows [m, h] by the weights of all experts: in bf16 on CUDA devices.
 
     Experts with biases, recomputed activations, weights that ZeRO 3 shards or widths that are not multiples of 8, which
@@ -52,13 +52,13 @@ def multiplies_in_groups(rows: Tensor, experts: Sequence[Expert]) -> bool:
         return False
     first = experts[0]
     down = first.dense_4h_to_h
-    if down.bias is not None or first.activation_again:
+    if down.bias is not None or first.recomputes_activation:
         return False
     aligned = all(width % 8 == 0 for width in down.weight.shape)
     return aligned and not mpu.sharded_by_zero(first.dense_h_to_4h.weight)
 
 
-class _Grouped(torch.autograd.Function):
+class _GroupedMatmul(torch.autograd.Function):
     """Product of each expert's rows of [m, i] and the transpose of its weight [o, i]: [m, o].
 
     The grouped matmul needs a copy of all weights in one tensor. The backward pass makes this copy again, so that no
@@ -69,24 +69,24 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(rows, ends, *weights)
-        found: Tensor = F.grouped_mm(rows, torch.stack(weights).transpose(1, 2), offs=ends)
-        return found
+        outputs: Tensor = F.grouped_mm(rows, torch.stack(weights).transpose(1, 2), offs=ends)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, ends, *weights = ctx.saved_tensors
         grad = grad.contiguous()
-        of_rows = None
+        rows_grad = None
         if mpu.needs_grad(ctx, 0):
-            of_rows = F.grouped_mm(grad, torch.stack(weights), offs=ends)
-        needed = [mpu.needs_grad(ctx, 2 + expert) for expert in range(len(weights))]
-        if not any(needed):
-            return of_rows, None, *[None] * len(weights)
-        of_weights = F.grouped_mm(grad.t(), rows, offs=ends)
+            rows_grad = F.grouped_mm(grad, torch.stack(weights), offs=ends)
+        needs_grad = [mpu.needs_grad(ctx, 2 + expert) for expert in range(len(weights))]  # after rows and ends
+        if not any(needs_grad):
+            return rows_grad, None, *[None] * len(weights)
+        weights_grad = F.grouped_mm(grad.t(), rows, offs=ends)
         if _skips_empty_sums(grad):
             idle = ends.diff(prepend=ends.new_zeros(1)) == 0
-            of_weights.masked_fill_(idle.view(-1, 1, 1), 0.0)
-        return of_rows, None, *of_weights.unbind()
+            weights_grad.masked_fill_(idle.view(-1, 1, 1), 0.0)
+        return rows_grad, None, *weights_grad.unbind()
 
 
 def _skips_empty_sums(x: Tensor) -> bool:
@@ -94,11 +94,11 @@ def _skips_empty_sums(x: Tensor) -> bool:
     return x.is_cuda and torch.get_device_module(x.device).get_device_capability(x.device)[0] >= 10
 
 
-def _grouped(rows: Tensor, weights: Iterable[Tensor], ends: Tensor) -> Tensor:
-    return cast(Tensor, _Grouped.apply(rows, ends, *weights))  # type: ignore[no-untyped-call]
+def _grouped_matmul(rows: Tensor, weights: Iterable[Tensor], ends: Tensor) -> Tensor:
+    return cast(Tensor, _GroupedMatmul.apply(rows, ends, *weights))  # type: ignore[no-untyped-call]
 
 
-def _sum(weights: Tensor, outputs: Tensor) -> Tensor:
+def _sum_outputs(weights: Tensor, outputs: Tensor) -> Tensor:
     wide = torch.promote_types(outputs.dtype, torch.float32)
     return (weights.mT.to(wide) * outputs).sum(1, keepdim=True).to(outputs.dtype)
 
@@ -113,7 +113,7 @@ def _gradient_of_outputs(weights: Tensor, grad: Tensor) -> Tensor:
 
 
 # Batches of tiny matmuls are slow on CUDA.
-sum_outputs = Fused(_sum, torch.bmm)
+sum_outputs = Fused(_sum_outputs, torch.bmm)
 gradient_of_weights = Fused(_gradient_of_weights, lambda grad, outputs: torch.bmm(grad, outputs.mT))
 gradient_of_outputs = Fused(_gradient_of_outputs, lambda weights, grad: torch.bmm(weights.mT, grad))
 
@@ -141,21 +141,21 @@ class Mixture(nn.Module):
     def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
         super().__init__()
         assert config.num_experts
-        self.model = mpu.get_mesh().model
+        self.model_axis = mpu.get_mesh().model
         self.sequence = mpu.sequence_axis()
         self.router = Router(config, f"{name}.router")
-        width = config.expert_ff_size
-        shared = config.num_shared_experts
+        expert_width = config.expert_ff_size
+        num_shared = config.num_shared_experts
         mesh = mpu.get_mesh()
-        self.count = config.num_experts
-        self.axis = mesh.expert
-        here = self.count // self.axis.size
-        numbers = range(self.axis.rank * here, (self.axis.rank + 1) * here)
-        self.experts = nn.ModuleDict({str(number): Expert(config, output_std, width) for number in numbers})
-        if self.axis.size > 1:
+        self.num_experts = config.num_experts
+        self.expert_axis = mesh.expert
+        num_local = self.num_experts // self.expert_axis.size
+        local_experts = range(self.expert_axis.rank * num_local, (self.expert_axis.rank + 1) * num_local)
+        self.experts = nn.ModuleDict({str(i): Expert(config, output_std, expert_width) for i in local_experts})
+        if self.expert_axis.size > 1:
             for parameter in self.experts.parameters():  # tds sums their gradients over these ranks only
                 parameter.replica_group = mesh.expert_replicas.group  # type: ignore[attr-defined]
-        self.shared_expert = Expert(config, output_std, shared * width) if shared else None
+        self.shared_expert = Expert(config, output_std, num_shared * expert_width) if num_shared else None
         self.shared_gate: nn.Parameter | None = None
         if config.shared_expert_gate:
             gate = nn.Parameter(torch.empty(1, config.hidden_size))
@@ -167,45 +167,45 @@ class Mixture(nn.Module):
         In evaluation the loss is zero. text: which tokens the router counts in training, see `Router`.
         """
         experts, weights, loss = self.router(hidden, text)
-        x = self._enter(hidden)
+        x = self._gather_tokens(hidden)
         s, b, h = x.shape
-        experts = _whole(experts, self.sequence).view(s * b, -1)
-        weights = self._enter(weights).to(x.dtype).view(s * b, 1, -1)
-        outputs = through_experts(x.flatten(0, 1), experts, self.count, self._run_experts, self.axis)
-        found = cast(Tensor, _WeightedSum.apply(weights, outputs)).view(s, b, h)  # type: ignore[no-untyped-call]
+        experts = _gather_integers(experts, self.sequence).view(s * b, -1)
+        weights = self._gather_tokens(weights).to(x.dtype).view(s * b, 1, -1)
+        outputs = dispatch_to_experts(x.flatten(0, 1), experts, self.num_experts, self._run_experts, self.expert_axis)
+        output = cast(Tensor, _WeightedSum.apply(weights, outputs)).view(s, b, h)  # type: ignore[no-untyped-call]
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_gate is not None:
                 gate = torch.sigmoid(F.linear(hidden, self.shared_gate))
-                shared = shared * self._enter(gate)
-            found = found + shared
-        return self._leave(found), None, loss
+                shared = shared * self._gather_tokens(gate)
+            output = output + shared
+        return self._reduce_partial_sums(output), None, loss
 
     def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Apply this rank's experts to their rows [m, h], sorted by expert; counts: int64 [experts], rows of each."""
         experts = cast(list[Expert], list(self.experts.values()))
-        if not multiplies_in_groups(rows, experts):
+        if not can_group_matmuls(rows, experts):
             parts = rows.split(counts.tolist())  # type: ignore[no-untyped-call]
-            return torch.cat([expert(own) for expert, own in zip(experts, parts, strict=True)])
+            return torch.cat([expert(rows_of_expert) for expert, rows_of_expert in zip(experts, parts, strict=True)])
         ends = counts.cumsum(0, dtype=torch.int32)
-        first = [expert.dense_h_to_4h.weight for expert in experts]
-        second = [expert.dense_4h_to_h.weight for expert in experts]
-        active = experts[0].activation(_grouped(rows, first, ends))
-        return _grouped(active, second, ends)
+        up_weights = [expert.dense_h_to_4h.weight for expert in experts]
+        down_weights = [expert.dense_4h_to_h.weight for expert in experts]
+        active = experts[0].activation(_grouped_matmul(rows, up_weights, ends))
+        return _grouped_matmul(active, down_weights, ends)
 
-    def _enter(self, x: Tensor) -> Tensor:
+    def _gather_tokens(self, x: Tensor) -> Tensor:
         """Return x [s, b, ...] of all tokens for all model-parallel ranks, whose gradients are summed."""
         if self.sequence.size > 1:
             return mpu.gather_from_sequence_parallel_region(x, self.sequence)
-        return mpu.copy_to_model_parallel_region(x, self.model)
+        return mpu.copy_to_model_parallel_region(x, self.model_axis)
 
-    def _leave(self, x: Tensor) -> Tensor:
+    def _reduce_partial_sums(self, x: Tensor) -> Tensor:
         """Sum the ranks' partial sums [s, b, h]; with sequence parallelism keep this rank's shard [s/t, b, h]."""
         if self.sequence.size > 1:
             return mpu.reduce_scatter_to_sequence_parallel_region(x, self.sequence)
-        return mpu.reduce_from_model_parallel_region(x, self.model)
+        return mpu.reduce_from_model_parallel_region(x, self.model_axis)
 
 
-def _whole(x: Tensor, sequence: mpu.Axis) -> Tensor:
+def _gather_integers(x: Tensor, sequence: mpu.Axis) -> Tensor:
     """Gather integers [s/t, b, k] of each rank into [s, b, k], without a gradient."""
     return mpu.gather_from_sequence_parallel_region(x, sequence) if sequence.size > 1 else x

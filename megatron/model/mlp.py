@@ -23,13 +23,13 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu-tanh
 
 def build_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
     """Return the activation function of --activation: [..., f] -> [..., f], with a gate [..., 2 f] -> [..., f]."""
-    if not config.gated:
+    if not config.is_gated:
         return ACTIVATIONS[config.activation]
     from . import gated_activations
 
     if config.activation in config.reference_ops:
-        return gated_activations.UNFUSED[config.activation]
-    return gated_activations.GATED[config.activation]
+        return gated_activations.UNFUSED_ACTIVATIONS[config.activation]
+    return gated_activations.GATED_ACTIVATIONS[config.activation]
 
 
 class ParallelMLP(nn.Module):
@@ -44,15 +44,15 @@ class ParallelMLP(nn.Module):
         super().__init__()
         self.activation = build_activation(config)
         # torch saves a ReLU's output for its own backward pass, so recomputing the output would save no memory.
-        self.activation_again = "activation" in config.recompute_modules and config.activation != "relu"
+        self.recomputes_activation = "activation" in config.recompute_modules and config.activation != "relu"
         self.dense_h_to_4h = mpu.ColumnParallelLinear(
             config.hidden_size,
-            config.ff_size * (2 if config.gated else 1),
+            config.ff_size * (2 if config.is_gated else 1),
             bias=config.hidden_bias,
             gather_output=False,
             init_method=mpu.normal(config.hidden_std),
         )
-        if config.gated:
+        if config.is_gated:
             mpu.spec_of(self.dense_h_to_4h.weight).fused = mpu.FusedRows((1, 1), 1)
         self.dense_4h_to_h = mpu.RowParallelLinear(
             config.ff_size,
@@ -66,10 +66,10 @@ class ParallelMLP(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Apply the MLP: [s, b, h] -> ([s, b, h], output bias, which the caller must add)."""
         inner, _ = self.dense_h_to_4h(hidden)  # [s, b, f/t] or [s, b, 2 f/t]
-        if self.activation_again:
-            from .recompute import after_recomputed
+        if self.recomputes_activation:
+            from .recompute import run_on_recomputed
 
-            return after_recomputed(self.activation, lambda active, **_: self.dense_4h_to_h(active), inner)  # type: ignore[no-any-return]
+            return run_on_recomputed(self.activation, lambda active, **_: self.dense_4h_to_h(active), inner)  # type: ignore[no-any-return]
         return self.dense_4h_to_h(self.activation(inner))  # type: ignore[no-any-return]
 
 

@@ -16,11 +16,11 @@ def muon_parameters(model: nn.Module) -> set[nn.Parameter]:
 
     The attribute `use_muon` of a weight, True or False, overrides this choice; DeepSpeed reads the same attribute.
     """
-    inside: set[nn.Parameter] = set()
+    layer_weights: set[nn.Parameter] = set()
     for layer in model.modules():
         if isinstance(layer, TransformerLayer):
-            inside |= _linear_weights(layer)
-    return {p for p in model.parameters() if p.requires_grad and getattr(p, "use_muon", p in inside)}
+            layer_weights |= _linear_weights(layer)
+    return {p for p in model.parameters() if p.requires_grad and getattr(p, "use_muon", p in layer_weights)}
 
 
 def _linear_weights(layer: nn.Module) -> set[nn.Parameter]:
@@ -31,8 +31,8 @@ def _linear_weights(layer: nn.Module) -> set[nn.Parameter]:
 
 def embedding_weights(model: nn.Module) -> set[nn.Parameter]:
     """Return the token and position tables, including an output weight that is tied to one of them."""
-    found: set[nn.Parameter] = set()
+    weights: set[nn.Parameter] = set()
     for module in model.modules():
         if isinstance(module, (nn.Embedding, mpu.VocabParallelEmbedding, ModelStart)):
-            found.update(module.parameters(recurse=False))
-    return found - {p for name, p in global_parameters(model) if name.startswith("head.")}
+            weights.update(module.parameters(recurse=False))
+    return weights - {p for name, p in global_parameters(model) if name.startswith("head.")}

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._torch import base_of, version
+from .._torch import base_of, version_counter
 
-SMALLEST = 1 << 20  # bytes; smaller tensors are not worth a copy
+MIN_BYTES = 1 << 20  # bytes; smaller tensors are not worth a copy
 
 
 class PendingCopy(NamedTuple):
@@ -31,31 +31,32 @@ class CopyStream:
     """Copy stream of a device, separate from its compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, torch.Stream(device)
+        self.device = device
+        self.stream = torch.Stream(device)
 
-    def down(self, source: Tensor) -> PendingCopy:
+    def to_host(self, source: Tensor) -> PendingCopy:
         """Copy `source` [bytes] from the device to pinned host memory, once the device has computed it."""
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
         source.record_stream(self.stream)  # keeps the allocator from reusing the memory before the copy has read it
-        return self._started(host)
+        return self._pending(host)
 
-    def up(self, source: PendingCopy) -> PendingCopy:
+    def to_device(self, source: PendingCopy) -> PendingCopy:
         """Copy the result [bytes] of `source` from the host to the device, once `source` has arrived on the host."""
         with self.stream:
             source.wait()
-            there = source.result.to(self.device, non_blocking=True)
-        return self._started(there)
+            device_copy = source.result.to(self.device, non_blocking=True)
+        return self._pending(device_copy)
 
-    def _started(self, result: Tensor) -> PendingCopy:
+    def _pending(self, result: Tensor) -> PendingCopy:
         done = self.stream.record_event()
 
         def wait() -> None:
-            now = torch.accelerator.current_stream(self.device)
-            now.wait_event(done)
+            current = torch.accelerator.current_stream(self.device)
+            current.wait_event(done)
             if result.device == self.device:
-                result.record_stream(now)
+                result.record_stream(current)
 
         return PendingCopy(result, wait)
 
@@ -64,7 +65,8 @@ class CopyStreams:
     """Two copy streams: `down` to the host, `up` to the device. last: the layer that offloaded most recently."""
 
     def __init__(self, device: torch.device) -> None:
-        self.down, self.up = CopyStream(device), CopyStream(device)
+        self.down = CopyStream(device)
+        self.up = CopyStream(device)
         self.last: weakref.ref[LayerActivations] | None = None
 
 
@@ -82,26 +84,27 @@ class OffloadedStorage:
     """
 
     def __init__(self, storage: torch.UntypedStorage, streams: CopyStreams) -> None:
-        everything = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # [bytes]
-        self.up, self.host = streams.up, streams.down.down(everything)
+        all_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # [bytes]
+        self._upload_stream = streams.up
+        self.host = streams.down.to_host(all_bytes)
         # Each tensor saved from this storage has a number. These are the numbers of the tensors not yet requested.
-        self.tensors: set[int] = set()
-        self._there: PendingCopy | None = None
+        self.unrequested: set[int] = set()
+        self._device_copy: PendingCopy | None = None
 
     def fetch(self) -> PendingCopy:
         """Start copying the storage back to the device, unless this was started before; return the pending copy."""
-        if self._there is None:
-            self._there = self.up.up(self.host)
-        return self._there
+        if self._device_copy is None:
+            self._device_copy = self._upload_stream.to_device(self.host)
+        return self._device_copy
 
     def request(self, tensor: int) -> torch.UntypedStorage:
         """Return the storage on the device for saved tensor number `tensor`; later computation waits for the copy."""
-        there = self.fetch()
-        there.wait()
-        self.tensors.discard(tensor)
-        if not self.tensors:
-            self._there = None
-        return there.result.untyped_storage()
+        device_copy = self.fetch()
+        device_copy.wait()
+        self.unrequested.discard(tensor)
+        if not self.unrequested:
+            self._device_copy = None
+        return device_copy.result.untyped_storage()
 
 
 class LayerActivations:
@@ -109,7 +112,7 @@ class LayerActivations:
 
     def __init__(self, streams: CopyStreams) -> None:
         self.streams = streams
-        self.before = streams.last
+        self.previous = streams.last
         self.storages: list[weakref.ref[OffloadedStorage]] = []
         self.in_backward = False
 
@@ -119,23 +122,23 @@ class LayerActivations:
             return
         self.in_backward = True
         self.fetch()
-        before = self.before() if self.before else None
-        if before is not None and not before.in_backward:
-            before.fetch()
+        previous = self.previous() if self.previous else None
+        if previous is not None and not previous.in_backward:
+            previous.fetch()
 
     def fetch(self) -> None:
         """Start copying back all storages that are still needed, beginning with the one saved last."""
-        for each in reversed(self.storages):
-            memory = each()
-            if memory is not None:
-                memory.fetch()
+        for reference in reversed(self.storages):
+            storage = reference()
+            if storage is not None:
+                storage.fetch()
 
 
 class OffloadedTensor(NamedTuple):
     """What autograd saves in place of an offloaded tensor: the offloaded storage, and the tensor's place in it."""
 
     layer: LayerActivations
-    memory: OffloadedStorage
+    storage: OffloadedStorage
     number: int
     dtype: torch.dtype
     device: torch.device
@@ -143,11 +146,11 @@ class OffloadedTensor(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def back(self) -> Tensor:
+    def restore(self) -> Tensor:
         """Return the tensor [...] as it was saved, back on its device."""
         self.layer.begin_backward()
-        storage = self.memory.request(self.number)
-        return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.shape, self.stride)
+        memory = self.storage.request(self.number)
+        return torch.empty(0, dtype=self.dtype, device=self.device).set_(memory, self.offset, self.shape, self.stride)
 
 
 @contextmanager
@@ -166,43 +169,43 @@ def offloaded(training: bool = True) -> Iterator[None]:
     # References to the saved tensors ensure that no address is reused.
     copied: dict[tuple[int, int], tuple[Tensor, OffloadedStorage]] = {}
 
-    def away(tensor: Tensor) -> Tensor | OffloadedTensor:
+    def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
         nonlocal layer
-        if _stays(tensor):
+        if _stays_on_device(tensor):
             # An operation that saves its own output would refer to itself through the tensor. Such a cycle is freed by
             # a whole backward pass, but not by the two halves of zb-h1, which retain the graph.
             return tensor.detach()
         if layer is None:
             layer = LayerActivations(copy_streams(tensor.device))
         storage = tensor.untyped_storage()
-        key = storage.data_ptr(), version(tensor)
+        key = storage.data_ptr(), version_counter(tensor)
         if key not in copied:
             copied[key] = tensor.detach(), OffloadedStorage(storage, layer.streams)
             layer.storages.append(weakref.ref(copied[key][1]))
-        memory = copied[key][1]
-        number = len(memory.tensors)
-        memory.tensors.add(number)
+        storage_copy = copied[key][1]
+        number = len(storage_copy.unrequested)
+        storage_copy.unrequested.add(number)
         offset = int(tensor.storage_offset())
-        place = offset, tensor.shape, tensor.stride()
-        return OffloadedTensor(layer, memory, number, tensor.dtype, tensor.device, *place)
+        view_of_storage = offset, tensor.shape, tensor.stride()
+        return OffloadedTensor(layer, storage_copy, number, tensor.dtype, tensor.device, *view_of_storage)
 
-    with saved_tensors_hooks(away, lambda kept: kept.back() if isinstance(kept, OffloadedTensor) else kept):
+    with saved_tensors_hooks(pack, lambda saved: saved.restore() if isinstance(saved, OffloadedTensor) else saved):
         yield
-    for (_, before), (tensor, _) in copied.items():
-        if version(tensor) != before:
+    for (_, saved_version), (tensor, _) in copied.items():
+        if version_counter(tensor) != saved_version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} was changed in place after autograd had saved it, so "
                 f"--offload-activations may have copied old or new values: replace the operation by one that is "
                 f"not in place, or leave the flag out"
             )
-    copied.clear()  # Free the saved tensors: autograd's graph keeps `away` alive, and `away` refers to `copied`.
+    copied.clear()  # Free the saved tensors: autograd's graph keeps `pack` alive, and `pack` refers to `copied`.
     if layer is not None:
         layer.streams.last = weakref.ref(layer)
 
 
-def _stays(tensor: Tensor) -> bool:
-    return isinstance(base_of(tensor), nn.Parameter) or tensor.nbytes < SMALLEST or not _is_elsewhere(tensor.device)
+def _stays_on_device(tensor: Tensor) -> bool:
+    return isinstance(base_of(tensor), nn.Parameter) or tensor.nbytes < MIN_BYTES or not _is_accelerator(tensor.device)
 
 
-def _is_elsewhere(device: torch.device) -> bool:
+def _is_accelerator(device: torch.device) -> bool:
     return device.type != "cpu"

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masks import Documents, begins, cached_on
+from .masks import Documents, cached_on, document_starts
 
 
-def serves(query: Tensor, documents: Documents) -> bool:
+def supports_packing(query: Tensor, documents: Documents) -> bool:
     """Return whether torch's packed-sequence kernel exists and accepts query [b, n, s, d] and these documents.
 
     The kernel needs torch >= 2.11 and Ampere or later. In compiled code this returns False, because the compiler fuses
@@ -26,14 +26,14 @@ def serves(query: Tensor, documents: Documents) -> bool:
         return False
     if torch.compiler.is_compiling() or documents.keys is not None:
         return False
-    if width % 8 or width > 256 or kernel() is None:
+    if width % 8 or width > 256 or varlen_kernel() is None:  # the widths that FlashAttention accepts
         return False
     major, _ = torch.get_device_module(query.device).get_device_capability(query.device)
-    return major >= 8 and borders(documents) is not None
+    return major >= 8 and compute_cu_seqlens(documents) is not None
 
 
 @functools.cache
-def kernel() -> Callable[..., Any] | None:
+def varlen_kernel() -> Callable[..., Any] | None:
     """Return torch's function `varlen_attn`; None if torch lacks it, or if it has no arguments for scale and window."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -43,7 +43,7 @@ def kernel() -> Callable[..., Any] | None:
     return varlen_attn if {"scale", "window_size"} <= arguments else None
 
 
-def borders(documents: Documents) -> Tensor | None:
+def compute_cu_seqlens(documents: Documents) -> Tensor | None:
     """Return the start of each document among all tokens, and the number of tokens: int32 [documents + 1].
 
     Tokens are numbered row after row of the batch. Returns None if a document is split or has a prefix.
@@ -51,28 +51,28 @@ def borders(documents: Documents) -> Tensor | None:
     fixed length would avoid the wait, but it would need an entry per token, and the kernel launches blocks for each
     entry.
     """
-    return cached_on(documents.queries, ("borders",), None, lambda: _borders(documents.queries))
+    return cached_on(documents.queries, ("cu_seqlens",), None, lambda: _compute_cu_seqlens(documents.queries))
 
 
-def _borders(ids: Tensor) -> Tensor | None:
-    first = begins(ids)
-    several = begins(ids.sort(dim=1).values).sum() != first.sum()
-    if bool((several | (ids.min() < 0)).item()):
+def _compute_cu_seqlens(ids: Tensor) -> Tensor | None:
+    is_start = document_starts(ids)
+    is_split = document_starts(ids.sort(dim=1).values).sum() != is_start.sum()
+    if bool((is_split | (ids.min() < 0)).item()):
         return None
     end = torch.full((1,), ids.numel(), device=ids.device)
-    return torch.cat([first.flatten().nonzero().flatten(), end]).int()
+    return torch.cat([is_start.flatten().nonzero().flatten(), end]).int()
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float) -> Tensor:
     """Compute attention within documents: query, key, value [b, n, s, d] -> [b, n, s, d].
 
-    Call this only if `serves(query, documents)`.
+    Call this only if `supports_packing(query, documents)`.
     """
-    call = kernel()
-    ends = borders(documents)
+    varlen_attn = varlen_kernel()
+    cu_seqlens = compute_cu_seqlens(documents)
     b, _, s, _ = query.shape
-    assert call is not None and ends is not None
+    assert varlen_attn is not None and cu_seqlens is not None
     packed = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [b * s, n, d]
-    window = (-1, 0) if documents.causal else (-1, -1)
-    out: Tensor = call(*packed, ends, ends, s, s, scale=scale, window_size=window)
+    window = (-1, 0) if documents.causal else (-1, -1)  # tokens seen before and after a query; -1 for all
+    out: Tensor = varlen_attn(*packed, cu_seqlens, cu_seqlens, s, s, scale=scale, window_size=window)
     return out.view(b, s, *out.shape[1:]).transpose(1, 2)

@@ -24,10 +24,10 @@ def sizes_of_parameters(model: Any, among: Collection[nn.Parameter] | None = Non
             sizes[name] = math.prod(mpu.spec_of(p).full_shape)
     for axis in (mesh.pipe, mesh.expert):
         if axis.group is not None:
-            every: list[Any] = [None] * axis.size
-            dist.all_gather_object(every, sizes, axis.group)
-            for each in every:
-                sizes |= each
+            sizes_by_rank: list[Any] = [None] * axis.size
+            dist.all_gather_object(sizes_by_rank, sizes, axis.group)
+            for rank_sizes in sizes_by_rank:
+                sizes |= rank_sizes
     return sizes
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from megatron._torch import has_flash_on_cpu
 
-from .context_attention import Views
-from .masks import Documents, added_mask, cached_on, causal_mask
+from .context_attention import ContextViews
+from .masks import Documents, cached_on, causal_mask, to_additive_mask
 
-SMALL = 64  # tokens; calling a kernel for a smaller piece costs more than computing it
+MERGED_SIZE = 64  # tokens; calling a kernel for a smaller piece costs more than computing it
 
 
 class Piece(NamedTuple):
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
     mask: bool [1, 1, q, k] if several tiny documents share the piece. If None, the queries see all keys, or, if
     `causal`, all except later keys.
-    more: whether an earlier piece has the same queries, so that the results must be combined.
+    adds_to_earlier: whether an earlier piece has the same queries, so that the results must be combined.
     """
 
     row: slice
@@ -38,11 +38,11 @@ class Piece(NamedTuple):
     keys: slice
     mask: Tensor | None = None
     causal: bool = False
-    more: bool = False
+    adds_to_earlier: bool = False
 
-    def cut(self, query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """Return views [1, n, ..., ...] of query [b, n, q, ...] and others [b, n, k, ...], restricted to the piece."""
-        return query[self.row, :, self.queries], *(x[self.row, :, self.keys] for x in others)
+    def cut(self, query: Tensor, *key_tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return this piece of query [b, n, q, ...] and of key tensors [b, n, k, ...] as views [1, n, ..., ...]."""
+        return query[self.row, :, self.queries], *(x[self.row, :, self.keys] for x in key_tensors)
 
     def visible(self, device: torch.device) -> Tensor | None:
         """Return the mask bool [1, 1, q, k], True where a query sees a key; None if all queries see all keys."""
@@ -53,23 +53,23 @@ class Piece(NamedTuple):
 
     def added(self, dtype: torch.dtype) -> Tensor | None:
         """Return `mask` as a tensor [1, 1, q, k] to add to the scores, or None if there is no mask."""
-        return None if self.mask is None else added_mask(self.mask, dtype)
+        return None if self.mask is None else to_additive_mask(self.mask, dtype)
 
 
 class Pieces(NamedTuple):
-    """All pieces of a batch. once: whether every key is in exactly one piece."""
+    """All pieces of a batch. each_key_once: whether every key is in exactly one piece."""
 
-    found: tuple[Piece, ...]
-    once: bool
+    items: tuple[Piece, ...]
+    each_key_once: bool
 
 
-def pieces_for(query: Tensor, scope: Documents | Views) -> Pieces | None:
+def pieces_for(query: Tensor, scope: Documents | ContextViews) -> Pieces | None:
     """Return the pieces (blocks) by which to compute query [b, n, q, d]; None if a mask is faster or required."""
     if query.device.type != "cpu" or torch.compiler.is_compiling() or not has_flash_on_cpu():
         return None
     if isinstance(scope, Documents):
         return pieces_of(scope)
-    return _pieces_of_views(scope, len(query))
+    return _context_pieces(scope, len(query))
 
 
 def pieces_of(documents: Documents) -> Pieces | None:
@@ -78,117 +78,117 @@ def pieces_of(documents: Documents) -> Pieces | None:
     Layers that receive the same ids share the result.
     """
     queries, keys, causal = documents
-    return cached_on(queries, ("pieces", causal), keys, lambda: _of_documents(documents))
+    return cached_on(queries, ("pieces", causal), keys, lambda: _build_document_pieces(documents))
 
 
-def _of_documents(documents: Documents) -> Pieces | None:
-    queries, keys, causal = documents
-    if causal and bool((queries < 0).any()):
+def _build_document_pieces(documents: Documents) -> Pieces | None:
+    query_ids, given_key_ids, causal = documents
+    if causal and bool((query_ids < 0).any()):
         return None
-    others = queries if keys is None else keys
-    length = others.shape[1]
-    found: list[Piece] = []
-    once = True
-    for row in range(len(queries)):
-        mine = runs(queries[row])
-        theirs = mine if keys is None else runs(keys[row])
-        if mine is None or theirs is None:
+    key_ids = query_ids if given_key_ids is None else given_key_ids
+    length = key_ids.shape[1]
+    finished: list[Piece] = []
+    each_key_once = True
+    for row in range(len(query_ids)):
+        query_spans = document_spans(query_ids[row])
+        key_spans = query_spans if given_key_ids is None else document_spans(given_key_ids[row])
+        if query_spans is None or key_spans is None:
             return None
-        padding = theirs.get(0, (length, length))
-        if padding[1] < length:
+        padding_span = key_spans.get(0, (length, length))
+        if padding_span[1] < length:
             return None
-        text = (0, padding[0] or length)  # queries whose document has no keys see these keys
+        text_span = (0, padding_span[0] or length)  # queries whose document has no keys see these keys
         rows = slice(row, row + 1)
-        pieces = []
-        stop = 0
-        for number, span in mine.items():
-            seen = theirs.get(number, text)
-            once = once and seen[0] == stop
-            stop = seen[1]
-            pieces.append(Piece(rows, slice(*span), slice(*seen), causal=causal))
-            if number not in theirs:  # other documents may not share its piece
-                found += [*merge_short(pieces[:-1], queries, others), pieces[-1]]
-                pieces = []
-        once = once and stop == length
-        found += merge_short(pieces, queries, others)
-    return Pieces(tuple(found), once)
+        open_pieces = []
+        end_of_keys = 0
+        for document_id, query_span in query_spans.items():
+            key_span = key_spans.get(document_id, text_span)
+            each_key_once = each_key_once and key_span[0] == end_of_keys
+            end_of_keys = key_span[1]
+            open_pieces.append(Piece(rows, slice(*query_span), slice(*key_span), causal=causal))
+            if document_id not in key_spans:  # other documents may not share its piece
+                finished += [*merge_short(open_pieces[:-1], query_ids, key_ids), open_pieces[-1]]
+                open_pieces = []
+        each_key_once = each_key_once and end_of_keys == length
+        finished += merge_short(open_pieces, query_ids, key_ids)
+    return Pieces(tuple(finished), each_key_once)
 
 
-def _pieces_of_views(views: Views, rows: int) -> Pieces | None:
+def _context_pieces(views: ContextViews, num_rows: int) -> Pieces | None:
     if views.window is not None:
         return None
-    key = "pieces", views.slices, views.apart, rows
-    return cached_on(views.ids, key, None, lambda: _of_views(views, rows))
+    key = "pieces", views.slices, views.within_documents, num_rows
+    return cached_on(views.ids, key, None, lambda: _build_context_pieces(views, num_rows))
 
 
-def _of_views(views: Views, rows: int) -> Pieces | None:
-    found: list[Piece] = []
-    if not views.apart:
-        everything = [(0, views.slices[-1][1])]
-        return Pieces(tuple(_of_slices(views, slice(0, rows), everything)), once=False)
-    for row in range(rows):
-        documents = runs(views.ids[row])
+def _build_context_pieces(views: ContextViews, num_rows: int) -> Pieces | None:
+    pieces: list[Piece] = []
+    if not views.within_documents:
+        whole_sequence = [(0, views.slices[-1][1])]
+        return Pieces(tuple(_pieces_of_slices(views, slice(0, num_rows), whole_sequence)), each_key_once=False)
+    for row in range(num_rows):
+        documents = document_spans(views.ids[row])
         if documents is None:
             return None
-        found += _of_slices(views, slice(row, row + 1), list(documents.values()))
-    return Pieces(tuple(found), once=False)
+        pieces += _pieces_of_slices(views, slice(row, row + 1), list(documents.values()))
+    return Pieces(tuple(pieces), each_key_once=False)
 
 
-def _of_slices(views: Views, row: slice, documents: list[tuple[int, int]]) -> list[Piece]:
+def _pieces_of_slices(views: ContextViews, row: slice, documents: list[tuple[int, int]]) -> list[Piece]:
     """Return the pieces of attention from this rank's two slices to the keys of all ranks.
 
     documents: begin and end of each document. A piece numbers its queries within this rank's tokens, but its keys
     within the whole sequence.
     """
-    found: list[Piece] = []
-    for at, (begin, end) in enumerate(views.slices):
-        shift = at * views.each - begin
-        pieces = []
-        for first, last in documents:
-            if first >= end or last <= begin:
+    finished: list[Piece] = []
+    for slice_index, (begin, end) in enumerate(views.slices):
+        query_offset = slice_index * views.slice_length - begin
+        mergeable = []
+        for document_begin, document_end in documents:
+            if document_begin >= end or document_end <= begin:
                 continue
-            keys = slice(max(first, begin), min(last, end))
-            piece = Piece(row, slice(keys.start + shift, keys.stop + shift), keys, causal=True)
-            if first >= begin:
-                pieces.append(piece)
+            keys = slice(max(document_begin, begin), min(document_end, end))
+            piece = Piece(row, slice(keys.start + query_offset, keys.stop + query_offset), keys, causal=True)
+            if document_begin >= begin:
+                mergeable.append(piece)
             else:  # the document begins before the slice
-                found.append(piece)
-                found.append(Piece(row, piece.queries, slice(first, begin), more=True))
-        found += merge_short(pieces, views.ids, views.ids, shift)
-    return found
+                finished.append(piece)
+                finished.append(Piece(row, piece.queries, slice(document_begin, begin), adds_to_earlier=True))
+        finished += merge_short(mergeable, views.ids, views.ids, query_offset)
+    return finished
 
 
-def merge_short(documents: Sequence[Piece], ids: Tensor, others: Tensor, shift: int = 0) -> list[Piece]:
-    """Merge neighbouring documents of one row into pieces of at most SMALL x SMALL scores.
+def merge_short(documents: Sequence[Piece], query_ids: Tensor, key_ids: Tensor, query_offset: int = 0) -> list[Piece]:
+    """Merge neighbouring documents of one row into pieces of at most MERGED_SIZE x MERGED_SIZE scores.
 
-    ids, others: document ids [b, s] of the queries and the keys. shift: number that is added to a token's index in
-    `ids` to get its index among the queries.
+    query_ids, key_ids: document ids [b, s] of the queries and the keys. query_offset: number that is added to a token's
+    index in `query_ids` to get its index among the queries.
     """
-    found: list[Piece] = []
-    merged: set[int] = set()
+    pieces: list[Piece] = []
+    merged_indices: set[int] = set()
     for piece in documents:
-        if found and piece.keys.start == found[-1].keys.stop:
-            queries = slice(found[-1].queries.start, piece.queries.stop)
-            keys = slice(found[-1].keys.start, piece.keys.stop)
-            if (queries.stop - queries.start) * (keys.stop - keys.start) <= SMALL * SMALL:
-                merged.add(len(found) - 1)
-                found[-1] = piece._replace(queries=queries, keys=keys)
+        if pieces and piece.keys.start == pieces[-1].keys.stop:
+            queries = slice(pieces[-1].queries.start, piece.queries.stop)
+            keys = slice(pieces[-1].keys.start, piece.keys.stop)
+            if (queries.stop - queries.start) * (keys.stop - keys.start) <= MERGED_SIZE * MERGED_SIZE:
+                merged_indices.add(len(pieces) - 1)
+                pieces[-1] = piece._replace(queries=queries, keys=keys)
                 continue
-        found.append(piece)
-    for i in merged:
-        piece = found[i]
+        pieces.append(piece)
+    for i in merged_indices:
+        piece = pieces[i]
         row = piece.row.start
-        queries = slice(piece.queries.start - shift, piece.queries.stop - shift)
-        mask = ids[row, queries, None] == others[row, None, piece.keys]
+        queries = slice(piece.queries.start - query_offset, piece.queries.stop - query_offset)
+        mask = query_ids[row, queries, None] == key_ids[row, None, piece.keys]
         if piece.causal:
             mask = mask.tril()
-        found[i] = piece._replace(mask=mask[None, None], causal=False)
-    return found
+        pieces[i] = piece._replace(mask=mask[None, None], causal=False)
+    return pieces
 
 
-def runs(ids: Tensor) -> dict[int, tuple[int, int]] | None:
+def document_spans(ids: Tensor) -> dict[int, tuple[int, int]] | None:
     """Return {document id: (begin, end) of its tokens} for ids [s] of one row; None if an id has several ranges."""
     values, counts = torch.unique_consecutive(ids, return_counts=True)
-    ends = [0, *counts.cumsum(0).tolist()]
-    runs = dict(zip(values.tolist(), pairwise(ends), strict=True))
-    return runs if len(runs) == len(values) else None
+    bounds = [0, *counts.cumsum(0).tolist()]
+    spans = dict(zip(values.tolist(), pairwise(bounds), strict=True))
+    return spans if len(spans) == len(values) else None

@@ -48,7 +48,7 @@ class LayerStackPipe(LayerRunner, PipelineModule):
         tied_weights: maps the key of tied layers to the name of the shared weight in their module. example: example
         inputs of the first layer.
         """
-        specs = [_spec(layer, tied_weights, config.train.seed) for layer in layers]
+        specs = [_layer_spec(layer, tied_weights, config.train.seed) for layer in layers]
         super().__init__(
             layers=specs,
             topology=mpu.get_topology(),
@@ -57,11 +57,11 @@ class LayerStackPipe(LayerRunner, PipelineModule):
             chunks=config.parallel.virtual_pipeline_size,
             example=example,
         )
-        self._recomputed = config.recomputed_layers
+        self._recompute_group_size = config.recomputed_layers
         self._rng = mpu.get_rng()
         self._layers = [layers[index] for index in self.indices]
         self.layer_names = global_names(layers)
-        self._names = [self.layer_names[index] for index in self.indices]
+        self._stage_names = [self.layer_names[index] for index in self.indices]
         outputs = [_boundaries_before(layers, stop) for _, stop in self.bounds]
         inputs = [_boundaries_before(layers, start) for start, _ in self.bounds]
         self.boundaries: Any = outputs if self.chunks > 1 else outputs[0]
@@ -71,23 +71,23 @@ class LayerStackPipe(LayerRunner, PipelineModule):
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (global name, module) of every layer of this stage, tied layers once."""
         modules = [call.args[0] if isinstance(call, partial) else call for call in self.forward_funcs]
-        by_name = dict(zip(self._names, modules, strict=True))
+        by_name = dict(zip(self._stage_names, modules, strict=True))
         yield from by_name.items()
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """Run one chunk on the batch or the previous stage's output; return the next stage's input or the logits."""
-        mine = slice(*self.chunk_slices[chunk])
-        steps = list(zip(self._layers[mine], self.forward_funcs[mine], strict=True))
+        layers_of_chunk = slice(*self.chunk_slices[chunk])
+        steps = list(zip(self._layers[layers_of_chunk], self.forward_funcs[layers_of_chunk], strict=True))
         # The engine passes a tensor, not a tuple, if only one tensor crosses a boundary; layers expect tuples.
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         return self.run_steps(steps, inputs)
 
 
-def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
+def _layer_spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
     spec = LayerSpec(layer.cls, *layer.args)
     if layer.tied or layer.call:  # DeepSpeed accepts a `forward_fn` only for tied layers
         key = layer.name.replace(".", "_")
-        weight: Any = []
+        weight: Any = []  # no shared weight
         if layer.tied:
             key = layer.tied
             weight = tied_weights[key]
@@ -97,14 +97,14 @@ def _spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
     return spec
 
 
-def _boundaries_before(layers: Sequence[Layer], at: int) -> list[Boundary] | None:
-    """Return the tensors that cross a stage boundary before layer number `at`; None before the first layer."""
-    if at == 0:
+def _boundaries_before(layers: Sequence[Layer], index: int) -> list[Boundary] | None:
+    """Return the tensors that cross a stage boundary before layer number `index`; None before the first layer."""
+    if index == 0:
         return None
-    found = [BOUNDARIES[name] for name in layers[at - 1].outputs if name in BOUNDARIES]
+    boundaries = [BOUNDARIES[name] for name in layers[index - 1].outputs if name in BOUNDARIES]
     if mpu.sequence_axis().size > 1:
-        found = [replace(boundary, split=False) for boundary in found]
-    return found
+        boundaries = [replace(boundary, split=False) for boundary in boundaries]
+    return boundaries
 
 
 # Key of tied layers -> name of the shared weight in their module.
@@ -125,5 +125,5 @@ class GPT2ModelPipe(LayerStackPipe):
         tokens = torch.zeros(b, s // mpu.context_axis().size).long()
         positions = torch.zeros(b, s).long()
         example = tokens, positions, no_documents(tokens.device)
-        loss = TokenLoss.by(config, vocab_size)
+        loss = TokenLoss.from_config(config, vocab_size)
         super().__init__(gpt2_layers(config, vocab_size), config, TIED_WEIGHTS, loss, example)

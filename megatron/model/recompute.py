@@ -23,8 +23,8 @@ class Recipe:
     def __init__(self, function: Callable[[Tensor], Tensor], source: "Tensor | Recipe") -> None:
         self._function = function
         self._source = source if isinstance(source, Recipe) else source.detach()
-        self._uses = self._left = 0
-        self._found: Tensor | None = None
+        self._uses = self._uses_left = 0
+        self._result: Tensor | None = None
 
     def recompute(self) -> Tensor:
         """Recompute the result [...] from its source."""
@@ -32,24 +32,24 @@ class Recipe:
         with torch.no_grad():
             return self._function(source)
 
-    def view(self, tensor: Tensor) -> "_View":
+    def register_view(self, tensor: Tensor) -> "_RecomputedView":
         """Register `tensor` [...], a view of the result, and return what autograd saves in place of this tensor."""
         self._uses += 1
-        return _View(self, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return _RecomputedView(self, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def ask(self) -> Tensor:
+    def take_result(self) -> Tensor:
         """Return the result [...], recomputed once for all registered views."""
-        if self._found is None:
-            self._found = self.recompute()
-            self._left = self._uses
-        found = self._found
-        self._left -= 1
-        if not self._left:
-            self._found = None
-        return found
+        if self._result is None:
+            self._result = self.recompute()
+            self._uses_left = self._uses
+        result = self._result
+        self._uses_left -= 1
+        if not self._uses_left:
+            self._result = None
+        return result
 
 
-class _View(NamedTuple):
+class _RecomputedView(NamedTuple):
     recipe: Recipe
     size: torch.Size
     stride: tuple[int, ...]
@@ -62,7 +62,7 @@ def save_recipe_for(*results: tuple[Recipe | None, Tensor | None]) -> Iterator[N
 
     results: pairs (recipe, tensor). If the recipe is None, autograd saves the tensor itself.
     """
-    recipes = {r.untyped_storage().data_ptr(): recipe for recipe, r in results if recipe and r is not None}
+    recipes = {out.untyped_storage().data_ptr(): recipe for recipe, out in results if recipe and out is not None}
     if not recipes:
         yield
         return
@@ -70,21 +70,21 @@ def save_recipe_for(*results: tuple[Recipe | None, Tensor | None]) -> Iterator[N
     def pack(tensor: Tensor) -> Any:
         recipe = recipes.get(tensor.untyped_storage().data_ptr())
         # An operation's own output would refer to the operation, and such a cycle is not always freed.
-        return recipe.view(tensor) if recipe else tensor.detach()
+        return recipe.register_view(tensor) if recipe else tensor.detach()
 
     with saved_tensors_hooks(pack, _unpack):
         yield
 
 
-def _unpack(kept: Any) -> Tensor:
-    if not isinstance(kept, _View):
-        return kept  # type: ignore[no-any-return]
-    return kept.recipe.ask().as_strided(kept.size, kept.stride, kept.offset)
+def _unpack(saved: Any) -> Tensor:
+    if not isinstance(saved, _RecomputedView):
+        return saved  # type: ignore[no-any-return]
+    return saved.recipe.take_result().as_strided(saved.size, saved.stride, saved.offset)
 
 
-def after_recomputed(function: Callable[[Tensor], Tensor], then: Callable[..., Any], x: Tensor) -> Any:
-    """Return `then(function(x), recipe=...)` for x [...], where the backward pass recomputes `function(x)`."""
-    found = function(x)
+def run_on_recomputed(function: Callable[[Tensor], Tensor], consumer: Callable[..., Any], x: Tensor) -> Any:
+    """Return `consumer(function(x), recipe=...)` for x [...], where the backward pass recomputes `function(x)`."""
+    result = function(x)
     recipe = Recipe(function, x)
-    with save_recipe_for((recipe, found)):
-        return then(found, recipe=recipe)
+    with save_recipe_for((recipe, result)):
+        return consumer(result, recipe=recipe)

@@ -20,25 +20,25 @@ from .recompute import Recipe, save_recipe_for
 from .rotary import Rotation
 
 
-def _projected(
-    projection: mpu.ColumnParallelLinear, x: Tensor, recipe: Recipe | None, again: bool
+def _project(
+    projection: mpu.ColumnParallelLinear, x: Tensor, recipe: Recipe | None, needs_recipe: bool
 ) -> tuple[Tensor, Recipe | None]:
-    """Return `projection(x)` for x [s, b, h], and the recipe to recompute it; None for the latter unless `again`.
+    """Return `projection(x)` for x [s, b, h], and the recipe to recompute it, which is None unless `needs_recipe`.
 
     recipe: how to recompute x; None if autograd saves x.
     """
     out, _ = projection(x)
-    return out, Recipe(lambda given: projection(given)[0], recipe or x) if again else None
+    return out, Recipe(lambda source: projection(source)[0], recipe or x) if needs_recipe else None
 
 
 @functools.cache
-def recomputed_self_attention(kind: type[SelfAttention]) -> type[SelfAttention]:
-    """Return the class `kind` with a forward pass that saves recipes."""
+def recomputed_self_attention(attention_class: type[SelfAttention]) -> type[SelfAttention]:
+    """Return the class `attention_class` with a forward pass that saves recipes."""
 
-    class Recomputed(kind):  # type: ignore[valid-type,misc]
+    class Recomputed(attention_class):  # type: ignore[valid-type,misc]
         def __init__(self, config: ModelConfig, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            self.qkv_again = "qkv" in config.recompute_modules
+            self.recomputes_qkv = "qkv" in config.recompute_modules
 
         def forward(
             self,
@@ -50,21 +50,21 @@ def recomputed_self_attention(kind: type[SelfAttention]) -> type[SelfAttention]:
             recipe: Recipe | None = None,
         ) -> tuple[Tensor, Tensor | None]:
             """Apply self-attention to [s, b, h]. recipe: how to recompute `hidden`; None if it is saved."""
-            qkv, again = _projected(self.query_key_value, hidden, recipe, self.qkv_again)
-            with save_recipe_for((again, qkv)):
-                query, key, value = self.split(qkv, angles)
+            qkv, qkv_recipe = _project(self.query_key_value, hidden, recipe, self.recomputes_qkv)
+            with save_recipe_for((qkv_recipe, qkv)):
+                query, key, value = self.split_qkv(qkv, angles)
             shares_buffer = query.untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr()
             # Grouped heads share one buffer, so the recipe to recompute query's buffer recomputes all three.
-            if again is not None and shares_buffer:
-                again = Recipe(lambda given: self.split(given, angles)[0], again)
+            if qkv_recipe is not None and shares_buffer:
+                qkv_recipe = Recipe(lambda source: self.split_qkv(source, angles)[0], qkv_recipe)
                 qkv = query
             if cache is not None:
                 key, value = cache.extend(key, value)
-            with save_recipe_for((again, qkv)):
+            with save_recipe_for((qkv_recipe, qkv)):
                 context = self.attend(query, key, value, mask, bias)
             return self.dense(context)  # type: ignore[no-any-return]
 
-    Recomputed.__name__ = f"Recomputed{kind.__name__}"
+    Recomputed.__name__ = f"Recomputed{attention_class.__name__}"
     return Recomputed
 
 
@@ -73,7 +73,7 @@ class RecomputedCrossAttention(CrossAttention):
 
     def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
         super().__init__(config, name, output_std)
-        self.qkv_again = "qkv" in config.recompute_modules
+        self.recomputes_qkv = "qkv" in config.recompute_modules
 
     def forward(
         self,
@@ -86,9 +86,9 @@ class RecomputedCrossAttention(CrossAttention):
         """Apply cross-attention to [q, b, h]. recipe: how to recompute `hidden`; None if it is saved."""
         if cache is not None:  # text generation has no backward pass
             return super().forward(hidden, encoded, mask, cache)
-        projected, again = _projected(self.query, hidden, recipe, self.qkv_again)
-        both, both_again = _projected(self.key_value, encoded, None, self.qkv_again)
-        key, value = split_heads(both, self.head_size, 2)
-        with save_recipe_for((again, projected), (both_again, both)):
-            context = self.attend(self.queries(projected), key, value, mask, None)
+        projected, query_recipe = _project(self.query, hidden, recipe, self.recomputes_qkv)
+        key_and_value, key_value_recipe = _project(self.key_value, encoded, None, self.recomputes_qkv)
+        key, value = split_heads(key_and_value, self.head_size, 2)
+        with save_recipe_for((query_recipe, projected), (key_value_recipe, key_and_value)):
+            context = self.attend(self.view_queries(projected), key, value, mask, None)
         return self.dense(context)  # type: ignore[no-any-return]

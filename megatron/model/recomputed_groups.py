@@ -9,33 +9,35 @@ from megatron import mpu
 from .layers import Layer, Observer, Steps
 
 
-def run_in_groups(steps: Steps, inputs: Any, most: int, rng: mpu.RngStreams, observe: Observer | None = None) -> Any:
-    """Pass `inputs` through all steps in order; save only the inputs of groups of at most `most` repeated layers.
+def run_in_groups(
+    steps: Steps, inputs: Any, max_layers: int, rng: mpu.RngStreams, observe: Observer | None = None
+) -> Any:
+    """Pass `inputs` through all steps in order; save only the inputs of groups of at most `max_layers` repeated layers.
 
     The backward pass recomputes each group. rng: dropout streams from which the layers draw; a recomputed group draws
     the same masks again. observe: runs each layer, or None.
     """
     layers = [layer for layer, _ in steps]
     calls = [call if observe is None else partial(observe, layer, call) for layer, call in steps]
-    at = 0
-    while at < len(steps):
-        end = _end_of_group(layers, at, most)
-        if end > at + 1 or layers[at].repeated:
-            inputs = mpu.checkpoint(partial(_run_all, calls[at:end]), inputs, rng=rng)
+    begin = 0
+    while begin < len(steps):
+        end = _end_of_group(layers, begin, max_layers)
+        if end > begin + 1 or layers[begin].repeated:
+            inputs = mpu.checkpoint(partial(_run_all, calls[begin:end]), inputs, rng=rng)
         else:
-            inputs = calls[at](inputs)
-        at = end
+            inputs = calls[begin](inputs)
+        begin = end
     return inputs
 
 
-def _end_of_group(layers: Sequence[Layer], at: int, most: int) -> int:
-    """Return the end of the recomputed group that starts at layer `at` and has at most `most` repeated layers."""
-    end = at
+def _end_of_group(layers: Sequence[Layer], begin: int, max_layers: int) -> int:
+    """Return the end of the recomputed group that starts at layer `begin` and has <= `max_layers` repeated layers."""
+    end = begin
     count = 0
-    while end < len(layers) and count < most and (layers[end].repeated or layers[end].prelude):
+    while end < len(layers) and count < max_layers and (layers[end].repeated or layers[end].prelude):
         count += layers[end].repeated
         end += 1
-    return max(end, at + 1)
+    return max(end, begin + 1)
 
 
 def _run_all(calls: Iterable[Callable[[Any], Any]], inputs: Any) -> Any:

@@ -13,22 +13,23 @@ from megatron import mpu
 from megatron.config import ModelConfig
 
 
-def buckets(distance: Tensor, count: int, furthest: int, causal: bool) -> Tensor:
-    """Map distance, key position - query position, int64 [...], to buckets 0 to count - 1.
+def distance_buckets(distance: Tensor, num_buckets: int, max_distance: int, causal: bool) -> Tensor:
+    """Map distance, key position - query position, int64 [...], to buckets 0 to num_buckets - 1.
 
     Each direction has half of the buckets. If causal, the past has all buckets, because later keys are not visible.
-    Half of a direction's buckets hold one distance each. Its other buckets widen logarithmically up to `furthest`.
+    Half of a direction's buckets hold one distance each. Its other buckets widen logarithmically up to `max_distance`.
     """
-    found = torch.zeros_like(distance)
+    direction_offset = torch.zeros_like(distance)
     if not causal:
-        count //= 2
-        found = (distance > 0).long() * count
+        num_buckets //= 2
+        direction_offset = (distance > 0).long() * num_buckets
         distance = distance.abs()
     else:
         distance = (-distance).clamp(min=0)
-    exact = count // 2
-    far = torch.log(distance.clamp(min=1).float() / exact) / math.log(furthest / exact) * (count - exact)
-    return found + torch.where(distance < exact, distance, (exact + far.long()).clamp(max=count - 1))
+    exact = num_buckets // 2  # number of buckets for one distance each
+    log_distance = torch.log(distance.clamp(min=1).float() / exact)  # log(0) would be minus infinity
+    log_bucket = exact + (log_distance / math.log(max_distance / exact) * (num_buckets - exact)).long()
+    return direction_offset + torch.where(distance < exact, distance, log_bucket.clamp(max=num_buckets - 1))
 
 
 class RelativePositions(nn.Module):
@@ -60,15 +61,17 @@ def position_bias(table: Tensor, queries: int, keys: int, config: ModelConfig, c
 
     The look-ups run in at least fp32, because their backward pass adds many gradients to each row of the table.
     """
-    wide = table.to(torch.promote_types(table.dtype, torch.float32))
-    count = config.relative_attention_num_buckets
-    furthest = config.relative_attention_max_distance
+    wide_table = table.to(torch.promote_types(table.dtype, torch.float32))
+    num_buckets = config.relative_attention_num_buckets
+    max_distance = config.relative_attention_max_distance
     if "relative-positions" in config.reference_ops:
-        seen = torch.arange(keys, device=table.device)
-        each = buckets(seen - seen[keys - queries :].unsqueeze(1), count, furthest, causal)  # [q, k]
-        return F.embedding(each, wide).to(table.dtype).permute(2, 0, 1).unsqueeze(0)
+        key_positions = torch.arange(keys, device=table.device)
+        distance = key_positions - key_positions[keys - queries :].unsqueeze(1)  # [q, k]
+        buckets = distance_buckets(distance, num_buckets, max_distance, causal)
+        return F.embedding(buckets, wide_table).to(table.dtype).permute(2, 0, 1).unsqueeze(0)
     # Look up all distances once, as one row. Each query's bias is a window of this row, and the window of the next
     # query begins one element further left.
     distance = torch.arange(1 - keys, queries, device=table.device)
-    row = F.embedding(buckets(distance, count, furthest, causal), wide).t().contiguous()  # [n/t, q + k - 1]
-    return row.unfold(1, keys, 1).flip(1).to(table.dtype).unsqueeze(0)
+    buckets = distance_buckets(distance, num_buckets, max_distance, causal)
+    bias_by_distance = F.embedding(buckets, wide_table).t().contiguous()  # [n/t, q + k - 1]
+    return bias_by_distance.unfold(1, keys, 1).flip(1).to(table.dtype).unsqueeze(0)

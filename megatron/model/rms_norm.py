@@ -27,8 +27,8 @@ class RMSNorm(nn.RMSNorm):
 def _normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x [..., h] normalised and multiplied by weight [h], and the factor of each row, [..., 1]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-    factor = (square / x.shape[-1] + eps).rsqrt_()
+    sum_of_squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+    factor = (sum_of_squares / x.shape[-1] + eps).rsqrt_()
     return (wide * factor).to(x.dtype).mul_(weight), factor
 
 
@@ -44,13 +44,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         x, weight, factor = ctx.saved_tensors
-        normal = x * factor  # fp32
-        of_x = None
-        of_weight = None
-        if mpu.needs_grad(ctx, 1):
-            of_weight = (grad * normal).flatten(0, -2).sum(0).to(weight.dtype)
+        normalised = x * factor  # fp32
+        x_grad = None
+        weight_grad = None
+        if mpu.needs_grad(ctx, 1):  # input 1 is the weight
+            weight_grad = (grad * normalised).flatten(0, -2).sum(0).to(weight.dtype)
         if mpu.needs_grad(ctx, 0):
-            wide = grad * weight.to(factor.dtype)
-            along = torch.linalg.vecdot(wide, normal).unsqueeze(-1) / x.shape[-1]
-            of_x = wide.addcmul_(normal, along, value=-1).mul_(factor).to(x.dtype)
-        return of_x, of_weight, None
+            normalised_grad = grad * weight.to(factor.dtype)
+            projection = torch.linalg.vecdot(normalised_grad, normalised).unsqueeze(-1) / x.shape[-1]
+            x_grad = normalised_grad.addcmul_(normalised, projection, value=-1).mul_(factor).to(x.dtype)
+        return x_grad, weight_grad, None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron import mpu
 from megatron.config import ModelConfig
-from megatron.config.decoder import OF_ANGLES
+from megatron.config.decoder import ANGLE_SETTINGS
 
 from .masks import cached_on, positions_in_documents
 
@@ -26,34 +26,34 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-def frequencies(m: ModelConfig, device: torch.device) -> Tensor:
+def inverse_frequencies(m: ModelConfig, device: torch.device) -> Tensor:
     """Return the angle by which each pair rotates per position, fp32 [r/2], scaled by --rope-scaling."""
     r = m.rotary_size
-    turns = 1.0 / m.rope_theta ** (torch.arange(0, r, 2, dtype=torch.float32, device=device) / r)
+    inv_freq = 1.0 / m.rope_theta ** (torch.arange(0, r, 2, dtype=torch.float32, device=device) / r)
     if m.rope_scaling == "linear":  # position interpolation (Chen et al. 2023)
-        return turns / m.rope_scaling_factor
+        return inv_freq / m.rope_scaling_factor
     if m.rope_scaling == "llama3":
-        return _llama3(m, turns)
-    return _yarn(m, turns) if m.rope_scaling == "yarn" else turns
+        return _llama3(m, inv_freq)
+    return _yarn(m, inv_freq) if m.rope_scaling == "yarn" else inv_freq
 
 
-def _llama3(m: ModelConfig, turns: Tensor) -> Tensor:
-    """Scale `turns` [r/2], the angle per position of each pair, as Llama 3.1 does (Grattafiori et al. 2024).
+def _llama3(m: ModelConfig, inv_freq: Tensor) -> Tensor:
+    """Scale `inv_freq` [r/2], the angle per position of each pair, as Llama 3.1 does (Grattafiori et al. 2024).
 
     Pairs of long wavelength are interpolated, pairs of short wavelength are unchanged, and pairs between are blended.
     """
     length = m.rope_original_length or 0
     low = m.rope_low_freq_factor
     high = m.rope_high_freq_factor
-    wave = 2 * math.pi / turns
-    kept = ((length / wave - low) / (high - low)).clamp(0, 1)
-    between = (1 - kept) * turns / m.rope_scaling_factor + kept * turns
-    stretched = torch.where(wave > length / low, turns / m.rope_scaling_factor, turns)
-    return torch.where((kept > 0) & (kept < 1), between, stretched)
+    wavelength = 2 * math.pi / inv_freq
+    unscaled_share = ((length / wavelength - low) / (high - low)).clamp(0, 1)
+    blended = (1 - unscaled_share) * inv_freq / m.rope_scaling_factor + unscaled_share * inv_freq
+    interpolated = torch.where(wavelength > length / low, inv_freq / m.rope_scaling_factor, inv_freq)
+    return torch.where((unscaled_share > 0) & (unscaled_share < 1), blended, interpolated)
 
 
-def _yarn(m: ModelConfig, turns: Tensor) -> Tensor:
-    """Scale `turns` [r/2], the angle per position of each pair, by YaRN (Peng et al. 2023).
+def _yarn(m: ModelConfig, inv_freq: Tensor) -> Tensor:
+    """Scale `inv_freq` [r/2], the angle per position of each pair, by YaRN (Peng et al. 2023).
 
     Pairs that rotate often within the original context length are unchanged, pairs that rotate rarely are interpolated,
     and a linear ramp blends the pairs between.
@@ -61,14 +61,15 @@ def _yarn(m: ModelConfig, turns: Tensor) -> Tensor:
     r = m.rotary_size
     length = m.rope_original_length or 0
 
-    def pair_that_turns(times: float) -> float:
-        return r * math.log(length / (times * 2 * math.pi)) / (2 * math.log(m.rope_theta))
+    def pair_rotating(rotations: float) -> float:
+        return r * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(m.rope_theta))
 
-    first = max(math.floor(pair_that_turns(m.rope_beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(m.rope_beta_slow)), r - 1)
-    ramp = (torch.arange(r // 2, dtype=torch.float32, device=turns.device) - first) / (last - first or 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    return turns / m.rope_scaling_factor * (1 - kept) + turns * kept
+    first = max(math.floor(pair_rotating(m.rope_beta_fast)), 0)
+    last = min(math.ceil(pair_rotating(m.rope_beta_slow)), r - 1)
+    # 0.001 avoids a division by zero if the ramp is empty.
+    ramp = (torch.arange(r // 2, dtype=torch.float32, device=inv_freq.device) - first) / (last - first or 0.001)
+    unscaled_share = 1 - ramp.clamp(0, 1)
+    return inv_freq / m.rope_scaling_factor * (1 - unscaled_share) + inv_freq * unscaled_share
 
 
 def attention_factor(m: ModelConfig) -> float:
@@ -80,72 +81,73 @@ def attention_factor(m: ModelConfig) -> float:
     return 0.1 * math.log(m.rope_scaling_factor) + 1.0
 
 
-def rotation(
+def compute_rotation(
     m: ModelConfig,
     document_ids: Tensor,
     length: int,
-    seen: int = 0,
-    restart: bool = False,
+    num_cached: int = 0,
+    restart_positions: bool = False,
     context: mpu.Axis | None = None,
 ) -> Rotation:
-    """Return the rotation of `length` tokens after `seen` cached tokens.
+    """Return the rotation of `length` tokens after `num_cached` cached tokens.
 
-    restart: count positions from 0 in each document of document ids [b, s], if these are not empty.
+    restart_positions: count positions from 0 in each document of document ids [b, s], if these are not empty.
     context: keep only the tokens of this context rank.
     All layers with the same settings and the same `document_ids` share the result.
     """
 
     def make() -> tuple[Tensor, Tensor]:
-        if restart and document_ids.numel():
-            place = positions_in_documents(document_ids).t()  # [s, b]
+        if restart_positions and document_ids.numel():
+            position = positions_in_documents(document_ids).t()  # [s, b]
         else:
-            place = torch.arange(seen, seen + length, device=document_ids.device).unsqueeze(1)  # [s, 1]
+            position = torch.arange(num_cached, num_cached + length, device=document_ids.device).unsqueeze(1)  # [s, 1]
         if context is not None:
-            place = mpu.shard_sequence(place, 0, context)
-        angle = place[..., None, None].float() * frequencies(m, document_ids.device)
+            position = mpu.shard_sequence(position, 0, context)
+        angle = position[..., None, None].float() * inverse_frequencies(m, document_ids.device)
         factor = attention_factor(m)
         return angle.cos() * factor, angle.sin() * factor
 
     # The cache key contains these settings because two models may receive the same ids: a teacher and its student, or
     # a model and the draft model of speculative decoding.
-    angles = m.rotary_size, *[getattr(m, name) for name in OF_ANGLES]
-    share = None if context is None else (context.rank, context.size)
-    return Rotation(*cached_on(document_ids, ("rotation", length, seen, restart, share, angles), None, make))
+    angles = m.rotary_size, *[getattr(m, name) for name in ANGLE_SETTINGS]
+    shard = None if context is None else (context.rank, context.size)
+    key = "rotation", length, num_cached, restart_positions, shard, angles
+    return Rotation(*cached_on(document_ids, key, None, make))
 
 
-def rotate(x: Tensor, angles: Rotation | None, back: bool = False) -> Tensor:
+def rotate(x: Tensor, angles: Rotation | None, inverse: bool = False) -> Tensor:
     """Return x [s, b, ..., d], rotated by `angles`, as a new tensor of the same shape.
 
-    back: rotate by the opposite angles, as the backward pass does with gradients.
+    inverse: rotate by the opposite angles, as the backward pass does with gradients.
     """
     if angles is None:
         return x
-    cos, sin = _fitting(angles, x)
+    cos, sin = _match_dims(angles, x)
     half = cos.shape[-1]
-    sin = -sin if back else sin
-    a = x[..., :half]
-    b = x[..., half : 2 * half]
+    sin = -sin if inverse else sin
+    first = x[..., :half]
+    second = x[..., half : 2 * half]
     rest = x[..., 2 * half :]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-def _fitting(angles: Rotation, x: Tensor) -> list[Tensor]:
+def _match_dims(angles: Rotation, x: Tensor) -> list[Tensor]:
     """Return cosine and sine in the dtype of x [s, b, ..., d], with as many dimensions as x."""
-    return [each.to(x.dtype).view(*each.shape[:2], *[1] * (x.dim() - 3), -1) for each in angles]
+    return [part.to(x.dtype).view(*part.shape[:2], *[1] * (x.dim() - 3), -1) for part in angles]
 
 
-def rotate_into(place: Tensor, x: Tensor, angles: Rotation | None, back: bool = False) -> None:
-    """Write x [s, b, ..., d], rotated by `angles`, to `place`, which has the shape of x. back: see `rotate`."""
+def rotate_into(out: Tensor, x: Tensor, angles: Rotation | None, inverse: bool = False) -> None:
+    """Write x [s, b, ..., d], rotated by `angles`, to `out`, which has the shape of x. inverse: see `rotate`."""
     if angles is None:
-        place.copy_(x)
+        out.copy_(x)
         return
-    cos, sin = _fitting(angles, x)
+    cos, sin = _match_dims(angles, x)
     half = cos.shape[-1]
-    sign = -1 if back else 1
-    a = x[..., :half]
-    b = x[..., half : 2 * half]
-    torch.mul(a, cos, out=place[..., :half])
-    place[..., :half].addcmul_(b, sin, value=-sign)
-    torch.mul(b, cos, out=place[..., half : 2 * half])
-    place[..., half : 2 * half].addcmul_(a, sin, value=sign)
-    place[..., 2 * half :].copy_(x[..., 2 * half :])
+    sign = -1 if inverse else 1
+    first = x[..., :half]
+    second = x[..., half : 2 * half]
+    torch.mul(first, cos, out=out[..., :half])
+    out[..., :half].addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out[..., half : 2 * half])
+    out[..., half : 2 * half].addcmul_(first, sin, value=sign)
+    out[..., 2 * half :].copy_(x[..., 2 * half :])

@@ -21,7 +21,7 @@ from megatron.config import ModelConfig
 from .text_tokens import Text
 
 
-class Routing(NamedTuple):
+class RouterOutput(NamedTuple):
     """Result of a router for hidden states [s, b, h].
 
     experts: numbers of each token's experts [s, b, k]. weights: factors of their outputs [s, b, k]. loss: mean over the
@@ -44,7 +44,7 @@ class Router(nn.Module):
 
     tokens: Tensor
     bias_steps: Tensor
-    seen: Tensor
+    step_tokens: Tensor
 
     def __init__(self, config: ModelConfig, name: str) -> None:
         super().__init__()
@@ -54,10 +54,10 @@ class Router(nn.Module):
         self.stream = mpu.Stream(mpu.get_rng(), f"{name}.jitter", split=self.sequence.size > 1)
         weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.weight = mpu.declare(weight, mpu.normal(config.hidden_std), sequence=self.sequence)
-        for name, persistent in (("tokens", True), ("bias_steps", True), ("seen", False)):
-            self.register_buffer(name, torch.zeros(config.num_experts, dtype=torch.int64), persistent)
+        for buffer_name, persistent in (("tokens", True), ("bias_steps", True), ("step_tokens", False)):
+            self.register_buffer(buffer_name, torch.zeros(config.num_experts, dtype=torch.int64), persistent)
 
-    def forward(self, hidden: Tensor, text: Text | None = None) -> Routing:
+    def forward(self, hidden: Tensor, text: Text | None = None) -> RouterOutput:
         """Route hidden states [s, b, h], or with sequence parallelism this rank's shard [s/t, b, h].
 
         text: which tokens count in the loss and in `tokens`; None for all.
@@ -71,38 +71,38 @@ class Router(nn.Module):
             scores = logits.softmax(-1)
         else:
             scores = logits.sigmoid()
-        liked = scores.detach()
+        choice_scores = scores.detach()
         if config.has_router_bias:
-            liked = liked + config.router_bias_rate * self.bias_steps
-        experts = liked.topk(config.experts_per_token, dim=-1).indices
+            choice_scores = choice_scores + config.router_bias_rate * self.bias_steps
+        experts = choice_scores.topk(config.experts_per_token, dim=-1).indices
         weights = scores.gather(-1, experts)
         if config.normalize_expert_weights:
             weights = weights / weights.sum(-1, keepdim=True)
         if not self.training:
-            return Routing(experts, weights, logits.new_zeros(1))
+            return RouterOutput(experts, weights, logits.new_zeros(1))
         if not self.stream.rng.recomputing:
-            self.seen += self._counts(experts, text)
-        return Routing(experts, weights, self._loss(logits, scores, text))
+            self.step_tokens += self._count_tokens(experts, text)
+        return RouterOutput(experts, weights, self._balancing_loss(logits, scores, text))
 
-    def _counts(self, experts: Tensor, text: Text | None) -> Tensor:
+    def _count_tokens(self, experts: Tensor, text: Text | None) -> Tensor:
         """Return int64 [e], the number of text tokens that each expert gets by `experts` [s, b, k]."""
-        count = len(self.seen)
+        num_experts = len(self.step_tokens)
         if text is not None:
-            experts = experts.masked_fill(~text.mask.unsqueeze(-1), count)  # a number that no expert has
-        return torch.bincount(experts.flatten(), minlength=count)[:count]
+            experts = experts.masked_fill(~text.mask.unsqueeze(-1), num_experts)  # a number that no expert has
+        return torch.bincount(experts.flatten(), minlength=num_experts)[:num_experts]
 
     def _jitter(self, x: Tensor) -> Tensor:
         with self.stream.rng.fork(self.stream.name, x.device, self.stream.split):
             return 1 + self.config.router_jitter * (2 * torch.rand_like(x) - 1)
 
-    def _loss(self, logits: Tensor, scores: Tensor, text: Text | None) -> Tensor:
+    def _balancing_loss(self, logits: Tensor, scores: Tensor, text: Text | None) -> Tensor:
         """Return the mean of auxiliary loss and z-loss over the text tokens of logits and scores [s, b, e], as [1].
 
         The auxiliary loss of a token is the factor times e times the sum over experts of share x probability. It is
         smallest, equal to the factor, if the shares are equal.
         """
         config = self.config
-        each = logits.new_zeros(logits.shape[:-1])  # [s, b]
+        token_losses = logits.new_zeros(logits.shape[:-1])  # [s, b]
         if config.has_aux_loss and config.router_aux_loss:
             shares = self.tokens / self.tokens.sum().clamp(min=1)
             shares = shares + (shares.sum() == 0) / len(shares)  # equal before the first step
@@ -110,13 +110,13 @@ class Router(nn.Module):
             if config.router_score != "softmax":
                 probabilities = scores / scores.sum(-1, keepdim=True)
             factor = config.router_aux_loss * len(shares)
-            each = each + factor * (probabilities @ shares.to(scores.dtype))
+            token_losses = token_losses + factor * (probabilities @ shares.to(scores.dtype))
         if config.router_z_loss:
-            each = each + config.router_z_loss * logits.logsumexp(-1).square()
+            token_losses = token_losses + config.router_z_loss * logits.logsumexp(-1).square()
         if text is None:
-            loss = each.sum().view(1) / (each.numel() * self.sequence.size)
+            loss = token_losses.sum().view(1) / (token_losses.numel() * self.sequence.size)
         else:
-            loss = each.masked_fill(~text.mask, 0.0).sum().view(1) / text.total.clamp(min=1.0)
+            loss = token_losses.masked_fill(~text.mask, 0.0).sum().view(1) / text.total.clamp(min=1.0)
         if self.sequence.size == 1:
             return loss
         return mpu.reduce_from_model_parallel_region(loss, self.sequence)
@@ -129,7 +129,7 @@ class Router(nn.Module):
         self.tokens += (tokens - self.tokens) * applied
         if self.config.has_router_bias:
             self.bias_steps += (tokens.sum() - tokens * len(tokens)).sign() * applied
-        self.seen.zero_()
+        self.step_tokens.zero_()
 
 
 @torch.no_grad()
@@ -142,10 +142,10 @@ def update_routers(model: nn.Module, applied: bool | Tensor = True) -> None:
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if not routers:
         return
-    seen = torch.cat([router.seen for router in routers])
+    step_counts = torch.cat([router.step_tokens for router in routers])
     for axis in (mpu.get_mesh().data, routers[0].sequence):
         if axis.size > 1:
-            dist.all_reduce(seen, group=axis.group)
-    counts = torch.split(seen, [len(router.seen) for router in routers])
+            dist.all_reduce(step_counts, group=axis.group)
+    counts = torch.split(step_counts, [len(router.step_tokens) for router in routers])
     for router, tokens in zip(routers, counts, strict=True):
         router.end_step(tokens, applied)

@@ -14,7 +14,7 @@ from .layers import Layer
 from .text_tokens import Text, text_tokens
 
 
-class Routing(NamedTuple):
+class RoutingState(NamedTuple):
     """State that a layer with experts shares with the other layers of its stack.
 
     losses: a list of the summed loss of the routers so far, [n] for the n stacks of the model, or an empty list.
@@ -25,21 +25,22 @@ class Routing(NamedTuple):
     text: Text | None
 
 
-def routing_of(layer: TransformerLayer, losses: list[Tensor], document_ids: Tensor) -> Routing:
-    """Return what the router of `layer` needs, see `TransformerLayer.routing`. document_ids: [b, s]."""
+def build_routing(layer: TransformerLayer, losses: list[Tensor], document_ids: Tensor) -> RoutingState:
+    """Return what the router of `layer` needs, see `TransformerLayer.make_routing`. document_ids: [b, s]."""
     if not layer.training:
-        return Routing(losses, None)
-    return Routing(losses, text_tokens(document_ids, layer.sequence, layer.context))
+        return RoutingState(losses, None)
+    return RoutingState(losses, text_tokens(document_ids, layer.sequence, layer.context))
 
 
-def run_mixture(layer: TransformerLayer, x: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor | None]:
+def run_mixture(layer: TransformerLayer, x: Tensor, routing: RoutingState | None) -> tuple[Tensor, Tensor | None]:
     """Apply the mixture of `layer`: [s, b, h] -> ([s, b, h], bias); add the loss of its router to `routing`."""
     if routing is None:
         raise ValueError("a layer with experts needs `routing`, which takes the loss of its router")
-    added, bias, loss = layer.mlp(x, routing.text)
-    own = F.pad(loss, (layer.stack, layer.stacks - 1 - layer.stack))  # 0 except for the layer's own stack
-    routing.losses[:] = [torch.stack([*routing.losses, own]).sum(0)]
-    return added, bias
+    output, bias, loss = layer.mlp(x, routing.text)
+    # 0 except for the layer's own stack
+    loss_by_stack = F.pad(loss, (layer.stack_index, layer.num_stacks - 1 - layer.stack_index))
+    routing.losses[:] = [torch.stack([*routing.losses, loss_by_stack]).sum(0)]
+    return output, bias
 
 
 def with_router_loss(layers: Sequence[Layer]) -> list[Layer]:
@@ -47,22 +48,22 @@ def with_router_loss(layers: Sequence[Layer]) -> list[Layer]:
 
     It is the last tensor, but before a table of relative positions.
     """
-    found = []
-    routed = False
+    with_losses = []
+    after_experts = False
     for layer in layers:
-        routed = routed or layer.routes
-        if routed:
+        after_experts = after_experts or layer.routes
+        if after_experts:
             *names, last = layer.outputs
-            kept = ("router_loss", last) if last == "table" else (last, "router_loss")
+            last_names = ("router_loss", last) if last == "table" else (last, "router_loss")
             call = _logits_and_loss if last == "logits" else layer.call
-            layer = replace(layer, call=call, outputs=(*names, *kept))
-        found.append(layer)
-    return found
+            layer = replace(layer, call=call, outputs=(*names, *last_names))
+        with_losses.append(layer)
+    return with_losses
 
 
 def _logits_and_loss(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> Any:
     """Return the logits of (hidden [s, b, h], ..., loss) and the routers' loss [n]; in evaluation only the logits."""
-    logits = embedding.output(inputs[0])
+    logits = embedding.project_to_logits(inputs[0])
     if not embedding.training:
         return logits
     return logits, inputs[-1]

@@ -12,50 +12,51 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import emulates
-from .attention_kernels import AttentionArgs, Kernel, attend, choose_kernel, torchs
+from .._torch import emulates_matmul
+from .attention_kernels import AttentionArgs, Kernel, attend, choose_kernel, torch_sdpa
 from .heads import repeat_heads
 from .masks import Documents
 
 
-def in_fp32(c: AttentionArgs) -> Tensor:
+def attend_in_fp32(call: AttentionArgs) -> Tensor:
     """Attend in fp32 and round the result, on CPUs that emulate 16-bit matmuls -> [b, n, q, d]."""
-    bias = None if c.bias is None else c.bias.float()
-    wide = c._replace(query=c.query.float(), key=c.key.float(), value=c.value.float(), bias=bias)
-    return choose_kernel(wide)(wide).to(c.query.dtype)
+    bias = None if call.bias is None else call.bias.float()
+    fp32_call = call._replace(query=call.query.float(), key=call.key.float(), value=call.value.float(), bias=bias)
+    return choose_kernel(fp32_call)(fp32_call).to(call.query.dtype)
 
 
-def flash_in_pieces(c: AttentionArgs) -> Tensor:
+def flash_in_pieces(call: AttentionArgs) -> Tensor:
     """Run torch's flash attention for CPUs on one block of queries and keys after another -> [b, n, q, d]."""
     from .flash_attention import flash_attention
 
-    assert c.pieces is not None
-    axis = c.views.axis if c.views else None
-    return flash_attention(c.query, c.key, c.value, c.pieces, c.scale, axis)
+    assert call.pieces is not None
+    axis = call.views.axis if call.views else None
+    return flash_attention(call.query, call.key, call.value, call.pieces, call.scale, axis)
 
 
-def slice_by_slice(c: AttentionArgs) -> Tensor:
+def slice_by_slice(call: AttentionArgs) -> Tensor:
     """Attend from each slice of this context rank to the gathered keys -> [b, n, q, d]."""
     from .context_attention import gather_keys_and_values
 
-    views = c.views
+    views = call.views
     assert views is not None
-    found = []
-    key, value = gather_keys_and_values(c.key, c.value, views.axis)
-    for at, own in enumerate(torch.split(c.query, views.each, 2)):
-        begin, end = views.keys(at)
+    outputs = []
+    key, value = gather_keys_and_values(call.key, call.value, views.axis)
+    for slice_index, query_slice in enumerate(torch.split(call.query, views.slice_length, 2)):
+        begin, end = views.key_range(slice_index)
         keys = key[:, :, begin:end]
         values = value[:, :, begin:end]
-        needs_mask = views.masked or c.p or c.on_cpu or torch.compiler.is_compiling()
+        needs_mask = views.needs_mask or call.p or call.on_cpu or torch.compiler.is_compiling()
         if needs_mask:
-            result = attend(c._replace(query=own, key=keys, value=values, mask=views.mask(at), turn=at))
+            mask = views.mask(slice_index)
+            result = attend(call._replace(query=query_slice, key=keys, value=values, mask=mask, draw_index=slice_index))
         else:
-            result = _lower_right(own, keys, values, c.scale)
-        found.append(result)
-    return torch.cat(found, 2)
+            result = _attend_lower_right(query_slice, keys, values, call.scale)
+        outputs.append(result)
+    return torch.cat(outputs, 2)
 
 
-def _lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def _attend_lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attend causally without a mask tensor; the last query [b, n, q, d] sees the last key [b, g, k, d]."""
     from torch.nn.attention.bias import causal_lower_right  # imported late, because it loads torch.compile
 
@@ -64,79 +65,79 @@ def _lower_right(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Ten
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=causal, scale=scale)
 
 
-def biased(c: AttentionArgs) -> Tensor:
+def attend_with_bias(call: AttentionArgs) -> Tensor:
     """Attend with a learned bias, recomputing the probabilities in the backward pass -> [b, n, q, d]."""
     from .biased_attention import biased_attention
 
-    assert c.bias is not None
-    sees: Any = c.pieces
-    if c.pieces is None:
-        sees, _ = c.visible()
-    key, value = repeat_heads(c.query, c.key, c.value)
-    return biased_attention(c.query, key, value, c.bias, sees, c.scale)
+    assert call.bias is not None
+    mask_or_pieces: Any = call.pieces
+    if call.pieces is None:
+        mask_or_pieces, _ = call.visible()
+    key, value = repeat_heads(call.query, call.key, call.value)
+    return biased_attention(call.query, key, value, call.bias, mask_or_pieces, call.scale)
 
 
-def dropout_in_pieces(c: AttentionArgs) -> Tensor:
+def dropout_in_pieces(call: AttentionArgs) -> Tensor:
     """Attend with dropout document by document -> [b, n, q, d]."""
-    from .attention_dropout import by_document
+    from .attention_dropout import dropout_by_document
 
-    assert c.pieces is not None
-    key, value = repeat_heads(c.query, c.key, c.value)
-    return by_document(c.query, key, value, c.pieces, c.scale, c.p, c.stream)
+    assert call.pieces is not None
+    key, value = repeat_heads(call.query, call.key, call.value)
+    return dropout_by_document(call.query, key, value, call.pieces, call.scale, call.p, call.stream)
 
 
-def dropout(c: AttentionArgs) -> Tensor:
+def attend_with_dropout(call: AttentionArgs) -> Tensor:
     """Attend with dropout by torch's matmul, softmax and dropout operations -> [b, n, q, d]."""
     from .attention_dropout import attention_with_dropout
 
-    added, _ = c.added()
-    key, value = repeat_heads(c.query, c.key, c.value)
-    return attention_with_dropout(c.query, key, value, added, c.scale, c.p, c.stream, c.turn)
+    added, _ = call.added()
+    key, value = repeat_heads(call.query, call.key, call.value)
+    return attention_with_dropout(call.query, key, value, added, call.scale, call.p, call.stream, call.draw_index)
 
 
-def packed(c: AttentionArgs) -> Tensor:
+def attend_packed(call: AttentionArgs) -> Tensor:
     """Run torch's kernel for packed documents on CUDA -> [b, n, q, d]."""
     from .packed_attention import packed_attention
 
-    assert isinstance(c.mask, Documents)
-    key, value = repeat_heads(c.query, c.key, c.value)
-    return packed_attention(c.query, key, value, c.mask, c.scale)
+    assert isinstance(call.mask, Documents)
+    key, value = repeat_heads(call.query, call.key, call.value)
+    return packed_attention(call.query, key, value, call.mask, call.scale)
 
 
-def _packs(c: AttentionArgs) -> bool:
-    if not (c.by_document and c.packs and isinstance(c.mask, Documents)):
+def _can_pack(call: AttentionArgs) -> bool:
+    if not (call.allow_per_document and call.may_copy_qkv and isinstance(call.mask, Documents)):
         return False
-    from .packed_attention import serves
+    from .packed_attention import supports_packing
 
-    return serves(c.query, c.mask)
+    return supports_packing(call.query, call.mask)
 
 
-def _differentiates_bias(c: AttentionArgs) -> bool:
-    if not c.fused_bias or c.bias is None:
+def _saves_bias_memory(call: AttentionArgs) -> bool:
+    if not call.allow_fused_bias or call.bias is None:
         return False
-    from .biased_attention import serves
+    from .biased_attention import saves_memory
 
-    return serves(c.query, c.bias)
+    return saves_memory(call.query, call.bias)
 
 
-# (condition, kernel): the first kernel whose condition holds computes the call. The mask is a `Views` only with context
-# parallelism, which does not support a bias.
+# (condition, kernel): the first kernel whose condition holds computes the call. The mask is a `ContextViews` only with
+# context parallelism, which does not support a bias.
 KERNELS: tuple[tuple[Callable[[AttentionArgs], Any], Kernel], ...] = (
-    (lambda c: c.packs and c.on_cpu and emulates(c.query.dtype), in_fp32),
-    (lambda c: c.pieces and not c.p and c.bias is None, flash_in_pieces),
-    (lambda c: c.views, slice_by_slice),
-    (lambda c: c.pieces and not c.p and c.fused_bias, biased),
-    (lambda c: c.pieces and c.pieces.once and c.bias is None, dropout_in_pieces),
-    (lambda c: not c.p and c.bias is None and _packs(c), packed),
-    (lambda c: not c.p and _differentiates_bias(c), biased),
-    (lambda c: c.p and c.on_cpu, dropout),
-    (lambda c: True, torchs),
+    (lambda call: call.may_copy_qkv and call.on_cpu and emulates_matmul(call.query.dtype), attend_in_fp32),
+    (lambda call: call.pieces and not call.p and call.bias is None, flash_in_pieces),
+    (lambda call: call.views, slice_by_slice),
+    (lambda call: call.pieces and not call.p and call.allow_fused_bias, attend_with_bias),
+    (lambda call: call.pieces and call.pieces.each_key_once and call.bias is None, dropout_in_pieces),
+    (lambda call: not call.p and call.bias is None and _can_pack(call), attend_packed),
+    (lambda call: not call.p and _saves_bias_memory(call), attend_with_bias),
+    (lambda call: call.p and call.on_cpu, attend_with_dropout),
+    (lambda call: True, torch_sdpa),
 )
 
 
-def choose_special_kernel(c: AttentionArgs) -> Kernel:
+def choose_special_kernel(call: AttentionArgs) -> Kernel:
     """Return the first kernel of KERNELS whose condition holds for the call."""
-    for serves, kernel in KERNELS:
-        if serves(c):
+    for condition, kernel in KERNELS:
+        if condition(call):
             return kernel
     raise AssertionError("the last kernel of KERNELS must accept every call")

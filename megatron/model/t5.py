@@ -31,10 +31,10 @@ from .masks import document_scope, no_documents, positions_in_documents
 from .norm import build_norm
 from .relative import RelativePositions, position_bias
 from .routing import with_router_loss
-from .work import block_work, lengths
+from .work import block_work, sample_lengths
 
-ENCODING = ("hidden", "decoder_tokens", "encoder_document_ids", "decoder_document_ids")
-DECODING = ("hidden", "encoded", "encoder_document_ids", "decoder_document_ids")
+ENCODER_TENSORS = ("hidden", "decoder_tokens", "encoder_document_ids", "decoder_document_ids")
+DECODER_TENSORS = ("hidden", "encoded", "encoder_document_ids", "decoder_document_ids")
 
 
 def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -45,8 +45,8 @@ def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
     Raises ValueError if only one of encoder and decoder has document ids.
     """
     tokens, *rest = inputs
-    of_encoder, of_decoder = rest[1:]
-    if bool(of_encoder.numel()) != bool(of_decoder.numel()):
+    encoder_ids, decoder_ids = rest[1:]
+    if bool(encoder_ids.numel()) != bool(decoder_ids.numel()):
         raise ValueError("give the document ids of both encoder and decoder tokens, or of neither")
     return embedding.word_embeddings(tokens.t()), *rest
 
@@ -60,29 +60,30 @@ def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
 class StackStart(ModelStart):
     """Start of the encoder or the decoder: learned positions, if the model has them, and dropout.
 
-    ids_at: index of the stack's document ids among the inputs. restart: count positions from 0 in each document.
+    ids_index: index of the stack's document ids among the inputs. restart_positions: count positions from 0 in each
+    document.
     """
 
-    def __init__(self, config: ModelConfig, positions: int, name: str, ids_at: int, restart: bool) -> None:
+    def __init__(self, config: ModelConfig, positions: int, name: str, ids_index: int, restart_positions: bool) -> None:
         super().__init__(config, positions, name)
-        self.ids_at = ids_at
-        self.restart = restart
+        self.ids_index = ids_index
+        self.restart_positions = restart_positions
 
-    def forward(self, inputs: tuple[Tensor, ...], seen: int = 0) -> tuple[Tensor, ...]:
+    def forward(self, inputs: tuple[Tensor, ...], num_cached: int = 0) -> tuple[Tensor, ...]:
         """Add positions to (hidden [s, b, h], ...), then apply dropout.
 
-        seen: number of earlier tokens in incremental decoding.
+        num_cached: number of earlier tokens in incremental decoding.
         """
         hidden, *rest = inputs
         if self.weight is not None:
-            total = seen + mpu.whole_length(hidden, self.sequence)
-            self.refuse_more_than(total)
-            document_ids = inputs[self.ids_at]
-            if self.restart and document_ids.numel():
-                places = positions_in_documents(document_ids).t()  # [s, b]
+            total = num_cached + mpu.whole_length(hidden, self.sequence)
+            self.check_length(total)
+            document_ids = inputs[self.ids_index]
+            if self.restart_positions and document_ids.numel():
+                positions = positions_in_documents(document_ids).t()  # [s, b]
             else:
-                places = torch.arange(seen, total, device=hidden.device).unsqueeze(1)  # [s, 1]
-            hidden = hidden + self.vectors(places)
+                positions = torch.arange(num_cached, total, device=hidden.device).unsqueeze(1)  # [s, 1]
+            hidden = hidden + self.look_up_positions(positions)
         return self.dropout(hidden), *rest
 
 
@@ -96,11 +97,11 @@ def _losses_and_table(rest: Sequence[Tensor], config: ModelConfig) -> tuple[list
 class EncoderBlock(TransformerLayer):
     """Encoder layer, in which every token attends to all tokens of its document.
 
-    Inputs and outputs are the tensors that ENCODING names: hidden states, decoder tokens and document ids. With
+    Inputs and outputs are the tensors that ENCODER_TENSORS names: hidden states, decoder tokens and document ids. With
     relative positions, their table is one more input, the last.
     """
 
-    stacks = 2
+    num_stacks = 2
 
     def __init__(self, config: ModelConfig, name: str) -> None:
         super().__init__(config, name, branches=2 * config.num_layers, causal=False)
@@ -115,39 +116,37 @@ class EncoderBlock(TransformerLayer):
         hidden, tokens, encoder_ids, decoder_ids = inputs[:4]
         losses, table = _losses_and_table(inputs[4:], self.config)
         s = mpu.whole_length(hidden, self.sequence)
-        bias = None
-        if table is not None:
-            bias = position_bias(table, s, s, self.config, causal=False)
-        routing = self.routing(losses, encoder_ids)
-        hidden = self.layer(hidden, document_scope(encoder_ids), bias, routing=routing)
+        bias = None if table is None else position_bias(table, s, s, self.config, causal=False)
+        routing = self.make_routing(losses, encoder_ids)
+        hidden = self.run_layer(hidden, document_scope(encoder_ids), bias, routing=routing)
         return hidden, tokens, encoder_ids, decoder_ids, *losses
 
 
 class DecoderBlock(TransformerLayer):
     """Decoder layer, with causal self-attention and cross-attention, both restricted to the token's own document.
 
-    Inputs and outputs are the tensors that DECODING names: hidden states, encoder output and document ids. With
+    Inputs and outputs are the tensors that DECODER_TENSORS names: hidden states, encoder output and document ids. With
     relative positions, their table is one more input, the last.
     """
 
-    stack = 1
-    stacks = 2
+    stack_index = 1
+    num_stacks = 2
 
     def __init__(self, config: ModelConfig, name: str) -> None:
         super().__init__(config, name, branches=3 * config.decoder_layers)
         self.config = config
 
-    def build_between(self, config: ModelConfig, name: str, output_std: float) -> None:
+    def build_cross_sublayer(self, config: ModelConfig, name: str, output_std: float) -> None:
         """Build the cross-attention with its norm and its dropout."""
         self.cross_layernorm = build_norm(config)
         self.cross_attention = build_cross_attention(config, name, output_std)
         self.cross_dropout = Dropout(config.hidden_dropout, f"{name}.cross_attention_output")
 
-    def run_between(self, hidden: Tensor, encoded: Encoded, caches: Caches | None) -> Tensor:
+    def run_cross_sublayer(self, hidden: Tensor, encoded: Encoded, caches: Caches | None) -> Tensor:
         """Add what the tokens attend to in the encoder's output: [q, b, h] -> [q, b, h]."""
-        cache = caches.cross if caches else None
+        cache = caches.cross_attention if caches else None
         attend = partial(self.cross_attention, encoded=encoded.states, mask=encoded.mask, cache=cache)
-        return self.add(self.cross_layernorm, self.cross_dropout, attend, hidden)
+        return self.add_branch(self.cross_layernorm, self.cross_dropout, attend, hidden)
 
     def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
         """Run the layer on (hidden [q, b, h], encoded [k, b, h], encoder ids, decoder ids, loss, table).
@@ -157,15 +156,13 @@ class DecoderBlock(TransformerLayer):
         """
         hidden, encoded, encoder_ids, decoder_ids = inputs[:4]
         losses, table = _losses_and_table(inputs[4:], self.config)
-        seen = caches.own.length if caches else 0
+        num_cached = caches.self_attention.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)
-        bias = None
-        if table is not None:
-            bias = position_bias(table, q, seen + q, self.config, causal=True)
+        bias = None if table is None else position_bias(table, q, num_cached + q, self.config, causal=True)
         mask = document_scope(decoder_ids, causal=True)
-        cross = document_scope(decoder_ids, encoder_ids)
-        memory = Encoded(encoded, cross)
-        hidden = self.layer(hidden, mask, bias, memory, caches, routing=self.routing(losses, decoder_ids))
+        cross_mask = document_scope(decoder_ids, encoder_ids)
+        routing = self.make_routing(losses, decoder_ids)
+        hidden = self.run_layer(hidden, mask, bias, Encoded(encoded, cross_mask), caches, routing=routing)
         return hidden, encoded, encoder_ids, decoder_ids, *losses
 
 
@@ -174,7 +171,7 @@ class DecoderNorm(StackNorm):
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Normalise: (hidden [q, b, h], encoded, ids of both, optional loss) -> (hidden, optional loss)."""
-        return self.norm(inputs[0]), *inputs[len(DECODING) :]
+        return self.norm(inputs[0]), *inputs[len(DECODER_TENSORS) :]
 
 
 def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
@@ -190,7 +187,7 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
     def stack(name: str, block: type[nn.Module], count: int, outputs: tuple[str, ...], *tokens: int) -> list[Layer]:
         layers = []
         for i in range(count):
-            at = f"{name}.layers.{i}"
+            layer_name = f"{name}.layers.{i}"
             if m.position_embedding == "relative":
                 tied = None if m.relative_attention_per_layer else f"{name}_positions"
                 table = f"{name}.relative_positions" + ("" if tied else f".{i}")
@@ -199,27 +196,28 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
                 )
             work = block_work(m, tokens[0], i, *tokens[1:])
             routes = m.has_experts(i)
-            layers.append(Layer(at, block, (m, at), outputs=outputs, repeated=True, work=work, routes=routes))
+            args = m, layer_name
+            layers.append(Layer(layer_name, block, args, outputs=outputs, repeated=True, work=work, routes=routes))
         return layers
 
-    def start(stack: str, ids_at: int) -> Layer:
+    def start(stack: str, ids_index: int) -> Layer:
         name = f"{stack}.start"
-        outputs = ENCODING if stack == "encoder" else DECODING
-        args = m, config.positions, name, ids_at, config.data.reset_position_ids
+        outputs = ENCODER_TENSORS if stack == "encoder" else DECODER_TENSORS
+        args = m, config.positions, name, ids_index, config.data.reset_position_ids
         return Layer(name, StackStart, args, outputs=outputs)
 
     def embedding(name: str, call: Any, outputs: tuple[str, ...]) -> Layer:
         return Layer(name, WordEmbedding, (m, vocab_size), tied="embedding", call=call, outputs=outputs)
 
-    encoder, decoder = lengths(config)
+    encoder_length, decoder_length = sample_lengths(config)
     layers = [
-        embedding("embedding", embed_encoder, ENCODING),
+        embedding("embedding", embed_encoder, ENCODER_TENSORS),
         start("encoder", 2),
-        *stack("encoder", EncoderBlock, m.num_layers, ENCODING, encoder),
-        Layer("encoder.final_norm", StackNorm, (m,), outputs=("encoded", *ENCODING[1:])),
-        embedding("decoder.embedding", embed_decoder, DECODING),
+        *stack("encoder", EncoderBlock, m.num_layers, ENCODER_TENSORS, encoder_length),
+        Layer("encoder.final_norm", StackNorm, (m,), outputs=("encoded", *ENCODER_TENSORS[1:])),
+        embedding("decoder.embedding", embed_decoder, DECODER_TENSORS),
         start("decoder", 3),
-        *stack("decoder", DecoderBlock, m.decoder_layers, DECODING, decoder, encoder),
+        *stack("decoder", DecoderBlock, m.decoder_layers, DECODER_TENSORS, decoder_length, encoder_length),
         Layer("decoder.final_norm", DecoderNorm, (m,), outputs=("hidden",)),
         output_layer(config, vocab_size),
     ]
@@ -246,7 +244,7 @@ class T5Model(LanguageModel):
         decoder_document_ids: Tensor | None = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
-        **others: Tensor,
+        **extra: Tensor,
     ) -> Tensor:
         """Return the logits of encoder tokens [b, k] and decoder tokens [b, q], or the loss if labels are given.
 
@@ -255,11 +253,11 @@ class T5Model(LanguageModel):
         the logits.
         encoder_document_ids, decoder_document_ids: [b, k] and [b, q], the number of each token's document, 0 for
         padding; tokens attend only within their document. Give both or neither; neither means one document without
-        padding. others: the further tensors `corpora` and `text` of `Targets`.
+        padding. extra: the further tensors `corpora` and `text` of `Targets`.
         """
         if encoder_document_ids is None:
             encoder_document_ids = no_documents(encoder_tokens.device)
         if decoder_document_ids is None:
             decoder_document_ids = no_documents(encoder_tokens.device)
         inputs = encoder_tokens, decoder_tokens, encoder_document_ids, decoder_document_ids
-        return self.compute(inputs, labels, loss_mask, others)
+        return self.compute(inputs, labels, loss_mask, extra)

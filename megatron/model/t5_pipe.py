@@ -27,6 +27,6 @@ class T5ModelPipe(LayerStackPipe):
         encoder = torch.zeros(b, d.enc_seq_length or d.seq_length).long()
         decoder = torch.zeros(b, d.dec_seq_length or d.seq_length // 4).int()
         example = encoder, decoder, *[no_documents(encoder.device)] * 2
-        loss = TokenLoss.by(config, vocab_size, is_text)
+        loss = TokenLoss.from_config(config, vocab_size, is_text)
         tied = {**TIED_WEIGHTS, "encoder_positions": "weight", "decoder_positions": "weight"}
         super().__init__(t5_layers(config, vocab_size), config, tied, loss, example)

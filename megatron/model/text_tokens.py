@@ -34,14 +34,14 @@ def text_tokens(document_ids: Tensor, sequence: mpu.Axis, context: mpu.Axis) -> 
 
     def make() -> Text:
         is_text = document_ids != 0
-        own = mpu.shard_sequence(is_text.t(), 0, context)
+        local_text = mpu.shard_sequence(is_text.t(), 0, context)
         total = is_text.sum(dtype=torch.float64) / context.size
-        return Text(mpu.local_shard(own, 0, sequence), total)
+        return Text(mpu.local_shard(local_text, 0, sequence), total)
 
     return cached_on(document_ids, ("text", sequence.size, context.size), None, make)
 
 
-def text_count(tokens: Tensor, document_ids: Tensor, context: mpu.Axis) -> Tensor:
+def count_text_tokens(tokens: Tensor, document_ids: Tensor, context: mpu.Axis) -> Tensor:
     """Return the number of text tokens of tokens [b, s] with document ids [b, s] or [0], as fp64 [1].
 
     It is divided by the number of context-parallel ranks, see `Text`.

@@ -12,7 +12,7 @@ def mlp_work(m: ModelConfig, layer: int) -> int:
 
     Those of a mixture are of the router, of a token's experts, of the shared experts and of their gate.
     """
-    matrices = 3 if m.gated else 2
+    matrices = 3 if m.is_gated else 2  # gate, value and output, or only the last two
     width = m.ff_size
     if not m.has_experts(layer):
         return m.hidden_size * width * matrices
@@ -23,7 +23,7 @@ def mlp_work(m: ModelConfig, layer: int) -> int:
 def idle_weights(m: ModelConfig) -> int:
     """Return the number of parameters of a decoder-only model's experts to which a given token is not sent."""
     layers = sum(map(m.has_experts, range(m.num_layers)))
-    gates = 2 if m.gated else 1
+    gates = 2 if m.is_gated else 1
     idle = (m.num_experts or 0) - m.experts_per_token if layers else 0
     biases = (gates * m.expert_ff_size + m.hidden_size) * m.hidden_bias
     return layers * idle * (m.hidden_size * m.expert_ff_size * (gates + 1) + biases)
@@ -38,12 +38,13 @@ def block_work(m: ModelConfig, tokens: int, layer: int, encoded: int = 0) -> int
     projection = m.hidden_size * inner
     mlp = mlp_work(m, layer)
     keys_and_values = 2 * m.hidden_size * m.key_value_heads * m.head_size
-    own = tokens * (2 * projection + keys_and_values + mlp) + 2 * tokens * tokens * inner
-    cross = 2 * (tokens + encoded) * projection + 2 * tokens * encoded * inner
-    return own + (cross if encoded else 0)
+    # Projections of queries and output, then the two matmuls of attention.
+    self_attention_and_mlp = tokens * (2 * projection + keys_and_values + mlp) + 2 * tokens * tokens * inner
+    cross_attention = 2 * (tokens + encoded) * projection + 2 * tokens * encoded * inner
+    return self_attention_and_mlp + (cross_attention if encoded else 0)
 
 
-def lengths(config: Config) -> tuple[int, int]:
+def sample_lengths(config: Config) -> tuple[int, int]:
     """Return a sample's numbers of tokens: (encoder, decoder) for a T5, else (sequence length, 0).
 
     If the objective decides the decoder's length, the number of decoder tokens is an estimate.
@@ -58,6 +59,7 @@ def lengths(config: Config) -> tuple[int, int]:
         return encoder, max(encoder // 4, 1)
     noise = data.noise_density
     spans = data.noise_density / data.mean_span_length
+    # Of each text token, the encoder sees 1 - noise + spans tokens, the decoder noise + spans: a sentinel per span.
     return encoder, max(round(encoder * (noise + spans) / (1 - noise + spans)), 1)
 
 

@@ -93,26 +93,27 @@ def initialize_model_parallel(
     Raises ValueError unless the product of the model-, pipeline- and context-parallel sizes divides the number of
     ranks.
     """
-    world = dist.get_world_size()
+    world_size = dist.get_world_size()
     stages = max(pipe_parallel_size, 1)
-    cell = model_parallel_size * stages
-    if world % (cell * context_parallel_size):
+    replica_ranks = model_parallel_size * stages
+    if world_size % (replica_ranks * context_parallel_size):
         context = ""
         if context_parallel_size > 1:
             context = f" times the context-parallel size {context_parallel_size}"
         raise ValueError(
-            f"{world} ranks do not form a grid: the model-parallel size {model_parallel_size} times the "
+            f"{world_size} ranks do not form a grid: the model-parallel size {model_parallel_size} times the "
             f"pipeline-parallel size {stages}{context} must divide the number of ranks"
         )
-    topology = Topology(stages, world // cell, model_parallel_size, context_parallel_size, expert_parallel_size)
+    data_size = world_size // replica_ranks
+    topology = Topology(stages, data_size, model_parallel_size, context_parallel_size, expert_parallel_size)
     mesh = Mesh.build(topology)
-    _current.enter(_current.context_on(mesh, options, seed))
+    _current.set_context(_current.make_context(mesh, options, seed))
     return mesh
 
 
 def destroy_model_parallel() -> None:
     """Forget the current mesh; its torch process groups stay open."""
-    _current.enter(None)
+    _current.set_context(None)
 
 
 def get_mesh() -> Mesh:
@@ -120,7 +121,7 @@ def get_mesh() -> Mesh:
 
     Raises RuntimeError if several ranks run and `initialize_model_parallel` has not been called.
     """
-    return _current.current()
+    return _current.current_mesh()
 
 
 def get_options() -> Options:
@@ -143,16 +144,16 @@ def sequence_axis() -> Axis:
 
 def context_axis() -> Axis:
     """Return the context-parallel axis: the ranks that hold different tokens of the same samples."""
-    return _current.current().context
+    return _current.current_mesh().context
 
 
 def get_topology() -> Topology:
     """Return the (pipe, data, model) grid of all ranks."""
-    return _current.current().topology
+    return _current.current_mesh().topology
 
 
 # Old name -> new name.
-_HOMES = {
+_NEW_NAMES = {
     "ALONE": "TRIVIAL_AXIS", "counts_here": "is_unique_param", "filled_later": "defer_init",
     "is_asked_for": "needs_grad", "own_tokens": "shard_sequence", "stretches": "context_slices",
     "sum_to_own_context": "reduce_scatter_context", "undrawn": "skip_init", "whole_context": "all_gather_context",
@@ -171,10 +172,10 @@ if not TYPE_CHECKING:
         """Import the module of `name`, or warn that it is a deprecated name, which the next minor version drops."""
         if name in _ON_FIRST_USE:
             return getattr(import_module(f".{_ON_FIRST_USE[name]}", __name__), name)
-        if name not in _HOMES:
+        if name not in _NEW_NAMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        warnings.warn(f"mpu.{name} is now mpu.{_HOMES[name]}", DeprecationWarning, stacklevel=2)
-        return getattr(import_module(__name__), _HOMES[name])
+        warnings.warn(f"mpu.{name} is now mpu.{_NEW_NAMES[name]}", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(__name__), _NEW_NAMES[name])
 
 
 __all__ = [

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from .cross_entropy import on_this_rank
-from .current import current
+from .cross_entropy import localize_targets
+from .current import current_mesh
 from .mappings import reduce_from_model_parallel_region
 from .mesh import Axis
-from .vocab_shards import largest, refuse_other_tokens
+from .vocab_shards import check_same_tokens, max_over_ranks
 
 
 @torch.no_grad()
@@ -19,21 +19,21 @@ def vocab_parallel_right(
     logits: [..., v/t]. target: [...] ids < vocab_size. vocab_size: number of rows without padding; by default no
     row is padding.
     """
-    refuse_other_tokens(logits, target)
-    axis = axis or current().model
-    local, mine, real = on_this_rank(logits, target, vocab_size or logits.shape[-1] * axis.size, axis)
-    # best[0]: this rank's largest logit. best[1]: the target's logit, minus infinity if another rank holds it.
-    best = logits.new_full((2, *target.shape), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
-    if real:
-        x = logits[..., :real]
-        found = x.gather(-1, local.unsqueeze(-1)).squeeze(-1)
+    check_same_tokens(logits, target)
+    axis = axis or current_mesh().model
+    local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size or logits.shape[-1] * axis.size, axis)
+    # own_best[0]: this rank's largest logit. own_best[1]: the target's logit, minus infinity if another rank holds it.
+    own_best = logits.new_full((2, *target.shape), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
+    if real_rows:
+        real_logits = logits[..., :real_rows]
+        target_logit = real_logits.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1)
         # The MAX of a backend may lose another rank's NaN, so a NaN counts as the largest logit, and as a wrong target.
-        here = x.amax(-1)
-        best[0] = torch.where(here.isnan(), torch.inf, here)
-        best[1] = torch.where(mine & ~found.isnan(), found, -torch.inf)
-    top, own = largest(best, logits.reshape(-1, logits.shape[-1]), axis)
-    right: Tensor = own == top
-    return right
+        own_max = real_logits.amax(-1)
+        own_best[0] = torch.where(own_max.isnan(), torch.inf, own_max)
+        own_best[1] = torch.where(is_local & ~target_logit.isnan(), target_logit, -torch.inf)
+    max_logit, target_logits = max_over_ranks(own_best, logits.reshape(-1, logits.shape[-1]), axis)
+    is_correct: Tensor = target_logits == max_logit
+    return is_correct
 
 
 def excess_over_mean(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -> Tensor:
@@ -41,7 +41,7 @@ def excess_over_mean(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis
 
     Label smoothing adds it to the cross entropy (Szegedy et al. 2016). logits: [n, v/t]. target: [n] ids < vocab_size.
     """
-    local, mine, real = on_this_rank(logits, target, vocab_size, axis)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    of_target = wide.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
-    return reduce_from_model_parallel_region(of_target - wide[:, :real].sum(-1) / vocab_size, axis)
+    local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size, axis)
+    wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    target_logit = wide_logits.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1).masked_fill(~is_local, 0.0)
+    return reduce_from_model_parallel_region(target_logit - wide_logits[:, :real_rows].sum(-1) / vocab_size, axis)

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import accumulates
-from .linear import matmul, products_of, transposed_matmul
+from .._torch import writes_grad
+from .linear import choose_kernels, matmul, transposed_matmul
 from .mesh import Axis, Options
 from .parameters import spec_of
 from .traced import is_traced, traced_gather
@@ -15,12 +15,12 @@ from .traced import is_traced, traced_gather
 
 def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: Options) -> Tensor:
     """Compute x W^T + b for the whole sequence: x [..., i] -> [..., o/t], see `linear.linear`."""
-    products = products_of(x, weight, options)
+    second_kernel = choose_kernels(x, weight, options)
     if is_traced(axis):
         x = traced_gather(x, axis, options.sequence_parallel)
-    if products.output:  # a compiled layer runs all three matmuls in one kernel
-        return _in_graph(x, weight, bias)  # type: ignore[no-any-return]
-    if options.wgrad_in_graph and _accumulates_in_graph(x, weight):
+    if second_kernel.output:  # a compiled layer runs all three matmuls in one kernel
+        return _matmul_op(x, weight, bias)  # type: ignore[no-any-return]
+    if options.wgrad_in_graph and _can_accumulate(x, weight):
         return _AccumulatingLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call,no-any-return]
     return F.linear(x, weight, bias)
 
@@ -29,47 +29,47 @@ def compiled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, 
 
 
 @torch.library.custom_op("megatron::second_product", mutates_args=())
-def _in_graph(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return matmul(x, weight, bias, second=True)
+def _matmul_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return matmul(x, weight, bias, second_kernel=True)
 
 
 @torch.library.custom_op("megatron::second_transposed_product", mutates_args=())
-def _transposed_in_graph(x: Tensor, y: Tensor) -> Tensor:
-    return transposed_matmul(x, y, second=True)
+def _transposed_matmul_op(x: Tensor, y: Tensor) -> Tensor:
+    return transposed_matmul(x, y, second_kernel=True)
 
 
-@_in_graph.register_fake
+@_matmul_op.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-@_transposed_in_graph.register_fake
+@_transposed_matmul_op.register_fake
 def _(x: Tensor, y: Tensor) -> Tensor:
     return x.new_empty(x.shape[1], y.shape[1])
 
 
-def _keep_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:2])
+def _save_factors(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:2])  # x and weight; no gradient needs the bias
 
 
-def _gradients_in_graph(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _matmul_op_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    of_x, of_weight, of_bias = ctx.needs_input_grad
-    flat = grad.reshape(-1, grad.shape[-1])
+    needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+    flat_grad = grad.reshape(-1, grad.shape[-1])
     return (
-        _in_graph(grad, weight.t(), None) if of_x else None,
-        _transposed_in_graph(flat, x.reshape(-1, x.shape[-1])) if of_weight else None,
-        flat.sum(0) if of_bias else None,
+        _matmul_op(grad, weight.t(), None) if needs_input else None,
+        _transposed_matmul_op(flat_grad, x.reshape(-1, x.shape[-1])) if needs_weight else None,
+        flat_grad.sum(0) if needs_bias else None,
     )
 
 
-_in_graph.register_autograd(_gradients_in_graph, setup_context=_keep_factors)
+_matmul_op.register_autograd(_matmul_op_backward, setup_context=_save_factors)
 
 
-def _accumulates_in_graph(x: Tensor, weight: Tensor) -> bool:
+def _can_accumulate(x: Tensor, weight: Tensor) -> bool:
     """Return whether compiled code may use `_AccumulatingLinear`: both gradients are needed, and autocast is off."""
-    needed = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
-    return needed and not torch.is_autocast_enabled(x.device.type)
+    needs_both = torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+    return needs_both and not torch.is_autocast_enabled(x.device.type)
 
 
 class _AccumulatingLinear(torch.autograd.Function):
@@ -84,28 +84,28 @@ class _AccumulatingLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        of_bias = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return _accumulate_in_graph(grad, x, weight), None, of_bias
+        bias_grad = grad.flatten(0, -2).sum(0) if ctx.has_bias else None
+        return _linear_backward_op(grad, x, weight), None, bias_grad
 
 
 # One operation computes both gradients, because the compiler would drop an operation without a result.
 @torch.library.custom_op("megatron::linear_backward", mutates_args=())
-def _accumulate_in_graph(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def _linear_backward_op(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Return the gradient of x [..., i] from `grad` [..., o], and accumulate the gradient of `weight` [o, i]."""
-    of_x = torch.matmul(grad, weight)
+    input_grad = torch.matmul(grad, weight)
     accumulate = spec_of(weight).accumulate_wgrad
     if accumulate is None:
         raise RuntimeError("a compiled layer lost the accumulation of its weights' gradients; use --no-compile")
-    if accumulates(weight):
-        flat = grad.reshape(-1, grad.shape[-1])
-        if not accumulate(flat.t(), x.reshape(-1, x.shape[-1])):
+    if writes_grad(weight):
+        flat_grad = grad.reshape(-1, grad.shape[-1])
+        if not accumulate(flat_grad.t(), x.reshape(-1, x.shape[-1])):
             raise RuntimeError(
                 f"a weight of shape {tuple(weight.shape)} has a gradient hook, which compiled layers cannot call; use "
                 "--no-compile"
             )
-    return of_x
+    return input_grad
 
 
-@_accumulate_in_graph.register_fake
+@_linear_backward_op.register_fake
 def _(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(x.shape)

@@ -14,7 +14,7 @@ Shapes: s tokens of the whole sequence, c context ranks.
 import torch
 from torch import Tensor
 
-from .mappings import over_ranks
+from .mappings import apply_collective
 from .mesh import Axis
 from .sequence import start_all_gather, start_reduce_scatter
 from .traced import is_traced, traced_gather
@@ -33,29 +33,31 @@ def context_slices(length: int, axis: Axis) -> list[tuple[int, int]]:
             f"a sequence of {length} tokens cannot be sharded over --context-parallel-size {axis.size} ranks; "
             f"make --seq-length a multiple of {2 * axis.size}"
         )
-    each = length // (2 * axis.size)
-    return [(number * each, (number + 1) * each) for number in (axis.rank, 2 * axis.size - 1 - axis.rank)]
+    size = length // (2 * axis.size)
+    return [(index * size, (index + 1) * size) for index in (axis.rank, 2 * axis.size - 1 - axis.rank)]
 
 
 def all_gather_context(x: Tensor, axis: Axis) -> Tensor:
     """All-gather [s/c, ...] of each of c ranks into [s, ...] in token order; not differentiable."""
-    return _in_token_order(start_all_gather(x, axis).wait(), axis)
+    return _to_token_order(start_all_gather(x, axis).wait(), axis)
 
 
-def _in_token_order(gathered: Tensor, axis: Axis) -> Tensor:
+def _to_token_order(gathered: Tensor, axis: Axis) -> Tensor:
     """Bring all tokens [s, ...], the two slices of each rank after each other, into the order of the sequence."""
     first, second = gathered.view(axis.size, 2, -1, *gathered.shape[1:]).unbind(1)
+    # Rank i of c holds slices i and 2c - 1 - i, so the second slices come in the reverse order of the ranks.
     return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
 
 def reduce_scatter_context(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter partial sums [s, ...] into this rank's tokens [s/c, ...]: the backward of `all_gather_context`."""
     first, second = x.view(2, axis.size, -1, *x.shape[1:])
+    # Rank i of c gets slices i and 2c - 1 - i.
     return start_reduce_scatter(torch.stack([first, second.flip(0)], 1).flatten(0, 2), axis).wait()
 
 
 def gather_context(x: Tensor, axis: Axis) -> Tensor:
     """All-gather [s/c, ...] into [s, ...] on each of c ranks; the backward pass reduce-scatters the gradients."""
     if is_traced(axis):
-        return _in_token_order(traced_gather(x, axis, sequence=True), axis)
-    return over_ranks(x, axis, all_gather_context, reduce_scatter_context)
+        return _to_token_order(traced_gather(x, axis, sequence=True), axis)
+    return apply_collective(x, axis, all_gather_context, reduce_scatter_context)

@@ -40,7 +40,7 @@ class _Current:
     context: ParallelContext | None = None
 
 
-def enter(context: ParallelContext | None) -> None:
+def set_context(context: ParallelContext | None) -> None:
     """Make `context` the current context, which each layer copies when it is built; None removes the current one."""
     _Current.context = context
 
@@ -62,16 +62,16 @@ def parallel_context() -> ParallelContext:
     return _Current.context
 
 
-def current() -> Mesh:
+def current_mesh() -> Mesh:
     """Return the mesh of `parallel_context()`."""
     return parallel_context().mesh
 
 
-def context_on(mesh: Mesh, options: Options | None, seed: int) -> ParallelContext:
+def make_context(mesh: Mesh, options: Options | None, seed: int) -> ParallelContext:
     """Return a copy of the current context with `mesh`, `options` and dropout streams seeded by `seed`."""
-    before = _Current.context or ParallelContext()
+    previous = _Current.context or ParallelContext()
     rng = RngStreams(seed, mesh.data.rank, mesh.model.rank, mesh.pipe.rank)
-    return replace(before, mesh=mesh, options=options or Options(), rng=rng)
+    return replace(previous, mesh=mesh, options=options or Options(), rng=rng)
 
 
 @contextmanager
@@ -81,34 +81,34 @@ def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> 
     The layers keep their mesh and options, so models on several meshes can coexist in one process. seed: seed of
     the layers' dropout streams.
     """
-    before = _Current.context
-    context = context_on(mesh, options, seed)
-    enter(context)
+    previous = _Current.context
+    context = make_context(mesh, options, seed)
+    set_context(context)
     try:
         yield context
     finally:
-        enter(before)
+        set_context(previous)
 
 
 @contextmanager
-def _changed(name: str, value: Any) -> Iterator[None]:
+def _replaced_field(name: str, value: Any) -> Iterator[None]:
     """Set one field of the current context inside the block; afterwards restore this field and no other."""
-    before = getattr(parallel_context(), name)
-    enter(replace(parallel_context(), **{name: value}))
+    previous = getattr(parallel_context(), name)
+    set_context(replace(parallel_context(), **{name: value}))
     try:
         yield
     finally:
-        enter(replace(parallel_context(), **{name: before}))
+        set_context(replace(parallel_context(), **{name: previous}))
 
 
 def defer_init() -> AbstractContextManager[None]:
     """Leave parameters declared inside the block uninitialised; see `ParallelContext.defer_init`."""
-    return _changed("defer_init", True)
+    return _replaced_field("defer_init", True)
 
 
 def skip_init() -> AbstractContextManager[None]:
     """Skip seeded initialisation inside the block; see `ParallelContext.skip_init`."""
-    return _changed("skip_init", True)
+    return _replaced_field("skip_init", True)
 
 
 def after_each_layer(then: Callable[[nn.Module], None] | None) -> AbstractContextManager[None]:
@@ -116,4 +116,4 @@ def after_each_layer(then: Callable[[nn.Module], None] | None) -> AbstractContex
 
     See `ParallelContext.after_layer`.
     """
-    return _changed("after_layer", then)
+    return _replaced_field("after_layer", then)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .current import current
+from .current import current_mesh
 from .mesh import Axis
 
 MAX_DIMS = 8
@@ -29,38 +29,38 @@ def broadcast_data(
     Raises ValueError on every rank for a missing key, a wrong dtype or a wrong size. With `sizes` on an
     accelerator only the first rank raises, because a check on the other ranks would synchronise with the device.
     """
-    axis = axis or current().model
+    axis = axis or current_mesh().model
     device = default_device(axis) if device is None else torch.device(device)
     problem = ""
-    valid = None
+    valid_data = None
     if axis.rank == 0:
-        problem = _problem(keys, data, datatype, sizes if axis.size > 1 else None)
-        valid = None if problem else data
+        problem = _find_problem(keys, data, datatype, sizes if axis.size > 1 else None)
+        valid_data = None if problem else data
     if axis.size == 1:
-        if valid is None:
+        if valid_data is None:
             raise ValueError(problem)
-        return {key: valid[key].to(device) for key in keys}
-    complaint = problem or f"broadcast_data: rank {axis.first} has no valid data for {', '.join(keys)}"
+        return {key: valid_data[key].to(device) for key in keys}
+    message = problem or f"broadcast_data: rank {axis.first} has no valid data for {', '.join(keys)}"
     if sizes:
         shapes = [torch.Size(sizes[key]) for key in keys]
     else:
         from .data_shapes import broadcast_shapes
 
-        shapes = broadcast_shapes(keys, valid, device, axis, complaint)
+        shapes = broadcast_shapes(keys, valid_data, device, axis, message)
     counts = [1, *(shape.numel() for shape in shapes)]
     # The element before the data is 1 if the data is valid, else 0.
-    flat = torch.zeros(sum(counts), dtype=datatype, device=device)
-    if valid is not None:
-        first = torch.ones(1, dtype=datatype, device=device)
-        torch.cat([first, *(valid[key].reshape(-1).to(device) for key in keys)], out=flat)
-    dist.broadcast(flat, axis.first, group=axis.group)
-    if problem or (device.type == "cpu" and not flat[0]):
-        raise ValueError(complaint)
-    parts = torch.split(flat, counts)[1:]
+    packed = torch.zeros(sum(counts), dtype=datatype, device=device)
+    if valid_data is not None:
+        is_valid = torch.ones(1, dtype=datatype, device=device)
+        torch.cat([is_valid, *(valid_data[key].reshape(-1).to(device) for key in keys)], out=packed)
+    dist.broadcast(packed, axis.first, group=axis.group)
+    if problem or (device.type == "cpu" and not packed[0]):
+        raise ValueError(message)
+    parts = torch.split(packed, counts)[1:]
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
 
 
-def _problem(
+def _find_problem(
     keys: Sequence[str],
     data: Mapping[str, Tensor] | None,
     datatype: torch.dtype,
@@ -71,13 +71,13 @@ def _problem(
     for key in keys:
         if key not in data:
             return f"broadcast_data: no {key!r} in the data, which has {', '.join(map(str, data)) or 'nothing'}"
-        x = data[key]
-        if x.dtype != datatype:
-            return f"broadcast_data: {key!r} is {x.dtype}, expected {datatype}"
-        if x.dim() > MAX_DIMS:
-            return f"broadcast_data: {key!r} has {x.dim()} dimensions, at most {MAX_DIMS} are supported"
-        if sizes is not None and x.shape != torch.Size(sizes[key]):
-            return f"broadcast_data: {key!r} is {list(x.shape)}, expected {list(sizes[key])}"
+        tensor = data[key]
+        if tensor.dtype != datatype:
+            return f"broadcast_data: {key!r} is {tensor.dtype}, expected {datatype}"
+        if tensor.dim() > MAX_DIMS:
+            return f"broadcast_data: {key!r} has {tensor.dim()} dimensions, at most {MAX_DIMS} are supported"
+        if sizes is not None and tensor.shape != torch.Size(sizes[key]):
+            return f"broadcast_data: {key!r} is {list(tensor.shape)}, expected {list(sizes[key])}"
     return ""
 
 

@@ -11,11 +11,11 @@ from .mesh import Axis
 
 
 def broadcast_shapes(
-    keys: Sequence[str], data: Mapping[str, Tensor] | None, device: torch.device, axis: Axis, complaint: str
+    keys: Sequence[str], data: Mapping[str, Tensor] | None, device: torch.device, axis: Axis, message: str
 ) -> list[torch.Size]:
     """Return the shapes [...] of the first rank's tensors on every rank of `axis`.
 
-    data: valid data on the first rank, else None. Raises ValueError(complaint) on all ranks if the first rank has none.
+    data: valid data on the first rank, else None. Raises ValueError(message) on all ranks if the first rank has none.
     """
     # Row 0 is 1 if the data is valid. Every other row has the number of dimensions of a tensor, then its shape.
     header = torch.full((1 + len(keys), 1 + MAX_DIMS), -1, dtype=torch.int64)
@@ -26,7 +26,7 @@ def broadcast_shapes(
             row[: 1 + len(shape)] = torch.tensor([len(shape), *shape])
     header = header.to(device)
     dist.broadcast(header, axis.first, group=axis.group)
-    first, *rows = header.tolist()
-    if first[0] != 1:
-        raise ValueError(complaint)
+    validity, *rows = header.tolist()
+    if validity[0] != 1:
+        raise ValueError(message)
     return [torch.Size(row[1 : 1 + row[0]]) for row in rows]

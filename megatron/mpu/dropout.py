@@ -44,20 +44,20 @@ class Stream:
         turn: a different number for each draw that one layer takes from this stream. Without it, a compiler would merge
         the draws, because their arguments are equal.
         """
-        rest = 1 - p or 1.0  # p = 1 drops everything: avoid 0 / 0
+        keep_prob = 1 - p or 1.0  # p = 1 drops everything: avoid 0 / 0
         # On a CPU the mask has the dtype of x, because multiplying by a bool mask is half as fast.
         if x.device.type == "cpu":
-            return x * self.keep_mask(x.shape, p, x.device, x.dtype, turn).div_(rest)
+            return x * self.keep_mask(x.shape, p, x.device, x.dtype, turn).div_(keep_prob)
         mask = self.keep_mask(x.shape, p, x.device, torch.bool, turn)  # bool: autograd saves 1 byte per element
-        return (x * mask).mul_(1 / rest)
+        return (x * mask).mul_(1 / keep_prob)
 
     def keep_mask(
         self, shape: Sequence[int], p: float, device: torch.device, dtype: torch.dtype, turn: int = 0
     ) -> Tensor:
         """Return a mask [*shape] of `dtype`: 0 with probability p, else 1. turn: number of this draw, see `drop`."""
         if torch.compiler.is_compiling():
-            found: Tensor = _in_graph(self.number, list(shape), p, device, dtype, turn)
-            return found
+            mask: Tensor = _keep_mask_op(self.number, list(shape), p, device, dtype, turn)
+            return mask
         return self.draw(shape, p, device, dtype)
 
     def draw(self, shape: Sequence[int], p: float, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -70,12 +70,12 @@ class Stream:
 
 
 @torch.library.custom_op("megatron::keep_mask", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
-def _in_graph(
+def _keep_mask_op(
     stream: Tensor, shape: list[int], p: float, device: torch.device, dtype: torch.dtype, turn: int
 ) -> Tensor:
     return _streams[int(stream)].draw(shape, p, device, dtype)
 
 
-@_in_graph.register_fake
+@_keep_mask_op.register_fake
 def _(stream: Tensor, shape: list[int], p: float, device: torch.device, dtype: torch.dtype, turn: int) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)

@@ -14,20 +14,20 @@ from .mesh import Axis
 
 
 def _exchange(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
-    arrived = x.new_empty(sum(receives), *x.shape[1:])
-    dist.all_to_all_single(arrived, x.contiguous(), list(receives), list(sends), group=axis.group)
-    return arrived
+    received = x.new_empty(sum(receives), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), list(receives), list(sends), group=axis.group)
+    return received
 
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
-        ctx.ways = receives, sends, axis
+        ctx.backward_args = receives, sends, axis
         return _exchange(x, sends, receives, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _exchange(grad, *ctx.ways), None, None, None
+        return _exchange(grad, *ctx.backward_args), None, None, None
 
 
 def exchange_rows(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:

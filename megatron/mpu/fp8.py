@@ -15,11 +15,11 @@ Shapes: ... any leading dimensions; n tokens, i features in, o features out.
 import torch
 from torch import Tensor
 
-from .._torch import reshaped, scaled_matmul
+from .._torch import reshape_to_base, scaled_matmul
 
-ROUNDED = torch.float8_e4m3fn
-LARGEST = torch.finfo(ROUNDED).max  # 448
-MULTIPLE = 16  # CUDA's kernels need sizes i and o that are multiples of 16
+FP8_DTYPE = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8_DTYPE).max  # 448
+SIZE_MULTIPLE = 16  # CUDA's kernels need sizes i and o that are multiples of 16
 
 
 def row_scales(x: Tensor) -> Tensor:
@@ -28,20 +28,20 @@ def row_scales(x: Tensor) -> Tensor:
     A scale is the smallest power of two, or twice that, with which the row fits into e4m3. It is NaN if the row has a
     NaN or Inf, so that the result of the matmul is NaN, too: rounding alone would turn Inf into 448 on some devices.
     """
-    largest = x.abs().amax(1, keepdim=True).float()
-    _, exponent = torch.frexp(largest / LARGEST)
-    return torch.ldexp(torch.ones_like(largest), exponent) + largest * 0
+    row_max = x.abs().amax(1, keepdim=True).float()
+    _, exponent = torch.frexp(row_max / FP8_MAX)
+    return torch.ldexp(torch.ones_like(row_max), exponent) + row_max * 0  # adds NaN for NaN and Inf, else 0
 
 
 def fp8_matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply x [..., i] by the transpose of weight [o, i] in fp8 -> bf16 [..., o]; x and weight have any strides."""
-    flat = x.reshape(-1, x.shape[-1])
-    of_x = row_scales(flat)
-    of_weight = row_scales(weight)
-    y = scaled_matmul(_rounded(flat, of_x), _rounded(weight, of_weight), of_x, of_weight, bias)
-    return reshaped(y, (*x.shape[:-1], y.shape[-1]))
+    flat_x = x.reshape(-1, x.shape[-1])
+    x_scales = row_scales(flat_x)
+    weight_scales = row_scales(weight)
+    output = scaled_matmul(_quantize(flat_x, x_scales), _quantize(weight, weight_scales), x_scales, weight_scales, bias)
+    return reshape_to_base(output, (*x.shape[:-1], output.shape[-1]))
 
 
-def _rounded(x: Tensor, scales: Tensor) -> Tensor:
+def _quantize(x: Tensor, scales: Tensor) -> Tensor:
     """Divide each row of x [n, i] by its scale [n, 1] and round it to e4m3, in row-major order."""
-    return (x / scales).to(ROUNDED).contiguous()
+    return (x / scales).to(FP8_DTYPE).contiguous()

@@ -8,75 +8,76 @@ from torch import Tensor
 
 from megatron.fused import Fused
 
-from .cross_entropy import LossState, chunks_of, loss_of
+from .cross_entropy import LossState, loss_from_log_sum, token_chunks
 from .mesh import Axis
-from .vocab_shards import largest, total
+from .vocab_shards import max_over_ranks, reduce_in_place
 
 # Number of logits per call. The limit, 1 GiB in fp32, is for functions that torch.compile leaves as they are.
 FUSED_CHUNK = 1 << 28
 
 
-def _top_and_log_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [2, n] in `dtype` for logits x [n, v]: the largest logit of each row, and log sum exp(logit - largest)."""
-    x = x.to(dtype)
-    top = x.amax(dim=-1)
-    return torch.stack([top, (x - top.unsqueeze(-1)).exp().sum(dim=-1).log()])
+def _max_and_log_sum(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [2, n] in `dtype` for logits [n, v]: the largest logit of each row, and log sum exp(logit - largest)."""
+    logits = logits.to(dtype)
+    max_logit = logits.amax(dim=-1)
+    return torch.stack([max_logit, (logits - max_logit.unsqueeze(-1)).exp().sum(dim=-1).log()])
 
 
-top_and_log_sum = Fused(
-    _top_and_log_sum, lambda x, dtype: torch.cat([_top_and_log_sum(x[chunk], dtype) for chunk in chunks_of(x)], 1)
+max_and_log_sum = Fused(
+    _max_and_log_sum, lambda x, dtype: torch.cat([_max_and_log_sum(x[chunk], dtype) for chunk in token_chunks(x)], 1)
 )
 
 
-def fused_losses(logits: Tensor, real: int, target: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+def fused_losses(logits: Tensor, real_rows: int, target: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """Return each token's loss, and its largest logit and log sum exp(logit - largest) over all ranks, [n] each.
 
     Arguments are those of `_losses_over_ranks`.
     """
-    x = logits[:, :real]
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    both = torch.zeros(2, len(target), dtype=dtype, device=x.device)
-    if real:
-        for chunk in chunks_of(x, FUSED_CHUNK):
-            both[:, chunk] = top_and_log_sum(x[chunk], dtype)
-    top, log_sum = both
+    real_logits = logits[:, :real_rows]
+    dtype = torch.promote_types(real_logits.dtype, torch.float32)
+    stats = torch.zeros(2, len(target), dtype=dtype, device=real_logits.device)
+    if real_rows:
+        for chunk in token_chunks(real_logits, FUSED_CHUNK):
+            stats[:, chunk] = max_and_log_sum(real_logits[chunk], dtype)
+    max_logit, log_sum = stats
     if axis.size > 1:
-        own = top if real else top - torch.inf
-        top = largest(own, logits, axis)
-        log_sum = total((own - top + log_sum).exp(), axis).log()
-    return loss_of(x, target, top, log_sum, axis), top, log_sum
+        # A rank that holds only padding must not raise the maximum: its largest logit is minus infinity.
+        own_max = max_logit if real_rows else max_logit - torch.inf
+        max_logit = max_over_ranks(own_max, logits, axis)
+        log_sum = reduce_in_place((own_max - max_logit + log_sum).exp(), axis).log()
+    return loss_from_log_sum(real_logits, target, max_logit, log_sum, axis), max_logit, log_sum
 
 
 def _write_gradient(
-    x: Tensor, top: Tensor, log_sum: Tensor, target: Tensor, factor: Tensor, of_target: Tensor
+    logits: Tensor, max_logit: Tensor, log_sum: Tensor, target: Tensor, factor: Tensor, target_grad: Tensor
 ) -> Tensor:
-    """Overwrite logits x [n, v] with factor * exp(x - top - log_sum), plus of_target at targets.
+    """Overwrite logits [n, v] with factor * exp(logits - max_logit - log_sum), plus target_grad at targets.
 
     All other arguments are [n].
     """
-    shifted = x.to(factor.dtype) - top.unsqueeze(-1) - log_sum.unsqueeze(-1)
-    d = shifted.exp() * factor.unsqueeze(-1)
-    is_target = torch.arange(x.shape[-1], device=x.device) == target.unsqueeze(-1)
-    return x.copy_(torch.where(is_target, d + of_target.unsqueeze(-1), d))
+    log_probs = logits.to(factor.dtype) - max_logit.unsqueeze(-1) - log_sum.unsqueeze(-1)
+    gradient = log_probs.exp() * factor.unsqueeze(-1)
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == target.unsqueeze(-1)
+    return logits.copy_(torch.where(is_target, gradient + target_grad.unsqueeze(-1), gradient))
 
 
-def _write_in_chunks(x: Tensor, *of_tokens: Tensor) -> Tensor:
-    for chunk in chunks_of(x):
-        _write_gradient(x[chunk], *(values[chunk] for values in of_tokens))
-    return x
+def _write_in_chunks(logits: Tensor, *token_values: Tensor) -> Tensor:
+    for chunk in token_chunks(logits):
+        _write_gradient(logits[chunk], *(values[chunk] for values in token_values))
+    return logits
 
 
 write_gradient = Fused(_write_gradient, _write_in_chunks)
 
 
-def fused_gradient(logits: Tensor, found: LossState, grad: Tensor, overwrite: bool) -> Tensor:
-    """Return the gradient of the losses with respect to logits [n, v/t]; see `cross_entropy.gradient`."""
-    real = found.real
-    out = logits if overwrite else logits.clone(memory_format=torch.contiguous_format)
-    out[:, real:] = 0.0
-    if not real:
-        return out
-    of_tokens = (found.top, found.log_sum, found.target, grad * found.share, -(found.mine * grad))
-    for chunk in chunks_of(out, FUSED_CHUNK):
-        write_gradient(out[chunk, :real], *(values[chunk] for values in of_tokens))
-    return out
+def fused_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: bool) -> Tensor:
+    """Return the gradient of the losses with respect to logits [n, v/t]; see `cross_entropy.logits_gradient`."""
+    real_rows = state.real_rows
+    result = logits if overwrite else logits.clone(memory_format=torch.contiguous_format)
+    result[:, real_rows:] = 0.0
+    if not real_rows:
+        return result
+    token_values = (state.max_logit, state.log_sum, state.target, grad * state.share, -(state.is_local * grad))
+    for chunk in token_chunks(result, FUSED_CHUNK):
+        write_gradient(result[chunk, :real_rows], *(values[chunk] for values in token_values))
+    return result

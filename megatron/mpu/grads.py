@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .current import current
+from .current import current_mesh
 from .mesh import Mesh
 
 # tds is imported inside functions because it imports DeepSpeed, which takes seconds and only training needs.
@@ -40,16 +40,16 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
     The gradients must already be reduced over the data-parallel ranks. The norm is NaN or Inf if any
     gradient on any rank of the model is NaN or Inf.
     """
-    from tds.param_replicas import squared_norm_of_replica
+    from tds.param_replicas import replica_squared_norm
 
-    mesh = mesh or current()
+    mesh = mesh or current_mesh()
     parameters = list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
     device = parameters[0].device if parameters else torch.device("cpu")
-    total = squared_norm_of_replica(parameters, mesh.model.rank, device, mesh.data.group)
+    squared_norm = replica_squared_norm(parameters, mesh.model.rank, device, mesh.data.group)
     if mesh.replica.size > 1:
-        dist.all_reduce(total, group=mesh.replica.group)
-    return total.sqrt().to(torch.promote_types(grads[0].dtype, torch.float32) if grads else torch.float32)
+        dist.all_reduce(squared_norm, group=mesh.replica.group)
+    return squared_norm.sqrt().to(torch.promote_types(grads[0].dtype, torch.float32) if grads else torch.float32)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from .current import current, is_initialized
+from .current import current_mesh, is_initialized
 from .mesh import Axis, group_of_members
 
 
@@ -13,22 +13,22 @@ def model_parallel_is_initialized() -> bool:
 
 def get_model_parallel_rank() -> int:
     """Return this rank's index on the model axis (tensor parallelism)."""
-    return current().model.rank
+    return current_mesh().model.rank
 
 
 def get_model_parallel_world_size() -> int:
     """Return the number of ranks on the model axis (tensor parallelism)."""
-    return current().model.size
+    return current_mesh().model.size
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
     """Return the process group of the model axis (tensor parallelism)."""
-    return _group(current().model)
+    return _group(current_mesh().model)
 
 
 def get_model_parallel_src_rank() -> int:
     """Return the global rank of this model-parallel group's first rank, the rank that reads the data."""
-    return current().model.first
+    return current_mesh().model.first
 
 
 def get_data_parallel_rank(with_context_parallel: bool = True) -> int:
@@ -37,8 +37,8 @@ def get_data_parallel_rank(with_context_parallel: bool = True) -> int:
     with_context_parallel: False for the index of this rank's replica, as by default in Megatron-core. The default here
     is what DeepSpeed, which calls this function without arguments, needs to sum gradients.
     """
-    mesh = current()
-    return mesh.data.rank if with_context_parallel else mesh.share.number
+    mesh = current_mesh()
+    return mesh.data.rank if with_context_parallel else mesh.share.rank
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = True) -> int:
@@ -47,28 +47,28 @@ def get_data_parallel_world_size(with_context_parallel: bool = True) -> int:
     with_context_parallel: False for the number of replicas, each of which reads samples of its own, as by default in
     Megatron-core. See `get_data_parallel_rank`.
     """
-    mesh = current()
-    return mesh.data.size if with_context_parallel else mesh.share.of
+    mesh = current_mesh()
+    return mesh.data.size if with_context_parallel else mesh.share.size
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
     """Return the process group of the data axis."""
-    return _group(current().data)
+    return _group(current_mesh().data)
 
 
 def get_pipe_parallel_rank() -> int:
     """Return this rank's pipeline stage."""
-    return current().pipe.rank
+    return current_mesh().pipe.rank
 
 
 def get_pipe_parallel_world_size() -> int:
     """Return the number of pipeline stages."""
-    return current().pipe.size
+    return current_mesh().pipe.size
 
 
 def get_pipe_parallel_group() -> dist.ProcessGroup:
     """Return the process group of the pipe axis."""
-    return _group(current().pipe)
+    return _group(current_mesh().pipe)
 
 
 def get_io_parallel_group() -> dist.ProcessGroup:
@@ -78,7 +78,7 @@ def get_io_parallel_group() -> dist.ProcessGroup:
     call creates the group, so all these ranks must make it together. Without a pipeline, returns this rank's
     data-parallel group. Raises RuntimeError on a pipeline rank that reads no data.
     """
-    grid = current().topology
+    grid = current_mesh().topology
     if grid.pipe == 1:
         return get_data_parallel_group()
     ranks = sorted({*grid.filter_match(pipe=0, model=0), *grid.filter_match(pipe=grid.pipe - 1, model=0)})

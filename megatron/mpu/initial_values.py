@@ -19,7 +19,7 @@ zeros: InitMethod = nn.init.zeros_
 ones: InitMethod = nn.init.ones_
 
 # Initialisers that draw each element independently of the others and of the shape.
-_BY_NUMBER = (
+_ELEMENTWISE_INITS = (
     nn.init.zeros_,
     nn.init.ones_,
     nn.init.constant_,
@@ -27,7 +27,7 @@ _BY_NUMBER = (
     nn.init.uniform_,
     nn.init.trunc_normal_,
 )
-AT_ONCE = 1 << 20  # number of elements of a block of rows that is drawn from one seed; a longer row is a block itself
+BLOCK_ELEMENTS = 1 << 20  # elements of a block of rows that one seed draws; a longer row is a block by itself
 
 
 def derive_seed(*parts: object) -> int:
@@ -40,18 +40,18 @@ def derive_seed(*parts: object) -> int:
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
     """Seed torch's generator of `device`, by default the CPU, inside the block; restore its state afterwards."""
     if device is None or device.type == "cpu":
-        outside = torch.get_rng_state()
+        saved_state = torch.get_rng_state()
         torch.default_generator.manual_seed(seed)
         restore = torch.set_rng_state
     else:
         module = torch.get_device_module(device)
-        outside = module.get_rng_state(device)
+        saved_state = module.get_rng_state(device)
         restore = partial(module.set_rng_state, device=device)
         module.manual_seed(seed)
     try:
         yield
     finally:
-        restore(outside)
+        restore(saved_state)
 
 
 def normal(std: float) -> InitMethod:
@@ -64,7 +64,7 @@ NORMAL = normal(0.02)  # initialisation of the weights of GPT-2 and BERT
 
 def draws_each_element(init_method: InitMethod) -> bool:
     """Return whether the initialiser draws each element independently, so that it can draw rows [n, ...] alone."""
-    return getattr(init_method, "func", init_method) in _BY_NUMBER
+    return getattr(init_method, "func", init_method) in _ELEMENTWISE_INITS
 
 
 def draw_rows(
@@ -77,12 +77,12 @@ def draw_rows(
     """
     end = begin + part.shape[dim]
     shape = list(full_shape)
-    step = max(AT_ONCE * shape[dim] // max(math.prod(shape), 1), 1)
-    for at in range(begin - begin % step, end, step):
-        shape[dim] = min(step, full_shape[dim] - at)
+    block_rows = max(BLOCK_ELEMENTS * shape[dim] // max(math.prod(shape), 1), 1)
+    for block_begin in range(begin - begin % block_rows, end, block_rows):
+        shape[dim] = min(block_rows, full_shape[dim] - block_begin)
         block = torch.empty(shape, dtype=part.dtype, device="cpu")
-        with seeded(derive_seed(seed, "rows", at) if at else seed):
+        with seeded(derive_seed(seed, "rows", block_begin) if block_begin else seed):  # one block: `seed` itself
             init_method(block)
-        low = max(at, begin)
-        high = min(at + shape[dim], end)
-        part.narrow(dim, low - begin, high - low).copy_(block.narrow(dim, low - at, high - low))
+        copy_begin = max(block_begin, begin)
+        rows = min(block_begin + shape[dim], end) - copy_begin
+        part.narrow(dim, copy_begin - begin, rows).copy_(block.narrow(dim, copy_begin - block_begin, rows))

@@ -17,20 +17,20 @@ from . import mappings
 from .current import parallel_context
 from .initial_values import NORMAL, InitMethod
 from .linear import linear
-from .megatron_compat import refuse_strides
+from .megatron_compat import check_strides
 from .mesh import TRIVIAL_AXIS, Axis, Options
 from .parameters import declare, spec_of
-from .vocab_shards import padded_vocab_size, refuse_strange_ids
+from .vocab_shards import check_token_ids, padded_vocab_size
 from .wide_sums import embedding
 
 if TYPE_CHECKING:
     from .linear_cross_entropy import DeferredLogits
 
 
-def divide(total: int, axis: Axis, what: str) -> int:
+def size_per_rank(total: int, axis: Axis, label: str) -> int:
     """Return `total` / number of ranks. Raises ValueError with the name `what` if there is a remainder."""
     if total % axis.size:
-        raise ValueError(f"{what} {total} cannot be split over {axis.size} model-parallel ranks")
+        raise ValueError(f"{label} {total} cannot be split over {axis.size} model-parallel ranks")
     return total // axis.size
 
 
@@ -96,7 +96,7 @@ class VocabParallelEmbedding(Sharded):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up integer ids [...] -> [..., h]; with sequence parallelism [s, b] -> [s/t, b, h]."""
         spec_of(self.weight).used_as_embedding = True
-        refuse_strange_ids(ids, self.vocab_size)
+        check_token_ids(ids, self.vocab_size)
         if self.axis.size == 1:
             return embedding(ids, self.weight)
         local = ids - self.first_row
@@ -140,10 +140,10 @@ class ColumnParallelLinear(Sharded):
         options: Options | None = None,
     ) -> None:
         super().__init__(axis, options)
-        refuse_strides(stride, keep_master_weight_for_test)
+        check_strides(stride, keep_master_weight_for_test)
         self.gather_output = gather_output
         self.skip_bias_add = skip_bias_add
-        columns = divide(output_size, self.axis, "an output size of")
+        columns = size_per_rank(output_size, self.axis, "an output size of")
         self.input_size = input_size
         self.output_size = output_size
         self.output_size_per_partition = columns
@@ -189,10 +189,10 @@ class RowParallelLinear(Sharded):
         options: Options | None = None,
     ) -> None:
         super().__init__(axis, options)
-        refuse_strides(stride, keep_master_weight_for_test)
+        check_strides(stride, keep_master_weight_for_test)
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
-        rows = divide(input_size, self.axis, "an input size of")
+        rows = size_per_rank(input_size, self.axis, "an input size of")
         self.input_size = input_size
         self.output_size = output_size
         self.input_size_per_partition = rows

@@ -26,7 +26,7 @@ from .parameters import spec_of
 from .sequence import Pending, start_all_gather, start_reduce_scatter
 
 # Matmuls with fewer rows, as in decoding, are limited by reading the weights, so oneDNN would be no faster.
-FEWEST_ROWS = 32
+MIN_ROWS = 32
 
 
 class Products(NamedTuple):
@@ -41,19 +41,19 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
     """Compute this rank's columns of x W^T + b for the whole sequence: x [..., i] -> [..., o/t].
 
     x: replicated on all ranks of `axis`, or with sequence parallelism this rank's shard [s/t, ..., i].
-    weight: [o/t, i]. bias: [o/t]. `products_of` chooses the kernels.
+    weight: [o/t, i]. bias: [o/t]. `choose_kernels` chooses the kernels.
     """
     if torch.compiler.is_compiling():
         from .compiled_linear import compiled_linear
 
         return compiled_linear(x, weight, bias, axis, options)
-    products = products_of(x, weight, options)
-    accumulate = None if products.weight_grad else accumulate_wgrad(x, weight)
-    differs = torch.is_grad_enabled() and (any(products) or accumulate is not None)
-    if axis.size == 1 and not differs and not options.fp8:
-        return matmul(x, weight, bias, products.output)
-    how = _How(axis, options.sequence_axis(axis), options.overlap, products, accumulate, options.fp8)
-    return _Linear.apply(x, weight, bias, how)  # type: ignore[no-untyped-call,no-any-return]
+    second_kernel = choose_kernels(x, weight, options)
+    accumulate_fn = None if second_kernel.weight_grad else accumulate_wgrad(x, weight)
+    custom_backward = torch.is_grad_enabled() and (any(second_kernel) or accumulate_fn is not None)
+    if axis.size == 1 and not custom_backward and not options.fp8:
+        return matmul(x, weight, bias, second_kernel.output)
+    plan = _LinearPlan(axis, options.sequence_axis(axis), options.overlap, second_kernel, accumulate_fn, options.fp8)
+    return _Linear.apply(x, weight, bias, plan)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def accumulate_wgrad(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], bool] | None:
@@ -68,22 +68,22 @@ def accumulate_wgrad(x: Tensor, weight: Tensor) -> Callable[[Tensor, Tensor], bo
     return spec.accumulate_wgrad
 
 
-def products_of(x: Tensor, weight: Tensor, options: Options) -> Products:
-    """Return the kernels for x [..., i] and weight [o, i]: `options` decide, for >= FEWEST_ROWS rows on a CPU."""
-    if x.device.type != "cpu" or x.shape[:-1].numel() < FEWEST_ROWS:
+def choose_kernels(x: Tensor, weight: Tensor, options: Options) -> Products:
+    """Return the kernels for x [..., i] and weight [o, i]: `options` decide, for >= MIN_ROWS rows on a CPU."""
+    if x.device.type != "cpu" or x.shape[:-1].numel() < MIN_ROWS:
         return Products()
-    onednn = options.onednn and x.dtype == torch.float32
-    others = options.products.get((x.dtype, 0, 0), Products(onednn, onednn, onednn))
-    return options.products.get((x.dtype, *weight.shape), others)
+    use_onednn = options.onednn and x.dtype == torch.float32
+    default = options.products.get((x.dtype, 0, 0), Products(use_onednn, use_onednn, use_onednn))  # 0, 0: other weights
+    return options.products.get((x.dtype, *weight.shape), default)
 
 
-def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, second: bool) -> Tensor:
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, second_kernel: bool) -> Tensor:
     """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both x and weight may have any strides.
 
-    second: use a kernel that is faster than torch's own on some CPUs. For fp32 this is oneDNN's. For 16 bits it is the
-    kernel for fp32, with the result rounded.
+    second_kernel: use a kernel that is faster than torch's own on some CPUs. For fp32 this is oneDNN's. For 16 bits it
+    is the kernel for fp32, with the result rounded.
     """
-    if not second:
+    if not second_kernel:
         return F.linear(x, weight, bias)
     if x.dtype == torch.float32:
         return onednn_linear(x, weight, bias)
@@ -91,7 +91,7 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, second: bool) -> Tens
     return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
 
 
-def transposed_matmul(x: Tensor, y: Tensor, second: bool) -> Tensor:
+def transposed_matmul(x: Tensor, y: Tensor, second_kernel: bool) -> Tensor:
     """Multiply the transpose of x [n, o] by y [n, i] -> [o, i].
 
     oneDNN copies its first factor unless that factor is row-major, so it would copy the transposed x. For a large x,
@@ -100,9 +100,9 @@ def transposed_matmul(x: Tensor, y: Tensor, second: bool) -> Tensor:
     """
     n, o = x.shape
     i = y.shape[1]
-    if second and x.dtype == torch.float32 and n * o > n * i + o * i:
-        return matmul(y.t(), x.t(), None, second).t().contiguous()
-    return matmul(x.t(), y.t(), None, second)
+    if second_kernel and x.dtype == torch.float32 and n * o > n * i + o * i:
+        return matmul(y.t(), x.t(), None, second_kernel).t().contiguous()
+    return matmul(x.t(), y.t(), None, second_kernel)
 
 
 def needs_grad(ctx: Any, i: int) -> bool:
@@ -116,78 +116,78 @@ def needs_grad(ctx: Any, i: int) -> bool:
     # A bias of None has no entry in `next_functions`.
     node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None
     # If torch cannot tell whether the gradient is needed, compute it: autograd discards an unneeded gradient.
-    return node is not None and will_run(node, otherwise=True)
+    return node is not None and will_run(node, default=True)
 
 
-class _How(NamedTuple):
+class _LinearPlan(NamedTuple):
     """How a linear function is computed: its ranks, and what `Options` and `accumulate_wgrad` say."""
 
     axis: Axis
     sequence: Axis
     overlap: bool
-    products: Products
+    second_kernel: Products
     accumulate: Callable[[Tensor, Tensor], bool] | None
     fp8: bool
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, second: bool) -> Tensor:
+    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None, second_kernel: bool) -> Tensor:
         """Multiply x [..., i] by the transpose of weight [o, i], in fp8 if the layer does -> [..., o]."""
         if self.fp8:
             from .fp8 import fp8_matmul
 
             return fp8_matmul(x, weight, bias)
-        return matmul(x, weight, bias, second)
+        return matmul(x, weight, bias, second_kernel)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
-        ctx.how = how
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: _LinearPlan) -> Tensor:
+        ctx.plan = plan
         ctx.save_for_backward(x, weight)
-        whole = start_all_gather(x, how.sequence).wait() if how.sequence.size > 1 else x
-        return how.matmul(whole, weight, bias, how.products.output)
+        whole_x = start_all_gather(x, plan.sequence).wait() if plan.sequence.size > 1 else x
+        return plan.matmul(whole_x, weight, bias, plan.second_kernel.output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
-        how: _How = ctx.how
-        input_grad = weight_grad = bias_grad = None
-        whole = summed = None
+        plan: _LinearPlan = ctx.plan
+        input_grad = weight_grad = bias_grad = pending_x = pending_grad = None
         # The all-gather starts first, so that all ranks start the same collectives in the same order.
-        if needs_grad(ctx, 1) and how.sequence.size > 1:
-            whole = start_all_gather(x, how.sequence)
-            if not how.overlap:
-                whole.settle()
+        if needs_grad(ctx, 1) and plan.sequence.size > 1:  # inputs: 0 x, 1 weight, 2 bias
+            pending_x = start_all_gather(x, plan.sequence)
+            if not plan.overlap:
+                pending_x.block()
         if needs_grad(ctx, 0):
-            summed = start_sum(how.matmul(grad, weight.t(), None, how.products.input_grad), how.axis, how.sequence)
-            if not how.overlap:
-                summed.settle()
-        flat = grad.reshape(-1, grad.shape[-1])  # [s * b, o/t]
+            partial_grad = plan.matmul(grad, weight.t(), None, plan.second_kernel.input_grad)
+            pending_grad = start_reduction(partial_grad, plan.axis, plan.sequence)
+            if not plan.overlap:
+                pending_grad.block()
+        flat_grad = grad.reshape(-1, grad.shape[-1])  # [s * b, o/t]
         if needs_grad(ctx, 1):
-            if whole is not None:
-                x = whole.wait()
-            weight_grad = _gradient_of_weight(ctx, flat, x.reshape(-1, x.shape[-1]))
+            if pending_x is not None:
+                x = pending_x.wait()
+            weight_grad = _weight_gradient(ctx, flat_grad, x.reshape(-1, x.shape[-1]))
         if needs_grad(ctx, 2):
-            bias_grad = flat.sum(0)
-        if summed is not None:
-            input_grad = summed.wait()
+            bias_grad = flat_grad.sum(0)
+        if pending_grad is not None:
+            input_grad = pending_grad.wait()
         return input_grad, weight_grad, bias_grad, None
 
 
-def _gradient_of_weight(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
+def _weight_gradient(ctx: Any, grad: Tensor, x: Tensor) -> Tensor | None:
     """Return the transpose of grad [n, o] times x [n, i], for n tokens; None if `accumulate` did the work.
 
     `accumulate` runs the matmul and adds its result to the accumulated gradient in one pass over memory.
     """
-    accumulate = ctx.how.accumulate
+    accumulate = ctx.plan.accumulate
     if accumulate is not None and not torch.is_grad_enabled():
         # `backward()` accumulates the gradient of the weight into `.grad`; `torch.autograd.grad` returns it instead.
-        accumulates = will_run(ctx.next_functions[1][0], otherwise=False)
-        if accumulates and accumulate(grad.t(), x):
+        is_backward_call = will_run(ctx.next_functions[1][0], default=False)
+        if is_backward_call and accumulate(grad.t(), x):
             return None
-    return transposed_matmul(grad, x, ctx.how.products.weight_grad)
+    return transposed_matmul(grad, x, ctx.plan.second_kernel.weight_grad)
 
 
-def start_sum(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
+def start_reduction(x: Tensor, axis: Axis, sequence: Axis) -> Pending:
     """Start an all-reduce of partial sums [s, ...], or with sequence parallelism a reduce-scatter to [s/t, ...]."""
     if sequence.size > 1:
         return start_reduce_scatter(x, sequence)

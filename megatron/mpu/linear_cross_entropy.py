@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cross_entropy import compute_losses, gradient
-from .linear import linear, matmul, needs_grad, products_of, start_sum
+from .cross_entropy import compute_losses, logits_gradient
+from .linear import choose_kernels, linear, matmul, needs_grad, start_reduction
 from .mesh import Axis, Options
 from .sequence import start_all_gather
 
 # The forward pass computes gradients before the loss is scaled. In fp16, whose smallest number is 6e-8, small gradients
 # would become 0. So the forward pass multiplies gradients by this factor, and the backward pass divides by it.
-FP16_UNIT = 256.0
+FP16_GRAD_SCALE = 256.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class DeferredLogits:
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (slice of the tokens, logits [c, v/t] of the c tokens in this slice), without gradients."""
         with torch.no_grad():
-            yield from _chunks(self)
+            yield from _logits_chunks(self)
 
     def summed_loss(
         self, target: Tensor, weights: Tensor, vocab_size: int, z_loss: float = 0.0
@@ -61,10 +61,10 @@ class DeferredLogits:
         The matmul runs in autocast's dtype. The backward pass may run once, or once for the hidden states and
         once for the weight. A further backward pass raises RuntimeError.
         """
-        total, z, losses = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        total, z_sum, losses = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
             self.hidden, self.weight, target.reshape(-1), weights.reshape(-1), vocab_size, z_loss, self
         )
-        return total, z, losses.view(target.shape)
+        return total, z_sum, losses.view(target.shape)
 
 
 def defer_logits(hidden: Tensor, weight: Tensor, axis: Axis, options: Options, chunk: int) -> DeferredLogits:
@@ -85,7 +85,7 @@ def whole_logits(logits: Tensor | DeferredLogits) -> Tensor:
     return logits.in_full() if isinstance(logits, DeferredLogits) else logits
 
 
-def _all_tokens(deferred: DeferredLogits) -> Tensor:
+def _gather_tokens(deferred: DeferredLogits) -> Tensor:
     """Return the hidden states [n, h] of all tokens, gathered from the shards under sequence parallelism."""
     hidden = deferred.hidden
     sequence = deferred.options.sequence_axis(deferred.axis)
@@ -93,29 +93,29 @@ def _all_tokens(deferred: DeferredLogits) -> Tensor:
     return whole.reshape(-1, whole.shape[-1])
 
 
-def _chunks(deferred: DeferredLogits, tokens: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-    tokens = _all_tokens(deferred) if tokens is None else tokens
-    for at in range(0, len(tokens), deferred.chunk):
-        x = tokens[at : at + deferred.chunk]
-        second = products_of(x, deferred.weight, deferred.options).output
-        yield slice(at, at + len(x)), matmul(x, deferred.weight, None, second)
+def _logits_chunks(deferred: DeferredLogits, hidden: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+    hidden = _gather_tokens(deferred) if hidden is None else hidden
+    for begin in range(0, len(hidden), deferred.chunk):
+        x = hidden[begin : begin + deferred.chunk]
+        second_kernel = choose_kernels(x, deferred.weight, deferred.options).output
+        yield slice(begin, begin + len(x)), matmul(x, deferred.weight, None, second_kernel)
 
 
-def _add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, second: bool, factor: float = 1.0) -> Tensor:
+def _add_matmul(total: Tensor | None, x: Tensor, weight: Tensor, second_kernel: bool, factor: float = 1.0) -> Tensor:
     """Add factor * (x [..., i] times the transpose of weight [o, i]) to total [..., o] in place.
 
     If total is None, the result is a new tensor, in at least fp32. If total has the dtype of x, torch's matmul adds
     to it in a single pass over memory.
     """
-    if total is not None and total.dtype == x.dtype and not second:
+    if total is not None and total.dtype == x.dtype and not second_kernel:
         return total.addmm_(x, weight.t(), alpha=factor)
-    found = matmul(x, weight, None, second)
+    result = matmul(x, weight, None, second_kernel)
     if total is not None:
-        return total.add_(found, alpha=factor)
-    found = found.to(torch.promote_types(x.dtype, torch.float32))
+        return total.add_(result, alpha=factor)
+    result = result.to(torch.promote_types(x.dtype, torch.float32))
     if factor != 1.0:
-        found.mul_(factor)
-    return found
+        result.mul_(factor)
+    return result
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -131,62 +131,63 @@ class _LinearCrossEntropy(torch.autograd.Function):
         deferred: DeferredLogits,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        of_hidden, of_weight = ctx.needs_input_grad[:2]
-        tokens = _all_tokens(deferred)
-        hidden_grad = torch.empty_like(tokens) if of_hidden else None
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        flat_hidden = _gather_tokens(deferred)
+        hidden_grad = torch.empty_like(flat_hidden) if needs_hidden else None
         weight_grad = None
         losses = torch.empty_like(target, dtype=dtype)
-        z = torch.empty_like(losses)
-        unit = FP16_UNIT if hidden.dtype == torch.float16 else 1.0
-        for rows, logits in _chunks(deferred, tokens):
-            losses[rows], z[rows], found = compute_losses(
+        z_losses = torch.empty_like(losses)
+        grad_scale = FP16_GRAD_SCALE if hidden.dtype == torch.float16 else 1.0
+        for rows, logits in _logits_chunks(deferred, flat_hidden):
+            losses[rows], z_losses[rows], state = compute_losses(
                 logits, target[rows], vocab_size, deferred.axis, z_loss=z_loss
             )
-            d = gradient(logits, found, weights[rows].to(dtype) * unit, overwrite=True)  # [c, v/t]
-            x = tokens[rows]
-            products = products_of(x, weight, deferred.options)
+            # chunk_grad: [c, v/t] for the c tokens of the chunk
+            chunk_grad = logits_gradient(logits, state, weights[rows].to(dtype) * grad_scale, overwrite=True)
+            x = flat_hidden[rows]
+            second_kernel = choose_kernels(x, weight, deferred.options)
             if hidden_grad is not None:
-                hidden_grad[rows] = matmul(d, weight.t(), None, products.input_grad)
-            if of_weight:
-                # A sum over many tokens would overflow fp16; a mean does not.
-                count = 2.0 ** (len(x) - 1).bit_length() if unit != 1.0 else 1.0
-                mean = x / count if count != 1.0 else x
-                weight_grad = _add_matmul(weight_grad, d.t(), mean.t(), products.weight_grad, count)
-            del logits, d  # their memory is free before the logits of the next chunk exist
+                hidden_grad[rows] = matmul(chunk_grad, weight.t(), None, second_kernel.input_grad)
+            if needs_weight:
+                # A sum over many tokens would overflow fp16; a mean does not. Dividing by a power of 2 is exact.
+                divisor = 2.0 ** (len(x) - 1).bit_length() if grad_scale != 1.0 else 1.0
+                scaled_x = x / divisor if divisor != 1.0 else x
+                weight_grad = _add_matmul(weight_grad, chunk_grad.t(), scaled_x.t(), second_kernel.weight_grad, divisor)
+            del logits, chunk_grad  # their memory is free before the logits of the next chunk exist
         ctx.hidden_grad = None if hidden_grad is None else hidden_grad.view(-1, *hidden.shape[1:])
         ctx.weight_grad = weight_grad
         ctx.axis = deferred.axis
         ctx.options = deferred.options
-        ctx.unit = unit
+        ctx.grad_scale = grad_scale
         ctx.dtype = weight.dtype
         losses = losses * weights
-        of_z = (z * weights).sum()
-        ctx.mark_non_differentiable(of_z, losses)
-        return losses.sum(), of_z, losses
+        z_sum = (z_losses * weights).sum()
+        ctx.mark_non_differentiable(z_sum, losses)
+        return losses.sum(), z_sum, losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        factor = grad / ctx.unit
-        summed = None
+        factor = grad / ctx.grad_scale
+        pending_grad = None
         hidden_grad = weight_grad = None
         if needs_grad(ctx, 0):
-            partial = _given(ctx.hidden_grad)
+            unscaled_grad = _require_gradient(ctx.hidden_grad)
             ctx.hidden_grad = None
-            scaled = (partial.to(factor.dtype) * factor).to(partial.dtype)
-            del partial
-            summed = start_sum(scaled, ctx.axis, ctx.options.sequence_axis(ctx.axis))
+            scaled_grad = (unscaled_grad.to(factor.dtype) * factor).to(unscaled_grad.dtype)
+            del unscaled_grad
+            pending_grad = start_reduction(scaled_grad, ctx.axis, ctx.options.sequence_axis(ctx.axis))
             if not ctx.options.overlap:
-                summed.settle()
+                pending_grad.block()
         if needs_grad(ctx, 1):
-            weight_grad = _given(ctx.weight_grad)
+            weight_grad = _require_gradient(ctx.weight_grad)
             ctx.weight_grad = None
             weight_grad = weight_grad.mul_(factor).to(ctx.dtype)
-        if summed is not None:
-            hidden_grad = summed.wait()
+        if pending_grad is not None:
+            hidden_grad = pending_grad.wait()
         return hidden_grad, weight_grad, *[None] * 5
 
 
-def _given(gradient: Tensor | None) -> Tensor:
+def _require_gradient(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         raise RuntimeError(
             "logits that are computed in chunks allow only one backward pass; set --logits-chunk-size 0 to run two"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .current import current
+from .current import current_mesh
 from .mesh import Axis
 
 AxisFunction = Callable[[Tensor, Any], Tensor]  # (tensor, Axis or, in a compiled graph, group name) -> tensor
@@ -40,7 +40,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def own_part(x: Tensor, axis: Axis) -> Tensor:
+def local_part(x: Tensor, axis: Axis) -> Tensor:
     """Return this rank's part of x along the last dimension: [..., n] -> [..., n/t] on t ranks."""
     if axis.size == 1:
         return x
@@ -49,12 +49,12 @@ def own_part(x: Tensor, axis: Axis) -> Tensor:
     return x.chunk(axis.size, dim=-1)[axis.rank].contiguous()
 
 
-def keep(x: Tensor, axis: Any) -> Tensor:
+def identity(x: Tensor, axis: Any) -> Tensor:
     """Return x [...] as a view, without communication."""
     return x.view_as(x)
 
 
-class _Mapped(torch.autograd.Function):
+class _CollectivePair(torch.autograd.Function):
     """Autograd function that computes `forward(x, axis)` forward and `backward(gradient, axis)` backward."""
 
     @staticmethod
@@ -68,9 +68,9 @@ class _Mapped(torch.autograd.Function):
         return ctx.backward_function(grad, ctx.axis), None, None, None
 
 
-def over_ranks(x: Tensor, axis: Axis, forward: AxisFunction, backward: AxisFunction) -> Tensor:
+def apply_collective(x: Tensor, axis: Axis, forward: AxisFunction, backward: AxisFunction) -> Tensor:
     """Return `forward(x, axis)` for x [...]; the backward pass returns `backward(gradient, axis)`."""
-    return _Mapped.apply(x, axis, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
+    return _CollectivePair.apply(x, axis, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class _SummedInPlace(torch.autograd.Function):
@@ -90,28 +90,28 @@ def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
     return _SummedInPlace.apply(x.contiguous(), axis)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _apply(x: Tensor, axis: Axis | None, forward: AxisFunction, backward: AxisFunction) -> Tensor:
-    axis = axis or current().model
+def _apply_on_axis(x: Tensor, axis: Axis | None, forward: AxisFunction, backward: AxisFunction) -> Tensor:
+    axis = axis or current_mesh().model
     if axis.size == 1:
         return x
-    return over_ranks(x, axis, forward, backward)
+    return apply_collective(x, axis, forward, backward)
 
 
 def copy_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """Return x [..., n] unchanged; the backward pass all-reduces its gradient."""
-    return _apply(x, axis, keep, all_reduce)
+    return _apply_on_axis(x, axis, identity, all_reduce)
 
 
 def reduce_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """All-reduce partial sums [..., n] -> [..., n] on every rank."""
-    return _apply(x, axis, all_reduce, keep)
+    return _apply_on_axis(x, axis, all_reduce, identity)
 
 
 def scatter_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """Keep this rank's part: [..., n] -> [..., n/t]. Raises ValueError if t does not divide n."""
-    return _apply(x, axis, own_part, all_gather)
+    return _apply_on_axis(x, axis, local_part, all_gather)
 
 
 def gather_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """All-gather [..., n/t] -> [..., n]; the backward pass keeps this rank's part of the gradient."""
-    return _apply(x, axis, all_gather, own_part)
+    return _apply_on_axis(x, axis, all_gather, local_part)

@@ -26,7 +26,7 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
-def refuse_strides(stride: int, keep_master_weight_for_test: bool) -> None:
+def check_strides(stride: int, keep_master_weight_for_test: bool) -> None:
     """Raise ValueError for values of Megatron-LM's arguments that the layers of this package do not support."""
     if stride != 1:
         raise ValueError(
@@ -77,19 +77,20 @@ def is_unitialized() -> bool:
 
 def set_model_parallel_rank(rank: int) -> None:
     """Do nothing if `rank` is this process's model-parallel rank. Raises RuntimeError otherwise."""
-    _same("set_model_parallel_rank", rank, _current.current().model.rank)
+    _check_unchanged("set_model_parallel_rank", rank, _current.current_mesh().model.rank)
 
 
 def set_model_parallel_world_size(world_size: int) -> None:
     """Do nothing if `world_size` is the number of model-parallel ranks. Raises RuntimeError otherwise."""
-    _same("set_model_parallel_world_size", world_size, _current.current().model.size)
+    _check_unchanged("set_model_parallel_world_size", world_size, _current.current_mesh().model.size)
 
 
-def _same(name: str, wanted: int, there: int) -> None:
-    if wanted != there:
+def _check_unchanged(name: str, wanted: int, actual: int) -> None:
+    if wanted != actual:
         raise RuntimeError(
-            f"mpu.{name}({wanted}): the value is {there} in this run and cannot be set by hand; lay the ranks out with "
-            f"mpu.initialize_model_parallel, or build a layer for another rank with axis=mpu.Axis(None, ranks, rank)"
+            f"mpu.{name}({wanted}): the value is {actual} in this run and cannot be set by hand; lay the ranks out "
+            f"with mpu.initialize_model_parallel, or build a layer for another rank with "
+            f"axis=mpu.Axis(None, ranks, rank)"
         )
 
 
@@ -105,8 +106,8 @@ class RngTracker:
         Layers that use the same name draw from one stream in turn, so their masks depend on which of these layers
         are on this rank. With a name for each layer (`fork(f"layers.{i}.mlp")`), masks do not depend on the stages.
         """
-        here = _current.parallel_context()
-        return here.rng.fork(name, default_device(here.mesh.replica), split=True)
+        context = _current.parallel_context()
+        return context.rng.fork(name, default_device(context.mesh.replica), split=True)
 
     def get_states(self) -> Any:
         """Return the state of all streams, which DeepSpeed's activation checkpointing saves before a forward pass."""
@@ -144,5 +145,5 @@ def checkpoint(function: Callable[..., Any], *args: Any, rng: RngStreams | None 
     al. 2016, with the replay of Megatron-LM). torch's non-reentrant checkpoint is used, so inputs need not require
     gradients. rng: the dropout streams; by default this rank's.
     """
-    streams = rng or _current.parallel_context().rng
-    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=streams.contexts)
+    rng_streams = rng or _current.parallel_context().rng
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=rng_streams.contexts)

@@ -51,10 +51,10 @@ def neighbours(axis: Axis, count: int) -> Axis:
     """
     if count == axis.size:
         return axis
-    first = axis.rank - axis.rank % count
-    ranks = axis.ranks[first : first + count]
+    block_begin = axis.rank - axis.rank % count
+    ranks = axis.ranks[block_begin : block_begin + count]
     group = group_of_members(ranks) if count > 1 else None
-    return Axis(group, ranks, axis.rank - first)
+    return Axis(group, ranks, axis.rank - block_begin)
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ class Options:
 
 
 class Share(NamedTuple):
-    """Part of an iteration's samples that a rank reads: `number` is its index, `of` the number of equal parts."""
+    """Part of an iteration's samples that a rank reads: `rank` is its index, `size` the number of equal parts."""
 
-    number: int
-    of: int
+    rank: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -125,31 +125,31 @@ class Mesh:
                 f"{dist.get_world_size()} ranks are running, but the grid {topology} needs {topology.world_size()}"
             )
         # Every layer waits for the all-reduces of the model axis. It comes first, as axes of equal ranks share a group.
-        model = cls._line(topology.lines("model"), urgent=True)
-        pipe = cls._line(topology.lines("pipe"))
-        data = cls._line(topology.lines("data"))
-        replica = cls._line(topology.lines("pipe", "model"))
-        context = cls._line(topology.context_lines())
+        model = cls._axis_of(topology.lines("model"), urgent=True)
+        pipe = cls._axis_of(topology.lines("pipe"))
+        data = cls._axis_of(topology.lines("data"))
+        replica = cls._axis_of(topology.lines("pipe", "model"))
+        context = cls._axis_of(topology.context_lines())
         mesh = cls(topology, pipe, data, model, replica, context)
         if topology.expert == 1:
             return mesh
-        expert = cls._line(topology.expert_lines())
-        same = cls._line(topology.expert_replicas())
-        same = replace(same, group=same.group or group_of_members(same.ranks))
-        return replace(mesh, expert=expert, expert_replicas=same)
+        expert = cls._axis_of(topology.expert_lines())
+        same_experts = cls._axis_of(topology.expert_replicas())
+        same_experts = replace(same_experts, group=same_experts.group or group_of_members(same_experts.ranks))
+        return replace(mesh, expert=expert, expert_replicas=same_experts)
 
     @staticmethod
-    def _line(lines: list[list[int]], urgent: bool = False) -> Axis:
-        from tds.groups import shared  # imports DeepSpeed, which a single process does not need
+    def _axis_of(groups: list[list[int]], urgent: bool = False) -> Axis:
+        from tds.groups import shared_groups  # imports DeepSpeed, which a single process does not need
 
         rank = dist.get_rank()
-        ranks = next(line for line in lines if rank in line)
-        group = shared(lines, urgent) if len(ranks) > 1 else None
+        ranks = next(members for members in groups if rank in members)
+        group = shared_groups(groups, urgent) if len(ranks) > 1 else None
         return Axis(group, tuple(ranks), ranks.index(rank))
 
 
 def group_of_members(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """Return the process group of `ranks`; only these ranks need to call this function."""
-    from tds.groups import of_members
+    from tds.groups import member_group
 
-    return of_members(ranks)  # type: ignore[no-any-return]
+    return member_group(ranks)  # type: ignore[no-any-return]

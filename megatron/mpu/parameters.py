@@ -77,8 +77,8 @@ class ParamSpec:
     def matrices(self) -> list[tuple[int, int]]:
         """Shapes of the whole matrices that this weight [o, i] fuses, or its own shape if it is one matrix."""
         rows, columns = self.full_shape
-        parts = self.fused.parts if self.fused else (1,)
-        return [(rows // sum(parts) * part, columns) for part in parts]
+        blocks_per_matrix = self.fused.parts if self.fused else (1,)
+        return [(rows // sum(blocks_per_matrix) * blocks, columns) for blocks in blocks_per_matrix]
 
     @property
     def rows(self) -> Rows:
@@ -187,12 +187,12 @@ def declare(
     size = axis.size
     if dim is not None and full_size is None:
         full_size = parameter.shape[dim] * size
-    shared = sequence is not None and sequence.size > 1
+    sums_over_sequence = sequence is not None and sequence.size > 1
     shape = tuple(parameter.shape)
-    spec = ParamSpec(shape, init_method, dim, full_size or 0, axis.rank, size, shared)
+    spec = ParamSpec(shape, init_method, dim, full_size or 0, axis.rank, size, sums_over_sequence)
     parameter.spec = spec  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = spec.split  # type: ignore[attr-defined]  # the name DeepSpeed and Megatron read
-    if shared and sequence is not None:
+    if sums_over_sequence and sequence is not None:
         parameter.register_hook(partial(all_reduce, axis=sequence))  # type: ignore[no-untyped-call]
     if not parallel_context().defer_init:
         spec.fill(parameter)

@@ -28,19 +28,19 @@ class ProcessTopology:
         if unknown:
             axes = ", ".join(self.get_axis_names())
             raise ValueError(f"the grid has no axis {sorted(unknown)[0]}; its axes are {axes}")
-        found = []
+        ranks = []
         for rank in range(self.world_size()):
             coord = self.get_coord(rank)
-            if all(getattr(coord, axis) == at for axis, at in wanted.items()):
-                found.append(rank)
-        return found
+            if all(getattr(coord, axis) == index for axis, index in wanted.items()):
+                ranks.append(rank)
+        return ranks
 
     def get_axis_list(self: Any, axis: str, idx: int) -> list[int]:
         """Return the ranks whose coordinate on `axis` is `idx`."""
-        found: list[int] = self.filter_match(**{axis: idx})
-        return found
+        ranks: list[int] = self.filter_match(**{axis: idx})
+        return ranks
 
     def get_axis_comm_lists(self: Any, axis: str) -> list[list[int]]:
         """Return the groups of ranks that communicate along `axis`, each a list; an empty list for an unknown axis."""
-        found: list[list[int]] = self.lines(axis) if axis in self.get_axis_names() else []
-        return found
+        groups: list[list[int]] = self.lines(axis) if axis in self.get_axis_names() else []
+        return groups

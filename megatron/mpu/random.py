@@ -16,7 +16,7 @@ from .initial_values import derive_seed, seeded
 
 # Step between the seeds of successive draws. Both 32-bit halves are odd, so that seeds differ even if a generator uses
 # only 32 bits (Steele et al. 2014).
-GOLDEN = 0x9E3779B97F4A7C15
+SEED_STEP = 0x9E3779B97F4A7C15
 
 
 class RngStreams:
@@ -48,13 +48,13 @@ class RngStreams:
 
         split: the activation is sharded over the model-parallel ranks, so each rank gets its own seed.
         """
-        key = self.seed, self.iteration, name, split
-        if key not in self._seeds:
-            where = self.model_rank if split else "all"
-            self._seeds[key] = derive_seed(self.seed, self.iteration, name, self.data_rank, where)
-        before = self._draws.get(name, 0)
-        self._draws[name] = before + 1
-        return (self._seeds[key] + before * GOLDEN) % (1 << 63)
+        stream = self.seed, self.iteration, name, split
+        if stream not in self._seeds:
+            rank_key = self.model_rank if split else "all"
+            self._seeds[stream] = derive_seed(self.seed, self.iteration, name, self.data_rank, rank_key)
+        earlier_draws = self._draws.get(name, 0)
+        self._draws[name] = earlier_draws + 1
+        return (self._seeds[stream] + earlier_draws * SEED_STEP) % (1 << 63)
 
     def fork(self, name: str, device: torch.device, split: bool = False) -> AbstractContextManager[None]:
         """Draw from stream `name` inside the block, leaving torch's generator unchanged. split: see `next_seed`."""
@@ -62,13 +62,13 @@ class RngStreams:
 
     @contextmanager
     def _replay(self, state: tuple[dict[str, int], int]) -> Iterator[None]:
-        later = self._draws, self.iteration
+        saved = self._draws, self.iteration
         self.set_state(state)
         self.recomputing = True
         try:
             yield
         finally:
-            self._draws, self.iteration = later
+            self._draws, self.iteration = saved
             self.recomputing = False
 
     def get_state(self) -> tuple[dict[str, int], int]:

@@ -43,11 +43,11 @@ def pad_sequence(x: Tensor, filler: int, dim: int = 1, axis: Axis | None = None)
     Returns `x` itself if no padding is needed.
     """
     axis = axis or parallel_context().sequence
-    missing = -x.shape[dim] % axis.size
-    if not missing:
+    padding = -x.shape[dim] % axis.size
+    if not padding:
         return x
     shape = list(x.shape)
-    shape[dim] = missing
+    shape[dim] = padding
     return torch.cat([x, x.new_full(shape, filler)], dim)
 
 
@@ -60,16 +60,16 @@ def whole_length(x: Tensor, axis: Axis | None = None) -> int:
 class Pending:
     """Collective in progress; `wait()` returns its result.
 
-    work: None if there is no communication to wait for. parts: number of shards of `result` that `wait` must still
+    work: None if there is no communication to wait for. num_shards: number of shards of `result` that `wait` must still
     sum; 0 if there is nothing to sum.
     """
 
-    def __init__(self, work: dist.Work | None, result: Tensor, parts: int = 0) -> None:
+    def __init__(self, work: dist.Work | None, result: Tensor, num_shards: int = 0) -> None:
         self._work = work
         self._result = result
-        self._parts = parts
+        self._num_shards = num_shards
 
-    def settle(self) -> None:
+    def block(self) -> None:
         """Wait until the collective has finished."""
         if self._work is not None:
             self._work.wait()
@@ -77,10 +77,10 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Wait and return the result: [s, ...] of an all-gather or all-reduce, [s/t, ...] of a reduce-scatter."""
-        self.settle()
-        if not self._parts:
+        self.block()
+        if not self._num_shards:
             return self._result
-        return self._result.view(self._parts, -1, *self._result.shape[1:]).sum(0)
+        return self._result.view(self._num_shards, -1, *self._result.shape[1:]).sum(0)
 
 
 def start_all_gather(x: Tensor, axis: Axis) -> Pending:
@@ -99,12 +99,12 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
     x = x.contiguous()
     if x.device.type == "cpu":
         # gloo's reduce-scatter is a full all-reduce; an all-to-all of the shards moves half as many bytes.
-        parts = torch.empty_like(x)
-        work = dist.all_to_all_single(parts, x, group=axis.group, async_op=True)
-        return Pending(work, parts, axis.size)
-    mine = x.new_empty(length, *x.shape[1:])
-    work = _reduce_scatter(mine, x, group=axis.group, async_op=True)
-    return Pending(work, mine)
+        shards = torch.empty_like(x)
+        work = dist.all_to_all_single(shards, x, group=axis.group, async_op=True)
+        return Pending(work, shards, axis.size)
+    own_shard = x.new_empty(length, *x.shape[1:])
+    work = _reduce_scatter(own_shard, x, group=axis.group, async_op=True)
+    return Pending(work, own_shard)
 
 
 def local_shard(x: Tensor, dim: int = 0, axis: Axis | None = None) -> Tensor:
@@ -140,27 +140,29 @@ def _reduce_scatter_now(x: Tensor, axis: Axis) -> Tensor:
     return start_reduce_scatter(x, axis).wait()
 
 
-def _keep_own(x: Tensor, axis: Axis) -> Tensor:
+def _local_shard_copy(x: Tensor, axis: Axis) -> Tensor:
     return local_shard(x, 0, axis).contiguous()
 
 
 def gather_from_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """All-gather [s/t, ...] -> [s, ...]; the backward pass reduce-scatters. A no-op without sequence parallelism."""
-    return _apply(x, axis, _all_gather_now, _reduce_scatter_now)
+    return _apply_on_axis(x, axis, _all_gather_now, _reduce_scatter_now)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """Reduce-scatter partial sums [s, ...] -> [s/t, ...]; the backward pass all-gathers."""
-    return _apply(x, axis, _reduce_scatter_now, _all_gather_now)
+    return _apply_on_axis(x, axis, _reduce_scatter_now, _all_gather_now)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """Keep this rank's shard of a replicated tensor: [s, ...] -> [s/t, ...]; the backward pass all-gathers."""
-    return _apply(x, axis, _keep_own, _all_gather_now)
+    return _apply_on_axis(x, axis, _local_shard_copy, _all_gather_now)
 
 
-def _apply(x: Tensor, axis: Axis | None, forward: mappings.AxisFunction, backward: mappings.AxisFunction) -> Tensor:
+def _apply_on_axis(
+    x: Tensor, axis: Axis | None, forward: mappings.AxisFunction, backward: mappings.AxisFunction
+) -> Tensor:
     axis = axis or parallel_context().sequence
     if axis.size == 1:
         return x
-    return mappings.over_ranks(x, axis, forward, backward)
+    return mappings.apply_collective(x, axis, forward, backward)

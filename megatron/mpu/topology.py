@@ -58,27 +58,27 @@ class Topology(ProcessTopology):
 
     def context_lines(self) -> list[list[int]]:
         """Return the context-parallel groups, each a list of ranks."""
-        return self._blocks(self.context)
+        return self._consecutive_groups(self.context)
 
     def expert_lines(self) -> list[list[int]]:
         """Return the expert-parallel groups, each a list of ranks that together hold all experts."""
-        return self._blocks(self.expert)
+        return self._consecutive_groups(self.expert)
 
-    def _blocks(self, size: int) -> list[list[int]]:
-        """Return the data-parallel groups, cut into blocks of `size` ranks."""
-        found = []
-        for line in self.lines("data"):
-            for at in range(0, self.data, size):
-                found.append(line[at : at + size])
-        return found
+    def _consecutive_groups(self, group_size: int) -> list[list[int]]:
+        """Return the data-parallel groups, cut into blocks of `group_size` ranks."""
+        groups = []
+        for ranks in self.lines("data"):
+            for begin in range(0, self.data, group_size):
+                groups.append(ranks[begin : begin + group_size])
+        return groups
 
     def expert_replicas(self) -> list[list[int]]:
         """Return the groups of ranks that hold the same experts."""
-        found = []
-        for line in self.lines("data"):
-            for at in range(self.expert):
-                found.append(line[at :: self.expert])
-        return found
+        groups = []
+        for ranks in self.lines("data"):
+            for expert_rank in range(self.expert):
+                groups.append(ranks[expert_rank :: self.expert])
+        return groups
 
     def world_size(self) -> int:
         """Return the number of ranks in the grid."""
@@ -91,25 +91,25 @@ class Topology(ProcessTopology):
     def get_rank(self, *, pipe: int, data: int, model: int) -> int:
         """Return the rank at these coordinates. Raises ValueError outside the grid."""
         coord = Coord(pipe, data, model)
-        for axis, at in zip(AXES, coord, strict=True):
-            if not 0 <= at < getattr(self, axis):
-                raise ValueError(f"{axis}={at} lies outside the grid {self}")
+        for axis, index in zip(AXES, coord, strict=True):
+            if not 0 <= index < getattr(self, axis):
+                raise ValueError(f"{axis}={index} lies outside the grid {self}")
         return (pipe * self.data + data) * self.model + model
 
     def get_coord(self, rank: int) -> Coord:
         """Return the coordinates of `rank`. Raises ValueError outside the grid."""
         if not 0 <= rank < self.world_size():
             raise ValueError(f"rank {rank} lies outside the grid {self} of {self.world_size()} ranks")
-        rest, model = divmod(rank, self.model)
-        pipe, data = divmod(rest, self.data)
+        pipe_and_data, model = divmod(rank, self.model)
+        pipe, data = divmod(pipe_and_data, self.data)
         return Coord(pipe, data, model)
 
     def lines(self, *varying: str) -> list[list[int]]:
         """Return the groups of ranks that differ only in the `varying` axes; each group is in rank order."""
         fixed = [axis for axis in AXES if axis not in varying]
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size()):
             coord = self.get_coord(rank)
-            place = tuple(getattr(coord, axis) for axis in fixed)
-            found.setdefault(place, []).append(rank)
-        return list(found.values())
+            fixed_coord = tuple(getattr(coord, axis) for axis in fixed)
+            groups.setdefault(fixed_coord, []).append(rank)
+        return list(groups.values())

@@ -9,10 +9,10 @@ Shapes: s sequence, always the first dimension; t model-parallel ranks.
 import torch
 from torch import Tensor
 
-from .._torch import gather_in_graph, scatter_sum_in_graph, sum_in_graph
+from .._torch import all_gather_in_graph, all_reduce_in_graph, reduce_scatter_in_graph
 from . import mappings
-from .current import current
-from .mappings import _Mapped, all_gather, all_reduce, keep, own_part
+from .current import current_mesh
+from .mappings import _CollectivePair, all_gather, all_reduce, identity, local_part
 from .mesh import Axis
 
 
@@ -23,14 +23,14 @@ def is_traced(axis: Axis) -> bool:
 
 def traced_gather(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     """Return the input [s, ...] of a column-parallel matmul: x, all-gathered from shards [s/t, ...] if `sequence`."""
-    forward, backward = (gather_in_graph, scatter_sum_in_graph) if sequence else (keep, sum_in_graph)
-    return _Mapped.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
+    forward, backward = (all_gather_in_graph, reduce_scatter_in_graph) if sequence else (identity, all_reduce_in_graph)
+    return _CollectivePair.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def traced_reduce(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     """All-reduce the results [s, ...] of a row-parallel matmul, or if `sequence` reduce-scatter them to [s/t, ...]."""
-    forward, backward = (scatter_sum_in_graph, gather_in_graph) if sequence else (sum_in_graph, keep)
-    return _Mapped.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
+    forward, backward = (reduce_scatter_in_graph, all_gather_in_graph) if sequence else (all_reduce_in_graph, identity)
+    return _CollectivePair.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
@@ -38,13 +38,13 @@ def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = Non
 
     Use it where each rank computes something different from the gathered tensor.
     """
-    axis = axis or current().model
+    axis = axis or current_mesh().model
     if is_traced(axis):
         parts = traced_gather(x.unsqueeze(0), axis, sequence=True)  # [t, ..., n/t]
         return parts.movedim(0, -2).flatten(-2)
-    return x if axis.size == 1 else mappings.over_ranks(x, axis, all_gather, _own_part_of_sum)
+    return x if axis.size == 1 else mappings.apply_collective(x, axis, all_gather, _sum_and_split)
 
 
-def _own_part_of_sum(x: Tensor, axis: Axis) -> Tensor:
+def _sum_and_split(x: Tensor, axis: Axis) -> Tensor:
     """Sum x [..., n] over the ranks and keep this rank's part, [..., n/t]."""
-    return own_part(all_reduce(x, axis), axis)
+    return local_part(all_reduce(x, axis), axis)

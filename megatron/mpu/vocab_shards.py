@@ -9,62 +9,63 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import assert_later
+from .._torch import assert_on_device
 from .mesh import Axis
 
 
-def total(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def reduce_in_place(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
     """All-reduce x [...] in place over the ranks of `axis`."""
     if axis.size > 1:
         dist.all_reduce(x, op=op, group=axis.group)
     return x
 
 
-SAMPLED = 32  # number of logits that ranks compare to recognise gathered logits
+NUM_SAMPLED = 32  # number of logits that ranks compare to recognise gathered logits
 
 
-def _sample(logits: Tensor) -> Tensor:
-    """Return SAMPLED logits at places spread over logits [n, v/t]."""
-    at = [torch.linspace(0, length - 1, SAMPLED, device=logits.device).long() for length in logits.shape]
-    return logits[at[0], at[1]]
+def _sample_logits(logits: Tensor) -> Tensor:
+    """Return NUM_SAMPLED logits at places spread over logits [n, v/t]."""
+    indices = [torch.linspace(0, length - 1, NUM_SAMPLED, device=logits.device).long() for length in logits.shape]
+    return logits[indices[0], indices[1]]
 
 
-def largest(own: Tensor, logits: Tensor, axis: Axis) -> Tensor:
-    """Return each token's largest logit over all ranks, [...], from the largest `own` [...] of this rank's logits.
+def max_over_ranks(own_max: Tensor, logits: Tensor, axis: Axis) -> Tensor:
+    """Return each token's largest logit over all ranks, [...], from the largest `own_max` [...] of this rank's logits.
 
     logits: [n, v/t] of this rank, padding included. Raises ValueError if all ranks hold the same logits: each then
     holds the whole vocabulary. On an accelerator the check is asynchronous, and the device reports the error.
     """
     if axis.size == 1 or not logits.numel():
-        return total(own.clone(), axis, dist.ReduceOp.MAX)
-    sample = _sample(logits).to(own.dtype)
+        return reduce_in_place(own_max.clone(), axis, dist.ReduceOp.MAX)
+    sample = _sample_logits(logits).to(own_max.dtype)
     # One all-reduce returns the maxima of the tokens, and the maximum and minimum of each sampled logit.
-    parts = [own.numel(), SAMPLED, SAMPLED]
-    maxima = total(torch.cat([own.flatten(), sample, -sample]), axis, dist.ReduceOp.MAX)
-    of_tokens, high, low = torch.split(maxima, parts)
-    gathered = (high == -low).all() & (high.amax() > high.amin())  # shards of zeros are equal, too
-    _refuse_gathered(gathered, logits.shape[-1], axis)
-    return of_tokens.view_as(own)
+    sizes = [own_max.numel(), NUM_SAMPLED, NUM_SAMPLED]
+    maxima = reduce_in_place(torch.cat([own_max.flatten(), sample, -sample]), axis, dist.ReduceOp.MAX)
+    token_max, sample_max, minus_sample_min = torch.split(maxima, sizes)
+    # All ranks have equal samples. Shards that hold only zeros are equal, too, but were not gathered.
+    is_gathered = (sample_max == -minus_sample_min).all() & (sample_max.amax() > sample_max.amin())
+    _check_not_gathered(is_gathered, logits.shape[-1], axis)
+    return token_max.view_as(own_max)
 
 
-def _refuse_gathered(gathered: Tensor, width: int, axis: Axis) -> None:
+def _check_not_gathered(is_gathered: Tensor, width: int, axis: Axis) -> None:
     problem = (
         f"all {axis.size} model-parallel ranks have the same {width} logits for each token, but the loss needs each "
         "rank's shard of the vocabulary: do not gather the logits (parallel_output=True, gather_output=False)"
     )
     try:
-        assert_later(~gathered, problem)
+        assert_on_device(~is_gathered, problem)
     except RuntimeError:
-        if not gathered.is_cpu:
+        if not is_gathered.is_cpu:
             raise
         raise ValueError(problem) from None
 
 
-def refuse_other_tokens(logits: Tensor, target: Tensor) -> None:
+def check_same_tokens(logits: Tensor, target: Tensor) -> None:
     """Raise ValueError unless logits [..., v/t] and target [...] have the same tokens in the same order."""
-    tokens = logits.shape[:-1]
-    flattened = tokens.numel() == target.numel() and 1 in (len(tokens), target.dim())
-    if tokens != target.shape and not flattened:
+    token_shape = logits.shape[:-1]
+    only_flattened = token_shape.numel() == target.numel() and 1 in (len(token_shape), target.dim())
+    if token_shape != target.shape and not only_flattened:
         raise ValueError(
             f"logits of shape {list(logits.shape)} do not match targets of shape {list(target.shape)}: give one target "
             "for each token, in the order of the logits; [s, b] targets are labels.t()"
@@ -73,11 +74,11 @@ def refuse_other_tokens(logits: Tensor, target: Tensor) -> None:
 
 def padded_vocab_size(vocab_size: int, multiple: int, ranks: int) -> int:
     """Return the number of embedding rows: `vocab_size` rounded up to a multiple of `multiple * ranks`."""
-    step = multiple * ranks
-    return -(-vocab_size // step) * step
+    unit = multiple * ranks
+    return -(-vocab_size // unit) * unit
 
 
-def refuse_strange_ids(ids: Tensor, vocab_size: int) -> None:
+def check_token_ids(ids: Tensor, vocab_size: int) -> None:
     """Raise IndexError for ids [...] outside the vocabulary, for which a sharded lookup would silently return zeros.
 
     On an accelerator the check is asynchronous, and the device reports the error.
@@ -86,13 +87,13 @@ def refuse_strange_ids(ids: Tensor, vocab_size: int) -> None:
         return
     if type(ids) is not Tensor or ids.is_meta or not ids.numel():
         return
-    words = f"is outside of the vocabulary of {vocab_size}"
+    problem = f"is outside of the vocabulary of {vocab_size}"
     try:
-        assert_later((ids >= 0) & (ids < vocab_size), f"a token id {words}")
+        assert_on_device((ids >= 0) & (ids < vocab_size), f"a token id {problem}")
     except RuntimeError:
         if ids.device.type != "cpu":
             raise
-        strange = int(ids.min())
-        if strange >= 0:
-            strange = int(ids.max())
-        raise IndexError(f"the token id {strange} {words}") from None
+        bad_id = int(ids.min())
+        if bad_id >= 0:
+            bad_id = int(ids.max())
+        raise IndexError(f"the token id {bad_id} {problem}") from None

@@ -20,8 +20,8 @@ def sums_in_input_dtype(x: Tensor) -> bool:
 
     Compiled code accumulates in fp32.
     """
-    narrow = x.is_floating_point() and torch.finfo(x.dtype).bits < 32
-    return narrow and x.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_narrow = x.is_floating_point() and torch.finfo(x.dtype).bits < 32
+    return is_narrow and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
@@ -44,13 +44,13 @@ class _Embedding(torch.autograd.Function):
             return None, None
         (ids,) = ctx.saved_tensors
         # Only rows that occur get a sum in fp32. A sum for each row of a large vocabulary would take more memory.
-        found, place = ids.unique(return_inverse=True)
+        used_rows, sum_index = ids.unique(return_inverse=True)
         width = grad.shape[-1]
-        sums = grad.new_zeros(len(found), width, dtype=torch.float32)
-        sums.index_add_(0, place.flatten(), grad.reshape(-1, width).float())
-        of_table = grad.new_zeros(ctx.rows, width)
-        of_table[found] = sums.to(grad.dtype)
-        return None, of_table
+        sums = grad.new_zeros(len(used_rows), width, dtype=torch.float32)
+        sums.index_add_(0, sum_index.flatten(), grad.reshape(-1, width).float())
+        table_grad = grad.new_zeros(ctx.rows, width)
+        table_grad[used_rows] = sums.to(grad.dtype)
+        return None, table_grad
 
 
 def layer_norm(x: Tensor, shape: tuple[int, ...], weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -69,20 +69,20 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         wide_bias = None if bias is None else bias.float()
-        found, mean, factor = torch.native_layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps)
-        ctx.save_for_backward(x, weight, bias, mean, factor)
-        return found.to(x.dtype)
+        output, mean, inverse_std = torch.native_layer_norm(x.float(), weight.shape, weight.float(), wide_bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, inverse_std)
+        return output.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight, bias, mean, factor = ctx.saved_tensors
+        x, weight, bias, mean, inverse_std = ctx.saved_tensors
         wide_bias = None if bias is None else bias.float()
         needed = [needs_grad(ctx, i) for i in range(3)]
-        of_x, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(
-            grad.float(), x.float(), weight.shape, mean, factor, weight.float(), wide_bias, needed
+        input_grad, weight_grad, bias_grad = torch.ops.aten.native_layer_norm_backward(
+            grad.float(), x.float(), weight.shape, mean, inverse_std, weight.float(), wide_bias, needed
         )
-        return _cast(of_x, x), _cast(of_weight, weight), _cast(of_bias, bias), None
+        return _cast_like(input_grad, x), _cast_like(weight_grad, weight), _cast_like(bias_grad, bias), None
 
 
-def _cast(gradient: Tensor | None, like: Tensor) -> Tensor | None:
+def _cast_like(gradient: Tensor | None, like: Tensor) -> Tensor | None:
     return None if gradient is None else gradient.to(like.dtype)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 from megatron.config import Config
-from megatron.config.optim import share_of
+from megatron.config.optim import floor_share
 
 
 def lr_at(iteration: int, config: Config, samples: tuple[int, int] | None = None) -> float:
@@ -19,30 +19,30 @@ def lr_at(iteration: int, config: Config, samples: tuple[int, int] | None = None
     """
     o = config.optim
     total = decay_end(config)
-    done = iteration + 1
-    following = iteration + 2
+    completed = iteration + 1
+    next_completed = iteration + 2
     if config.lr_decay_samples is not None:
         if samples is None:
             raise ValueError("the learning rate follows samples: give lr_at the samples of the step")
-        done, following = samples
-    warmup = share_of(o.warmup, total)
-    if done <= warmup:
-        return o.lr * done / warmup
+        completed, next_completed = samples
+    warmup = floor_share(o.warmup, total)
+    if completed <= warmup:
+        return o.lr * completed / warmup
     if o.lr_decay_style == "constant":
         return o.lr
-    if following > total:
-        done = total  # the next step would end after the decay, so the decay ends with this step
-    begin = warmup
+    if next_completed > total:
+        completed = total  # the next step would end after the decay, so the decay ends with this step
+    decay_begin = warmup
     style = o.lr_decay_style
     if style == "wsd":
-        begin = max(total - length_at_end(config), warmup)
+        decay_begin = max(total - wsd_decay_length(config), warmup)
         style = o.lr_wsd_decay_style
-    done_share = min(max(done - begin, 0) / max(total - begin, 1), 1.0)
-    return o.min_lr + (o.lr - o.min_lr) * LEFT[style](done_share)
+    done_fraction = min(max(completed - decay_begin, 0) / max(total - decay_begin, 1), 1.0)
+    return o.min_lr + (o.lr - o.min_lr) * REMAINING[style](done_fraction)
 
 
 # Shape of the decay -> function from the completed fraction of the decay to the remaining fraction of lr - min_lr.
-LEFT: dict[str, Callable[[float], float]] = {
+REMAINING: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
     "minus-sqrt": lambda done: 1 - math.sqrt(done),
@@ -55,8 +55,8 @@ def decay_end(config: Config) -> int:
     return config.lr_decay_iters if config.lr_decay_samples is None else config.lr_decay_samples
 
 
-def length_at_end(config: Config) -> int:
+def wsd_decay_length(config: Config) -> int:
     """Return the length of the decay at the end of --lr-decay-style wsd, in the unit of `decay_end`."""
     o = config.optim
-    given = o.lr_wsd_decay_iters if config.lr_decay_samples is None else o.lr_wsd_decay_samples
-    return given or max(decay_end(config) // 10, 1)
+    chosen = o.lr_wsd_decay_iters if config.lr_decay_samples is None else o.lr_wsd_decay_samples
+    return chosen or max(decay_end(config) // 10, 1)

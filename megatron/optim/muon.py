@@ -17,38 +17,38 @@ from torch import Tensor, nn
 from megatron.config import OptimConfig
 from megatron.config.mup import muon_divisor, muon_ratio
 from megatron.mpu import Options, ParamSpec, get_mesh, get_options, spec_of
-from megatron.mpu.linear import matmul, products_of
+from megatron.mpu.linear import choose_kernels, matmul
 
-from .whole_matrices import by_whole_matrices, work_of
+from .whole_matrices import apply_to_whole_matrices, matrix_work
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # coefficients of torch.optim.Muon's quintic iteration
 EPS = 1e-7
 MOMENTUM, ADAM = ("momentum_buffer",), ("exp_avg", "exp_avg_sq")  # names of the moments of the two kinds of weights
-BATCH = 1 << 24  # elements on this rank that are orthogonalised together; this bounds the memory of a step
-PLAIN = Options()
+BATCH_ELEMENTS = 1 << 24  # elements on this rank that are orthogonalised together; this bounds the memory of a step
+DEFAULT_OPTIONS = Options()
 
 Groups = list[dict[str, Any]]
 
 
-def orthogonalise(matrix: Tensor, steps: int, options: Options = PLAIN) -> Tensor:
+def orthogonalise(matrix: Tensor, steps: int, options: Options = DEFAULT_OPTIONS) -> Tensor:
     """Return U V^T approximately, where U S V^T is the singular value decomposition of `matrix` [o, i], in its dtype.
 
     This is a Newton-Schulz iteration. It moves all singular values to about 1, roughly between 0.7 and 1.2.
     options: decide whether oneDNN multiplies fp32 matrices on a CPU.
     """
     a, b, c = COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=EPS)  # now all singular values are at most 1
-    second = products_of(x, x, options).output
+    second_kernel = choose_kernels(x, x, options).output
     for _ in range(steps):
-        gram = matmul(x, x, None, second)
-        if second:
-            polynomial = matmul(gram, gram, None, second).mul_(c).add_(gram, alpha=b)
-            x = matmul(polynomial, x.T, None, second).add_(x, alpha=a)
+        gram = matmul(x, x, None, second_kernel)
+        if second_kernel:
+            polynomial = matmul(gram, gram, None, second_kernel).mul_(c).add_(gram, alpha=b)
+            x = matmul(polynomial, x.T, None, second_kernel).add_(x, alpha=a)
         else:
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
+    return x.T if is_tall else x
 
 
 class _Piece(NamedTuple):
@@ -89,19 +89,19 @@ class Muon(torch.optim.Optimizer):
                     f"--optimizer muon steps matrices, but a weight with use_muon has the shape {tuple(p.shape)}: "
                     "remove its attribute use_muon"
                 )
-        ours = Groups()
-        others = Groups()
+        muon_groups = Groups()
+        adamw_groups = Groups()
         for group in groups:
-            mine = [p for p in group["params"] if p in self._matrices]
-            rest = [p for p in group["params"] if p not in self._matrices]
+            muon_params = [p for p in group["params"] if p in self._matrices]
+            adamw_params = [p for p in group["params"] if p not in self._matrices]
             factor = group.get("lr_factor", 1.0) * config.muon_lr_factor
-            if mine:
-                more = {"use_muon": True, "lr": config.lr, "lr_factor": factor}
-                ours.append({"weight_decay": 0.0, **group, **more, "params": mine})
-            if rest:
-                others.append({**group, "params": rest, "use_muon": False})
-        self.adamw = adamw(others) if others else None
-        super().__init__([*ours, *others], {})
+            if muon_params:
+                muon_settings = {"use_muon": True, "lr": config.lr, "lr_factor": factor}
+                muon_groups.append({"weight_decay": 0.0, **group, **muon_settings, "params": muon_params})
+            if adamw_params:
+                adamw_groups.append({**group, "params": adamw_params, "use_muon": False})
+        self.adamw = adamw(adamw_groups) if adamw_groups else None
+        super().__init__([*muon_groups, *adamw_groups], {})
 
     def moments_of(self, tensor: Tensor) -> tuple[str, ...]:
         """Return the names of the moments of `tensor`, a weight or a flat share of weights [any shape]."""
@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
 
     def whole_work(self, parameter: nn.Parameter) -> int | None:
         """Return the work of a matrix that one replica must step as a whole; None for weights of AdamW."""
-        return work_of(spec_of(parameter)) if parameter in self._matrices else None
+        return matrix_work(spec_of(parameter)) if parameter in self._matrices else None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -121,12 +121,12 @@ class Muon(torch.optim.Optimizer):
             self.adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
             self.adamw.state = self.state
             self.adamw.step()
-        ranks = get_mesh().model.size
+        model_ranks = get_mesh().model.size
         for group in self.param_groups:
             if not group["use_muon"]:
                 continue
-            every = chain.from_iterable(map(self._pieces_of, group["params"]))
-            for pieces in _in_batches(every, ranks):
+            pieces_of_group = chain.from_iterable(map(self._pieces_of, group["params"]))
+            for pieces in _in_batches(pieces_of_group, model_ranks):
                 self._step_together(pieces, group["lr"], group["weight_decay"])
 
     def _pieces_of(self, p: nn.Parameter) -> Iterator[_Piece]:
@@ -143,59 +143,59 @@ class Muon(torch.optim.Optimizer):
         for weight, begin in p.pieces:
             spec = spec_of(weight)
             end = begin + math.prod(spec.local_shape)
-            yield _Piece(spec, *(t[begin:end].view(spec.local_shape) for t in tensors))
+            yield _Piece(spec, *(tensor[begin:end].view(spec.local_shape) for tensor in tensors))
 
     def _step_together(self, pieces: list[_Piece], lr: float, weight_decay: float) -> None:
-        c = self._config
+        config = self._config
         updates = list[Tensor]()
         for _, _, grad, momentum in pieces:
-            momentum.lerp_(grad, 1 - c.muon_momentum)
-            update = grad.lerp(momentum, c.muon_momentum) if c.muon_nesterov else momentum
+            momentum.lerp_(grad, 1 - config.muon_momentum)
+            update = grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
             updates.append(update if self._dtype is None else update.to(self._dtype))
         specs = [piece.spec for piece in pieces]
-        function = partial(orthogonalise, steps=c.muon_ns_steps, options=self._options)
-        found = by_whole_matrices(function, updates, specs, get_mesh().model)
-        for (spec, weight, *_), update in zip(pieces, found, strict=True):
+        orthogonalise_matrix = partial(orthogonalise, steps=config.muon_ns_steps, options=self._options)
+        orthogonal_updates = apply_to_whole_matrices(orthogonalise_matrix, updates, specs, get_mesh().model)
+        for (spec, weight, *_), update in zip(pieces, orthogonal_updates, strict=True):
             weight.mul_(1 - lr * weight_decay)
-            ratios = _ratios(spec, c.muon_adjust_lr_fn)
+            ratios = _lr_ratios(spec, config.muon_adjust_lr_fn)
             if isinstance(ratios, float):
                 weight.add_(update, alpha=-lr * ratios)
             else:
                 weight.sub_(ratios.to(weight).mul_(lr) * update)
 
 
-def _in_batches(pieces: Iterator[_Piece], ranks: int) -> Iterator[list[_Piece]]:
+def _in_batches(pieces: Iterator[_Piece], model_ranks: int) -> Iterator[list[_Piece]]:
     """Yield lists of pieces of about BATCH elements, with enough pieces to balance work over tensor-parallel ranks."""
     batch = list[_Piece]()
-    size = 0
+    num_elements = 0
     for piece in pieces:
         batch.append(piece)
-        size += piece.weight.numel()
-        if size >= BATCH and (ranks == 1 or len(batch) >= 2 * ranks):
+        num_elements += piece.weight.numel()
+        if num_elements >= BATCH_ELEMENTS and (model_ranks == 1 or len(batch) >= 2 * model_ranks):
             yield batch
             batch = []
-            size = 0
+            num_elements = 0
     if batch:
         yield batch
 
 
-def _ratios(spec: ParamSpec, adjust_lr_fn: str) -> float | Tensor:
+def _lr_ratios(spec: ParamSpec, adjust_lr_fn: str) -> float | Tensor:
     """Return the factor on the learning rate, as a tensor [rows, 1] if the fused matrices have different factors.
 
     muP's factor of the first of the fused matrices is in the learning rate of the weight already.
     """
     shapes = spec.matrices
-    each = [muon_ratio(shape, adjust_lr_fn) for shape in shapes]
+    ratios = [muon_ratio(shape, adjust_lr_fn) for shape in shapes]
     if spec.fused is None:
-        return each[0]
-    parts, width, growth = spec.fused
+        return ratios[0]
+    block_counts, block_rows, growth = spec.fused
     if len(set(growth)) > 1:
-        divisors = [muon_divisor(*of, adjust_lr_fn) for of in zip(growth, shapes, strict=True)]
-        each = [ratio * divisors[0] / divisor for ratio, divisor in zip(each, divisors, strict=True)]
-    if len(set(each)) == 1:
-        return each[0]
-    pattern = torch.tensor(each, dtype=torch.float64).repeat_interleave(torch.tensor(parts) * width)
+        divisors = [muon_divisor(factors, shape, adjust_lr_fn) for factors, shape in zip(growth, shapes, strict=True)]
+        ratios = [ratio * divisors[0] / divisor for ratio, divisor in zip(ratios, divisors, strict=True)]
+    if len(set(ratios)) == 1:
+        return ratios[0]
+    pattern = torch.tensor(ratios, dtype=torch.float64).repeat_interleave(torch.tensor(block_counts) * block_rows)
     rows = spec.full_shape[0]
-    groups = rows // len(pattern)
+    repeats = rows // len(pattern)
     _, begin, end = spec.rows if spec.dim == 0 else (0, 0, rows)
-    return pattern.repeat(groups)[begin:end].unsqueeze(1)
+    return pattern.repeat(repeats)[begin:end].unsqueeze(1)

@@ -16,11 +16,11 @@ from megatron.mpu import spec_of
 class GroupKey(NamedTuple):
     """Settings that the weights of a parameter group have in common. An optimizer's groups are sorted by them.
 
-    spared: True for the weights to which --weight-decay does not apply: vectors and chosen matrices.
+    no_decay: True for the weights to which --weight-decay does not apply: vectors and chosen matrices.
     lag: by how many steps their step count is lower than that of the other groups, because they were frozen.
     """
 
-    spared: bool
+    no_decay: bool
     lr_factor: float
     weight_decay: float
     lag: int = 0
@@ -29,7 +29,7 @@ class GroupKey(NamedTuple):
 def group_keys(
     module: nn.Module,
     config: OptimConfig,
-    spared: Collection[nn.Parameter] = (),
+    undecayed_matrices: Collection[nn.Parameter] = (),
     rules: Mapping[nn.Parameter, ParamRule] | None = None,
     factors: Mapping[nn.Parameter, float] | None = None,
     lags: Mapping[nn.Parameter, int] | None = None,
@@ -37,29 +37,29 @@ def group_keys(
     """Return the parameter group of each trained weight of `module`.
 
     Matrices get --weight-decay. One-dimensional weights, which are biases and the weights of norms, get none.
-    spared: matrices that also get no weight decay. rules: settings of --param-groups for single weights.
+    undecayed_matrices: matrices that also get no weight decay. rules: settings of --param-groups for single weights.
     factors: muP's factors of the learning rate. They divide the weight decay, so that the product stays unchanged, as
     weights shrink by the learning rate times the weight decay in each step. lags: see `GroupKey`; 0 by default.
     """
-    spared = set(spared)
+    undecayed_matrices = set(undecayed_matrices)
     rules = rules or {}
     factors = factors or {}
     lags = lags or {}
-    found = {}
+    keys = {}
     for p in module.parameters():
         if not p.requires_grad:
             continue
-        is_spared = not _is_matrix(p) or p in spared
-        decay = 0.0 if is_spared else config.weight_decay
+        no_decay = not _is_matrix(p) or p in undecayed_matrices
+        decay = 0.0 if no_decay else config.weight_decay
         lr_factor = 1.0
         rule = rules.get(p, ParamRule("*"))
         if rule.weight_decay is not None:
             decay = rule.weight_decay
         if rule.lr_factor is not None:
             lr_factor = rule.lr_factor
-        factor = factors.get(p, 1.0)
-        found[p] = GroupKey(is_spared, lr_factor * factor, decay / factor, lags.get(p, 0))
-    return found
+        mup_factor = factors.get(p, 1.0)
+        keys[p] = GroupKey(no_decay, lr_factor * mup_factor, decay / mup_factor, lags.get(p, 0))
+    return keys
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:

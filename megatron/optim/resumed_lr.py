@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.optim import share_of
+from megatron.config.optim import floor_share
 
-from .lr import decay_end, length_at_end
+from .lr import decay_end, wsd_decay_length
 
 
 def _schedule(config: Config) -> dict[str, Any]:
@@ -17,12 +17,12 @@ def _schedule(config: Config) -> dict[str, Any]:
     if config.lr_decay_samples is not None:
         unit = "samples"
         unused = "iters"
-    found = {"lr": o.lr, "min_lr": o.min_lr, "lr_decay_style": o.lr_decay_style, "warmup": o.warmup}
-    found |= {f"lr_decay_{unit}": decay_end(config), f"lr_decay_{unused}": None}
+    schedule = {"lr": o.lr, "min_lr": o.min_lr, "lr_decay_style": o.lr_decay_style, "warmup": o.warmup}
+    schedule |= {f"lr_decay_{unit}": decay_end(config), f"lr_decay_{unused}": None}
     if o.lr_decay_style == "wsd":
-        found["lr_wsd_decay_style"] = o.lr_wsd_decay_style
-        found |= {f"lr_wsd_decay_{unit}": length_at_end(config), f"lr_wsd_decay_{unused}": None}
-    return found
+        schedule["lr_wsd_decay_style"] = o.lr_wsd_decay_style
+        schedule |= {f"lr_wsd_decay_{unit}": wsd_decay_length(config), f"lr_wsd_decay_{unused}": None}
+    return schedule
 
 
 def describe(config: Config, digits: int = 6) -> str:
@@ -32,37 +32,38 @@ def describe(config: Config, digits: int = 6) -> str:
     """
     o = config.optim
     total = decay_end(config)
-    one = "iteration" if config.lr_decay_samples is None else "sample"
-    rise = f"up to {o.lr:.{digits}g} over {share_of(o.warmup, total)} {one}s"
-    end = f"to {o.min_lr:.{digits}g} at {one} {total}"
+    unit_name = "iteration" if config.lr_decay_samples is None else "sample"
+    warmup_text = f"up to {o.lr:.{digits}g} over {floor_share(o.warmup, total)} {unit_name}s"
+    end_text = f"to {o.min_lr:.{digits}g} at {unit_name} {total}"
     if o.lr_decay_style == "constant":
-        return f"{rise}, then constant"
+        return f"{warmup_text}, then constant"
     if o.lr_decay_style == "wsd":
-        stable = f"constant until {one} {total - length_at_end(config)}"
-        return f"{rise}, {stable}, {o.lr_wsd_decay_style} {end}"
-    return f"{rise}, {o.lr_decay_style} {end}"
+        stable_text = f"constant until {unit_name} {total - wsd_decay_length(config)}"
+        return f"{warmup_text}, {stable_text}, {o.lr_wsd_decay_style} {end_text}"
+    return f"{warmup_text}, {o.lr_decay_style} {end_text}"
 
 
-def settled(config: Config, saved: Config) -> tuple[Config, str | None]:
+def resolve_lr_schedule(config: Config, saved: Config) -> tuple[Config, str | None]:
     """Return the settings of a resumed run, and a message if the checkpoint's learning-rate schedule differs from them.
 
     Without --override-lr-schedule, the run keeps the checkpoint's schedule even if --train-iters changes, so that the
     learning rate does not jump in the middle of a run.
     config: settings from the command line. saved: settings from the checkpoint.
     """
-    of_checkpoint = _schedule(saved)
-    if of_checkpoint == _schedule(config) or describe(saved, 17) == describe(config, 17):
+    saved_settings = _schedule(saved)
+    if saved_settings == _schedule(config) or describe(saved, 17) == describe(config, 17):
         return config, None
-    there = describe(saved)
-    here = describe(config)
-    if there == here:
-        there = describe(saved, 17)
-        here = describe(config, 17)
+    saved_text = describe(saved)
+    flag_text = describe(config)
+    if saved_text == flag_text:
+        saved_text = describe(saved, 17)
+        flag_text = describe(config, 17)
     if config.optim.override_lr_schedule:
-        return config, f"the learning rate follows the flags ({here}), no longer the checkpoint's schedule ({there})"
-    kept = replace(config, optim=replace(config.optim, **of_checkpoint))
+        note = f"the learning rate follows the flags ({flag_text}), no longer the checkpoint's schedule ({saved_text})"
+        return config, note
+    kept_config = replace(config, optim=replace(config.optim, **saved_settings))
     note = (
-        f"the learning rate follows the checkpoint's schedule ({there}); "
-        f"pass --override-lr-schedule to follow the flags ({here})"
+        f"the learning rate follows the checkpoint's schedule ({saved_text}); "
+        f"pass --override-lr-schedule to follow the flags ({flag_text})"
     )
-    return kept, note
+    return kept_config, note

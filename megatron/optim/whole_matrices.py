@@ -12,26 +12,26 @@ from torch import Tensor
 
 from megatron.mpu import Axis, ParamSpec
 
-Function = Callable[[Tensor], Tensor]  # a matrix [o, i] -> a matrix of the same shape
+MatrixFunction = Callable[[Tensor], Tensor]  # a matrix [o, i] -> a matrix of the same shape
 
 
-def work_of(spec: ParamSpec) -> int:
+def matrix_work(spec: ParamSpec) -> int:
     """Return the relative work of orthogonalising a parameter: the multiply-adds of all its matrices' Gram matrices."""
     return sum(rows * columns * min(rows, columns) for rows, columns in spec.matrices)
 
 
-def by_matrix(function: Function, whole: Tensor, spec: ParamSpec) -> Tensor:
+def apply_per_matrix(function: MatrixFunction, whole: Tensor, spec: ParamSpec) -> Tensor:
     """Apply `function` to each matrix of a whole parameter [o, i]; return the results in the order of its rows."""
     if spec.fused is None:
         return function(whole)
-    found = torch.empty_like(whole, memory_format=torch.contiguous_format)
-    for matrix, result in zip(spec.fused.split(whole.contiguous()), spec.fused.split(found), strict=True):
+    results = torch.empty_like(whole, memory_format=torch.contiguous_format)
+    for matrix, result in zip(spec.fused.split(whole.contiguous()), spec.fused.split(results), strict=True):
         result.copy_(function(matrix.reshape(-1, whole.shape[1])).view(result.shape))
-    return found
+    return results
 
 
-def by_whole_matrices(
-    function: Function, shards: Sequence[Tensor], specs: Sequence[ParamSpec], axis: Axis
+def apply_to_whole_matrices(
+    function: MatrixFunction, shards: Sequence[Tensor], specs: Sequence[ParamSpec], axis: Axis
 ) -> list[Tensor]:
     """Apply `function` to the whole matrices of parameters; return this rank's shards of the results.
 
@@ -39,53 +39,53 @@ def by_whole_matrices(
     ranks; all of them must call this together. Each sharded parameter is computed by one of these ranks, which
     receives its shards and sends back those of the result. The ranks get about equal work.
     """
-    found = list(shards)
-    split = []
-    for at, spec in enumerate(specs):
+    results = list(shards)
+    split_params = []
+    for i, spec in enumerate(specs):
         if spec.split:
-            split.append(at)
+            split_params.append(i)
         else:
-            found[at] = by_matrix(function, shards[at], spec)
-    if not split:
-        return found
+            results[i] = apply_per_matrix(function, shards[i], spec)
+    if not split_params:
+        return results
     from tds.flat_matrices import balance  # imports DeepSpeed, which a single process does not need
 
-    works = [work_of(specs[at]) for at in split]
-    orders = []  # for each rank, the parameters that it computes
+    costs = [matrix_work(specs[i]) for i in split_params]
+    params_by_rank = []  # for each rank, the parameters that it computes
     outgoing = []
-    for own in balance(works, axis.size):
-        order = [split[index] for index in own]
-        orders.append(order)
-        outgoing.append([shards[at] for at in order])
+    for rank_items in balance(costs, axis.size):
+        rank_params = [split_params[position] for position in rank_items]
+        params_by_rank.append(rank_params)
+        outgoing.append([shards[i] for i in rank_params])
     received = _exchange(outgoing, [outgoing[axis.rank]] * axis.size, axis)
-    results: list[list[Tensor]] = [[] for _ in range(axis.size)]
-    for at, *parts in zip(orders[axis.rank], *received, strict=True):
-        dim = specs[at].dim or 0
-        whole = by_matrix(function, torch.cat(parts, dim), specs[at])
-        for to, shard in zip(results, whole.chunk(axis.size, dim), strict=True):
-            to.append(shard)
-    for order, back in zip(orders, _exchange(results, outgoing, axis), strict=True):
-        for at, shard in zip(order, back, strict=True):
-            found[at] = shard
-    return found
+    outgoing_results: list[list[Tensor]] = [[] for _ in range(axis.size)]
+    for i, *parts in zip(params_by_rank[axis.rank], *received, strict=True):
+        dim = specs[i].dim or 0
+        whole = apply_per_matrix(function, torch.cat(parts, dim), specs[i])
+        for rank_results, shard in zip(outgoing_results, whole.chunk(axis.size, dim), strict=True):
+            rank_results.append(shard)
+    for rank_params, shards_back in zip(params_by_rank, _exchange(outgoing_results, outgoing, axis), strict=True):
+        for i, shard in zip(rank_params, shards_back, strict=True):
+            results[i] = shard
+    return results
 
 
 def _exchange(
-    outgoing: Sequence[Sequence[Tensor]], alike: Sequence[Sequence[Tensor]], axis: Axis
+    outgoing: Sequence[Sequence[Tensor]], templates: Sequence[Sequence[Tensor]], axis: Axis
 ) -> list[tuple[Tensor, ...]]:
     """Send the tensors outgoing[r] [any shapes] to rank r; return the tensors from each rank.
 
-    alike: for each rank, tensors with the shapes of those that it sends to this rank.
+    templates: for each rank, tensors with the shapes of those that it sends to this rank.
     """
-    every = list(chain.from_iterable(outgoing))
-    some = next(chain(every, *alike))
-    sent = torch.cat([some.new_empty(0), *(tensor.reshape(-1) for tensor in every)])
-    out = [sum(map(Tensor.numel, each)) for each in outgoing]
-    into = [sum(map(Tensor.numel, each)) for each in alike]
-    received = sent.new_empty(sum(into))
-    dist.all_to_all_single(received, sent, into, out, group=axis.group)
-    found = []
-    for chunk, each in zip(torch.split(received, into), alike, strict=True):
-        parts = torch.split(chunk, list(map(Tensor.numel, each)))
-        found.append(tuple(part.view(like.shape) for part, like in zip(parts, each, strict=True)))
-    return found
+    flat_outgoing = list(chain.from_iterable(outgoing))
+    any_tensor = next(chain(flat_outgoing, *templates))  # for its dtype and device: this rank may send nothing
+    send_buffer = torch.cat([any_tensor.new_empty(0), *(tensor.reshape(-1) for tensor in flat_outgoing)])
+    send_sizes = [sum(map(Tensor.numel, rank_templates)) for rank_templates in outgoing]
+    receive_sizes = [sum(map(Tensor.numel, rank_templates)) for rank_templates in templates]
+    receive_buffer = send_buffer.new_empty(sum(receive_sizes))
+    dist.all_to_all_single(receive_buffer, send_buffer, receive_sizes, send_sizes, group=axis.group)
+    received = []
+    for chunk, rank_templates in zip(torch.split(receive_buffer, receive_sizes), templates, strict=True):
+        parts = torch.split(chunk, list(map(Tensor.numel, rank_templates)))
+        received.append(tuple(part.view(template.shape) for part, template in zip(parts, rank_templates, strict=True)))
+    return received

@@ -14,21 +14,21 @@ def may_have_accelerator() -> bool:
     """Return whether torch was built for accelerators (CUDA, ROCm, XPU) or a package adds a backend (NPU)."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
-        return True  # torch is missing or broken; its import in `count` will raise an error that says so
-    build = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    return any(build.get(kind) for kind in ("cuda", "hip", "xpu")) or bool(entry_points(group="torch.backends"))
+        return True  # torch is missing or broken; its import in `count_accelerators` will raise an error that says so
+    build_info = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return any(build_info.get(kind) for kind in ("cuda", "hip", "xpu")) or bool(entry_points(group="torch.backends"))
 
 
-def count() -> int:
+def count_accelerators() -> int:
     """Return the number of accelerators that torch can use on this machine."""
     if not may_have_accelerator():
         return 0
     import torch
 
-    from .device import available
+    from .device import has_accelerator
 
-    return torch.accelerator.device_count() if available() else 0
+    return torch.accelerator.device_count() if has_accelerator() else 0
 
 
 if __name__ == "__main__":
-    print(count())
+    print(count_accelerators())

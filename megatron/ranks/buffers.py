@@ -11,7 +11,7 @@ from .. import mpu
 from ..model.layers import global_buffers
 from .replicas import fingerprint
 
-_begun: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
+_initial_fingerprints: "WeakKeyDictionary[nn.Module, dict[str, int]]" = WeakKeyDictionary()
 
 
 class BufferCopy(NamedTuple):
@@ -27,29 +27,29 @@ class BufferCopy(NamedTuple):
     changed: bool
 
 
-def remember(model: nn.Module) -> None:
+def record_buffers(model: nn.Module) -> None:
     """Record fingerprints of the buffers of `model`, so that a later save can tell which stages changed a buffer."""
-    _begun[model] = _fingerprints(model, lambda buffer: not buffer.is_quantized)
+    _initial_fingerprints[model] = _fingerprints(model, lambda buffer: not buffer.is_quantized)
 
 
 def fingerprint_buffers(model: nn.Module, savable: Callable[[Tensor], bool]) -> dict[str, BufferCopy]:
     """Return a `BufferCopy` for each savable buffer of this rank, by name. All ranks exchange them before a save."""
     mesh = mpu.get_mesh()
-    before = _begun.get(model, {})
-    place = mesh.pipe.rank, mesh.data.rank, mesh.model.rank
+    initial = _initial_fingerprints.get(model, {})
+    coord = mesh.pipe.rank, mesh.data.rank, mesh.model.rank
     return {
-        name: BufferCopy(*place, now, before.get(name, now) != now)
-        for name, now in _fingerprints(model, savable).items()
+        name: BufferCopy(*coord, current, initial.get(name, current) != current)
+        for name, current in _fingerprints(model, savable).items()
     }
 
 
 def _fingerprints(model: nn.Module, included: Callable[[Tensor], bool]) -> dict[str, int]:
     return {
-        name: int(fingerprint(_real(buffer.detach())).item())
+        name: int(fingerprint(_as_real(buffer.detach())).item())
         for name, buffer in global_buffers(model)
         if buffer.numel() and included(buffer)
     }
 
 
-def _real(buffer: Tensor) -> Tensor:
+def _as_real(buffer: Tensor) -> Tensor:
     return torch.view_as_real(buffer.resolve_conj()) if buffer.is_complex() else buffer

@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .._torch import amx_tiles, scaled_matmul
+from .._torch import has_amx_tiles, scaled_matmul
 
 
-def available() -> bool:
+def has_accelerator() -> bool:
     """Return whether torch can use an accelerator (CUDA, ROCm, NPU, XPU) on this machine."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator is not None and accelerator.type not in ("cpu", "mps")
 
 
-def current() -> torch.device:
+def current_device() -> torch.device:
     """Return this rank's device: the accelerator with the index LOCAL_RANK, or the CPU."""
-    if not available():
+    if not has_accelerator():
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
@@ -29,7 +29,7 @@ def current() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def built_for() -> str | None:
+def supported_accelerator() -> str | None:
     """Return the kind of accelerator that this build of torch supports, None for a CPU-only build."""
     if torch.version.cuda or torch.version.hip:
         return f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
@@ -37,19 +37,19 @@ def built_for() -> str | None:
     return accelerator.type if accelerator is not None and accelerator.type not in ("cpu", "mps") else None
 
 
-def backend(device: torch.device) -> str:
+def default_backend(device: torch.device) -> str:
     """Return the torch.distributed backend for `device`."""
     return "gloo" if device.type == "cpu" else torch.distributed.get_default_backend_for_device(device)
 
 
-def fast_bf16(device: torch.device) -> bool:
+def has_fast_bf16(device: torch.device) -> bool:
     """Return whether bf16 is faster than fp32 on `device` for models of any size.
 
     Of CPUs, this is true for those with AMX tiles. On CPUs with AVX512_BF16 but without AMX, bf16 is faster only for
     large models (docs/benchmarks.md). On CPUs without AVX512_BF16 and AMX, bf16 is never faster.
     """
     if device.type == "cpu":
-        return amx_tiles()
+        return has_amx_tiles()
     # V100 and T4 only emulate bf16, which is slow.
     return bool(torch.cuda.is_bf16_supported(including_emulation=False)) if device.type == "cuda" else True
 
@@ -102,12 +102,12 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def sent(values: Sequence[int], device: torch.device) -> Tensor:
+def copy_to_device(values: Sequence[int], device: torch.device) -> Tensor:
     """Copy `values` to the device as int64 [n], without blocking the host."""
     return torch.tensor(values, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
-def start_reading(x: Tensor) -> Callable[[], list[int]]:
+def start_copy_to_host(x: Tensor) -> Callable[[], list[int]]:
     """Queue a copy of x [n], a tensor on an accelerator, to the host; return a function that returns the values.
 
     The returned function waits only until the device has made the copy.
@@ -131,7 +131,7 @@ def peak_memory_mb(device: torch.device) -> float:
     return torch.accelerator.max_memory_allocated(device) / 1e6
 
 
-def memory(device: torch.device) -> float | None:
+def total_memory(device: torch.device) -> float | None:
     """Return the memory size in bytes: of the accelerator, or of RAM plus swap on a CPU; None if unknown."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -141,8 +141,8 @@ def memory(device: torch.device) -> float | None:
         return float(total)
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
-            found = dict(line.split(":", 1) for line in file)
-        kib = [float(found[name].split()[0]) for name in ("MemTotal", "SwapTotal")]
+            meminfo = dict(line.split(":", 1) for line in file)
+        kib = [float(meminfo[name].split()[0]) for name in ("MemTotal", "SwapTotal")]
         return 1024.0 * sum(kib)
     except (OSError, KeyError, ValueError):
         return None
@@ -163,7 +163,8 @@ def keep_freed_memory(device: torch.device) -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-_M_MMAP_MAX, _M_TRIM_THRESHOLD = -4, -1  # constants of mallopt, from malloc.h
+_M_MMAP_MAX = -4  # constants of mallopt, from malloc.h
+_M_TRIM_THRESHOLD = -1
 
 # Part of the device's name -> peak dense bf16 TFLOP/s (V100: fp16) from the vendors' data sheets. The first part that
 # occurs in the name counts. On other devices, no MFU is reported.

@@ -14,13 +14,13 @@ from .. import mpu
 from .._torch import set_default_timeout, set_timeout_of_groups
 from ..config import Config
 from ..config.fields import ConfigError
-from ..config.parallel import splits_sequences
+from ..config.parallel import uses_sequence_parallel
 from . import device as device_module
-from .agreement import same_code_everywhere, same_everywhere, settings_and_versions
+from .agreement import require_equal_code, require_equal_values, settings_and_versions
 from .errors import describe_rendezvous_error
 
-AFTER_THE_WATCHDOG = 30.0  # seconds by which the timeout of collectives exceeds the time limit of the watchdogs
-FLAGS = {  # error messages of `tds` advise these flags; without this table they would advise keys of a ds_config
+WATCHDOG_MARGIN = 30.0  # seconds by which the timeout of collectives exceeds the limit of the watchdogs
+ADVISED_FLAGS = {  # error messages of `tds` advise these flags instead of the keys of a ds_config
     "overlap": "--no-overlap-grad-reduce",
     "no ZeRO": "--zero-stage 0",
     "no pipeline": "--pipe-parallel-size 0",
@@ -34,15 +34,15 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def ranks_here(world: int) -> int | None:
+def ranks_on_machine(world_size: int) -> int | None:
     """Return the number of ranks on this machine, which torchrun and DeepSpeed's launcher set; None if unknown.
 
     world: number of ranks of the whole run.
     """
-    known = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    if known:
-        return int(known)
-    return 1 if world == 1 else None
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
+    if local_world_size:
+        return int(local_world_size)
+    return 1 if world_size == 1 else None
 
 
 def initialize_megatron(config: Config) -> torch.device:
@@ -52,15 +52,15 @@ def initialize_megatron(config: Config) -> torch.device:
     different settings or versions.
     """
     config.parallel.data_parallel_size(world_size())
-    messages.ways |= FLAGS
-    device = _join(config)
+    messages.setting_advice |= ADVISED_FLAGS
+    device = _join_ranks(config)
     if dist.get_world_size() > 1:
-        same_everywhere(settings_and_versions(config))
-        same_code_everywhere()
+        require_equal_values(settings_and_versions(config))
+        require_equal_code()
     _load_kernels(config, device)
     torch.manual_seed(config.train.seed)
     options = mpu.Options(
-        sequence_parallel=splits_sequences(config, device.type != "cpu"),
+        sequence_parallel=uses_sequence_parallel(config, device.type != "cpu"),
         overlap=config.parallel.async_tensor_model_parallel_allreduce,
         onednn=config.train.cpu_matmul == "onednn",
     )
@@ -73,17 +73,17 @@ def initialize_megatron(config: Config) -> torch.device:
     return device
 
 
-def _join(config: Config) -> torch.device:
+def _join_ranks(config: Config) -> torch.device:
     """Join the other ranks and return this rank's device. Raises an error that the user can read if this fails."""
     if "RANK" not in os.environ:
-        _become_only_rank()
+        _set_single_rank_env()
     os.environ.setdefault("LOCAL_RANK", "0")
-    device = device_module.current()
+    device = device_module.current_device()
     timeout = timedelta(minutes=config.parallel.startup_timeout_minutes)
     set_default_timeout(timeout)
     if not dist.is_initialized():
         try:
-            tds.init_distributed(device_module.backend(device), auto_mpi_discovery=False, timeout=timeout)
+            tds.init_distributed(device_module.default_backend(device), auto_mpi_discovery=False, timeout=timeout)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise ValueError(describe_rendezvous_error(error)) from None
     if dist.get_world_size() != world_size():
@@ -94,7 +94,7 @@ def _join(config: Config) -> torch.device:
     return device
 
 
-def _become_only_rank() -> None:
+def _set_single_rank_env() -> None:
     """Set the variables of a launcher for a process without one, with a free port for its rendezvous."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -121,10 +121,10 @@ def use_step_timeout(config: Config) -> None:
 
     The new timeout exceeds the time limits of the watchdogs, so that the watchdogs, whose reports say more, fire first.
     """
-    p = config.parallel
-    seconds = 60 * p.distributed_timeout_minutes
-    if p.pipe_parallel_size:
-        seconds = max(seconds, p.pipeline_timeout)
-    timeout = timedelta(seconds=AFTER_THE_WATCHDOG + seconds)
+    parallel = config.parallel
+    seconds = 60 * parallel.distributed_timeout_minutes
+    if parallel.pipe_parallel_size:
+        seconds = max(seconds, parallel.pipeline_timeout)
+    timeout = timedelta(seconds=WATCHDOG_MARGIN + seconds)
     set_default_timeout(timeout)
     set_timeout_of_groups(timeout)

@@ -11,16 +11,16 @@ T = TypeVar("T")
 
 def gather_objects(value: T, axis: Axis | None = None) -> list[T]:
     """Return the `value` of each rank of `axis`, or of all ranks if `axis` is None. These ranks must all call this."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    found: list[Any] = [value] * (axis.size if axis else world)
-    if len(found) > 1:
-        dist.all_gather_object(found, value, axis.group if axis else None)
-    return found
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    values: list[Any] = [value] * (axis.size if axis else world_size)
+    if len(values) > 1:
+        dist.all_gather_object(values, value, axis.group if axis else None)
+    return values
 
 
-def from_rank_0(value: T) -> T:
+def broadcast_from_rank_0(value: T) -> T:
     """Return rank 0's `value` on all ranks. All ranks must call this."""
-    found = [value]
+    values = [value]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(found)
-    return found[0]
+        dist.broadcast_object_list(values)
+    return values[0]

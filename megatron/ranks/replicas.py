@@ -9,17 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tds.optimizer_state import complete_weights, local_piece
+from tds.optimizer_state import local_shard, wait_for_weights
 from tds.pipe import tied_weights
 
 from .. import mpu
 from ..model.layers import global_parameters
-from .agreement import name_ranks, split_usual
+from .agreement import describe_ranks, split_by_majority
 from .errors import RunError
 from .objects import gather_objects
 
-AT_ONCE = 1 << 20  # elements hashed at a time
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # bytes of an element -> dtype to read it as
+CHUNK_ELEMENTS = 1 << 20  # elements hashed at a time
+# Bytes of an element -> dtype that reads its bits; 8 bytes are read as two numbers.
+INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def fingerprint(x: Tensor) -> Tensor:
@@ -29,11 +30,11 @@ def fingerprint(x: Tensor) -> Tensor:
     position, modulo 2^64. Flipping any single bit of `x` changes the hash, because an odd number times a power of two
     is never 0 modulo 2^64.
     """
-    bits = x.detach().contiguous().view(-1).view(INTEGERS[x.itemsize])
-    odd = 2 * torch.arange(min(AT_ONCE, bits.numel()), device=x.device) + 1
+    ints = x.detach().contiguous().view(-1).view(INT_DTYPES[x.itemsize])
+    odd_factors = 2 * torch.arange(min(CHUNK_ELEMENTS, ints.numel()), device=x.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=x.device)
-    for part in torch.split(bits, AT_ONCE):
-        total = total * 0x5851F42D4C957F2D + (part.to(torch.int64) * odd[: part.numel()]).sum()
+    for chunk in torch.split(ints, CHUNK_ELEMENTS):
+        total = total * 0x5851F42D4C957F2D + (chunk.to(torch.int64) * odd_factors[: chunk.numel()]).sum()
     return total
 
 
@@ -46,28 +47,28 @@ def check_replicas(engine: Any) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    complete_weights(engine)
+    wait_for_weights(engine)
     mesh = mpu.get_mesh()
     model = engine.module
     device = engine.device
-    mine = _fingerprints(model, device)
-    experts = {name for name, p in global_parameters(model) if mpu.replicas_of(p) is not mesh.data}
-    of_experts = {key: value for key, value in mine.items() if key.name in experts}
-    others = {key: value for key, value in mine.items() if key.name not in experts}
-    copies = {key: value for key, value in mine.items() if key.model_rank is None}
-    sharded = any(key.data_rank is not None for key in mine)
-    same = sharded or _alike(others, mesh.data, device)
-    same = _alike(of_experts, mesh.expert_replicas, device) and same
-    same = _alike(copies, mesh.model, device) and same
-    ties = _ties(model, mine)
-    same = _ties_agree(ties) and same
-    bad = torch.tensor([float(not same)], device=device)
-    dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-    if bad.item():
-        raise RunError(_describe_difference(mine, ties))
+    fingerprints = _fingerprints(model, device)
+    expert_names = {name for name, p in global_parameters(model) if mpu.replicas_of(p) is not mesh.data}
+    expert_weights = {key: value for key, value in fingerprints.items() if key.name in expert_names}
+    other_weights = {key: value for key, value in fingerprints.items() if key.name not in expert_names}
+    unsplit_weights = {key: value for key, value in fingerprints.items() if key.model_rank is None}
+    is_zero_3 = any(key.data_rank is not None for key in fingerprints)
+    all_equal = is_zero_3 or _equal_on_ranks(other_weights, mesh.data, device)
+    all_equal = _equal_on_ranks(expert_weights, mesh.expert_replicas, device) and all_equal
+    all_equal = _equal_on_ranks(unsplit_weights, mesh.model, device) and all_equal
+    tied = _tied_fingerprints(model, fingerprints)
+    all_equal = _ties_are_equal(tied) and all_equal
+    any_differ = torch.tensor([float(not all_equal)], device=device)
+    dist.all_reduce(any_differ, op=dist.ReduceOp.MAX)
+    if any_differ.item():
+        raise RunError(_describe_difference(fingerprints, tied))
 
 
-class Key(NamedTuple):
+class WeightKey(NamedTuple):
     """Weight, or part of a weight, that a rank holds.
 
     name: global name. model_rank: None if the weight is not split. data_rank: None if ZeRO 3 does not shard it.
@@ -78,67 +79,68 @@ class Key(NamedTuple):
     data_rank: int | None
 
 
-def _fingerprints(model: nn.Module, device: torch.device) -> dict[Key, int]:
+def _fingerprints(model: nn.Module, device: torch.device) -> dict[WeightKey, int]:
     """Return the fingerprint of every weight of this rank. All fingerprints come to the host in one transfer."""
     mesh = mpu.get_mesh()
-    found = {}
+    fingerprints = {}
     for name, p in global_parameters(model):
-        own = local_piece(p)
+        own_part = local_shard(p)
         model_rank = mesh.model.rank if mpu.is_split(p) else None
-        data_rank = None if own is p else mesh.data.rank
-        found[Key(name, model_rank, data_rank)] = fingerprint(own).to(device)
-    if not found:
+        data_rank = None if own_part is p else mesh.data.rank
+        fingerprints[WeightKey(name, model_rank, data_rank)] = fingerprint(own_part).to(device)
+    if not fingerprints:
         return {}
-    numbers = torch.stack(list(found.values())).tolist()
-    return dict(zip(found, numbers, strict=True))
+    numbers = torch.stack(list(fingerprints.values())).tolist()
+    return dict(zip(fingerprints, numbers, strict=True))
 
 
-def _ties(model: nn.Module, mine: Mapping[Key, int]) -> dict[str, int]:
+def _tied_fingerprints(model: nn.Module, fingerprints: Mapping[WeightKey, int]) -> dict[str, int]:
     """Return global name -> fingerprint of the weights of this stage that other stages have, too."""
     tied = set(map(id, tied_weights(model)))
     names = {name for name, p in global_parameters(model) if id(p) in tied}
-    return {key.name: value for key, value in mine.items() if key.name in names}
+    return {key.name: value for key, value in fingerprints.items() if key.name in names}
 
 
-def _ties_agree(ties: Mapping[str, int]) -> bool:
+def _ties_are_equal(tied: Mapping[str, int]) -> bool:
     """Return whether all stages have the same fingerprint of each tied weight."""
-    found: dict[str, set[int]] = defaultdict(set)
-    for stage in gather_objects(ties, mpu.get_mesh().pipe):
+    values_by_name: dict[str, set[int]] = defaultdict(set)
+    for stage in gather_objects(tied, mpu.get_mesh().pipe):
         for name, value in stage.items():
-            found[name].add(value)
-    return all(len(values) == 1 for values in found.values())
+            values_by_name[name].add(value)
+    return all(len(values) == 1 for values in values_by_name.values())
 
 
-def _alike(values: Mapping[Key, int], axis: mpu.Axis, device: torch.device) -> bool:
+def _equal_on_ranks(values: Mapping[WeightKey, int], axis: mpu.Axis, device: torch.device) -> bool:
     """Return whether `values` are the same on all ranks of `axis`, by a hash of 62 bits."""
     if axis.size == 1:
         return True
     text = repr(sorted(values.items(), key=str))
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
-    ends = torch.tensor([number, -number], device=device)
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=axis.group)
-    most, least = ends.tolist()
-    return bool(most == -least)
+    # The hash has 62 bits so that its negative is an int64, too. MAX of both shows whether all are equal.
+    hashed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+    max_and_minus_min = torch.tensor([hashed, -hashed], device=device)
+    dist.all_reduce(max_and_minus_min, op=dist.ReduceOp.MAX, group=axis.group)
+    maximum, minus_minimum = max_and_minus_min.tolist()
+    return bool(maximum == -minus_minimum)
 
 
-def _describe_difference(mine: Mapping[Key, int], ties: Mapping[str, int]) -> str:
+def _describe_difference(fingerprints: Mapping[WeightKey, int], tied: Mapping[str, int]) -> str:
     """Describe the first weight whose copies differ, and the ranks whose copy differs from the most frequent copy."""
     stage = mpu.get_mesh().pipe.rank
-    own = {}
-    for key, value in mine.items():
-        of_stage = None if key.name in ties else stage
-        own[(key, of_stage)] = value
-    everywhere = gather_objects(own)
-    keys: dict[tuple[Key, int | None], None] = {}
-    for each in everywhere:
-        keys |= dict.fromkeys(each)
-    for held in keys:
-        by_rank = {rank: each[held] for rank, each in enumerate(everywhere) if held in each}
-        _, first, others = split_usual(by_rank)
-        if others:
+    own_values = {}
+    for key, value in fingerprints.items():
+        held_stage = None if key.name in tied else stage
+        own_values[(key, held_stage)] = value
+    values_by_rank = gather_objects(own_values)
+    keys: dict[tuple[WeightKey, int | None], None] = {}
+    for rank_values in values_by_rank:
+        keys |= dict.fromkeys(rank_values)
+    for weight in keys:
+        value_by_rank = {rank: held[weight] for rank, held in enumerate(values_by_rank) if weight in held}
+        _, first_rank, other_ranks = split_by_majority(value_by_rank)
+        if other_ranks:
             return (
-                f"the weight {held[0].name} on {name_ranks(others)} differs from its copy on rank "
-                f"{first}, although copies must be equal: the hardware is faulty, or a layer "
+                f"the weight {weight[0].name} on {describe_ranks(other_ranks)} differs from its copy on rank "
+                f"{first_rank}, although copies must be equal: the hardware is faulty, or a layer "
                 "draws other random numbers or skips a reduction on some ranks; nothing was saved or deleted. If the "
                 "weight is split over tensor-parallel ranks, call mpu.declare(weight, init, dim=0) where it is made"
             )

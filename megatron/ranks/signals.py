@@ -22,14 +22,14 @@ import torch.distributed as dist
 from . import device as device_module
 from .errors import exit_now
 
-BEGIN = time.monotonic()
+PROCESS_START = time.monotonic()
 # SIGINTs within this time are one Ctrl-C: the terminal signals the whole process group, and the launcher then signals
 # its ranks again.
 ONE_REQUEST_SECONDS = 0.5
 INTERRUPTED = 130  # exit code that shells report for a process ended by Ctrl-C
 
 
-def _print(words: str) -> None:
+def _print_in_handler(words: str) -> None:
     """Write a line to stderr on rank 0. Signal handlers must not use Python's file objects, so this uses os.write."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):  # an exception in a signal handler would end the run without a save
@@ -54,12 +54,12 @@ def restored_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
@@ -78,20 +78,20 @@ class StopSignals:
         self._device = device
         self._request = StopSignal.NOTHING
         self._interrupted: float | None = None  # time of the first Ctrl-C
-        self._reports: Callable[[], list[int]] | None = None
+        self._read_reports: Callable[[], list[int]] | None = None
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: self._note(StopSignal.SAVE_AND_STOP))
-            signal.signal(signal.SIGUSR1, lambda *_: self._note(StopSignal.SAVE))
+            signal.signal(signal.SIGTERM, lambda *_: self._add_request(StopSignal.SAVE_AND_STOP))
+            signal.signal(signal.SIGUSR1, lambda *_: self._add_request(StopSignal.SAVE))
             if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # if SIGINT is ignored, the launcher handles Ctrl-C
                 signal.signal(signal.SIGINT, self._interrupt)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            if self._reports is not None:
-                self._reports()
+            if self._read_reports is not None:
+                self._read_reports()
         elif threading.current_thread() is threading.main_thread():
             # After an error, nothing will be saved and other ranks may have ended. The launcher must be able to end
             # this process.
@@ -99,19 +99,19 @@ class StopSignals:
 
     def ask(self, request: StopSignal) -> None:
         """Make a request, as if a signal had come."""
-        self._note(request)
+        self._add_request(request)
 
-    def _note(self, request: StopSignal) -> None:
+    def _add_request(self, request: StopSignal) -> None:
         self._request = max(self._request, request)
 
     def _interrupt(self, _: int, __: FrameType | None) -> None:
         now = time.monotonic()
         if self._interrupted is None:
             self._interrupted = now
-            self._note(StopSignal.SAVE_AND_STOP)
-            _print("Ctrl-C: the run saves after this iteration and ends; press Ctrl-C again to end at once")
+            self._add_request(StopSignal.SAVE_AND_STOP)
+            _print_in_handler("Ctrl-C: the run saves after this iteration and ends; press Ctrl-C again to end at once")
         elif now - self._interrupted > ONE_REQUEST_SECONDS:
-            _print("second Ctrl-C: the run ends at once, without saving")
+            _print_in_handler("second Ctrl-C: the run ends at once, without saving")
             exit_now(INTERRUPTED)
 
     def agree(self, done: bool = False) -> tuple[StopSignal, bool]:
@@ -125,27 +125,27 @@ class StopSignals:
         """
         request = self._request
         self._request = StopSignal.NOTHING
-        if self._minutes is not None and time.monotonic() - BEGIN > 60 * self._minutes:
+        if self._minutes is not None and time.monotonic() - PROCESS_START > 60 * self._minutes:
             request = StopSignal.SAVE_AND_STOP
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return request, done
-        before = self._reports
-        self._reports = self._send([int(request), int(not done)])
-        if before is None:
+        read_previous = self._read_reports
+        self._read_reports = self._start_max([int(request), int(not done)])
+        if read_previous is None:
             return StopSignal.NOTHING, False
-        most, any_not_done = before()
-        return StopSignal(most), not any_not_done
+        max_request, any_not_done = read_previous()
+        return StopSignal(max_request), not any_not_done
 
-    def _send(self, mine: list[int]) -> Callable[[], list[int]]:
+    def _start_max(self, own_values: list[int]) -> Callable[[], list[int]]:
         """Start a MAX all-reduce of this rank's values; return a function that waits for the result."""
-        sent = device_module.sent(mine, self._device)
-        work = dist.all_reduce(sent, op=dist.ReduceOp.MAX, async_op=True)
+        max_values = device_module.copy_to_device(own_values, self._device)
+        work = dist.all_reduce(max_values, op=dist.ReduceOp.MAX, async_op=True)
         if self._device.type == "cpu":
 
-            def received() -> list[int]:
+            def read() -> list[int]:
                 work.wait()
-                return sent.tolist()
+                return max_values.tolist()
 
-            return received
+            return read
         work.wait()  # makes the device's stream wait, not the host
-        return device_module.start_reading(sent)
+        return device_module.start_copy_to_host(max_values)

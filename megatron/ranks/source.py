@@ -12,9 +12,9 @@ import megatron
 import tds
 
 PACKAGES = ("torch", "deepspeed", "numpy", "safetensors", "tokenizers", "sentencepiece")
-KERNELS = ("triton", "apex", "flash-attn", "transformer-engine")  # optional packages that compute
+KERNEL_PACKAGES = ("triton", "apex", "flash-attn", "transformer-engine")  # optional packages that compute
 # Environment variables by which libraries choose kernels, number formats or the order of sums.
-VARIABLES = (
+KERNEL_VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "CUBLAS_WORKSPACE_CONFIG",
     "DNNL_MAX_CPU_ISA",
@@ -49,43 +49,43 @@ def source_hash(script: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def of_library(filename: str) -> bool:
+def is_library_file(filename: str) -> bool:
     """Return whether a file belongs to the standard library or to an installed package."""
     installed = "site-packages" in filename or "dist-packages" in filename
     return installed or filename.startswith(_LIBRARIES)
 
 
-def own_files() -> dict[str, str]:
+def user_file_hashes() -> dict[str, str]:
     """Return the SHA-256 of the entry script and of each module that the user wrote, keyed by `script` or module name.
 
     Those are the modules that this process has imported from Python files outside the standard library, the installed
     packages and this project's megatron and tds, whose files `source_hash` covers.
     """
-    found = {}
+    hashes = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__dict__", {}).get("__file__")
-        if not isinstance(file, str) or not file.endswith(".py") or of_library(file):
+        if not isinstance(file, str) or not file.endswith(".py") or is_library_file(file):
             continue
         if name.partition(".")[0] in ("megatron", "tds") or not os.path.isfile(file):
             continue
         label = "script" if name == "__main__" else f"module {name}"
-        found[label] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return found
+        hashes[label] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return hashes
 
 
 def kernel_choices() -> dict[str, str]:
     """Return the versions of optional packages that compute, and the environment variables that choose kernels."""
-    found = {}
-    for name in KERNELS:
+    choices = {}
+    for name in KERNEL_PACKAGES:
         try:
-            found[f"the version of {name}"] = metadata.version(name)
+            choices[f"the version of {name}"] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[f"the version of {name}"] = "not installed"
-    for name in VARIABLES:
-        found[f"the environment variable {name}"] = os.environ.get(name, "not set")
-    return found
+            choices[f"the version of {name}"] = "not installed"
+    for name in KERNEL_VARIABLES:
+        choices[f"the environment variable {name}"] = os.environ.get(name, "not set")
+    return choices
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Return the versions of Python and of `PACKAGES`, by name."""
     return {"Python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}

@@ -16,7 +16,7 @@ from ..training.task import Batch, Task
 
 
 @lru_cache(4)
-def _number_of_corpora(data: DataConfig) -> int:
+def _count_corpora(data: DataConfig) -> int:
     return len(prefixes_of(data.paths)) if data.names_corpora else 0
 
 
@@ -31,7 +31,7 @@ def broadcast_batch(
     data: batch of the first model-parallel rank. sizes: shapes of the tensors, see `mpu.broadcast_data`.
     With several corpora, the further tensors are {"corpora": float [b, c], 1 at the corpus of each sample}.
     """
-    corpora = _number_of_corpora(config.data)
+    corpora = _count_corpora(config.data)
     if corpora > 1:
         from .by_corpus import broadcast_with_corpora
 
@@ -44,7 +44,7 @@ class LanguageTask(Task):
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
         """Return the loss summed over the targets of a micro-batch, a scalar. The model is one without a pipeline."""
-        inputs, (labels, loss_mask, *others) = batch
-        more = others[0] if others else {}
-        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **more)
+        inputs, (labels, loss_mask, *extra_dicts) = batch
+        extra_targets = extra_dicts[0] if extra_dicts else {}
+        total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **extra_targets)
         return total

@@ -28,6 +28,7 @@ def broadcast_with_corpora(
         data = {**data, KEY: torch.full((samples,), corpora)}
     if sizes is not None:
         sizes = {**sizes, KEY: (samples,)}
-    found = mpu.broadcast_data([*keys, KEY], data, torch.int64, sizes=sizes)
-    numbers = found.pop(KEY)
-    return found, {"corpora": F.one_hot(numbers, corpora + 1)[:, :corpora].float()}
+    batch = mpu.broadcast_data([*keys, KEY], data, torch.int64, sizes=sizes)
+    corpus_numbers = batch.pop(KEY)
+    # The column `corpora`, of samples that belong to no corpus, is cut off.
+    return batch, {"corpora": F.one_hot(corpus_numbers, corpora + 1)[:, :corpora].float()}

@@ -18,7 +18,7 @@ from ..tokenizer import Tokenizer
 from ..training.entry import run
 from ..training.feature import Feature
 from ..training.global_vars import set_own_flags
-from ..training.task import Batch, Datasets, Task, what
+from ..training.task import Batch, Datasets, Task, describe
 
 ForwardStep = Callable[[Iterator[Batch] | None, Any], tuple[Tensor, Any]]
 CountTargets = Callable[[Batch | None], Tensor]
@@ -59,26 +59,26 @@ def pretrain(
     are not saved with the run, so a resumed run needs them again.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    own: dict[str, Any] = {}
+    own_values: dict[str, Any] = {}
     if extra_args_provider is not None:
         try:
-            own, words = own_flags(extra_args_provider, words)
+            own_values, words = parse_own_flags(extra_args_provider, words)
         except ConfigError as error:
             if not exit:
                 raise
             sys.exit(f"{Path(sys.argv[0]).name}: {error}")
-    set_own_flags(own)
+    set_own_flags(own_values)
     functions = train_valid_test_datasets_provider, model_provider, forward_step
     defaults = args_defaults or {}
     task: Task
-    if count_targets is None and tokenizer_provider is None and _wants_samples(train_valid_test_datasets_provider):
+    if count_targets is None and tokenizer_provider is None and _wants_counts(train_valid_test_datasets_provider):
         task = compat("script").ScriptTask(*functions, defaults, name)
     else:
         task = FunctionsTask(*functions, defaults, name, count_targets, tokenizer_provider)
     run(task, words, exit, features=features)
 
 
-def _wants_samples(provider: Callable[..., Any]) -> bool:
+def _wants_counts(provider: Callable[..., Any]) -> bool:
     """Return whether a data-set provider requires the numbers of samples, as those of CPM-Pretrain's scripts do."""
     try:
         parameters = inspect.signature(provider).parameters.values()
@@ -88,21 +88,21 @@ def _wants_samples(provider: Callable[..., Any]) -> bool:
     return any(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
 
 
-def own_flags(add: Callable[[ArgumentParser], Any], argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the values of the flags that `add` adds to a parser, and the words of `argv` that belong to no such flag.
+def parse_own_flags(add_args: Callable[[ArgumentParser], Any], argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of the flags that `add_args` adds, and the words of `argv` that belong to no such flag.
 
     Raises ConfigError for a flag that this project has, and for a missing or invalid value. Prints the flags for -h.
     """
     try:
-        add(build_parser())
+        add_args(build_parser())  # raises ArgumentError for a flag that the parser has
     except ArgumentError as error:
         raise ConfigError(f"extra_args_provider adds a flag that this project has ({error}); rename it") from None
     parser = SettingsParser(add_help=False, allow_abbrev=False)
-    add(parser)
+    add_args(parser)
     if {"-h", "--help"} & {*argv}:
         parser.print_help()
-    found, rest = parser.parse_known_args(argv)
-    return vars(found), rest
+    namespace, other_words = parser.parse_known_args(argv)
+    return vars(namespace), other_words
 
 
 class FunctionsTask(Task):
@@ -127,7 +127,7 @@ class FunctionsTask(Task):
         self.tokenizer_provider = tokenizer_provider
         self.defaults = defaults
         self.name = name
-        self._noted = False
+        self._has_noted = False
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
         return self.tokenizer_provider(config, tokenizer) if self.tokenizer_provider else tokenizer
@@ -146,26 +146,26 @@ class FunctionsTask(Task):
 
     def loss(self, model: Any, batch: Any) -> Tensor:
         """Return the loss that `forward_step` computes, a scalar []. Raises ValueError if it returns no loss."""
-        found: Any = self.forward_step(None if batch is None else _one_batch(batch), model)
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
+        result: Any = self.forward_step(None if batch is None else _one_batch(batch), model)
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise ValueError(
-                f"forward_step returns {what(found)}: return (loss, anything), for example `return loss, {{}}`"
+                f"forward_step returns {describe(result)}: return (loss, anything), for example `return loss, {{}}`"
             )
-        loss, named = found
+        loss, named_values = result
         if not isinstance(loss, Tensor) or loss.dim():
-            raise ValueError(f"forward_step returns {what(loss)} as the loss: return a tensor of one number")
-        self._note_what_is_not_logged(named)
+            raise ValueError(f"forward_step returns {describe(loss)} as the loss: return a tensor of one number")
+        self._note_unlogged_values(named_values)
         return loss
 
-    def _note_what_is_not_logged(self, named: Any) -> None:
+    def _note_unlogged_values(self, named_values: Any) -> None:
         """Print, once in a run, that values which `forward_step` returns besides the loss are not logged."""
-        if self._noted or not isinstance(named, dict):
+        if self._has_noted or not isinstance(named_values, dict):
             return
-        self._noted = True
-        others = [str(name) for name in named if name != "lm loss"]
-        if others:
+        self._has_noted = True
+        unlogged = [str(name) for name in named_values if name != "lm loss"]
+        if unlogged:
             print_rank_0(
-                f"note: forward_step returns {', '.join(others)} besides the loss; these values are not logged; "
+                f"note: forward_step returns {', '.join(unlogged)} besides the loss; these values are not logged; "
                 f"let the model return them from get_additional_losses()"
             )
 

@@ -76,24 +76,24 @@ class GPT2(LanguageTask):
             inputs, targets = sft.batch(data, config)
         else:
             assert tokenizer is not None, "batches of GPT-2 need the tokenizer's end-of-document id"
-            inputs, targets = self._windows(data, config, tokenizer)
-        tokens, *places = inputs
-        labels, loss_mask, *others = targets
+            inputs, targets = self._lm_batch(data, config, tokenizer)
+        tokens, *positions_and_ids = inputs
+        labels, loss_mask, *extra_dicts = targets
         context = mpu.context_axis()
         tokens = mpu.shard_sequence(tokens, 1, context)
         labels = mpu.shard_sequence(labels, 1, context)
         loss_mask = mpu.shard_sequence(loss_mask, 1, context)
-        return (tokens, *places), targets_of(labels, loss_mask, *others)
+        return (tokens, *positions_and_ids), targets_of(labels, loss_mask, *extra_dicts)
 
-    def _windows(self, data: Batch | None, config: Config, tokenizer: Tokenizer) -> tuple[tuple[Tensor, ...], Targets]:
+    def _lm_batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer) -> tuple[tuple[Tensor, ...], Targets]:
         """Return the result of `batch` for windows of the corpus, for the whole sequence on every rank."""
         b = config.train.batch_size
         s = config.data.seq_length
         sizes = {"text": (b, s + 1)}
         if config.objective == "prefix-lm":
             sizes["prefixes"] = (b, s)
-        found, others = broadcast_batch(data, list(sizes), config, sizes)
-        text = found["text"]
+        tensors, extra_targets = broadcast_batch(data, list(sizes), config, sizes)
+        text = tensors["text"]
         tokens = text[:, :-1].contiguous()
         labels = text[:, 1:].contiguous()
         document_ids, loss_mask, position_ids = get_ltor_documents_and_position_ids(
@@ -103,11 +103,11 @@ class GPT2(LanguageTask):
             config.data.reset_attention_mask,
             config.data.eod_mask_loss,
         )
-        if "prefixes" in found:
-            from .prefix import with_prefixes
+        if "prefixes" in tensors:
+            from .prefix import mark_prefixes
 
-            document_ids, loss_mask = with_prefixes(found["prefixes"], document_ids, loss_mask)
-        return (tokens, position_ids, document_ids), targets_of(labels, loss_mask, others)
+            document_ids, loss_mask = mark_prefixes(tensors["prefixes"], document_ids, loss_mask)
+        return (tokens, position_ids, document_ids), targets_of(labels, loss_mask, extra_targets)
 
 
 class Llama(GPT2):

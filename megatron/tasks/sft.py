@@ -11,7 +11,7 @@ from ..config import Config
 from ..data.sft_dataset import build_train_valid_test_datasets
 from ..model.loss import Targets, targets_of
 from ..model.masks import positions_in_documents
-from ..model.text_tokens import text_count
+from ..model.text_tokens import count_text_tokens
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets
 from .batches import broadcast_batch
@@ -37,10 +37,10 @@ def batch(data: Batch | None, config: Config) -> tuple[tuple[Tensor, ...], Targe
     The second tuple also has a dict of further tensors, see `Targets` in megatron/model/loss.py.
     --reset-position-ids and --reset-attention-mask have no effect here: records are always separate documents.
     """
-    size = config.train.batch_size, config.data.seq_length
-    found, others = broadcast_batch(data, KEYS, config, dict.fromkeys(KEYS, size))
-    positions = positions_in_documents(found["document_ids"])
-    inputs = found["tokens"], positions, found["document_ids"].int()
+    shape = config.train.batch_size, config.data.seq_length
+    tensors, extra_targets = broadcast_batch(data, KEYS, config, dict.fromkeys(KEYS, shape))
+    positions = positions_in_documents(tensors["document_ids"])
+    inputs = tensors["tokens"], positions, tensors["document_ids"].int()
     if config.model.num_experts is not None:
-        others["text"] = text_count(found["tokens"], found["document_ids"], mpu.context_axis())
-    return inputs, targets_of(found["labels"], found["loss_mask"].float(), others)
+        extra_targets["text"] = count_text_tokens(tensors["tokens"], tensors["document_ids"], mpu.context_axis())
+    return inputs, targets_of(tensors["labels"], tensors["loss_mask"].float(), extra_targets)

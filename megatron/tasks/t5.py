@@ -16,7 +16,7 @@ from ..data.t5_dataset import Objective, Specials, build_train_valid_test_datase
 from ..model.loss import Targets, targets_of
 from ..model.masks import no_documents
 from ..model.t5 import T5Model
-from ..model.text_tokens import text_count
+from ..model.text_tokens import count_text_tokens
 from ..tokenizer import SentinelTokenizer, Tokenizer
 from ..training.task import Batch, Datasets
 from .batches import LanguageTask, broadcast_batch
@@ -26,11 +26,11 @@ KEYS = ["encoder", "decoder", "labels", "encoder_document_ids", "decoder_documen
 
 def is_text(tokenizer: SentinelTokenizer, labels: Tensor) -> Tensor:
     """Return a bool tensor [b, q]: True where a label is text, False for sentinels, end tokens and padding."""
-    marks = torch.tensor([tokenizer.pad, tokenizer.eod, *tokenizer.sentinels], device=labels.device)
-    return ~torch.isin(labels, marks)
+    special_ids = torch.tensor([tokenizer.pad, tokenizer.eod, *tokenizer.sentinels], device=labels.device)
+    return ~torch.isin(labels, special_ids)
 
 
-def _without_needless_ids(data: Batch) -> Batch:
+def _drop_needless_ids(data: Batch) -> Batch:
     """Return `data` with the document id 1 for every token and 0 for padding; if there is no padding, with empty ids.
 
     Padding is rare, and empty ids need not be sent to other ranks. The rank that reads the data looks for padding while
@@ -44,7 +44,7 @@ def _without_needless_ids(data: Batch) -> Batch:
     return {**data, "encoder_document_ids": encoder, "decoder_document_ids": decoder}
 
 
-def _needs_ids(batch: Batch, config: Config) -> bool:
+def _needs_document_ids(batch: Batch, config: Config) -> bool:
     """Return whether document ids must mark padding that sequence parallelism appends to the tokens.
 
     Encoder tokens would attend to padding; routers and --log-layers would count it. Padding of the decoder changes no
@@ -57,7 +57,7 @@ def _needs_ids(batch: Batch, config: Config) -> bool:
     return any(batch[side].shape[1] % ranks for side in sides)
 
 
-def _short(ids: Tensor) -> Tensor:
+def _compact_ids(ids: Tensor) -> Tensor:
     """Return document ids [b, s] as int16; empty ids as `no_documents` makes them."""
     return ids.short() if ids.numel() else no_documents(ids.device)
 
@@ -80,12 +80,12 @@ class T5(LanguageTask):
         """
         data = config.data
         seed = config.train.seed
-        words = cast(SentinelTokenizer, tokenizer)
+        t5_tokenizer = cast(SentinelTokenizer, tokenizer)
         lengths = data.enc_seq_length or data.seq_length, data.dec_seq_length
-        specials = Specials(words.eod, words.pad, words.sentinels)
+        specials = Specials(t5_tokenizer.eod, t5_tokenizer.pad, t5_tokenizer.sentinels)
         if all(map(cpm_triples.is_triple, prefixes_of(data.paths))):
             return cpm_triples.build_train_valid_test_datasets(
-                data.paths, data.split, *lengths, specials, seed, words.base.vocab_size
+                data.paths, data.split, *lengths, specials, seed, t5_tokenizer.base.vocab_size
             )
         encoder, decoder = lengths
         if decoder is None and config.model.position_embedding == "learned":
@@ -93,17 +93,17 @@ class T5(LanguageTask):
             decoder = config.positions
         objective = Objective(config.objective, data.span_convention, data.noise_density, data.mean_span_length)
         return build_train_valid_test_datasets(
-            data.paths, data.split, objective, encoder, decoder, specials, seed, words.base.vocab_size
+            data.paths, data.split, objective, encoder, decoder, specials, seed, t5_tokenizer.base.vocab_size
         )
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
         """Return the whole model, or with pipeline parallelism this rank's stage of the model."""
-        looks = partial(is_text, cast(SentinelTokenizer, tokenizer))
+        is_text_label = partial(is_text, cast(SentinelTokenizer, tokenizer))
         if config.parallel.pipe_parallel_size == 0:
-            return T5Model(config, is_text=looks)
+            return T5Model(config, is_text=is_text_label)
         from ..model.t5_pipe import T5ModelPipe  # imported here: it imports DeepSpeed, which data tools do not need
 
-        model: nn.Module = T5ModelPipe(config, looks)
+        model: nn.Module = T5ModelPipe(config, is_text_label)
         return model
 
     def batch(
@@ -116,26 +116,26 @@ class T5(LanguageTask):
         The layers build attention masks from the document ids; padding has id 0, also padding that this method appends.
         Labels that do not count in the loss become padding.
         """
-        words = cast(SentinelTokenizer, tokenizer)
+        t5_tokenizer = cast(SentinelTokenizer, tokenizer)
         if data is not None and not config.data.reset_attention_mask:
-            data = _without_needless_ids(data)
-        batch, others = broadcast_batch(data, KEYS, config)
-        if not batch["encoder_document_ids"].numel() and _needs_ids(batch, config):
+            data = _drop_needless_ids(data)
+        batch, extra_targets = broadcast_batch(data, KEYS, config)
+        if not batch["encoder_document_ids"].numel() and _needs_document_ids(batch, config):
             for side in ("encoder", "decoder"):
                 batch[f"{side}_document_ids"] = torch.ones_like(batch[side])
-        fillers = dict.fromkeys(("encoder", "decoder", "labels"), words.pad)
-        batch = {key: mpu.pad_sequence(each, fillers.get(key, 0)) for key, each in batch.items()}
+        pad_values = dict.fromkeys(("encoder", "decoder", "labels"), t5_tokenizer.pad)  # 0 for ids and loss mask
+        batch = {key: mpu.pad_sequence(tensor, pad_values.get(key, 0)) for key, tensor in batch.items()}
         labels = batch["labels"]
         loss_mask = batch["loss_mask"].float()
         if config.data.eod_mask_loss:
-            loss_mask = loss_mask.masked_fill(batch["decoder"] == words.eod, 0.0)
-        labels = labels.masked_fill(loss_mask == 0, words.pad)
-        encoder_ids = _short(batch["encoder_document_ids"])
-        decoder_ids = _short(batch["decoder_document_ids"])
+            loss_mask = loss_mask.masked_fill(batch["decoder"] == t5_tokenizer.eod, 0.0)
+        labels = labels.masked_fill(loss_mask == 0, t5_tokenizer.pad)
+        encoder_ids = _compact_ids(batch["encoder_document_ids"])
+        decoder_ids = _compact_ids(batch["decoder_document_ids"])
         inputs = batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids
         if config.model.num_experts is not None:
-            alone = mpu.context_axis()
-            in_encoder = text_count(batch["encoder"], encoder_ids, alone)
-            in_decoder = text_count(batch["decoder"], decoder_ids, alone)
-            others["text"] = torch.cat([in_encoder, in_decoder])
-        return inputs, targets_of(labels, loss_mask, others)
+            context_axis = mpu.context_axis()
+            in_encoder = count_text_tokens(batch["encoder"], encoder_ids, context_axis)
+            in_decoder = count_text_tokens(batch["decoder"], decoder_ids, context_axis)
+            extra_targets["text"] = torch.cat([in_encoder, in_decoder])
+        return inputs, targets_of(labels, loss_mask, extra_targets)

@@ -79,7 +79,7 @@ class Tokenizer(ABC):
         """
         marks = self.marks
         ids = list[int]()
-        for part in filter(None, any_of(marks).split(text)):
+        for part in filter(None, any_name_pattern(marks).split(text)):
             if part in marks:
                 ids.append(marks[part])
             else:
@@ -107,29 +107,30 @@ def fingerprint(kind: str, *contents: bytes) -> str:
     return digest.hexdigest()
 
 
-def other_end(about: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | None) -> str:
+def eod_mismatch(metadata: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: str | None) -> str:
     """Return a message if a corpus and `tokenizer` use different end-of-document tokens, else "".
 
-    about: metadata of the corpus (PREFIX.json). Call this function only if corpus and tokenizer have equal
+    metadata: metadata of the corpus (PREFIX.json). Call this function only if corpus and tokenizer have equal
     fingerprints. Then their tokenizer.json is the same, but they may still have different end-of-document tokens: the
     token may come from tokenizer_config.json, which often differs between a base model and its chat model.
     """
-    theirs = about.get("eod")
-    if not isinstance(theirs, int) or theirs == tokenizer.eod or not about.get("append_eod", True):
+    corpus_eod = metadata.get("eod")
+    if not isinstance(corpus_eod, int) or corpus_eod == tokenizer.eod or not metadata.get("append_eod", True):
         return ""
     names = {i: f" ({name})" for name, i in tokenizer.marks.items()}
     ours = f"{tokenizer.eod}{names.get(tokenizer.eod, '')}"
-    return f"ends its documents with token {theirs}{names.get(theirs, '')}, but {vocab_file} with {ours}"
+    theirs = f"{corpus_eod}{names.get(corpus_eod, '')}"
+    return f"ends its documents with token {theirs}, but {vocab_file} with {ours}"
 
 
-def any_of(names: Iterable[str]) -> re.Pattern[str]:
+def any_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches any of the names, and where several match, the longest.
 
     The pattern is a group, so `pattern.split(text)` keeps the names in its result.
     """
     longest_first = sorted(names, key=len, reverse=True)
-    either = "|".join(map(re.escape, longest_first)) or "(?!)"
-    return re.compile(f"({either})")
+    alternatives = "|".join(map(re.escape, longest_first)) or "(?!)"
+    return re.compile(f"({alternatives})")
 
 
 def split_name_pattern(names: Iterable[str]) -> re.Pattern[str]:

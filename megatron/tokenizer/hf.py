@@ -12,15 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .base import SENTINEL, Tokenizer, TokenizerError, fingerprint, split_name_pattern
-from .sibling_files import SETTINGS, class_beside, named_beside, refuse_missing_tokens, settings_beside, token_beside
+from .sibling_files import (
+    SETTINGS,
+    read_token_name,
+    read_token_names,
+    read_tokenizer_class,
+    read_tokenizer_config,
+    require_added_tokens,
+)
 
-LIKE_A_MARK = re.compile(r"<\S+>|\[\S+\]")
+TOKEN_LIKE = re.compile(r"<\S+>|\[\S+\]")
 # Classes whose vocab.json and merges.txt belong to another pre-tokenizer or normalizer than GPT-2's
-OTHER_WORDS = ("Qwen2Tokenizer", "CLIPTokenizer", "GPTNeoXTokenizer")
+OTHER_CLASSES = ("Qwen2Tokenizer", "CLIPTokenizer", "GPTNeoXTokenizer")
 END_NAMES = ("<eod>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
-def library() -> Any:
+def import_tokenizers() -> Any:
     """Import and return the package `tokenizers`. Raises TokenizerError if the package is not installed."""
     try:
         import tokenizers
@@ -30,7 +37,7 @@ def library() -> Any:
 
 
 @contextlib.contextmanager
-def no_panic(path: str) -> Iterator[None]:
+def convert_panics(path: str) -> Iterator[None]:
     """Convert a panic of the Rust library `tokenizers` in this context into a TokenizerError.
 
     A panic is an exception that does not derive from Exception and cannot be pickled for another process.
@@ -57,23 +64,23 @@ class HFTokenizer(Tokenizer):
     def __init__(self, path: str) -> None:
         content = Path(path).read_bytes()
         try:
-            with no_panic(path):
-                tokenizer = library().Tokenizer.from_str(content.decode("utf-8"))
+            with convert_panics(path):
+                tokenizer = import_tokenizers().Tokenizer.from_str(content.decode("utf-8"))
         except TokenizerError:
             raise
         except Exception as error:  # tokenizers raises Exception itself, no subclass
             raise TokenizerError(f"{path} is not a tokenizer.json ({str(error)[:200]})") from None
-        self._use(tokenizer, path, [token_beside(Path(path), "eos_token"), *END_NAMES])
-        _check_beside(Path(path), tokenizer)
-        added = settings_beside(Path(path)).get("add_bos_token")
-        if added is not None and bool(added) != bool(self.start):
+        self._configure(tokenizer, path, [read_token_name(Path(path), "eos_token"), *END_NAMES])
+        _check_sibling_files(Path(path), tokenizer)
+        add_bos_token = read_tokenizer_config(Path(path)).get("add_bos_token")
+        if add_bos_token is not None and bool(add_bos_token) != bool(self.start):
             raise TokenizerError(
-                f"{Path(path).with_name(SETTINGS)} sets add_bos_token to {added}, but {Path(path).name} begins a text "
-                f"with {list(self.start) or 'no token'}; make the two files agree"
+                f"{Path(path).with_name(SETTINGS)} sets add_bos_token to {add_bos_token}, but {Path(path).name} begins "
+                f"a text with {list(self.start) or 'no token'}; make the two files agree"
             )
         self.fingerprint = fingerprint(self.name, content)
 
-    def _use(self, tokenizer: Any, path: str, ends: Sequence[str | None]) -> None:
+    def _configure(self, tokenizer: Any, path: str, end_names: Sequence[str | None]) -> None:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         tokenizer.encode_special_tokens = True
@@ -81,156 +88,157 @@ class HFTokenizer(Tokenizer):
         self._path = path
         vocabulary = tokenizer.get_vocab()
         self.vocab_size = max(vocabulary.values()) + 1
-        end = next((name for name in ends if name in vocabulary), None)
+        end = next((name for name in end_names if name in vocabulary), None)
         if end is None:
             raise TokenizerError(f"{path} has no end-of-document token; add one of {', '.join(END_NAMES)}")
         self.eod = vocabulary[end]
-        self.bos = vocabulary.get(token_beside(Path(path), "bos_token"))
-        added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+        self.bos = vocabulary.get(read_token_name(Path(path), "bos_token"))
+        added_tokens = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
         # Added tokens that are not special are in `marks` only if they look like <name> or [name], or if
         # tokenizer_config.json lists them, for example as eos_token. Other added tokens, such as the words and white
         # space of CodeGen and Phi, are plain text.
-        roles = {name for name in named_beside(Path(path)) if name.strip()}
+        listed_names = {name for name in read_token_names(Path(path)) if name.strip()}
         self.specials = {}
-        more = {}
-        for name, token in added.items():
+        other_marks = {}
+        for name, token in added_tokens.items():
             if token.special or name == end or SENTINEL.fullmatch(name):
                 self.specials[name] = vocabulary[name]
-            elif name in roles or LIKE_A_MARK.fullmatch(name):
-                more[name] = vocabulary[name]
+            elif name in listed_names or TOKEN_LIKE.fullmatch(name):
+                other_marks[name] = vocabulary[name]
         self.specials[end] = self.eod
-        self._marks = {**self.specials, **more}
-        with no_panic(path):
-            self.start = _start_of(tokenizer, self.eod)
-            self._words = _Words(tokenizer, self.specials)
-        self._contents = None if more else self._words  # None: encode_content() creates it on first use
-        self._named: Any = None
+        self._marks = {**self.specials, **other_marks}
+        with convert_panics(path):
+            self.start = _start_ids(tokenizer, self.eod)
+            self._text_encoder = _PlainTextEncoder(tokenizer, self.specials)
+        # None: encode_content() creates it on first use.
+        self._content_encoder = None if other_marks else self._text_encoder
+        self._names_tokenizer: Any = None
 
     @property
     def marks(self) -> dict[str, int]:
         return self._marks
 
     def encode(self, text: str) -> list[int]:
-        with no_panic(self._path):
-            return self._words.ids(text, inside=False)
+        with convert_panics(self._path):
+            return self._text_encoder.ids(text, inside=False)
 
     def encode_inside(self, text: str) -> list[int]:
-        with no_panic(self._path):
-            return self._words.ids(text, inside=True)
+        with convert_panics(self._path):
+            return self._text_encoder.ids(text, inside=True)
 
     def encode_content(self, text: str, inside: bool = False) -> list[int]:
-        with no_panic(self._path):
-            return self._content_words().ids(text, inside)
+        with convert_panics(self._path):
+            return self._get_content_encoder().ids(text, inside)
 
     def content_spans(self, text: str, inside: bool = False) -> list[tuple[int, int, int]]:
-        with no_panic(self._path):
-            return self._content_words().spans(text, inside)
+        with convert_panics(self._path):
+            return self._get_content_encoder().spans(text, inside)
 
-    def _content_words(self) -> "_Words":
-        if self._contents is None:
-            self._contents = _Words(_with_specials(self._tokenizer, self._marks), self._marks)
-        return self._contents
+    def _get_content_encoder(self) -> "_PlainTextEncoder":
+        if self._content_encoder is None:
+            self._content_encoder = _PlainTextEncoder(_with_special_tokens(self._tokenizer, self._marks), self._marks)
+        return self._content_encoder
 
     def encode_names(self, text: str) -> list[int]:
-        if self._named is None:
-            tokenizers = library()
-            self._named = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-            known = {token.content for token in self._named.get_added_tokens_decoder().values()}
-            ends = [tokenizers.AddedToken(name, normalized=False) for name in self.specials if name not in known]
-            self._named.add_special_tokens(ends)
-            self._named.encode_special_tokens = False
-        with no_panic(self._path):
-            return _ids(self._named, text)
+        if self._names_tokenizer is None:
+            tokenizers = import_tokenizers()
+            self._names_tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+            known = {token.content for token in self._names_tokenizer.get_added_tokens_decoder().values()}
+            missing = [tokenizers.AddedToken(name, normalized=False) for name in self.specials if name not in known]
+            self._names_tokenizer.add_special_tokens(missing)
+            self._names_tokenizer.encode_special_tokens = False
+        with convert_panics(self._path):
+            return _encode(self._names_tokenizer, text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        with no_panic(self._path):
-            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with convert_panics(self._path):
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         ids = []
-        for text, each in zip(texts, found, strict=True):
-            has_names = self._words.names.search(text)
-            ids.append(np.array(self.encode(text) if has_names else each.ids, dtype=np.int32))
+        for text, encoding in zip(texts, encodings, strict=True):
+            has_names = self._text_encoder.split_pattern.search(text)
+            ids.append(np.array(self.encode(text) if has_names else encoding.ids, dtype=np.int32))
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        with no_panic(self._path):
+        with convert_panics(self._path):
             text: str = self._tokenizer.decode([int(i) for i in ids if i != self.eod], skip_special_tokens=False)
         return text
 
 
-class _Words:
+class _PlainTextEncoder:
     """Encoder that encodes the names of the tokens in `specials` as plain text, not as these tokens."""
 
     def __init__(self, tokenizer: Any, specials: Mapping[str, int]) -> None:
         description = tokenizer.to_str()
-        self._first = tokenizer
-        self._inside = _without_prefix(tokenizer, description, "first")
-        self._bare = _without_prefix(tokenizer, description, "first", "always")
+        self._at_start = tokenizer
+        self._after_special = _without_prefix(tokenizer, description, "first")
+        self._inside_name = _without_prefix(tokenizer, description, "first", "always")
         # A unigram model also has the names of special tokens as ordinary pieces, so it matches them in a text.
-        # `names` matches such names, so that ids() can cut them.
-        self.names = split_name_pattern(name for name, i in specials.items() if i in _ids(tokenizer, name))
+        # `split_pattern` matches such names, so that ids() can cut them.
+        self.split_pattern = split_name_pattern(name for name, i in specials.items() if i in _encode(tokenizer, name))
 
     def ids(self, text: str, inside: bool) -> list[int]:
         """Return the ids of `text`. The text is cut within names of special tokens, so that no name is recognised.
 
         inside: True if the text follows a special token.
         """
-        found: list[int] = []
+        result: list[int] = []
         for part, tokenizer in self._parts(text, inside):
-            found += _ids(tokenizer, part)
-        return found
+            result += _encode(tokenizer, part)
+        return result
 
     def spans(self, text: str, inside: bool) -> list[tuple[int, int, int]]:
         """Return (id, first character, end) of each token of `ids`."""
-        found = []
-        at = 0
+        result = []
+        offset = 0
         for part, tokenizer in self._parts(text, inside):
             encoding = tokenizer.encode(part, add_special_tokens=False)
             for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
-                found.append((token, at + begin, at + end))
-            at += len(part)
-        return found
+                result.append((token, offset + begin, offset + end))
+            offset += len(part)
+        return result
 
     def _parts(self, text: str, inside: bool) -> Iterator[tuple[str, Any]]:
         """Yield each part of `text` and the tokenizer that encodes it."""
-        cuts = [0, *(name.start() for name in self.names.finditer(text)), len(text)]
-        yield text[: cuts[1]], self._inside if inside else self._first
+        cuts = [0, *(name.start() for name in self.split_pattern.finditer(text)), len(text)]
+        yield text[: cuts[1]], self._after_special if inside else self._at_start
         for begin, end in itertools.pairwise(cuts[1:]):
-            yield text[begin:end], self._bare
+            yield text[begin:end], self._inside_name
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
+def _encode(tokenizer: Any, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
 
 
-def _with_specials(tokenizer: Any, names: Mapping[str, int]) -> Any:
+def _with_special_tokens(tokenizer: Any, names: Mapping[str, int]) -> Any:
     """Return a copy of the tokenizer that encodes the names of special tokens and of `names` as plain text."""
     description = json.loads(tokenizer.to_str())
     for token in description["added_tokens"]:
         token["special"] = token["special"] or token["content"] in names
-    other = library().Tokenizer.from_str(json.dumps(description))
+    other = import_tokenizers().Tokenizer.from_str(json.dumps(description))
     other.encode_special_tokens = True
     return other
 
 
-def _start_of(tokenizer: Any, eod: int) -> tuple[int, ...]:
+def _start_ids(tokenizer: Any, eod: int) -> tuple[int, ...]:
     """Return the ids that the tokenizer's post-processor prepends to a text.
 
     The post-processor may append `eod`, as documents end with `eod` anyway. If it appends other ids, like BERT's
     post-processor, the result is ().
     """
-    bare = _ids(tokenizer, "a")
-    whole = tokenizer.encode("a", add_special_tokens=True).ids
-    if whole[-1:] == [eod] and bare[-1:] != [eod]:
-        whole = whole[:-1]
-    added = max(len(whole) - len(bare), 0)
-    return tuple(whole[:added]) if whole[added:] == bare else ()
+    plain_ids = _encode(tokenizer, "a")
+    full_ids = tokenizer.encode("a", add_special_tokens=True).ids
+    if full_ids[-1:] == [eod] and plain_ids[-1:] != [eod]:
+        full_ids = full_ids[:-1]
+    num_added = max(len(full_ids) - len(plain_ids), 0)
+    return tuple(full_ids[:num_added]) if full_ids[num_added:] == plain_ids else ()
 
 
-def _check_beside(path: Path, tokenizer: Any) -> None:
+def _check_sibling_files(path: Path, tokenizer: Any) -> None:
     """Raise TokenizerError if tokenizer_config.json or added_tokens.json next to `path` contradict the tokenizer."""
-    refuse_missing_tokens(path, tokenizer.token_to_id)
-    settings = settings_beside(path)
-    prefix = _prefixes(json.loads(tokenizer.to_str())["pre_tokenizer"])
+    require_added_tokens(path, tokenizer.token_to_id)
+    settings = read_tokenizer_config(path)
+    prefix = _adds_prefix_space(json.loads(tokenizer.to_str())["pre_tokenizer"])
     if prefix is not None and settings.get("add_prefix_space", prefix) != prefix:
         raise TokenizerError(
             f"{path.with_name(SETTINGS)} sets add_prefix_space to {settings['add_prefix_space']}, but {path.name} sets "
@@ -238,7 +246,7 @@ def _check_beside(path: Path, tokenizer: Any) -> None:
         )
 
 
-def _prefixes(part: Any) -> bool | None:
+def _adds_prefix_space(part: Any) -> bool | None:
     """Return True if a byte-level pre-tokenizer prepends a space to a text, False if not, None for other kinds."""
     for each in (part or {}).get("pretokenizers", [part]):
         if each and each["type"] == "ByteLevel":
@@ -251,20 +259,20 @@ def _without_prefix(tokenizer: Any, description: str, *schemes: str) -> Any:
 
     description: the tokenizer as JSON. schemes: values of `prepend_scheme` that are replaced by "never".
     """
-    inside = description
+    without_space = description
     for scheme in schemes:
-        inside = inside.replace(f'"prepend_scheme":"{scheme}"', '"prepend_scheme":"never"')
-    if inside == description:
+        without_space = without_space.replace(f'"prepend_scheme":"{scheme}"', '"prepend_scheme":"never"')
+    if without_space == description:
         return tokenizer
-    other = library().Tokenizer.from_str(inside)
+    other = import_tokenizers().Tokenizer.from_str(without_space)
     other.encode_special_tokens = True
     return other
 
 
-def merges_of(path: Path) -> Path:
+def find_merges(path: Path) -> Path:
     """Return the path of the merges file of a vocabulary: gpt2-merges.txt for gpt2-vocab.json, else merges.txt."""
-    own = path.with_name(path.name.replace("vocab.json", "merges.txt"))
-    return own if own != path and own.is_file() else path.with_name("merges.txt")
+    prefixed = path.with_name(path.name.replace("vocab.json", "merges.txt"))
+    return prefixed if prefixed != path and prefixed.is_file() else path.with_name("merges.txt")
 
 
 class Gpt2BpeTokenizer(HFTokenizer):
@@ -273,10 +281,10 @@ class Gpt2BpeTokenizer(HFTokenizer):
     name = "gpt2-bpe"
 
     def __init__(self, path: str) -> None:
-        tokenizers = library()
-        merges = merges_of(Path(path))
-        named = class_beside(Path(path))
-        if named in OTHER_WORDS:
+        tokenizers = import_tokenizers()
+        merges = find_merges(Path(path))
+        named = read_tokenizer_class(Path(path))
+        if named in OTHER_CLASSES:
             raise TokenizerError(
                 f"{path} belongs to a {named}, which splits text into other words than GPT-2's tokenizer; use a "
                 f"tokenizer.json (transformers' save_pretrained() writes one)"
@@ -289,10 +297,10 @@ class Gpt2BpeTokenizer(HFTokenizer):
             raise TokenizerError(
                 f"{path} and {merges} are not the vocabulary and merges of a GPT-2 tokenizer ({str(error)[:200]})"
             ) from None
-        prefix = bool(settings_beside(Path(path)).get("add_prefix_space"))
+        prefix = bool(read_tokenizer_config(Path(path)).get("add_prefix_space"))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        self._use(tokenizer, path, ("<eod>", "<|endoftext|>"))
-        _check_beside(Path(path), tokenizer)
+        self._configure(tokenizer, path, ("<eod>", "<|endoftext|>"))
+        _check_sibling_files(Path(path), tokenizer)
         kind = f"{self.name}, a space in front" if prefix else self.name
         self.fingerprint = fingerprint(kind, Path(path).read_bytes(), merges.read_bytes())

@@ -22,20 +22,20 @@ class ModelFacts:
     """Facts about a sentencepiece model.
 
     types: the type of each piece, in the order of ids. algorithm: a value of ALGORITHMS. normalization: name of the
-    normalization rule, such as `nmt_nfkc`. prefixes: True if the model prepends a space to a text. squeezes: True if
-    the model replaces several spaces by one. charsmap: compiled table of the normalization rule.
+    normalization rule, such as `nmt_nfkc`. adds_prefix_space: True if the model prepends a space to a text.
+    merges_spaces: True if the model replaces several spaces by one. charsmap: compiled table of the normalization rule.
     """
 
     types: list[int] = field(default_factory=list)
     algorithm: str = "unigram"
     normalization: str = ""
-    prefixes: bool = True
-    squeezes: bool = True
+    adds_prefix_space: bool = True
+    merges_spaces: bool = True
     charsmap: bytes = b""
 
-    def of_type(self, kind: int) -> list[int]:
+    def ids_of_type(self, kind: int) -> list[int]:
         """Return the ids of all pieces of type `kind`."""
-        return [i for i, found in enumerate(self.types) if found == kind]
+        return [i for i, piece_type in enumerate(self.types) if piece_type == kind]
 
 
 def read_facts(content: bytes, name: str) -> ModelFacts:
@@ -47,12 +47,12 @@ def read_facts(content: bytes, name: str) -> ModelFacts:
     try:
         for number, value in _fields(content):
             if number == PIECES:
-                facts.types.append(int(dict(_fields(_message(value))).get(3, NORMAL)))
+                facts.types.append(int(dict(_fields(_require_message(value))).get(3, NORMAL)))  # field `type`
             elif number == TRAINER:
-                algorithm = dict(_fields(_message(value))).get(3, 1)
+                algorithm = dict(_fields(_require_message(value))).get(3, 1)  # field `model_type`, by default unigram
                 facts.algorithm = ALGORITHMS.get(int(algorithm), f"type {algorithm!r}")
             elif number == NORMALIZER:
-                _normalize(facts, dict(_fields(_message(value))))
+                _set_normalization(facts, dict(_fields(_require_message(value))))
     except (IndexError, TypeError, ValueError):
         raise TokenizerError(f"{name} is not a sentencepiece model") from None
     return facts
@@ -63,26 +63,27 @@ def with_rounded_scores(content: bytes, step: float) -> bytes:
 
     step: a power of two.
     """
-    found = bytearray(content)
-    for number, begin, end in _spans(content):
+    rounded = bytearray(content)
+    for number, begin, end in _field_spans(content):
         if number != PIECES:
             continue
-        for inner, at, until in _spans(content[begin:end]):
-            if inner == SCORE and until - at == 4:
-                score = struct.unpack_from("<f", found, begin + at)[0]
-                struct.pack_into("<f", found, begin + at, round(score / step) * step)
-    return bytes(found)
+        for field_number, value_begin, value_end in _field_spans(content[begin:end]):
+            if field_number == SCORE and value_end - value_begin == 4:
+                score = struct.unpack_from("<f", rounded, begin + value_begin)[0]
+                struct.pack_into("<f", rounded, begin + value_begin, round(score / step) * step)
+    return bytes(rounded)
 
 
-def _normalize(facts: ModelFacts, spec: dict[int, int | bytes]) -> None:
+def _set_normalization(facts: ModelFacts, spec: dict[int, int | bytes]) -> None:
+    # Fields of NormalizerSpec: 1 name, 2 precompiled_charsmap, 3 add_dummy_prefix, 4 remove_extra_whitespaces.
     if 1 in spec:
-        facts.normalization = _message(spec[1]).decode()
-    facts.charsmap = _message(spec.get(2, b""))
-    facts.prefixes = bool(spec.get(3, facts.prefixes))
-    facts.squeezes = bool(spec.get(4, facts.squeezes))
+        facts.normalization = _require_message(spec[1]).decode()
+    facts.charsmap = _require_message(spec.get(2, b""))
+    facts.adds_prefix_space = bool(spec.get(3, facts.adds_prefix_space))
+    facts.merges_spaces = bool(spec.get(4, facts.merges_spaces))
 
 
-def _message(value: int | bytes) -> bytes:
+def _require_message(value: int | bytes) -> bytes:
     if not isinstance(value, bytes):
         raise TypeError("not a message, but a number")
     return value
@@ -93,29 +94,29 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
     Raises IndexError or ValueError for malformed bytes.
     """
-    for number, begin, end in _spans(message):
-        if number < 0:
-            yield -number, _varint(message, begin)[0]
+    for number, begin, end in _field_spans(message):
+        if number < 0:  # `_field_spans` marks varints by a negative number
+            yield -number, _read_varint(message, begin)[0]
         else:
             yield number, message[begin:end]
 
 
-def _spans(message: bytes) -> Iterator[tuple[int, int, int]]:
+def _field_spans(message: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield (field number, start of the value, end of the value) of each field; a varint has minus its field number."""
     at = 0
     while at < len(message):
-        key, at = _varint(message, at)
+        key, at = _read_varint(message, at)
         number = key >> 3
         wire = key & 7
         if wire == VARINT:
             begin = at
-            at = _varint(message, at)[1]
+            at = _read_varint(message, at)[1]
             yield -number, begin, at
             continue
         if wire not in (FIXED64, BYTES, FIXED32):
             raise ValueError("unknown wire type")
         if wire == BYTES:
-            size, at = _varint(message, at)
+            size, at = _read_varint(message, at)
         else:
             size = 8 if wire == FIXED64 else 4
         if at + size > len(message):
@@ -124,7 +125,7 @@ def _spans(message: bytes) -> Iterator[tuple[int, int, int]]:
         at += size
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
     value = 0
     shift = 0
     while True:

@@ -49,12 +49,12 @@ def segmenter(kind: str = "jieba") -> Cut:
     for name in dict.fromkeys(("jieba", kind)):
         if not importlib.util.find_spec(name):
             raise TokenizerError(f"this tokenizer needs the package {name} to split words: pip install {name}")
-    made: list[Cut] = []
+    loaded: list[Cut] = []
 
     def cut(text: str) -> str:
-        if not made:  # jieba is loaded on first use: it takes a second, and many processes never segment a text
-            made.append(_load_cut(kind))
-        return made[0](text)
+        if not loaded:  # jieba is loaded on first use: it takes a second, and many processes never segment a text
+            loaded.append(_load_cut(kind))
+        return loaded[0](text)
 
     return cut
 
@@ -87,7 +87,7 @@ def _cut_between(text: str) -> str:
     """
     words: list[str] = []
     for i, part in enumerate(_ASCII.split(text)):
-        if i % 2:
+        if i % 2:  # split() puts the matches of the pattern at odd indices
             words += [word for word in _NUMBER.split(part) if word]
         else:
             for j, piece in enumerate(_SPACE.split(part)):
@@ -95,7 +95,7 @@ def _cut_between(text: str) -> str:
     return SEPARATOR.join(words)
 
 
-def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
+def _find_ties(hmm: Any, margin: float = 1e-6) -> set[str]:
     """Return the two-character strings that the HMM scores almost equally as one word and as two words.
 
     margin: the maximum difference of the scores.
@@ -106,15 +106,15 @@ def _ties(hmm: Any, margin: float = 1e-6) -> set[str]:
     second = {char: score - hmm.emit_P["E"][char] for char, score in single.items() if char in hmm.emit_P["E"]}
     chars = np.array(sorted(second, key=second.__getitem__))
     values = np.array([second[char] for char in chars])
-    found: set[str] = set()
-    for gap in _gaps(hmm):
+    ties: set[str] = set()
+    for gap in _transition_gaps(hmm):
         for char, value in first.items():
             low, high = values.searchsorted([-gap - value - margin, -gap - value + margin])
-            found.update(char + other for other in chars[low:high])
-    return found
+            ties.update(char + other for other in chars[low:high])
+    return ties
 
 
-def _gaps(hmm: Any) -> Iterator[float]:
+def _transition_gaps(hmm: Any) -> Iterator[float]:
     """Yield how much better the transitions of two words are than those of one, for all neighbours of the two."""
     trans = hmm.trans_P
     never = hmm.MIN_FLOAT
@@ -138,75 +138,75 @@ class _RjiebaSegmenter:
         self._cut_doubtful = lru_cache(maxsize=1 << 14)(lambda block: SEPARATOR.join(jieba.cut(block)))
         self._frequency = jieba.dt.FREQ
         mixed = [word for word, count in self._frequency.items() if count and len(word) > 1 and _ASCII.search(word)]
-        doubtful = sorted({*mixed, *_ties(jieba.finalseg)}, key=len, reverse=True)
+        doubtful = sorted({*mixed, *_find_ties(jieba.finalseg)}, key=len, reverse=True)
         self._doubtful = re.compile("|".join(map(re.escape, doubtful)))
 
     def cut(self, text: str) -> str:
         parts: list[str] = []
-        self._cut_around(text, (found.span() for found in self._doubtful.finditer(text)), parts)
+        self._cut_around(text, (match.span() for match in self._doubtful.finditer(text)), parts)
         return SEPARATOR.join(parts)
 
-    def _cut_around(self, text: str, doubtful: Iterable[tuple[int, int]], into: list[str]) -> None:
-        """Segment the blocks around `doubtful` spans with jieba and the other text with rjieba; append to `into`.
+    def _cut_around(self, text: str, doubtful: Iterable[tuple[int, int]], words_out: list[str]) -> None:
+        """Segment the blocks around `doubtful` spans with jieba and the other text with rjieba; append to `words_out`.
 
         doubtful: (start, end) of text for which rjieba could differ from jieba.
         """
-        at = 0
+        position = 0
         for start, end in doubtful:
-            if start < at:
+            if start < position:
                 continue
-            while start > at and self._looked_up(text[start - 1]):
+            while start > position and self._is_word_char(text[start - 1]):
                 start -= 1
-            while end < len(text) and self._looked_up(text[end]):
+            while end < len(text) and self._is_word_char(text[end]):
                 end += 1
-            self._cut_plain(text[at:start], into)
-            into.append(self._cut_doubtful(text[start:end]))
-            at = end
-        self._cut_plain(text[at:], into)
+            self._cut_plain(text[position:start], words_out)
+            words_out.append(self._cut_doubtful(text[start:end]))
+            position = end
+        self._cut_plain(text[position:], words_out)
 
     @staticmethod
-    def _looked_up(char: str) -> bool:
+    def _is_word_char(char: str) -> bool:
         return char in _LETTERS or _HAN.match(char) is not None
 
-    def _cut_plain(self, text: str, into: list[str]) -> None:
-        """Segment text that matches no pattern in `_doubtful`; append its words to `into`."""
+    def _cut_plain(self, text: str, words_out: list[str]) -> None:
+        """Segment text that matches no pattern in `_doubtful`; append its words to `words_out`."""
         parts = _HAN.split(text)  # even indices: other text, maybe empty; odd indices: sequences of Han characters
         if len(parts) == 1:
             if text:
-                into.append(_cut_between(text))
+                words_out.append(_cut_between(text))
             return
-        others = parts[::2]
+        between = parts[::2]
         blocks = parts[1::2]
-        runs = SEPARATOR.join(self._cut_han("\n".join(blocks))).split(f"{SEPARATOR}\n{SEPARATOR}")
+        cut_blocks = SEPARATOR.join(self._cut_han("\n".join(blocks))).split(f"{SEPARATOR}\n{SEPARATOR}")
         doubtful: list[tuple[int, int]] = []
-        at = 0
-        for run, block, before, after in zip(runs, blocks, others, others[1:], strict=False):
-            at += len(before)
-            if self._could_differ(run, before, after):
-                doubtful.append((at, at + len(block)))
-            at += len(block)
+        position = 0
+        for cut_block, block, before, after in zip(cut_blocks, blocks, between, between[1:], strict=False):
+            position += len(before)
+            if self._could_differ(cut_block, before, after):
+                doubtful.append((position, position + len(block)))
+            position += len(block)
         if doubtful:
-            self._cut_around(text, doubtful, into)
+            self._cut_around(text, doubtful, words_out)
             return
-        for other, run in zip(others, [*runs, ""], strict=True):
-            if other:
-                into.append(_cut_between(other))
-            if run:
-                into.append(run)
+        for between_text, cut_block in zip(between, [*cut_blocks, ""], strict=True):
+            if between_text:
+                words_out.append(_cut_between(between_text))
+            if cut_block:
+                words_out.append(cut_block)
 
-    def _could_differ(self, run: str, before: str, after: str) -> bool:
+    def _could_differ(self, cut_block: str, before: str, after: str) -> bool:
         """Return True if jieba could segment a sequence of Han characters differently because of letters next to it.
 
-        run: the sequence as rjieba segments it, with SEPARATOR between the words. before, after: text before and after
-        the sequence. A difference is possible if `run` begins or ends with single-character words next to a letter,
-        and if these characters together are a dictionary word.
+        cut_block: the sequence as rjieba segments it, with SEPARATOR between the words. before, after: text before and
+        after the sequence. A difference is possible if `cut_block` begins or ends with single-character words next to a
+        letter, and if these characters together are a dictionary word.
         """
         first = None
         last = None
-        if run[1:2] == SEPARATOR and before[-1:] in _LETTERS:
-            first = _FIRST_SINGLES.search(run)
-        if run[-2:-1] == SEPARATOR and after[:1] in _LETTERS:
-            last = _LAST_SINGLES.search(run)
+        if cut_block[1:2] == SEPARATOR and before[-1:] in _LETTERS:
+            first = _FIRST_SINGLES.search(cut_block)
+        if cut_block[-2:-1] == SEPARATOR and after[:1] in _LETTERS:
+            last = _LAST_SINGLES.search(cut_block)
         return self._is_word(first) or self._is_word(last)
 
     def _is_word(self, singles: "re.Match[str] | None") -> bool:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import SENTINEL, Tokenizer, TokenizerError, any_of, byte_piece, fingerprint, split_name_pattern
+from .base import SENTINEL, Tokenizer, TokenizerError, any_name_pattern, byte_piece, fingerprint, split_name_pattern
 from .model_proto import USER_DEFINED, read_facts
-from .sibling_files import SETTINGS, refuse_missing_tokens, settings_beside, token_beside
+from .sibling_files import SETTINGS, read_token_name, read_tokenizer_config, require_added_tokens
 
 EOD = "<eod>"
 MARK = "\u2581"  # represents a space in sentencepiece's tokens
@@ -26,18 +26,18 @@ NEWLINE = "\u2583"  # represents a newline in CPM's tokens
 NO_PREFIX = b"\x1a\x02\x18\x00"
 # Tokenizer classes that need an explicit add_bos_token, because its default is true in transformers 4, but false in
 # transformers 5.
-UNCLEAR = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
+LLAMA_CLASSES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
-def open_model(model_file: str, more: bytes = b"") -> Any:
-    """Load a sentencepiece `.model` file, with the bytes `more` appended. Raises TokenizerError for any other file."""
+def open_model(model_file: str, appended: bytes = b"") -> Any:
+    """Load a sentencepiece `.model` file and the bytes `appended`. Raises TokenizerError for any other file."""
     from sentencepiece import SentencePieceProcessor
 
     content = Path(model_file).read_bytes()
     if not content:
         raise TokenizerError(f"{model_file} is not a sentencepiece model: the file is empty")
     try:
-        return SentencePieceProcessor(model_proto=content + more)
+        return SentencePieceProcessor(model_proto=content + appended)
     except (RuntimeError, OSError, TypeError):
         raise TokenizerError(f"{model_file} is not a sentencepiece model") from None
 
@@ -66,26 +66,26 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = self._sp.vocab_size()
         content = Path(model_file).read_bytes()
         self.facts = read_facts(content, model_file)
-        eod = self._piece(EOD)
+        eod = self._find_id(EOD)
         self.eod = self._sp.eos_id() if eod is None else eod
-        self.settings = settings_beside(Path(model_file))
-        bare = (self.start, self.eod)
+        self.settings = read_tokenizer_config(Path(model_file))
+        file_defaults = (self.start, self.eod)
         self._apply_settings(Path(model_file))
         if self.eod < 0:
             raise TokenizerError(f"{model_file} has no end-of-document token, neither {EOD} nor </s>")
         # A literal U+2581 in a text is encoded as byte tokens, because the token U+2581 would be decoded as a space.
         # With the class LlamaTokenizer, it is encoded as a space, as in transformers.
-        spelled = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
-        has_bytes = self._sp.is_byte(spelled[0])
-        self._mark = np.array(spelled if has_bytes and not self.is_llama else [], dtype=np.int32)
-        others = []
-        if (self.start, self.eod) != bare:
-            others.append(f"from {self.start} to {self.eod}")
+        mark_bytes = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
+        has_bytes = self._sp.is_byte(mark_bytes[0])
+        self._mark_ids = np.array(mark_bytes if has_bytes and not self.is_llama else [], dtype=np.int32)
+        differences = []
+        if (self.start, self.eod) != file_defaults:
+            differences.append(f"from {self.start} to {self.eod}")
         if self.is_llama:
-            others += self._llama_differences(has_bytes)
+            differences += self._llama_differences(has_bytes)
         self.fingerprint = hashlib.sha256(content).hexdigest()
-        if others:
-            self.fingerprint = fingerprint(", ".join([self.name, *others]), content)
+        if differences:
+            self.fingerprint = fingerprint(", ".join([self.name, *differences]), content)
         self.specials = self._find_specials()
 
     def _find_specials(self) -> dict[str, int]:
@@ -95,7 +95,7 @@ class SentencePieceTokenizer(Tokenizer):
                 specials[self._sp.id_to_piece(i)] = i
         # The sentinels of mT5 are ordinary pieces whose names begin with U+2581, the character for a space.
         number = 0
-        while (sentinel := self._piece(f"{MARK}<extra_id_{number}>")) is not None:
+        while (sentinel := self._find_id(f"{MARK}<extra_id_{number}>")) is not None:
             specials[f"<extra_id_{number}>"] = sentinel
             number += 1
         return specials
@@ -103,46 +103,47 @@ class SentencePieceTokenizer(Tokenizer):
     @property
     def is_llama(self) -> bool:
         """True if tokenizer_config.json names LlamaTokenizer or a class with the same encoding."""
-        return str(self.settings.get("tokenizer_class")).removesuffix("Fast") in UNCLEAR
+        return str(self.settings.get("tokenizer_class")).removesuffix("Fast") in LLAMA_CLASSES
 
     def _llama_differences(self, has_bytes: bool) -> list[str]:
         """Return descriptions of how tokenizer_config.json makes ids differ from those of the `.model` alone.
 
         The fingerprint includes these descriptions.
         """
-        ways = []
+        differences = []
         if has_bytes:
-            ways.append("marks of spaces are spaces")
-        if self._symbols:
-            ways.append("user-defined symbols cut a text")
-        if self._prefixes:
-            ways.append("one space in front" if self.settings.get("legacy") else "one space in front, none inside")
-        elif self._sp.normalize("a") != "a":
-            ways.append("no space in front")
-        return ways
+            differences.append("marks of spaces are spaces")
+        if self._splitting_symbols:
+            differences.append("user-defined symbols cut a text")
+        if self._adds_prefix_space:
+            legacy = self.settings.get("legacy")
+            differences.append("one space in front" if legacy else "one space in front, none inside")
+        elif self._sp.normalize("a") != "a":  # the `.model` alone prepends a space
+            differences.append("no space in front")
+        return differences
 
     def _apply_settings(self, path: Path) -> None:
         """Set `eod` and `start` from tokenizer_config.json."""
-        refuse_missing_tokens(path, self._piece, SENTINEL.fullmatch)
+        require_added_tokens(path, self._find_id, SENTINEL.fullmatch)
         if self.settings.get("eos_token"):
-            self.eod = self._named(path, "eos_token", "</s>")
-        usual = "<s>" if self.is_llama else None
-        bos = token_beside(path, "bos_token") or usual
+            self.eod = self._id_from_settings(path, "eos_token", "</s>")
+        default_name = "<s>" if self.is_llama else None
+        bos = read_token_name(path, "bos_token") or default_name
         if bos is not None:
-            self.bos = self._piece(bos)
+            self.bos = self._find_id(bos)
         if self.settings.get("add_bos_token"):
-            self.start = (self._named(path, "bos_token", "<s>"),)
+            self.start = (self._id_from_settings(path, "bos_token", "<s>"),)
         if self.is_llama:
-            self._refuse_unclear(path)
+            self._check_settings(path)
 
-    def _named(self, path: Path, key: str, usual: str) -> int:
-        name = token_beside(path, key) or usual
-        id_ = self._piece(name)
+    def _id_from_settings(self, path: Path, key: str, default_name: str) -> int:
+        name = read_token_name(path, key) or default_name
+        id_ = self._find_id(name)
         if id_ is None:
             raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, which is not a token of {path.name}")
         return id_
 
-    def _refuse_unclear(self, path: Path) -> None:
+    def _check_settings(self, path: Path) -> None:
         """Raise TokenizerError if tokenizer_config.json is ambiguous or contradicts the model.
 
         Ambiguous settings are those that transformers 4 and 5 interpret differently.
@@ -153,24 +154,24 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{nearby} does not set add_bos_token, whose default is true in transformers 4 and false in "
                 f"transformers 5; set it to true or false there (Llama, Llama 2 and Mistral were trained with true)"
             )
-        if self._prefixes and self._sp.normalize("a") == "a":
+        if self._adds_prefix_space and self._sp.normalize("a") == "a":
             raise TokenizerError(
                 f"add_prefix_space is true in {nearby} (or by default), but {path.name} prepends no space to a text; "
                 f"set add_prefix_space to false there"
             )
 
     @property
-    def _prefixes(self) -> bool:
+    def _adds_prefix_space(self) -> bool:
         """True if add_prefix_space is true or not set, so that a LlamaTokenizer prepends a space to a text."""
-        said = self.settings.get("add_prefix_space")
-        return said is None or bool(said)
+        value = self.settings.get("add_prefix_space")
+        return value is None or bool(value)
 
     @property
     def marks(self) -> dict[str, int]:
-        return {**self.specials, **self._defined}
+        return {**self.specials, **self._name_symbols}
 
     @functools.cached_property
-    def _defined(self) -> dict[str, int]:
+    def _name_symbols(self) -> dict[str, int]:
         """User-defined symbols that look like `<name>`, as name -> id.
 
         sentencepiece matches user-defined symbols before other pieces.
@@ -179,14 +180,14 @@ class SentencePieceTokenizer(Tokenizer):
         return {piece: i for piece, i in pieces if re.fullmatch(r"<\S+>", piece) and piece not in self.specials}
 
     def _user_defined(self) -> dict[str, int]:
-        return {self._sp.id_to_piece(i): i for i in self.facts.of_type(USER_DEFINED)}
+        return {self._sp.id_to_piece(i): i for i in self.facts.ids_of_type(USER_DEFINED)}
 
     @functools.cached_property
-    def _bare(self) -> Any:
+    def _no_prefix_model(self) -> Any:
         """SentencePieceProcessor for this model that prepends no space to a text."""
         return open_model(self._file, NO_PREFIX)
 
-    def _piece(self, name: str) -> int | None:
+    def _find_id(self, name: str) -> int | None:
         id_: int = self._sp.piece_to_id(name)
         return id_ if self._sp.id_to_piece(id_) == name else None
 
@@ -199,42 +200,42 @@ class SentencePieceTokenizer(Tokenizer):
         After a special token, a LlamaTokenizer prepends a space only if tokenizer_config.json sets `legacy`.
         """
         if self.is_llama and not self.settings.get("legacy"):
-            return self._bare.encode(text)  # type: ignore[no-any-return]
+            return self._no_prefix_model.encode(text)  # type: ignore[no-any-return]
         return self.encode(text)
 
-    def _is_bare(self, text: str) -> bool:
+    def _has_no_prefix(self, text: str) -> bool:
         """Return True if a LlamaTokenizer prepends no space to this text.
 
         transformers 5 prepends no space to a text that begins with a space. sentencepiece always prepends one.
         """
-        return not self._prefixes or text.startswith((" ", MARK))
+        return not self._adds_prefix_space or text.startswith((" ", MARK))
 
     def encode_content(self, text: str, inside: bool = False) -> list[int]:
-        if not self._defined:
+        if not self._name_symbols:
             return super().encode_content(text, inside)
-        names = split_name_pattern(self._defined).finditer(text)
+        names = split_name_pattern(self._name_symbols).finditer(text)
         cuts = [0, *(name.start() for name in names), len(text)]
         ids = super().encode_content(text[: cuts[1]], inside)
         for begin, end in itertools.pairwise(cuts[1:]):
-            ids += self._bare.encode(text[begin:end])
+            ids += self._no_prefix_model.encode(text[begin:end])
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        found: list[NDArray[np.int32]] = self._sp.encode(list(texts), num_threads=1, return_type="numpy")
+        ids: list[NDArray[np.int32]] = self._sp.encode(list(texts), num_threads=1, return_type="numpy")
         encode = self._encode_as_llama if self.is_llama else self._encode_marked
         for i, text in enumerate(texts):
-            if self._differs(text):
-                found[i] = encode(text)
-        return found
+            if self._needs_own_encoding(text):
+                ids[i] = encode(text)
+        return ids
 
-    def _differs(self, text: str) -> bool:
+    def _needs_own_encoding(self, text: str) -> bool:
         """Return whether the ids of `text` are not simply those of the SentencePiece model."""
         if self.is_llama:
-            return bool(self._symbols) or self._is_bare(text)
-        return len(self._mark) > 0 and MARK in text
+            return bool(self._splitting_symbols) or self._has_no_prefix(text)
+        return len(self._mark_ids) > 0 and MARK in text
 
     @functools.cached_property
-    def _symbols(self) -> dict[str, int]:
+    def _splitting_symbols(self) -> dict[str, int]:
         """User-defined symbols, as name -> id.
 
         transformers splits a text at these symbols before it encodes each part with a prepended space.
@@ -242,27 +243,27 @@ class SentencePieceTokenizer(Tokenizer):
         return {piece: i for piece, i in self._user_defined().items() if MARK not in piece}
 
     def _encode_as_llama(self, text: str) -> NDArray[np.int32]:
-        parts = [part for part in any_of(self._symbols).split(text) if part]
+        parts = [part for part in any_name_pattern(self._splitting_symbols).split(text) if part]
         legacy = self.settings.get("legacy")
-        found: list[NDArray[np.int32]] = [np.array([], dtype=np.int32)]
+        part_ids: list[NDArray[np.int32]] = [np.array([], dtype=np.int32)]
         for i, part in enumerate(parts):
-            if part in self._symbols:
-                found.append(np.array([self._symbols[part]], dtype=np.int32))
+            if part in self._splitting_symbols:
+                part_ids.append(np.array([self._splitting_symbols[part]], dtype=np.int32))
                 continue
             is_inside = i > 0 and not legacy
-            model = self._bare if is_inside or self._is_bare(part) else self._sp
-            found.append(model.encode(part, return_type="numpy"))
-        return np.concatenate(found)
+            model = self._no_prefix_model if is_inside or self._has_no_prefix(part) else self._sp
+            part_ids.append(model.encode(part, return_type="numpy"))
+        return np.concatenate(part_ids)
 
     def _encode_marked(self, text: str) -> NDArray[np.int32]:
-        found = []
+        part_ids = []
         for part in re.split(f"({MARK})", text):
             if part == MARK:
-                found.append(self._mark)
+                part_ids.append(self._mark_ids)
             elif part:
-                found.append(self._sp.encode(part, return_type="numpy"))
-        return np.concatenate(found)
+                part_ids.append(self._sp.encode(part, return_type="numpy"))
+        return np.concatenate(part_ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        model = self._bare if self.is_llama and not self._prefixes else self._sp
+        model = self._no_prefix_model if self.is_llama and not self._adds_prefix_space else self._sp
         return model.decode([int(i) for i in ids if i != self.eod])  # type: ignore[no-any-return]

@@ -24,16 +24,18 @@ class SentinelTokenizer(Tokenizer):
         self.eod = tokenizer.eod
         self._prefix = "extra_id_" if convention == "t5" else "s_"
         size = tokenizer.vocab_size
-        own = own_sentinels(tokenizer, convention)
+        own_ids = own_sentinels(tokenizer, convention)
         self.pad = tokenizer.specials.get("<pad>", size)
         size = max(size, self.pad + 1)
-        if own and len(own) < count:
-            raise ValueError(f"the tokenizer has only {len(own)} sentinels; set --num-sentinels to at most {len(own)}")
+        if own_ids and len(own_ids) < count:
+            raise ValueError(
+                f"the tokenizer has only {len(own_ids)} sentinels; set --num-sentinels to at most {len(own_ids)}"
+            )
         new_ids = list(range(size, size + count))
         if convention == "t5":
             new_ids.reverse()
-        self.sentinels = own[:count] or tuple(new_ids)
-        self.vocab_size = size if own else size + count
+        self.sentinels = own_ids[:count] or tuple(new_ids)
+        self.vocab_size = size if own_ids else size + count
         self.specials = {**tokenizer.specials, "<pad>": self.pad}
         self._number = {id_: i for i, id_ in enumerate(self.sentinels)}
 
@@ -43,17 +45,17 @@ class SentinelTokenizer(Tokenizer):
         Raises ValueError if the number of a sentinel is not below `count`.
         """
         ids: list[int] = []
-        at = 0
+        start = 0
         for mark in SENTINEL.finditer(text):
             number = int(mark[1])
             if number >= self.count:
                 raise ValueError(f"the text contains {mark[0]}, but the model has only sentinels 0 to {self.count - 1}")
-            ids += self._between(text, at, mark.start())
+            ids += self._encode_between(text, start, mark.start())
             ids.append(self.sentinels[number])
-            at = mark.end()
-        return ids + self._between(text, at, len(text))
+            start = mark.end()
+        return ids + self._encode_between(text, start, len(text))
 
-    def _between(self, text: str, begin: int, end: int) -> list[int]:
+    def _encode_between(self, text: str, begin: int, end: int) -> list[int]:
         if begin == end:
             return []
         return self.base.encode_inside(text[begin:end]) if begin else self.base.encode(text[:end])
@@ -61,20 +63,20 @@ class SentinelTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, with sentinels by name and without padding and ids beyond the vocabulary."""
         parts: list[str] = []
-        run: list[int] = []  # ids of the base tokenizer since the last sentinel
+        text_ids: list[int] = []  # ids of the base tokenizer since the last sentinel
         for id_ in map(int, ids):
             if id_ in self._number:
-                parts += [self._text_of(run), f"<{self._prefix}{self._number[id_]}>"]
-                run = []
+                parts += [self._decode_text(text_ids), f"<{self._prefix}{self._number[id_]}>"]
+                text_ids = []
             elif id_ == self.pad:
-                parts.append(self._text_of(run))
-                run = []
+                parts.append(self._decode_text(text_ids))
+                text_ids = []
             elif id_ < self.base.vocab_size:
-                run.append(id_)
-        return "".join([*parts, self._text_of(run)])
+                text_ids.append(id_)
+        return "".join([*parts, self._decode_text(text_ids)])
 
-    def _text_of(self, run: list[int]) -> str:
-        return self.base.decode(run) if run else ""
+    def _decode_text(self, text_ids: list[int]) -> str:
+        return self.base.decode(text_ids) if text_ids else ""
 
 
 def own_sentinels(tokenizer: Tokenizer, convention: str) -> tuple[int, ...]:
@@ -83,7 +85,7 @@ def own_sentinels(tokenizer: Tokenizer, convention: str) -> tuple[int, ...]:
     The names are `<extra_id_0>`, `<extra_id_1>`, ... for convention `t5`, and `<s_0>`, `<s_1>`, ... otherwise.
     """
     prefix = "<extra_id_" if convention == "t5" else "<s_"
-    found: list[int] = []
-    while f"{prefix}{len(found)}>" in tokenizer.specials:
-        found.append(tokenizer.specials[f"{prefix}{len(found)}>"])
-    return tuple(found)
+    ids: list[int] = []
+    while f"{prefix}{len(ids)}>" in tokenizer.specials:
+        ids.append(tokenizer.specials[f"{prefix}{len(ids)}>"])
+    return tuple(ids)

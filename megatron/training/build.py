@@ -16,18 +16,18 @@ from .. import mpu
 from ..config import Config
 from ..config.ds_config import resolve
 from ..engines.engine import Engine, PipeEngine
-from ..engines.param_groups import keys_of_groups, muon_settings
+from ..engines.param_groups import assign_groups, muon_settings
 from ..optim import build_optimizer
 from ..ranks import device as device_module
-from ..ranks.agreement import all_ranks
-from ..ranks.buffers import remember
+from ..ranks.agreement import raise_on_all_ranks
+from ..ranks.buffers import record_buffers
 from ..ranks.initialize import initialize_megatron
 from ..timers import Timers
 from ..tokenizer import Tokenizer
 from .feature import Plan
 from .features import Features
 from .global_vars import publish
-from .model_checks import checked_pipeline
+from .model_checks import check_is_pipeline
 from .task import Task
 from .task_checks import check_task, checked_model
 
@@ -43,7 +43,7 @@ def start_engine(task: Task, config: Config, tokenizer: Tokenizer | None = None)
     device = initialize_megatron(config)
     timers = Timers(device)
     publish(config, tokenizer, timers)
-    resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device))
+    resolved = resolve(config, dist.get_world_size(), device_module.has_fast_bf16(device))
     plan = Plan(task, config, resolved, device, tokenizer)
     return build_engine(build_model(plan), plan, Features(config), timers)
 
@@ -57,13 +57,13 @@ def build_model(plan: Plan) -> nn.Module:
     With ZeRO 3, each layer of `megatron.model` is partitioned over the ranks as soon as it is built. So no rank ever
     holds the whole model.
     """
-    cut = zero3_partitioner(plan.resolved.deepspeed, mpu, DTYPES[plan.resolved.precision])
-    with all_ranks(), tds.pipe.seeded_layers(plan.config.train.seed), mpu.after_each_layer(cut):
+    partition = zero3_partitioner(plan.resolved.deepspeed, mpu, DTYPES[plan.resolved.precision])
+    with raise_on_all_ranks(), tds.pipe.seeded_layers(plan.config.train.seed), mpu.after_each_layer(partition):
         model = checked_model(plan.task, plan.config, plan.tokenizer)
-    if cut is not None:
+    if partition is not None:
         # The user's own modules outside the layers of megatron.model must be partitioned, too: DeepSpeed casts and
         # moves either all parameters of a model or none.
-        cut(model)
+        partition(model)
     return model
 
 
@@ -77,34 +77,34 @@ def build_engine(
     task = plan.task
     config = plan.config
     resolved = plan.resolved
-    for each in features:
-        each.model(model, plan)
-    with all_ranks():
-        pipeline = checked_pipeline(model, task, config)
-    if not pipeline and config.parallel.pipe_parallel_size:  # --pipe-parallel-size is 1, which permits a plain module
+    for feature in features:
+        feature.model(model, plan)
+    with raise_on_all_ranks():
+        is_pipeline = check_is_pipeline(model, task, config)
+    if not is_pipeline and config.parallel.pipe_parallel_size:  # 1 stage, for which a plain module is permitted
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
-        resolved = resolve(config, dist.get_world_size(), device_module.fast_bf16(device_module.current()))
+        resolved = resolve(config, dist.get_world_size(), device_module.has_fast_bf16(device_module.current_device()))
     muon = muon_settings(model, config, resolved) if config.optim.optimizer == "muon" else {}
-    keys = keys_of_groups(model, config, resolved, lags or {})
-    optimizer = build_optimizer(keys, config.optim, config.model.kernels, **muon, width=config.model.width_factor)
+    groups = assign_groups(model, config, resolved, lags or {})
+    optimizer = build_optimizer(groups, config.optim, config.model.kernels, **muon, width=config.model.width_factor)
     if resolved.distributed_optimizer:
         optimizer = tds.DistributedOptimizer(optimizer, overlap_gather=config.parallel.overlap_param_gather)
     engine, *_ = tds.initialize(
-        model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if pipeline else mpu
+        model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if is_pipeline else mpu
     )
-    for each in features:
-        each.engine(engine, plan)
-    remember(engine.module)
+    for feature in features:
+        feature.engine(engine, plan)
+    record_buffers(engine.module)
     if resolved.precision == "fp64":
         zero_state.use_fp64(engine)
     if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:
         zero_state.check_all_copies(engine)
     batch_fn = partial(task.checked_batch, config=config, tokenizer=plan.tokenizer)
-    unit = config.train.batch_size * mpu.get_mesh().share.of
+    micro_samples = config.train.batch_size * mpu.get_mesh().share.size
     for size in config.batches(dist.get_world_size()).sizes:
-        engine.set_micro_batches(size // unit)  # refuses now a pipeline schedule that cannot run with this number
+        engine.set_micro_batches(size // micro_samples)  # raises if the pipeline schedule cannot run with this number
     engine.set_micro_batches(config.train.gas)
-    if not pipeline:
+    if not is_pipeline:
         from ..engines.without_pipeline import NoPipeEngine
 
         return NoPipeEngine(engine, resolved, config.train.gas, task, batch_fn, timers)

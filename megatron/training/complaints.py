@@ -9,51 +9,54 @@ from typing import Any
 from tds.diagnose import Watchdog, out_of_memory
 
 from ..config import Config
-from ..config.fields import ConfigError, describe
+from ..config.fields import ConfigError, describe_error
 from ..data.corpora import prefixes_of
 from ..data.indexed_dataset import IndexedDataset
-from ..data.workers import describe_end
-from ..ranks.errors import complaint
+from ..data.workers import describe_worker_end
+from ..ranks.errors import one_line_error
 from ..storage import is_url
 
 
-def complain(error: BaseException, config: Config | None, everywhere: bool) -> None:
+def print_error(error: BaseException, config: Config | None, on_all_ranks: bool) -> None:
     """Print the error on stderr, in one sentence or with one line for each invalid setting.
 
-    everywhere: True if all ranks probably have this error, so that only rank 0 needs to print it.
+    on_all_ranks: True if all ranks probably have this error, so that only rank 0 needs to print it.
     """
     text = os.environ.get("RANK", "0")
     rank = int(text) if text.isdecimal() else 0
     is_interrupt = isinstance(error, KeyboardInterrupt)
-    if rank != 0 and everywhere:
+    if rank != 0 and on_all_ranks:
         if is_interrupt:
             return
         # The launcher ends all ranks when the first rank exits. So this rank gives rank 0 time to print the error and
         # exit. If this rank still runs after the wait, rank 0 has no error, so this rank prints the error.
         time.sleep(10)
     where = "" if rank == 0 else f" (rank {rank})"
-    print(f"{Path(sys.argv[0]).name}{where}: {_words(error, config)}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}{where}: {_error_text(error, config)}", file=sys.stderr)
 
 
-def end_of(error: BaseException, run: Any) -> dict[str, Any]:
+def end_row(error: BaseException, run: Any) -> dict[str, Any]:
     """Return the last row of metrics.jsonl of `run`, a Run that `error` has ended."""
-    return {"split": "end", "iteration": run.state.iteration, "reason": _words(error, run.config)}
+    return {"split": "end", "iteration": run.state.iteration, "reason": _error_text(error, run.config)}
 
 
-def _words(error: BaseException, config: Config | None) -> str:
+def _error_text(error: BaseException, config: Config | None) -> str:
     """Return what went wrong and what to do, for the errors that `run` expects."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted (Ctrl-C)"
-    if lack := out_of_memory(error):
-        return f"{lack}; {Watchdog.advice}"
-    if ended := describe_end(error):
-        damage = _damage_of(config)
-        return f"{damage}; {ended}" if damage else ended
-    return str(error) if isinstance(error, ConfigError) else complaint(error)
+    if memory_problem := out_of_memory(error):
+        return f"{memory_problem}; {Watchdog.advice}"
+    if worker_end := describe_worker_end(error):
+        damage = _corpus_damage(config)
+        return f"{damage}; {worker_end}" if damage else worker_end
+    return str(error) if isinstance(error, ConfigError) else one_line_error(error)
 
 
-def _damage_of(config: Config | None) -> str | None:
-    """Return what is wrong with the files of a corpus, None if nothing is: reading a file that became shorter kills."""
+def _corpus_damage(config: Config | None) -> str | None:
+    """Return what is wrong with the files of a corpus, None if nothing is.
+
+    Reading a memory-mapped file that became shorter kills a data worker without an error of its own.
+    """
     if config is None or not config.data.names_corpora:
         return None
     try:
@@ -61,5 +64,5 @@ def _damage_of(config: Config | None) -> str | None:
             if not is_url(prefix):
                 IndexedDataset(prefix)
     except (ValueError, OSError) as error:
-        return describe(error)
+        return describe_error(error)
     return None

@@ -6,16 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def short(number: float) -> str:
+def format_count(number: float) -> str:
     """Format a number with three digits and a suffix, in at most six characters, such as 20.5K or 1.02M."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        # The thresholds are those from which rounding to three digits gives 1.00, 10.0 and 100.
         if number >= 0.9995 * size:
             value = number / size
             return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}{letter}"
     return f"{number:.0f}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration as 4:05, 3:04:05 or 2d 03:04:05."""
     if not math.isfinite(seconds):
         return "?"
@@ -35,8 +36,8 @@ class TimeLeft:
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
 
-    def after(self, done: int, whole: int, seconds: float, now: float | None = None) -> float:
-        """Return the remaining seconds after `done` of the `whole` samples of the run.
+    def estimate(self, done: int, total: int, seconds: float, now: float | None = None) -> float:
+        """Return the remaining seconds after `done` of the `total` samples of the run.
 
         seconds: time per sample before this log line; used only for the first log line.
         now: current reading of time.monotonic(); None reads the clock.
@@ -44,9 +45,9 @@ class TimeLeft:
         now = time.monotonic() if now is None else now
         if self._first is None:
             self._first = done, now
-        begun, since = self._first
-        each = (now - since) / (done - begun) if done > begun else seconds
-        return (whole - done) * each
+        first_done, first_time = self._first
+        sample_seconds = (now - first_time) / (done - first_done) if done > first_done else seconds
+        return (total - done) * sample_seconds
 
 
 def training_line(
@@ -65,8 +66,8 @@ def training_line(
     """
     norm = math.inf if row["grad_norm"] is None else row["grad_norm"]
     layers = row.get("layers", {}).values()
-    imbalances = [each["imbalance"] for each in layers if each.get("imbalance") is not None]
-    dead = sum(each.get("dead_experts") or 0 for each in layers)
+    imbalances = [layer["imbalance"] for layer in layers if layer.get("imbalance") is not None]
+    dead_experts = sum(layer.get("dead_experts") or 0 for layer in layers)
     columns = [
         time.strftime("%m-%d %H:%M:%S" if details else "%H:%M:%S", time.localtime(when)),
         f"iteration {row['iteration']:{len(str(last))}d}/{last}",
@@ -80,30 +81,30 @@ def training_line(
         f"{row['tokens_per_second']:9,.0f} tokens/s",
         *([f"padding {row['padding']:5.1%}"] if row.get("padding") else []),
         *([] if row["mfu"] is None else [f"MFU {row['mfu']:5.1%}"]),
-        *(_details(row, last, seconds) if details else []),
-        f"{duration(left):>7} left",
+        *(_detail_columns(row, last, seconds) if details else []),
+        f"{format_duration(left):>7} left",
     ]
     if row["skipped_steps"]:
         columns.append(f"{row['skipped_steps']} skipped step{'s' if row['skipped_steps'] > 1 else ''}")
-    if dead:
-        columns.append(f"{dead} dead expert{'s' if dead > 1 else ''}")
-    if behind := row.get("straggler"):
-        columns.append(f"rank {behind['rank']} takes {behind['factor']:.1f} times the median of its peers")
+    if dead_experts:
+        columns.append(f"{dead_experts} dead expert{'s' if dead_experts > 1 else ''}")
+    if straggler := row.get("straggler"):
+        columns.append(f"rank {straggler['rank']} takes {straggler['factor']:.1f} times the median of its peers")
     return " | ".join(columns)
 
 
-def _memory(row: Mapping[str, Any]) -> str:
+def _format_memory(row: Mapping[str, Any]) -> str:
     """Return the peak memory; on a CPU, of the process, and how much of it came with the model and its training."""
-    words = f"{row['memory_mb'] / 1e3:6.2f} GB"
-    before = row.get("memory_before_model_mb")
-    return words if before is None else f"{words} ({(row['memory_mb'] - before) / 1e3:.2f} GB since the model)"
+    peak = f"{row['memory_mb'] / 1e3:6.2f} GB"
+    before = row.get("memory_before_model_mb")  # only on a CPU
+    return peak if before is None else f"{peak} ({(row['memory_mb'] - before) / 1e3:.2f} GB since the model)"
 
 
-def _details(row: Mapping[str, Any], last: int, seconds: float) -> list[str]:
+def _detail_columns(row: Mapping[str, Any], last: int, seconds: float) -> list[str]:
     return [
         f"{100 * row['iteration'] / max(last, 1):5.1f}%",
-        f"{short(row['consumed_tokens']):>5} tokens",
+        f"{format_count(row['consumed_tokens']):>5} tokens",
         f"{seconds * 1e3:6.0f} ms",
         f"{row['tflops']:8.3g} TFLOP/s",
-        _memory(row),
+        _format_memory(row),
     ]

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple, cast
 
 from .. import mpu
 from ..config import Config
-from ..data.checked import checked_once
+from ..data.checked import reuse_checks
 from ..data.sampler import ConsecutiveSampler, build_loader
 from ..engines.engine import Batches
-from ..ranks.agreement import all_ranks, same_everywhere
-from ..ranks.objects import from_rank_0
+from ..ranks.agreement import raise_on_all_ranks, require_equal_values
+from ..ranks.objects import broadcast_from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes
 from ..storage import is_url
 from ..tokenizer import Tokenizer
-from .inputs import check_content, check_stages, check_tokenizer, corpora_of, corpus_fingerprints
+from .inputs import check_corpora, check_stages, check_tokenizer, corpora_of_run, corpus_fingerprints
 from .task import Datasets, Task
 from .task_checks import checked_datasets
 
@@ -38,7 +38,7 @@ class RemoteDataset:
         self.plan = plan
 
 
-def lengths_of(dataset: Any) -> Lengths | None:
+def t5_lengths(dataset: Any) -> Lengths | None:
     """Return the numbers of encoder and decoder tokens of a T5 data set's samples, or None for other data sets.
 
     A T5 data set has an attribute `plan` with these numbers.
@@ -49,7 +49,7 @@ def lengths_of(dataset: Any) -> Lengths | None:
     return Lengths(encoder, decoder) if isinstance(encoder, int) and isinstance(decoder, int) else None
 
 
-def reads() -> bool:
+def reads_data() -> bool:
     """Return True if this rank reads data."""
     mesh = mpu.get_mesh()
     return mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
@@ -63,34 +63,34 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
     those of rank 0.
     """
     checked: dict[str, bool] = {}
-    with all_ranks(), checked_once(checked):
+    with raise_on_all_ranks(), reuse_checks(checked):
         if is_rank_0():
             check_tokenizer(config, tokenizer)
-            check_content(config)
+            check_corpora(config)
     if task.reads_alone:
-        datasets = _open_where_read(task, config, tokenizer, checked)
+        datasets = _open_on_reading_ranks(task, config, tokenizer, checked)
     else:
-        with all_ranks():
+        with raise_on_all_ranks():
             datasets, notes = checked_datasets(task, config, tokenizer)
         print_notes(notes)
-    with all_ranks():
+    with raise_on_all_ranks():
         check_stages(datasets[0], config)
-        fingerprints = corpus_fingerprints(config) if reads() or not task.reads_alone else None
-    same_everywhere(fingerprints)
+        fingerprints = corpus_fingerprints(config) if reads_data() or not task.reads_alone else None
+    require_equal_values(fingerprints)
     return datasets
 
 
-def _open_where_read(task: Task, config: Config, tokenizer: Tokenizer, checked: dict[str, bool]) -> Datasets:
+def _open_on_reading_ranks(task: Task, config: Config, tokenizer: Tokenizer, checked: dict[str, bool]) -> Datasets:
     datasets: Any = ()
-    with all_ranks(), checked_once(checked):
+    with raise_on_all_ranks(), reuse_checks(checked):
         if is_rank_0():
             datasets, notes = checked_datasets(task, config, tokenizer)
             print_notes(notes)
     placeholders = tuple(map(_placeholder, datasets))
-    found, placeholders = from_rank_0((checked, placeholders))
-    checked.update(found)
-    with all_ranks(), checked_once(checked):
-        if reads() and not is_rank_0():
+    checked_on_rank_0, placeholders = broadcast_from_rank_0((checked, placeholders))
+    checked.update(checked_on_rank_0)
+    with raise_on_all_ranks(), reuse_checks(checked):
+        if reads_data() and not is_rank_0():
             datasets, _ = checked_datasets(task, config, tokenizer)
     return cast(Datasets, datasets or placeholders)
 
@@ -99,27 +99,27 @@ def _placeholder(dataset: Any) -> Any:
     """Return a `RemoteDataset` for a data set, a dict of them for named data sets, None for None."""
     if isinstance(dataset, Mapping):
         return {name: _placeholder(each) for name, each in dataset.items()}
-    return None if dataset is None else RemoteDataset(lengths_of(dataset))
+    return None if dataset is None else RemoteDataset(t5_lengths(dataset))
 
 
-def read(
+def read_batches(
     dataset: Any,
     config: Config,
     consumed_samples: int,
-    skips: Callable[[int], bool] | None = None,
+    should_skip: Callable[[int], bool] | None = None,
     gas: Callable[[int], int] | None = None,
 ) -> Batches | None:
     """Return an iterator over this rank's micro-batches, or None on a rank that reads no data.
 
     consumed_samples: number of samples that earlier iterations have used.
-    skips: function that gets the number of an iteration's first sample and returns True to skip the iteration.
+    should_skip: function that gets the number of an iteration's first sample and returns True to skip the iteration.
     gas: function from the number of an iteration's first sample to the number of its micro-batches on a rank; --gas if
     None.
     """
-    if not reads():
+    if not reads_data():
         return None
     t = config.train
     share = mpu.get_mesh().share
-    sampler = ConsecutiveSampler(t.batch_size, gas or t.gas, *share, consumed_samples, skips)
-    remote = any(map(is_url, corpora_of(config)))
-    return iter(build_loader(dataset, sampler, config.data.num_workers, read_ahead=remote))
+    sampler = ConsecutiveSampler(t.batch_size, gas or t.gas, *share, consumed_samples, should_skip)
+    is_remote = any(map(is_url, corpora_of_run(config)))
+    return iter(build_loader(dataset, sampler, config.data.num_workers, read_ahead=is_remote))

@@ -11,18 +11,18 @@ from tds.diagnose import out_of_memory
 from tds.parent_death import ImpossibleRanks, refuse_impossible_ranks
 
 from ..config import Config
-from ..config.check import help_if_asked, print_note
+from ..config.check import print_help_if_asked, print_note
 from ..config.command_line import parse
 from ..config.ds_config import resolve
-from ..data.workers import describe_end
+from ..data.workers import describe_worker_end
 from ..ranks import device as device_module
 from ..ranks.errors import RunError, exit_now
 from ..ranks.initialize import world_size
 from ..ranks.signals import INTERRUPTED, restored_signals
-from ..streams import guarded
+from ..streams import guard_streams
 from .feature import Feature
-from .features import substitute
-from .inputs import MissingInputs, refuse_missing
+from .features import find_substitute
+from .inputs import MissingInputs, require_inputs
 from .loop import train
 from .setup import set_up
 from .task import Task
@@ -47,38 +47,38 @@ def run(
     features: optional parts of your own, which the run calls besides those that the settings ask for.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    help_if_asked(getattr(task, "defaults", {}).get("family"))
-    code = 2
-    with guarded(CONTINUES, "stdout", "stderr"), restored_signals():
+    print_help_if_asked(getattr(task, "defaults", {}).get("family"))
+    exit_code = 2  # until the settings have been resolved, an error is a mistake on the command line
+    with guard_streams(CONTINUES, "stdout", "stderr"), restored_signals():
         try:
             refuse_impossible_ranks()
             check_task(task, "datasets", "model", "batch")
             config = config or parse(argv, task.defaults, world_size(), print_note)
-            other = substitute(config)
-            if other:
-                other.instead(task, config)
+            substitute = find_substitute(config)
+            if substitute:
+                substitute.instead(task, config)
                 return
             config = config.with_batches(world_size())
-            resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
-            code = 1
-            refuse_missing(task, config)
-            with set_up(task, config, resolved, features) as ready:
-                train(ready)
-            del ready
+            resolved = resolve(config, world_size(), device_module.has_fast_bf16(device_module.current_device()))
+            exit_code = 1
+            require_inputs(task, config)
+            with set_up(task, config, resolved, features) as ready_run:
+                train(ready_run)
+            del ready_run  # so that gc.collect() below deletes its data loaders
         except (RunError, ValueError, OSError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
-            expected = isinstance(error, RunError) or out_of_memory(error) or describe_end(error)
-            bug = isinstance(error, RuntimeError) and not expected
-            if bug or not exit or os.environ.get("MEGATRON_DEBUG"):
+            is_expected = isinstance(error, RunError) or out_of_memory(error) or describe_worker_end(error)
+            is_bug = isinstance(error, RuntimeError) and not is_expected
+            if is_bug or not exit or os.environ.get("MEGATRON_DEBUG"):
                 raise
-            here = isinstance(error, ImpossibleRanks)
-            from .complaints import complain
+            has_wrong_flags = exit_code == 2 and not isinstance(error, ImpossibleRanks)
+            from .complaints import print_error
 
-            complain(
+            print_error(
                 error,
                 config,
-                everywhere=(code == 2 and not here) or isinstance(error, (RunError, MissingInputs, KeyboardInterrupt)),
+                on_all_ranks=has_wrong_flags or isinstance(error, (RunError, MissingInputs, KeyboardInterrupt)),
             )
-            exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else code)
+            exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_code)
         gc.collect()  # deletes the data loaders, which ends their worker processes
         dist.barrier()
         if exit:

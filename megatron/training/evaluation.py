@@ -8,9 +8,9 @@ from typing import Any
 from tds import trace
 
 from ..engines.engine import StepResult
-from ..ranks.objects import from_rank_0
+from ..ranks.objects import broadcast_from_rank_0
 from ..ranks.rank_0 import print_rank_0
-from .data_ranks import read
+from .data_ranks import read_batches
 from .feature import Feature, due
 from .health import SampleRange
 from .run_state import Run
@@ -29,26 +29,26 @@ def evaluate(run: Run, part: str) -> float | None:
     iteration = run.state.iteration
     total: defaultdict[str, float] = defaultdict(float)
     rows = []
-    named = dataset.items() if isinstance(dataset, Mapping) else [("", dataset)]
-    for name, each in named:
-        sums = _sums(run, each)
+    named_sets = dataset.items() if isinstance(dataset, Mapping) else [("", dataset)]
+    for name, named_set in named_sets:
+        sums = _evaluate_dataset(run, named_set)
         for key, value in sums.items():
             total[key] += value
         if name:
-            rows.append(_row(sums, f"{part}/{name}", iteration))
+            rows.append(_evaluation_row(sums, f"{part}/{name}", iteration))
     rows += run.features.evaluated(part, iteration, total)
-    row = _row(total, part, iteration)
-    for each in [*rows, row]:
-        run.features.extend(each)
-        if "lm_loss" in each:
-            print_rank_0(_line(each))
-        run.metrics.write(each)
-    return float(row["lm_loss"])
+    total_row = _evaluation_row(total, part, iteration)
+    for row in [*rows, total_row]:
+        run.features.extend(row)
+        if "lm_loss" in row:
+            print_rank_0(_format_line(row))
+        run.metrics.write(row)
+    return float(total_row["lm_loss"])
 
 
-def _sums(run: Run, dataset: Any) -> defaultdict[str, float]:
+def _evaluate_dataset(run: Run, dataset: Any) -> defaultdict[str, float]:
     """Evaluate a data set; return its summed loss, its number of targets, and the sums of additional values."""
-    batches = read(dataset, run.config, 0)
+    batches = read_batches(dataset, run.config, 0)
     sums: defaultdict[str, float] = defaultdict(float)
     for _ in range(run.config.train.eval_iters):
         for name, value in run.engine.eval_batch(batches).items():
@@ -56,7 +56,7 @@ def _sums(run: Run, dataset: Any) -> defaultdict[str, float]:
     return sums
 
 
-def _row(sums: Mapping[str, float], split: str, iteration: int) -> dict[str, Any]:
+def _evaluation_row(sums: Mapping[str, float], split: str, iteration: int) -> dict[str, Any]:
     loss = sums["loss"] / sums["targets"]
     row = {"split": split, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)}
     if tokens := sums.get("text_tokens"):
@@ -69,7 +69,7 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _format_line(row: Mapping[str, Any]) -> str:
     ppl = row.get("ppl", perplexity(row["lm_loss"]))
     line = f"iteration {row['iteration']:7d} | {row['split']} loss {row['lm_loss']:.4f} | ppl {ppl:.2f}"
     if "bits_per_byte" in row:
@@ -81,7 +81,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 def evaluate_once(run: Run, part: str) -> None:
     """Evaluate `part` on all ranks, unless metrics.jsonl has the result because a finished run was started again."""
-    if from_rank_0(run.metrics.holds(part, run.state.iteration)):
+    if broadcast_from_rank_0(run.metrics.has_row(part, run.state.iteration)):
         print_rank_0(
             f"note: {run.run_dir}/metrics.jsonl has the {part} loss of iteration {run.state.iteration} already"
         )
@@ -101,7 +101,7 @@ class Evaluations(Feature):
             self._run.log.check()
             with trace.span("evaluation"):
                 evaluate(self._run, "valid")
-            self._run.log.restart()
+            self._run.log.restart_timer()
 
     def end(self) -> None:
         for part in ("valid", "test"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..config.feature_table import TABLE
-from ..ranks.agreement import all_ranks
+from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
 from .feature import Feature, Interval, Plan
@@ -30,16 +30,17 @@ class Features:
         self.all: list[Feature] = []
         for name, row in TABLE.items():
             if row.wanted(config):
-                feature = _load(row.home)
+                feature = _load_feature(row.class_path)
                 feature.name = name
                 self.all.append(feature)
-        taken = set(TABLE)
-        for each in own:
-            each.name = each.name or type(each).__name__
-            if each.name in taken:
-                raise ValueError(f"two features have the name {each.name}; give {type(each).__name__} another `name`")
-            taken.add(each.name)
-            self.all.append(each)
+        names = set(TABLE)
+        for feature in own:
+            kind = type(feature).__name__
+            feature.name = feature.name or kind
+            if feature.name in names:
+                raise ValueError(f"two features have the name {feature.name}; give {kind} another `name`")
+            names.add(feature.name)
+            self.all.append(feature)
 
     def __iter__(self) -> Iterator[Feature]:
         return iter(self.all)
@@ -47,7 +48,7 @@ class Features:
     def prepare(self, plan: Plan) -> None:
         """Call `prepare` of each feature. If one raises ValueError on a rank, every rank raises RunError."""
         for each in self.all:
-            with all_ranks():
+            with raise_on_all_ranks():
                 each.prepare(plan)
 
     @contextmanager
@@ -56,7 +57,7 @@ class Features:
         with ExitStack() as stack:
             for each in self.all:
                 each.start(run)
-                stack.push(partial(_close, each))
+                stack.push(partial(_close_feature, each))
             yield
 
     def before_save(self, iteration: int) -> None:
@@ -66,10 +67,10 @@ class Features:
 
     def row(self, interval: Interval) -> Entries:
         """Return the entries of all features; dicts of one name are merged, such as the numbers of layers."""
-        found: Entries = {}
+        entries: Entries = {}
         for each in self.all:
-            _merge(found, each.row(interval))
-        return found
+            _merge_entries(entries, each.row(interval))
+        return entries
 
     def rows(self, iteration: int) -> list[Entries]:
         """Return the further rows of all features."""
@@ -96,10 +97,10 @@ class Features:
 
     def load(self, states: Mapping[str, Entries]) -> None:
         """Restore the states of a checkpoint. Raises ValueError for a state of a feature that is not known."""
-        members = {each.name: each for each in self.all}
+        by_name = {each.name: each for each in self.all}
         for name, state in states.items():
-            if name in members:
-                members[name].load(state)
+            if name in by_name:
+                by_name[name].load(state)
             elif name in TABLE:
                 print_rank_0(f"note: the checkpoint has a state of {name}, which this run does not use")
             else:
@@ -109,8 +110,8 @@ class Features:
                 )
 
 
-def _close(feature: Feature, *raised: Any) -> None:
-    feature.close(raised[1])  # of the type of the error, the error and its traceback
+def _close_feature(feature: Feature, kind: object, error: Any, *_: object) -> None:
+    feature.close(error)
 
 
 def _check_state(name: str, state: Any) -> None:
@@ -123,24 +124,24 @@ def _check_state(name: str, state: Any) -> None:
         ) from None
 
 
-def _merge(into: Entries, entries: Mapping[str, Any]) -> None:
+def _merge_entries(into: Entries, entries: Mapping[str, Any]) -> None:
     for name, value in entries.items():
         if isinstance(value, Mapping) and name in into:
-            _merge(into[name], value)
+            _merge_entries(into[name], value)
         else:
             into[name] = value
 
 
-def substitute(config: Config) -> Feature | None:
+def find_substitute(config: Config) -> Feature | None:
     """Return the feature whose method `instead` takes the place of the run, None if the settings ask for none."""
     for row in TABLE.values():
         if row.instead and row.wanted(config):
-            return _load(row.home)
+            return _load_feature(row.class_path)
     return None
 
 
-def _load(home: str) -> Feature:
-    """Return a new feature of the class at `home`, such as `megatron.features.layer_log:LayerLog`."""
-    module, name = home.split(":")
+def _load_feature(class_path: str) -> Feature:
+    """Return a new feature of the class at `class_path`, such as `megatron.features.layer_log:LayerLog`."""
+    module, name = class_path.split(":")
     feature: Feature = getattr(import_module(module), name)()
     return feature

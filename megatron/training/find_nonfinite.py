@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from tds.optimizer_state import complete_weights, local_piece
+from tds.optimizer_state import local_shard, wait_for_weights
 
 from .. import mpu
 from ..model.layers import global_parameters
 from ..ranks.objects import gather_objects
-from .data_ranks import read
+from .data_ranks import read_batches
 from .health import Fault
 from .run_state import Run
 
-GENTLER = "a lower --lr or a longer --warmup (with --override-lr-schedule, else a resumed run keeps its schedule)"
+LR_ADVICE = "a lower --lr or a longer --warmup (with --override-lr-schedule, else a resumed run keeps its schedule)"
 
 
 class Finding(NamedTuple):
@@ -26,79 +26,80 @@ class Finding(NamedTuple):
     gradient: str | None
 
 
-def explain(run: Run, fault: Fault) -> str:
+def explain_fault(run: Run, fault: Fault) -> str:
     """Return a message that says why the run ends and what the user can do. A collective.
 
     If the reason is skipped steps, the last iteration is recomputed to find the rank and the parameter.
     """
     samples = fault.samples
 
-    def again() -> None:
+    def recompute() -> None:
         mpu.get_rng().begin(samples.iteration - 1)
-        batches = read(run.datasets[0], run.config, samples.first_sample, gas=run.micro_batches)
-        run.engine.train_batch(batches, 0.0, run.micro_batches(samples.first_sample))
+        batches = read_batches(run.datasets[0], run.config, samples.first_sample, gas=run.micro_batches)
+        run.engine.train_batch(batches, 0.0, run.micro_batches(samples.first_sample))  # with a learning rate of 0
 
-    begin = samples.iteration - fault.streak + 1
-    skip = f"--skip-iterations {begin}-{samples.iteration} continues past them; {GENTLER} may avoid them"
+    first_skipped = samples.iteration - fault.streak + 1
+    advice = f"--skip-iterations {first_skipped}-{samples.iteration} continues past them; {LR_ADVICE} may avoid them"
     if fault.spike:
         return (
-            f"{fault.streak} steps in a row were skipped, the last one at {samples}: {fault.spike}; {skip}; a higher "
+            f"{fault.streak} steps in a row were skipped, the last one at {samples}: {fault.spike}; {advice}; a higher "
             "--skip-step-sigma accepts them"
         )
     if not fault.streak:
-        return f"the loss became {fault.loss} at {samples}, although its gradient is finite; {GENTLER} may help"
-    complete_weights(run.engine.deepspeed)
-    found = find(run.engine.deepspeed.module, again)
-    why = words(found, samples.first_sample, samples.samples // mpu.get_mesh().share.of)
-    if fault.scale is not None:
+        return f"the loss became {fault.loss} at {samples}, although its gradient is finite; {LR_ADVICE} may help"
+    wait_for_weights(run.engine.deepspeed)
+    findings = gather_findings(run.engine.deepspeed.module, recompute)
+    cause = describe_findings(findings, samples.first_sample, samples.samples // mpu.get_mesh().share.size)
+    if fault.min_scale is not None:
         return (
-            f"the loss scale of fp16 is at its minimum {fault.scale:g}, but the gradient still overflows at "
-            f"{samples}: {why}; use --precision bf16 or fp32, or {GENTLER}"
+            f"the loss scale of fp16 is at its minimum {fault.min_scale:g}, but the gradient still overflows at "
+            f"{samples}: {cause}; use --precision bf16 or fp32, or {LR_ADVICE}"
         )
-    return f"{fault.streak} steps in a row were skipped, the last one at {samples}: {why}; {skip}"
+    return f"{fault.streak} steps in a row were skipped, the last one at {samples}: {cause}; {advice}"
 
 
-def find(model: nn.Module, compute: Callable[[], object]) -> list[Finding]:
+def gather_findings(model: nn.Module, recompute: Callable[[], object]) -> list[Finding]:
     """Return the findings of all ranks, in the order of ranks. A collective that waits for the device.
 
-    compute: function that computes the skipped step again.
+    recompute: function that computes the skipped step again.
     """
-    every = list(global_parameters(model))
-    weights = [name for name, p in every if not _finite(local_piece(p))]
-    bad: set[str] = set()
+    named = list(global_parameters(model))
+    weights = [name for name, p in named if not _is_finite(local_shard(p))]
+    nonfinite: set[str] = set()
 
-    def look(name: str, gradient: Tensor) -> None:
-        if not _finite(gradient):
-            bad.add(name)
+    def check(name: str, gradient: Tensor) -> None:
+        if not _is_finite(gradient):
+            nonfinite.add(name)
 
-    hooks = [p.register_hook(partial(look, name)) for name, p in every if p.requires_grad]  # type: ignore[no-untyped-call]
-    compute()
+    hooks = [p.register_hook(partial(check, name)) for name, p in named if p.requires_grad]  # type: ignore[no-untyped-call]
+    recompute()
     for hook in hooks:
         hook.remove()
-    gradients = [name for name, _ in every if name in bad]
-    mine = Finding(mpu.get_mesh().share.number, next(iter(weights), None), next(iter(gradients), None))
-    return gather_objects(mine)
+    gradients = [name for name, _ in named if name in nonfinite]  # in the order of the model
+    finding = Finding(mpu.get_mesh().share.rank, next(iter(weights), None), next(iter(gradients), None))
+    return gather_objects(finding)
 
 
-def _finite(x: Tensor) -> bool:
+def _is_finite(x: Tensor) -> bool:
     return bool(x.detach().isfinite().all())
 
 
-def words(found: list[Finding], first_sample: int, share: int) -> str:
+def describe_findings(findings: list[Finding], first_sample: int, replica_samples: int) -> str:
     """Return a clause that describes the findings, for use in a message.
 
-    found: the findings of all ranks, in the order of ranks.
+    findings: the findings of all ranks, in the order of ranks.
     first_sample: number of the first sample of the iteration.
-    share: number of samples that each replica computes.
+    replica_samples: number of samples that each replica computes.
     """
-    for what in ("weight", "gradient"):
-        bad = [(rank, each) for rank, each in enumerate(found) if getattr(each, what)]
-        if bad:
-            rank, each = bad[0]
-            begin = first_sample + each.share * share
-            name = f"the weight {each.weight}" if what == "weight" else f"the gradient of {each.gradient}"
-            others = f", and on {len(bad) - 1} more of {len(found)} ranks" if len(bad) > 1 else ""
-            return f"{name} is not finite on rank {rank} (its samples: {begin} to {begin + share - 1}){others}"
+    for kind in ("weight", "gradient"):  # a non-finite weight explains all gradients, so weights come first
+        failing = [(rank, each) for rank, each in enumerate(findings) if getattr(each, kind)]
+        if failing:
+            rank, first = failing[0]
+            begin = first_sample + first.share * replica_samples
+            end = begin + replica_samples - 1
+            name = f"the weight {first.weight}" if kind == "weight" else f"the gradient of {first.gradient}"
+            others = f", and on {len(failing) - 1} more of {len(findings)} ranks" if len(failing) > 1 else ""
+            return f"{name} is not finite on rank {rank} (its samples: {begin} to {end}){others}"
     return (
         "when recomputed, each rank's own gradients are finite: either their sum overflows, or the hardware is faulty"
     )

@@ -35,7 +35,7 @@ def set_own_flags(values: Mapping[str, Any]) -> None:
     _Current.own_flags = values
 
 
-def _known(value: T | None, what: str) -> T:
+def _require_published(value: T | None, what: str) -> T:
     if value is None:
         raise RuntimeError(f"no {what} yet: pretrain() creates the {what} before it calls your functions")
     return value
@@ -44,15 +44,15 @@ def _known(value: T | None, what: str) -> T:
 def get_args() -> Any:
     """Return the settings of this run as one flat, read-only object: `args.hidden_size`."""
     if _Current.args is None:
-        _Current.args = compat("args").Args(_known(_Current.config, "settings"), _Current.own_flags)
+        _Current.args = compat("args").Args(_require_published(_Current.config, "settings"), _Current.own_flags)
     return _Current.args
 
 
 def get_tokenizer() -> Tokenizer:
     """Return the tokenizer of this run."""
-    return _known(_Current.tokenizer, "tokenizer")
+    return _require_published(_Current.tokenizer, "tokenizer")
 
 
 def get_timers() -> Timers:
     """Return the timers of this run."""
-    return _known(_Current.timers, "timers")
+    return _require_published(_Current.timers, "timers")

@@ -19,11 +19,12 @@ from .feature import Feature, due
 if TYPE_CHECKING:
     from .run_state import Run
 
-REMEMBERED = 64  # a new loss is compared with the median of at most this number of recent losses
-LEAST = 16  # spikes are reported only if there are at least this number of recent losses
-# A loss is a spike if it exceeds the median of recent losses by more than DEVIATIONS standard deviations and by more
-# than SHARE times the median.
-DEVIATIONS, SHARE = 8.0, 0.05
+MAX_RECENT_LOSSES = 64  # a new loss is compared with the median of at most this number of recent losses
+MIN_RECENT_LOSSES = 16  # spikes are reported only if there are at least this number of recent losses
+# A loss is a spike if it exceeds the median of recent losses by more than SPIKE_DEVIATIONS standard deviations and by
+# more than SPIKE_SHARE times the median.
+SPIKE_DEVIATIONS = 8.0
+SPIKE_SHARE = 0.05
 
 
 class SampleRange(NamedTuple):
@@ -45,7 +46,7 @@ class Spike(NamedTuple):
     median: float
 
 
-class Interval(NamedTuple):
+class HealthSummary(NamedTuple):
     """Summary of the steps since the last call of `Health.read`.
 
     losses: finite losses. norms: finite gradient norms. skipped: number of skipped steps.
@@ -70,7 +71,7 @@ class Fault(NamedTuple):
     samples: SampleRange
     streak: int
     loss: float
-    scale: float | None  # the loss scale if it is at its minimum, else None
+    min_scale: float | None  # the loss scale if it is at its minimum, else None
     spike: Deviation | None = None  # reason of the last skipped step if --skip-step-sigma skipped it
 
 
@@ -80,21 +81,21 @@ class Health:
     `add` only stores the tensors of a step. `read` copies all stored tensors to the host at once. All ranks read the
     same numbers, so they make the same decisions.
     state: training state at the start of the run.
-    most: the run ends after this number of skipped steps in a row.
-    scale, least_scale: loss scale of fp16 and its minimum; None without a dynamic loss scale.
+    max_skipped: the run ends after this number of skipped steps in a row.
+    scale, min_scale: loss scale of fp16 and its minimum; None without a dynamic loss scale.
     """
 
     def __init__(
-        self, state: TrainState, most: int, scale: float | None = None, least_scale: float | None = None
+        self, state: TrainState, max_skipped: int, scale: float | None = None, min_scale: float | None = None
     ) -> None:
-        self._most = most
+        self._max_skipped = max_skipped
         self._scale = scale
-        self._least = least_scale
-        self._good = replace(state)
+        self._min_scale = min_scale
+        self._applied_state = replace(state)  # after the last step that was not skipped
         self._streak = 0
-        self._starts = least_scale is not None
+        self._lowers_first_scale = min_scale is not None
         self._unread: list[tuple[StepResult, SampleRange, TrainState]] = []
-        self._before: deque[float] = deque(maxlen=REMEMBERED)
+        self._recent_losses: deque[float] = deque(maxlen=MAX_RECENT_LOSSES)
         self.fault: Fault | None = None
 
     def add(self, step: StepResult, samples: SampleRange, state: TrainState) -> None:
@@ -112,7 +113,7 @@ class Health:
         """
         self.read()
         if not self._streak:
-            self._good = replace(state)
+            self._applied_state = replace(state)
 
     def state_to_save(self, state: TrainState) -> TrainState:
         """Return the training state to save: the state after the last step that was not skipped. Call `read` first.
@@ -120,69 +121,72 @@ class Health:
         With a dynamic loss scale, return the current `state`, because a skipped step lowers the loss scale, which is
         saved, too.
         """
-        return state if self._least is not None else self._good
+        return state if self._min_scale is not None else self._applied_state
 
-    def read(self) -> Interval:
+    def read(self) -> HealthSummary:
         """Return a summary of the steps added since the last call, and set `fault` if the run cannot continue."""
         unread = self._unread
         self._unread = []
-        found = Interval([], [], 0, [])
-        numbers = _on_the_host([(step.loss, step.grad_norm) for step, _, _ in unread])
+        summary = HealthSummary([], [], 0, [])
+        skipped = 0
+        numbers = _copy_to_host([(step.loss, step.grad_norm) for step, _, _ in unread])
         for (step, samples, state), (loss, norm) in zip(unread, numbers, strict=True):
-            applied = math.isfinite(norm) and not step.skipped
-            self._update(step, samples, loss, applied)
+            is_applied = math.isfinite(norm) and not step.skipped
+            self._update(step, samples, loss, is_applied)
             if math.isfinite(loss):
-                found.losses.append(loss)
+                summary.losses.append(loss)
             if math.isfinite(norm):
-                found.norms.append(norm)
-            if applied:
-                self._good = state
-                found.spikes.extend(self._spikes(samples, loss))
+                summary.norms.append(norm)
+            if is_applied:
+                self._applied_state = state
+                summary.spikes.extend(self._find_spikes(samples, loss))
             else:
-                found = found._replace(skipped=found.skipped + 1)
-        return found
+                skipped += 1
+        return summary._replace(skipped=skipped)
 
-    def _update(self, step: StepResult, samples: SampleRange, loss: float, applied: bool) -> None:
+    def _update(self, step: StepResult, samples: SampleRange, loss: float, is_applied: bool) -> None:
         """Count skipped steps, and set `fault` after a step that ends the run."""
-        has_least_scale = self._least is not None and self._scale == step.loss_scale == self._least
+        # The scale before the step and the scale after it are both the minimum: no lower scale is left to try.
+        is_at_min_scale = self._min_scale is not None and self._scale == step.loss_scale == self._min_scale
         self._scale = step.loss_scale
-        if applied:
-            self._starts = False
+        if is_applied:
+            self._lowers_first_scale = False
             self._streak = 0
         # At first, fp16 skips steps to lower its high initial loss scale; these do not count.
-        elif step.spike or not self._starts:
+        elif step.spike or not self._lowers_first_scale:
             self._streak += 1
         if self.fault is not None:
             return
-        overflowed = not applied and step.spike is None
-        if overflowed and has_least_scale:
-            self.fault = Fault(samples, self._streak, loss, self._least, step.spike)
+        overflowed = not is_applied and step.spike is None
+        if overflowed and is_at_min_scale:
+            self.fault = Fault(samples, self._streak, loss, self._min_scale, step.spike)
             return
-        diverged = applied and not math.isfinite(loss)
-        if diverged or self._streak >= self._most:
+        diverged = is_applied and not math.isfinite(loss)
+        if diverged or self._streak >= self._max_skipped:
             self.fault = Fault(samples, self._streak, loss, None, step.spike)
 
-    def _spikes(self, samples: SampleRange, loss: float) -> list[Spike]:
+    def _find_spikes(self, samples: SampleRange, loss: float) -> list[Spike]:
         """Return [spike] if `loss` exceeds the median of recent losses by much more than their noise, else [].
 
         The noise is estimated by the median absolute deviation (Hampel 1974), which single spikes hardly affect.
         """
-        found = []
-        if len(self._before) >= LEAST:
-            median = statistics.median(self._before)
-            noise = 1.4826 * statistics.median(abs(each - median) for each in self._before)
-            if loss - median > max(DEVIATIONS * noise, SHARE * abs(median)):
-                found = [Spike(samples, loss, median)]
-        self._before.append(loss)
-        return found
+        spikes = []
+        if len(self._recent_losses) >= MIN_RECENT_LOSSES:
+            median = statistics.median(self._recent_losses)
+            # 1.4826 times the median absolute deviation of a normal distribution is its standard deviation.
+            noise = 1.4826 * statistics.median(abs(each - median) for each in self._recent_losses)
+            if loss - median > max(SPIKE_DEVIATIONS * noise, SPIKE_SHARE * abs(median)):
+                spikes = [Spike(samples, loss, median)]
+        self._recent_losses.append(loss)
+        return spikes
 
 
-def _on_the_host(steps: list[tuple[Tensor | float, Tensor | float]]) -> list[tuple[float, float]]:
+def _copy_to_host(steps: list[tuple[Tensor | float, Tensor | float]]) -> list[tuple[float, float]]:
     """Return (loss, gradient norm) of each step as numbers; all tensors are copied from the device at once."""
     values = [value for step in steps for value in step]
     tensors = [value.double() for value in values if isinstance(value, Tensor)]
     copied = iter(torch.stack(tensors).tolist() if tensors else [])
-    numbers = [next(copied) if isinstance(value, Tensor) else value for value in values]
+    numbers = [next(copied) if isinstance(value, Tensor) else value for value in values]  # loss, norm, loss, norm, ...
     return list(zip(numbers[::2], numbers[1::2], strict=True))
 
 

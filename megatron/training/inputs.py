@@ -13,16 +13,16 @@ import torch.distributed as dist
 from ..atomic import process_name
 from ..checkpointing.files import latest_name
 from ..config import Config
-from ..config.fields import ConfigError, listed
+from ..config.fields import ConfigError, format_problems
 from ..data.corpora import made_with, prefixes_of
 from ..data.cpm_triples import is_triple
-from ..data.damage import problems_of
+from ..data.damage import find_problems
 from ..data.fingerprints import content_fingerprint, corpus_fingerprint
 from ..data.indexed_dataset import DatasetError
 from ..storage import RemotePath, StorageError, is_url, to_path
 from ..tokenizer import Tokenizer
-from ..tokenizer.base import TokenizerError, other_end
-from ..tokenizer.load import file_of
+from ..tokenizer.base import TokenizerError, eod_mismatch
+from ..tokenizer.load import find_vocab_file
 from .run_folder import save_dir_of
 from .task import Task
 
@@ -34,27 +34,27 @@ class MissingInputs(ConfigError):
     """Error for files and folders that the settings require but that do not exist."""
 
 
-def refuse_missing(task: Task, config: Config) -> None:
+def require_inputs(task: Task, config: Config) -> None:
     """Raise MissingInputs with a line for each tokenizer, corpus, checkpoint or JSON file that does not exist.
 
     Only rank 0 checks the corpora, because it always reads data. Other machines may lack the corpora if their ranks
     read no data.
     """
-    problems = [*_tokenizer(config)]
+    problems = [*_tokenizer_problems(config)]
     if os.environ.get("RANK", "0") == "0":
-        problems += [*_corpora(task, config)]
-        problems += [*_unwritable(config)]
+        problems += [*_corpus_problems(task, config)]
+        problems += [*_save_problems(config)]
     load = config.checkpoint.load
-    json = config.train.deepspeed_config
+    ds_file = config.train.deepspeed_config
     # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, this folder does not exist.
-    own = (config.checkpoint.save, config.log.run_dir)
-    if load is not None and load not in own:
-        problems += _absent(load, config)
+    own_folders = (config.checkpoint.save, config.log.run_dir)
+    if load is not None and load not in own_folders:
+        problems += _load_problems(load, config)
     # If only the file of --deepspeed-config is missing, `resolve` in config/ds_config.py reports this later.
-    if json is not None and not Path(json).exists() and problems:
-        problems.append(f"there is no file {json}, which --deepspeed-config names")
+    if ds_file is not None and not Path(ds_file).exists() and problems:
+        problems.append(f"there is no file {ds_file}, which --deepspeed-config names")
     if problems:
-        raise MissingInputs(listed(problems, "inputs are missing or cannot be read"))
+        raise MissingInputs(format_problems(problems, "inputs are missing or cannot be read"))
 
 
 def reads_corpora(task: Task) -> bool:
@@ -62,7 +62,7 @@ def reads_corpora(task: Task) -> bool:
     return type(task).datasets.__module__.startswith("megatron.tasks.")
 
 
-def _absent(load: str, config: Config) -> Iterator[str]:
+def _load_problems(load: str, config: Config) -> Iterator[str]:
     try:
         if not to_path(load).exists() and not _has_begun(config):
             yield f"--load {load} holds no checkpoint: there is no such folder"
@@ -70,7 +70,7 @@ def _absent(load: str, config: Config) -> Iterator[str]:
         yield f"--load {load}: {error}"
 
 
-def _unwritable(config: Config) -> Iterator[str]:
+def _save_problems(config: Config) -> Iterator[str]:
     """Yield a message if --save names a place in object storage where this process cannot write."""
     save = config.checkpoint.save
     if save is None or not is_url(save):
@@ -90,20 +90,21 @@ def _has_begun(config: Config) -> bool:
     """
     run_dir = config.log.run_dir
     save_dir = save_dir_of(config, Path(run_dir or "runs"))
+    # Without both flags, the run gets a new directory under runs/.
     return (run_dir or config.checkpoint.save) is not None and bool(latest_name(save_dir))
 
 
-def _tokenizer(config: Config) -> Iterator[str]:
+def _tokenizer_problems(config: Config) -> Iterator[str]:
     if config.data.vocab_file is None:
         yield "no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one"
         return
     try:
-        file_of(config.data.vocab_file)
+        find_vocab_file(config.data.vocab_file)
     except TokenizerError as error:
         yield str(error)
 
 
-def _corpora(task: Task, config: Config) -> Iterator[str]:
+def _corpus_problems(task: Task, config: Config) -> Iterator[str]:
     """Yield a message for each missing .bin/.idx pair, but nothing for custom tasks, which may read other formats."""
     if not reads_corpora(task):
         return
@@ -115,56 +116,58 @@ def _corpora(task: Task, config: Config) -> Iterator[str]:
     for prefix in prefixes:
         files = [f"{prefix}.idx", f"{prefix}.bin"]
         try:
-            absent = [each for each in files if not to_path(each).is_file()]
-            masked = bool(absent) and is_triple(prefix)
+            absent = [file for file in files if not to_path(file).is_file()]
+            is_masked_corpus = bool(absent) and is_triple(prefix)  # three pairs of other names, see `cpm_triples`
         except StorageError as error:
             yield f"--data-path {prefix}: {error}"
             continue
-        if absent and not masked:
+        if absent and not is_masked_corpus:
             yield (
                 f"there is no {' and no '.join(absent)}; tools/preprocess_data.py writes the .bin and .idx of a corpus"
-                f"{_beside(prefix)}"
+                f"{_suggest_prefix(prefix)}"
             )
 
 
-def _beside(prefix: str) -> str:
+def _suggest_prefix(prefix: str) -> str:
     """Return a "did you mean" clause if `prefix` begins the name of exactly one `.idx` file, else an empty string.
 
     For example, the clause for `data/zh` suggests `data/zh_text_document`.
     """
     path = to_path(prefix)
     try:
-        found = sorted(path.parent.glob(f"{path.name}*.idx")) if path.name and path.parent.is_dir() else []
+        matches = sorted(path.parent.glob(f"{path.name}*.idx")) if path.name and path.parent.is_dir() else []
     except StorageError:  # the credentials may allow reading, but not listing
-        found = []
-    return f"; did you mean {found[0].with_suffix('')}?" if len(found) == 1 else ""
+        matches = []
+    return f"; did you mean {matches[0].with_suffix('')}?" if len(matches) == 1 else ""
 
 
-def corpora_of(config: Config) -> list[str]:
+def corpora_of_run(config: Config) -> list[str]:
     """Return the prefixes of the run's `.bin/.idx` pairs, or [] if no flag names corpora."""
     return prefixes_of(config.data.paths) if config.data.names_corpora else []
 
 
 def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
     """Raise ValueError if a corpus's metadata shows another tokenizer or another end-of-document token."""
-    for path in corpora_of(config):
-        about = made_with(path)
-        if about is not None and about.get("fingerprint") != tokenizer.fingerprint:
+    for path in corpora_of_run(config):
+        metadata = made_with(path)
+        if metadata is None:
+            continue
+        if metadata.get("fingerprint") != tokenizer.fingerprint:
             raise ValueError(
-                f"{path}.bin was made with another tokenizer ({about.get('tokenizer')}, SHA-256 "
-                f"{str(about.get('fingerprint'))[:12]}) "
+                f"{path}.bin was made with another tokenizer ({metadata.get('tokenizer')}, SHA-256 "
+                f"{str(metadata.get('fingerprint'))[:12]}) "
                 f"than {config.data.vocab_file} ({tokenizer.name}, {tokenizer.fingerprint[:12]})"
             )
-        if about is not None and (otherwise := other_end(about, tokenizer, config.data.vocab_file)):
-            raise ValueError(f"{path}.bin {otherwise}: pass the tokenizer of the corpus, or preprocess the text again")
+        if mismatch := eod_mismatch(metadata, tokenizer, config.data.vocab_file):
+            raise ValueError(f"{path}.bin {mismatch}: pass the tokenizer of the corpus, or preprocess the text again")
 
 
-def check_content(config: Config) -> None:
+def check_corpora(config: Config) -> None:
     """Raise ValueError if a bounded look at the corpora on this machine finds damaged blocks or holes."""
-    prefixes = [prefix for prefix in corpora_of(config) if not is_url(prefix)]
+    prefixes = [prefix for prefix in corpora_of_run(config) if not is_url(prefix)]
     blocks = blocks_at_start(config)
     for prefix in prefixes:
-        for problem in problems_of(prefix, made_with(prefix), blocks):
+        for problem in find_problems(prefix, made_with(prefix), blocks):
             raise ValueError(problem)
 
 
@@ -173,19 +176,20 @@ def blocks_at_start(config: Config) -> int:
 
     `megatron/features/corpus_checks.py` compares the others while the run trains.
     """
-    local = sum(not is_url(prefix) for prefix in corpora_of(config))
-    return min(BLOCKS_AT_START, max(1, 4 * BLOCKS_AT_START // max(local, 1)))
+    local_corpora = sum(not is_url(prefix) for prefix in corpora_of_run(config))
+    # At least one block of each corpus, and no more in all than those of four corpora if there are many.
+    return min(BLOCKS_AT_START, max(1, 4 * BLOCKS_AT_START // max(local_corpora, 1)))
 
 
 def check_stages(dataset: Any, config: Config) -> None:
     """Raise ValueError if a data stage begins after the last sample of the run."""
     if config.train.batch_size_schedule:
         return  # a resumed run need not know the sizes of earlier batches, so the end of the run is not known here
-    last = config.train.train_iters * config.train_batch_size(dist.get_world_size())
-    late = [begin for begin in getattr(dataset, "begins", ()) if begin and begin >= last]
-    if late:
+    total = config.train.train_iters * config.train_batch_size(dist.get_world_size())
+    late_begins = [begin for begin in getattr(dataset, "begins", ()) if begin and begin >= total]
+    if late_begins:
         raise ValueError(
-            f"--data-stages: the stage at sample {late[0]} begins after the last of the {last} samples of "
+            f"--data-stages: the stage at sample {late_begins[0]} begins after the last of the {total} samples of "
             f"--train-iters {config.train.train_iters}; raise --train-iters or leave the stage out"
         )
 
@@ -195,5 +199,5 @@ def corpus_fingerprints(config: Config) -> dict[str, str]:
 
     All nodes see the same object in object storage, so few requests are enough there.
     """
-    looks = {path: corpus_fingerprint if is_url(path) else content_fingerprint for path in corpora_of(config)}
-    return {f"the fingerprint of {path}": look(path) for path, look in looks.items()}
+    functions = {path: corpus_fingerprint if is_url(path) else content_fingerprint for path in corpora_of_run(config)}
+    return {f"the fingerprint of {path}": fingerprint(path) for path, fingerprint in functions.items()}

@@ -25,57 +25,59 @@ class TrainingLog(Feature):
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        least = zero_state.least_loss_scale(run.engine.deepspeed)
+        min_scale = zero_state.least_loss_scale(run.engine.deepspeed)
         scale = zero_state.get_loss_scaler(run.engine.deepspeed).get("cur_scale")
-        self.health = Health(run.state, run.config.train.max_skipped_steps, scale, least)
-        self.left = TimeLeft()
-        self.batch = run.global_batch  # number of samples of the last iteration
-        self.last = SampleRange(run.state.iteration, run.state.consumed_samples, 0)  # of the last iteration
-        self.forget()
-        self.restart()
+        self.health = Health(run.state, run.config.train.max_skipped_steps, scale, min_scale)
+        self.time_left = TimeLeft()
+        self.batch_samples = run.global_batch  # number of samples of the last iteration
+        self.last_samples = SampleRange(run.state.iteration, run.state.consumed_samples, 0)  # of the last iteration
+        self.reset_statistics()
+        self.restart_timer()
 
-    def restart(self) -> None:
+    def restart_timer(self) -> None:
         """Restart the time measurement, so that it does not include an evaluation or a save."""
-        self.begin = time.perf_counter()
-        self.timed = 0
+        self.start_time = time.perf_counter()
+        self.timed_steps = 0
         self.timed_samples = 0
+        # Reading these timers resets them.
         self.run.engine.busy(self.run.timers.take())
         self.run.engine.times()
 
-    def forget(self) -> None:
+    def reset_statistics(self) -> None:
         """Reset the statistics for the next log line."""
         self.losses: list[float] = []
         self.grad_norm = math.nan
         self.skipped = 0
-        self.left_out = 0
+        self.skipped_by_flag = 0  # iterations that --skip-iterations or --skip-samples lists
         self.loss_scale: float | None = None
         self.spikes: list[dict[str, Any]] = []
-        self.added: dict[str, list[Any]] = {"z_loss": [], "router_loss": []}  # losses besides the cross entropy
+        self.aux_losses: dict[str, list[Any]] = {"z_loss": [], "router_loss": []}  # losses besides the cross entropy
 
     def before_step(self, iteration: int) -> None:
-        first = self.run.state.consumed_samples
-        before = self.batch
-        self.batch = self.run.global_batch
-        if self.batch != before:
+        first_sample = self.run.state.consumed_samples
+        before = self.batch_samples
+        self.batch_samples = self.run.global_batch
+        if self.batch_samples != before:
             print_rank_0(
-                f"iteration {iteration} (from sample {first} on): the global batch changes from {before} to "
-                f"{self.batch} samples ({self.run.micro_batches(first)} micro-batches on each replica)"
+                f"iteration {iteration} (from sample {first_sample} on): the global batch changes from {before} to "
+                f"{self.batch_samples} samples ({self.run.micro_batches(first_sample)} micro-batches on each replica)"
             )
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
-        self.last = samples
+        self.last_samples = samples
         self.run.state.features = self.run.features.state()  # before `health` copies the training state
         if step is None:
             self.check()
             self.health.skip(self.run.state)
-            self.left_out += 1
+            self.skipped_by_flag += 1
             print_rank_0(f"{samples} is skipped, as --skip-iterations or --skip-samples lists it")
         else:
             self.health.add(step, samples, self.run.state)
             self.loss_scale = step.loss_scale
-            for name, values in self.added.items():
-                values += [step.aux[name]] if name in step.aux else []
-            self.timed += 1
+            for name, values in self.aux_losses.items():
+                if name in step.aux:
+                    values.append(step.aux[name])
+            self.timed_steps += 1
             self.timed_samples += samples.samples
         if self.is_due(samples.iteration):
             self.report()
@@ -88,48 +90,49 @@ class TrainingLog(Feature):
     @property
     def has_unreported(self) -> bool:
         """True if `check` has read results of iterations that no log line has reported yet."""
-        return bool(self.losses or self.skipped or self.left_out)
+        return bool(self.losses or self.skipped or self.skipped_by_flag)
 
     def check(self) -> None:
         """Copy to the host what was recorded since the last call. Raises RunError if the run must end."""
-        found = self.health.read()
-        self.losses += found.losses
-        self.skipped += found.skipped
-        if found.norms or found.skipped:
-            self.grad_norm = found.norms[-1] if found.norms else math.inf
-        for samples, loss, median in found.spikes:
+        summary = self.health.read()
+        self.losses += summary.losses
+        self.skipped += summary.skipped
+        if summary.norms or summary.skipped:
+            self.grad_norm = summary.norms[-1] if summary.norms else math.inf  # all steps overflowed
+        for samples, loss, median in summary.spikes:
             print_rank_0(
                 f"warning: the loss jumped to {loss:.4f} at {samples}; the median of recent losses is {median:.4f}"
             )
             self.spikes.append({**samples._asdict(), "lm_loss": loss, "median": median})
         if self.health.fault:
-            from .find_nonfinite import explain
+            from .find_nonfinite import explain_fault
 
-            raise RunError(explain(self.run, self.health.fault))
+            raise RunError(explain_fault(self.run, self.health.fault))
 
     def report(self) -> None:
         """Print a log line and write a row of metrics.jsonl. A collective that waits for the device."""
         run = self.run
         self.check()
         device_module.synchronize(run.device)
-        elapsed = time.perf_counter() - self.begin
-        seconds = elapsed / max(self.timed, 1)
-        timed = run.timers.take()
-        row = self._row(elapsed) | run.features.row(Interval(self.timed, seconds, timed))
+        elapsed = time.perf_counter() - self.start_time
+        step_seconds = elapsed / max(self.timed_steps, 1)
+        timed_parts = run.timers.take()
+        row = self._row(elapsed) | run.features.row(Interval(self.timed_steps, step_seconds, timed_parts))
         last = run.config.train.train_iters
         samples = run.state.consumed_samples
-        whole = run.batches.after(samples, last - run.state.iteration)
-        left = self.left.after(samples, whole, elapsed / max(self.timed_samples, 1))
-        print_rank_0(training_line(row, last, seconds, left, run.config.log.log_details))
-        if run.resolved.wall_clock_breakdown and self.timed:
-            timed |= run.engine.times()
-            row["timers_ms"] = {name: 1e3 * spent * seconds / elapsed for name, spent in timed.items()}
+        total_samples = run.batches.advance(samples, last - run.state.iteration)
+        left = self.time_left.estimate(samples, total_samples, elapsed / max(self.timed_samples, 1))
+        print_rank_0(training_line(row, last, step_seconds, left, run.config.log.log_details))
+        if run.resolved.wall_clock_breakdown and self.timed_steps:
+            timed_parts |= run.engine.times()
+            # step_seconds / elapsed is 1 / steps: milliseconds per iteration.
+            row["timers_ms"] = {name: 1e3 * spent * step_seconds / elapsed for name, spent in timed_parts.items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
-        for each in [row, *run.features.rows(run.state.iteration)]:
-            run.features.extend(each)
-            run.metrics.write(each)
-        self.forget()
-        self.restart()
+        for new_row in [row, *run.features.rows(run.state.iteration)]:
+            run.features.extend(new_row)
+            run.metrics.write(new_row)
+        self.reset_statistics()
+        self.restart_timer()
 
     def _row(self, elapsed: float) -> dict[str, Any]:
         """Return the entries of a row that every run has. elapsed: seconds since the last log line."""
@@ -144,7 +147,7 @@ class TrainingLog(Feature):
             "consumed_samples": run.state.consumed_samples,
             "consumed_tokens": run.state.consumed_tokens,
             "lm_loss": sum(self.losses) / len(self.losses) if self.losses else math.nan,
-            "lr": run.lr(self.last.iteration - 1, self.last.first_sample),
+            "lr": run.lr(self.last_samples.iteration - 1, self.last_samples.first_sample),  # `lr` counts from 0
             "grad_norm": self.grad_norm,
             "loss_scale": self.loss_scale,
             "skipped_steps": self.skipped,
@@ -153,13 +156,13 @@ class TrainingLog(Feature):
             "mfu": tflops / peak if peak else None,
             "memory_mb": device_module.peak_memory_mb(run.device),
         }
-        for name, values in self.added.items():
+        for name, values in self.aux_losses.items():
             if values:
                 row[name] = torch.stack(values).mean().item()
         if len(run.batches.sizes) > 1:
-            row["global_batch"] = self.batch
+            row["global_batch"] = self.batch_samples
         if self.spikes:
             row["spikes"] = self.spikes
-        if self.left_out:
-            row["passed_over"] = self.left_out
+        if self.skipped_by_flag:
+            row["passed_over"] = self.skipped_by_flag
         return row

@@ -9,14 +9,14 @@ from tqdm import tqdm
 from tds import trace
 
 from .. import mpu
-from ..data.sample_hash import extend
-from ..data.skips import skipper
+from ..data.sample_hash import extend_hash
+from ..data.skips import make_skip_check
 from ..engines.engine import Batches, StepResult
 from ..locks.held_places import HeldPlaces, LostPlace
 from ..ranks.errors import RunError
 from ..ranks.rank_0 import is_rank_0, print_rank_0
 from ..ranks.signals import StopSignal
-from .data_ranks import read
+from .data_ranks import read_batches
 from .evaluation import Evaluations, evaluate
 from .feature import Feature, due
 from .health import ReplicaChecks, SampleRange
@@ -24,7 +24,7 @@ from .log import TrainingLog
 from .run_state import Run
 
 __all__ = ["Run", "evaluate", "train"]
-DONE = (
+ALREADY_TRAINED = (
     "the run has already trained {} of --train-iters {} iterations; to train further, raise {} and pass "
     "--override-lr-schedule, or the learning rate stays at the end of its schedule"
 )
@@ -40,20 +40,20 @@ def train(run: Run) -> None:
     state = run.state
     last = run.config.train.train_iters
     if state.iteration >= last:
-        raised = "--train-samples" if run.config.train.train_samples else "--train-iters"
-        print_rank_0(DONE.format(state.iteration, last, raised))
-    skips = skipper(run.config.train, run.batches, state.iteration, state.consumed_samples)
+        length_flag = "--train-samples" if run.config.train.train_samples else "--train-iters"
+        print_rank_0(ALREADY_TRAINED.format(state.iteration, last, length_flag))
+    should_skip = make_skip_check(run.config.train, run.batches, state.iteration, state.consumed_samples)
     run.log = TrainingLog(run)
-    parts, saves = _parts(run)
+    parts, saves = _collect_parts(run)
     bar = _progress_bar(state.iteration, last)
-    batches = _batches(run, skips) if state.iteration < last else None  # forks data workers before signals change
+    batches = _open_batches(run, should_skip) if state.iteration < last else None  # forks before signals change
     with bar, run.signals, run.features.running(run), saves:
         while state.iteration < last and not run.stop:
             for part in parts:
                 part.before_step(state.iteration + 1)
-            is_skipped = skips is not None and skips(state.consumed_samples)
-            step = None if is_skipped else _step(run, batches)
-            samples = _advance(run)
+            is_skipped = should_skip is not None and should_skip(state.consumed_samples)
+            step = None if is_skipped else _train_step(run, batches)
+            samples = _advance_state(run)
             bar.update()
             for part in parts:
                 part.after_step(step, samples)
@@ -65,7 +65,7 @@ def train(run: Run) -> None:
         part.end()
 
 
-def _step(run: Run, batches: Batches | None) -> StepResult:
+def _train_step(run: Run, batches: Batches | None) -> StepResult:
     """Take an optimizer step on the next global batch."""
     state = run.state
     mpu.get_rng().begin(state.iteration)
@@ -75,35 +75,35 @@ def _step(run: Run, batches: Batches | None) -> StepResult:
 
 def _progress_bar(done: int, last: int) -> Any:
     """Return a progress bar on rank 0, if its output is a terminal."""
-    disable = None if is_rank_0() else True  # None: only if the output is no terminal
+    disable = None if is_rank_0() else True  # None: disabled if the output is no terminal
     return tqdm(total=last, initial=min(done, last), disable=disable, unit="it", leave=False)
 
 
-def _parts(run: Run) -> tuple[list[Feature], "Saves"]:
+def _collect_parts(run: Run) -> tuple[list[Feature], "Saves"]:
     """Return all parts of a run, in the order in which an iteration calls them, and the last of them."""
     places = HeldPlaces(run)
     saves = Saves(run, places)
-    before = [each for each in run.features if not each.after_log]
-    after = [each for each in run.features if each.after_log]
-    return [places, *before, ReplicaChecks(run), run.log, Evaluations(run), *after, saves], saves
+    before_log = [feature for feature in run.features if not feature.after_log]
+    after_log = [feature for feature in run.features if feature.after_log]
+    return [places, *before_log, ReplicaChecks(run), run.log, Evaluations(run), *after_log, saves], saves
 
 
-def _batches(run: Run, skips: Callable[[int], bool] | None) -> Batches | None:
+def _open_batches(run: Run, should_skip: Callable[[int], bool] | None) -> Batches | None:
     """Return the iterator over the micro-batches of the remaining iterations; None on a rank that reads no data."""
-    batches = read(run.datasets[0], run.config, run.state.consumed_samples, skips, run.micro_batches)
-    for each in run.features:
-        batches = each.batches(batches)
+    batches = read_batches(run.datasets[0], run.config, run.state.consumed_samples, should_skip, run.micro_batches)
+    for feature in run.features:
+        batches = feature.batches(batches)
     return batches
 
 
-def _advance(run: Run) -> SampleRange:
+def _advance_state(run: Run) -> SampleRange:
     """Count the current iteration, even a skipped one, in the training state; return its number and samples."""
     state = run.state
     count = run.global_batch
     state.iteration += 1
     samples = SampleRange(state.iteration, state.consumed_samples, count)
     if is_rank_0():  # only rank 0 needs the hash: it writes the hash to the index of the checkpoint
-        state.sample_hash = extend(state.sample_hash, run.datasets[0], state.consumed_samples, count)
+        state.sample_hash = extend_hash(state.sample_hash, run.datasets[0], state.consumed_samples, count)
     state.consumed_samples += count
     state.consumed_tokens += count * sum(run.sample_shape)
     return samples
@@ -119,16 +119,16 @@ class Saves(Feature):
     def __init__(self, run: Run, places: HeldPlaces) -> None:
         self._run = run
         self._places = places
-        # _saved: iteration of the newest saved state. _began: iteration in which its save began; after skipped steps,
-        # it is later than _saved.
-        self._saved = self._began = run.state.iteration
+        # _saved_iteration: of the newest saved state. _save_began: iteration in which its save began; after skipped
+        # steps, it is later than _saved_iteration.
+        self._saved_iteration = self._save_began = run.state.iteration
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: object, *_: object) -> None:
         """Complete a background save if an error ends the run and all ranks have this error, since it is collective."""
-        if not self._run.saver.pending:
+        if not self._run.saver.is_pending:
             return
         is_alone = dist.get_world_size() == 1 and isinstance(error, Exception)
         is_everywhere = is_alone or isinstance(error, RunError)
@@ -142,17 +142,17 @@ class Saves(Feature):
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         run = self._run
         settings = run.config.checkpoint
-        asked, is_written = run.signals.agree(run.saver.pending and not run.saver.busy)
-        if asked is StopSignal.SAVE_AND_STOP or due(samples.iteration, settings.exit_interval or 0):
+        signal, is_written = run.signals.agree(run.saver.is_pending and not run.saver.is_writing)
+        if signal is StopSignal.SAVE_AND_STOP or due(samples.iteration, settings.exit_interval or 0):
             run.stop = True
         # `agree` returns what the ranks reported at its previous call. So in the iteration after a save began,
         # `is_written` is still a report from before this save.
-        if run.saver.pending and is_written and samples.iteration > self._began + 1:
-            self._finish()
-        is_due = asked is StopSignal.SAVE or due(samples.iteration, settings.save_interval)
+        if run.saver.is_pending and is_written and samples.iteration > self._save_began + 1:
+            self._finish_save()
+        is_due = signal is StopSignal.SAVE or due(samples.iteration, settings.save_interval)
         if run.stop or is_due:
-            self._began = samples.iteration
-            self._save(must=run.stop)
+            self._save_began = samples.iteration
+            self._save(is_last=run.stop)
 
     def complete(self) -> None:
         """Complete a background save, and repeat the last save if it failed.
@@ -160,49 +160,49 @@ class Saves(Feature):
         If all iterations are done, save the final state unless it is already saved.
         """
         run = self._run
-        if run.saver.pending:
-            self._finish()
+        if run.saver.is_pending:
+            self._finish_save()
         is_done = run.state.iteration >= run.config.train.train_iters
-        is_unsaved = is_done and run.state.iteration != self._saved and run.config.checkpoint.save_at_end
+        is_unsaved = is_done and run.state.iteration != self._saved_iteration and run.config.checkpoint.save_at_end
         if run.saver.failures or is_unsaved:
-            self._save(must=True)
+            self._save(is_last=True)
 
-    def _finish(self) -> None:
-        self._find_lost()
+    def _finish_save(self) -> None:
+        self._check_places()
         self._run.saver.finish()
 
-    def _find_lost(self) -> LostPlace | None:
+    def _check_places(self) -> LostPlace | None:
         """Return a folder that the run has lost and taken again. Raises RunError if it could not take it again."""
         lost = self._places.find_lost()
-        if lost and not lost.free:
-            raise RunError(lost.words)
+        if lost and not lost.is_retaken:
+            raise RunError(lost.message)
         return lost
 
-    def _save(self, must: bool) -> None:
+    def _save(self, is_last: bool) -> None:
         """Save the state after the last step that was not skipped, unless this state is already saved.
 
-        must: True for the last save of a run: log unreported iterations before the save, and raise if the save fails.
+        is_last: the last save of a run logs unreported iterations before the save, and raises if the save fails.
         """
         run = self._run
         log = run.log
-        lost = self._find_lost()
-        must = must or lost is not None
+        lost = self._check_places()
+        is_last = is_last or lost is not None  # the run ends below if it has lost a folder
         log.check()
-        if must and log.has_unreported:
+        if is_last and log.has_unreported:
             log.report()
-        good = log.health.state_to_save(run.state)
-        if good.iteration == run.state.iteration:
-            good.features = run.features.state()  # features that act after the log may have changed it
+        state = log.health.state_to_save(run.state)
+        if state.iteration == run.state.iteration:
+            state.features = run.features.state()  # features that act after the log may have changed it
         else:
             print_rank_0(
-                f"all steps since iteration {good.iteration} were skipped, so the checkpoint has the state of "
-                f"iteration {good.iteration}"
+                f"all steps since iteration {state.iteration} were skipped, so the checkpoint has the state of "
+                f"iteration {state.iteration}"
             )
-        if good.iteration != self._saved or run.saver.failures:
-            run.features.before_save(good.iteration)
+        if state.iteration != self._saved_iteration or run.saver.failures:
+            run.features.before_save(state.iteration)
             with trace.span("checkpoint"):
-                run.saver.save(good, must=must)
+                run.saver.save(state, must_succeed=is_last)
         if lost:
-            raise RunError(lost.words)
-        log.restart()
-        self._saved = good.iteration
+            raise RunError(lost.message)
+        log.restart_timer()
+        self._saved_iteration = state.iteration

@@ -8,23 +8,23 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from ..atomic import append_whole, write_text
+from ..atomic import append_or_restore, write_text
 from ..config import Config
-from ..rows import RowError, row_of
+from ..rows import RowError, parse_row
 
-MOST_WAITING = 100_000  # maximum number of lines kept in memory while metrics.jsonl cannot be written
+MAX_WAITING_LINES = 100_000  # maximum number of lines kept in memory while metrics.jsonl cannot be written
 
 
-def _plain(value: Any) -> Any:
+def _json_safe(value: Any) -> Any:
     """Return `value` with NaN and infinities replaced by None, as JSON has no such numbers."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _json_safe(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_json_safe(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+def _loggable_values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a row, those of layers under names such as layers/LAYER/METRIC; texts by their prompt."""
     numbers = {sample["prompt"]: sample["text"] for sample in row.get("samples", ())}
     for name, value in row.items():
@@ -68,40 +68,41 @@ class MetricsWriter:
 
     def __init__(self, run_dir: str, iteration: int, active: bool) -> None:
         self._path: Path | None = None
-        self._others: list[Writer] = []
-        self._waiting: list[str] = []  # lines of metrics.jsonl that could not be written yet
-        self.withheld = False  # True if the run directory is no longer this run's, so that nothing may be written there
+        self._writers: list[Writer] = []
+        self._unwritten: list[str] = []  # lines of metrics.jsonl that could not be written yet
+        self.is_paused = False  # True if the run has lost its run directory, in which it may not write then
         # Name of a writer -> (split, iteration, numbers) of the rows that it does not have yet.
-        self._late: dict[str, list[tuple[str, int, dict[str, Any]]]] = {}
-        self._held: set[tuple[str, int]] = set()  # (split, iteration) of each row that was in the file at the start
+        self._unsent: dict[str, list[tuple[str, int, dict[str, Any]]]] = {}
+        self._rows_at_start: set[tuple[str, int]] = set()  # (split, iteration) of each row in the file at the start
         if active:
             self._path = Path(run_dir) / "metrics.jsonl"
-            self._forget_after(self._path, iteration)
+            self._drop_later_rows(self._path, iteration)
 
-    def forward_to(self, others: Sequence[Writer]) -> None:
-        """Let `others` get the numbers of each row that is written from now on."""
-        self._others += others
+    def forward_to(self, writers: Sequence[Writer]) -> None:
+        """Let `writers` get the numbers of each row that is written from now on."""
+        self._writers += writers
 
-    def holds(self, part: str, iteration: int) -> bool:
+    def has_row(self, part: str, iteration: int) -> bool:
         """Return True if metrics.jsonl had a row of the split `part` at `iteration` when this process started.
 
         Ranks other than 0 always return False.
         """
-        return (part, iteration) in self._held
+        return (part, iteration) in self._rows_at_start
 
-    def _forget_after(self, path: Path, iteration: int) -> None:
+    def _drop_later_rows(self, path: Path, iteration: int) -> None:
         if not path.exists():
             return
         kept = []
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
             try:
-                row = row_of(line)
+                row = parse_row(line)
             except RowError as error:
                 tqdm.write(f"note: {path}, line {number} is invalid and is removed: {error}")
                 continue
+            # The row with which the previous start ended is dropped, as the run now continues.
             if row is not None and row["iteration"] <= iteration and row.get("split") != "end":
                 kept.append(line + "\n")
-                self._held.add((str(row.get("split")), row["iteration"]))
+                self._rows_at_start.add((str(row.get("split")), row["iteration"]))
         write_text(path, "".join(kept))
 
     def write(self, row: dict[str, Any]) -> None:
@@ -111,51 +112,51 @@ class MetricsWriter:
         If the file cannot be written, e.g. on a full disk, print a note, and write this row together with a later row.
         """
         if self._path is not None:
-            self._waiting.append(json.dumps(_plain(row), allow_nan=False) + "\n")
-            self._append(self._path)
-        numbers = _numbers(row)
-        for other in list(self._others):
-            if not numbers or "samples" in row and not getattr(other, "shows_texts", False):
+            self._unwritten.append(json.dumps(_json_safe(row), allow_nan=False) + "\n")
+            self._append_lines(self._path)
+        numbers = _loggable_values(row)
+        for writer in list(self._writers):
+            if not numbers or "samples" in row and not getattr(writer, "shows_texts", False):
                 continue
-            self._late.setdefault(other.name, []).append((row.get("split", "train"), row["iteration"], numbers))
-            self._forward(other)
+            self._unsent.setdefault(writer.name, []).append((row.get("split", "train"), row["iteration"], numbers))
+            self._forward(writer)
 
-    def _forward(self, other: Writer) -> None:
+    def _forward(self, writer: Writer) -> None:
         """Give a writer the rows that it does not have yet. It keeps its rows while a disk is full."""
-        late = self._late[other.name]
-        count = len(late)
+        unsent = self._unsent[writer.name]
+        count = len(unsent)
         try:
-            while late:
-                other.write(*late[0])
-                del late[0]
+            while unsent:
+                writer.write(*unsent[0])
+                del unsent[0]
         except Exception as error:  # services such as MLflow may raise errors of any class
-            if isinstance(error, OSError) and getattr(other, "retries", False):
-                if count == 1:
+            if isinstance(error, OSError) and getattr(writer, "retries", False):
+                if count == 1:  # the first failed row; later rows wait for it without another note
                     tqdm.write(
-                        f"note: {other.name} cannot be written ({error.strerror}); its rows are kept until it can"
+                        f"note: {writer.name} cannot be written ({error.strerror}); its rows are kept until it can"
                     )
-                del late[:-MOST_WAITING]
+                del unsent[:-MAX_WAITING_LINES]
                 return
-            self._others.remove(other)
-            tqdm.write(f"note: {other.name} failed at iteration {late[0][1]}, so it gets no more metrics: {error}")
+            self._writers.remove(writer)
+            tqdm.write(f"note: {writer.name} failed at iteration {unsent[0][1]}, so it gets no more metrics: {error}")
 
-    def _append(self, path: Path) -> None:
-        if self.withheld:
+    def _append_lines(self, path: Path) -> None:
+        if self.is_paused:
             return
-        late = len(self._waiting) > 1
+        has_kept_lines = len(self._unwritten) > 1
         try:
-            append_whole(path, "".join(self._waiting))
+            append_or_restore(path, "".join(self._unwritten))
         except OSError as error:
-            if not late:
+            if not has_kept_lines:
                 tqdm.write(
                     f"note: {path} cannot be written ({error.strerror}); training continues, and the lines are kept "
                     "in memory until the file can be written"
                 )
-            del self._waiting[:-MOST_WAITING]
+            del self._unwritten[:-MAX_WAITING_LINES]
             return
-        if late:
-            tqdm.write(f"note: {path} can be written again; it now has the {len(self._waiting) - 1} kept lines, too")
-        self._waiting.clear()
+        if has_kept_lines:
+            tqdm.write(f"note: {path} can be written again; it now has the {len(self._unwritten) - 1} kept lines, too")
+        self._unwritten.clear()
 
     def close(self, error: BaseException | None = None, run: Any = None) -> int:
         """Write the rows that could not be written yet, and close the other writers.
@@ -164,20 +165,20 @@ class MetricsWriter:
         Returns the number of rows that metrics.jsonl lacks.
         """
         if error is not None:
-            from .complaints import end_of
+            from .complaints import end_row
 
-            self.write(end_of(error, run))
-        elif self._path is not None and self._waiting:
-            self._append(self._path)
-        if self._waiting:
-            tqdm.write(f"note: the last {len(self._waiting)} lines of {self._path} were not written")
-        for other in list(self._others):
-            if self._late.get(other.name):
-                self._forward(other)
-            if lacks := len(self._late.get(other.name, ())):
-                tqdm.write(f"note: the last {lacks} rows of {other.name} were not written")
+            self.write(end_row(error, run))
+        elif self._path is not None and self._unwritten:
+            self._append_lines(self._path)
+        if self._unwritten:
+            tqdm.write(f"note: the last {len(self._unwritten)} lines of {self._path} were not written")
+        for writer in list(self._writers):
+            if self._unsent.get(writer.name):
+                self._forward(writer)
+            if missing := len(self._unsent.get(writer.name, ())):
+                tqdm.write(f"note: the last {missing} rows of {writer.name} were not written")
             try:
-                other.close()
+                writer.close()
             except Exception as error:  # services such as MLflow may raise errors of any class
-                tqdm.write(f"note: {other.name} could not be closed: {error}")
-        return len(self._waiting)
+                tqdm.write(f"note: {writer.name} could not be closed: {error}")
+        return len(self._unwritten)

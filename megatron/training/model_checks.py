@@ -12,36 +12,36 @@ from ..model.layers import global_parameters
 from .task import Task
 
 
-def checked_pipeline(model: nn.Module, task: Task, config: Config) -> bool:
+def check_is_pipeline(model: nn.Module, task: Task, config: Config) -> bool:
     """Return True if `model` is a PipelineModule. Raises ValueError if it does not fit the task or the settings."""
-    refuse_what_no_checkpoint_holds(model)
-    contexts = mpu.context_axis().size
-    if contexts > 1 and not task.shares_out_tokens:
+    check_declared_shards(model)
+    context_ranks = mpu.context_axis().size
+    if context_ranks > 1 and not task.shares_out_tokens:
         raise ValueError(
-            f"--context-parallel-size {contexts}: {type(task).__name__} does not shard samples over context-parallel "
-            "ranks (the tasks of GPT-2 and Llama do); leave the flag out"
+            f"--context-parallel-size {context_ranks}: {type(task).__name__} does not shard samples over "
+            "context-parallel ranks (the tasks of GPT-2 and Llama do); leave the flag out"
         )
-    pipeline = _is_pipeline(model, config)
-    if pipeline and not hasattr(model, "_megatron_batch_fn"):
-        counts = getattr(cast(Any, model).loss_fn, "count_targets", None) is not None
+    is_pipeline = _is_pipeline(model, config)
+    if is_pipeline and not hasattr(model, "_megatron_batch_fn"):
+        loss_fn_counts = getattr(cast(Any, model).loss_fn, "count_targets", None) is not None
         if not task.makes_batches:
             raise ValueError(
                 "no function makes the batches of the PipelineModule: set model._megatron_batch_fn to a function that "
                 "returns ((inputs of the first layer), (targets of loss_fn))"
             )
-        if counts != (task.count_targets is not None):
+        if loss_fn_counts != (task.count_targets is not None):
             raise ValueError(
                 f"set count_targets in both {type(task).__name__} and the loss_fn of its PipelineModule, or set it to "
                 "None in both: with count_targets, a loss is the sum over targets; without it, the mean"
             )
-    return pipeline
+    return is_pipeline
 
 
-def refuse_what_no_checkpoint_holds(model: nn.Module) -> None:
+def check_declared_shards(model: nn.Module) -> None:
     """Raise ValueError for a shard whose place in the whole weight is unknown."""
     for name, parameter in global_parameters(model):
-        unknown = mpu.is_split(parameter) and mpu.spec_of(parameter).dim is None
-        if unknown and mpu.get_mesh().model.size > 1:
+        is_undeclared = mpu.is_split(parameter) and mpu.spec_of(parameter).dim is None
+        if is_undeclared and mpu.get_mesh().model.size > 1:
             raise ValueError(
                 f"the parameter {name} is marked as sharded over tensor-parallel ranks, but not along which dimension, "
                 "so no checkpoint can store it: call mpu.declare(weight, init, dim=0) where it is made"
@@ -53,23 +53,23 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
 
     Raises ValueError if the model contradicts --pipe-parallel-size or --model-parallel-size.
     """
-    pipeline = tds.pipe.is_pipeline(model)
-    wanted = config.parallel.pipe_parallel_size
-    if pipeline and (wanted == 0 or model.num_stages != config.parallel.stages):
+    is_pipeline = tds.pipe.is_pipeline(model)
+    pipe_size = config.parallel.pipe_parallel_size
+    if is_pipeline and (pipe_size == 0 or model.num_stages != config.parallel.stages):
         raise ValueError(
-            f"the model is a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {wanted}: "
+            f"the model is a PipelineModule of {model.num_stages} stages, but --pipe-parallel-size is {pipe_size}: "
             f"build it with topology=mpu.get_topology(); for --pipe-parallel-size 0, build a plain module"
         )
     ranks = mpu.get_mesh().model.size
-    topology = cast(Any, model).topology if pipeline else None
+    topology = cast(Any, model).topology if is_pipeline else None
     if topology and max(topology().get_dim("model"), 1) != ranks:
         raise ValueError(
             f"the model is a PipelineModule whose topology does not match --model-parallel-size {ranks}: build it "
             f"with topology=mpu.get_topology(), not num_stages"
         )
-    if not pipeline and wanted > 1:
+    if not is_pipeline and pipe_size > 1:
         raise ValueError(
-            f"--pipe-parallel-size is {wanted}, but the model is a {type(model).__name__}, not a PipelineModule: "
+            f"--pipe-parallel-size is {pipe_size}, but the model is a {type(model).__name__}, not a PipelineModule: "
             f"build a PipelineModule from a list of layers, or pass --pipe-parallel-size 0"
         )
-    return pipeline
+    return is_pipeline

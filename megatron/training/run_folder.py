@@ -8,16 +8,16 @@ from pathlib import Path
 from tds import timeline
 
 from ..atomic import write_text
-from ..checkpointing.files import latest_name, saved_to
-from ..checkpointing.relocation import FOLDER as TOKENIZER
-from ..checkpointing.relocation import keep_tokenizer
+from ..checkpointing.files import latest_name, save_folder_of
+from ..checkpointing.relocation import TOKENIZER_FOLDER as TOKENIZER
+from ..checkpointing.relocation import copy_tokenizer
 from ..config import Config
-from ..config.fields import describe
+from ..config.fields import describe_error
 from ..locks.run_lock import CHECKPOINTS, RunLock, RunLockedError
 from ..storage import RemotePath, to_path
 
 SETTINGS, METRICS = "config.json", "metrics.jsonl"
-BY_PRODUCTS = METRICS, "metrics.csv", "tensorboard", "mlflow", "wandb", "swanlab", timeline.FOLDER, "profile"
+OUTPUTS = METRICS, "metrics.csv", "tensorboard", "mlflow", "wandb", "swanlab", timeline.FOLDER, "profile"
 
 
 def save_dir_of(config: Config, run_dir: Path) -> Path:
@@ -31,35 +31,35 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
     The checkpoint folder has its own lock because the --save of another run may name it.
     """
     override = config.log.override_lock
-    found = list[RunLock]()
+    locks = list[RunLock]()
     try:
-        found.append(RunLock(run_dir, override))
-        folder = save_dir_of(config, run_dir)
-        if isinstance(folder, RemotePath):  # object storage has no locks
-            return found
-        if folder.exists() and not folder.is_dir():
+        locks.append(RunLock(run_dir, override))
+        save_dir = save_dir_of(config, run_dir)
+        if isinstance(save_dir, RemotePath):  # object storage has no locks
+            return locks
+        if save_dir.exists() and not save_dir.is_dir():
             raise ValueError(
-                f"{folder} is not a folder, so it cannot hold checkpoints: move it away, or pass another --save"
+                f"{save_dir} is not a folder, so it cannot hold checkpoints: move it away, or pass another --save"
             )
-        if folder.resolve() == run_dir.resolve():
-            return found
-        own = run_dir.resolve() in folder.resolve().parents
+        if save_dir.resolve() == run_dir.resolve():
+            return locks
+        is_in_run_dir = run_dir.resolve() in save_dir.resolve().parents
         try:
-            found.append(RunLock(folder, override, CHECKPOINTS))
+            locks.append(RunLock(save_dir, override, CHECKPOINTS))
         except RunLockedError:
             raise
         except ValueError:
             # A checkpoint folder inside the run directory needs no lock of its own. If it is not writable, the first
             # save reports this.
-            if not own:
+            if not is_in_run_dir:
                 raise
         else:
-            if own and found[0].notes:
-                found[1].notes.clear()  # both locks have a note about the same crash of an earlier run
+            if is_in_run_dir and locks[0].notes:
+                locks[1].notes.clear()  # both locks have a note about the same crash of an earlier run
     except ValueError:
-        release(found)
+        release(locks)
         raise
-    return found
+    return locks
 
 
 def keep(locks: Sequence[RunLock]) -> None:
@@ -67,7 +67,7 @@ def keep(locks: Sequence[RunLock]) -> None:
 
     `release` still deletes a new checkpoint folder that is empty.
     """
-    locks[0].keep()
+    locks[0].keep_folders()
 
 
 def release(locks: Sequence[RunLock]) -> None:
@@ -78,21 +78,23 @@ def release(locks: Sequence[RunLock]) -> None:
 
 def refuse_other_checkpoints(config: Config, run_dir: Path, iteration: int) -> None:
     """Raise ValueError if an earlier start of this run saved a checkpoint newer than `iteration` in another folder."""
-    before = saved_to(run_dir) or run_dir / "checkpoints"
-    now = save_dir_of(config, run_dir)
-    newest = latest_name(before) if before.is_dir() else None
-    if newest is None or before.resolve() == now.resolve() or not newest[5:].isdigit():
+    old_dir = save_folder_of(run_dir) or run_dir / "checkpoints"
+    new_dir = save_dir_of(config, run_dir)
+    newest = latest_name(old_dir) if old_dir.is_dir() else None
+    newest_iteration = (newest or "")[5:]  # without "iter_"
+    if not newest_iteration.isdigit() or old_dir.resolve() == new_dir.resolve():
         return
-    if iteration < int(newest[5:]):
+    if iteration < int(newest_iteration):
         raise ValueError(
-            f"the run {run_dir} has its checkpoints in {before} (the newest is {newest}), but this start looks for "
-            f"checkpoints in {now}: pass --save {before} to resume the run, or another --run-dir to start a new run"
+            f"the run {run_dir} has its checkpoints in {old_dir} (the newest is {newest}), but this start looks for "
+            f"checkpoints in {new_dir}: pass --save {old_dir} to resume the run, or another --run-dir to start a new "
+            "run"
         )
 
 
 def _refuse_links(run_dir: Path) -> None:
     """Raise ValueError if an output file or folder is a symbolic link, as the run would overwrite the link's target."""
-    for name in BY_PRODUCTS:
+    for name in OUTPUTS:
         path = run_dir / name
         if path.is_symlink():
             raise ValueError(
@@ -101,7 +103,7 @@ def _refuse_links(run_dir: Path) -> None:
             )
 
 
-def accept(config: Config, run_dir: Path, iteration: int) -> list[str]:
+def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str]:
     """Write the settings and the tokenizer of a run that starts at `iteration`; return notes about renamed files.
 
     Raises ValueError if a file cannot be written or an output is a symbolic link.
@@ -110,18 +112,20 @@ def accept(config: Config, run_dir: Path, iteration: int) -> list[str]:
     _refuse_links(run_dir)
     try:
         write_text(run_dir / SETTINGS, json.dumps(config.to_dict(), indent=2))
-        keep_tokenizer(str(config.data.vocab_file), run_dir)
-        elsewhere = save_dir_of(config, run_dir)
-        if isinstance(elsewhere, RemotePath):
+        copy_tokenizer(str(config.data.vocab_file), run_dir)
+        save_dir = save_dir_of(config, run_dir)
+        if isinstance(save_dir, RemotePath):
             for path in (run_dir / TOKENIZER).iterdir():
                 if path.is_file():
-                    (elsewhere / TOKENIZER / path.name).upload(path)
-        elif run_dir.resolve() not in elsewhere.resolve().parents:
-            keep_tokenizer(str(config.data.vocab_file), elsewhere)
-        if iteration == 0 and (run_dir / METRICS).is_file() and (run_dir / METRICS).stat().st_size:
-            aside = next(path for n in range(1, 10**9) if not (path := run_dir / f"metrics-{n}.jsonl").exists())
-            os.rename(run_dir / METRICS, aside)
-            notes.append(f"this run begins at iteration 0: the metrics of the previous run were moved to {aside}")
+                    (save_dir / TOKENIZER / path.name).upload(path)
+        elif run_dir.resolve() not in save_dir.resolve().parents:
+            copy_tokenizer(str(config.data.vocab_file), save_dir)
+        metrics = run_dir / METRICS
+        if iteration == 0 and metrics.is_file() and metrics.stat().st_size:
+            candidates = (run_dir / f"metrics-{n}.jsonl" for n in range(1, 10**9))
+            old_metrics = next(path for path in candidates if not path.exists())
+            os.rename(metrics, old_metrics)
+            notes.append(f"this run begins at iteration 0: the metrics of the previous run were moved to {old_metrics}")
     except OSError as error:
-        raise ValueError(f"cannot write to the run directory {run_dir}: {describe(error)}") from None
+        raise ValueError(f"cannot write to the run directory {run_dir}: {describe_error(error)}") from None
     return notes

@@ -20,7 +20,7 @@ from ..ranks.errors import RunError
 from ..ranks.signals import StopSignals
 from ..timers import Timers
 from ..tokenizer import Tokenizer
-from .data_ranks import lengths_of
+from .data_ranks import t5_lengths
 from .features import Features
 from .metrics import MetricsWriter
 from .run_folder import release
@@ -62,15 +62,15 @@ class Run:
 
         Raises RunError if metrics.jsonl lacks rows, so that a run that has lost them does not end as a success.
         """
-        lost = self.metrics.close(error, self)
+        missing = self.metrics.close(error, self)
         release(self.locks)
-        if lost and not error:
-            raise RunError(f"the last {lost} rows of {self.run_dir}/metrics.jsonl were not written; a note says why")
+        if missing and not error:
+            raise RunError(f"the last {missing} rows of {self.run_dir}/metrics.jsonl were not written; a note says why")
 
     @property
     def sample_shape(self) -> tuple[int, int]:
         """Numbers of tokens of a sample: (encoder, decoder) for T5, (--seq-length, 0) for other models."""
-        return lengths_of(self.datasets[0]) or (self.config.data.seq_length, 0)
+        return t5_lengths(self.datasets[0]) or (self.config.data.seq_length, 0)
 
     @cached_property
     def batches(self) -> BatchSchedule:
@@ -84,8 +84,8 @@ class Run:
 
     def micro_batches(self, first: int) -> int:
         """Return the number of micro-batches of a replica in the iteration whose first sample is `first`."""
-        return self.batches.size_at(first) // (self.config.train.batch_size * mpu.get_mesh().share.of)
+        return self.batches.size_at(first) // (self.config.train.batch_size * mpu.get_mesh().share.size)
 
     def lr(self, iteration: int, first: int) -> float:
         """Return the learning rate of optimizer step `iteration`, counted from 0, whose first sample is `first`."""
-        return lr_at(iteration, self.config, (self.batches.after(first, 1), self.batches.after(first, 2)))
+        return lr_at(iteration, self.config, (self.batches.advance(first, 1), self.batches.advance(first, 2)))

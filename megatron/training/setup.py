@@ -12,17 +12,17 @@ import torch.distributed as dist
 from .. import mpu
 from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.data_plan import with_consumed_data
-from ..checkpointing.leftovers import clear
+from ..checkpointing.leftovers import delete_leftovers
 from ..checkpointing.load import step_lags
-from ..checkpointing.pruned import say_if_deleted
+from ..checkpointing.pruned import explain_if_deleted
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved
 from ..locks.run_lock import RunLock
 from ..model.parameter_counts import count_parameters
-from ..ranks.agreement import all_ranks, identity_of, same_code_everywhere, same_everywhere
+from ..ranks.agreement import raise_on_all_ranks, require_equal_code, require_equal_values, tokenizer_identity
 from ..ranks.initialize import initialize_megatron, use_step_timeout
-from ..ranks.objects import from_rank_0
+from ..ranks.objects import broadcast_from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from ..storage import to_path
 from ..timers import Timers
@@ -36,7 +36,7 @@ from .global_vars import publish
 from .inputs import reads_corpora
 from .metrics import MetricsWriter
 from .run_state import Run
-from .task import Task, what
+from .task import Task, describe
 
 
 def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequence[Feature] = ()) -> Run:
@@ -46,12 +46,12 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     """
     device = initialize_megatron(config)
     timers = Timers(device)
-    default_run_dir = f"runs/{task.name}-{from_rank_0(time.strftime('%Y%m%d-%H%M%S'))}"
-    with all_ranks():
-        config, tokenizer, run_dir = prepare(task, config, default_run_dir)
-    same_everywhere({"--precision": resolved.precision, **identity_of(tokenizer)})
+    default_run_dir = f"runs/{task.name}-{broadcast_from_rank_0(time.strftime('%Y%m%d-%H%M%S'))}"
+    with raise_on_all_ranks():
+        config, tokenizer, run_dir = prepare_settings(task, config, default_run_dir)
+    require_equal_values({"--precision": resolved.precision, **tokenizer_identity(tokenizer)})
     publish(config, tokenizer, timers)
-    with all_ranks():
+    with raise_on_all_ranks():
         features = Features(config, own_features)
         locks = run_folder.lock(config, run_dir) if is_rank_0() else []
     try:
@@ -65,18 +65,18 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         with mpu.skip_init() if start.path else nullcontext():
             model = build_model(plan)
         parameters = count_parameters(model)
-        with say_if_deleted(start.path), all_ranks():
+        with explain_if_deleted(start.path), raise_on_all_ranks():
             lags = step_lags(*start)
         engine = build_engine(model, plan, features, timers, lags)
-        same_code_everywhere()  # again, because the task may have imported further modules since the start
+        require_equal_code()  # again, because the task may have imported further modules since the start
         if dist.get_world_size() > 1:
             engine.watch_steps(60 * config.parallel.distributed_timeout_minutes)
-        with say_if_deleted(start.path):
+        with explain_if_deleted(start.path):
             state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
         config = config.with_batches(dist.get_world_size(), state.iteration, state.consumed_samples)
-        with all_ranks():
+        with raise_on_all_ranks():
             features.load(state.features)
-            metrics = _accepted(config, run_dir, save_dir, state.iteration, locks)
+            metrics = _open_run_dir(config, run_dir, save_dir, state.iteration, locks)
     except BaseException:
         run_folder.release(locks)
         raise
@@ -89,7 +89,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         engine,
         datasets,
         state,
-        _saver(config, save_dir, engine.deepspeed, tokenizer.fingerprint, run_dir),
+        _build_saver(config, save_dir, engine.deepspeed, tokenizer.fingerprint, run_dir),
         timers,
         metrics,
         tokenizer,
@@ -100,28 +100,28 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     )
 
 
-def _saver(config: Config, save_dir: str, engine: Any, fingerprint: str, run_dir: Path) -> RetryingSaver:
+def _build_saver(config: Config, save_dir: str, engine: Any, fingerprint: str, run_dir: Path) -> RetryingSaver:
     """Return the saver of the run's checkpoints. fingerprint: SHA-256 of the tokenizer."""
-    background = config.checkpoint.async_save
-    staging = run_dir / "upload"
-    saver = Saver(save_dir, engine, config, fingerprint, background, staging)
+    is_async = config.checkpoint.async_save
+    upload_dir = run_dir / "upload"
+    saver = Saver(save_dir, engine, config, fingerprint, is_async, upload_dir)
     return RetryingSaver(saver, config.checkpoint.max_failed_saves)
 
 
-def _accepted(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: Sequence[RunLock]) -> MetricsWriter:
+def _open_run_dir(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: list[RunLock]) -> MetricsWriter:
     """Write the first files to the run directory and return the metrics writer. Call this when all checks have passed.
 
     Raises ValueError if the run directory cannot be used.
     """
     if is_rank_0():
         run_folder.refuse_other_checkpoints(config, run_dir, iteration)
-        clear(to_path(save_dir))
-        print_notes(run_folder.accept(config, run_dir, iteration))
+        delete_leftovers(to_path(save_dir))
+        print_notes(run_folder.write_first_files(config, run_dir, iteration))
         run_folder.keep(locks)
     return MetricsWriter(str(run_dir), iteration, is_rank_0())
 
 
-def prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, Tokenizer, Path]:
+def prepare_settings(task: Task, config: Config, default_run_dir: str) -> tuple[Config, Tokenizer, Path]:
     """Return (config with vocabulary size and run directory, tokenizer, run directory).
 
     Raises ValueError if the tokenizer cannot be loaded or does not fit the settings.
@@ -130,7 +130,7 @@ def prepare(task: Task, config: Config, default_run_dir: str) -> tuple[Config, T
         raise ValueError("no tokenizer: give --vocab-file; tools/train_tokenizer.py makes one")
     tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
     if not hasattr(tokenizer, "vocab_size"):
-        raise ValueError(f"{type(task).__name__}.extended returns {what(tokenizer)}: return a tokenizer")
+        raise ValueError(f"{type(task).__name__}.extended returns {describe(tokenizer)}: return a tokenizer")
     given = config.model.vocab_size
     if given is not None and given < tokenizer.vocab_size:
         raise ValueError(

@@ -78,23 +78,23 @@ class Task:
 
     def checked_batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer | None) -> Any:
         """Return the result of `batch`. Raises ValueError if it is not a pair."""
-        made: Any = self.batch(data, config, tokenizer)
-        if not isinstance(made, (tuple, list)) or len(made) != 2:
+        batch: Any = self.batch(data, config, tokenizer)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ValueError(
-                f"{type(self).__name__}.batch returns {what(made)}: return (inputs of the first layer, targets)"
+                f"{type(self).__name__}.batch returns {describe(batch)}: return (inputs of the first layer, targets)"
             )
-        return made
+        return batch
 
     def checked_loss(self, model: Any, batch: Any) -> Tensor:
         """Return the result of `loss`. Raises ValueError if it is not a scalar tensor."""
-        found: Any = self.loss(model, batch)
-        if not isinstance(found, Tensor) or found.dim():
-            raise ValueError(f"{type(self).__name__}.loss returns {what(found)}: return a tensor of one number")
-        return found
+        loss: Any = self.loss(model, batch)
+        if not isinstance(loss, Tensor) or loss.dim():
+            raise ValueError(f"{type(self).__name__}.loss returns {describe(loss)}: return a tensor of one number")
+        return loss
 
 
-def what(found: Any) -> str:
+def describe(value: Any) -> str:
     """Return a few words that describe an object of the wrong type, for an error message."""
-    if isinstance(found, Tensor):
-        return f"a tensor of shape {list(found.shape)}"
-    return f"{len(found)} objects" if isinstance(found, (tuple, list)) else type(found).__name__
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}"
+    return f"{len(value)} objects" if isinstance(value, (tuple, list)) else type(value).__name__

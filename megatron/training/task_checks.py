@@ -6,13 +6,13 @@ from torch import nn
 
 from ..config import Config
 from ..tokenizer import Tokenizer
-from .task import Datasets, Task, what
+from .task import Datasets, Task, describe
 
 
 def check_task(task: Any, *methods: str) -> None:
     """Raise ValueError unless `task` is an instance of a subclass of Task that overrides `methods`."""
     if not isinstance(task, Task):
-        given = f"the class {task.__name__}: run({task.__name__}())" if isinstance(task, type) else what(task)
+        given = f"the class {task.__name__}: run({task.__name__}())" if isinstance(task, type) else describe(task)
         raise ValueError(f"a task is an object of a subclass of megatron.training.Task, not {given}")
     for method in methods:
         if getattr(type(task), method) is getattr(Task, method):
@@ -21,30 +21,31 @@ def check_task(task: Any, *methods: str) -> None:
 
 def checked_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> tuple[Datasets, list[str]]:
     """Return the result of `task.datasets`. Raises ValueError unless it is ((three data sets), notes)."""
-    made: Any = task.datasets(config, tokenizer)
+    result: Any = task.datasets(config, tokenizer)
     name = type(task).__name__
-    pair = isinstance(made, (tuple, list)) and len(made) == 2
-    if not pair or not isinstance(made[1], (tuple, list)):
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    if not is_pair or not isinstance(result[1], (tuple, list)):
         raise ValueError(
-            f"{name}.datasets returns {what(made)}: return two objects, first a tuple of three data sets, "
+            f"{name}.datasets returns {describe(result)}: return two objects, first a tuple of three data sets, "
             "second a list of notes"
         )
-    if not isinstance(made[0], (tuple, list)) or len(made[0]) != 3:
+    datasets, notes = result
+    if not isinstance(datasets, (tuple, list)) or len(datasets) != 3:
         raise ValueError(
-            f"{name}.datasets returns {what(made[0])} as data sets: return three data sets, for training, "
+            f"{name}.datasets returns {describe(datasets)} as data sets: return three data sets, for training, "
             "validation and test; an empty data set is None"
         )
-    if made[0][0] is None and config.train.train_iters:
+    if datasets[0] is None and config.train.train_iters:
         raise ValueError(
             f"there is no training data set, but --train-iters is {config.train.train_iters}: {name}.datasets "
             f"must return one"
         )
-    return cast(Datasets, tuple(made[0])), list(made[1])
+    return cast(Datasets, tuple(datasets)), list(notes)
 
 
 def checked_model(task: Task, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
     """Return the result of `task.model`. Raises ValueError if it is not an nn.Module."""
-    made: Any = task.model(config, tokenizer)
-    if not isinstance(made, nn.Module):
-        raise ValueError(f"the model is {what(made)}: {type(task).__name__}.model must return an nn.Module")
-    return made
+    model: Any = task.model(config, tokenizer)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model is {describe(model)}: {type(task).__name__}.model must return an nn.Module")
+    return model

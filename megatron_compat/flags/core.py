@@ -6,27 +6,27 @@ flags.py adds the rows of this module to its table.
 from collections.abc import Mapping
 from typing import Any
 
-from .outcomes import SAME_LOSS, ByValue, Means, NoEffect, Refused, Row, given, in_json, same
+from .outcomes import SAME_LOSS, ByValue, NoEffect, Refused, Row, Translated, refer_to_json, same_value, user_value
 
 _DROPLESS = Refused("no token is dropped, so experts have no capacity")
 _ONE_FORMAT = NoEffect("checkpoints have only one format, which every layout can load")
-_CUTS = Refused("--partition-method sets how layers are split into stages")
+_STAGE_SPLIT = Refused("--partition-method sets how layers are split into stages")
 _SHARED_WEIGHTS = Refused("use --zero-stage 3 to shard weights over replicas")
 _DEFAULT_AUX_LOSS = "Megatron-LM's factor of the auxiliary loss is 0 by default"
 _NO_AUX_LOSS = {"router_aux_loss": 0.0}
 
 
-def _of_experts(setting: str, value: Any) -> Means:
+def _expert_setting(setting: str, value: Any) -> Translated:
     """Return a translation to a setting of experts, with Megatron-LM's default factor of the auxiliary loss."""
-    return Means({setting: value}, _DEFAULT_AUX_LOSS, unless=_NO_AUX_LOSS)
+    return Translated({setting: value}, _DEFAULT_AUX_LOSS, implied=_NO_AUX_LOSS)
 
 
-_AUX_LOSS = _of_experts("router_balance", "aux-loss")
+_AUX_LOSS = _expert_setting("router_balance", "aux-loss")
 EXPERT_BIAS = "--moe-router-enable-expert-bias"
 BALANCING = "--moe-router-load-balancing-type"
 
 
-def with_expert_bias(flags: Mapping[str, Any]) -> Means | None:
+def with_expert_bias(flags: Mapping[str, Any]) -> Translated | None:
     """Return the joint translation of Megatron-LM's two ways to balance routers; None if only one of them is given.
 
     Megatron-LM adds the bias to the auxiliary loss, which its factor and BALANCING turn on.
@@ -36,46 +36,46 @@ def with_expert_bias(flags: Mapping[str, Any]) -> Means | None:
     if flags.get(EXPERT_BIAS) is not True or kind not in ("aux_loss", "global_aux_loss", "none"):
         return None
     if kind != "none" and flags.get("--moe-aux-loss-coeff"):
-        return Means({"router_balance": "bias-and-aux-loss"})
-    return Means({"router_balance": "bias"}) if BALANCING in flags else None
+        return Translated({"router_balance": "bias-and-aux-loss"})
+    return Translated({"router_balance": "bias"}) if BALANCING in flags else None
 
 
-PIPELINE_SIZE = Means(
+PIPELINE_SIZE = Translated(
     {"pipe_parallel_size": lambda n: 0 if n == 1 else n},
     "size 1, which means no pipeline in Megatron-LM, becomes 0",
 )
 _NO_FP8 = Refused("the only FP8 recipe is that of --precision fp8; use this flag instead")
 
 ROWS = (
-    Row("--tensor-parallel-size --tp-size", same("model_parallel_size"), int),
+    Row("--tensor-parallel-size --tp-size", same_value("model_parallel_size"), int),
     Row("--pipeline-parallel-size --pp-size", PIPELINE_SIZE, int),
-    Row("--cp-size", same("context_parallel_size"), int),
+    Row("--cp-size", same_value("context_parallel_size"), int),
     Row(
         "--num-virtual-stages-per-pipeline-rank --virtual-pipeline-model-parallel-size",
-        Means({"pipeline_schedule": "interleaved", "virtual_pipeline_size": given}),
+        Translated({"pipeline_schedule": "interleaved", "virtual_pipeline_size": user_value}),
         int,
     ),
-    Row("--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers", _CUTS, int),
-    Row("--pipeline-model-parallel-layout", _CUTS, str),
+    Row("--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers", _STAGE_SPLIT, int),
+    Row("--pipeline-model-parallel-layout", _STAGE_SPLIT, str),
     Row(
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         NoEffect("--partition-method balanced always counts the work of the embedding and the loss"),
     ),
-    Row("--expert-model-parallel-size", _of_experts("expert_parallel_size", given), int),
+    Row("--expert-model-parallel-size", _expert_setting("expert_parallel_size", user_value), int),
     Row("--expert-tensor-parallel-size", Refused("experts are split over --model-parallel-size ranks"), int),
-    Row("--moe-router-topk", _of_experts("experts_per_token", given), int),
-    Row("--moe-ffn-hidden-size", _of_experts("expert_ff_hidden_size", given), int),
+    Row("--moe-router-topk", _expert_setting("experts_per_token", user_value), int),
+    Row("--moe-ffn-hidden-size", _expert_setting("expert_ff_hidden_size", user_value), int),
     Row("--moe-shared-expert-intermediate-size", Refused("give --num-shared-experts, each as wide as an expert"), int),
-    Row("--moe-layer-freq", _of_experts("moe_layer_frequency", lambda n: (str(n),)), int),
+    Row("--moe-layer-freq", _expert_setting("moe_layer_frequency", lambda n: (str(n),)), int),
     Row(
         "--moe-router-score-function",
         ByValue(
             {
-                "softmax": _of_experts("router_score", "softmax"),
-                "sigmoid": Means(
+                "softmax": _expert_setting("router_score", "softmax"),
+                "sigmoid": Translated(
                     {"router_score": "sigmoid"},
                     "Megatron-LM normalizes sigmoid scores, except that of a single expert",
-                    unless={
+                    implied={
                         "normalize_expert_weights": lambda values: values["experts_per_token"] != 1,
                         **_NO_AUX_LOSS,
                     },
@@ -86,10 +86,10 @@ ROWS = (
     ),
     Row(
         "--moe-router-pre-softmax",
-        Means(
+        Translated(
             {},
             "Megatron-LM always normalizes sigmoid scores of several experts",
-            unless={
+            implied={
                 "normalize_expert_weights": lambda values: values["router_score"] == "sigmoid",
                 **_NO_AUX_LOSS,
             },
@@ -101,17 +101,17 @@ ROWS = (
             {
                 "aux_loss": _AUX_LOSS,
                 "global_aux_loss": _AUX_LOSS,
-                "none": Means({"router_balance": "none"}),
+                "none": Translated({"router_balance": "none"}),
             },
             Refused("choose --router-balance aux-loss, bias, bias-and-aux-loss or none"),
         ),
         str,
     ),
-    Row("--moe-aux-loss-coeff", same("router_aux_loss"), float),
-    Row("--moe-z-loss-coeff", _of_experts("router_z_loss", given), float),
-    Row("--moe-input-jitter-eps", same("router_jitter"), float),
-    Row(EXPERT_BIAS, Means({"router_balance": "bias"})),
-    Row("--moe-router-bias-update-rate", same("router_bias_rate"), float),
+    Row("--moe-aux-loss-coeff", same_value("router_aux_loss"), float),
+    Row("--moe-z-loss-coeff", _expert_setting("router_z_loss", user_value), float),
+    Row("--moe-input-jitter-eps", same_value("router_jitter"), float),
+    Row(EXPERT_BIAS, Translated({"router_balance": "bias"})),
+    Row("--moe-router-bias-update-rate", same_value("router_bias_rate"), float),
     Row("--moe-expert-capacity-factor", _DROPLESS, float),
     Row("--moe-pad-expert-input-to-capacity", _DROPLESS),
     Row("--moe-token-dispatcher-type", SAME_LOSS, str),
@@ -123,7 +123,7 @@ ROWS = (
     Row("--moe-grouped-gemm --moe-permute-fusion", SAME_LOSS),
     Row("--use-torch-fsdp2 --use-megatron-fsdp", _SHARED_WEIGHTS),
     Row("--cp-comm-type", NoEffect("context parallelism always all-gathers keys and values"), list),
-    Row("--optimizer-cpu-offload", in_json("zero_optimization", "offload_optimizer")),
+    Row("--optimizer-cpu-offload", refer_to_json("zero_optimization", "offload_optimizer")),
     Row(
         "--cpu-offloading-num-layers",
         Refused("use --offload-activations, which offloads the activations of all layers"),
@@ -144,7 +144,7 @@ ROWS = (
     ),
     Row("--no-mmap-bin-files", NoEffect(".bin and .idx files are always memory-mapped")),
     Row("--no-create-attention-mask-in-dataloader", NoEffect("samples never contain attention masks")),
-    Row("--pretrained-checkpoint", Means({"load": given, "finetune": True}), str),
+    Row("--pretrained-checkpoint", Translated({"load": user_value, "finetune": True}), str),
     Row("--use-checkpoint-args", Refused("pass --config with the config.json of the run that wrote the checkpoint")),
     Row("--exit-on-missing-checkpoint", NoEffect("--load always fails if it finds no checkpoint")),
     Row("--ckpt-format --dist-ckpt-format", _ONE_FORMAT, str),

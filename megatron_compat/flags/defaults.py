@@ -9,11 +9,11 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from megatron.config.defaults import DEFAULTS
-from megatron.config.fields import flag, written
+from megatron.config.fields import flag, format_flag
 from megatron.config.sections import Config, settings
 
 # A command line with one of these flags is taken for one of Megatron-LM.
-MARKS = (
+MEGATRON_FLAGS = (
     "--micro-batch-size",
     "--tensor-model-parallel-size",
     "--pipeline-model-parallel-size",
@@ -30,7 +30,7 @@ MEGATRON: Mapping[str, Any] = {
     "precision": "fp32", "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8,
     "min_lr": 0.0, "lr_decay_style": "linear", "warmup": 0.0, "seed": 1234, "split": "969,30,1",
 }  # fmt: skip
-_USUAL = {f.name: f.default for _, _, f in settings()}
+_DEFAULTS = {f.name: f.default for _, _, f in settings()}
 
 
 def notes(config: Config, foreign: Container[str], given: set[str], defaults: Mapping[str, Any]) -> list[str]:
@@ -39,39 +39,40 @@ def notes(config: Config, foreign: Container[str], given: set[str], defaults: Ma
     foreign: the flags of other frameworks on the command line. given: names of the settings that the user has decided.
     defaults: those of the entry script, which has decided those that are not the usual ones of its family.
     """
-    usual = DEFAULTS.get(defaults.get("family", ""), {})
-    given = given | {name for name, value in defaults.items() if usual.get(name, _USUAL.get(name)) != value}
-    found = []
-    mark = next((name for name in MARKS if name in foreign), None)
-    open_ = _undecided(config, foreign, given) if mark and not config.is_t5 else {}
-    if open_:
-        flags = [written(flag(name), value) for name, value in open_.items()]
-        script = " and use pretrain_gpt2.py" if "position_embedding" in open_ else ""
-        found.append(
-            f"Megatron-LM, to which {mark} belongs, has other defaults for settings that are not given; for its run, "
-            f"add {' '.join(flags)}{script}"
+    usual = {**_DEFAULTS, **DEFAULTS.get(defaults.get("family", ""), {})}
+    given = given | {name for name, value in defaults.items() if usual.get(name) != value}
+    notes_found = []
+    megatron_flag = next((name for name in MEGATRON_FLAGS if name in foreign), None)
+    undecided = _undecided(config, foreign, given) if megatron_flag and not config.is_t5 else {}
+    if undecided:
+        flags = [format_flag(flag(name), value) for name, value in undecided.items()]
+        script = " and use pretrain_gpt2.py" if "position_embedding" in undecided else ""
+        notes_found.append(
+            f"Megatron-LM, to which {megatron_flag} belongs, has other defaults for settings that are not given; for "
+            f"its run, add {' '.join(flags)}{script}"
         )
-    if mark or any(name in foreign for name in WARMUPS):
-        found.append(
+    if megatron_flag or any(name in foreign for name in WARMUPS):
+        notes_found.append(
             "Megatron-LM's learning rate in iteration N is this run's in iteration N - 1; with a warmup, its first "
             "rate is 0"
         )
-    return found
+    return notes_found
 
 
 def _undecided(config: Config, foreign: Container[str], given: Container[str]) -> dict[str, Any]:
     """Return the settings that are not `given` and differ from Megatron-LM's defaults, with Megatron-LM's values."""
-    usual = {**_USUAL, **DEFAULTS[config.model.family or "gpt2"]}
-    theirs = dict(MEGATRON)
+    defaults = {**_DEFAULTS, **DEFAULTS[config.model.family or "gpt2"]}
+    megatron_values = dict(MEGATRON)
     # Megatron-LM's tanh form of GELU is fused with a bias.
     has_no_bias = "hidden_bias" in given and not config.model.hidden_bias
     if "--no-bias-gelu-fusion" in foreign or has_no_bias:
-        theirs["activation"] = "gelu"
+        megatron_values["activation"] = "gelu"
     if config.data.train_data_path:
-        del theirs["split"]
+        del megatron_values["split"]
     undecided = {}
-    for section, _, f in settings():
-        value = getattr(getattr(config, section), f.name)
-        if f.name in theirs and f.name not in given and value == usual[f.name] and value != theirs[f.name]:
-            undecided[f.name] = theirs[f.name]
-    return {name: undecided[name] for name in theirs if name in undecided}
+    for section, _, setting in settings():
+        name = setting.name
+        value = getattr(getattr(config, section), name)
+        if name in megatron_values and name not in given and value == defaults[name] and value != megatron_values[name]:
+            undecided[name] = megatron_values[name]
+    return {name: undecided[name] for name in megatron_values if name in undecided}

@@ -11,20 +11,22 @@ from typing import Any
 from megatron.config.fields import flag
 from megatron.config.sections import Config
 
-from .outcomes import Means, NoEffect, Refused
+from .outcomes import NoEffect, Refused, Translated
 
 
-def accumulation(config: Config, total: Any, ranks: int) -> Means | Refused:
-    """Translate a global batch size of `total` samples to --gas, given --batch-size."""
-    each = config.train.batch_size
+def accumulation(config: Config, global_batch: Any, ranks: int) -> Translated | Refused:
+    """Translate a global batch size of `global_batch` samples to --gas, given --batch-size."""
+    batch_size = config.train.batch_size
     replicas = config.parallel.data_parallel_size(ranks)
-    unit = each * replicas
-    if total < 1 or total % unit:
-        return Refused(f"the value must be a multiple of {unit} = --batch-size {each} x {replicas} replicas")
-    return Means({"gas": total // unit}, f"{total} = --batch-size {each} x {replicas} replicas x --gas")
+    step_size = batch_size * replicas
+    if global_batch < 1 or global_batch % step_size:
+        return Refused(f"the value must be a multiple of {step_size} = --batch-size {batch_size} x {replicas} replicas")
+    return Translated(
+        {"gas": global_batch // step_size}, f"{global_batch} = --batch-size {batch_size} x {replicas} replicas x --gas"
+    )
 
 
-def rampup(config: Config, words: Any, ranks: int) -> Means | Refused:
+def rampup(config: Config, words: Any, ranks: int) -> Translated | Refused:
     """Translate START INCREMENT SAMPLES to --batch-size-schedule; the last size is --global-batch-size.
 
     The size grows by INCREMENT whenever another equal share of SAMPLES is consumed, as in Megatron-LM.
@@ -32,69 +34,69 @@ def rampup(config: Config, words: Any, ranks: int) -> Means | Refused:
     if len(words) != 3 or not all(str(word).isdecimal() for word in words):
         return Refused("give three whole numbers: the first size, the increment and the number of samples")
     start, increment, samples = map(int, words)
-    size = config.train_batch_size(ranks)
-    if start < 1 or increment < 1 or size < start or (size - start) % increment:
+    last_size = config.train_batch_size(ranks)
+    if start < 1 or increment < 1 or last_size < start or (last_size - start) % increment:
         return Refused(
-            f"the global batch of {size} samples minus the first size must be a multiple of the increment; "
+            f"the global batch of {last_size} samples minus the first size must be a multiple of the increment; "
             "--global-batch-size sets the former"
         )
     # From 16 to 32 in steps of 8 over 1000 samples: 16 from sample 0 on, 24 from 500 on, 32 from 1000 on.
-    steps = (size - start) // increment
+    steps = (last_size - start) // increment
     sizes = {}
     for step in range(steps + 1):
         begin = -(-step * samples // max(steps, 1))
         sizes[begin] = start + step * increment
-    return Means({"batch_size_schedule": " ".join(f"{begin}_samples:{each}" for begin, each in sizes.items())})
+    return Translated({"batch_size_schedule": " ".join(f"{begin}_samples:{size}" for begin, size in sizes.items())})
 
 
-def in_samples(setting: str) -> Callable[[Config, Any, int], Means | Refused]:
+def in_samples(setting: str) -> Callable[[Config, Any, int], Translated | Refused]:
     """Return a function that translates a number of tokens to a number of samples, the value of `setting`."""
 
-    def on(config: Config, tokens: Any, ranks: int) -> Means | Refused:
+    def translate(config: Config, tokens: Any, ranks: int) -> Translated | Refused:
         length = config.data.seq_length
         if config.is_t5:
             return Refused(f"a t5's tokens per sample follow from its data; give {flag(setting)}")
         if tokens < length:
             return Refused(f"the value is less than one sample of --seq-length {length} tokens")
-        return Means({setting: tokens // length}, f"a sample has {length} tokens")
+        return Translated({setting: tokens // length}, f"a sample has {length} tokens")
 
-    return on
-
-
-def _share_of_decay(rising: Any, of: int, unit: str) -> Means | Refused:
-    if not 0 <= rising <= of:
-        return Refused(f"the value must lie between 0 and the {of} {unit} of the learning-rate decay")
-    return Means({"warmup": rising / of}, f"{rising} of the {of} {unit} of the learning-rate decay")
+    return translate
 
 
-def warmup_iterations(config: Config, rising: Any, ranks: int) -> Means | Refused:
+def _share_of_decay(warmup: Any, total: int, unit: str) -> Translated | Refused:
+    if not 0 <= warmup <= total:
+        return Refused(f"the value must lie between 0 and the {total} {unit} of the learning-rate decay")
+    return Translated({"warmup": warmup / total}, f"{warmup} of the {total} {unit} of the learning-rate decay")
+
+
+def warmup_iterations(config: Config, warmup: Any, ranks: int) -> Translated | Refused:
     """Translate warmup iterations to --warmup, a fraction of the learning-rate decay."""
     config = config.with_batches(ranks)
     if config.lr_decay_samples is None:
-        return _share_of_decay(rising, config.lr_decay_iters, "iterations")
-    return _share_of_decay(config.batches(ranks).after(0, rising), config.lr_decay_samples, "samples")
+        return _share_of_decay(warmup, config.lr_decay_iters, "iterations")
+    return _share_of_decay(config.batches(ranks).advance(0, warmup), config.lr_decay_samples, "samples")
 
 
-def warmup_samples(config: Config, rising: Any, ranks: int) -> Means | Refused:
+def warmup_samples(config: Config, warmup: Any, ranks: int) -> Translated | Refused:
     """Translate warmup samples to --warmup, a fraction of the learning-rate decay."""
     config = config.with_batches(ranks)
     if config.lr_decay_samples is not None:
-        return _share_of_decay(rising, config.lr_decay_samples, "samples")
+        return _share_of_decay(warmup, config.lr_decay_samples, "samples")
     batches = config.batches(ranks)
-    end = config.lr_decay_iters
+    decay_iters = config.lr_decay_iters
     if len(batches.sizes) == 1:
-        return _share_of_decay(rising, end * batches.sizes[0], "samples")
-    return _share_of_decay(batches.iterations(0, rising), end, "iterations")
+        return _share_of_decay(warmup, decay_iters * batches.sizes[0], "samples")
+    return _share_of_decay(batches.iterations_between(0, warmup), decay_iters, "iterations")
 
 
-def warmup_tokens(config: Config, rising: Any, ranks: int) -> Means | Refused:
+def warmup_tokens(config: Config, warmup: Any, ranks: int) -> Translated | Refused:
     """Translate warmup tokens to --warmup, a fraction of the learning-rate decay."""
     if config.is_t5:
         return Refused("a t5's tokens per sample follow from its data; give --warmup")
-    return warmup_samples(config, rising // config.data.seq_length, ranks)
+    return warmup_samples(config, warmup // config.data.seq_length, ranks)
 
 
-def stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
+def virtual_pipeline(config: Config, layers: Any, ranks: int) -> Translated | Refused:
     """Translate the number of layers of a virtual stage to --pipeline-schedule interleaved --virtual-pipeline-size."""
     stages = config.parallel.stages
     total = config.model.num_layers
@@ -103,10 +105,10 @@ def stretches(config: Config, layers: Any, ranks: int) -> Means | Refused:
             f"--num-layers {total} must be a multiple of --pipe-parallel-size {stages} x {layers} layers, and larger "
             "than this product"
         )
-    return Means({"pipeline_schedule": "interleaved", "virtual_pipeline_size": total // (stages * layers)})
+    return Translated({"pipeline_schedule": "interleaved", "virtual_pipeline_size": total // (stages * layers)})
 
 
-def merges(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
+def merge_file(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
     """Accept a merges file next to --vocab-file, which the tokenizer reads anyway; refuse other merges files."""
     vocab = config.data.vocab_file
     if vocab is not None and Path(path) in _merges_beside(Path(vocab)):
@@ -116,8 +118,8 @@ def merges(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
 
 def _merges_beside(vocab: Path) -> list[Path]:
     """Return the paths at which the tokenizer finds merges: next to the file --vocab-file, or inside the folder."""
-    own = vocab.name.replace("vocab.json", "merges.txt")
-    return [vocab.with_name("merges.txt"), vocab.with_name(own), vocab / "merges.txt", vocab / "gpt2-merges.txt"]
+    sibling = vocab.name.replace("vocab.json", "merges.txt")
+    return [vocab.with_name("merges.txt"), vocab.with_name(sibling), vocab / "merges.txt", vocab / "gpt2-merges.txt"]
 
 
 def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
@@ -141,21 +143,21 @@ def gated_width(values: Mapping[str, Any]) -> int | None:
 
     Returns None if hidden_size is not an int; the validation of settings refuses such a value later.
     """
-    h = values["hidden_size"]
-    return h // 24 * 64 if type(h) is int else None
+    hidden_size = values["hidden_size"]
+    return hidden_size // 24 * 64 if type(hidden_size) is int else None
 
 
-def groups(config: Config, _: Any, ranks: int) -> Means | NoEffect:
+def query_groups(config: Config, _: Any, ranks: int) -> Translated | NoEffect:
     """Translate --group-query-attention: without --num-query-groups, it means one group, as in Megatron-LM."""
     if config.model.num_key_value_heads is not None:
         return NoEffect("--num-key-value-heads sets the number of groups")
-    return Means({"num_key_value_heads": 1}, "Megatron-LM's default is one group")
+    return Translated({"num_key_value_heads": 1}, "Megatron-LM's default is one group")
 
 
-def norms_of_heads(config: Config, _: Any, ranks: int) -> Means | Refused:
+def query_key_norms(config: Config, _: Any, ranks: int) -> Translated | Refused:
     """Translate a flag for query and key norms to --qk-norm; refuse the flag if --normalization is not rmsnorm."""
     if config.model.normalization == "rmsnorm":
-        return Means({"qk_norm": True})
+        return Translated({"qk_norm": True})
     return Refused("query and key norms are always RMSNorm; use --normalization rmsnorm for all norms")
 
 
@@ -167,11 +169,11 @@ def no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refus
     return Refused("every model uses position embeddings; see --position-embedding")
 
 
-def window(config: Config, sides: Any, ranks: int) -> Means | Refused:
+def window_size(config: Config, sides: Any, ranks: int) -> Translated | Refused:
     """Translate Megatron's --window-size N,0 to --sliding-window N + 1, which also counts the token itself."""
     before, _, after = sides.strip("()").replace(" ", "").partition(",")
     if not before.isdigit() or after != "0":
         return Refused(
             "only N,0 is supported: N earlier tokens and no later ones; leave the flag out for full attention"
         )
-    return Means({"sliding_window": int(before) + 1}, "--sliding-window also counts the token itself")
+    return Translated({"sliding_window": int(before) + 1}, "--sliding-window also counts the token itself")

@@ -7,31 +7,31 @@ from typing import Any
 from megatron.config.sections import Config
 
 
-def given(value: Any) -> Any:
+def user_value(value: Any) -> Any:
     """Return `value` unchanged; in the tables, this function stands for the value that the user gave."""
     return value
 
 
 @dataclass(frozen=True)
-class Means:
+class Translated:
     """Translation to settings of this project.
 
     settings: setting -> its value: a constant, or a function of the value that the user gave.
-    unless: further settings that the flag implies. Each is set unless the user has changed it from its default. The
+    implied: further settings that the flag implies. Each is set unless the user has changed it from its default. The
     values are constants, or functions of the dict of all settings.
-    but: note for the user. It explains `unless` if `unless` is not empty, else the difference from the other framework.
+    note: text for the user. It explains `implied` if that is not empty, else the difference from the other framework.
     """
 
     settings: Mapping[str, Any]
-    but: str = ""
-    unless: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    implied: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Flag without effect in this project; `why` is the reason that the user is shown."""
+    """Flag without effect in this project; `reason` is the text that the user is shown."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -49,22 +49,23 @@ class ByValue:
     other: outcome for a value that is not in `values`; if None, such a value is refused.
     """
 
-    values: "Mapping[str, Means | NoEffect | Refused]"
-    other: "Means | Refused | None" = None
+    values: "Mapping[str, Translated | NoEffect | Refused]"
+    other: "Translated | Refused | None" = None
 
 
 @dataclass(frozen=True)
 class Depends:
     """Outcome that depends on other settings and the world size.
 
-    on: function (settings of the run, value of the flag, world size) -> outcome. says: summary for the documentation.
+    translate: function (settings of the run, value of the flag, world size) -> outcome.
+    summary: text for the documentation.
     """
 
-    on: "Callable[[Config, Any, int], Means | NoEffect | Refused]"
-    says: str
+    translate: "Callable[[Config, Any, int], Translated | NoEffect | Refused]"
+    summary: str
 
 
-Outcome = Means | NoEffect | Refused | ByValue | Depends
+Outcome = Translated | NoEffect | Refused | ByValue | Depends
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,20 @@ class Row:
     """Row of the translation table.
 
     names: flags that all have this outcome, separated by spaces.
-    takes: type of the flag's value; None for no value, list for several words, object for an optional value.
+    value_type: type of the flag's value; None for no value, list for several words, object for an optional value.
     """
 
     names: str
     outcome: Outcome
-    takes: type | None = None
+    value_type: type | None = None
 
 
-def same(setting: str, but: str = "") -> Means:
+def same_value(setting: str, note: str = "") -> Translated:
     """Return a translation to `setting` that keeps the value unchanged."""
-    return Means({setting: given}, but)
+    return Translated({setting: user_value}, note)
 
 
-def in_json(section: str, key: str) -> Refused:
+def refer_to_json(section: str, key: str) -> Refused:
     """Return a refusal that advises setting `section.key` in DeepSpeed's JSON file."""
     return Refused(f'write "{section}": {{"{key}": ...}} in --deepspeed-config')
 

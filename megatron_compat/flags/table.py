@@ -14,28 +14,39 @@ from .dependent import (
     accumulation,
     fp32_sums,
     gated_width,
-    groups,
     in_samples,
-    merges,
+    merge_file,
     momentum,
     no_learned_positions,
-    norms_of_heads,
+    query_groups,
+    query_key_norms,
     rampup,
-    stretches,
+    virtual_pipeline,
     warmup_iterations,
     warmup_samples,
     warmup_tokens,
-    window,
+    window_size,
 )
-from .outcomes import SAME_LOSS, ByValue, Depends, Means, NoEffect, Refused, Row, given, in_json, same
+from .outcomes import (
+    SAME_LOSS,
+    ByValue,
+    Depends,
+    NoEffect,
+    Refused,
+    Row,
+    Translated,
+    refer_to_json,
+    same_value,
+    user_value,
+)
 
 _IN_FP32 = NoEffect("attention kernels always accumulate in fp32")
 _EVENTS = NoEffect("metrics.jsonl and TensorBoard get all metrics every --log-interval iterations")
-_WHOLE_LAYERS = Means({"checkpoint_activations": True})
-_SELECTIVE = Means({"checkpoint_attention": True})
+_WHOLE_LAYERS = Translated({"checkpoint_activations": True})
+_SELECTIVE = Translated({"checkpoint_attention": True})
 _ALWAYS = NoEffect("every run uses DeepSpeed")
 _REALM = Refused("there are no retrieval models")
-_ROPE = Means({"position_embedding": "rope"})
+_ROPE = Translated({"position_embedding": "rope"})
 
 
 def counted_from_1(words: Any) -> list[str]:
@@ -43,15 +54,15 @@ def counted_from_1(words: Any) -> list[str]:
 
     Words without a number stay as they are; the check of --skip-iterations refuses them.
     """
-    several = words if isinstance(words, (list, tuple)) else [words]  # a JSON file may hold a single one
-    return [re.sub(r"\d{1,18}", lambda number: str(int(number[0]) + 1), str(word)) for word in several]
+    word_list = words if isinstance(words, (list, tuple)) else [words]  # a JSON file may hold a single one
+    return [re.sub(r"\d{1,18}", lambda match: str(int(match[0]) + 1), str(word)) for word in word_list]
 
 
 MEGATRON = (
     # layout and batch
-    Row("--tensor-model-parallel-size", same("model_parallel_size"), int),
+    Row("--tensor-model-parallel-size", same_value("model_parallel_size"), int),
     Row("--pipeline-model-parallel-size", foreign_core.PIPELINE_SIZE, int),
-    Row("--micro-batch-size", same("batch_size"), int),
+    Row("--micro-batch-size", same_value("batch_size"), int),
     Row(
         "--global-batch-size",
         Depends(accumulation, "--gas, computed from --batch-size and the number of replicas"),
@@ -62,10 +73,13 @@ MEGATRON = (
         Depends(rampup, "--batch-size-schedule, computed from the three numbers and the global batch size"),
         list,
     ),
-    Row("--step-batch-size-schedule", same("batch_size_schedule"), str),
+    Row("--step-batch-size-schedule", same_value("batch_size_schedule"), str),
     Row(
         "--num-layers-per-virtual-pipeline-stage",
-        Depends(stretches, "--pipeline-schedule interleaved --virtual-pipeline-size, computed from --num-layers"),
+        Depends(
+            virtual_pipeline,
+            "--pipeline-schedule interleaved --virtual-pipeline-size, computed from --num-layers",
+        ),
         int,
     ),
     Row(
@@ -74,11 +88,11 @@ MEGATRON = (
         int,
     ),
     Row("--standalone-embedding-stage", Refused("--partition-method sets how layers are split into stages")),
-    Row("--use-distributed-optimizer", Means({"zero_stage": 1})),
+    Row("--use-distributed-optimizer", Translated({"zero_stage": 1})),
     Row("--zero-reduce-scatter --zero-contigious-gradients", NoEffect("DeepSpeed always does this")),
-    Row("--zero-reduce-bucket-size", in_json("zero_optimization", "reduce_bucket_size"), int),
-    Row("--zero-allgather-bucket-size", in_json("zero_optimization", "allgather_bucket_size"), int),
-    Row("--cpu-optimizer", in_json("zero_optimization", "offload_optimizer")),
+    Row("--zero-reduce-bucket-size", refer_to_json("zero_optimization", "reduce_bucket_size"), int),
+    Row("--zero-allgather-bucket-size", refer_to_json("zero_optimization", "allgather_bucket_size"), int),
+    Row("--cpu-optimizer", refer_to_json("zero_optimization", "offload_optimizer")),
     Row("--cpu_torch_adam", NoEffect("on CPUs, the optimizer is always torch's")),
     Row("--distributed-backend", NoEffect("the device determines the backend, NCCL for GPUs and gloo for CPUs"), str),
     Row("--tp-comm-overlap", NoEffect("matmuls and their communication are separate kernels")),
@@ -101,25 +115,25 @@ MEGATRON = (
         NoEffect("initial weights depend on --seed and the parameter names, not on the device"),
     ),
     Row("--deepscale", _ALWAYS),
-    Row("--deepspeed", ByValue({"True": _ALWAYS}, same("deepspeed_config")), object),
-    Row("--deepspeed_config --deepscale_config", same("deepspeed_config"), str),
+    Row("--deepspeed", ByValue({"True": _ALWAYS}, same_value("deepspeed_config")), object),
+    Row("--deepspeed_config --deepscale_config", same_value("deepspeed_config"), str),
     Row("--deepspeed_mpi", Refused("start the ranks with tools/launch.py, torchrun or deepspeed")),
     # model
-    Row("--ffn-hidden-size", same("ff_hidden_size"), int),
-    Row("--kv-channels", same("kv_hidden_size"), int),
-    Row("--encoder-num-layers", same("num_layers"), int),
-    Row("--decoder-num-layers", same("num_decoder_layers"), int),
-    Row("--norm-epsilon", same("layernorm_epsilon"), float),
+    Row("--ffn-hidden-size", same_value("ff_hidden_size"), int),
+    Row("--kv-channels", same_value("kv_hidden_size"), int),
+    Row("--encoder-num-layers", same_value("num_layers"), int),
+    Row("--decoder-num-layers", same_value("num_decoder_layers"), int),
+    Row("--norm-epsilon", same_value("layernorm_epsilon"), float),
     Row(
         "--disable-bias-linear",
-        Means(
+        Translated(
             {"hidden_bias": False},
             "Megatron-LM's GELU is the tanh form only if it is fused with a bias",
             {"activation": "gelu"},
         ),
     ),
-    Row("--untie-embeddings-and-output-weights", Means({"tie_embeddings": False})),
-    Row("--openai-gelu", Means({"activation": "gelu-tanh"})),
+    Row("--untie-embeddings-and-output-weights", Translated({"tie_embeddings": False})),
+    Row("--openai-gelu", Translated({"activation": "gelu-tanh"})),
     Row("--num-unique-layers", Refused("layers do not share weights"), int),
     Row("--param-sharing-style", Refused("layers do not share weights"), str),
     Row("--apply-residual-connection-post-layernorm", Refused("norms always come before attention and MLP (pre-LN)")),
@@ -134,14 +148,14 @@ MEGATRON = (
     Row("--use-mcore-models", NoEffect("each model has one implementation")),
     Row("--transformer-impl", NoEffect("each model has one implementation"), str),
     # Llama
-    Row("--num-query-groups", same("num_key_value_heads"), int),
+    Row("--num-query-groups", same_value("num_key_value_heads"), int),
     Row(
         "--group-query-attention",
-        Depends(groups, "no effect if --num-key-value-heads is given, otherwise --num-key-value-heads 1"),
+        Depends(query_groups, "no effect if --num-key-value-heads is given, otherwise --num-key-value-heads 1"),
     ),
     Row(
         "--swiglu",
-        Means(
+        Translated(
             {"activation": "swiglu"},
             "the MLP width is 8/3 of --hidden-size, rounded down to a multiple of 64, as in Megatron-LM",
             {"ff_hidden_size": gated_width},
@@ -152,17 +166,17 @@ MEGATRON = (
         Refused("this activation is not supported; see --activation for the supported ones"),
     ),
     Row("--apply-layernorm-1p", Refused("norm weights are always stored as they are, without subtracting 1")),
-    Row("--qk-layernorm", Depends(norms_of_heads, "--qk-norm if --normalization is rmsnorm, refused otherwise")),
+    Row("--qk-layernorm", Depends(query_key_norms, "--qk-norm if --normalization is rmsnorm, refused otherwise")),
     Row("--qk-l2-norm", Refused("the norms of --qk-norm always have a learned weight")),
-    Row("--add-qkv-bias", Means({"qkv_bias": True})),
+    Row("--add-qkv-bias", Translated({"qkv_bias": True})),
     Row("--use-rotary-position-embeddings", _ROPE),
     Row(
         "--position-embedding-type",
         ByValue(
             {
                 "rope": _ROPE,
-                "learned_absolute": Means({"position_embedding": "learned"}),
-                "relative": Means({"position_embedding": "relative"}),
+                "learned_absolute": Translated({"position_embedding": "learned"}),
+                "relative": Translated({"position_embedding": "relative"}),
                 "yarn": Refused("use --position-embedding rope --rope-scaling yarn, and set yarn's other flags"),
                 **dict.fromkeys(
                     ("mrope", "none"),
@@ -176,14 +190,18 @@ MEGATRON = (
         "--no-position-embedding",
         Depends(no_learned_positions, "refused if --position-embedding is learned, otherwise no effect"),
     ),
-    Row("--rotary-base", same("rope_theta"), int),
+    Row("--rotary-base", same_value("rope_theta"), int),
     Row("--rotary-interleaved", Refused("rotary embeddings pair the two halves of a head, as in Hugging Face")),
-    Row("--rotary-seq-len-interpolation-factor", Means({"rope_scaling": "linear", "rope_scaling_factor": given}), int),
+    Row(
+        "--rotary-seq-len-interpolation-factor",
+        Translated({"rope_scaling": "linear", "rope_scaling_factor": user_value}),
+        int,
+    ),
     Row(
         "--use-rope-scaling",
-        Means({"rope_scaling": "llama3"}, unless={"rope_scaling_factor": 8.0, "rope_original_length": 8192}),
+        Translated({"rope_scaling": "llama3"}, implied={"rope_scaling_factor": 8.0, "rope_original_length": 8192}),
     ),
-    Row("--window-size", Depends(window, "--sliding-window N + 1 if the value is N,0, refused otherwise"), str),
+    Row("--window-size", Depends(window_size, "--sliding-window N + 1 if the value is N,0, refused otherwise"), str),
     Row("--window-attn-skip-freq", Refused("all layers use the same --sliding-window"), str),
     Row("--multi-latent-attention", Refused("use --num-key-value-heads to shrink keys and values")),
     # memory
@@ -205,7 +223,7 @@ MEGATRON = (
         ),
         str,
     ),
-    Row("--recompute-num-layers", same("checkpoint_num_layers"), int),
+    Row("--recompute-num-layers", same_value("checkpoint_num_layers"), int),
     Row(
         "--distribute-checkpointed-activations --distribute-saved-activations --partition-activations",
         NoEffect("with --sequence-parallel each model-parallel rank stores only its slice of the checkpointed inputs"),
@@ -218,13 +236,13 @@ MEGATRON = (
         "--profile-backward", NoEffect('"wall_clock_breakdown": true in --deepspeed-config measures the backward pass')
     ),
     # precision
-    Row("--fp16", Means({"precision": "fp16"})),
-    Row("--bf16", Means({"precision": "bf16"})),
-    Row("--loss-scale", in_json("fp16", "loss_scale"), float),
-    Row("--initial-loss-scale", in_json("fp16", "initial_scale_power"), float),
-    Row("--min-scale --min-loss-scale", in_json("fp16", "min_loss_scale"), float),
-    Row("--loss-scale-window", in_json("fp16", "loss_scale_window"), float),
-    Row("--hysteresis", in_json("fp16", "hysteresis"), int),
+    Row("--fp16", Translated({"precision": "fp16"})),
+    Row("--bf16", Translated({"precision": "bf16"})),
+    Row("--loss-scale", refer_to_json("fp16", "loss_scale"), float),
+    Row("--initial-loss-scale", refer_to_json("fp16", "initial_scale_power"), float),
+    Row("--min-scale --min-loss-scale", refer_to_json("fp16", "min_loss_scale"), float),
+    Row("--loss-scale-window", refer_to_json("fp16", "loss_scale_window"), float),
+    Row("--hysteresis", refer_to_json("fp16", "hysteresis"), int),
     Row(
         "--fp32-allreduce --accumulate-allreduce-grads-in-fp32",
         Depends(fp32_sums, "no effect in fp32, in fp64, and in bf16 with ZeRO 1; refused otherwise"),
@@ -242,7 +260,9 @@ MEGATRON = (
     ),
     Row(
         "--no-bias-gelu-fusion",
-        Means({}, "Megatron-LM's fused GELU is the tanh form, its unfused GELU the erf form", {"activation": "gelu"}),
+        Translated(
+            {}, "Megatron-LM's fused GELU is the tanh form, its unfused GELU the erf form", {"activation": "gelu"}
+        ),
     ),
     # run length and learning rate
     Row("--train-tokens", Depends(in_samples("train_samples"), "--train-samples, computed from --seq-length"), int),
@@ -251,7 +271,7 @@ MEGATRON = (
         Depends(in_samples("lr_decay_samples"), "--lr-decay-samples, computed from --seq-length"),
         int,
     ),
-    Row("--lr-warmup-fraction", same("warmup"), float),
+    Row("--lr-warmup-fraction", same_value("warmup"), float),
     Row("--lr-warmup-iters", Depends(warmup_iterations, "--warmup, computed as a fraction of --lr-decay-iters"), int),
     Row(
         "--lr-warmup-samples",
@@ -263,31 +283,31 @@ MEGATRON = (
         Depends(warmup_tokens, "--warmup, computed as a fraction of --lr-decay-samples"),
         int,
     ),
-    Row("--override-lr-scheduler --override-opt_param-scheduler", Means({"override_lr_schedule": True})),
+    Row("--override-lr-scheduler --override-opt_param-scheduler", Translated({"override_lr_schedule": True})),
     Row(
         "--use-checkpoint-lr-scheduler --use-checkpoint-opt_param-scheduler",
         NoEffect("a resumed run keeps its checkpoint's schedule unless --override-lr-schedule is given"),
     ),
     Row(
         "--iterations-to-skip",
-        Means({"skip_iterations": counted_from_1}, "Megatron-LM counts iterations from 0, this project from 1"),
+        Translated({"skip_iterations": counted_from_1}, "Megatron-LM counts iterations from 0, this project from 1"),
         list,
     ),
-    Row("--check-weight-hash-across-dp-replicas-interval", same("check_replicas"), int),
+    Row("--check-weight-hash-across-dp-replicas-interval", same_value("check_replicas"), int),
     Row("--sgd-momentum", Depends(momentum, "no effect if the value is 0.9, refused otherwise"), float),
     Row("--start-weight-decay --end-weight-decay", Refused("--weight-decay is constant"), float),
     Row("--weight-decay-incr-style", Refused("--weight-decay is constant"), str),
     # data
-    Row("--encoder-seq-length", same("enc_seq_length"), int),
-    Row("--decoder-seq-length", same("dec_seq_length"), int),
-    Row("--tokenizer-model", same("vocab_file"), str),
+    Row("--encoder-seq-length", same_value("enc_seq_length"), int),
+    Row("--decoder-seq-length", same_value("dec_seq_length"), int),
+    Row("--tokenizer-model", same_value("vocab_file"), str),
     Row(
         "--merge-file",
-        Depends(merges, "no effect if the file is merges.txt next to --vocab-file, refused otherwise"),
+        Depends(merge_file, "no effect if the file is merges.txt next to --vocab-file, refused otherwise"),
         str,
     ),
-    Row("--vocab-extra-ids", same("num_sentinels"), int),
-    Row("--mask-prob", same("noise_density"), float),
+    Row("--vocab-extra-ids", same_value("num_sentinels"), int),
+    Row("--mask-prob", same_value("noise_density"), float),
     Row("--short-seq-prob", Refused("all samples have the full sequence length"), float),
     Row(
         "--data-impl",
@@ -355,8 +375,8 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "lr_wsd_decay_style": {"minus_sqrt": "minus-sqrt"},
 }
 # Values of VALUES that imply further settings.
-IMPLIED: Mapping[str, Means] = {
-    "WSD": Means(
+IMPLIED: Mapping[str, Translated] = {
+    "WSD": Translated(
         {"lr_decay_style": "wsd"},
         "Megatron-LM's default decay at the end is exponential",
         {"lr_wsd_decay_style": "exponential"},

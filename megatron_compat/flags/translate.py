@@ -6,21 +6,21 @@ from collections.abc import Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from megatron.config.fields import flag, written
+from megatron.config.fields import flag, format_flag
 from megatron.config.sections import Config, settings
 from megatron.config.source import Change, Source
 from megatron.json_text import brief
 
 from .core import BALANCING, EXPERT_BIAS, with_expert_bias
-from .outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused
+from .outcomes import ByValue, Depends, NoEffect, Outcome, Refused, Translated
 from .table import FLAGS, IMPLIED, VALUES
 
-_USUAL = {f.name: f.default for _, _, f in settings()}
+_DEFAULTS = {f.name: f.default for _, _, f in settings()}
 
-SAID = {"true": True, "false": False}  # some launchers write these words after a flag that takes no value
+BOOLEAN_WORDS = {"true": True, "false": False}  # some launchers write these words after a flag that takes no value
 
 
-class _Keep(argparse.Action):
+class _StoreForeignFlag(argparse.Action):
     """Action that stores the value of a foreign flag in the dict `foreign`, keyed by its name in flags.py."""
 
     def __init__(self, *args: Any, theirs: str, **kwargs: Any) -> None:
@@ -28,30 +28,30 @@ class _Keep(argparse.Action):
         self.theirs = theirs
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        takes = FLAGS[self.theirs].takes
-        if takes in (None, object):
-            values = True if values is None else SAID.get(values.lower(), values)
-        if takes is None and not isinstance(values, bool):
+        value_type = FLAGS[self.theirs].value_type
+        if value_type in (None, object):
+            values = True if values is None else BOOLEAN_WORDS.get(values.lower(), values)
+        if value_type is None and not isinstance(values, bool):
             parser.error(f"{option_string} takes no value, but was given {values}")
-        kept = dict(getattr(namespace, self.dest, {}))
-        kept[self.theirs] = values
-        setattr(namespace, self.dest, kept)
+        stored = dict(getattr(namespace, self.dest, {}))
+        stored[self.theirs] = values
+        setattr(namespace, self.dest, stored)
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
+def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
     """Let `parser` accept foreign flags, which its help does not show, and store their values in the dict `foreign`.
 
     Each flag is also accepted with `_` in place of `-`.
     """
     for name, row in FLAGS.items():
-        form: dict[str, Any] = {"type": row.takes}
-        if row.takes in (None, object):
-            form = {"nargs": "?"}
-        elif row.takes is list:
-            form = {"nargs": "*"}
-        form |= {"action": partial(_Keep, theirs=name), "dest": "foreign", "help": argparse.SUPPRESS}
+        options: dict[str, Any] = {"type": row.value_type}
+        if row.value_type in (None, object):
+            options = {"nargs": "?"}
+        elif row.value_type is list:
+            options = {"nargs": "*"}
+        options |= {"action": partial(_StoreForeignFlag, theirs=name), "dest": "foreign", "help": argparse.SUPPRESS}
         for spelling in dict.fromkeys((name, _underlined(name))):
-            parser.add_argument(spelling, **form)
+            parser.add_argument(spelling, **options)
 
 
 def _underlined(name: str) -> str:
@@ -63,31 +63,31 @@ def flag_of(key: str) -> str | None:
     return next((name for name in FLAGS if key == _underlined(name)[2:]), None)
 
 
-def suggestion(name: str, ours: Iterable[str], strange: bool = True) -> str:
+def suggest_flag(name: str, ours: Iterable[str], all_foreign: bool = True) -> str:
     """Return `; did you mean --x?` for an unknown flag, or an empty string if no known flag is similar.
 
     Candidates are the flags `ours` and the foreign flags. If a foreign flag is closest, its replacement in this project
     is suggested.
     ours: flags of this project.
-    strange: also consider foreign flags whose replacement is not in `ours`.
+    all_foreign: also consider foreign flags whose replacement is not in `ours`.
     """
     dashed = "--" + name.lstrip("-").replace("_", "-")
     ours = list(ours)
     if dashed in ours:
         return f"; did you mean {dashed}?"
-    begun = [each for each in ours if each.startswith(f"{dashed}-")]
-    if len(begun) == 1:
-        return f"; did you mean {begun[0]}?"
-    known = [*ours]
+    longer = [each for each in ours if each.startswith(f"{dashed}-")]
+    if len(longer) == 1:
+        return f"; did you mean {longer[0]}?"
+    candidates = [*ours]
     for theirs in FLAGS:
-        if theirs not in ours and (strange or _flags_for(theirs) <= set(ours)):
-            known.append(theirs)
-    close = difflib.get_close_matches(dashed, known, n=1, cutoff=0.7)
-    if not close:
+        if theirs not in ours and (all_foreign or _flags_for(theirs) <= set(ours)):
+            candidates.append(theirs)
+    matches = difflib.get_close_matches(dashed, candidates, n=1, cutoff=0.7)
+    if not matches:
         return ""
-    found = close[0]
-    meant = f"{found}?" if found in ours else _in_place_of(found, ours, dashed)
-    return f"; did you mean {meant}"
+    match = matches[0]
+    replacement = f"{match}?" if match in ours else _suggest_replacement(match, ours, dashed)
+    return f"; did you mean {replacement}"
 
 
 def _flags_for(theirs: str) -> set[str]:
@@ -95,31 +95,31 @@ def _flags_for(theirs: str) -> set[str]:
     return {flag(each) for each in settings_for(theirs[2:].replace("-", "_"))} or {""}
 
 
-def _in_place_of(theirs: str, ours: Iterable[str], given: str) -> str:
+def _suggest_replacement(theirs: str, ours: Iterable[str], given: str) -> str:
     """Return the suggestion for a foreign flag: its replacement, or its name and the reason why it is refused."""
     outcome = FLAGS[theirs].outcome
     if isinstance(outcome, ByValue):
-        outcome = _typical(outcome)
+        outcome = _typical_outcome(outcome)
     if isinstance(outcome, Refused):
         return f"{theirs}? It is not accepted: {outcome.advice}"
-    if not isinstance(outcome, Means) or not outcome.settings:
+    if not isinstance(outcome, Translated) or not outcome.settings:
         return f"{theirs}?"
     flags = [flag(setting) for setting in outcome.settings]
     if not set(flags) <= set(ours):
         return f"{theirs}?"
-    elsewhere = f" ({theirs} in other projects)" if theirs != given else ""
-    return f"{' and '.join(flags)}{elsewhere}?"
+    origin = f" ({theirs} in other projects)" if theirs != given else ""
+    return f"{' and '.join(flags)}{origin}?"
 
 
-def _typical(outcome: ByValue) -> Outcome:
+def _typical_outcome(outcome: ByValue) -> Outcome:
     """Return the first translation among the outcomes of a flag's values, or a refusal that lists the values."""
     for each in (*outcome.values.values(), outcome.other):
-        if isinstance(each, Means):
+        if isinstance(each, Translated):
             return each
     return _refusal(outcome)
 
 
-def _refusal(outcome: ByValue) -> Means | Refused:
+def _refusal(outcome: ByValue) -> Translated | Refused:
     """Return the outcome of a value that is not in the table."""
     return outcome.other or Refused(f"choose one of {', '.join(outcome.values)}")
 
@@ -128,13 +128,17 @@ def settings_for(key: str) -> list[str]:
     """Return the names of this project's settings to which the foreign key `key` translates."""
     name = flag_of(key)
     outcome = FLAGS[name].outcome if name else None
-    return list(outcome.settings) if isinstance(outcome, Means) else []
+    return list(outcome.settings) if isinstance(outcome, Translated) else []
 
 
 def _is_switch(name: str) -> bool:
     """Return whether a foreign flag needs no value and only sets settings of this project to True."""
     row = FLAGS[name]
-    return row.takes in (None, object) and isinstance(row.outcome, Means) and {*row.outcome.settings.values()} == {True}
+    return (
+        row.value_type in (None, object)
+        and isinstance(row.outcome, Translated)
+        and {*row.outcome.settings.values()} == {True}
+    )
 
 
 class Translation(Source):
@@ -146,36 +150,36 @@ class Translation(Source):
 
     def __init__(self, own: Mapping[str, Any], where: str = "") -> None:
         super().__init__(own, where)
-        self._said_by: dict[str, str] = {}
-        self._waiting: dict[str, Any] = {}
-        self._open: list[tuple[str, dict[str, Any], Means]] = []
+        self._typed_flag: dict[str, str] = {}
+        self._deferred: dict[str, Any] = {}
+        self._with_implied: list[tuple[str, dict[str, Any], Translated]] = []
         for setting, values in VALUES.items():
             word = own.get(setting)
             if isinstance(word, str) and word in values:
-                self._translate_word(setting, word, values[word])
+                self._translate_value(setting, word, values[word])
 
-    def _translate_word(self, setting: str, word: str, value: str) -> None:
+    def _translate_value(self, setting: str, word: str, value: str) -> None:
         """Translate another framework's word for the value of a flag that both projects have."""
-        said = written(flag(setting), word)
-        new = {setting: value}
-        self.values |= new
+        typed = format_flag(flag(setting), word)
+        new_settings = {setting: value}
+        self.values |= new_settings
         if word in IMPLIED:
-            self._open.append((said, new, IMPLIED[word]))
+            self._with_implied.append((typed, new_settings, IMPLIED[word]))
         else:
-            self.notes.append(_taken(said, new, ""))
+            self.notes.append(_translation_note(typed, new_settings, ""))
 
-    def add_all(self, flags: Mapping[str, Any]) -> None:
+    def translate_all(self, flags: Mapping[str, Any]) -> None:
         """Translate all foreign flags of the source: name -> value."""
-        rest = dict(flags)
-        joint = with_expert_bias(flags)
-        if joint:
-            pair = [written(name, rest.pop(name)) for name in (EXPERT_BIAS, BALANCING) if name in rest]
-            self._accept(" ".join(pair), True, joint)
-        for name, value in rest.items():
+        remaining = dict(flags)
+        translation = with_expert_bias(flags)
+        if translation:
+            typed = [format_flag(name, remaining.pop(name)) for name in (EXPERT_BIAS, BALANCING) if name in remaining]
+            self._add_outcome(" ".join(typed), True, translation)
+        for name, value in remaining.items():
             self.add(name, value)
 
     def add(self, name: str, value: Any) -> None:
-        """Translate a foreign flag. If its translation depends on other settings, it is deferred to `settle`.
+        """Translate a foreign flag. If its translation depends on other settings, it is deferred to `apply_deferred`.
 
         The value False turns off the settings that a switch would turn on. For other flags, False is the default of
         the other framework and is ignored.
@@ -183,99 +187,102 @@ class Translation(Source):
         outcome = FLAGS[name].outcome
         if value is False:
             if _is_switch(name):
-                self._take(name, False, Means(dict.fromkeys(settings_for(name[2:].replace("-", "_")), False)))
+                self._translate(name, False, Translated(dict.fromkeys(settings_for(name[2:].replace("-", "_")), False)))
         elif isinstance(outcome, Depends):
-            self._waiting[name] = value
+            self._deferred[name] = value
         else:
-            self._take(name, value, outcome)
+            self._translate(name, value, outcome)
 
-    def waiting(self) -> list[str]:
-        """Return the foreign flags whose translation is deferred to `settle`."""
-        return list(self._waiting)
+    def deferred_flags(self) -> list[str]:
+        """Return the foreign flags whose translation is deferred to `apply_deferred`."""
+        return list(self._deferred)
 
-    def follow(self, values: Mapping[str, Any], said: Container[str] = ()) -> dict[str, Any]:
-        """Return the further settings that translated flags imply (`Means.unless`), and add a note for each such flag.
+    def implied_settings(self, values: Mapping[str, Any], given_elsewhere: Container[str] = ()) -> dict[str, Any]:
+        """Return the further settings that flags imply (`Translated.implied`), and add a note for each such flag.
 
         values: all settings so far. Those that differ from their defaults are not overridden.
-        said: names of settings that a source of higher precedence gives. They are not overridden, either.
+        given_elsewhere: names of settings that a source of higher precedence gives. They are not overridden, either.
         """
-        found: dict[str, Any] = {}
-        for given, new, outcome in self._open:
-            more: dict[str, Any] = {}
-            if all(values.get(setting) == value for setting, value in new.items()):
-                more = _implied(outcome, values)
-            for setting in list(more):
-                if setting in said or setting in self.values or setting in found:
-                    del more[setting]
-            if new or more:
-                self.notes.append(_taken(given, {**new, **more}, outcome.but if more else ""))
+        all_implied: dict[str, Any] = {}
+        for typed, new_settings, outcome in self._with_implied:
+            implied: dict[str, Any] = {}
+            if all(values.get(setting) == value for setting, value in new_settings.items()):
+                implied = _implied_settings(outcome, values)
+            for setting in list(implied):
+                if setting in given_elsewhere or setting in self.values or setting in all_implied:
+                    del implied[setting]
+            if new_settings or implied:
+                note = outcome.note if implied else ""
+                self.notes.append(_translation_note(typed, {**new_settings, **implied}, note))
             else:
-                settled = [written(flag(name), values.get(name, _USUAL[name])) for name in outcome.unless]
-                self.notes.append(f"{given} has no effect: the run uses {' and '.join(settled)}")
-            found |= more
-        return found
+                used = [format_flag(flag(name), values.get(name, _DEFAULTS[name])) for name in outcome.implied]
+                self.notes.append(f"{typed} has no effect: the run uses {' and '.join(used)}")
+            all_implied |= implied
+        return all_implied
 
-    def settle(self, config: Config, ranks: int, change: Change) -> Config:
-        """Apply the deferred flags to `config`, in the order of the table FLAGS, and return the result.
+    def apply_deferred(self, config: Config, ranks: int, change: Change) -> Config:
+        """Apply the deferred flags to `config`, in the order of the table FLAGS; return the result.
 
         change: function that returns a Config with some settings replaced.
         """
-        for name in [each for each in FLAGS if each in self._waiting]:
+        for name in [each for each in FLAGS if each in self._deferred]:
             outcome = FLAGS[name].outcome
             assert isinstance(outcome, Depends)
-            new = self._take(name, self._waiting[name], outcome.on(config, self._waiting[name], ranks))
+            new = self._translate(name, self._deferred[name], outcome.translate(config, self._deferred[name], ranks))
             config = change(config, new) if new else config
         return config
 
-    def _take(self, name: str, value: Any, outcome: Outcome) -> dict[str, Any]:
-        said = f"{name} False" if value is False else brief(written(name, value), 300)
+    def _translate(self, name: str, value: Any, outcome: Outcome) -> dict[str, Any]:
+        typed = f"{name} False" if value is False else brief(format_flag(name, value), 300)
         if isinstance(outcome, ByValue):
             outcome = outcome.values.get(str(value)) or _refusal(outcome)
-        return self._accept(said, value, outcome)
+        return self._add_outcome(typed, value, outcome)
 
-    def _accept(self, said: str, value: Any, outcome: Outcome) -> dict[str, Any]:
-        """Add the outcome of a flag to values, notes or problems; return the new settings. said: the flag as typed."""
+    def _add_outcome(self, typed: str, value: Any, outcome: Outcome) -> dict[str, Any]:
+        """Add the outcome of a flag to values, notes or problems; return the new settings. typed: the flag as typed."""
         if isinstance(outcome, Refused):
-            self.problems.append(f"{said} is not accepted: {outcome.advice}")
+            self.problems.append(f"{typed} is not accepted: {outcome.advice}")
         elif isinstance(outcome, NoEffect):
-            self.notes.append(f"{said} has no effect: {outcome.why}")
-        elif isinstance(outcome, Means):
-            return self._set(said, value, outcome)
+            self.notes.append(f"{typed} has no effect: {outcome.reason}")
+        elif isinstance(outcome, Translated):
+            return self._add_settings(typed, value, outcome)
         return {}
 
-    def _set(self, said: str, value: Any, outcome: Means) -> dict[str, Any]:
+    def _add_settings(self, typed: str, value: Any, outcome: Translated) -> dict[str, Any]:
         """Set the settings to which a flag translates and return them; {} if another value is given for one of them."""
-        new = {setting: v(value) if callable(v) else v for setting, v in outcome.settings.items()}
-        for setting, v in new.items():
-            if setting in self.values and self.values[setting] != v:
-                other = self._said_by.get(setting) or written(flag(setting), self.values[setting])
-                self.problems.append(f"{said} means {_ours(new)}, but {other} is given; leave one of them out")
+        new_settings = {setting: rule(value) if callable(rule) else rule for setting, rule in outcome.settings.items()}
+        for setting, new_value in new_settings.items():
+            if setting in self.values and self.values[setting] != new_value:
+                conflicting = self._typed_flag.get(setting) or format_flag(flag(setting), self.values[setting])
+                self.problems.append(
+                    f"{typed} means {_as_flags(new_settings)}, but {conflicting} is given; leave one of them out"
+                )
                 return {}
-        self.values |= new
-        self._said_by |= dict.fromkeys(new, said)
-        if outcome.unless:
-            self._open.append((said, new, outcome))
+        self.values |= new_settings
+        self._typed_flag |= dict.fromkeys(new_settings, typed)
+        if outcome.implied:
+            self._with_implied.append((typed, new_settings, outcome))
         else:
-            self.notes.append(_taken(said, new, outcome.but))
-        return new
+            self.notes.append(_translation_note(typed, new_settings, outcome.note))
+        return new_settings
 
 
-def _implied(outcome: Means, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that `outcome.unless` implies: those that still have their default in `values`."""
+def _implied_settings(outcome: Translated, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that `outcome.implied` lists: those that still have their default in `values`."""
     implied = {}
-    for setting, value in outcome.unless.items():
-        usual = _USUAL[setting]
+    for setting, value in outcome.implied.items():
+        default = _DEFAULTS[setting]
         if callable(value):
-            value = value({**_USUAL, **values})
-        if values.get(setting, usual) == usual != value:
+            value = value({**_DEFAULTS, **values})
+        if values.get(setting, default) == default != value:
             implied[setting] = value
     return implied
 
 
-def _ours(new: Mapping[str, Any]) -> str:
-    return " ".join(written(flag(setting), v) for setting, v in new.items())
+def _as_flags(values: Mapping[str, Any]) -> str:
+    return " ".join(format_flag(flag(setting), value) for setting, value in values.items())
 
 
-def _taken(said: str, new: Mapping[str, Any], but: str) -> str:
-    reason = f" ({but})" if but else ""
-    return f"{said} translated to {_ours(new)}{reason}"
+def _translation_note(typed: str, values: Mapping[str, Any], note: str) -> str:
+    reason = f" ({note})" if note else ""
+    return f"{typed} translated to {_as_flags(values)}{reason}"

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from data_utils.cli import Parser, any_path, local_path, run
-from megatron.atomic import whole_folder
+from megatron.atomic import atomic_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.files import BUFFER, WEIGHT, latest_checkpoint, numbered_checkpoints
 from megatron.checkpointing.forks import forks_of, without_abandoned
-from megatron.checkpointing.pruned import read_kept
-from megatron.checkpointing.relocation import FOLDER as TOKENIZER
+from megatron.checkpointing.pruned import read_with_retry
+from megatron.checkpointing.relocation import TOKENIZER_FOLDER as TOKENIZER
 from megatron.checkpointing.relocation import copy_folder
-from megatron.checkpointing.stream import Entry
+from megatron.checkpointing.stream import LazyTensor
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import ModelConfig
 from megatron.config.fields import flag
@@ -32,26 +32,26 @@ EXAMPLES = """\
       then: python tools/evaluate.py --load averaged --input held_out.jsonl"""
 
 
-def newest(load: str, number: int) -> list[Path]:
+def newest_checkpoints(load: str, number: int) -> list[Path]:
     """Return the newest `number` checkpoints of a run, damaged or not, oldest first; ValueError if it has fewer.
 
     Checkpoints that the run has abandoned, by a resume from an earlier one, are left out.
     """
-    last = find_checkpoint(load)
-    if latest_checkpoint(last.parent) != last:
+    newest = find_checkpoint(load)
+    if latest_checkpoint(newest.parent) != newest:
         raise ValueError(f"--last needs a run directory or a folder of checkpoints, not the checkpoint --load {load}")
-    newest_iteration = int(last.name[5:])  # 1000 for the folder iter_0001000
+    last_iteration = int(newest.name.removeprefix("iter_"))
     earlier = []
-    for iteration, path in numbered_checkpoints(last.parent).items():
-        if iteration <= newest_iteration:
+    for iteration, path in numbered_checkpoints(newest.parent).items():
+        if iteration <= last_iteration:
             earlier.append(path)
-    found = without_abandoned(earlier, forks_of(last) or ())
-    if not 0 < number <= len(found):
-        raise ValueError(f"--last {number} must lie between 1 and {len(found)}, the number of checkpoints of {load}")
-    return found[-number:]
+    known = without_abandoned(earlier, forks_of(newest) or ())
+    if not 0 < number <= len(known):
+        raise ValueError(f"--last {number} must lie between 1 and {len(known)}, the number of checkpoints of {load}")
+    return known[-number:]
 
 
-def shares(number: int, weights: Sequence[float] | None, decay: float | None) -> list[float]:
+def normalized_weights(number: int, weights: Sequence[float] | None, decay: float | None) -> list[float]:
     """Return the weights of `number` checkpoints, oldest first, with a sum of 1.
 
     weights: the weights of --weights before division by their sum. decay: weights of an exponential moving average
@@ -61,75 +61,75 @@ def shares(number: int, weights: Sequence[float] | None, decay: float | None) ->
         if not 0 < decay < 1:
             raise ValueError(f"--decay {decay:g} must lie between 0 and 1, without these")
         # Three checkpoints and a decay of 0.9 have the weights 0.81, 0.09 and 0.1.
-        parts = [decay ** (number - 1)]
-        for at in range(1, number):
-            parts.append((1 - decay) * decay ** (number - 1 - at))
-        return parts
-    given = list(weights or [1.0] * number)
-    total = sum(given)
-    if len(given) != number:
-        raise ValueError(f"--weights gives {len(given)} numbers for {number} checkpoints; give one for each")
-    if not all(each >= 0 for each in given) or not 0 < total < math.inf:
+        ema_weights = [decay ** (number - 1)]
+        for position in range(1, number):
+            ema_weights.append((1 - decay) * decay ** (number - 1 - position))
+        return ema_weights
+    raw_weights = list(weights or [1.0] * number)
+    total = sum(raw_weights)
+    if len(raw_weights) != number:
+        raise ValueError(f"--weights gives {len(raw_weights)} numbers for {number} checkpoints; give one for each")
+    if not all(weight >= 0 for weight in raw_weights) or not 0 < total < math.inf:
         raise ValueError("--weights must be numbers of at least 0 with a finite sum above 0")
-    return [each / total for each in given]
+    return [weight / total for weight in raw_weights]
 
 
-def refuse_other_models(readers: Sequence[CheckpointReader]) -> None:
+def check_same_model(readers: Sequence[CheckpointReader]) -> None:
     """Raise ValueError unless all checkpoints hold the same model with the same tokenizer."""
     first = readers[0]
     for reader in readers[1:]:
-        differing = _difference(reader, first)
+        differing = _first_difference(reader, first)
         if differing:
             raise ValueError(f"{reader.path} and {first.path} differ in {differing}; average checkpoints of one model")
 
 
-def _difference(one: CheckpointReader, other: CheckpointReader) -> str:
+def _first_difference(first: CheckpointReader, second: CheckpointReader) -> str:
     """Return in what the models of two checkpoints differ, "" if in nothing."""
-    ours = plain_config(one).model
-    theirs = plain_config(other).model
+    first_model = plain_config(first).model
+    second_model = plain_config(second).model
     for field in fields(ModelConfig):
-        if not field.metadata["free"] and getattr(ours, field.name) != getattr(theirs, field.name):
+        if not field.metadata["mutable"] and getattr(first_model, field.name) != getattr(second_model, field.name):
             return flag(field.name)
-    if _shapes(one) != _shapes(other):
+    if _weight_shapes(first) != _weight_shapes(second):
         return "the weights"
-    return "the tokenizer" if one.tokenizer != other.tokenizer else ""
+    return "the tokenizer" if first.tokenizer != second.tokenizer else ""
 
 
-def _shapes(reader: CheckpointReader) -> dict[str, list[int]]:
+def _weight_shapes(reader: CheckpointReader) -> dict[str, list[int]]:
     return {key: entry["shape"] for key, entry in reader.tensors.items() if key.startswith(f"{WEIGHT}.")}
 
 
-def _mean(readers: Sequence[CheckpointReader], parts: Sequence[float], key: str) -> Tensor:
+def _weighted_mean(readers: Sequence[CheckpointReader], weights: Sequence[float], key: str) -> Tensor:
     """Return the weighted sum of a tensor over checkpoints, in fp64."""
     total = torch.zeros((), dtype=torch.float64)
-    for reader, part in zip(readers, parts, strict=True):
-        value = reader.whole(key).double()
+    for reader, weight in zip(readers, weights, strict=True):
+        value = reader.read_whole(key).double()
         if not value.isfinite().all():
             raise ValueError(f"{reader.path}: {key!r} is not finite; average other checkpoints")
-        total = total + part * value
+        total = total + weight * value
     return total
 
 
-def entries_of(readers: Sequence[CheckpointReader], parts: Sequence[float]) -> list[Entry]:
+def averaged_entries(readers: Sequence[CheckpointReader], weights: Sequence[float]) -> list[LazyTensor]:
     """Return the tensors to write: the average of each weight, and the buffers of the last checkpoint."""
-    last = readers[-1]
-    found = []
-    for key, entry in last.tensors.items():
+    newest = readers[-1]
+    entries = []
+    for key, entry in newest.tensors.items():
         if key.startswith(f"{WEIGHT}."):
-            make = partial(_mean, readers, parts, key)
+            compute = partial(_weighted_mean, readers, weights, key)
         elif key.startswith(f"{BUFFER}."):
-            make = partial(last.whole, key)
+            compute = partial(newest.read_whole, key)
         else:
             continue
-        found.append(Entry(key, tuple(entry["shape"]), last.dtype(key), make))
-    return found
+        entries.append(LazyTensor(key, tuple(entry["shape"]), newest.dtype(key), compute))
+    return entries
 
 
 def _copy_tokenizer(checkpoint: Path, output: Path) -> None:
     """Copy the tokenizer that a run has put beside its checkpoints or into its run directory, if there is one."""
-    for home in (checkpoint.parent, checkpoint.parent.parent):
-        if (home / TOKENIZER).is_dir():
-            copy_folder(home / TOKENIZER, output / TOKENIZER)
+    for folder in (checkpoint.parent, checkpoint.parent.parent):
+        if (folder / TOKENIZER).is_dir():
+            copy_folder(folder / TOKENIZER, output / TOKENIZER)
             return
 
 
@@ -139,36 +139,39 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError(f"{output} is not empty, or lies in a folder of checkpoints; choose another --output")
     if args.weights is not None and args.decay is not None:
         raise ValueError("--weights and --decay both set the weights; leave one of them out")
+    # One --load needs --last, and several exclude it.
     if (args.last is None) == (len(args.load) == 1):
         raise ValueError("give either one run as --load, with --last, or several checkpoints as --load")
-    read_kept(lambda: _chosen(args), lambda paths: _average(args, output, paths))
+    read_with_retry(lambda: _checkpoints_to_average(args), lambda paths: _write_average(args, output, paths))
 
 
-def _chosen(args: argparse.Namespace) -> list[Path]:
+def _checkpoints_to_average(args: argparse.Namespace) -> list[Path]:
     """Return the checkpoints to average, oldest first."""
     if args.last is not None:
-        return newest(args.load[0], args.last)
+        return newest_checkpoints(args.load[0], args.last)
     return [find_checkpoint(load) for load in args.load]
 
 
-def _average(args: argparse.Namespace, output: Path, paths: Sequence[Path]) -> None:
+def _write_average(args: argparse.Namespace, output: Path, paths: Sequence[Path]) -> None:
     """Write the average of the checkpoints `paths` to the folder `output`."""
-    parts = shares(len(paths), args.weights, args.decay)
+    weights = normalized_weights(len(paths), args.weights, args.decay)
     readers = [CheckpointReader(path, args.ema) for path in paths]
-    refuse_other_models(readers)
-    origin: list[dict[str, Any]] = []
-    for reader, part in zip(readers, parts, strict=True):
+    check_same_model(readers)
+    sources: list[dict[str, Any]] = []
+    for reader, weight in zip(readers, weights, strict=True):
         reader.verify()
         iteration = reader.state["iteration"]
-        origin.append({"checkpoint": str(reader.path), "iteration": iteration, "weight": part, "ema": args.ema})
-    last = readers[-1]
-    with whole_folder(output) as folder:
-        final = folder / "iter_0000000"
-        write_checkpoint(final, entries_of(readers, parts), plain_config(last), last.tokenizer or "", origin)
-        _copy_tokenizer(last.path, folder)
-    for each in origin:
-        print(f"{each['weight']:.4f} x {each['checkpoint']}")
-    print(f"-> {output / final.name}: weights only, at iteration 0, without optimizer state")
+        sources.append({"checkpoint": str(reader.path), "iteration": iteration, "weight": weight, "ema": args.ema})
+    newest = readers[-1]
+    with atomic_folder(output) as folder:
+        target = folder / "iter_0000000"
+        write_checkpoint(
+            target, averaged_entries(readers, weights), plain_config(newest), newest.tokenizer or "", sources
+        )
+        _copy_tokenizer(newest.path, folder)
+    for source in sources:
+        print(f"{source['weight']:.4f} x {source['checkpoint']}")
+    print(f"-> {output / target.name}: weights only, at iteration 0, without optimizer state")
 
 
 def build_parser() -> Parser:

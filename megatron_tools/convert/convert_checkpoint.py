@@ -14,34 +14,34 @@ import torch
 from torch import Tensor
 
 from data_utils.cli import Parser, any_path, local_path, run, write_json
-from megatron.atomic import whole_folder
+from megatron.atomic import atomic_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.files import WEIGHT
 from megatron.checkpointing.pruned import read_newest
-from megatron.checkpointing.relocation import keep_roles, keep_tokenizer, kept_beside, kept_tokenizer
-from megatron.checkpointing.stream import Entry
+from megatron.checkpointing.relocation import copy_special_tokens, copy_tokenizer, kept_config_path, kept_tokenizer
+from megatron.checkpointing.stream import LazyTensor
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.fields import flag
 from megatron.ranks.rank_0 import print_notes
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
-from megatron.tokenizer.load import file_of
-from megatron.tokenizer.sibling_files import GENERATION, ROLES
+from megatron.tokenizer.load import find_vocab_file
+from megatron.tokenizer.sibling_files import GENERATION, TOKEN_ID_KEYS
 from megatron_tools.shapes import check_model
 
-from .export_roles import bare_roles, generation_settings, model_ids
-from .export_tokenizer import Chat, chat_of, write_tokenizer
-from .hf_compare import compare, compare_ids, compare_imported_ids, compare_ours
-from .hf_config import gpt2_config, notes_on_scale, t5_config
-from .hf_experts import left_out
-from .hf_folder import DTYPES, entries_of, write_tensors
-from .hf_import import from_hf
+from .export_roles import generation_settings, roles_without_tokenizer, special_token_ids
+from .export_tokenizer import ChatFormat, chat_format_of, write_tokenizer
+from .hf_compare import compare_imported_ids, compare_own_models, compare_token_ids, compare_with_hf
+from .hf_config import gpt2_config, logit_scale_notes, t5_config
+from .hf_experts import unexported_notes
+from .hf_folder import DTYPES, export_entries, write_tensors
+from .hf_import import import_hf
 from .hf_llama import llama_config
-from .hf_names import Match, matches_of
-from .megatron_lm import ORDERS, RankFiles
-from .megatron_settings import check_complete, settings_of
+from .hf_names import Match, parameter_matches
+from .megatron_lm import QKV_ORDERS, RankFiles
+from .megatron_settings import check_complete, settings_from_megatron
 from .upcycle import upcycled_config, upcycled_entries
 
 EXAMPLES = """\
@@ -55,92 +55,94 @@ EXAMPLES = """\
   python tools/convert_checkpoint.py --load runs/llama --upcycle 8 --output runs/experts/checkpoints --verify"""
 
 
-def export(args: argparse.Namespace, path: Path) -> None:
+def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
     """Export the checkpoint `path` as a Hugging Face folder."""
     reader = CheckpointReader(path, args.ema)
     reader.verify()
     config = plain_config(reader)
     check_model(reader, config)
-    tokenizer = _tokenizer(reader, config, args.vocab_file)
+    tokenizer = _load_model_tokenizer(reader, config, args.vocab_file)
     vocab_file = str(args.vocab_file or config.data.vocab_file)
-    chat = chat_of(config, tokenizer, vocab_file) if tokenizer else Chat(None, None)
-    described, generation = _described(reader, config, tokenizer, vocab_file, chat, args.dtype)
-    print_notes(left_out(config.model) if config.model.family == "llama" else notes_on_scale(config.model))
+    chat = chat_format_of(config, tokenizer, vocab_file) if tokenizer else ChatFormat(None, None)
+    config_json, generation_json = _config_contents(reader, config, tokenizer, vocab_file, chat, args.dtype)
+    print_notes(unexported_notes(config.model) if config.model.family == "llama" else logit_scale_notes(config.model))
 
-    def shape(name: str) -> list[int]:
+    def shape_of(name: str) -> list[int]:
         return list(reader.tensors[f"{WEIGHT}.{name}"]["shape"])
 
-    def read(name: str) -> Tensor:
-        return reader.whole(f"{WEIGHT}.{name}")
+    def read_weight(name: str) -> Tensor:
+        return reader.read_whole(f"{WEIGHT}.{name}")
 
-    by_name = {match.ours: match for match in matches_of(config.model)}
-    entries = entries_of(by_name.values(), read, shape, args.dtype)
+    matches = {match.our_name: match for match in parameter_matches(config.model)}
+    entries = export_entries(matches.values(), read_weight, shape_of, args.dtype)
 
-    with whole_folder(Path(args.output)) as folder:
+    with atomic_folder(Path(args.output)) as folder:
         write_tensors(folder, entries, int(args.max_shard_size * 1e9))
-        (folder / "config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
-        (folder / GENERATION).write_text(json.dumps(generation, indent=2), encoding="utf-8")
+        (folder / "config.json").write_text(json.dumps(config_json, indent=2), encoding="utf-8")
+        (folder / GENERATION).write_text(json.dumps(generation_json, indent=2), encoding="utf-8")
         notes = ["the folder contains no tokenizer, because the model came without one; --vocab-file adds one"]
         if tokenizer:
-            notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, described["model_type"])
+            notes = write_tokenizer(folder, config, tokenizer, vocab_file, chat, config_json["model_type"])
         print_notes(notes)
         # The folder has a temporary name until this check has passed. If the check fails, the folder is deleted.
         if args.verify:
             if tokenizer:
-                compare_ids(tokenizer, folder)
-            compare(config, lambda name: _rounded(by_name[name], read(name), DTYPES[args.dtype]), folder)
+                compare_token_ids(tokenizer, folder)
+            compare_with_hf(
+                config, lambda name: _round_as_exported(matches[name], read_weight(name), DTYPES[args.dtype]), folder
+            )
     print(f"{len(entries)} tensors -> {args.output}")
 
 
-def _described(
-    reader: CheckpointReader, config: Config, tokenizer: Tokenizer | None, vocab_file: str, chat: Chat, dtype: str
+def _config_contents(
+    reader: CheckpointReader, config: Config, tokenizer: Tokenizer | None, vocab_file: str, chat: ChatFormat, dtype: str
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the contents of config.json and generation_config.json for the model of a checkpoint.
 
     Raises ConfigError if no model class of transformers supports the settings.
     """
-    start = 0
-    end = 1
+    start_id = 0
+    end_id = 1
     if tokenizer:
-        start = tokenizer.before[0]
-        end = tokenizer.eod
+        start_id = tokenizer.before[0]
+        end_id = tokenizer.eod
     if config.is_t5:
-        pad = tokenizer.pad if isinstance(tokenizer, SentinelTokenizer) else 0
-        described = t5_config(config.model, pad, end, dtype)
+        pad_id = tokenizer.pad if isinstance(tokenizer, SentinelTokenizer) else 0
+        config_json = t5_config(config.model, pad_id, end_id, dtype)
     elif config.model.family == "llama":
-        described = llama_config(config.model, reader.positions, start, end, dtype)
+        config_json = llama_config(config.model, reader.positions, start_id, end_id, dtype)
     else:
-        described = gpt2_config(config.model, reader.positions, end, dtype)
+        config_json = gpt2_config(config.model, reader.positions, end_id, dtype)
     if tokenizer is None:
-        trained = described if config.is_t5 else {}
-        ids, generation = bare_roles(kept_beside(reader.path.parent), trained)
-        without_ids = {key: value for key, value in described.items() if key not in ROLES}
-        return without_ids | ids, generation
-    source = file_of(vocab_file)
-    base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
-    ids = model_ids(described, base, source, config.is_t5)
-    return described | ids, generation_settings(ids, tokenizer, source, chat.end)
+        trained_roles = config_json if config.is_t5 else {}
+        ids, generation_json = roles_without_tokenizer(kept_config_path(reader.path.parent), trained_roles)
+        without_ids = {key: value for key, value in config_json.items() if key not in TOKEN_ID_KEYS}
+        return without_ids | ids, generation_json
+    tokenizer_file = find_vocab_file(vocab_file)
+    base_tokenizer = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
+    ids = special_token_ids(config_json, base_tokenizer, tokenizer_file, config.is_t5)
+    return config_json | ids, generation_settings(ids, tokenizer, tokenizer_file, chat.end_id)
 
 
-def _rounded(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
+def _round_as_exported(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return our weight `value` in fp32, after the rounding to `dtype` that an export applies to it."""
     return match.join([part.to(dtype).float() for part in match.split(value)])
 
 
-def _tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None) -> Tokenizer | None:
+def _load_model_tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None) -> Tokenizer | None:
     """Return the model's tokenizer, or None if the model was imported without a tokenizer.
 
     Raises ValueError if the tokenizer's file is missing, or if it is not the tokenizer used in training.
     """
-    given = vocab_file or config.data.vocab_file
-    if given is None and not reader.tokenizer:
+    path = vocab_file or config.data.vocab_file
+    if path is None and not reader.tokenizer:
         return None
-    if given is None or not Path(given).exists():
-        raise ValueError(f"{reader.path}: the tokenizer {given or 'of the run'} does not exist; give --vocab-file")
-    tokenizer = load_tokenizer(given, config.data.tokenizer_type)
+    if path is None or not Path(path).exists():
+        raise ValueError(f"{reader.path}: the tokenizer {path or 'of the run'} does not exist; give --vocab-file")
+    tokenizer = load_tokenizer(path, config.data.tokenizer_type)
     if config.is_t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
-    reader.check_tokenizer(tokenizer.fingerprint, vocab_file=given)
+    reader.check_tokenizer(tokenizer.fingerprint, vocab_file=path)
     rows = config.model.vocab_size or 0
     if tokenizer.vocab_size > rows:
         raise ValueError(
@@ -155,25 +157,25 @@ def import_checkpoint(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{output} exists and is not empty; choose another --output")
-    read = from_hf
+    convert = import_hf
     if args.upcycle is not None:
-        read = from_dense
+        convert = upcycle_dense
     elif args.from_megatron:
-        read = from_megatron
-    config, fingerprint, entries = read(args)
+        convert = import_megatron
+    config, fingerprint, entries = convert(args)
     if args.verify and args.from_hf:
         if config.data.vocab_file:
             note = compare_imported_ids(load_tokenizer(config.data.vocab_file), Path(args.from_hf))
             print_notes([note])
-        compare(config, _weights_in(entries), Path(args.from_hf))
-    with whole_folder(output) as folder:
+        compare_with_hf(config, _weight_reader(entries), Path(args.from_hf))
+    with atomic_folder(output) as folder:
         write_checkpoint(folder / "iter_0000000", entries, config, fingerprint)
         if args.from_hf and config.data.vocab_file is None:
-            keep_roles(Path(args.from_hf) / "config.json", folder)
+            copy_special_tokens(Path(args.from_hf) / "config.json", folder)
         if args.upcycle is not None and config.data.vocab_file and Path(config.data.vocab_file).exists():
-            keep_tokenizer(config.data.vocab_file, folder)
-            kept = Path(kept_tokenizer(folder, config.data.vocab_file) or folder)
-            config = with_values(config, {"vocab_file": str(output.resolve() / kept.relative_to(folder))})
+            copy_tokenizer(config.data.vocab_file, folder)
+            tokenizer_path = Path(kept_tokenizer(folder, config.data.vocab_file) or folder)
+            config = with_values(config, {"vocab_file": str(output.resolve() / tokenizer_path.relative_to(folder))})
         _write_settings(folder / "settings.json", config)
     print(f"{len(entries)} tensors -> {output / 'iter_0000000'}")
     settings = output / "settings.json"
@@ -183,10 +185,10 @@ def import_checkpoint(args: argparse.Namespace) -> None:
     )
 
 
-def _weights_in(entries: Sequence[Entry]) -> Callable[[str], Tensor]:
+def _weight_reader(entries: Sequence[LazyTensor]) -> Callable[[str], Tensor]:
     """Return a function that computes a weight of `entries`, given its name in the model."""
-    by_name = {entry.name.removeprefix(f"{WEIGHT}."): entry for entry in entries}
-    return lambda name: by_name[name].make()
+    entries_by_name = {entry.name.removeprefix(f"{WEIGHT}."): entry for entry in entries}
+    return lambda name: entries_by_name[name].build()
 
 
 def _write_settings(path: Path, config: Config) -> None:
@@ -194,91 +196,96 @@ def _write_settings(path: Path, config: Config) -> None:
 
     Training continues from the imported checkpoint with `--config path`.
     """
-    content = config.to_dict()
-    data = {}
+    all_settings = config.to_dict()
+    data_settings = {}
     for key in ("vocab_file", "tokenizer_type", "seq_length", "enc_seq_length", "span_convention", "num_sentinels"):
-        value = content["data"][key]
+        value = all_settings["data"][key]
         if value is not None:
-            data[key] = value
-    write_json(str(path), {"model": content["model"], "data": data})
+            data_settings[key] = value
+    write_json(str(path), {"model": all_settings["model"], "data": data_settings})
 
 
-def from_dense(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
+def upcycle_dense(args: argparse.Namespace) -> tuple[Config, str, list[LazyTensor]]:
     """Return (settings, tokenizer fingerprint, tensors to write) of the checkpoint --load with --upcycle experts."""
     path = find_checkpoint(args.load)
     reader = CheckpointReader(path, args.ema)
     reader.verify()
-    dense = plain_config(reader)
-    check_model(reader, dense)
+    dense_config = plain_config(reader)
+    check_model(reader, dense_config)
     config = upcycled_config(reader, args.upcycle, args.experts_per_token, args.moe_layer_frequency)
     entries = list(upcycled_entries(reader, config))
     if args.verify:
-        compare_ours(config, _weights_in(entries), dense, lambda name: reader.whole(f"{WEIGHT}.{name}"), path)
+        compare_own_models(
+            config, _weight_reader(entries), dense_config, lambda name: reader.read_whole(f"{WEIGHT}.{name}"), path
+        )
     return config, reader.tokenizer or "", entries
 
 
-def from_megatron(args: argparse.Namespace) -> tuple[Config, str, list[Entry]]:
+def import_megatron(args: argparse.Namespace) -> tuple[Config, str, list[LazyTensor]]:
     """Return (our settings, tokenizer fingerprint, tensors to write) for the model in the folder --from-megatron."""
-    theirs = RankFiles(Path(args.from_megatron), args.checkpoint_version, args.num_layers)
-    settings = settings_of(theirs, args.num_attention_heads)
-    refuse_absurd_sizes(settings, map(theirs.shape, theirs.names()), Path(args.from_megatron))
-    rows = settings["vocab_size"]
+    source = RankFiles(Path(args.from_megatron), args.checkpoint_version, args.num_layers)
+    settings = settings_from_megatron(source, args.num_attention_heads)
+    refuse_absurd_sizes(settings, map(source.shape, source.names()), Path(args.from_megatron))
+    vocab_rows = settings["vocab_size"]
     fingerprint = ""
     print(
-        f"the rows of query, key and value are assumed to be ordered as in checkpoint version {theirs.version:g} "
-        f"({theirs.version_source})"
+        f"the rows of query, key and value are assumed to be ordered as in checkpoint version {source.version:g} "
+        f"({source.version_source})"
     )
     if args.vocab_file:
         tokenizer = load_tokenizer(args.vocab_file)
-        if tokenizer.vocab_size > rows:
+        if tokenizer.vocab_size > vocab_rows:
             raise ValueError(
-                f"{args.vocab_file} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of {rows}"
+                f"{args.vocab_file} has {tokenizer.vocab_size} tokens, more than the model's vocabulary of {vocab_rows}"
             )
         fingerprint = tokenizer.fingerprint
         # Embedding rows beyond the tokenizer's vocabulary are padding and are not imported.
         settings |= {"vocab_file": args.vocab_file, "vocab_size": tokenizer.vocab_size}
     config = with_values(Config(), settings)
-    check_complete(theirs, config)
-    return config, fingerprint, [_megatron_entry(theirs, name, config) for name in theirs.names()]
+    check_complete(source, config)
+    return config, fingerprint, [_megatron_entry(source, name, config) for name in source.names()]
 
 
-def _megatron_entry(theirs: RankFiles, name: str, config: Config) -> Entry:
-    rows = config.model.vocab_size if "word_embeddings" in name else None
-    shape = (rows or theirs.shape(name)[0], *theirs.shape(name)[1:])
-    return Entry(
-        f"{WEIGHT}.{name}", shape, torch.float32, lambda: theirs.read(name, config.model.num_attention_heads)[:rows]
+def _megatron_entry(source: RankFiles, name: str, config: Config) -> LazyTensor:
+    vocab_rows = config.model.vocab_size if "word_embeddings" in name else None
+    shape = (vocab_rows or source.shape(name)[0], *source.shape(name)[1:])
+    return LazyTensor(
+        f"{WEIGHT}.{name}",
+        shape,
+        torch.float32,
+        lambda: source.read(name, config.model.num_attention_heads)[:vocab_rows],
     )
 
 
 def main(args: argparse.Namespace) -> None:
-    exports = args.load and args.upcycle is None
-    _check(args, exports)
+    is_export = args.load and args.upcycle is None
+    _check_flags(args, is_export)
     if args.load:
-        read_newest(args.load, lambda path: export(args, path) if exports else import_checkpoint(args))
+        read_newest(args.load, lambda path: export_checkpoint(args, path) if is_export else import_checkpoint(args))
     else:
         import_checkpoint(args)
 
 
-def _check(args: argparse.Namespace, exports: bool) -> None:
+def _check_flags(args: argparse.Namespace, is_export: bool) -> None:
     """Raise ValueError for flags that do not belong together, and set the defaults of the flags of an export."""
     if sum(map(bool, (args.load, args.from_hf, args.from_megatron))) != 1:
         raise ValueError(
             "give one of --load (a run to export or upcycle), --from-hf and --from-megatron (a folder to import)"
         )
-    only_with = {
+    dependent_flags = {
         "from_megatron": ("checkpoint_version", "num_layers", "num_attention_heads"),
         "load": ("upcycle", "ema"),
         "upcycle": ("experts_per_token", "moe_layer_frequency"),
     }
     given = {name for name, value in vars(args).items() if value is not None and value is not False}
-    for needed, names in only_with.items():
-        for name in names:
-            if name in given and needed not in given:
-                raise ValueError(f"{flag(name)} needs {flag(needed)}")
+    for required, dependents in dependent_flags.items():
+        for name in dependents:
+            if name in given and required not in given:
+                raise ValueError(f"{flag(name)} needs {flag(required)}")
     for name, default in (("dtype", "fp32"), ("max_shard_size", 5.0)):
         if name not in given:
             setattr(args, name, default)
-        elif not exports:
+        elif not is_export:
             raise ValueError(f"{flag(name)} is for an export: --load without --upcycle")
     if args.verify and args.from_megatron:
         raise ValueError(
@@ -313,7 +320,7 @@ def build_parser() -> Parser:
         type=int,
         choices=range(4),
         help="order of query, key and value in the --from-megatron files, if they do not record it: "
-        f"{ORDERS}; for CPM-Pretrain, 2 if the run was never resumed, else 0",
+        f"{QKV_ORDERS}; for CPM-Pretrain, 2 if the run was never resumed, else 0",
     )
     add(
         "--upcycle",

@@ -5,159 +5,162 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_utils.chat_encoder import missing_marks, turn_end
-from data_utils.chat_templates import NAMED, ChatML, is_undated, own_template, template_of_corpus
-from data_utils.sidecars import of_conversations
+from data_utils.chat_encoder import missing_chatml_tokens, turn_end
+from data_utils.chat_templates import TOKEN_KEYS, ChatML, has_unrecorded_date, template_of_corpus, tokenizer_template
+from data_utils.sidecars import chat_corpora
 from megatron.config import Config
 from megatron.data.corpora import prefixes_of
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
-from megatron.tokenizer.load import file_of
+from megatron.tokenizer.load import find_vocab_file
 from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
 from megatron.tokenizer.sibling_files import (
     MORE_TEMPLATES,
     SETTINGS,
     TEMPLATE,
     TOKEN_FILES,
-    placeholder_of,
-    settings_beside,
-    token_beside,
+    make_placeholder,
+    read_token_name,
+    read_tokenizer_config,
 )
 
-from .export_roles import REPLACED, named_class, tokenizer_settings
+from .export_roles import DROPPED_KEYS, tokenizer_class_entries, tokenizer_settings
 from .hf_tokenizer import is_t5_model, to_hf_tokenizer
 
 
-class Chat(NamedTuple):
+class ChatFormat(NamedTuple):
     """The chat format of a model.
 
-    source: text of the chat template, None if unknown. end: id of the end-of-turn token, or None if the model was not
-    trained to end its answers with this token. notes: remarks for the user.
+    template: text of the chat template, None if unknown. end_id: id of the end-of-turn token, or None if the model was
+    not trained to end its answers with this token. notes: remarks for the user.
     """
 
-    source: str | None
-    end: int | None
+    template: str | None
+    end_id: int | None
     notes: tuple[str, ...] = ()
 
 
-def chat_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Chat:
+def chat_format_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> ChatFormat:
     """Return the chat format of the conversations in the training data.
 
     If the run was not trained on conversations, return the format of the chat template next to `vocab_file`.
     """
     if config.is_t5:
-        return Chat(None, None)
-    own = own_template(vocab_file)
-    notes = _skipped_templates(vocab_file)
+        return ChatFormat(None, None)
+    template = tokenizer_template(vocab_file)
+    notes = _skipped_template_notes(vocab_file)
     if config.objective != "sft":
-        return Chat(own, None, tuple(notes))
-    abouts = [about for _, about in of_conversations(config)]
-    if not abouts:
+        return ChatFormat(template, None, tuple(notes))
+    sidecars = [sidecar for _, sidecar in chat_corpora(config)]
+    if not sidecars:
         prefixes = prefixes_of(config.data.paths) if config.data.names_corpora else []
         corpora = ", ".join(prefixes) or "the run"
-        template = "the template of the tokenizer" if own else "no template"
+        template_words = "the template of the tokenizer" if template else "no template"
         notes.append(
-            f"{corpora} has no sidecar file with the chat template, so {template} is exported and "
+            f"{corpora} has no sidecar file with the chat template, so {template_words} is exported and "
             "eos_token_id contains no end-of-turn token"
         )
-        return Chat(own, None, tuple(notes))
-    first = abouts[0]
-    end = None
-    if any(about["chat_template"] != first["chat_template"] for about in abouts):
+        return ChatFormat(template, None, tuple(notes))
+    first_sidecar = sidecars[0]
+    end_id = None
+    if any(sidecar["chat_template"] != first_sidecar["chat_template"] for sidecar in sidecars):
         notes.append("the corpora of this run have different chat templates; that of the first corpus is exported")
-    if date := first.get("chat_date"):
+    if date := first_sidecar.get("chat_date"):
         notes.append(f"chat_template.jinja inserts the current date; the run was trained with {date}")
-    elif is_undated(first):
+    elif has_unrecorded_date(first_sidecar):
         notes.append(
             "chat_template.jinja inserts the current date; the run was trained without a date, because its corpus was "
             "made by an older version of this project, which offered no strftime_now to templates"
         )
     try:
-        end = turn_end(template_of_corpus(first, tokenizer, vocab_file), tokenizer)
+        end_id = turn_end(template_of_corpus(first_sidecar, tokenizer, vocab_file), tokenizer)
     except ValueError as error:
         notes.append(f"eos_token_id contains no end-of-turn token: {error}")
-    return Chat(str(first["chat_template"]), end, tuple(notes))
+    return ChatFormat(str(first_sidecar["chat_template"]), end_id, tuple(notes))
 
 
-def _skipped_templates(vocab_file: str) -> list[str]:
+def _skipped_template_notes(vocab_file: str) -> list[str]:
     """Return a note that names further chat templates beside the tokenizer, if there are any."""
-    path = file_of(vocab_file)
-    several = settings_beside(path).get("chat_template")
+    vocab_path = find_vocab_file(vocab_file)
+    templates = read_tokenizer_config(vocab_path).get("chat_template")
     names = []
-    for each in several if isinstance(several, list) else ():
-        if each.get("name") != "default":
-            names.append(str(each.get("name")))
-    for file in sorted(path.with_name(MORE_TEMPLATES).glob("*.jinja")):
+    for template in templates if isinstance(templates, list) else ():
+        if template.get("name") != "default":
+            names.append(str(template.get("name")))
+    for file in sorted(vocab_path.with_name(MORE_TEMPLATES).glob("*.jinja")):
         names.append(file.name)
     return [f"further chat templates of the tokenizer are not exported: {', '.join(names)}"] if names else []
 
 
 def write_tokenizer(
-    folder: Path, config: Config, tokenizer: Tokenizer, vocab_file: str, chat: Chat, model_type: str = ""
+    folder: Path, config: Config, tokenizer: Tokenizer, vocab_file: str, chat: ChatFormat, model_type: str = ""
 ) -> list[str]:
     """Write the tokenizer and chat_template.jinja for transformers. Return notes for the user.
 
     If transformers would encode text to other ids than `tokenizer`, the function writes a placeholder tokenizer.json
     instead, which makes AutoTokenizer fail with an error.
     """
-    base = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
-    source = file_of(vocab_file)
-    theirs = to_hf_tokenizer(base)
-    if theirs is not None:
+    base_tokenizer = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
+    vocab_path = find_vocab_file(vocab_file)
+    hf_tokenizer = to_hf_tokenizer(base_tokenizer)
+    if hf_tokenizer is not None:
         positions = config.positions if config.model.position_embedding == "learned" else None
-        described = tokenizer_settings(base, source, positions)
-        described |= _write_json(folder, tokenizer, source, theirs, described)
+        tokenizer_config = tokenizer_settings(base_tokenizer, vocab_path, positions)
+        tokenizer_config |= _write_tokenizer_json(folder, tokenizer, vocab_path, hf_tokenizer, tokenizer_config)
     else:
-        (folder / source.name).write_bytes(source.read_bytes())
-        described = _settings_of_model(source, tokenizer, base)
-        if not described:
-            return _write_placeholder(folder, source.name, base.name, chat)
-    described |= named_class(source, model_type, theirs is not None)
-    for file in TOKEN_FILES:
-        if source.with_name(file).is_file():
-            (folder / file).write_bytes(source.with_name(file).read_bytes())
+        (folder / vocab_path.name).write_bytes(vocab_path.read_bytes())
+        tokenizer_config = _sentencepiece_settings(vocab_path, tokenizer, base_tokenizer)
+        if not tokenizer_config:
+            return _write_placeholder(folder, vocab_path.name, base_tokenizer.name, chat)
+    tokenizer_config |= tokenizer_class_entries(vocab_path, model_type, hf_tokenizer is not None)
+    for file_name in TOKEN_FILES:
+        if vocab_path.with_name(file_name).is_file():
+            (folder / file_name).write_bytes(vocab_path.with_name(file_name).read_bytes())
     notes = _write_template(folder, tokenizer, chat)
     # Chat templates use variables such as bos_token. transformers takes their values from tokenizer_config.json.
-    for key in NAMED:
-        name = token_beside(source, key)
-        if name in base.marks and key in (chat.source or ""):
-            described[key] = name
-    (folder / SETTINGS).write_text(json.dumps(described, indent=2), encoding="utf-8")
+    for key in TOKEN_KEYS:
+        token = read_token_name(vocab_path, key)
+        if token in base_tokenizer.marks and key in (chat.template or ""):
+            tokenizer_config[key] = token
+    (folder / SETTINGS).write_text(json.dumps(tokenizer_config, indent=2), encoding="utf-8")
     return notes
 
 
-def _write_placeholder(folder: Path, file: str, name: str, chat: Chat) -> list[str]:
-    """Write a tokenizer.json that AutoTokenizer rejects; return notes. file, name: the tokenizer's file and name."""
-    placeholder = json.dumps(placeholder_of(file), indent=2)
+def _write_placeholder(folder: Path, file_name: str, tokenizer_name: str, chat: ChatFormat) -> list[str]:
+    """Write a tokenizer.json that AutoTokenizer rejects; return notes.
+
+    file_name, tokenizer_name: names of the tokenizer's file and of the tokenizer.
+    """
+    placeholder = json.dumps(make_placeholder(file_name), indent=2)
     (folder / "tokenizer.json").write_text(placeholder, encoding="utf-8")
     notes = [
-        f"transformers has no tokenizer with the ids of {file} ({name}), so AutoTokenizer rejects this folder; load "
-        f"{file} with this project's tokenizers"
+        f"transformers has no tokenizer with the ids of {file_name} ({tokenizer_name}), so AutoTokenizer rejects "
+        f"this folder; load {file_name} with this project's tokenizers"
     ]
-    if chat.source:
+    if chat.template:
         notes.append("no chat template is exported, because it needs a tokenizer that transformers can load")
     return notes
 
 
-def _settings_of_model(source: Path, tokenizer: Tokenizer, base: Tokenizer) -> dict[str, Any]:
+def _sentencepiece_settings(vocab_path: Path, tokenizer: Tokenizer, base_tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the content of tokenizer_config.json for a sentencepiece model.
 
     The result is {} if transformers would encode text to other ids than `tokenizer`.
     """
-    if not isinstance(base, SentencePieceTokenizer):
+    if not isinstance(base_tokenizer, SentencePieceTokenizer):
         return {}
-    settings = dict(base.settings)
-    if source.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer) and is_t5_model(base):
-        for key in REPLACED:
+    settings = dict(base_tokenizer.settings)
+    if vocab_path.name == "spiece.model" and isinstance(tokenizer, SentinelTokenizer) and is_t5_model(base_tokenizer):
+        for key in DROPPED_KEYS:
             settings.pop(key, None)
         return {**settings, "tokenizer_class": "T5Tokenizer", "extra_ids": tokenizer.count}
-    if base.is_llama and source.name == "tokenizer.model":
+    if base_tokenizer.is_llama and vocab_path.name == "tokenizer.model":
         settings.pop("chat_template", None)
         return settings
     return {}
 
 
-def _write_json(
-    folder: Path, tokenizer: Tokenizer, source: Path, theirs: Any, settings: Mapping[str, Any]
+def _write_tokenizer_json(
+    folder: Path, tokenizer: Tokenizer, vocab_path: Path, hf_tokenizer: Any, tokenizer_config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write tokenizer.json; for a T5, the file also contains the padding token and the sentinels.
 
@@ -165,38 +168,38 @@ def _write_json(
     """
     from tokenizers import AddedToken
 
-    described: dict[str, Any] = {}
-    added: list[str] = []
+    entries: dict[str, Any] = {}
+    missing_names: list[str] = []
     if isinstance(tokenizer, SentinelTokenizer):
-        numbers = {id_: i for i, id_ in enumerate(tokenizer.sentinels)}
-        sentinels = [f"<extra_id_{numbers[id_]}>" for id_ in sorted(numbers)]
+        sentinel_numbers = {id_: i for i, id_ in enumerate(tokenizer.sentinels)}
+        sentinels = [f"<extra_id_{sentinel_numbers[id_]}>" for id_ in sorted(sentinel_numbers)]
         tokens = []
         for name in ("<pad>", *sentinels):
             tokens.append(AddedToken(name, special=True, normalized=False))
             if name not in tokenizer.base.specials:
-                added.append(name)
-        theirs.add_special_tokens(tokens)
-        more = settings.get("extra_special_tokens")
-        if isinstance(more, list):
-            sentinels = list(dict.fromkeys([*more, *sentinels]))
-        described = {"pad_token": "<pad>", "extra_special_tokens": sentinels}
-    if source.name == "tokenizer.json" and not added:
-        (folder / source.name).write_bytes(source.read_bytes())
+                missing_names.append(name)
+        hf_tokenizer.add_special_tokens(tokens)
+        listed = tokenizer_config.get("extra_special_tokens")
+        if isinstance(listed, list):
+            sentinels = list(dict.fromkeys([*listed, *sentinels]))
+        entries = {"pad_token": "<pad>", "extra_special_tokens": sentinels}
+    if vocab_path.name == "tokenizer.json" and not missing_names:
+        (folder / vocab_path.name).write_bytes(vocab_path.read_bytes())
     else:
-        theirs.save(str(folder / "tokenizer.json"))
-    return described
+        hf_tokenizer.save(str(folder / "tokenizer.json"))
+    return entries
 
 
-def _write_template(folder: Path, tokenizer: Tokenizer, chat: Chat) -> list[str]:
+def _write_template(folder: Path, tokenizer: Tokenizer, chat: ChatFormat) -> list[str]:
     """Write chat_template.jinja, if transformers can render the template alike; return notes."""
     notes = list(chat.notes)
-    source = chat.source
-    if source is None:
+    template = chat.template
+    if template is None:
         return notes
-    if source == ChatML.source:
-        if missing := missing_marks(ChatML(), tokenizer):
-            why = f"{' and '.join(missing)} are text in this tokenizer, which transformers may tokenize differently"
-            return [*notes, f"chat_template.jinja is not exported: chatml's {why}"]
-        source = ChatML.jinja
-    (folder / TEMPLATE).write_text(source, encoding="utf-8")
+    if template == ChatML.source:
+        if missing := missing_chatml_tokens(ChatML(), tokenizer):
+            problem = f"{' and '.join(missing)} are text in this tokenizer, which transformers may tokenize differently"
+            return [*notes, f"chat_template.jinja is not exported: chatml's {problem}"]
+        template = ChatML.jinja
+    (folder / TEMPLATE).write_text(template, encoding="utf-8")
     return notes

@@ -12,37 +12,37 @@ from megatron.config import ModelConfig
 from . import hf_llama
 from .hf_keys import (
     DTYPES,
-    HARMLESS,
-    MUST,
-    OPTIONAL,
+    IGNORED_KEYS,
+    NULLABLE_TYPES,
+    REQUIRED_VALUES,
     Family,
     activation_of,
-    changes_nothing,
     check_type,
     gated_activation_of,
-    is_off,
+    has_no_effect,
+    hf_values,
+    is_disabled,
     our_settings,
-    refuse,
-    their_values,
+    refuse_unsupported,
 )
 
 Values = Mapping[str, Any]  # the content of a config.json
-_T5 = {
+_T5_DEFAULTS = {
     "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_decoder_layers": None,
     "num_heads": 8, "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128, "dropout_rate": 0.1,
     "layer_norm_epsilon": 1e-6, "feed_forward_proj": "relu", "dense_act_fn": None, "is_gated_act": None,
     "tie_word_embeddings": True, "scale_decoder_outputs": None, "pad_token_id": 0, "eos_token_id": 1,
     "decoder_start_token_id": None, "is_encoder_decoder": True, "n_positions": None,
 }  # fmt: skip
-_MT5 = {
-    **_T5, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6, "feed_forward_proj": "gated-gelu",
-    "decoder_start_token_id": 0,
+_MT5_DEFAULTS = {
+    **_T5_DEFAULTS, "vocab_size": 250112, "d_ff": 1024, "num_layers": 8, "num_heads": 6,
+    "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0,
 }  # fmt: skip
 _T5_ALIASES = {
     "hidden_size": "d_model", "num_attention_heads": "num_heads", "num_hidden_layers": "num_layers", "head_dim": "d_kv",
 }  # fmt: skip
 # T5 checkpoints from 2019 contain this tensor, which the model does not use.
-_DEAD_TABLE = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
+_UNUSED_TENSORS = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
 FAMILIES = {
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -62,21 +62,21 @@ FAMILIES = {
     "t5": Family(
         "T5ForConditionalGeneration",
         ("T5ForConditionalGeneration", "T5WithLMHeadModel", "T5Model"),
-        _T5,
+        _T5_DEFAULTS,
         _T5_ALIASES,
-        _DEAD_TABLE,
+        _UNUSED_TENSORS,
     ),
     "mt5": Family(
         "MT5ForConditionalGeneration",
         ("MT5ForConditionalGeneration", "T5ForConditionalGeneration", "MT5Model"),
-        _MT5,
+        _MT5_DEFAULTS,
         _T5_ALIASES,
-        _DEAD_TABLE,
+        _UNUSED_TENSORS,
     ),
     "umt5": Family(
         "UMT5ForConditionalGeneration",
         ("UMT5ForConditionalGeneration", "UMT5Model"),
-        _MT5,
+        _MT5_DEFAULTS,
         _T5_ALIASES,
     ),
     **hf_llama.FAMILIES,
@@ -103,43 +103,46 @@ def read_config(content: Values, where: Path) -> dict[str, Any]:
     An alias in `content` sets the key that it stands for. Raises ValueError for an unknown model type, an
     unknown key, or a value that our models do not support.
     """
-    kind = content.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"{where}: model_type is {kind!r}; only {', '.join(FAMILIES)} can be converted")
-    family = FAMILIES[kind]
+    model_type = content.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(f"{where}: model_type is {model_type!r}; only {', '.join(FAMILIES)} can be converted")
+    family = FAMILIES[model_type]
     _check_architectures(content, family, where)
     values = dict(family.defaults)
-    given: dict[str, str] = {}
+    spelling: dict[str, str] = {}
     for key, value in content.items():
         name = family.aliases.get(key, key)
         if name in values:
-            if name in given and values[name] != value:
-                raise ValueError(f"{where}: {given[name]} is {values[name]}, but its alias {key} is {value}")
-            check_type(key, value, family.defaults[name], OPTIONAL.get(name), where)
-            given[name] = key
+            if name in spelling and values[name] != value:
+                raise ValueError(f"{where}: {spelling[name]} is {values[name]}, but its alias {key} is {value}")
+            check_type(key, value, family.defaults[name], NULLABLE_TYPES.get(name), where)
+            spelling[name] = key
             values[name] = value
-        elif name in MUST and value not in (MUST[name], None):
-            raise ValueError(f"{where}: {key} is {value}; this project supports only {MUST[name]}")
-        elif name not in MUST and name not in HARMLESS and not is_off(key, value) and not changes_nothing(key):
+        elif name in REQUIRED_VALUES:
+            if value not in (REQUIRED_VALUES[name], None):
+                raise ValueError(f"{where}: {key} is {value}; this project supports only {REQUIRED_VALUES[name]}")
+        elif name not in IGNORED_KEYS and not is_disabled(key, value) and not has_no_effect(key):
             raise ValueError(
                 f"{where}: the key {key} ({value!r}) is unknown and may change what the model computes; if it does "
                 f"not, remove it from the file"
             )
-    wanted = family.defaults["is_encoder_decoder"]
-    if values["is_encoder_decoder"] not in (wanted, None):
-        raise ValueError(f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, but {kind} needs {wanted}")
+    expected = family.defaults["is_encoder_decoder"]
+    if values["is_encoder_decoder"] not in (expected, None):
+        raise ValueError(
+            f"{where}: is_encoder_decoder is {values['is_encoder_decoder']}, but {model_type} needs {expected}"
+        )
     # A null in the file means false. After these lines, None means that the file lacks the key; see `_scales_logits`.
-    if "scale_decoder_outputs" in given:
+    if "scale_decoder_outputs" in spelling:
         values["scale_decoder_outputs"] = bool(values["scale_decoder_outputs"])
-    return values | {"model_type": kind}
+    return values | {"model_type": model_type}
 
 
 def _check_architectures(content: Values, family: Family, where: Path) -> None:
     """Raise ValueError if config.json names a model class that is not one of its family."""
-    named = content.get("architectures") or []
-    if not isinstance(named, list):
-        raise ValueError(f"{where}: architectures must be a list of names, not {named!r}")
-    for name in named:
+    architectures = content.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"{where}: architectures must be a list of names, not {architectures!r}")
+    for name in architectures:
         if name not in family.architectures:
             raise ValueError(
                 f"{where}: architectures names {name}; for model_type {content['model_type']}, only "
@@ -153,15 +156,15 @@ def unread_keys(content: Values) -> list[str]:
     Keys whose value disables a feature, such as false, are left out.
     """
     family = FAMILIES[content["model_type"]]
-    known = {*family.defaults, *family.aliases, *MUST, *HARMLESS}
-    found = []
+    known = {*family.defaults, *family.aliases, *REQUIRED_VALUES, *IGNORED_KEYS}
+    unread = []
     for key, value in content.items():
-        if key not in known and not is_off(key, value):
-            found.append(key)
-    return found
+        if key not in known and not is_disabled(key, value):
+            unread.append(key)
+    return unread
 
 
-def settings_of(values: Values, tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
+def settings_from_hf(values: Values, tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
     """Convert the values from `read_config` to (our settings by name, notes for the user).
 
     tied: whether input and output embedding are one matrix. Raises ValueError for unsupported settings.
@@ -194,19 +197,19 @@ def _t5_activation(values: Values, where: Path) -> str:
 
     The key feed_forward_proj gives it in the form X or gated-X; is_gated_act and dense_act_fn override this key.
     """
-    project = values["feed_forward_proj"]
-    name = project.removeprefix("gated-")
-    if project == "gated-gelu":
+    feed_forward = values["feed_forward_proj"]
+    name = feed_forward.removeprefix("gated-")
+    if feed_forward == "gated-gelu":
         name = "gelu_new"  # T5 v1.1 writes gated-gelu but means GELU with tanh
     key = "feed_forward_proj"
     if values["dense_act_fn"] is not None:
         key = "dense_act_fn"
         name = values[key] or name
-    gated = values["is_gated_act"]
-    if gated is None:
-        gated = project.startswith("gated-")
-    reader = gated_activation_of if gated else activation_of
-    return reader(name, where, key)
+    is_gated = values["is_gated_act"]
+    if is_gated is None:
+        is_gated = feed_forward.startswith("gated-")
+    convert = gated_activation_of if is_gated else activation_of
+    return convert(name, where, key)
 
 
 def _scales_logits(values: Values) -> bool:
@@ -223,7 +226,7 @@ def _scales_logits(values: Values) -> bool:
     return bool(scaled)
 
 
-def notes_on_scale(m: ModelConfig) -> list[str]:
+def logit_scale_notes(m: ModelConfig) -> list[str]:
     """Return the note that releases of transformers compute different logits, if they do for this model."""
     if not m.relative_attention_per_layer or m.scale_tied_logits:
         return []
@@ -243,27 +246,27 @@ def check_tokenizer(values: Values, given: Values, tokenizer: Any, where: Path) 
         raise ValueError(
             f"{where}: the tokenizer has {tokenizer.vocab_size} tokens, more than vocab_size {values['vocab_size']}"
         )
-    ends = values["eos_token_id"]
-    if not isinstance(ends, list):
-        ends = [ends]
-    known = [end for end in ends if end is not None and end < values["vocab_size"]]
-    if "eos_token_id" in given and known and tokenizer.eod not in ends:
+    end_ids = values["eos_token_id"]
+    if not isinstance(end_ids, list):
+        end_ids = [end_ids]
+    valid_ids = [end_id for end_id in end_ids if end_id is not None and end_id < values["vocab_size"]]
+    if "eos_token_id" in given and valid_ids and tokenizer.eod not in end_ids:
         raise ValueError(
             f"{where}: eos_token_id is {values['eos_token_id']}, but the tokenizer ends texts with {tokenizer.eod}"
         )
     notes = []
-    if len(ends) > 1:
-        notes = [f"eos_token_id lists {ends}; in this project only {tokenizer.eod} ends a text"]
+    if len(end_ids) > 1:
+        notes = [f"eos_token_id lists {end_ids}; in this project only {tokenizer.eod} ends a text"]
     if not FAMILIES[values["model_type"]].defaults["is_encoder_decoder"]:
         return notes
     if values["pad_token_id"] != tokenizer.pad:
         raise ValueError(
             f"{where}: pad_token_id is {values['pad_token_id']}, but the tokenizer pads with {tokenizer.pad}"
         )
-    start = values["decoder_start_token_id"]
-    if start not in (None, tokenizer.pad):
+    start_id = values["decoder_start_token_id"]
+    if start_id not in (None, tokenizer.pad):
         raise ValueError(
-            f"{where}: decoder_start_token_id is {start}, but this project's decoders start with the "
+            f"{where}: decoder_start_token_id is {start_id}, but this project's decoders start with the "
             f"padding token {tokenizer.pad}"
         )
     return notes
@@ -271,10 +274,10 @@ def check_tokenizer(values: Values, given: Values, tokenizer: Any, where: Path) 
 
 def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[str, Any]:
     """Return the config.json for GPT2LMHeadModel. Raises ConfigError for settings that this class does not support."""
-    refuse([
+    refuse_unsupported([
         (m.num_experts is not None, f"--num-experts {m.num_experts}"),
         (m.normalization != "layernorm", f"--normalization {m.normalization}"),
-        (m.gated, f"--activation {m.activation}"),
+        (m.is_gated, f"--activation {m.activation}"),
         (m.position_embedding != "learned", f"--position-embedding {m.position_embedding}"),
         (m.key_value_heads != m.num_attention_heads, f"--num-key-value-heads {m.key_value_heads}"),
         (m.qk_norm, "--qk-norm"),
@@ -284,8 +287,8 @@ def gpt2_config(m: ModelConfig, positions: int, eod: int, dtype: str) -> dict[st
         (m.head_size * m.num_attention_heads != m.hidden_size, f"--kv-hidden-size {m.kv_hidden_size}"),
     ], "GPT-2")  # fmt: skip
     return {
-        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **their_values(GPT2_NAMES, m),
-        "n_positions": positions, "n_inner": m.ff_size, "activation_function": _their_activation(m),
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **hf_values(GPT2_NAMES, m),
+        "n_positions": positions, "n_inner": m.ff_size, "activation_function": _hf_activation(m),
         "embd_pdrop": m.hidden_dropout, "bos_token_id": eod, "eos_token_id": eod,
         "tie_word_embeddings": m.tie_embeddings, "dtype": DTYPES[dtype],
     }  # fmt: skip
@@ -296,22 +299,22 @@ def t5_config(m: ModelConfig, pad: int, eod: int, dtype: str) -> dict[str, Any]:
 
     Raises ConfigError for settings that these classes do not support.
     """
-    refuse([
+    refuse_unsupported([
         (m.num_experts is not None, f"--num-experts {m.num_experts}"),
         (m.position_embedding != "relative", "learned positions (the cpm variant)"),
         (m.normalization != "rmsnorm", f"--normalization {m.normalization}"),
         (m.hidden_bias, "--hidden-bias"),
     ], "T5")  # fmt: skip
-    kind = "umt5" if m.relative_attention_per_layer else "t5"
+    model_type = "umt5" if m.relative_attention_per_layer else "t5"
     return {
-        "architectures": [FAMILIES[kind].class_name], "model_type": kind, **their_values(T5_NAMES, m),
+        "architectures": [FAMILIES[model_type].class_name], "model_type": model_type, **hf_values(T5_NAMES, m),
         "d_kv": m.head_size, "d_ff": m.ff_size, "num_decoder_layers": m.decoder_layers,
-        "feed_forward_proj": _their_activation(m), "is_encoder_decoder": True,
+        "feed_forward_proj": _hf_activation(m), "is_encoder_decoder": True,
         "tie_word_embeddings": m.tie_embeddings, "scale_decoder_outputs": m.scale_tied_logits,
         "pad_token_id": pad, "decoder_start_token_id": pad, "eos_token_id": eod, "dtype": DTYPES[dtype],
     }  # fmt: skip
 
 
-def _their_activation(m: ModelConfig) -> str:
+def _hf_activation(m: ModelConfig) -> str:
     """Return Hugging Face's name of our activation, in the form gated-X if the MLP is gated."""
     return {"gelu-tanh": "gelu_new", "swiglu": "gated-silu"}.get(m.activation, m.activation)

@@ -12,18 +12,18 @@ from typing import Any
 
 from megatron.config import ModelConfig
 
-_LOSS = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
-_QWEN = {
-    **_LOSS, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False,
+_ROUTER_LOSS_DEFAULTS = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
+_QWEN_EXPERT_DEFAULTS = {
+    **_ROUTER_LOSS_DEFAULTS, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False,
 }  # fmt: skip
 # Model type -> keys that the dense model with the same attention lacks, with their defaults.
-KEYS: dict[str, dict[str, Any]] = {
-    "mixtral": {**_LOSS, "num_local_experts": 8, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
+EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mixtral": {**_ROUTER_LOSS_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
     "qwen2_moe": {
-        **_QWEN, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+        **_QWEN_EXPERT_DEFAULTS, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     },
-    "qwen3_moe": {**_QWEN, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "qwen3_moe": {**_QWEN_EXPERT_DEFAULTS, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
 }  # fmt: skip
 
 
@@ -32,11 +32,11 @@ def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[dict[str, A
 
     Raises ValueError for settings that this project does not support.
     """
-    kind = values["model_type"]
-    chosen = values["num_experts_per_tok"]
-    found: dict[str, Any] = {
-        "num_experts": values["num_local_experts" if kind == "mixtral" else "num_experts"],
-        "experts_per_token": chosen,
+    model_type = values["model_type"]
+    experts_per_token = values["num_experts_per_tok"]
+    settings: dict[str, Any] = {
+        "num_experts": values["num_local_experts" if model_type == "mixtral" else "num_experts"],
+        "experts_per_token": experts_per_token,
         "expert_ff_hidden_size": values.get("moe_intermediate_size"),
         "normalize_expert_weights": values.get("norm_topk_prob", True),
     }
@@ -45,10 +45,10 @@ def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[dict[str, A
             f"{where}: router_jitter_noise is {noise}; transformers also multiplies the input of the experts by this "
             f"noise, this project only that of the router, so set it to 0 and train with --router-jitter"
         )
-    pattern = _pattern(values, where)
-    if not all(pattern):
-        found["moe_layer_frequency"] = tuple(str(int(each)) for each in pattern)
-    if kind == "qwen2_moe":
+    layers_with_experts = _layers_with_experts(values, where)
+    if not all(layers_with_experts):
+        settings["moe_layer_frequency"] = tuple(str(int(has_experts)) for has_experts in layers_with_experts)
+    if model_type == "qwen2_moe":
         shared = values["shared_expert_intermediate_size"]
         width = values["moe_intermediate_size"]
         if width < 1 or shared < 1 or shared % width:
@@ -56,82 +56,84 @@ def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[dict[str, A
                 f"{where}: shared_expert_intermediate_size is {shared}; it must be a multiple of moe_intermediate_size "
                 f"{width}, because in this project shared experts have the width of the other experts"
             )
-        found |= {"num_shared_experts": shared // width, "shared_expert_gate": True}
-    factor = values["router_aux_loss_coef"] * chosen / sum(pattern)
+        settings |= {"num_shared_experts": shared // width, "shared_expert_gate": True}
+    aux_loss = values["router_aux_loss_coef"] * experts_per_token / sum(layers_with_experts)
     notes = []
-    if factor and not values["output_router_logits"]:
+    if aux_loss and not values["output_router_logits"]:
         notes.append(
             f"output_router_logits is false, so transformers would train without router_aux_loss_coef; settings.json "
-            f"trains with --router-aux-loss {factor:.4g} (--router-aux-loss 0 disables it)"
+            f"trains with --router-aux-loss {aux_loss:.4g} (--router-aux-loss 0 disables it)"
         )
-    return {**found, "router_aux_loss": factor}, notes
+    return {**settings, "router_aux_loss": aux_loss}, notes
 
 
-def _pattern(values: Mapping[str, Any], where: Path) -> list[bool]:
+def _layers_with_experts(values: Mapping[str, Any], where: Path) -> list[bool]:
     """Return for each layer whether it has experts. Raises ValueError if none has."""
     step = values.get("decoder_sparse_step", 1)
     if step < 1:
         raise ValueError(f"{where}: decoder_sparse_step is {step}; it must be at least 1")
-    dense = values.get("mlp_only_layers") or []
-    found = []
+    dense_layers = values.get("mlp_only_layers") or []
+    has_experts = []
     for layer in range(values["num_hidden_layers"]):
-        found.append(layer not in dense and (layer + 1) % step == 0)
-    if not any(found):
-        raise ValueError(f"{where}: decoder_sparse_step {step} and mlp_only_layers {dense} leave no layer with experts")
-    return found
+        has_experts.append(layer not in dense_layers and (layer + 1) % step == 0)
+    if not any(has_experts):
+        raise ValueError(
+            f"{where}: decoder_sparse_step {step} and mlp_only_layers {dense_layers} leave no layer with experts"
+        )
+    return has_experts
 
 
-def unsupported(m: ModelConfig, kind: str) -> Sequence[tuple[bool, str]]:
-    """Return pairs for `refuse`: settings of mixtures that the family `kind` does not support."""
+def unsupported_settings(m: ModelConfig, model_type: str) -> Sequence[tuple[bool, str]]:
+    """Return pairs for `refuse`: settings of mixtures that the family `model_type` does not support."""
     if m.num_experts is None:
         return []
-    dense = not all(map(m.has_experts, range(m.num_layers)))
+    has_dense_layers = not all(map(m.has_experts, range(m.num_layers)))
     return [
         (m.router_score != "softmax", f"--router-score {m.router_score}"),
         (m.has_router_bias, f"--router-balance {m.router_balance}"),
-        (kind != "qwen2_moe" and m.num_shared_experts > 0, f"--num-shared-experts {m.num_shared_experts}"),
-        (kind == "qwen2_moe" and not m.shared_expert_gate, "--num-shared-experts without --shared-expert-gate"),
-        (kind == "mixtral" and dense, f"--moe-layer-frequency {' '.join(m.moe_layer_frequency)}"),
-        (kind == "mixtral" and not m.normalize_expert_weights, "--no-normalize-expert-weights"),
+        (model_type != "qwen2_moe" and m.num_shared_experts > 0, f"--num-shared-experts {m.num_shared_experts}"),
+        (model_type == "qwen2_moe" and not m.shared_expert_gate, "--num-shared-experts without --shared-expert-gate"),
+        (model_type == "mixtral" and has_dense_layers, f"--moe-layer-frequency {' '.join(m.moe_layer_frequency)}"),
+        (model_type == "mixtral" and not m.normalize_expert_weights, "--no-normalize-expert-weights"),
     ]
 
 
-def expert_config(m: ModelConfig, kind: str) -> dict[str, Any]:
+def expert_config(m: ModelConfig, model_type: str) -> dict[str, Any]:
     """Return the keys of config.json that describe the mixtures of `m`; none for a model without experts."""
     if m.num_experts is None:
         return {}
-    dense = [i for i in range(m.num_layers) if not m.has_experts(i)]
-    factor = m.router_aux_loss if m.has_aux_loss else 0.0
-    found: dict[str, Any] = {
+    dense_layers = [i for i in range(m.num_layers) if not m.has_experts(i)]
+    aux_loss = m.router_aux_loss if m.has_aux_loss else 0.0
+    entries: dict[str, Any] = {
         "num_experts_per_tok": m.experts_per_token,
-        "router_aux_loss_coef": factor * (m.num_layers - len(dense)) / m.experts_per_token,
+        "router_aux_loss_coef": aux_loss * (m.num_layers - len(dense_layers)) / m.experts_per_token,
         "output_router_logits": False,
     }
-    if kind == "mixtral":
-        return {**found, "num_local_experts": m.num_experts, "intermediate_size": m.expert_ff_size}
-    found |= {
+    if model_type == "mixtral":
+        return {**entries, "num_local_experts": m.num_experts, "intermediate_size": m.expert_ff_size}
+    entries |= {
         "num_experts": m.num_experts,
         "moe_intermediate_size": m.expert_ff_size,
         "norm_topk_prob": m.normalize_expert_weights,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": dense,
+        "mlp_only_layers": dense_layers,
     }
-    if kind == "qwen2_moe":
-        found["shared_expert_intermediate_size"] = m.num_shared_experts * m.expert_ff_size
-    return found
+    if model_type == "qwen2_moe":
+        entries["shared_expert_intermediate_size"] = m.num_shared_experts * m.expert_ff_size
+    return entries
 
 
-def left_out(m: ModelConfig) -> list[str]:
+def unexported_notes(m: ModelConfig) -> list[str]:
     """Return notes on settings of training that config.json has no key for."""
     has_experts = m.num_experts is not None
     flags = [("--hidden-dropout", m.hidden_dropout, "dropout")]
     if has_experts:
         flags.append(("--router-z-loss", m.router_z_loss, "z-loss"))
         flags.append(("--router-jitter", m.router_jitter, "noise for the router alone"))
-    found = []
-    for name, value, what in flags:
+    notes = []
+    for name, value, missing_key in flags:
         if value:
-            found.append(f"{name} {value} is not exported: Llama's config.json has no {what}")
+            notes.append(f"{name} {value} is not exported: Llama's config.json has no {missing_key}")
     if has_experts and m.has_aux_loss and m.router_aux_loss:
-        found.append("transformers trains with the exported router_aux_loss_coef only if output_router_logits is true")
-    return found
+        notes.append("transformers trains with the exported router_aux_loss_coef only if output_router_logits is true")
+    return notes

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron import mpu
-from megatron.atomic import absence
+from megatron.atomic import why_missing
 from megatron.checkpointing.bounds import refuse_absurd_sizes
-from megatron.checkpointing.checksums import preferred
+from megatron.checkpointing.checksums import preferred_checksum
 from megatron.checkpointing.files import open_tensors
-from megatron.checkpointing.stream import Entry, write_entries
+from megatron.checkpointing.stream import LazyTensor, write_tensor_file
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.fields import ConfigError
@@ -22,56 +22,57 @@ from megatron.model.layers import global_parameters
 from megatron.tokenizer.base import read_object
 from megatron_tools.shapes import whole_shapes
 
-from .hf_config import FAMILIES, check_tokenizer, notes_on_scale, read_config, settings_of, unread_keys
-from .hf_names import Match, matches_of
+from .hf_config import FAMILIES, check_tokenizer, logit_scale_notes, read_config, settings_from_hf, unread_keys
+from .hf_names import Match, parameter_matches
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FLOATS = ("F64", "F32", "F16", "BF16")  # float dtypes as safetensors names them
-HEAD = "lm_head.weight"
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # float dtypes as safetensors names them
+HEAD_NAME = "lm_head.weight"
 # Names under which the files may contain the embedding matrix.
-EMBEDDINGS = (
+EMBEDDING_NAMES = (
     "transformer.wte.weight", "model.embed_tokens.weight", "shared.weight", "encoder.embed_tokens.weight",
-    "decoder.embed_tokens.weight", HEAD,
+    "decoder.embed_tokens.weight", HEAD_NAME,
 )  # fmt: skip
-PREFIX = re.compile(r"^(transformer|model)\.")  # files saved from a model without a head (GPT2Model) omit this prefix
-CONSTANT = re.compile(
+# Files saved from a model without a head (GPT2Model) omit this prefix.
+MODEL_PREFIX = re.compile(r"^(transformer|model)\.")
+CONSTANT_TENSORS = re.compile(
     r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias|(model\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 )
-Place = tuple[int, slice]  # number of an expert, and rows of its matrix
+ExpertRows = tuple[int, slice]  # number of an expert, and rows of its matrix
 # Tensors of transformers 5 that hold the matrices of all experts: [e, 2f, h] and [e, h, f]
-FUSED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
-# Mixtral's names of tensors -> names in transformers 5, which its files have if they hold FUSED tensors.
-NEW_NAMES = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+FUSED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)")
+# Mixtral's names of tensors -> names in transformers 5, which its files have if they hold FUSED_EXPERTS.
+RENAMED_EXPERTS = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 
 
-def write_tensors(folder: Path, entries: Sequence[Entry], max_shard_bytes: int) -> None:
+def write_tensors(folder: Path, entries: Sequence[LazyTensor], max_shard_bytes: int) -> None:
     """Write model.safetensors, or several shards and their index if the size exceeds `max_shard_bytes`.
 
     At most one tensor is in memory at a time.
     """
-    shards: list[list[Entry]] = [[]]
-    size = 0
+    shards: list[list[LazyTensor]] = [[]]
+    shard_bytes = 0
     for entry in entries:
-        if shards[-1] and size + entry.bytes > max_shard_bytes:
+        if shards[-1] and shard_bytes + entry.num_bytes > max_shard_bytes:
             shards.append([])
-            size = 0
+            shard_bytes = 0
         shards[-1].append(entry)
-        size += entry.bytes
+        shard_bytes += entry.num_bytes
     if len(shards) == 1:
-        write_entries(folder / "model.safetensors", shards[0], preferred())
+        write_tensor_file(folder / "model.safetensors", shards[0], preferred_checksum())
         return
-    where = {}
+    file_of_tensor = {}
     for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_entries(folder / name, shard, preferred())
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_tensor_file(folder / file_name, shard, preferred_checksum())
         for entry in shard:
-            where[entry.name] = name
-    total = sum(entry.bytes for entry in entries)
-    index = {"metadata": {"total_size": total}, "weight_map": where}
+            file_of_tensor[entry.name] = file_name
+    total = sum(entry.num_bytes for entry in entries)
+    index = {"metadata": {"total_size": total}, "weight_map": file_of_tensor}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
-class FolderReader:
+class HFTensorReader:
     """Reader of the tensors in a Hugging Face folder, one at a time and by name.
 
     Raises ValueError if the folder has only pickled weights, or if a tensor is missing.
@@ -79,170 +80,177 @@ class FolderReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._opened: dict[str, Any] = {}
-        self._asked: set[str] = set()
+        self._opened: dict[str, Any] = {}  # file name -> open file
+        self._used_names: set[str] = set()  # names of stored tensors that `shape` or `read` has used
         index = folder / "model.safetensors.index.json"
         single = (folder / "model.safetensors").is_file()
         if index.is_file():
-            self._where = _weight_map(index)
-            if single and set(self._where.values()) != {"model.safetensors"}:
+            self._file_of = _weight_map(index)  # name of a stored tensor -> file name
+            if single and set(self._file_of.values()) != {"model.safetensors"}:
                 raise ValueError(
                     f"{folder} contains model.safetensors and a model.safetensors.index.json that lists other files; "
                     f"remove the one that is left over from another model (transformers reads model.safetensors)"
                 )
         elif single:
-            self._where = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
+            self._file_of = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:
-            _refuse_dangling(folder / "model.safetensors", index)
+            _refuse_broken_links(folder / "model.safetensors", index)
             raise ValueError(
                 f"{folder} contains no model.safetensors; pickled weights are not read, so save them with "
                 f"save_pretrained(..., safe_serialization=True)"
             )
-        # name of an expert's matrix -> (FUSED tensor that holds it, its place in the tensor)
-        self._parts: dict[str, tuple[str, Place]] = {}
-        for name in list(self._where):
-            if match := FUSED.fullmatch(name):
+        # name of an expert's matrix -> (tensor of FUSED_EXPERTS that holds it, its place in the tensor)
+        self._expert_slices: dict[str, tuple[str, ExpertRows]] = {}
+        for name in list(self._file_of):
+            if match := FUSED_EXPERTS.fullmatch(name):
                 self._add_experts(name, *match.groups())
 
-    def _add_experts(self, fused: str, at: str, kind: str) -> None:
-        """Add the matrices of each expert to the known tensors, and remove the tensor `fused`, which holds them."""
-        file = self._open(self._where[fused])
-        shape = file.get_slice(fused).get_shape() if fused in file.keys() else []  # noqa: SIM118
+    def _add_experts(self, fused_name: str, prefix: str, fused_kind: str) -> None:
+        """Add the matrices of each expert to the known tensors, and remove `fused_name`, the tensor that holds them."""
+        file = self._open(self._file_of[fused_name])
+        shape = file.get_slice(fused_name).get_shape() if fused_name in file.keys() else []  # noqa: SIM118
         if len(shape) != 3 or 0 in shape:
             return
         half = shape[1] // 2
-        rows = {kind: slice(None)}
-        if kind == "gate_up_proj":
-            rows = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
-        where = self._where.pop(fused)
-        for e in range(shape[0]):
-            for projection, place in rows.items():
-                name = f"{at}{e}.{projection}.weight"
-                self._where[name] = where
-                self._parts[name] = fused, (e, place)
+        rows_of = {fused_kind: slice(None)}
+        if fused_kind == "gate_up_proj":
+            rows_of = {"gate_proj": slice(0, half), "up_proj": slice(half, None)}
+        file_name = self._file_of.pop(fused_name)
+        for expert in range(shape[0]):
+            for projection, rows in rows_of.items():
+                matrix_name = f"{prefix}{expert}.{projection}.weight"
+                self._file_of[matrix_name] = file_name
+                self._expert_slices[matrix_name] = fused_name, (expert, rows)
 
     def _open(self, name: str) -> Any:
         if name not in self._opened:
-            _refuse_dangling(self.folder / name)
+            _refuse_broken_links(self.folder / name)
             self._opened[name] = open_tensors(self.folder / name)
         return self._opened[name]
 
-    def _name(self, name: str) -> str | None:
+    def _stored_name(self, name: str) -> str | None:
         """Return the name that the files use for tensor `name`, or None if they do not contain this tensor.
 
-        Files may omit the prefix `transformer.` or `model.`, may use any name in EMBEDDINGS for the embedding, and may
-        have either of two names for the tensors of Mixtral's experts.
+        Files may omit the prefix `transformer.` or `model.`, may use any name in EMBEDDING_NAMES for the embedding, and
+        may have either of two names for the tensors of Mixtral's experts.
         """
-        names = [name]
+        candidates = [name]
         if ".block_sparse_moe." in name:
-            new = name
-            for old, other in NEW_NAMES.items():
-                new = new.replace(old, other)
-            names.append(new)
-        if name in EMBEDDINGS and name != HEAD:
-            names += EMBEDDINGS
-        for each in names:
-            for found in (each, PREFIX.sub("", each)):
-                if found in self._where:
-                    return found
+            new_name = name
+            for old, replacement in RENAMED_EXPERTS.items():
+                new_name = new_name.replace(old, replacement)
+            candidates.append(new_name)
+        if name in EMBEDDING_NAMES and name != HEAD_NAME:
+            candidates += EMBEDDING_NAMES
+        for candidate in candidates:
+            for stored_name in (candidate, MODEL_PREFIX.sub("", candidate)):
+                if stored_name in self._file_of:
+                    return stored_name
         return None
 
     def shapes(self) -> list[list[int]]:
         """Return the shapes of all tensors in the folder's files."""
-        files = [self._open(name) for name in sorted(set(self._where.values()))]
+        files = [self._open(name) for name in sorted(set(self._file_of.values()))]
         return [file.get_slice(name).get_shape() for file in files for name in file.keys()]  # noqa: SIM118
 
-    def holds(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Return whether the files contain tensor `name`, with or without the prefix `transformer.` or `model.`."""
-        return name in self._where or PREFIX.sub("", name) in self._where
+        return name in self._file_of or MODEL_PREFIX.sub("", name) in self._file_of
 
-    def unread(self, ignored: Sequence[str]) -> list[str]:
+    def unused_tensors(self, ignored: Sequence[str]) -> list[str]:
         """Return the names of tensors that neither `shape` nor `read` has used so far, except redundant tensors.
 
         Redundant tensors are copies of the embedding, constants that old versions of transformers saved, and tensors
         whose name matches a pattern in `ignored`.
         """
-        known = {*EMBEDDINGS, *(PREFIX.sub("", name) for name in EMBEDDINGS)}
-        found = []
-        for name in sorted(set(self._where) - self._asked - known):
-            redundant = CONSTANT.fullmatch(name) or any(re.search(pattern, name) for pattern in ignored)
-            if not redundant:
-                found.append(name)
-        return found
+        embeddings = {*EMBEDDING_NAMES, *(MODEL_PREFIX.sub("", name) for name in EMBEDDING_NAMES)}
+        unused = []
+        for name in sorted(set(self._file_of) - self._used_names - embeddings):
+            is_redundant = CONSTANT_TENSORS.fullmatch(name) or any(re.search(pattern, name) for pattern in ignored)
+            if not is_redundant:
+                unused.append(name)
+        return unused
 
-    def _find(self, name: str) -> tuple[Any, str, Place | None]:
+    def _locate(self, name: str) -> tuple[Any, str, ExpertRows | None]:
         """Return the file that holds a tensor, the name of the stored tensor, and the place of a part of it."""
-        found = self._name(name)
-        if found is None:
+        stored_name = self._stored_name(name)
+        if stored_name is None:
             raise ValueError(f"{self.folder} contains no tensor {name}")
-        self._asked.add(found)
-        where = self._where[found]
-        file = self._open(where)
-        stored, place = self._parts.get(found, (found, None))
-        if stored not in file.keys():  # noqa: SIM118
+        self._used_names.add(stored_name)
+        file_name = self._file_of[stored_name]
+        file = self._open(file_name)
+        tensor_name, expert_rows = self._expert_slices.get(stored_name, (stored_name, None))
+        if tensor_name not in file.keys():  # noqa: SIM118
             raise ValueError(
-                f"{self.folder / where} lacks {stored}, which model.safetensors.index.json places in this file"
+                f"{self.folder / file_name} lacks {tensor_name}, which model.safetensors.index.json places in this file"
             )
-        dtype = file.get_slice(stored).get_dtype()
-        if dtype not in FLOATS:
+        dtype = file.get_slice(tensor_name).get_dtype()
+        if dtype not in FLOAT_DTYPES:
             raise ValueError(
-                f"{self.folder / where}: {stored} is quantized ({dtype}); save the model again in one of "
-                f"{', '.join(FLOATS)}"
+                f"{self.folder / file_name}: {tensor_name} is quantized ({dtype}); save the model again in one of "
+                f"{', '.join(FLOAT_DTYPES)}"
             )
-        return file, stored, place
+        return file, tensor_name, expert_rows
 
     def shape(self, name: str) -> list[int]:
         """Return the shape of a tensor. Raises ValueError if it is quantized."""
-        file, stored, place = self._find(name)
-        shape: list[int] = file.get_slice(stored).get_shape()
-        return shape if place is None else [len(range(*place[1].indices(shape[1]))), shape[2]]
+        file, tensor_name, expert_rows = self._locate(name)
+        shape: list[int] = file.get_slice(tensor_name).get_shape()
+        if expert_rows is None:
+            return shape
+        _, rows = expert_rows
+        return [len(range(shape[1])[rows]), shape[2]]
 
     def read(self, name: str) -> Tensor:
         """Return the tensor `name`, converted to fp32. Raises ValueError if it is quantized."""
-        file, stored, place = self._find(name)
-        tensor: Tensor = file.get_tensor(stored) if place is None else file.get_slice(stored)[place]
+        file, tensor_name, expert_rows = self._locate(name)
+        tensor: Tensor = (
+            file.get_tensor(tensor_name) if expert_rows is None else file.get_slice(tensor_name)[expert_rows]
+        )
         return tensor.float()
 
 
-def _refuse_dangling(*paths: Path) -> None:
+def _refuse_broken_links(*paths: Path) -> None:
     """Raise ValueError for a link to a file that does not exist, as in an incomplete cache of Hugging Face."""
     for path in paths:
         if path.is_symlink() and not path.exists():
-            raise ValueError(f"{path} {absence(path)}: download the model again, or copy the whole cache")
+            raise ValueError(f"{path} {why_missing(path)}: download the model again, or copy the whole cache")
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Return tensor name -> file name from an index file. Raises ValueError for a file in another folder."""
-    found = read_object(index).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(f, str) and f == Path(f).name for f in found.values()):
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) and file == Path(file).name for file in weight_map.values()
+    ):
         raise ValueError(f"{index}: weight_map must map each tensor to the name of a file in the same folder")
-    return found
+    return weight_map
 
 
-def entries_of(
-    matches: Iterable[Match], read: Callable[[str], Tensor], shape: Callable[[str], Sequence[int]], dtype: str
-) -> list[Entry]:
+def export_entries(
+    matches: Iterable[Match], read_weight: Callable[[str], Tensor], shape_of: Callable[[str], Sequence[int]], dtype: str
+) -> list[LazyTensor]:
     """Return one entry for each Hugging Face tensor, which is computed from our tensor when the entry is written.
 
-    read, shape: functions that return our tensor and its shape by name. Writing raises ValueError if a value overflows
-    `dtype`.
+    read_weight, shape_of: functions that return our tensor and its shape by name. Writing raises ValueError if a value
+    overflows `dtype`.
     """
-    found = []
+    entries = []
     for match in matches:
         # Splitting a meta tensor with the shape of our tensor gives Hugging Face's shapes without reading weights.
-        for i, part in enumerate(match.split(torch.empty(*shape(match.ours), device="meta"))):
-
-            def make(match: Any = match, i: int = i) -> Tensor:
-                tensor: Tensor = match.split(read(match.ours))[i]
+        for i, part in enumerate(match.split(torch.empty(*shape_of(match.our_name), device="meta"))):
+            # The defaults keep the values of this turn of the loop.
+            def build(match: Any = match, i: int = i) -> Tensor:
+                tensor: Tensor = match.split(read_weight(match.our_name))[i]
                 if tensor.isfinite().all() and not tensor.to(DTYPES[dtype]).isfinite().all():
                     largest = float(tensor.abs().max())
                     raise ValueError(
-                        f"{match.theirs[i]} reaches {largest:.3g}, which overflows {dtype}; choose another --dtype"
+                        f"{match.their_names[i]} reaches {largest:.3g}, which overflows {dtype}; choose another --dtype"
                     )
                 return tensor
 
-            found.append(Entry(match.theirs[i], tuple(part.shape), DTYPES[dtype], make))
-    return found
+            entries.append(LazyTensor(match.their_names[i], tuple(part.shape), DTYPES[dtype], build))
+    return entries
 
 
 def is_hf_folder(folder: Path) -> bool:
@@ -251,7 +259,7 @@ def is_hf_folder(folder: Path) -> bool:
     return path.is_file() and "model_type" in read_object(path)
 
 
-class Folder:
+class HFModelFolder:
     """A Hugging Face model in a folder: its settings and tensors, checked against each other.
 
     values: config.json with defaults filled in. config: the same settings as this project's Config. notes: remarks for
@@ -261,18 +269,18 @@ class Folder:
 
     def __init__(self, path: Path, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> None:
         self.path = path
-        where = path / "config.json"
-        _refuse_dangling(where)
-        if not where.is_file():
-            raise ValueError(f"{where} does not exist: {path} is not a Hugging Face model")
-        self.given = read_object(where)
-        self.values = read_config(self.given, where)
-        self.tensors = FolderReader(path)
-        refuse_absurd_sizes(self.values, self.tensors.shapes(), where)
-        settings, self.notes = settings_of(self.values, self._tied(), where)
-        if unread := unread_keys(self.given):
+        config_path = path / "config.json"
+        _refuse_broken_links(config_path)
+        if not config_path.is_file():
+            raise ValueError(f"{config_path} does not exist: {path} is not a Hugging Face model")
+        self.config_json = read_object(config_path)
+        self.values = read_config(self.config_json, config_path)
+        self.tensors = HFTensorReader(path)
+        refuse_absurd_sizes(self.values, self.tensors.shapes(), config_path)
+        settings, self.notes = settings_from_hf(self.values, self._has_tied_embeddings(), config_path)
+        if unread := unread_keys(self.config_json):
             self.notes.append(
-                f"{where} has keys without effect on {self.values['model_type']} models: {', '.join(unread)}"
+                f"{config_path} has keys without effect on {self.values['model_type']} models: {', '.join(unread)}"
             )
         layout = {
             "model_parallel_size": model_parallel_size,
@@ -282,27 +290,27 @@ class Folder:
         try:
             self.config = with_values(Config(), {**settings, **layout})
         except ConfigError as error:
-            raise ValueError(f"{where}: {error}") from None
-        self.notes += notes_on_scale(self.config.model)
-        self.matches = list(matches_of(self.config.model))
+            raise ValueError(f"{config_path}: {error}") from None
+        self.notes += logit_scale_notes(self.config.model)
+        self.matches = list(parameter_matches(self.config.model))
         self._check_tensors()
 
-    def _tied(self) -> bool:
+    def _has_tied_embeddings(self) -> bool:
         """Return whether input and output embedding are tied, judged by the tensors rather than tie_word_embeddings."""
-        holds_head = self.tensors.holds(HEAD)
-        first = None
-        for name in EMBEDDINGS:
-            if name == HEAD or not self.tensors.holds(name):
+        contains_head = self.tensors.contains(HEAD_NAME)
+        first_name = None
+        for name in EMBEDDING_NAMES:
+            if name == HEAD_NAME or not self.tensors.contains(name):
                 continue
-            first = first or name
-            if not torch.equal(self.tensors.read(name), self.tensors.read(first)):
+            first_name = first_name or name
+            if not torch.equal(self.tensors.read(name), self.tensors.read(first_name)):
                 raise ValueError(
-                    f"{self.path}: {name} and {first} differ, but this project's models have one input embedding"
+                    f"{self.path}: {name} and {first_name} differ, but this project's models have one input embedding"
                 )
-        if first and holds_head:
-            return torch.equal(self.tensors.read(HEAD), self.tensors.read(first))
+        if first_name and contains_head:
+            return torch.equal(self.tensors.read(HEAD_NAME), self.tensors.read(first_name))
         if not self.values["tie_word_embeddings"]:
-            missing = HEAD if first else "embedding"
+            missing = HEAD_NAME if first_name else "embedding"
             raise ValueError(
                 f"{self.path}/config.json has tie_word_embeddings false, but the files contain no {missing}"
             )
@@ -312,29 +320,29 @@ class Folder:
         """Raise ValueError unless the files hold all tensors of the model, with the right shapes, and no others."""
         shapes = whole_shapes(self.config)
         for match in self.matches:
-            parts = match.split(torch.empty(*shapes[match.ours], device="meta"))
-            for name, part in zip(match.theirs, parts, strict=True):
-                found = self.tensors.shape(name)
-                if found != list(part.shape):
+            parts = match.split(torch.empty(*shapes[match.our_name], device="meta"))
+            for name, part in zip(match.their_names, parts, strict=True):
+                shape = self.tensors.shape(name)
+                if shape != list(part.shape):
                     raise ValueError(
-                        f"{self.path}: {name} has shape {found}, but config.json implies {list(part.shape)}"
+                        f"{self.path}: {name} has shape {shape}, but config.json implies {list(part.shape)}"
                     )
-        extra = self.tensors.unread(FAMILIES[self.values["model_type"]].ignored)
-        if extra:
-            shown = ", ".join(extra[:5])
-            if len(extra) > 5:
-                shown += f" and {len(extra) - 5} more"
+        unused = self.tensors.unused_tensors(FAMILIES[self.values["model_type"]].ignored)
+        if unused:
+            shown = ", ".join(unused[:5])
+            if len(unused) > 5:
+                shown += f" and {len(unused) - 5} more"
             raise ValueError(f"{self.path} contains tensors that are not part of the model in config.json: {shown}")
 
     def check_tokenizer(self, tokenizer: Any) -> list[str]:
         """Compare a tokenizer with the model's config.json as `hf_config.check_tokenizer` does; return notes."""
-        return check_tokenizer(self.values, self.given, tokenizer, self.path / "config.json")
+        return check_tokenizer(self.values, self.config_json, tokenizer, self.path / "config.json")
 
     @torch.no_grad()
     def load(self, model: Any) -> None:
         """Load this process's shards of the parameters into `model`."""
-        matches = {match.ours: match for match in self.matches}
+        matches = {match.our_name: match for match in self.matches}
         for name, parameter in global_parameters(model):
             match = matches[name]
-            whole = match.join([self.tensors.read(each) for each in match.theirs])
-            mpu.spec_of(parameter).put(whole, parameter)
+            value = match.join([self.tensors.read(each) for each in match.their_names])
+            mpu.spec_of(parameter).put(value, parameter)

@@ -17,7 +17,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu-tanh", "gelu_python_tanh": "gelu-tanh", "relu": "relu",
 }  # fmt: skip
 # Keys without effect on the logits. They describe training, generation, heads for other tasks, files or labels.
-HARMLESS = frozenset(
+IGNORED_KEYS = frozenset(
     [
         "architectures",
         "model_type",
@@ -89,21 +89,21 @@ HARMLESS = frozenset(
     ]
 )
 # Keys that change the computation, each with the only value that our models support.
-MUST: dict[str, Any] = {
+REQUIRED_VALUES: dict[str, Any] = {
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False,
     "tie_encoder_decoder": False,
     "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
 }  # fmt: skip
-# Keys found in re-uploaded models and in conversions between families. Some match COMPUTES, but no Hugging Face class
-# of a supported family reads them. Keys among the defaults of a family are read.
-UNREAD = re.compile(
+# Keys found in re-uploaded models and in conversions between families. Some match SUSPECT_KEYS, but no Hugging Face
+# class of a supported family reads them. Keys among the defaults of a family are read.
+UNREAD_KEYS = re.compile(
     r"_num_labels|is_llama_config|max_sequence_length|finetuned|auto_map|scalable_attention|n_special"
     r"|predict_special_tokens|transformers\.js_config|unsloth_\w+|_?\w*flash_attn\w*|sdpa\w*"
     r"|(layer_?norm|rms_?norm|norm)_eps(ilon)?|max_window_layers"
 )
 # Parts of key names. An unknown key that contains one is refused, because in other model families such keys change
 # what the model computes. test_hf_keys.py checks this list against transformers.
-COMPUTES = re.compile(
+SUSPECT_KEYS = re.compile(
     r"rope|rotary|alibi|att|attn|window|bias|norm|scal|multipl|factor|cap|expert|moe|rout|layer|head|pos_|position"
     r"|residual|emb|act|gat|mlp|ffn|ff_|kv|qk|quant|hidden|ratio|percent|pct|conv|ssm|state|mamba|rank|lora|dim"
     r"|size|block|stride|kernel|num_|n_|theta|query|key|eps|tie|memory|mem_|mix|chunk|local|global|span|bucket"
@@ -114,7 +114,7 @@ COMPUTES = re.compile(
 )
 NEUTRAL_AT_1 = re.compile(r"scal|multipl|factor|ratio|percent|pct")
 # Keys whose value may be null, and the type of their other values.
-OPTIONAL: dict[str, type] = {
+NULLABLE_TYPES: dict[str, type] = {
     "n_inner": int, "pad_token_id": int, "eos_token_id": int, "decoder_start_token_id": int, "num_decoder_layers": int,
     "dense_act_fn": str, "is_gated_act": bool, "scale_decoder_outputs": bool, "tie_word_embeddings": bool,
     "n_positions": int,
@@ -145,21 +145,21 @@ def our_settings(names: Mapping[str, str], values: Mapping[str, Any]) -> dict[st
     return {ours: values[theirs] for ours, theirs in names.items()}
 
 
-def their_values(names: Mapping[str, str], m: ModelConfig) -> dict[str, Any]:
+def hf_values(names: Mapping[str, str], m: ModelConfig) -> dict[str, Any]:
     """Return the keys of a config.json that have the values of our settings, the reverse of `our_settings`."""
     return {theirs: getattr(m, ours) for ours, theirs in names.items()}
 
 
-def is_off(key: str, value: Any) -> bool:
+def is_disabled(key: str, value: Any) -> bool:
     """Return whether the value disables the key's feature: it is null, false, zero, empty, or a factor of 1."""
     if key == "layer_types":
         return isinstance(value, list) and set(value) <= {"full_attention"}
     return not value or (NEUTRAL_AT_1.search(key) is not None and value in (1, 1.0) and value is not True)
 
 
-def changes_nothing(key: str) -> bool:
+def has_no_effect(key: str) -> bool:
     """Return whether a key has no effect, judged by its name. Call this for keys that the family does not support."""
-    return UNREAD.fullmatch(key) is not None or COMPUTES.search(key.lower()) is None
+    return UNREAD_KEYS.fullmatch(key) is not None or SUSPECT_KEYS.search(key.lower()) is None
 
 
 def check_type(key: str, value: Any, default: Any, optional: type | None, where: Path) -> None:
@@ -197,7 +197,7 @@ def gated_activation_of(name: str, where: Path, key: str) -> str:
     raise ValueError(f"{where}: {key} is {name}; of gated MLPs only those with silu, swish, {good} can be converted")
 
 
-def refuse(what: Sequence[tuple[bool, str]], model: str) -> None:
+def refuse_unsupported(what: Sequence[tuple[bool, str]], model: str) -> None:
     """Raise ConfigError for the first setting that Hugging Face's class for `model` does not support.
 
     what: pairs of (whether our model uses the unsupported setting, the setting's flag).

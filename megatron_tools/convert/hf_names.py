@@ -20,8 +20,8 @@ Parts = Sequence[Tensor]
 class Match:
     """The name of one of our parameters, and the names of the Hugging Face tensors that contain its values."""
 
-    ours: str
-    theirs: tuple[str, ...]
+    our_name: str
+    their_names: tuple[str, ...]
     split: Callable[[Tensor], Parts] = lambda tensor: [tensor]  # converts our tensor to Hugging Face's
     join: Callable[[Parts], Tensor] = lambda tensors: tensors[0]  # the reverse of `split`
 
@@ -38,7 +38,7 @@ def _transposed(match: Match) -> Match:
     def join(ts: Parts) -> Tensor:
         return match.join([t.T for t in ts])
 
-    return Match(match.ours, match.theirs, split, join)
+    return Match(match.our_name, match.their_names, split, join)
 
 
 def _stacked_heads(ours: str, theirs: str, heads: int) -> Match:
@@ -101,48 +101,47 @@ def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -
     return Match(ours, theirs, split, join)
 
 
-def matches_of(m: ModelConfig) -> Matches:
+def parameter_matches(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a model, whatever its family.
 
     Hugging Face's models have no factors of muP and fixed factors of attention scores, so the weights that a match
     converts are multiplied by the factors of our model.
     """
     by_family = {"gpt2": gpt2_matches, "llama": llama_matches, "t5": t5_matches}
-    matches = by_family[m.family or "gpt2"]
-    for match in matches(m):
-        factor = _factor(m, match.ours)
-        yield _folded(match, factor, m)
+    matches_of_family = by_family[m.family or "gpt2"]
+    for match in matches_of_family(m):
+        yield _with_factor(match, _weight_factor(m, match.our_name), m)
 
 
-def _factor(m: ModelConfig, name: str) -> float:
+def _weight_factor(m: ModelConfig, name: str) -> float:
     """Return the factor by which our model multiplies what it computes from the weight `name`, and theirs does not.
 
     The factor of the logits is that of the norm before them, because the embedding may be tied to the output matrix.
     """
-    at = name.rsplit(".", 2)[-2]
+    module = name.rsplit(".", 2)[-2]
     if name.startswith(("final_norm.", "decoder.final_norm.")):
-        theirs = m.hidden_size**-0.5 if m.scale_tied_logits else 1.0
-        return m.logits_scale / theirs
-    if at in ("dense", "dense_4h_to_h"):
+        hf_factor = m.hidden_size**-0.5 if m.scale_tied_logits else 1.0
+        return m.logits_scale / hf_factor
+    if module in ("dense", "dense_4h_to_h"):
         return m.decoder_branch_factor if name.startswith("decoder.") else m.branch_factor
-    with_queries = ("query_norm",) if m.qk_norm else ("query_key_value", "query")
-    if at not in with_queries:
+    query_modules = ("query_norm",) if m.qk_norm else ("query_key_value", "query")
+    if module not in query_modules:
         return 1.0
-    divides = m.scale_attention and m.family != "t5"  # Hugging Face's T5 never divides scores by sqrt(head size)
-    theirs = m.head_size**-0.5 if divides else 1.0
-    return m.attention_scale / theirs
+    hf_divides = m.scale_attention and m.family != "t5"  # Hugging Face's T5 never divides scores by sqrt(head size)
+    hf_factor = m.head_size**-0.5 if hf_divides else 1.0
+    return m.attention_scale / hf_factor
 
 
-def _folded(match: Match, factor: float, m: ModelConfig) -> Match:
+def _with_factor(match: Match, factor: float, m: ModelConfig) -> Match:
     """Return `match` with our weight multiplied by `factor`: only its queries, if it also holds keys and values."""
     if abs(factor - 1.0) < 1e-12:
         return match
 
-    def scaled(t: Tensor, by: float) -> Tensor:
-        if ".query_key_value." not in match.ours:
-            return t * by
+    def scaled(t: Tensor, scale_factor: float) -> Tensor:
+        if ".query_key_value." not in match.our_name:
+            return t * scale_factor
         heads = t.reshape(m.key_value_heads, -1, m.head_size, *t.shape[1:])  # queries of a group, its key, its value
-        queries = heads[:, :-2] * by
+        queries = heads[:, :-2] * scale_factor
         return torch.cat([queries, heads[:, -2:]], 1).reshape(t.shape)
 
     def split(t: Tensor) -> Parts:
@@ -151,7 +150,7 @@ def _folded(match: Match, factor: float, m: ModelConfig) -> Match:
     def join(ts: Parts) -> Tensor:
         return scaled(match.join(ts), 1 / factor)
 
-    return Match(match.ours, match.theirs, split, join)
+    return Match(match.our_name, match.their_names, split, join)
 
 
 def gpt2_matches(m: ModelConfig) -> Matches:
@@ -159,15 +158,17 @@ def gpt2_matches(m: ModelConfig) -> Matches:
     yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield Match("position_embedding.weight", ("transformer.wpe.weight",))
     names = {"attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
-    for i in range(m.num_layers):
-        at = f"layers.{i}"
-        its = f"transformer.h.{i}"
+    for layer in range(m.num_layers):
+        our_layer = f"layers.{layer}"
+        hf_layer = f"transformer.h.{layer}"
         for kind in ("weight", "bias"):
-            yield Match(f"{at}.input_layernorm.{kind}", (f"{its}.ln_1.{kind}",))
-            yield Match(f"{at}.post_attention_layernorm.{kind}", (f"{its}.ln_2.{kind}",))
-            fused = f"{at}.attention.query_key_value.{kind}"
-            linear = [_stacked_heads(fused, f"{its}.attn.c_attn.{kind}", m.num_attention_heads)]
-            linear += [Match(f"{at}.{ours}.{kind}", (f"{its}.{theirs}.{kind}",)) for ours, theirs in names.items()]
+            yield Match(f"{our_layer}.input_layernorm.{kind}", (f"{hf_layer}.ln_1.{kind}",))
+            yield Match(f"{our_layer}.post_attention_layernorm.{kind}", (f"{hf_layer}.ln_2.{kind}",))
+            our_qkv = f"{our_layer}.attention.query_key_value.{kind}"
+            linear = [_stacked_heads(our_qkv, f"{hf_layer}.attn.c_attn.{kind}", m.num_attention_heads)]
+            linear += [
+                Match(f"{our_layer}.{ours}.{kind}", (f"{hf_layer}.{theirs}.{kind}",)) for ours, theirs in names.items()
+            ]
             yield from map(_transposed, linear) if kind == "weight" else linear
     for kind in ("weight", "bias"):
         yield Match(f"final_norm.norm.{kind}", (f"transformer.ln_f.{kind}",))
@@ -178,97 +179,109 @@ def gpt2_matches(m: ModelConfig) -> Matches:
 def llama_matches(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a Llama, Qwen, Mistral or Mixtral."""
     yield Match("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
-    of_qkv = ("weight", "bias") if m.has_qkv_bias else ("weight",)
-    of_others = ("weight", "bias") if m.hidden_bias else ("weight",)
-    for i in range(m.num_layers):
-        at = f"layers.{i}"
-        its = f"model.layers.{i}"
-        attention = f"{its}.self_attn"
+    qkv_kinds = ("weight", "bias") if m.has_qkv_bias else ("weight",)
+    other_kinds = ("weight", "bias") if m.hidden_bias else ("weight",)
+    for layer in range(m.num_layers):
+        our_layer = f"layers.{layer}"
+        hf_layer = f"model.layers.{layer}"
+        hf_attention = f"{hf_layer}.self_attn"
         for norm in ("input_layernorm", "post_attention_layernorm"):
-            yield Match(f"{at}.{norm}.weight", (f"{its}.{norm}.weight",))
-        for kind in of_qkv:
-            heads = (f"{attention}.q_proj.{kind}", f"{attention}.k_proj.{kind}", f"{attention}.v_proj.{kind}")
-            yield _grouped_heads(f"{at}.attention.query_key_value.{kind}", heads, m.key_value_heads, m.head_size)
+            yield Match(f"{our_layer}.{norm}.weight", (f"{hf_layer}.{norm}.weight",))
+        for kind in qkv_kinds:
+            hf_names = (
+                f"{hf_attention}.q_proj.{kind}",
+                f"{hf_attention}.k_proj.{kind}",
+                f"{hf_attention}.v_proj.{kind}",
+            )
+            yield _grouped_heads(
+                f"{our_layer}.attention.query_key_value.{kind}", hf_names, m.key_value_heads, m.head_size
+            )
         if m.qk_norm:
-            yield Match(f"{at}.attention.query_norm.weight", (f"{attention}.q_norm.weight",))
-            yield Match(f"{at}.attention.key_norm.weight", (f"{attention}.k_norm.weight",))
-        for kind in of_others:
-            yield Match(f"{at}.attention.dense.{kind}", (f"{attention}.o_proj.{kind}",))
-            if not m.has_experts(i):
-                yield from _gated_mlp(f"{at}.mlp", f"{its}.mlp", m.ff_size, kind)
-        if m.has_experts(i):
-            yield from _mixture(m, f"{at}.mlp", its)
+            yield Match(f"{our_layer}.attention.query_norm.weight", (f"{hf_attention}.q_norm.weight",))
+            yield Match(f"{our_layer}.attention.key_norm.weight", (f"{hf_attention}.k_norm.weight",))
+        for kind in other_kinds:
+            yield Match(f"{our_layer}.attention.dense.{kind}", (f"{hf_attention}.o_proj.{kind}",))
+            if not m.has_experts(layer):
+                yield from _gated_mlp_matches(f"{our_layer}.mlp", f"{hf_layer}.mlp", m.ff_size, kind)
+        if m.has_experts(layer):
+            yield from _mixture_matches(m, f"{our_layer}.mlp", hf_layer)
     yield Match("final_norm.norm.weight", ("model.norm.weight",))
     if not m.tie_embeddings:
         yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 
 
-def _gated_mlp(
-    at: str, its: str, width: int, kind: str = "weight", names: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+def _gated_mlp_matches(
+    our_mlp: str,
+    hf_mlp: str,
+    width: int,
+    kind: str = "weight",
+    names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Matches:
     """Yield the matches of a gated MLP. names: Hugging Face's names of gate, up and down projection."""
-    gate, up, down = (f"{its}.{name}.{kind}" for name in names)
-    yield _interleaved(f"{at}.dense_h_to_4h.{kind}", (gate, up), width)
-    yield Match(f"{at}.dense_4h_to_h.{kind}", (down,))
+    gate, up, down = (f"{hf_mlp}.{name}.{kind}" for name in names)
+    yield _interleaved(f"{our_mlp}.dense_h_to_4h.{kind}", (gate, up), width)
+    yield Match(f"{our_mlp}.dense_4h_to_h.{kind}", (down,))
 
 
-def _mixture(m: ModelConfig, at: str, layer: str) -> Matches:
+def _mixture_matches(m: ModelConfig, our_mlp: str, hf_layer: str) -> Matches:
     """Yield the matches of a mixture of experts, with the names of Qwen or, for the settings of Mixtral, Mixtral's."""
-    its = f"{layer}.mlp"
+    hf_moe = f"{hf_layer}.mlp"
     names = ("gate_proj", "up_proj", "down_proj")
     if not m.qk_norm and not m.num_shared_experts:
-        its = f"{layer}.block_sparse_moe"
+        hf_moe = f"{hf_layer}.block_sparse_moe"
         names = ("w1", "w3", "w2")
-    yield Match(f"{at}.router.weight", (f"{its}.gate.weight",))
-    for e in range(m.num_experts or 0):
-        yield from _gated_mlp(f"{at}.experts.{e}", f"{its}.experts.{e}", m.expert_ff_size, names=names)
+    yield Match(f"{our_mlp}.router.weight", (f"{hf_moe}.gate.weight",))
+    for expert in range(m.num_experts or 0):
+        yield from _gated_mlp_matches(
+            f"{our_mlp}.experts.{expert}", f"{hf_moe}.experts.{expert}", m.expert_ff_size, names=names
+        )
     if m.num_shared_experts:
         width = m.num_shared_experts * m.expert_ff_size
-        yield from _gated_mlp(f"{at}.shared_expert", f"{its}.shared_expert", width)
-        yield Match(f"{at}.shared_gate", (f"{its}.shared_expert_gate.weight",))
+        yield from _gated_mlp_matches(f"{our_mlp}.shared_expert", f"{hf_moe}.shared_expert", width)
+        yield Match(f"{our_mlp}.shared_gate", (f"{hf_moe}.shared_expert_gate.weight",))
 
 
 def t5_matches(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a T5, mT5 or UMT5."""
     yield Match("embedding.word_embeddings.weight", ("shared.weight",))
     for stack, layers in (("encoder", m.num_layers), ("decoder", m.decoder_layers)):
-        for i in range(layers if m.relative_attention_per_layer else 1):
-            ours = f"{stack}.relative_positions"
+        for layer in range(layers if m.relative_attention_per_layer else 1):
+            our_bias = f"{stack}.relative_positions"
             if m.relative_attention_per_layer:
-                ours += f".{i}"
-            theirs = f"{stack}.block.{i}.layer.0.SelfAttention.relative_attention_bias.weight"
-            yield Match(f"{ours}.weight", (theirs,))
-        for i in range(layers):
-            yield from _t5_block(m, stack, i)
+                our_bias += f".{layer}"
+            hf_bias = f"{stack}.block.{layer}.layer.0.SelfAttention.relative_attention_bias.weight"
+            yield Match(f"{our_bias}.weight", (hf_bias,))
+        for layer in range(layers):
+            yield from _t5_layer_matches(m, stack, layer)
         yield Match(f"{stack}.final_norm.norm.weight", (f"{stack}.final_layer_norm.weight",))
     if not m.tie_embeddings:
         yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 
 
-def _t5_block(m: ModelConfig, stack: str, i: int) -> Matches:
-    """Yield the matches of layer `i` of the encoder or decoder."""
-    at = f"{stack}.layers.{i}"
-    its = f"{stack}.block.{i}.layer"
+def _t5_layer_matches(m: ModelConfig, stack: str, layer: int) -> Matches:
+    """Yield the matches of layer `layer` of the encoder or decoder."""
+    our_layer = f"{stack}.layers.{layer}"
+    hf_layer = f"{stack}.block.{layer}.layer"
     heads = m.num_attention_heads
     norms = ["input_layernorm", "post_attention_layernorm"]
     if stack == "decoder":
         norms.insert(1, "cross_layernorm")
-    for j, norm in enumerate(norms):
-        yield Match(f"{at}.{norm}.weight", (f"{its}.{j}.layer_norm.weight",))
-    own = f"{its}.0.SelfAttention"
-    fused = (f"{own}.q.weight", f"{own}.k.weight", f"{own}.v.weight")
-    yield _interleaved(f"{at}.attention.query_key_value.weight", fused, heads)
-    yield Match(f"{at}.attention.dense.weight", (f"{own}.o.weight",))
+    for sublayer, norm in enumerate(norms):
+        yield Match(f"{our_layer}.{norm}.weight", (f"{hf_layer}.{sublayer}.layer_norm.weight",))
+    hf_attention = f"{hf_layer}.0.SelfAttention"
+    hf_qkv = (f"{hf_attention}.q.weight", f"{hf_attention}.k.weight", f"{hf_attention}.v.weight")
+    yield _interleaved(f"{our_layer}.attention.query_key_value.weight", hf_qkv, heads)
+    yield Match(f"{our_layer}.attention.dense.weight", (f"{hf_attention}.o.weight",))
     if stack == "decoder":
-        cross = f"{its}.1.EncDecAttention"
-        yield Match(f"{at}.cross_attention.query.weight", (f"{cross}.q.weight",))
-        key_value = (f"{cross}.k.weight", f"{cross}.v.weight")
-        yield _interleaved(f"{at}.cross_attention.key_value.weight", key_value, heads)
-        yield Match(f"{at}.cross_attention.dense.weight", (f"{cross}.o.weight",))
-    mlp = f"{its}.{len(norms) - 1}.DenseReluDense"
-    up = f"{at}.mlp.dense_h_to_4h.weight"
-    if m.gated:
-        yield _interleaved(up, (f"{mlp}.wi_0.weight", f"{mlp}.wi_1.weight"), m.ff_size)
+        hf_cross = f"{hf_layer}.1.EncDecAttention"
+        yield Match(f"{our_layer}.cross_attention.query.weight", (f"{hf_cross}.q.weight",))
+        hf_key_value = (f"{hf_cross}.k.weight", f"{hf_cross}.v.weight")
+        yield _interleaved(f"{our_layer}.cross_attention.key_value.weight", hf_key_value, heads)
+        yield Match(f"{our_layer}.cross_attention.dense.weight", (f"{hf_cross}.o.weight",))
+    hf_mlp = f"{hf_layer}.{len(norms) - 1}.DenseReluDense"
+    our_up = f"{our_layer}.mlp.dense_h_to_4h.weight"
+    if m.is_gated:
+        yield _interleaved(our_up, (f"{hf_mlp}.wi_0.weight", f"{hf_mlp}.wi_1.weight"), m.ff_size)
     else:
-        yield Match(up, (f"{mlp}.wi.weight",))
-    yield Match(f"{at}.mlp.dense_4h_to_h.weight", (f"{mlp}.wo.weight",))
+        yield Match(our_up, (f"{hf_mlp}.wi.weight",))
+    yield Match(f"{our_layer}.mlp.dense_4h_to_h.weight", (f"{hf_mlp}.wo.weight",))

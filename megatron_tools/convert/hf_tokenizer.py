@@ -6,13 +6,21 @@ from typing import Any
 
 from data_utils.tokenizer_training import BYTES
 from megatron.tokenizer import Tokenizer
-from megatron.tokenizer.base import any_of
-from megatron.tokenizer.hf import library
+from megatron.tokenizer.base import any_name_pattern
+from megatron.tokenizer.hf import import_tokenizers
 from megatron.tokenizer.model_proto import BYTE, UNUSED, USER_DEFINED
 from megatron.tokenizer.sentencepiece import MARK, SentencePieceTokenizer
 from megatron.tokenizer.sentinels import own_sentinels
 
-_PROBES = (" a  b ", "<0x41><unk>", "Ａﬁ①\tx", "\n\n 1234 ", "  ", "é\u0301 文字，。", "cafe\u0301 \u1112\u1161\u11ab")
+_PROBE_TEXTS = (
+    " a  b ",
+    "<0x41><unk>",
+    "Ａﬁ①\tx",
+    "\n\n 1234 ",
+    "  ",
+    "é\u0301 文字，。",
+    "cafe\u0301 \u1112\u1161\u11ab",
+)
 
 
 def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
@@ -21,107 +29,115 @@ def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
     Tokenizers that segment words with jieba cannot be converted, nor can sentencepiece models that normalise text,
     except those of mT5. One difference remains: the converted tokenizer treats the character U+2581 as a space.
     """
-    inner = getattr(tokenizer, "_tokenizer", None)
-    if inner is not None:
-        return library().Tokenizer.from_str(inner.to_str())
+    hf_inner = getattr(tokenizer, "_tokenizer", None)
+    if hf_inner is not None:
+        return import_tokenizers().Tokenizer.from_str(hf_inner.to_str())
     if not isinstance(tokenizer, SentencePieceTokenizer):
         return None
     if _is_mt5_model(tokenizer):
         return _from_mt5(tokenizer)
-    found = _from_sentencepiece(tokenizer)
-    if found is None or not _encode_alike(tokenizer, found):
+    hf_tokenizer = _from_sentencepiece(tokenizer)
+    if hf_tokenizer is None or not _encodes_equally(tokenizer, hf_tokenizer):
         return None
-    for first in tokenizer.start:
-        name = tokenizer._sp.id_to_piece(first)
-        found.post_processor = library().processors.TemplateProcessing(
-            single=f"{name} $A", special_tokens=[(name, first)]
+    for start_id in tokenizer.start:
+        name = tokenizer._sp.id_to_piece(start_id)
+        hf_tokenizer.post_processor = import_tokenizers().processors.TemplateProcessing(
+            single=f"{name} $A", special_tokens=[(name, start_id)]
         )
-    return found
+    return hf_tokenizer
 
 
 def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     """Return the same model for `tokenizers`, or None for a kind of model that it lacks."""
     sp = tokenizer._sp
     facts = tokenizer.facts
-    if facts.algorithm not in ("bpe", "unigram") or facts.of_type(UNUSED):
+    if facts.algorithm not in ("bpe", "unigram") or facts.ids_of_type(UNUSED):
         return None
-    for text in _PROBES:
+    for text in _PROBE_TEXTS:
         if sp.normalize(text) != text.replace(" ", MARK):
             return None
-    tokenizers = library()
+    tokenizers = import_tokenizers()
     pieces = []
     scores = []
     for i in range(sp.vocab_size()):
         pieces.append(sp.id_to_piece(i))
         scores.append(sp.get_score(i))
-    bytes_ = sp.is_byte(sp.piece_to_id(BYTES[0]))
+    byte_fallback = sp.is_byte(sp.piece_to_id(BYTES[0]))
     if facts.algorithm == "bpe":
-        theirs = tokenizers.Tokenizer(_bpe(tokenizers, pieces, scores, pieces[sp.unk_id()], bytes_))
+        hf_tokenizer = tokenizers.Tokenizer(_bpe_model(tokenizers, pieces, scores, pieces[sp.unk_id()], byte_fallback))
     else:
         vocab = list(zip(pieces, scores, strict=True))
-        theirs = tokenizers.Tokenizer(tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bytes_))
+        hf_tokenizer = tokenizers.Tokenizer(
+            tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=byte_fallback)
+        )
         # If a text contains the characters <0x0A> or <unk>, split off "<", so that they do not become that token.
-        names = tokenizers.Regex("<(?=(?:0x[0-9A-F]{2}|unk)>)")
-        theirs.pre_tokenizer = tokenizers.pre_tokenizers.Split(names, "isolated")
-    theirs.normalizer = tokenizers.normalizers.Replace(" ", MARK)
+        token_like = tokenizers.Regex("<(?=(?:0x[0-9A-F]{2}|unk)>)")
+        hf_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(token_like, "isolated")
+    hf_tokenizer.normalizer = tokenizers.normalizers.Replace(" ", MARK)
     decoders = tokenizers.decoders
-    theirs.decoder = decoders.Sequence([decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
+    hf_tokenizer.decoder = decoders.Sequence([decoders.Replace(MARK, " "), decoders.ByteFallback(), decoders.Fuse()])
     # Both libraries match user-defined symbols before all other pieces. A symbol with a space is found only after
     # normalisation, which replaces each space by U+2581.
-    defined = [pieces[i] for i in facts.of_type(USER_DEFINED)]
-    spaced = MARK in "".join(defined)
-    theirs.add_tokens([tokenizers.AddedToken(piece, normalized=spaced) for piece in defined])
-    _add_specials(theirs, tokenizer)
-    return theirs
+    user_defined = [pieces[i] for i in facts.ids_of_type(USER_DEFINED)]
+    has_space = MARK in "".join(user_defined)
+    hf_tokenizer.add_tokens([tokenizers.AddedToken(piece, normalized=has_space) for piece in user_defined])
+    _add_specials(hf_tokenizer, tokenizer)
+    return hf_tokenizer
 
 
-def _add_specials(theirs: Any, tokenizer: SentencePieceTokenizer) -> None:
+def _add_specials(hf_tokenizer: Any, tokenizer: SentencePieceTokenizer) -> None:
     """Add the special tokens of `tokenizer`, except the unknown token, to a tokenizer of the `tokenizers` library."""
-    unknown = tokenizer._sp.id_to_piece(tokenizer._sp.unk_id())
-    names = [name for name in tokenizer.specials if name != unknown]
-    theirs.add_special_tokens([library().AddedToken(name, normalized=False, special=True) for name in names])
+    unknown_name = tokenizer._sp.id_to_piece(tokenizer._sp.unk_id())
+    names = [name for name in tokenizer.specials if name != unknown_name]
+    hf_tokenizer.add_special_tokens(
+        [import_tokenizers().AddedToken(name, normalized=False, special=True) for name in names]
+    )
 
 
 def _is_mt5_model(tokenizer: SentencePieceTokenizer) -> bool:
     """Return whether this is a T5 model with sentinels or bytes among its pieces, which T5Tokenizer cannot handle."""
     facts = tokenizer.facts
     sentinels = set(own_sentinels(tokenizer, "t5"))
-    others = set(facts.of_type(USER_DEFINED)) - sentinels
-    return bool(sentinels or facts.of_type(BYTE)) and not others and _is_like_t5(tokenizer)
+    other_symbols = set(facts.ids_of_type(USER_DEFINED)) - sentinels
+    return bool(sentinels or facts.ids_of_type(BYTE)) and not other_symbols and _is_like_t5(tokenizer)
 
 
 def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
     """Return the tokenizer of an mT5, whose sentinels become special tokens; None if it gives other ids."""
     sp = tokenizer._sp
     facts = tokenizer.facts
-    tokenizers = library()
+    tokenizers = import_tokenizers()
     vocab = [(sp.id_to_piece(i), sp.get_score(i)) for i in range(sp.vocab_size())]
     for name, i in tokenizer.specials.items():
         vocab[i] = (name, sp.get_score(i))
-    unigram = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bool(facts.of_type(BYTE)))
-    theirs = tokenizers.Tokenizer(unigram)
-    forms = tokenizers.normalizers
+    unigram = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=bool(facts.ids_of_type(BYTE)))
+    hf_tokenizer = tokenizers.Tokenizer(unigram)
+    normalizers = tokenizers.normalizers
     decoders = tokenizers.decoders
     # Precompiled does not compose long clusters, such as decomposed Hangul, so NFC comes before it.
-    one_space = forms.Replace(tokenizers.Regex(" {2,}"), " ")
-    theirs.normalizer = forms.Sequence([forms.NFC(), forms.Precompiled(facts.charsmap), forms.Strip(), one_space])
-    theirs.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(MARK, prepend_scheme="always", split=False)
-    spaces = decoders.Replace(MARK, " ")
-    theirs.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    _add_specials(theirs, tokenizer)
-    end = sp.id_to_piece(sp.eos_id())
-    theirs.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, sp.eos_id())]
+    one_space = normalizers.Replace(tokenizers.Regex(" {2,}"), " ")
+    hf_tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Precompiled(facts.charsmap), normalizers.Strip(), one_space]
     )
-    for text in texts_of(tokenizer):
-        if theirs.encode(text, add_special_tokens=False).ids != tokenizer.encode(text):
+    hf_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(MARK, prepend_scheme="always", split=False)
+    spaces = decoders.Replace(MARK, " ")
+    hf_tokenizer.decoder = decoders.Sequence(
+        [spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    _add_specials(hf_tokenizer, tokenizer)
+    end_name = sp.id_to_piece(sp.eos_id())
+    hf_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"$A {end_name}", pair=f"$A {end_name} $B {end_name}", special_tokens=[(end_name, sp.eos_id())]
+    )
+    for text in sample_texts(tokenizer):
+        if hf_tokenizer.encode(text, add_special_tokens=False).ids != tokenizer.encode(text):
             return None
-    return theirs
+    return hf_tokenizer
 
 
 def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:
     """Return whether transformers' T5Tokenizer would produce the same ids as this sentencepiece model."""
-    return _is_like_t5(tokenizer) and not any(tokenizer.facts.of_type(kind) for kind in (USER_DEFINED, BYTE))
+    return _is_like_t5(tokenizer) and not any(tokenizer.facts.ids_of_type(kind) for kind in (USER_DEFINED, BYTE))
 
 
 def _is_like_t5(tokenizer: SentencePieceTokenizer) -> bool:
@@ -129,34 +145,35 @@ def _is_like_t5(tokenizer: SentencePieceTokenizer) -> bool:
     sp = tokenizer._sp
     facts = tokenizer.facts
     return (
-        (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == ("unigram", "nmt_nfkc", True, True)
+        (facts.algorithm, facts.normalization, facts.adds_prefix_space, facts.merges_spaces)
+        == ("unigram", "nmt_nfkc", True, True)
         and (sp.pad_id(), sp.eos_id(), sp.unk_id()) == (0, 1, 2)
-        and not facts.of_type(UNUSED)
-        # The two libraries may segment runs of one character differently (see `_runs`). If the source folder names
+        and not facts.ids_of_type(UNUSED)
+        # The two libraries may segment runs of one character differently (see `_run_texts`). If the source folder names
         # T5Tokenizer, this is accepted: the export then tokenizes like the source folder does in transformers.
-        and (str(tokenizer.settings.get("tokenizer_class")).startswith("T5Tokenizer") or not _repeated(tokenizer))
+        and (str(tokenizer.settings.get("tokenizer_class")).startswith("T5Tokenizer") or not _longest_runs(tokenizer))
     )
 
 
-def _repeated(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
+def _longest_runs(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
     """Return {character: length of the longest piece that consists only of this character, such as `===`}."""
     pieces = (tokenizer._sp.id_to_piece(i) for i in range(tokenizer.vocab_size))
     runs = [piece for piece in pieces if len(piece) > 1 and len(set(piece)) == 1]
     return {run[0]: len(run) for run in sorted(runs, key=len)}
 
 
-def _runs(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
+def _run_texts(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
     """Yield test texts in which one character is repeated many times, such as `=====`.
 
     Many segmentations of such a run have equal scores, and rounding errors decide differently in each library.
     """
-    for char, longest in _repeated(tokenizer).items():
-        run = char.replace(MARK, " ")
+    for character, longest in _longest_runs(tokenizer).items():
+        run = character.replace(MARK, " ")
         for length in range(2, 2 * longest + 2):
             yield from (run * length, f"a {run * length} b", f"1, 2 and 3: {run * length}\n" * 3)
 
 
-def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, bytes_: bool) -> Any:
+def _bpe_model(tokenizers: Any, pieces: list[str], scores: list[float], unknown_piece: str, byte_fallback: bool) -> Any:
     """Return a BPE model of the `tokenizers` library that merges pieces in the same order as sentencepiece.
 
     Sentencepiece always merges the two neighbours that together form the piece with the best score. The merges are
@@ -167,34 +184,34 @@ def _bpe(tokenizers: Any, pieces: list[str], scores: list[float], unknown: str, 
     for piece, i in ids.items():
         if piece in BYTES:
             continue
-        for at in range(1, len(piece)):
-            left = piece[:at]
-            right = piece[at:]
+        for cut in range(1, len(piece)):
+            left = piece[:cut]
+            right = piece[cut:]
             if left in ids and right in ids:
                 by_score.setdefault(scores[i], []).append((left, right))
     merges = []
     for score in sorted(by_score, reverse=True):
         merges += by_score[score]
-    return tokenizers.models.BPE(ids, merges, unk_token=unknown, byte_fallback=bytes_, fuse_unk=True)
+    return tokenizers.models.BPE(ids, merges, unk_token=unknown_piece, byte_fallback=byte_fallback, fuse_unk=True)
 
 
-def texts_of(tokenizer: Tokenizer, count: int = 300) -> list[str]:
+def sample_texts(tokenizer: Tokenizer, count: int = 300) -> list[str]:
     """Return test texts: `count` decoded from random tokens, and a few difficult ones.
 
     Texts that contain U+2581 (sentencepiece's mark for a space) or the name of a special token are left out.
     """
-    dice = random.Random(0)
-    usable = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.marks.values()))
+    rng = random.Random(0)
+    plain_ids = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.marks.values()))
     texts = []
     for _ in range(count):
-        ids = dice.choices(usable, k=30)
+        ids = rng.choices(plain_ids, k=30)
         texts.append(tokenizer.decode(ids))
-    texts += _PROBES
-    names = any_of(tokenizer.marks)
-    return [text for text in texts if MARK not in text and not names.search(text)]
+    texts += _PROBE_TEXTS
+    special_names = any_name_pattern(tokenizer.marks)
+    return [text for text in texts if MARK not in text and not special_names.search(text)]
 
 
-def _encode_alike(ours: SentencePieceTokenizer, theirs: Any) -> bool:
-    """Return whether both tokenizers give the same ids for all texts of `texts_of` and `_runs`."""
-    texts = (text for text in (*texts_of(ours), *_runs(ours)) if MARK not in text)
-    return all(theirs.encode(text, add_special_tokens=False).ids == ours.encode(text) for text in texts)
+def _encodes_equally(ours: SentencePieceTokenizer, hf_tokenizer: Any) -> bool:
+    """Return whether both tokenizers give the same ids for all texts of `sample_texts` and `_run_texts`."""
+    texts = (text for text in (*sample_texts(ours), *_run_texts(ours)) if MARK not in text)
+    return all(hf_tokenizer.encode(text, add_special_tokens=False).ids == ours.encode(text) for text in texts)

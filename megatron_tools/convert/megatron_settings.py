@@ -10,7 +10,7 @@ from .megatron_lm import RankFiles
 
 # Megatron-LM's arguments that change what a GPT computes, with the values that this project supports. All other
 # arguments affect only training, or do not change the result.
-MUST: dict[str, tuple[Any, ...]] = {
+SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,), "squared_relu": (False,),
     "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm",), "qk_layernorm": (False,),
     "qk_l2_norm": (False,),
@@ -21,99 +21,103 @@ MUST: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 1, [1]), "window_size": (None,), "softmax_type": ("vanilla",), "mtp_num_layers": (None, 0),
     "add_bias_linear": (True,), "attention_output_gate": (False,), "heterogeneous_layers_config_path": (None,),
 }  # fmt: skip
-RANKS = ("tensor_model_parallel_size", "model_parallel_size")
+RANK_COUNT_KEYS = ("tensor_model_parallel_size", "model_parallel_size")
 
 
-def settings_of(theirs: RankFiles, heads: int | None) -> dict[str, Any]:
+def settings_from_megatron(source: RankFiles, given_heads: int | None) -> dict[str, Any]:
     """Return this project's settings by name for a Megatron-LM checkpoint, from its saved arguments and tensor shapes.
 
-    heads: number of attention heads, needed if the checkpoint does not record this number. Raises ValueError if this
-    project does not support the model.
+    given_heads: number of attention heads, needed if the checkpoint does not record this number. Raises ValueError if
+    this project does not support the model.
     """
-    args = theirs.settings
-    where = theirs.folder
-    for name, allowed in MUST.items():
-        if name in args and args[name] not in (*allowed, None):
-            raise ValueError(f"{where}: {name} is {args[name]!r}; this project supports only {allowed[0]!r}")
-    for name in RANKS:
-        if args.get(name) not in (None, theirs.ranks):
-            raise ValueError(f"{where}: {name} is {args[name]}, but the folder has files of {theirs.ranks} ranks")
-    count = _heads(theirs, heads)
-    rows, hidden = theirs.shape("embedding.word_embeddings.weight")
-    positions = theirs.shape("position_embedding.weight")[0]
-    width = theirs.shape("layers.0.attention.query_key_value.weight")[0] // (3 * count)
+    saved_args = source.settings
+    folder = source.folder
+    for name, allowed in SUPPORTED_VALUES.items():
+        if name in saved_args and saved_args[name] not in (*allowed, None):
+            raise ValueError(f"{folder}: {name} is {saved_args[name]!r}; this project supports only {allowed[0]!r}")
+    for name in RANK_COUNT_KEYS:
+        if saved_args.get(name) not in (None, source.ranks):
+            raise ValueError(
+                f"{folder}: {name} is {saved_args[name]}, but the folder has files of {source.ranks} ranks"
+            )
+    num_heads = _attention_heads(source, given_heads)
+    vocab_rows, hidden = source.shape("embedding.word_embeddings.weight")
+    positions = source.shape("position_embedding.weight")[0]
+    head_size = source.shape("layers.0.attention.query_key_value.weight")[0] // (3 * num_heads)
     return {
         "family": "gpt2",
-        "num_layers": theirs.layers,
+        "num_layers": source.layers,
         "hidden_size": hidden,
-        "num_attention_heads": count,
-        "kv_hidden_size": None if width * count == hidden else width,
-        "ff_hidden_size": theirs.shape("layers.0.mlp.dense_h_to_4h.weight")[0],
+        "num_attention_heads": num_heads,
+        "kv_hidden_size": None if head_size * num_heads == hidden else head_size,
+        "ff_hidden_size": source.shape("layers.0.mlp.dense_h_to_4h.weight")[0],
         "max_position_embeddings": positions,
         "seq_length": positions,
-        "vocab_size": rows,
-        "activation": _activation(args, str(where)),
-        "layernorm_epsilon": _number(theirs, ("layernorm_epsilon", "norm_epsilon"), 1e-5),
-        "hidden_dropout": _number(theirs, ("hidden_dropout",), 0.1),
-        "attention_dropout": _number(theirs, ("attention_dropout",), 0.1),
+        "vocab_size": vocab_rows,
+        "activation": _activation(saved_args, str(folder)),
+        "layernorm_epsilon": _saved_number(source, ("layernorm_epsilon", "norm_epsilon"), 1e-5),
+        "hidden_dropout": _saved_number(source, ("hidden_dropout",), 0.1),
+        "attention_dropout": _saved_number(source, ("attention_dropout",), 0.1),
     }
 
 
-def _heads(theirs: RankFiles, given: int | None) -> int:
+def _attention_heads(source: RankFiles, given_heads: int | None) -> int:
     """Return the number of attention heads: the saved one, else --num-attention-heads."""
-    saved = theirs.settings.get("num_attention_heads")
-    if saved is not None and type(saved) is not int:
-        raise ValueError(f"{theirs.folder}: num_attention_heads is {saved!r}, not a number")
-    if given and saved and given != saved:
-        raise ValueError(f"{theirs.folder} has {saved} attention heads, but --num-attention-heads is {given}")
-    heads = given or saved
-    if heads is None:
-        raise ValueError(f"{theirs.folder} does not record the number of attention heads; give --num-attention-heads")
-    if heads < 1 or heads % theirs.ranks:
+    saved_heads = source.settings.get("num_attention_heads")
+    if saved_heads is not None and type(saved_heads) is not int:
+        raise ValueError(f"{source.folder}: num_attention_heads is {saved_heads!r}, not a number")
+    if given_heads and saved_heads and given_heads != saved_heads:
         raise ValueError(
-            f"{heads} heads cannot be split over {theirs.ranks} model-parallel ranks; change --num-attention-heads"
+            f"{source.folder} has {saved_heads} attention heads, but --num-attention-heads is {given_heads}"
         )
-    return heads
+    num_heads = given_heads or saved_heads
+    if num_heads is None:
+        raise ValueError(f"{source.folder} does not record the number of attention heads; give --num-attention-heads")
+    if num_heads < 1 or num_heads % source.ranks:
+        raise ValueError(
+            f"{num_heads} heads cannot be split over {source.ranks} model-parallel ranks; change --num-attention-heads"
+        )
+    return num_heads
 
 
-def _activation(args: Mapping[str, Any], where: str) -> str:
+def _activation(saved_args: Mapping[str, Any], where: str) -> str:
     """Return this project's name of Megatron-LM's GELU: `gelu` if it is computed with erf, else `gelu-tanh`."""
-    if args.get("openai_gelu"):
+    if saved_args.get("openai_gelu"):
         return "gelu-tanh"
-    if args.get("onnx_safe") and args.get("bias_gelu_fusion"):
+    if saved_args.get("onnx_safe") and saved_args.get("bias_gelu_fusion"):
         raise ValueError(
             f"{where}: onnx_safe and bias_gelu_fusion are both set, and versions of Megatron-LM differ in which one "
             f"they follow; save the checkpoint again with only the one that applies"
         )
-    return "gelu" if args.get("onnx_safe") or args.get("bias_gelu_fusion") is False else "gelu-tanh"
+    return "gelu" if saved_args.get("onnx_safe") or saved_args.get("bias_gelu_fusion") is False else "gelu-tanh"
 
 
-def _number(theirs: RankFiles, names: tuple[str, ...], default: float) -> float:
+def _saved_number(source: RankFiles, names: tuple[str, ...], default: float) -> float:
     """Return the saved value under one of several names, or `default` if none is saved."""
-    found = {}
+    saved_values = {}
     for name in names:
-        value = theirs.settings.get(name)
+        value = source.settings.get(name)
         if value is None:
             continue
         if type(value) not in (int, float):
-            raise ValueError(f"{theirs.folder}: {name} is {value!r}, not a number")
-        found[name] = value
-    if len(set(found.values())) > 1:
-        raise ValueError(f"{theirs.folder}: the saved args contradict each other: {found}")
-    return float(found.popitem()[1]) if found else default
+            raise ValueError(f"{source.folder}: {name} is {value!r}, not a number")
+        saved_values[name] = value
+    if len(set(saved_values.values())) > 1:
+        raise ValueError(f"{source.folder}: the saved args contradict each other: {saved_values}")
+    return float(saved_values.popitem()[1]) if saved_values else default
 
 
-def check_complete(theirs: RankFiles, config: Config) -> None:
+def check_complete(source: RankFiles, config: Config) -> None:
     """Raise ValueError unless the files hold all parameters of the model, with the right shapes, and no others."""
-    wanted = whole_shapes(config)
-    for name in (*wanted, *theirs.names()):
-        if name not in wanted or name not in theirs.names():
-            fault = "lacks" if name in wanted else "contains"
-            raise ValueError(f"{theirs.folder} {fault} {name}, unlike a GPT with the settings of this checkpoint")
-        found = tuple(theirs.shape(name))
-        shape = wanted[name]
-        padded = "word_embeddings" in name and found > shape
-        if found[1:] != shape[1:] or (found[:1] != shape[:1] and not padded):
+    expected_shapes = whole_shapes(config)
+    for name in (*expected_shapes, *source.names()):
+        if name not in expected_shapes or name not in source.names():
+            problem = "lacks" if name in expected_shapes else "contains"
+            raise ValueError(f"{source.folder} {problem} {name}, unlike a GPT with the settings of this checkpoint")
+        shape = source.shape(name)
+        expected = expected_shapes[name]
+        is_padded = "word_embeddings" in name and shape[:1] > expected[:1]  # padding rows of the vocabulary
+        if shape[1:] != expected[1:] or (shape[:1] != expected[:1] and not is_padded):
             raise ValueError(
-                f"{theirs.folder}: {name} has shape {list(found)}, but the other tensors imply {list(shape)}"
+                f"{source.folder}: {name} has shape {list(shape)}, but the other tensors imply {list(expected)}"
             )

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron.config.fields import describe
+from megatron.config.fields import describe_error
 
 
 class _Refused(Exception):
@@ -29,12 +29,12 @@ class _Array:
 
     def __setstate__(self, state: Any) -> None:
         match state:
-            case (1, (int(length),), _Words(), bool(), bytes(content)) if len(content) == 4 * length:
+            case (1, (int(length),), _Dtype(), bool(), bytes(content)) if len(content) == 4 * length:
                 return
         raise _Refused("a numpy array that is not the state of a random generator")
 
 
-class _Words:
+class _Dtype:
     """Stand-in for numpy.dtype during unpickling. It accepts only `u4`, the dtype of a random generator's state."""
 
     def __init__(self, code: Any, *_: Any) -> None:
@@ -55,15 +55,15 @@ def _reconstruct(kind: Any, *_: Any) -> _Array:
     return _Array.__new__(_Array)
 
 
-MOST_READ = 1 << 26  # at most this many bytes of a rejected pickle are read to find the reason
-_OF_TENSORS = ("torch.", "collections.OrderedDict", "argparse.Namespace", "numpy.")
+MAX_READ_BYTES = 1 << 26  # at most this many bytes of a rejected pickle are read to find the reason
+_ALLOWED_PREFIXES = ("torch.", "collections.OrderedDict", "argparse.Namespace", "numpy.")
 
 # Substitutes for numpy's functions. numpy 2.0 renamed the module numpy.core, so its old and new name are listed.
 _NUMPY: list[tuple[Callable[..., Any], str]] = [
     (_reconstruct, "numpy.core.multiarray._reconstruct"),
     (_reconstruct, "numpy._core.multiarray._reconstruct"),
     (_Array, "numpy.ndarray"),
-    (_Words, "numpy.dtype"),
+    (_Dtype, "numpy.dtype"),
 ]
 
 
@@ -73,18 +73,18 @@ def load_plain(path: Path) -> Mapping[str, Any]:
     Raises ValueError if the file requests any other object. Nothing in the file is executed (torch's `weights_only`).
     States of numpy's random generator become empty objects.
     """
-    refused = "and is not loaded; if you trust it, save it again with only its weights"
+    refusal = "and is not loaded; if you trust it, save it again with only its weights"
     with torch.serialization.safe_globals([argparse.Namespace, *_NUMPY]):  # safe: a Namespace only has attributes
         try:
             content = _load(path)
         except _Refused as error:
-            raise ValueError(f"{path} requests {error} {refused}") from None
+            raise ValueError(f"{path} requests {error} {refusal}") from None
         except pickle.UnpicklingError as error:
-            wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
-            what = f"requests {wanted[1]}" if wanted else _reason_of_rejection(path)
-            raise ValueError(f"{path} {what} {refused}") from None
+            requested = re.search(r"GLOBAL ([\w.]+)", str(error))
+            reason = f"requests {requested[1]}" if requested else _reason_of_rejection(path)
+            raise ValueError(f"{path} {reason} {refusal}") from None
         except Exception as error:  # damaged bytes can raise errors of any class
-            raise ValueError(f"{path} cannot be read: {describe(error)}") from None
+            raise ValueError(f"{path} cannot be read: {describe_error(error)}") from None
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} contains a {type(content).__name__}, not a dictionary")
     return content
@@ -97,12 +97,12 @@ def _reason_of_rejection(path: Path) -> str:
     with contextlib.suppress(Exception):  # damaged bytes raise errors of any class
         file = io.BytesIO(_pickled(path))
         while True:  # torch before 1.6 wrote several pickles, then raw data; an error at the raw data ends the loop
-            newest, more = _globals_of(file)
-            protocol = max(protocol, newest)
-            names = names + more
-    strange = [name for name in names if not name.startswith(_OF_TENSORS)]
-    if strange:
-        return f"requests {strange[0]}"
+            file_protocol, file_names = _globals_of(file)
+            protocol = max(protocol, file_protocol)
+            names = names + file_names
+    disallowed = [name for name in names if not name.startswith(_ALLOWED_PREFIXES)]
+    if disallowed:
+        return f"requests {disallowed[0]}"
     if protocol > 2:
         return f"is a pickle of protocol {protocol} (torch.save with pickle_protocol=2 writes one that can be read)"
     return "is damaged or contains more than tensors and plain values,"
@@ -112,18 +112,18 @@ def _pickled(path: Path) -> bytes:
     """Return the pickle in a file of torch.save: the file itself, or data.pkl in its ZIP archive."""
     if not zipfile.is_zipfile(path):
         with open(path, "rb") as file:
-            return file.read(MOST_READ)
+            return file.read(MAX_READ_BYTES)
     with zipfile.ZipFile(path) as archive:
         name = next(each for each in archive.namelist() if each.endswith("data.pkl"))
         with archive.open(name) as file:
-            return file.read(MOST_READ)
+            return file.read(MAX_READ_BYTES)
 
 
 def _globals_of(file: BinaryIO) -> tuple[int, list[str]]:
     """Return a pickle's protocol and the names that it imports, in order."""
     protocol = 0
     names = list[str]()
-    texts = list[str]()
+    strings = list[str]()
     memo: dict[int, str] = {}
     for opcode, argument, _ in pickletools.genops(file):
         if opcode.name == "PROTO":
@@ -131,14 +131,14 @@ def _globals_of(file: BinaryIO) -> tuple[int, list[str]]:
         elif opcode.name == "GLOBAL":
             names.append(str(argument).replace(" ", "."))
         elif opcode.name == "STACK_GLOBAL":
-            names.append(".".join(texts[-2:]))
+            names.append(".".join(strings[-2:]))
         elif "UNICODE" in opcode.name:
-            texts.append(str(argument))
+            strings.append(str(argument))
         elif opcode.name == "MEMOIZE" or "PUT" in opcode.name:
-            place = len(memo) if argument is None else int(str(argument))
-            memo[place] = texts[-1] if texts else ""
+            index = len(memo) if argument is None else int(str(argument))
+            memo[index] = strings[-1] if strings else ""
         elif opcode.name in ("BINGET", "LONG_BINGET", "GET"):
-            texts.append(memo.get(int(str(argument)), ""))
+            strings.append(memo.get(int(str(argument)), ""))
     return protocol, names
 
 

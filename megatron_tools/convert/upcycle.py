@@ -11,18 +11,20 @@ from torch import Tensor
 from megatron import mpu
 from megatron.checkpointing import CheckpointReader, plain_config
 from megatron.checkpointing.files import BUFFER, WEIGHT
-from megatron.checkpointing.stream import Entry
+from megatron.checkpointing.stream import LazyTensor
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.model.router import Router
 
-MLP = re.compile(rf"{WEIGHT}\.((?:\w+\.)?layers\.(\d+)\.mlp)\.(.+)")
+MLP_KEY = re.compile(rf"{WEIGHT}\.((?:\w+\.)?layers\.(\d+)\.mlp)\.(.+)")
 
 
-def router_buffers(router: str, experts: int) -> list[Entry]:
+def router_buffers(router: str, experts: int) -> list[LazyTensor]:
     """Return the buffers of a new router: no tokens seen, and no bias. router: name of the router in the model."""
     zeros = partial(torch.zeros, experts, dtype=torch.int64)
-    return [Entry(f"{BUFFER}.{router}.{name}", (experts,), torch.int64, zeros) for name in ("tokens", "bias_steps")]
+    return [
+        LazyTensor(f"{BUFFER}.{router}.{name}", (experts,), torch.int64, zeros) for name in ("tokens", "bias_steps")
+    ]
 
 
 def upcycled_config(
@@ -47,7 +49,7 @@ def upcycled_config(
     return with_values(dense, values)
 
 
-def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[Entry]:
+def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[LazyTensor]:
     """Yield the tensors to write: weights and buffers of the dense checkpoint, copies of its MLPs, and new routers.
 
     A router has the initial weights that it would have in a new run with the same --seed.
@@ -57,18 +59,20 @@ def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[Entry
         if not key.startswith((f"{WEIGHT}.", f"{BUFFER}.")):
             continue
         names = [key]
-        match = MLP.fullmatch(key)
-        if match and config.model.has_experts(int(match[2])):
-            mlp = match[1]
-            weight = match[3]
-            names = [f"{WEIGHT}.{mlp}.experts.{e}.{weight}" for e in range(experts)]
+        mlp_match = MLP_KEY.fullmatch(key)
+        if mlp_match and config.model.has_experts(int(mlp_match[2])):
+            our_mlp = mlp_match[1]
+            weight = mlp_match[3]
+            names = [f"{WEIGHT}.{our_mlp}.experts.{expert}.{weight}" for expert in range(experts)]
             if weight == "dense_h_to_4h.weight":
-                router = f"{mlp}.router"
+                router = f"{our_mlp}.router"
                 shape = (experts, config.model.hidden_size)
-                yield Entry(f"{WEIGHT}.{router}.weight", shape, torch.float32, partial(_router_weight, config, router))
+                yield LazyTensor(
+                    f"{WEIGHT}.{router}.weight", shape, torch.float32, partial(_router_weight, config, router)
+                )
                 yield from router_buffers(router, experts)
         for name in names:
-            yield Entry(name, tuple(entry["shape"]), reader.dtype(key), partial(reader.whole, key))
+            yield LazyTensor(name, tuple(entry["shape"]), reader.dtype(key), partial(reader.read_whole, key))
 
 
 def _router_weight(config: Config, name: str) -> Tensor:

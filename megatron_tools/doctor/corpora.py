@@ -6,11 +6,11 @@ from megatron.config import Config
 
 from .finding import Findings, failed, ok, warning
 
-LOOKED_AT = 1 << 24  # at most this many tokens of a corpus are compared with the vocabulary size
-SLICES = 64
+MAX_SAMPLED_TOKENS = 1 << 24  # at most this many tokens of a corpus are compared with the vocabulary size
+SAMPLE_SLICES = 64
 
 
-def corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
+def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
     """Check each corpus that the settings name.
 
     tokenizer: the run's tokenizer, None if it could not be loaded. quick: skip the checks that read the whole corpus.
@@ -42,12 +42,12 @@ def corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
 def _check_content(prefix: str, quick: bool) -> Findings:
     """Compare a corpus with the checksums in its sidecar and look for holes, unless `quick` is set."""
     from megatron.data.corpora import made_with
-    from megatron.data.damage import problems_of
+    from megatron.data.damage import find_problems
 
     if quick:
         return
     try:
-        problem = next(problems_of(prefix, made_with(prefix)), None)
+        problem = next(find_problems(prefix, made_with(prefix)), None)
     except ValueError:
         return  # the check of the tokenizer reports the sidecar
     if problem:
@@ -59,29 +59,29 @@ def _check_content(prefix: str, quick: bool) -> Findings:
 def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Findings:
     """Check that the corpus was made with the run's tokenizer and fits its vocabulary."""
     from megatron.data.corpora import made_with
-    from megatron.tokenizer.base import other_end
+    from megatron.tokenizer.base import eod_mismatch
 
     try:
-        about = made_with(prefix)
+        sidecar = made_with(prefix)
     except ValueError as error:
         yield failed("data", str(error), "copy this file again, or preprocess the text again")
         return
-    if tokenizer is not None and about is not None:
-        theirs = about.get("fingerprint")
+    if tokenizer is not None and sidecar is not None:
+        corpus_fingerprint = sidecar.get("fingerprint")
         remedy = "pass the tokenizer of the corpus, or preprocess the text again"
-        if theirs != tokenizer.fingerprint:
+        if corpus_fingerprint != tokenizer.fingerprint:
             yield failed(
                 "tokenizer of the data",
-                f"{prefix}.bin was made with a tokenizer of SHA-256 {str(theirs)[:12]}, but "
+                f"{prefix}.bin was made with a tokenizer of SHA-256 {str(corpus_fingerprint)[:12]}, but "
                 f"{config.data.vocab_file} has SHA-256 {tokenizer.fingerprint[:12]}",
                 remedy,
             )
             return
-        if otherwise := other_end(about, tokenizer, config.data.vocab_file):
-            yield failed("tokenizer of the data", f"{prefix}.bin {otherwise}", remedy)
+        if end_difference := eod_mismatch(sidecar, tokenizer, config.data.vocab_file):
+            yield failed("tokenizer of the data", f"{prefix}.bin {end_difference}", remedy)
             return
         yield ok("tokenizer of the data", f"SHA-256 {tokenizer.fingerprint[:12]}")
-    size = vocabulary_of(config, tokenizer)
+    size = vocabulary_size(config, tokenizer)
     largest = largest_id(dataset)
     if size is None:
         return
@@ -95,7 +95,7 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
         yield ok("ids", f"the largest id is {largest}, the vocabulary has {size} ids")
 
 
-def vocabulary_of(config: Config, tokenizer: Any) -> int | None:
+def vocabulary_size(config: Config, tokenizer: Any) -> int | None:
     """Return the size of a run's vocabulary, None if neither the settings nor a tokenizer gives it."""
     if config.model.vocab_size:
         return config.model.vocab_size
@@ -105,19 +105,19 @@ def vocabulary_of(config: Config, tokenizer: Any) -> int | None:
 def largest_id(dataset: Any) -> int:
     """Return the largest token id in a corpus, or -1 if the corpus is empty.
 
-    In a corpus of more than LOOKED_AT tokens, only a sample of LOOKED_AT tokens is searched.
+    In a corpus of more than MAX_SAMPLED_TOKENS tokens, only a sample of MAX_SAMPLED_TOKENS tokens is searched.
     """
     import numpy as np
 
-    total = dataset.num_tokens
-    if not total:
+    num_tokens = dataset.num_tokens
+    if not num_tokens:
         return -1
     tokens = np.memmap(f"{dataset.prefix}.bin", mode="r", dtype=dataset.dtype)
-    if total <= LOOKED_AT:
+    if num_tokens <= MAX_SAMPLED_TOKENS:
         return int(tokens.max())
-    length = LOOKED_AT // SLICES
-    starts = np.linspace(0, total - length, SLICES).astype(np.int64)
-    return max(int(tokens[at : at + length].max()) for at in starts)
+    length = MAX_SAMPLED_TOKENS // SAMPLE_SLICES
+    starts = np.linspace(0, num_tokens - length, SAMPLE_SLICES).astype(np.int64)
+    return max(int(tokens[start : start + length].max()) for start in starts)
 
 
 def _check_tokens(prefix: str, dataset: Any, config: Config) -> Findings:

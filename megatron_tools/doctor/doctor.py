@@ -47,7 +47,7 @@ class Examination:
         self.run_dir = Path(args.run_dir) if args.run_dir else None
         self.hosts: list[network.Host] = []
         self.config: Config | None = None
-        self.torch_is_there = False
+        self.has_torch = False
         self.tokenizer: Any = None
 
     def findings(self) -> Findings:
@@ -56,16 +56,16 @@ class Examination:
         yield from self._network()
         yield from self._settings()
         yield from self._machine()
-        if self.config is not None and self.torch_is_there:
+        if self.config is not None and self.has_torch:
             if self.args.cluster and not self.config.data.names_corpora and self.config.data.vocab_file is None:
                 yield warning("data", "no corpus and no tokenizer is given", "give --data-path and --vocab-file")
             else:
                 yield from self._data(self.config)
             yield from self._size_and_resume(self.config)
-        where = self.run_dir
-        if where is not None:
-            yield from findings_of("run directory", lambda: run_dir.writable(where))
-            yield from findings_of("run lock", lambda: run_dir.lock(where, self.config))
+        run_folder = self.run_dir
+        if run_folder is not None:
+            yield from findings_of("run directory", lambda: run_dir.check_writable(run_folder))
+            yield from findings_of("run lock", lambda: run_dir.check_lock(run_folder, self.config))
         yield from self._hosts()
 
     @property
@@ -73,16 +73,16 @@ class Examination:
         """Number of ranks in the run: --ranks, else the hostfile's slots, else WORLD_SIZE, else one model replica."""
         slots = sum(host.slots for host in self.hosts)
         world = os.environ.get("WORLD_SIZE", "")
-        return int(self.args.ranks or slots or (world.isdecimal() and int(world)) or self._fewest)
+        return int(self.args.ranks or slots or (world.isdecimal() and int(world)) or self._ranks_per_replica)
 
     @property
-    def _fewest(self) -> int:
+    def _ranks_per_replica(self) -> int:
         """Number of ranks in one replica of the model, the smallest number with which a run can start."""
         if self.config is None:
             return 1
         p = self.config.parallel
-        data = math.lcm(p.context_parallel_size, p.expert_parallel_size)
-        return p.stages * p.model_parallel_size * data
+        data_ranks = math.lcm(p.context_parallel_size, p.expert_parallel_size)
+        return p.stages * p.model_parallel_size * data_ranks
 
     @property
     def cluster(self) -> "Cluster | None":
@@ -106,7 +106,7 @@ class Examination:
         if local.isdecimal():
             return int(local)
         devices = 0
-        if self.torch_is_there:
+        if self.has_torch:
             import torch
 
             devices = torch.accelerator.device_count()
@@ -114,20 +114,20 @@ class Examination:
 
     def _installation(self) -> Findings:
         """Check Python, the packages and their imports."""
-        yield from machine.python()
-        yield from machine.packages()
-        found = list(machine.imports("torch"))
-        if found[0].state != FAILED:
-            found += machine.imports("deepspeed")
-        self.torch_is_there = found[-1].state != FAILED
-        yield from found
-        given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        yield from machine.hidden_package(Path(megatron.__file__).parent, [*given, *sys.path])
+        yield from machine.check_python()
+        yield from machine.check_packages()
+        import_findings = list(machine.check_import("torch"))
+        if import_findings[0].state != FAILED:
+            import_findings += machine.check_import("deepspeed")
+        self.has_torch = import_findings[-1].state != FAILED
+        yield from import_findings
+        python_path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        yield from machine.check_hidden_package(Path(megatron.__file__).parent, [*python_path, *sys.path])
 
     def _network(self) -> Findings:
         """Read the hostfile, and check names, interfaces, ports and the launcher's variables."""
         if self.args.hostfile:
-            yield from network.hostfile(self.args.hostfile)
+            yield from network.check_hostfile(self.args.hostfile)
             try:
                 self.hosts = network.read_hostfile(self.args.hostfile)
             except (OSError, ValueError):
@@ -139,50 +139,52 @@ class Examination:
                     f"the file lists {slots} slots, but --ranks is {self.args.ranks}",
                     "omit --ranks, or change the slots in the hostfile",
                 )
-        yield from network.launcher_variables()
-        yield from findings_of("names", network.names)
-        yield from network.rank_0_is_here()
-        yield from findings_of("interface", network.interface)
-        yield from findings_of("port", network.port_is_free)
+        yield from network.check_launcher_variables()
+        yield from findings_of("names", network.check_host_names)
+        yield from network.check_master_address()
+        yield from findings_of("interface", network.check_interfaces)
+        yield from findings_of("port", network.check_port)
 
     def _settings(self) -> Findings:
         """Parse the flags, or read the saved settings of the run, and check the layout."""
         flags = list(self.flags)
-        written = None
+        saved_config = None
         if self.run_dir is not None:
-            written = self.run_dir / "config.json"
+            saved_config = self.run_dir / "config.json"
             if flags:
                 flags += ["--run-dir", str(self.run_dir)]
-        if not flags and (written is None or not written.is_file()):
+        if not flags and (saved_config is None or not saved_config.is_file()):
             return
-        self.config, found = settings.read(flags, str(written) if written else None, self.ranks)
-        yield from found
+        self.config, findings = settings.read_settings(flags, str(saved_config) if saved_config else None, self.ranks)
+        yield from findings
         if self.config is not None:
-            yield from settings.layout(self.config, self.ranks)
+            yield from settings.check_layout(self.config, self.ranks)
 
     def _machine(self) -> Findings:
         """Check devices, compiler, threads, open files and shared memory of this machine."""
-        usable = False
-        if self.torch_is_there:
+        finds_device = False
+        if self.has_torch:
             from megatron.ranks import device
 
-            usable = device.available()
-            present = any(Path("/dev").glob("nvidia[0-9]*"))
-            yield from findings_of("devices", lambda: machine.build_fits_devices(device.built_for(), usable, present))
-        compiles = False
+            finds_device = device.has_accelerator()
+            has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+            yield from findings_of(
+                "devices", lambda: machine.check_devices(device.supported_accelerator(), finds_device, has_gpu)
+            )
+        uses_compile = False
         workers = 0
         if self.config is not None:
-            compiles = bool(self.config.train.compile)
+            uses_compile = bool(self.config.train.compile)
             workers = self.config.data.num_workers
-        yield from machine.compiler(compiles)
+        yield from machine.check_compiler(uses_compile)
         if not self.args.cluster:
-            yield from machine.threads(self.ranks_here or self.ranks, not usable)
-        yield from machine.open_files()
-        yield from machine.shared_memory(workers)
+            yield from machine.check_threads(self.ranks_here or self.ranks, not finds_device)
+        yield from machine.check_open_files()
+        yield from machine.check_shared_memory(workers)
 
     def _data(self, config: Config) -> Findings:
         yield from findings_of("tokenizer", lambda: self._load_tokenizer(config))
-        yield from findings_of("data", lambda: corpora.corpora(config, self.tokenizer, self.args.quick))
+        yield from findings_of("data", lambda: corpora.check_corpora(config, self.tokenizer, self.args.quick))
 
     def _load_tokenizer(self, config: Config) -> Findings:
         from megatron.tasks import task_of
@@ -200,34 +202,36 @@ class Examination:
         """Estimate the memory, and check the disk and the checkpoint to resume from."""
         from megatron.config.command_line import with_values
 
-        settled, found = settings.resolved(config, self.ranks, self.cluster)
-        yield from found
-        size = corpora.vocabulary_of(config, self.tokenizer)
-        if size is None:
+        run_settings, findings = settings.resolve_settings(config, self.ranks, self.cluster)
+        yield from findings
+        vocab_size = corpora.vocabulary_size(config, self.tokenizer)
+        if vocab_size is None:
             yield warning(
                 "memory",
                 "the memory was not estimated: the vocabulary size is unknown",
                 "give --vocab-file or --vocab-size",
             )
             return
-        whole = with_values(config, {"vocab_size": size})
-        yield from findings_of("memory", lambda: self._memory(whole, settled._replace(config=whole)))
-        where = self.run_dir
-        if where is not None:
+        full_config = with_values(config, {"vocab_size": vocab_size})
+        yield from findings_of("memory", lambda: self._memory(full_config, run_settings._replace(config=full_config)))
+        run_folder = self.run_dir
+        if run_folder is not None:
             fingerprint = self.tokenizer.fingerprint if self.tokenizer is not None else None
-            yield from findings_of("checkpoint", lambda: run_dir.checkpoint(whole, where, fingerprint, self.args.quick))
+            yield from findings_of(
+                "checkpoint", lambda: run_dir.check_resume(full_config, run_folder, fingerprint, self.args.quick)
+            )
 
-    def _memory(self, config: Config, settled: settings.Settled) -> Findings:
+    def _memory(self, config: Config, run_settings: settings.RunSettings) -> Findings:
         """Check that the model fits in memory, and its checkpoints on the disk."""
         from megatron.ranks import device
         from megatron.training.run_folder import save_dir_of
 
-        room = device.memory(device.current()) if device.available() else None
+        device_bytes = device.total_memory(device.current_device()) if device.has_accelerator() else None
         if self.cluster:
-            room = self.cluster.memory * 1e9 if self.cluster.accelerated else None
-        yield from settings.fits(settled, self.ranks, self.ranks_here, room)
+            device_bytes = self.cluster.memory * 1e9 if self.cluster.accelerated else None
+        yield from settings.check_memory(run_settings, self.ranks, self.ranks_here, device_bytes)
         if self.run_dir is not None:
-            yield from run_dir.disk(
+            yield from run_dir.check_disk(
                 save_dir_of(config, self.run_dir), self.run_dir, memory.checkpoint_bytes(config), config
             )
 
@@ -239,14 +243,14 @@ class Examination:
         try:
             versions += map(importlib.metadata.version, ("torch", "deepspeed"))
         except importlib.metadata.PackageNotFoundError:
-            return  # `machine.packages` has already reported the missing package
+            return  # `machine.check_packages` has already reported the missing package
         try:
-            marked = run_dir.marker(self.run_dir) if self.run_dir is not None else nullcontext()
+            marker_context = run_dir.create_marker(self.run_dir) if self.run_dir is not None else nullcontext()
         except OSError:
-            marked = nullcontext()
-        with marked as file:
+            marker_context = nullcontext()
+        with marker_context as file:
             path = Path(file.name) if file is not None else None
-            yield from network.hosts_answer(self.hosts, versions, path, self.args.ssh_timeout)
+            yield from network.check_hosts(self.hosts, versions, path, self.args.ssh_timeout)
 
 
 def build_parser() -> Parser:
@@ -275,17 +279,17 @@ def main(argv: Sequence[str]) -> int:
     args, flags = parser.parse_known_args(list(argv))
     if args.ranks is not None and args.ranks < 1:
         parser.error(f"--ranks {args.ranks} must be at least 1")
-    found = list[Finding]()
+    findings = list[Finding]()
     counts: Counter[str] = Counter()
-    for each in Examination(args, flags).findings():
-        found.append(each)
-        counts[each.state] += 1
+    for finding in Examination(args, flags).findings():
+        findings.append(finding)
+        counts[finding.state] += 1
         if not args.json:
-            print(each, flush=True)
+            print(finding, flush=True)
     if args.json:
-        print(json.dumps(list(map(asdict, found)), indent=2, ensure_ascii=False))
+        print(json.dumps(list(map(asdict, findings)), indent=2, ensure_ascii=False))
     else:
-        print(f"{len(found)} checks: {counts[FAILED]} failed, {counts[WARNING]} warnings")
+        print(f"{len(findings)} checks: {counts[FAILED]} failed, {counts[WARNING]} warnings")
     return 1 if counts[FAILED] else 0
 
 

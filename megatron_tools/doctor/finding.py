@@ -44,13 +44,13 @@ def failed(check: str, words: str, remedy: str) -> Finding:
     return Finding(check, FAILED, words, remedy)
 
 
-def findings_of(check: str, look: Callable[[], Iterable[Finding]]) -> Findings:
-    """Yield the findings of `look`. If `look` raises an error, yield a FAILED finding with the error's message."""
+def findings_of(check: str, run_check: Callable[[], Iterable[Finding]]) -> Findings:
+    """Yield the findings of `run_check`. If it raises an error, yield a FAILED finding with the error's message."""
     try:
-        yield from look()
+        yield from run_check()
     except ImportError as error:
-        why = f"without {error.name}" if error.name else f"because {' '.join(str(error).split())}"
+        reason = f"without {error.name}" if error.name else f"because {' '.join(str(error).split())}"
         remedy = f"install {error.name or 'the named package'} again: pip install -r requirements.txt"
-        yield failed(check, f"cannot be checked {why}", remedy)
+        yield failed(check, f"cannot be checked {reason}", remedy)
     except (OSError, ValueError, RuntimeError) as error:
         yield failed(check, " ".join(str(error).split()), "fix the problem that this message describes")

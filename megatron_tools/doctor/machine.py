@@ -19,8 +19,9 @@ SUPPORTED = {"torch": ("2.11", "2.15.0"), "deepspeed": ("0.19", "0.19.8"), "nump
 # change so that gradients are wrong.
 TOO_NEW = {"deepspeed": "0.20"}
 OLDEST_PYTHON = (3, 11)
-FILES_FAIL, FILES_WARN = 256, 4096
-SHARED_MEMORY = 2**30
+MIN_OPEN_FILES = 256
+FEW_OPEN_FILES = 4096
+MIN_SHARED_MEMORY = 2**30
 
 
 def version_key(text: str) -> tuple[int, ...]:
@@ -34,21 +35,21 @@ def version_key(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def python() -> Findings:
+def check_python() -> Findings:
     """Check the version of the interpreter."""
-    found = ".".join(map(str, sys.version_info[:3]))
+    installed = ".".join(map(str, sys.version_info[:3]))
     oldest = ".".join(map(str, OLDEST_PYTHON))
     if sys.version_info[:2] < OLDEST_PYTHON:
-        yield failed("Python", f"is {found}", f"use {oldest} or newer")
+        yield failed("Python", f"is {installed}", f"use {oldest} or newer")
     else:
-        yield ok("Python", found)
+        yield ok("Python", installed)
 
 
-def packages() -> Findings:
+def check_packages() -> Findings:
     """Check the versions of required packages without importing them."""
     for name, (oldest, newest) in SUPPORTED.items():
         try:
-            found = importlib.metadata.version(name)
+            installed = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield failed(
                 name, "is not installed", f"pip install -r requirements.txt, or pip install '{name}>={oldest}'"
@@ -58,21 +59,21 @@ def packages() -> Findings:
         remedy = f"pip install '{name}>={oldest}'"
         if too_new:
             remedy = f"pip install '{name}>={oldest},<{too_new}'"
-        if version_key(found) < version_key(oldest):
-            yield failed(name, f"{found} is too old", remedy)
-        elif too_new and version_key(found) >= version_key(too_new):
-            yield failed(name, f"{found} is too new", remedy)
-        elif version_key(found) > version_key(newest):
+        if version_key(installed) < version_key(oldest):
+            yield failed(name, f"{installed} is too old", remedy)
+        elif too_new and version_key(installed) >= version_key(too_new):
+            yield failed(name, f"{installed} is too new", remedy)
+        elif version_key(installed) > version_key(newest):
             yield warning(
                 name,
-                f"{found} is newer than {newest}, the newest tested version",
+                f"{installed} is newer than {newest}, the newest tested version",
                 f"pip install {name}=={newest} if a run behaves strangely",
             )
         else:
-            yield ok(name, found)
+            yield ok(name, installed)
 
 
-def imports(name: str) -> Findings:
+def check_import(name: str) -> Findings:
     """Check that package `name` can be imported.
 
     The import fails, for example, if torch lacks a library or if DeepSpeed was built for another torch.
@@ -80,18 +81,18 @@ def imports(name: str) -> Findings:
     try:
         version = importlib.import_module(name).__version__
     except Exception as error:  # a broken installation may raise anything
-        words = " ".join(str(error).split())[:200]
-        how = "as described on https://pytorch.org" if name == "torch" else f"(pip install --force-reinstall {name})"
+        message = " ".join(str(error).split())[:200]
+        hint = "as described on https://pytorch.org" if name == "torch" else f"(pip install --force-reinstall {name})"
         yield failed(
             f"import {name}",
-            f"{type(error).__name__}: {words}",
-            f"install {name} again {how}; until then, checks that need it are skipped",
+            f"{type(error).__name__}: {message}",
+            f"install {name} again {hint}; until then, checks that need it are skipped",
         )
     else:
         yield ok(f"import {name}", version)
 
 
-def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> Findings:
+def check_devices(built_for: str | None, usable: bool, present: bool) -> Findings:
     """Check that this build of torch fits the machine's devices.
 
     built_for: kind of accelerator that torch was built for, None for a CPU build. usable: whether torch finds an
@@ -121,95 +122,95 @@ def build_fits_devices(built_for: str | None, usable: bool, present: bool) -> Fi
         yield ok("devices", "CPU")
 
 
-def hidden_package(ours: Path, paths: Sequence[str]) -> Findings:
+def check_hidden_package(ours: Path, paths: Sequence[str]) -> Findings:
     """Check `paths` for other packages named `megatron`, which hide this project's package if they come first.
 
     ours: folder of this project's package.
     """
-    others = []
-    hiding = []
-    first = True
+    other_packages = []
+    hiding_packages = []
+    precedes_ours = True
     for entry in paths:
-        there = Path(entry or ".", "megatron")
-        if not there.is_dir():
+        folder = Path(entry or ".", "megatron")
+        if not folder.is_dir():
             continue
-        if there.resolve() == ours.resolve():
-            first = False
-        elif (there / "__init__.py").is_file():  # a folder without __init__.py hides no package
-            others.append(there)
-            if first:
-                hiding.append(there)
-    if hiding:
+        if folder.resolve() == ours.resolve():
+            precedes_ours = False
+        elif (folder / "__init__.py").is_file():  # a folder without __init__.py hides no package
+            other_packages.append(folder)
+            if precedes_ours:
+                hiding_packages.append(folder)
+    if hiding_packages:
         yield failed(
             "package megatron",
-            f"{hiding[0]} precedes this project's package in Python's path and hides it",
+            f"{hiding_packages[0]} precedes this project's package in Python's path and hides it",
             "uninstall that package (pip uninstall megatron-core), remove its folder from PYTHONPATH or use another "
             "environment",
         )
-    elif others:
+    elif other_packages:
         yield warning(
             "package megatron",
-            f"Python's path also contains another package named megatron: {others[0]}",
+            f"Python's path also contains another package named megatron: {other_packages[0]}",
             "start scripts from this project's folder, or use an environment without the other package",
         )
     else:
         yield ok("package megatron", "only this project's")
 
 
-def compiler(wanted: bool) -> Findings:
+def check_compiler(wanted: bool) -> Findings:
     """Check for a C++ compiler if --compile is given."""
     if not wanted:
         return
-    asked = os.environ.get("CXX")
-    for name in [asked] if asked else ["c++", "g++", "clang++"]:
-        found = shutil.which(name)
-        if found:
-            yield ok("compiler", found)
+    chosen = os.environ.get("CXX")
+    for name in [chosen] if chosen else ["c++", "g++", "clang++"]:
+        path = shutil.which(name)
+        if path:
+            yield ok("compiler", path)
             return
     yield failed(
         "compiler",
-        f"--compile needs a C++ compiler, but there is no {asked or 'c++, g++ or clang++'}",
+        f"--compile needs a C++ compiler, but there is no {chosen or 'c++, g++ or clang++'}",
         "install a compiler (apt install g++) or omit --compile",
     )
 
 
-def threads(ranks_here: int, on_cpu: bool) -> Findings:
+def check_threads(ranks_here: int, on_cpu: bool) -> Findings:
     """Check that the ranks on this machine together have no more threads than it has cores."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    given = os.environ.get("OMP_NUM_THREADS")
-    each = 1
-    if given is not None:
-        each = int(given) if given.isdecimal() else 0
-    total = ranks_here * each
-    if each < 1:
+    omp_threads = os.environ.get("OMP_NUM_THREADS")
+    threads_per_rank = 1
+    if omp_threads is not None:
+        threads_per_rank = int(omp_threads) if omp_threads.isdecimal() else 0
+    total_threads = ranks_here * threads_per_rank
+    if threads_per_rank < 1:
         yield failed(
             "threads",
-            f"OMP_NUM_THREADS={given} is not a number of threads",
+            f"OMP_NUM_THREADS={omp_threads} is not a number of threads",
             "unset OMP_NUM_THREADS, or set it to a positive whole number",
         )
-    elif on_cpu and total > cores and (ranks_here > 1 or given):
-        words = f"{ranks_here} ranks with {given or 1} threads each share {cores} cores"
+    elif on_cpu and total_threads > cores and (ranks_here > 1 or omp_threads):
+        words = f"{ranks_here} ranks with {omp_threads or 1} threads each share {cores} cores"
         yield warning("threads", words, "set OMP_NUM_THREADS=1, and use at most one rank per core if speed matters")
     else:
-        yield ok("threads", f"{ranks_here} ranks, {cores} cores, OMP_NUM_THREADS {given or 'not set'}")
+        yield ok("threads", f"{ranks_here} ranks, {cores} cores, OMP_NUM_THREADS {omp_threads or 'not set'}")
 
 
-def open_files() -> Findings:
+def check_open_files() -> Findings:
     """Check the limit of open files, `ulimit -n`."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         yield ok("open files", "unlimited")
-    elif limit < FILES_FAIL:
+    elif limit < MIN_OPEN_FILES:
         yield failed("open files", f"ulimit -n is {limit}", "run ulimit -n 65536 before the launch")
-    elif limit < FILES_WARN:
+    elif limit < FEW_OPEN_FILES:
         yield warning("open files", f"ulimit -n is {limit}, low for many ranks or corpora", "run ulimit -n 65536")
     else:
         yield ok("open files", str(limit))
 
 
-def shared_memory(workers: int, folder: str = "/dev/shm") -> Findings:
+def check_shared_memory(workers: int, folder: str = "/dev/shm") -> Findings:
     """Check that enough shared memory is free for the samples of data workers and for NCCL.
 
     workers: value of --num-workers.
@@ -217,7 +218,7 @@ def shared_memory(workers: int, folder: str = "/dev/shm") -> Findings:
     if not Path(folder).is_dir():
         return
     free = shutil.disk_usage(folder).free
-    if free >= SHARED_MEMORY:
+    if free >= MIN_SHARED_MEMORY:
         yield ok("shared memory", f"{free / 1e9:.1f} GB free")
         return
     words = f"{folder} has {free / 1e6:.0f} MB free"

@@ -8,29 +8,29 @@ from megatron.config import Config
 
 def checkpoint_bytes(config: Config) -> float:
     """Return the bytes of one checkpoint, which contains the weights and the optimizer's moments in fp32."""
-    from megatron.estimate.per_rank import moments_of
+    from megatron.estimate.per_rank import moment_elements
     from megatron.estimate.sizes import Count, count_layers, layers_of
 
     count = count_layers(layers_of(config), config)
     p = config.parallel
-    elsewhere = count.expert_matrices * (p.expert_parallel_size - 1)  # experts of other ranks
-    hidden = (count.hidden + elsewhere) * p.model_parallel_size
-    whole = Count(count.whole, count.whole, hidden=hidden)
-    return 4.0 * (count.whole + moments_of(whole, config))
+    other_experts = count.expert_matrices * (p.expert_parallel_size - 1)  # experts of other ranks
+    hidden = (count.hidden + other_experts) * p.model_parallel_size
+    unsharded = Count(count.whole, count.whole, hidden=hidden)
+    return 4.0 * (count.whole + moment_elements(unsharded, config))
 
 
 def machine_bytes() -> float | None:
     """Return the bytes of memory that a run can use on this machine; None if the system does not report them."""
-    found: list[float] = []
+    limits: list[float] = []
     try:
         with open("/proc/meminfo", encoding="utf-8") as file:
             for line in file:
                 if line.startswith("MemAvailable"):
-                    found.append(1024.0 * int(line.split()[1]))
+                    limits.append(1024.0 * int(line.split()[1]))
         with open("/sys/fs/cgroup/memory.max", encoding="utf-8") as file:
             text = file.read().strip()
             if text.isdecimal():
-                found.append(float(text))
+                limits.append(float(text))
     except OSError:
         pass
-    return min(found, default=None)
+    return min(limits, default=None)

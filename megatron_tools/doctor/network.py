@@ -15,8 +15,8 @@ from .finding import Finding, Findings, failed, ok, warning
 
 SSH_SECONDS = 10
 LOOPBACK = ("127.", "::1")  # addresses of the machine itself
-PORT = 29500  # default MASTER_PORT of torchrun and DeepSpeed
-ASK = (
+DEFAULT_PORT = 29500  # default MASTER_PORT of torchrun and DeepSpeed
+VERSION_SCRIPT = (
     "import importlib.metadata as m, os, sys; "
     "print('VERSIONS', '.'.join(map(str, sys.version_info[:2])), *(m.version(n) for n in ('torch', 'deepspeed')))"
 )
@@ -35,29 +35,29 @@ def read_hostfile(path: str) -> list[Host]:
     Raises ValueError, naming the line, for a malformed file, and OSError for an unreadable one.
     """
     hosts: dict[str, Host] = {}
-    for number, raw in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        line = raw.split("#")[0].strip()
+    for line_number, raw_line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        line = raw_line.split("#")[0].strip()
         if not line:
             continue
         match = re.fullmatch(r"(\S+)\s+slots=(\d+)", line)
         if not match or not int(match[2]):
-            raise ValueError(f"{path}, line {number}: {raw.strip()!r} is not of the form 'node1 slots=8'")
+            raise ValueError(f"{path}, line {line_number}: {raw_line.strip()!r} is not of the form 'node1 slots=8'")
         name = match[1]
         if name in hosts:
-            raise ValueError(f"{path}, line {number}: host {name} is listed twice; combine both lines")
+            raise ValueError(f"{path}, line {line_number}: host {name} is listed twice; combine both lines")
         hosts[name] = Host(name, int(match[2]))
     if not hosts:
         raise ValueError(f"{path} lists no host")
     return list(hosts.values())
 
 
-def hostfile(path: str) -> Findings:
+def check_hostfile(path: str) -> Findings:
     """Check the syntax of a hostfile."""
     try:
         hosts = read_hostfile(path)
     except (OSError, ValueError) as error:
-        text = f"cannot read {path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        yield failed("hostfile", text, "write one line for each host, 'name slots=N' (see scripts/hostfile.example)")
+        message = f"cannot read {path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        yield failed("hostfile", message, "write one line for each host, 'name slots=N' (see scripts/hostfile.example)")
         return
     slots = [host.slots for host in hosts]
     yield ok("hostfile", f"{len(hosts)} hosts, {sum(slots)} ranks")
@@ -69,7 +69,7 @@ def hostfile(path: str) -> Findings:
         )
 
 
-def hosts_answer(
+def check_hosts(
     hosts: Sequence[Host], versions: Sequence[str], marker: Path | None, seconds: float = SSH_SECONDS
 ) -> Findings:
     """Check over ssh that each host answers, has the expected versions and sees the file `marker`.
@@ -77,23 +77,25 @@ def hosts_answer(
     ssh must work without a password. versions: the versions of Python, torch and DeepSpeed on this machine, in this
     order. marker: a file in the run directory; a host that does not see it does not share the disk.
     """
-    name = socket.gethostname()
-    here = {"localhost", "127.0.0.1", name, name.split(".")[0]}
-    others = [host.name for host in hosts if host.name not in here]
+    own_name = socket.gethostname()
+    own_names = {"localhost", "127.0.0.1", own_name, own_name.split(".")[0]}
+    other_hosts = [host.name for host in hosts if host.name not in own_names]
     with ThreadPoolExecutor(32) as pool:
-        for found in pool.map(lambda name: _ask(name, versions, marker, seconds), others):
-            yield from found
+        for findings in pool.map(lambda own_name: _check_host(own_name, versions, marker, seconds), other_hosts):
+            yield from findings
 
 
-def _ask(name: str, versions: Sequence[str], marker: Path | None, seconds: float) -> list[Finding]:
-    look = f"; test -e {shlex.quote(str(marker))} && echo SHARED" if marker else ""
+def _check_host(name: str, versions: Sequence[str], marker: Path | None, seconds: float) -> list[Finding]:
+    """Return the findings about one host. The parameters are those of `check_hosts`."""
+    test = f"; test -e {shlex.quote(str(marker))} && echo SHARED" if marker else ""
     script = (
-        f"cd {shlex.quote(os.getcwd())} 2>/dev/null; {shlex.quote(sys.executable)} -c {shlex.quote(ASK)}{look}; true"
+        f"cd {shlex.quote(os.getcwd())} 2>/dev/null; {shlex.quote(sys.executable)} -c {shlex.quote(VERSION_SCRIPT)}"
+        f"{test}; true"
     )
     command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(int(seconds), 1)}", "--", name, script]
     remedy = f"try: ssh -o BatchMode=yes {name} true; it must need no password (ssh-copy-id {name})"
     try:
-        answer = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=2 * seconds, check=False, stdin=subprocess.DEVNULL
         )
     except FileNotFoundError:
@@ -106,30 +108,30 @@ def _ask(name: str, versions: Sequence[str], marker: Path | None, seconds: float
         ]
     except subprocess.TimeoutExpired:
         return [failed(f"host {name}", f"the host did not answer within {2 * seconds:g} s", remedy)]
-    if answer.returncode:
-        return [failed(f"host {name}", f"ssh: {(answer.stderr.strip().splitlines() or ['no answer'])[-1]}", remedy)]
-    there = next((line.split()[1:] for line in answer.stdout.splitlines() if line.startswith("VERSIONS")), None)
-    found = []
-    if there is None:
-        found.append(
+    if process.returncode:
+        return [failed(f"host {name}", f"ssh: {(process.stderr.strip().splitlines() or ['no answer'])[-1]}", remedy)]
+    remote = next((line.split()[1:] for line in process.stdout.splitlines() if line.startswith("VERSIONS")), None)
+    findings = []
+    if remote is None:
+        findings.append(
             failed(
                 f"host {name}",
                 f"the host answers, but lacks {sys.executable} or its packages",
                 "install the same environment at the same path",
             )
         )
-    elif there != list(versions):
-        found.append(
+    elif remote != list(versions):
+        findings.append(
             failed(
                 f"host {name}",
-                f"Python, torch and DeepSpeed are {' '.join(there)} there, but {' '.join(versions)} on this machine",
+                f"Python, torch and DeepSpeed are {' '.join(remote)} there, but {' '.join(versions)} on this machine",
                 "install the same versions on all hosts",
             )
         )
     else:
-        found.append(ok(f"host {name}", f"the host answers and has this machine's versions ({' '.join(there)})"))
-    if marker and "SHARED" not in answer.stdout.split():
-        found.append(
+        findings.append(ok(f"host {name}", f"the host answers and has this machine's versions ({' '.join(remote)})"))
+    if marker and "SHARED" not in process.stdout.split():
+        findings.append(
             failed(
                 f"disk of {name}",
                 f"the host does not see {marker.parent}",
@@ -137,33 +139,33 @@ def _ask(name: str, versions: Sequence[str], marker: Path | None, seconds: float
             )
         )
     elif marker:
-        found.append(ok(f"disk of {name}", f"the host sees {marker.parent}"))
-    return found
+        findings.append(ok(f"disk of {name}", f"the host sees {marker.parent}"))
+    return findings
 
 
-def launcher_variables() -> Findings:
+def check_launcher_variables() -> Findings:
     """Check the environment variables that launchers set. An old `export` may have left a wrong value."""
     remedy = "unset it; launchers set this variable for each rank"
-    numbers = {}
+    values = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        text = os.environ.get(name)
-        if text is None:
+        value = os.environ.get(name)
+        if value is None:
             continue
-        if text.isdecimal():
-            numbers[name] = int(text)
-        least = 1 if "WORLD" in name else 0
-        if numbers.get(name, -1) < least:
-            yield failed(name, f"the environment variable is {text!r}, which is not a valid number", remedy)
+        if value.isdecimal():
+            values[name] = int(value)
+        minimum = 1 if "WORLD" in name else 0
+        if values.get(name, -1) < minimum:
+            yield failed(name, f"the environment variable is {value!r}, which is not a valid number", remedy)
     for rank, ranks in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
-        if rank in numbers and ranks in numbers and numbers[rank] >= numbers[ranks]:
+        if rank in values and ranks in values and values[rank] >= values[ranks]:
             yield failed(
                 rank,
-                f"the environment variable is {numbers[rank]}, but must be below {ranks}={numbers[ranks]}",
+                f"the environment variable is {values[rank]}, but must be below {ranks}={values[ranks]}",
                 remedy,
             )
 
 
-def rank_0_is_here() -> Findings:
+def check_master_address() -> Findings:
     """Check on rank 0 that MASTER_ADDR is an address of this machine, because rank 0 listens there."""
     address = os.environ.get("MASTER_ADDR")
     if os.environ.get("RANK") != "0" or not address:
@@ -172,7 +174,7 @@ def rank_0_is_here() -> Findings:
         with socket.socket() as probe:
             probe.bind((address, 0))
     except socket.gaierror:
-        return  # the check `names` reports an address that does not resolve
+        return  # the check `check_host_names` reports an address that does not resolve
     except OSError as error:
         yield failed(
             "MASTER_ADDR",
@@ -181,49 +183,51 @@ def rank_0_is_here() -> Findings:
         )
 
 
-def port_is_free() -> Findings:
+def check_port() -> Findings:
     """Check that MASTER_PORT is valid and free on this machine."""
-    text = os.environ.get("MASTER_PORT", str(PORT))
-    if not text.isdecimal() or not 0 < int(text) < 65536:
-        yield failed("port", f"MASTER_PORT={text} is not a port", "set a number between 1024 and 65535")
+    port = os.environ.get("MASTER_PORT", str(DEFAULT_PORT))
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        yield failed("port", f"MASTER_PORT={port} is not a port", "set a number between 1024 and 65535")
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # allow a port in TIME_WAIT
         try:
-            probe.bind(("", int(text)))
+            probe.bind(("", int(port)))
         except OSError as error:
-            words = f"port {text} cannot be used: {error.strerror}"
+            message = f"port {port} cannot be used: {error.strerror}"
             if "MASTER_PORT" in os.environ:
                 yield failed(
-                    "port", words, "set another MASTER_PORT, or end the run that uses this port (see ss -ltnp)"
+                    "port", message, "set another MASTER_PORT, or end the run that uses this port (see ss -ltnp)"
                 )
             else:
                 yield warning(
-                    "port", words, "set MASTER_PORT, e.g. to 29501, or use --standalone, which finds a free port"
+                    "port", message, "set MASTER_PORT, e.g. to 29501, or use --standalone, which finds a free port"
                 )
             return
-    yield ok("port", f"{text} is free")
+    yield ok("port", f"{port} is free")
 
 
-def names() -> Findings:
+def check_host_names() -> Findings:
     """Check that this machine's name and MASTER_ADDR resolve, and to addresses that other hosts can reach."""
-    host = socket.gethostname()
+    hostname = socket.gethostname()
     checked = [
-        ("hostname", host, f"add 'ADDRESS {host}' to /etc/hosts, with the address that other hosts reach"),
+        ("hostname", hostname, f"add 'ADDRESS {hostname}' to /etc/hosts, with the address that other hosts reach"),
         ("MASTER_ADDR", os.environ.get("MASTER_ADDR"), "set a name or an address that every host can resolve"),
     ]
-    for what, name, remedy in checked:
+    for source, name, remedy in checked:
         if not name:
             continue
         try:
             address = str(socket.getaddrinfo(name, None)[0][4][0])
         except OSError:
-            yield failed(what, f"{name} does not resolve", remedy)
+            yield failed(source, f"{name} does not resolve", remedy)
             continue
         if address.startswith(LOOPBACK) and not name.startswith(("localhost", *LOOPBACK)):
-            yield warning(what, f"{name} resolves to {address}, which no other host can reach", _loopback_remedy(name))
+            yield warning(
+                source, f"{name} resolves to {address}, which no other host can reach", _loopback_remedy(name)
+            )
         else:
-            yield ok(what, f"{name} resolves to {address}")
+            yield ok(source, f"{name} resolves to {address}")
 
 
 def _loopback_remedy(name: str) -> str:
@@ -234,22 +238,22 @@ def _loopback_remedy(name: str) -> str:
     )
 
 
-def interface() -> Findings:
+def check_interfaces() -> Findings:
     """Check that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name existing interfaces."""
-    there = [name for _, name in socket.if_nameindex()]
+    existing = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         for wanted in filter(None, os.environ.get(variable, "").split(",")):
-            known = wanted in there
+            is_known = wanted in existing
             if variable.startswith("NCCL"):
                 # The variable may also contain a prefix of the name, =name (exactly this one) or ^name (all others).
                 prefix = wanted.lstrip("^=")
-                known = wanted.startswith("^") or any(name.startswith(prefix) for name in there)
-            if known:
+                is_known = wanted.startswith("^") or any(name.startswith(prefix) for name in existing)
+            if is_known:
                 yield ok("interface", f"{variable}={wanted}")
             else:
                 yield failed(
                     "interface",
-                    f"{variable}={wanted} is not an interface of this machine, which has {', '.join(there)}",
+                    f"{variable}={wanted} is not an interface of this machine, which has {', '.join(existing)}",
                     f"unset {variable} or set it to one of these interfaces",
                 )
 
@@ -259,8 +263,8 @@ def main(path: str) -> int:
     try:
         print(sum(host.slots for host in read_hostfile(path)))
     except (OSError, ValueError) as error:
-        words = f"{path} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
-        print(f"HOSTFILE={words}; write one line for each host, 'name slots=N'", file=sys.stderr)
+        message = f"{path} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        print(f"HOSTFILE={message}; write one line for each host, 'name slots=N'", file=sys.stderr)
         return 2
     return 0
 

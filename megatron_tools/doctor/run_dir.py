@@ -14,41 +14,41 @@ from .finding import Findings, failed, ok, warning
 
 def nearest_folder(path: Path) -> Path:
     """Return `path` or its nearest existing parent."""
-    return next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
-def writable(run_dir: Path) -> Findings:
+def check_writable(run_dir: Path) -> Findings:
     """Check by creating a temporary file that the run directory is writable. Permission bits would not suffice."""
-    there = nearest_folder(run_dir)
+    folder = nearest_folder(run_dir)
     try:
-        with tempfile.NamedTemporaryFile(dir=there, prefix=".doctor-"):
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".doctor-"):
             pass
     except OSError as error:
         yield failed(
-            "run directory", f"cannot write to {there}: {error.strerror}", "give a --run-dir that you can write to"
+            "run directory", f"cannot write to {folder}: {error.strerror}", "give a --run-dir that you can write to"
         )
     else:
-        words = f"{there} is writable"
-        if there != run_dir.absolute():
+        words = f"{folder} is writable"
+        if folder != run_dir.absolute():
             words += f"; {run_dir} will be created"
         yield ok("run directory", words)
 
 
-def lock(run_dir: Path, config: Config | None = None) -> Findings:
+def check_lock(run_dir: Path, config: Config | None = None) -> Findings:
     """Check that no other run holds the lock of the run directory or of the checkpoint folder."""
-    from megatron.locks.run_lock import NAME, Holder, holder_of
+    from megatron.locks.run_lock import LOCK_FILE, Holder, read_holder
     from megatron.training.run_folder import save_dir_of
 
     folder = save_dir_of(config, run_dir) if config else run_dir / "checkpoints"
-    locks = [run_dir / NAME]
+    locks = [run_dir / LOCK_FILE]
     if not isinstance(folder, RemotePath):  # object storage has no locks
-        locks.append(folder / NAME)
+        locks.append(folder / LOCK_FILE)
     held = [path for path in locks if path.exists()]
     if not held:
         yield ok("run lock", "not held")
         return
     path = held[0]
-    holder = holder_of(path)
+    holder = read_holder(path)
     if holder is None:
         yield failed("run lock", f"{path} is damaged", "delete the lock file if no run uses the directory")
     elif holder.is_gone(Holder.here(), path):
@@ -67,39 +67,43 @@ def lock(run_dir: Path, config: Config | None = None) -> Findings:
         )
 
 
-def disk(save_dir: Path, run_dir: Path, one: float, config: Config) -> Findings:
+def check_disk(save_dir: Path, run_dir: Path, checkpoint_bytes: float, config: Config) -> Findings:
     """Check that the disk has space for the run's checkpoints.
 
-    one: bytes of one checkpoint. A new checkpoint is written before an old one is deleted. Checkpoints in object
-    storage need space for one in the run directory, where their files wait for the upload.
+    checkpoint_bytes: bytes of one checkpoint. A new checkpoint is written before an old one is deleted. Checkpoints in
+    object storage need space for one in the run directory, where their files wait for the upload.
     """
     if not config.checkpoint.save_interval and not config.checkpoint.save_at_end:
         yield ok("disk", "no checkpoint is saved")
         return
-    remote = isinstance(save_dir, RemotePath)
-    folder = nearest_folder(run_dir if remote else save_dir)
+    is_remote = isinstance(save_dir, RemotePath)
+    folder = nearest_folder(run_dir if is_remote else save_dir)
     free = shutil.disk_usage(folder).free
-    if remote:
-        words = f"{free / 1e9:.1f} GB free for the upload of a checkpoint, which takes {one / 1e9:.2g} GB"
-        yield ok("disk", words) if free >= one else failed("disk", words, "free space, or give another --run-dir")
+    if is_remote:
+        words = f"{free / 1e9:.1f} GB free for the upload of a checkpoint, which takes {checkpoint_bytes / 1e9:.2g} GB"
+        yield (
+            ok("disk", words)
+            if free >= checkpoint_bytes
+            else failed("disk", words, "free space, or give another --run-dir")
+        )
         return
-    kept = config.checkpoint.keep_last
-    comfortable = 10 * one if kept is None else 0.0
-    words = f"{free / 1e9:.1f} GB free, a checkpoint takes {one / 1e9:.2g} GB"
+    keep_last = config.checkpoint.keep_last
+    comfortable_bytes = 10 * checkpoint_bytes if keep_last is None else 0.0
+    words = f"{free / 1e9:.1f} GB free, a checkpoint takes {checkpoint_bytes / 1e9:.2g} GB"
     remedy = "free space, set --save to another disk, or keep fewer checkpoints (--keep-last 2)"
-    if free < 2 * one:
+    if free < 2 * checkpoint_bytes:
         yield failed("disk", f"{words}, and a new checkpoint is written before an old one is deleted", remedy)
-    elif free < max(((kept or 2) + 1) * one, comfortable):
+    elif free < max(((keep_last or 2) + 1) * checkpoint_bytes, comfortable_bytes):
         yield warning("disk", words, remedy)
     else:
         yield ok("disk", words)
 
 
-def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bool, again: bool = True) -> Findings:
+def check_resume(config: Config, run_dir: Path, fingerprint: str | None, quick: bool, retry: bool = True) -> Findings:
     """Check that the checkpoint from which the run would resume is intact and fits the settings.
 
     fingerprint: SHA-256 of the run's tokenizer. quick: skip the check that the checkpoint is intact.
-    again: check the newest checkpoint once more if a run deletes this one meanwhile.
+    retry: check the newest checkpoint once more if a run deletes this one meanwhile.
     """
     from megatron.checkpointing import Wanted
     from megatron.checkpointing.contradictions import refuse_contradictions
@@ -113,7 +117,7 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
     path = None
     try:
         path = latest_checkpoint(save_dir)
-        wanted = Wanted.by(config, beside_load=path is not None and bool(load))
+        wanted = Wanted.from_config(config, beside_load=path is not None and bool(load))
         path = find_checkpoint(load) if path is None and load else path
         if path is None:
             yield ok("checkpoint", "no checkpoint exists, so the run begins at iteration 0")
@@ -122,8 +126,8 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
         if not quick:
             reader.verify()
     except CheckpointError as error:
-        if again and path and was_deleted(path):
-            yield from checkpoint(config, run_dir, fingerprint, quick, again=False)
+        if retry and path and was_deleted(path):
+            yield from check_resume(config, run_dir, fingerprint, quick, retry=False)
             return
         yield failed(
             "checkpoint",
@@ -140,34 +144,34 @@ def checkpoint(config: Config, run_dir: Path, fingerprint: str | None, quick: bo
     except CheckpointError as error:
         yield failed("resume", str(error), "use the settings of the checkpoint, or another --run-dir for a new run")
     else:
-        yield from _samples(reader, config, wanted)
+        yield from _check_samples(reader, config, wanted)
 
 
-def _samples(reader: Any, config: Config, wanted: Any) -> Findings:
+def _check_samples(reader: Any, config: Config, wanted: Any) -> Findings:
     """Check that seed, split and corpora match the checkpoint, so that the resumed run sees the same samples.
 
     The finding may also name the learning-rate schedule that the run continues.
     """
     from megatron.checkpointing.reader import plain_config
-    from megatron.optim import settled
+    from megatron.optim import resolve_lr_schedule
 
-    saved = plain_config(reader)
-    seen = reader.state["consumed_samples"]
-    if wanted.same_data and wanted.position and seen:
+    saved_config = plain_config(reader)
+    consumed_samples = reader.state["consumed_samples"]
+    if wanted.same_data and wanted.position and consumed_samples:
         compared = {
-            "seed": (saved.train.seed, config.train.seed),
-            "split": (saved.data.split, config.data.split),
+            "seed": (saved_config.train.seed, config.train.seed),
+            "split": (saved_config.data.split, config.data.split),
         }
-        for name, (there, here) in compared.items():
-            if there != here:
+        for name, (saved_value, current_value) in compared.items():
+            if saved_value != current_value:
                 yield failed(
                     "resume",
-                    f"--{name} is {there} in the checkpoint but {here} in the settings: "
-                    f"the {seen} samples consumed so far would differ",
-                    f"pass --{name} {there}, or --override-data to continue with other samples",
+                    f"--{name} is {saved_value} in the checkpoint but {current_value} in the settings: "
+                    f"the {consumed_samples} samples consumed so far would differ",
+                    f"pass --{name} {saved_value}, or --override-data to continue with other samples",
                 )
                 return
-        if saved.data.paths != config.data.paths:
+        if saved_config.data.paths != config.data.paths:
             yield warning(
                 "resume",
                 "the run's corpora have other paths than the checkpoint's; training will compare the consumed samples "
@@ -177,13 +181,13 @@ def _samples(reader: Any, config: Config, wanted: Any) -> Findings:
             return
     words = "the settings match the checkpoint"
     if wanted.position and reader.state["iteration"]:
-        _, note = settled(config, saved)
+        _, note = resolve_lr_schedule(config, saved_config)
         if note:
             words += f"; {note}"
     yield ok("resume", words)
 
 
-def marker(run_dir: Path) -> Any:
+def create_marker(run_dir: Path) -> Any:
     """Create a temporary file in the run directory or its nearest existing parent.
 
     The other hosts look for this file to check that they share the disk. The returned context manager deletes the file

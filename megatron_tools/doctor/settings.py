@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config import Config
 from megatron.config.command_line import from_file
-from megatron.config.families import parse_of_any_family
+from megatron.config.families import parse_any_family
 from megatron.config.fields import ConfigError
 
 from . import memory
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_tools.plan.cluster import Cluster
 
 
-class Settled(NamedTuple):
+class RunSettings(NamedTuple):
     """A run's settings: those of its flags alone, and those of its flags and ds_config together.
 
     config: the settings of the flags. resolved: the combined settings, or None if they contradict each other or do not
@@ -30,7 +30,7 @@ class Settled(NamedTuple):
     resolved: "Resolved | None" = None
 
 
-def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
+def read_settings(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
     """Return (settings, or None after an error; findings).
 
     Without `flags`, the settings are those saved in the file `run_config`.
@@ -38,7 +38,7 @@ def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Conf
     try:
         if run_config and not flags:
             return from_file(run_config), [ok("settings", f"from {run_config}")]
-        config = parse_of_any_family(flags, ranks)
+        config = parse_any_family(flags, ranks)
     except ConfigError as error:
         return None, [
             failed(
@@ -53,7 +53,7 @@ def read(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Conf
     return config, [ok("settings", words)]
 
 
-def layout(config: Config, ranks: int) -> Findings:
+def check_layout(config: Config, ranks: int) -> Findings:
     """Check that the parallel sizes fit the number of ranks."""
     p = config.parallel
     try:
@@ -61,16 +61,16 @@ def layout(config: Config, ranks: int) -> Findings:
     except ConfigError as error:
         yield failed("layout", str(error), "change --ranks (or the hostfile), or the sizes that the message names")
         return
-    context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
-    experts = f", experts divided over {p.expert_parallel_size} ranks" if p.expert_parallel_size > 1 else ""
+    context_text = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
+    expert_text = f", experts divided over {p.expert_parallel_size} ranks" if p.expert_parallel_size > 1 else ""
     yield ok(
         "layout",
-        f"{ranks} ranks: {p.stages} stages x {p.model_parallel_size} model-parallel{context} x {replicas} replicas"
-        f"{experts}, global batch {config.batches(ranks)}",
+        f"{ranks} ranks: {p.stages} stages x {p.model_parallel_size} model-parallel{context_text} x {replicas} replicas"
+        f"{expert_text}, global batch {config.batches(ranks)}",
     )
 
 
-def resolved(config: Config, ranks: int, cluster: "Cluster | None") -> tuple[Settled, list[Finding]]:
+def resolve_settings(config: Config, ranks: int, cluster: "Cluster | None") -> tuple[RunSettings, list[Finding]]:
     """Check that the ds_config and the flags agree; return the resolved settings and findings.
 
     cluster: hardware of the run, None for that of this machine.
@@ -81,21 +81,21 @@ def resolved(config: Config, ranks: int, cluster: "Cluster | None") -> tuple[Set
     try:
         config.parallel.data_parallel_size(ranks)
     except ConfigError:
-        return Settled(config), []  # `layout` reports this error
+        return RunSettings(config), []  # `check_layout` reports this error
     try:
-        fast = "bf16" in cluster.peak_tflops if cluster else device.fast_bf16(device.current())
-        found = resolve(config, ranks, fast)
+        has_fast_bf16 = "bf16" in cluster.peak_tflops if cluster else device.has_fast_bf16(device.current_device())
+        resolved_settings = resolve(config, ranks, has_fast_bf16)
     except ConfigError as error:
-        return Settled(config), [
+        return RunSettings(config), [
             failed("ds_config", str(error), "change the ds_config, or the flag that contradicts it")
         ]
-    words = f"{found.precision}, ZeRO {found.zero_stage}"
+    words = f"{resolved_settings.precision}, ZeRO {resolved_settings.zero_stage}"
     if config.train.deepspeed_config:
         words += f", from {config.train.deepspeed_config}"
-    return Settled(config, found), [ok("ds_config", words)]
+    return RunSettings(config, resolved_settings), [ok("ds_config", words)]
 
 
-def fits(settled: Settled, ranks: int, ranks_here: int | None, device_bytes: float | None) -> Findings:
+def check_memory(run: RunSettings, ranks: int, ranks_here: int | None, device_bytes: float | None) -> Findings:
     """Check whether the rank that needs the most memory fits into the available memory.
 
     ranks_here: number of ranks on a machine, None if unknown.
@@ -104,20 +104,20 @@ def fits(settled: Settled, ranks: int, ranks_here: int | None, device_bytes: flo
     from megatron.estimate.per_rank import rank_memory
     from megatron.estimate.sizes import parameters, stages_of
 
-    assert settled.config is not None
-    if settled.resolved is None:
+    assert run.config is not None
+    if run.resolved is None:
         return
-    zero = settled.resolved.deepspeed.get("zero_optimization", {})
-    if any(name.startswith("offload") for name in zero):
+    zero_config = run.resolved.deepspeed.get("zero_optimization", {})
+    if any(name.startswith("offload") for name in zero_config):
         yield ok("memory", "the memory was not estimated: the ds_config enables offloading")
         return
-    stages = rank_memory(settled.config, settled.resolved, ranks, device_bytes is not None, stages_of(settled.config))
-    kinds = asdict(max(stages, key=lambda stage: stage.total))
-    needed = sum(kinds.values())
-    free, there = _free(device_bytes, ranks_here or 1)
-    parts = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in kinds.items())
-    size = f"{parameters(settled.config) / 1e6:.1f} million parameters"
-    words = f"{size}; the rank that needs the most memory needs {needed / 1e9:.2g} GB ({parts}); {there}"
+    stages = rank_memory(run.config, run.resolved, ranks, device_bytes is not None, stages_of(run.config))
+    bytes_by_kind = asdict(max(stages, key=lambda stage: stage.total))
+    needed = sum(bytes_by_kind.values())
+    free_bytes, capacity_text = _free_memory(device_bytes, ranks_here or 1)
+    kind_text = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in bytes_by_kind.items())
+    model = f"{parameters(run.config) / 1e6:.1f} million parameters"
+    words = f"{model}; the rank that needs the most memory needs {needed / 1e9:.2g} GB ({kind_text}); {capacity_text}"
     remedy = (
         "use more ranks with --model-parallel-size, --pipe-parallel-size or --zero-stage 1 to 3, "
         "--checkpoint-activations, a smaller model or --precision bf16; tools/plan.py finds a layout"
@@ -125,19 +125,19 @@ def fits(settled: Settled, ranks: int, ranks_here: int | None, device_bytes: flo
     if device_bytes is None and ranks_here is None:
         yield warning(
             "memory",
-            f"{size}; the rank that needs the most memory needs {needed / 1e9:.2g} GB ({parts}); {ranks} ranks "
+            f"{model}; the rank that needs the most memory needs {needed / 1e9:.2g} GB ({kind_text}); {ranks} ranks "
             "are more than this machine has cores",
             "give --cluster or --hostfile, or run the doctor on a node of the cluster",
         )
-    elif needed > free:
+    elif needed > free_bytes:
         yield failed("memory", words, remedy)
-    elif needed > 0.9 * free:
+    elif needed > 0.9 * free_bytes:
         yield warning("memory", words + ", which leaves less than a tenth free", remedy)
     else:
         yield ok("memory", words)
 
 
-def _free(device_bytes: float | None, ranks_here: int) -> tuple[float, str]:
+def _free_memory(device_bytes: float | None, ranks_here: int) -> tuple[float, str]:
     """Return the bytes of memory that a rank can use, infinity if unknown, and words for them."""
     if device_bytes is not None:
         return device_bytes, f"the device has {device_bytes / 1e9:.1f} GB"

@@ -63,7 +63,7 @@ class Cluster:
         """Return how many ranks of a group share a node. stride: distance between neighbours in the group."""
         return min(ranks, max(1, self.devices_per_node // stride))
 
-    def wire(self, ranks: int, stride: int) -> Link:
+    def slowest_link(self, ranks: int, stride: int) -> Link:
         """Return the slowest link between two neighbours in a group of `ranks` devices that are `stride` apart."""
         return self.inside if (ranks - 1) * stride < self.devices_per_node else self.between
 
@@ -73,69 +73,69 @@ class Cluster:
         In a group that spans nodes, rings run in parallel over the links of all its ranks in a node. Four ranks a node
         with 25 GB/s each reach 100 GB/s, if the links inside the node are at least as fast.
         """
-        slowest = self.wire(ranks, stride)
+        slowest = self.slowest_link(ranks, stride)
         if slowest is self.inside:
             return slowest
-        parallel = self.ranks_in_a_node(ranks, stride) * self.between.gigabytes_per_second
-        speed = min(self.inside.gigabytes_per_second, parallel)
+        combined_speed = self.ranks_in_a_node(ranks, stride) * self.between.gigabytes_per_second
+        speed = min(self.inside.gigabytes_per_second, combined_speed)
         return Link(gigabytes_per_second=speed, latency_seconds=slowest.latency_seconds)
 
 
 def load_cluster(name: str) -> Cluster:
     """Load a cluster from a JSON file or configs/clusters/NAME.json. Raises ValueError naming file and error."""
-    path = presets.find(name, "clusters")
+    path = presets.find_preset(name, "clusters")
     if not path.is_file():
-        known = ", ".join(sorted(each.stem for each in presets.folder("clusters").glob("*.json")))
+        names = ", ".join(sorted(file.stem for file in presets.preset_folder("clusters").glob("*.json")))
         raise ValueError(
-            f"there is no cluster {name}; use one of {known}, or a JSON file like configs/clusters/a100.json"
+            f"there is no cluster {name}; use one of {names}, or a JSON file like configs/clusters/a100.json"
         )
     content = read_json(str(path))
     try:
-        return _cluster(content)
+        return _parse_cluster(content)
     except ValueError as error:
         raise ValueError(f"{path} is not a valid cluster: {error}; see configs/clusters/a100.json") from None
 
 
-def _cluster(found: Any) -> Cluster:
+def _parse_cluster(content: Any) -> Cluster:
     """Return the cluster that a parsed JSON file describes. Raises ValueError, naming the error, if it is invalid."""
-    found = {"sustained": 1.0, **found} if isinstance(found, dict) else found
-    _keys(found, Cluster, "the file")
-    if found["kind"] not in ("cpu", "accelerator"):
-        raise ValueError(f"the key kind is {found['kind']!r}, not cpu or accelerator")
-    if not isinstance(found["name"], str) or not isinstance(found["sources"], list):
+    content = {"sustained": 1.0, **content} if isinstance(content, dict) else content
+    _check_keys(content, Cluster, "the file")
+    if content["kind"] not in ("cpu", "accelerator"):
+        raise ValueError(f"the key kind is {content['kind']!r}, not cpu or accelerator")
+    if not isinstance(content["name"], str) or not isinstance(content["sources"], list):
         raise ValueError("the key name must be a string, and the key sources a list of strings")
-    if type(found["devices_per_node"]) is not int:
-        raise ValueError(f"devices_per_node is {found['devices_per_node']!r}, not a whole number")
-    peaks = found["peak_tflops"]
+    if type(content["devices_per_node"]) is not int:
+        raise ValueError(f"devices_per_node is {content['devices_per_node']!r}, not a whole number")
+    peaks = content["peak_tflops"]
     if not isinstance(peaks, dict) or not peaks or not set(peaks) <= set(DTYPES):
         raise ValueError(f"peak_tflops is {peaks!r}; it must have a number for at least one of {', '.join(DTYPES)}")
     for name in ("devices_per_node", "memory", "memory_bandwidth", "sustained"):
-        _positive(name, found[name])
+        _check_positive(name, content[name])
     for dtype, peak in peaks.items():
-        _positive(f"peak_tflops.{dtype}", peak)
+        _check_positive(f"peak_tflops.{dtype}", peak)
     links = {}
     for name in ("inside", "between"):
-        _keys(found[name], Link, name)
-        for each, value in found[name].items():
-            _positive(f"{name}.{each}", value)
-        links[name] = Link(**found[name])
-    return Cluster(**{**found, **links, "sources": tuple(found["sources"])})
+        _check_keys(content[name], Link, name)
+        for figure, value in content[name].items():
+            _check_positive(f"{name}.{figure}", value)
+        links[name] = Link(**content[name])
+    return Cluster(**{**content, **links, "sources": tuple(content["sources"])})
 
 
-def _keys(found: Any, kind: type, what: str) -> None:
-    """Raise ValueError unless `found` is a JSON object whose keys are the fields of the dataclass `kind`.
+def _check_keys(content: Any, cls: type, what: str) -> None:
+    """Raise ValueError unless `content` is a JSON object whose keys are the fields of the dataclass `cls`.
 
     what: name of the object in the error message.
     """
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError(f"{what} is not a JSON object")
-    names = {f.name for f in fields(kind)}
-    if missing := sorted(names - set(found)):
+    field_names = {field.name for field in fields(cls)}
+    if missing := sorted(field_names - set(content)):
         raise ValueError(f"{what} lacks {', '.join(missing)}")
-    if strange := sorted(set(found) - names):
-        raise ValueError(f"{what} has unknown keys: {', '.join(strange)}")
+    if unknown := sorted(set(content) - field_names):
+        raise ValueError(f"{what} has unknown keys: {', '.join(unknown)}")
 
 
-def _positive(name: str, value: Any) -> None:
+def _check_positive(name: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{name} is {value!r}, not a positive number")

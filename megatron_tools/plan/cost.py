@@ -14,9 +14,9 @@ from megatron.config import Config
 from megatron.config.ds_config import Resolved
 from megatron.estimate.sizes import Count, Shapes, Stage, padded_vocabulary
 from megatron.model.layers import Layer
-from megatron.model.work import lengths
-from tds.schedule import schedule_of
-from tds.timetable import times
+from megatron.model.work import sample_lengths
+from tds.schedule import find_schedule
+from tds.timetable import simulate_times
 
 from .cluster import Cluster, Link
 
@@ -116,23 +116,23 @@ class Cost:
 
 
 @lru_cache(maxsize=65536)
-def pipeline_units(name: str, extra: int, chunks: int, stages: int, micros: int, backward: float = 2.0) -> float:
+def pipeline_units(name: str, extra_warmup: int, chunks: int, stages: int, micros: int, backward: float = 2.0) -> float:
     """Return how long a pipeline step takes, in units of a micro-batch's forward and backward pass on one stage.
 
     The result is the length of a timetable of the schedule `name` in which all stages are equally fast. If there are
     many micro-batches, a timetable of fewer micro-batches is computed, and each one left out adds one unit.
-    extra: value of --pipeline-extra-warmup. backward: duration of a backward pass; that of a forward pass is 1.
+    extra_warmup: value of --pipeline-extra-warmup. backward: duration of a backward pass; that of a forward pass is 1.
     """
     if stages == 1:
         return float(micros)
-    schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
-    few = micros
-    steady = name in ("1f1b", "gpipe", "interleaved")
-    if steady and micros > 6 * stages * (1 + extra) and micros % stages == 0:
-        few = 4 * stages * (1 + extra)
-    plan = [list(schedule(stage, stages, few)) for stage in range(stages)]
-    end = max(span.end for span in times(plan, 1.0, backward))
-    return end / (1.0 + backward) + micros - few
+    schedule = find_schedule({"schedule": name, "extra_warmup": extra_warmup}, chunks)
+    simulated = micros
+    is_steady = name in ("1f1b", "gpipe", "interleaved")
+    if is_steady and micros > 6 * stages * (1 + extra_warmup) and micros % stages == 0:
+        simulated = 4 * stages * (1 + extra_warmup)
+    plan = [list(schedule(stage, stages, simulated)) for stage in range(stages)]
+    last_end = max(span.end for span in simulate_times(plan, 1.0, backward))
+    return last_end / (1.0 + backward) + micros - simulated
 
 
 def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> float:
@@ -146,178 +146,181 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> fl
     return sent / (link.gigabytes_per_second * 1e9 * e.link) + 2 * (ranks - 1) * min(link.latency_seconds, 1e-5)
 
 
-def expert_bytes(x: Shapes, layer: Layer) -> float:
+def expert_bytes(shapes: Shapes, layer: Layer) -> float:
     """Return the bytes of rows that a rank sends to other ranks in one all-to-all of a layer with evenly used experts.
 
     A micro-batch needs two all-to-alls in its forward pass, and two in its backward pass.
     """
     if not layer.routes:
         return 0.0
-    m = x.config.model
-    ranks = x.config.parallel.expert_parallel_size
-    rows = x.of_layer(layer) * m.experts_per_token
-    return rows * m.hidden_size * x.width * (ranks - 1) / ranks
+    m = shapes.config.model
+    ranks = shapes.config.parallel.expert_parallel_size
+    rows = shapes.layer_tokens(layer) * m.experts_per_token
+    return rows * m.hidden_size * shapes.width * (ranks - 1) / ranks
 
 
-def _exchange_seconds(x: Shapes, layer: Layer, cluster: Cluster, e: Efficiency) -> float:
+def _all_to_all_seconds(shapes: Shapes, layer: Layer, cluster: Cluster, e: Efficiency) -> float:
     """Return the seconds of one all-to-all of a layer; 0 without experts and without expert parallelism.
 
     Rows for other nodes leave through the rank's own link, while rows for the rank's node go over the links inside it.
     """
-    rows = expert_bytes(x, layer)
-    if not rows:
+    sent_bytes = expert_bytes(shapes, layer)
+    if not sent_bytes:
         return 0.0
-    ranks = x.config.parallel.expert_parallel_size
-    near = cluster.ranks_in_a_node(ranks, x.ranks)
-    outside = rows * (ranks - near) / (ranks - 1)
-    slowest = cluster.wire(ranks, x.ranks)
-    far_seconds = outside / (cluster.between.gigabytes_per_second * 1e9 * e.link)
-    near_seconds = (rows - outside) / (cluster.inside.gigabytes_per_second * 1e9 * e.link)
+    ranks = shapes.config.parallel.expert_parallel_size
+    ranks_in_node = cluster.ranks_in_a_node(ranks, shapes.ranks)
+    bytes_to_other_nodes = sent_bytes * (ranks - ranks_in_node) / (ranks - 1)
+    slowest = cluster.slowest_link(ranks, shapes.ranks)
+    far_seconds = bytes_to_other_nodes / (cluster.between.gigabytes_per_second * 1e9 * e.link)
+    near_seconds = (sent_bytes - bytes_to_other_nodes) / (cluster.inside.gigabytes_per_second * 1e9 * e.link)
     return max(far_seconds, near_seconds) + (ranks - 1) * min(slowest.latency_seconds, 1e-5)
 
 
-def _inner_bytes(x: Shapes, layer: Layer) -> float:
+def _mlp_activation_bytes(shapes: Shapes, layer: Layer) -> float:
     """Return the bytes of a micro-batch's inner activations in the layer's MLP, or in all experts of its tokens."""
-    m = x.config.model
+    m = shapes.config.model
     width = m.expert_ff_size * (m.experts_per_token + m.num_shared_experts) if layer.routes else m.ff_size
-    return x.of_layer(layer) * width / x.ranks * x.width
+    return shapes.layer_tokens(layer) * width / shapes.ranks * shapes.width
 
 
-def _touched(x: Shapes, layer: Layer, e: Efficiency) -> float:
+def _memory_traffic(shapes: Shapes, layer: Layer, e: Efficiency) -> float:
     """Return the bytes that the forward pass of a transformer layer reads and writes, apart from matmuls."""
-    m = x.config.model
-    tokens = x.of_layer(layer)
-    batch = x.config.train.batch_size
-    found = e.hidden_passes * x.hidden(tokens) + e.inner_passes * _inner_bytes(x, layer)
+    m = shapes.config.model
+    tokens = shapes.layer_tokens(layer)
+    batch_size = shapes.config.train.batch_size
+    traffic = e.hidden_passes * shapes.hidden(tokens) + e.inner_passes * _mlp_activation_bytes(shapes, layer)
     if layer.routes:
         # Rows are sorted by expert, and their outputs back, with a read and a write each. The ranks of the experts sort
         # what arrives, too.
-        copies = 4 if x.config.parallel.expert_parallel_size == 1 else 8
-        found += copies * tokens * m.experts_per_token * m.hidden_size * x.width
-    length = tokens / batch
-    scores = batch * m.num_attention_heads / x.ranks * length**2 * x.width
-    return found + e.score_passes * scores
+        copies = 4 if shapes.config.parallel.expert_parallel_size == 1 else 8
+        traffic += copies * tokens * m.experts_per_token * m.hidden_size * shapes.width
+    length = tokens / batch_size
+    scores = batch_size * m.num_attention_heads / shapes.ranks * length**2 * shapes.width
+    return traffic + e.score_passes * scores
 
 
-def _width_factor(x: Shapes, e: Efficiency) -> float:
+def _narrow_efficiency(shapes: Shapes, e: Efficiency) -> float:
     """Return which fraction of `e.matmul` a rank's matmuls reach. The fraction is smaller for narrower matrices."""
-    m = x.config.model
+    m = shapes.config.model
     inner = m.expert_ff_size if m.num_experts else m.ff_size
-    narrowest = min(m.num_attention_heads * m.head_size / x.ranks, m.hidden_size, inner / x.ranks)
+    narrowest = min(m.num_attention_heads * m.head_size / shapes.ranks, m.hidden_size, inner / shapes.ranks)
     return narrowest / (narrowest + e.narrow)
 
 
-def layer_flops(x: Shapes, layer: Layer) -> tuple[float, float]:
+def layer_flops(shapes: Shapes, layer: Layer) -> tuple[float, float]:
     """Return (matmul FLOPs, attention FLOPs) of a rank's forward pass of a micro-batch through `layer`."""
-    c = x.config
+    c = shapes.config
     m = c.model
     if not layer.repeated:
         if layer.name != "head":
             return 0.0, 0.0
-        return 2.0 * x.of_layer(layer) * m.hidden_size * padded_vocabulary(c, x.ranks) / x.ranks, 0.0
-    encoder, decoder = lengths(c)
+        return 2.0 * shapes.layer_tokens(layer) * m.hidden_size * padded_vocabulary(c, shapes.ranks) / shapes.ranks, 0.0
+    encoder, decoder = sample_lengths(c)
     inner = m.num_attention_heads * m.head_size
-    if _is_decoder(layer):
-        scores = 2 * decoder * decoder * inner + 2 * decoder * encoder * inner
+    if _has_cross_attention(layer):
+        score_flops = 2 * decoder * decoder * inner + 2 * decoder * encoder * inner
     else:
-        scores = 2 * encoder * encoder * inner
-    batch = c.train.batch_size
-    split = x.ranks * c.parallel.context_parallel_size
-    return 2.0 * batch * (layer.work - scores) / split, 2.0 * batch * scores / split
+        score_flops = 2 * encoder * encoder * inner
+    batch_size = c.train.batch_size
+    shards = shapes.ranks * c.parallel.context_parallel_size
+    return 2.0 * batch_size * (layer.work - score_flops) / shards, 2.0 * batch_size * score_flops / shards
 
 
-def _is_decoder(layer: Layer) -> bool:
+def _has_cross_attention(layer: Layer) -> bool:
     """Return whether a layer is a T5's decoder layer, which has a cross-attention."""
     return layer.cls.__name__ == "DecoderBlock"
 
 
 def stage_seconds(
-    stage: Stage, x: Shapes, resolved: Resolved, cluster: Cluster, replicas: int, e: Efficiency
+    stage: Stage, shapes: Shapes, resolved: Resolved, cluster: Cluster, replicas: int, e: Efficiency
 ) -> tuple[Seconds, float, float]:
     """Return (seconds, model FLOPs, FLOPs with recomputation) of a rank's passes of one micro-batch through `stage`."""
-    p = x.config.parallel
-    rate = cluster.sustained_peak(resolved.precision) * e.matmul * _width_factor(x, e)
-    hbm = cluster.memory_bandwidth * 1e9 * e.memory
-    again = bool(x.config.recomputed_layers)
-    model = 0.0
-    done = 0.0
-    found = Seconds()
+    p = shapes.config.parallel
+    matmul_rate = cluster.sustained_peak(resolved.precision) * e.matmul * _narrow_efficiency(shapes, e)
+    memory_rate = cluster.memory_bandwidth * 1e9 * e.memory
+    recomputes = bool(shapes.config.recomputed_layers)
+    model_flops = 0.0
+    done_flops = 0.0
+    seconds = Seconds()
     for layer in stage.layers:
-        dense, scores = layer_flops(x, layer)
-        repeats = 4 if again and layer.repeated else 3
-        model += 3 * (dense + scores)
-        done += repeats * (dense + scores)
-        found.matmuls += repeats * dense / rate
+        matmul_flops, score_flops = layer_flops(shapes, layer)
+        repeats = 4 if recomputes and layer.repeated else 3
+        model_flops += 3 * (matmul_flops + score_flops)
+        done_flops += repeats * (matmul_flops + score_flops)
+        seconds.matmuls += repeats * matmul_flops / matmul_rate
         if layer.repeated:
-            qkv = _recomputed_flops(x, layer)
-            done += qkv
-            found.matmuls += qkv / rate
-            _add_block(found, layer, scores, x, resolved, cluster, e)
+            qkv_flops = _recomputed_flops(shapes, layer)
+            done_flops += qkv_flops
+            seconds.matmuls += qkv_flops / matmul_rate
+            _add_layer_seconds(seconds, layer, score_flops, shapes, resolved, cluster, e)
         elif layer.name == "head":
-            logits = 6 * x.of_layer(layer) * padded_vocabulary(x.config, x.ranks) / x.ranks
-            found.memory += logits * x.width / hbm
+            logits = 6 * shapes.layer_tokens(layer) * padded_vocabulary(shapes.config, shapes.ranks) / shapes.ranks
+            seconds.memory += logits * shapes.width / memory_rate
     if resolved.zero_stage == 3:
-        # The weights are gathered for the forward and for the backward pass. A gather is half of an all-reduce.
-        found.weights = all_reduce_seconds(stage.count.held * x.width, replicas, cluster.ring(replicas, x.ranks), e)
+        # The weights are gathered for the forward and for the backward pass, each time half of an all-reduce.
+        weight_bytes = stage.count.held * shapes.width
+        seconds.weights = all_reduce_seconds(weight_bytes, replicas, cluster.ring(replicas, shapes.ranks), e)
     if p.stages > 1:
-        wire = cluster.wire(p.stages, x.ranks * replicas)
-        one = boundary_bytes(stage, x) / (wire.gigabytes_per_second * 1e9 * e.link) + wire.latency_seconds
-        found.boundary = 2 * one * p.virtual_pipeline_size
-    return found, model, done
+        link = cluster.slowest_link(p.stages, shapes.ranks * replicas)
+        message_time = boundary_bytes(stage, shapes) / (link.gigabytes_per_second * 1e9 * e.link) + link.latency_seconds
+        seconds.boundary = 2 * message_time * p.virtual_pipeline_size
+    return seconds, model_flops, done_flops
 
 
-def _recomputed_flops(x: Shapes, layer: Layer) -> float:
+def _recomputed_flops(shapes: Shapes, layer: Layer) -> float:
     """Return the FLOPs of the matmuls that --recompute-modules repeats in a transformer layer's backward pass."""
-    m = x.config.model
+    m = shapes.config.model
     if "qkv" not in m.recompute_modules:
         return 0.0
     heads = m.num_attention_heads + 2 * m.key_value_heads
-    return 2.0 * x.of_layer(layer) * m.hidden_size * heads * m.head_size / x.ranks
+    return 2.0 * shapes.layer_tokens(layer) * m.hidden_size * heads * m.head_size / shapes.ranks
 
 
-def _add_block(
-    found: Seconds, layer: Layer, scores: float, x: Shapes, resolved: Resolved, cluster: Cluster, e: Efficiency
+def _add_layer_seconds(
+    times: Seconds, layer: Layer, attn_flops: float, shapes: Shapes, resolved: Resolved, cluster: Cluster, e: Efficiency
 ) -> None:
-    """Add the seconds of a transformer layer, apart from its matmuls. scores: FLOPs of its attention scores."""
-    m = x.config.model
-    p = x.config.parallel
-    tokens = x.of_layer(layer)
+    """Add the seconds of a transformer layer, apart from its matmuls. attn_flops: FLOPs of its attention scores."""
+    m = shapes.config.model
+    p = shapes.config.parallel
+    tokens = shapes.layer_tokens(layer)
     peak = cluster.sustained_peak(resolved.precision)
-    hbm = cluster.memory_bandwidth * 1e9 * e.memory
+    memory_rate = cluster.memory_bandwidth * 1e9 * e.memory
     # Passes through the layer: forward, and twice as much backward, and forward again if the layer is recomputed.
-    repeats = 3
-    attentions = 4 if m.checkpoint_attention else 3
-    reduced = 4
-    exchanges = 4
-    if x.config.recomputed_layers:
-        repeats = 4
-        attentions = 4
-        reduced = 6
-        exchanges = 6
-    if _is_decoder(layer):
-        reduced += 2
-    found.memory += len(m.recompute_modules) * 2 * (x.hidden(tokens) + _inner_bytes(x, layer) / 3) / hbm
-    found.memory += repeats * _touched(x, layer, e) / hbm
-    reached = e.matmul / 2 if e.score_passes else e.attention
-    found.attention += attentions * scores / (peak * reached)
-    found.expert_parallel += exchanges * _exchange_seconds(x, layer, cluster, e)
-    states = tokens * m.hidden_size * x.width
-    found.tensor_parallel += reduced * all_reduce_seconds(states, x.ranks, cluster.ring(x.ranks, 1), e)
+    passes = 3
+    attention_passes = 4 if m.checkpoint_attention else 3
+    all_reduces = 4
+    all_to_alls = 4
+    if shapes.config.recomputed_layers:
+        passes = 4
+        attention_passes = 4
+        all_reduces = 6
+        all_to_alls = 6
+    if _has_cross_attention(layer):
+        all_reduces += 2
+    mlp_bytes = _mlp_activation_bytes(shapes, layer)
+    times.memory += len(m.recompute_modules) * 2 * (shapes.hidden(tokens) + mlp_bytes / 3) / memory_rate
+    times.memory += passes * _memory_traffic(shapes, layer, e) / memory_rate
+    attention_efficiency = e.matmul / 2 if e.score_passes else e.attention
+    times.attention += attention_passes * attn_flops / (peak * attention_efficiency)
+    times.expert_parallel += all_to_alls * _all_to_all_seconds(shapes, layer, cluster, e)
+    states = tokens * m.hidden_size * shapes.width
+    times.tensor_parallel += all_reduces * all_reduce_seconds(states, shapes.ranks, cluster.ring(shapes.ranks, 1), e)
     context = p.context_parallel_size
-    keys = 2 * tokens * m.key_value_heads * m.head_size / x.ranks * x.width * context
-    found.context_parallel += 1.5 * all_reduce_seconds(keys, context, cluster.ring(context, x.ranks), e)
+    kv_bytes = 2 * tokens * m.key_value_heads * m.head_size / shapes.ranks * shapes.width * context
+    # Both passes gather keys and values and one scatters their gradients, each half of an all-reduce.
+    times.context_parallel += 1.5 * all_reduce_seconds(kv_bytes, context, cluster.ring(context, shapes.ranks), e)
 
 
-def boundary_bytes(stage: Stage, x: Shapes) -> float:
+def boundary_bytes(stage: Stage, shapes: Shapes) -> float:
     """Return the bytes that a rank sends to the next stage per micro-batch.
 
     A rank sends its shard of the hidden states. In a T5 decoder, it also sends its shard of the encoder's output.
     """
-    tokens = x.of_layer(stage.layers[-1])
+    tokens = shapes.layer_tokens(stage.layers[-1])
     states = tokens
-    if x.config.is_t5 and tokens == x.tokens[1]:
-        states += x.tokens[0]
-    return states * x.config.model.hidden_size * x.width / x.ranks
+    if shapes.config.is_t5 and tokens == shapes.tokens[1]:
+        states += shapes.tokens[0]
+    return states * shapes.config.model.hidden_size * shapes.width / shapes.ranks
 
 
 def cost_of(
@@ -326,70 +329,71 @@ def cost_of(
     """Return the cost of one step. Raises ValueError if the cluster's file gives no peak for the run's dtype."""
     p = config.parallel
     gas = config.train.gas
-    x = Shapes(config, resolved.precision, cluster.accelerated)
+    shapes = Shapes(config, resolved.precision, cluster.accelerated)
     replicas = p.data_parallel_size(world) * p.context_parallel_size
     schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
     units = pipeline_units(*schedule, p.stages, gas, e.backward)
-    exact = 4 if resolved.zero_stage <= 1 else x.width
+    gradient_width = 4 if resolved.zero_stage <= 1 else shapes.width
     seconds = []
-    model = done = sums = share = boundary = exchanged = 0.0
+    model_flops = done_flops = reduction_seconds = updated_parameters = max_boundary = all_to_all_bytes = 0.0
     for stage in stages:
-        passes, flops, repeated = stage_seconds(stage, x, resolved, cluster, replicas, e)
-        seconds.append(passes)
-        model += flops
-        done += repeated
+        stage_time, stage_flops, stage_done_flops = stage_seconds(stage, shapes, resolved, cluster, replicas, e)
+        seconds.append(stage_time)
+        model_flops += stage_flops
+        done_flops += stage_done_flops
         parts = stage.count.by_replicas(replicas, p.expert_parallel_size)
-        reduced, updated = _updates(parts, x, exact, resolved, cluster, e)
-        sums = max(sums, reduced)
-        share = max(share, updated)
-        boundary = max(boundary, boundary_bytes(stage, x))
-        exchanged = max(exchanged, 4 * sum(expert_bytes(x, layer) for layer in stage.layers))
+        stage_reduction, stage_updated = _gradient_costs(parts, shapes, gradient_width, resolved, cluster, e)
+        reduction_seconds = max(reduction_seconds, stage_reduction)
+        updated_parameters = max(updated_parameters, stage_updated)
+        max_boundary = max(max_boundary, boundary_bytes(stage, shapes))
+        all_to_all_bytes = max(all_to_all_bytes, 4 * sum(expert_bytes(shapes, layer) for layer in stage.layers))
     slowest = max(each.total for each in seconds)
     average = sum(each.total for each in seconds) / len(seconds)
     held = max(stage.count.held for stage in stages)
-    hidden = min(sums * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
-    gathered = 0.0
+    overlapped = min(reduction_seconds * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
+    gather_seconds = 0.0
     if resolved.zero_stage >= 2:
         # DeepSpeed's ZeRO 2 and 3 scatter the sums of gradients, half of an all-reduce, after every micro-batch.
         # ZeRO 2 gathers the updated weights at the end of the step.
-        gathered = sums / 2 if resolved.zero_stage == 2 else 0.0
-        sums = sums * gas / 2
-        hidden = hidden * gas / 2
-    stepped = (share * 28 + held * 2 * x.width) / (cluster.memory_bandwidth * 1e9 * e.memory)
-    ranks = x.ranks * replicas
+        gather_seconds = reduction_seconds / 2 if resolved.zero_stage == 2 else 0.0
+        reduction_seconds = reduction_seconds * gas / 2
+        overlapped = overlapped * gas / 2
+    # Adam reads a gradient, and reads and writes two moments and the fp32 weight: 28 bytes.
+    update_seconds = (updated_parameters * 28 + held * 2 * shapes.width) / (cluster.memory_bandwidth * 1e9 * e.memory)
+    ranks = shapes.ranks * replicas
     layers = max(stage.repeated for stage in stages)
-    collective = 4.0 * max(x.tokens) * config.model.hidden_size * x.width * layers
-    computing = gas * slowest + (units - gas) * average
+    collective_size = 4.0 * max(shapes.tokens) * config.model.hidden_size * shapes.width * layers
+    pass_seconds = gas * slowest + (units - gas) * average
     return Cost(
-        passes=computing,
-        step=computing + sums - hidden + gathered + stepped + e.step_seconds,
+        passes=pass_seconds,
+        step=pass_seconds + reduction_seconds - overlapped + gather_seconds + update_seconds + e.step_seconds,
         bubble=1 - gas / units,
         stages=tuple(seconds),
-        gradients=sums - hidden + gathered,
-        optimizer=stepped,
-        model_flops=model * (gas * ranks),
-        done_flops=done * (gas * ranks),
-        tokens=config.train_batch_size(world) * sum(lengths(config)),
+        gradients=reduction_seconds - overlapped + gather_seconds,
+        optimizer=update_seconds,
+        model_flops=model_flops * (gas * ranks),
+        done_flops=done_flops * (gas * ranks),
+        tokens=config.train_batch_size(world) * sum(sample_lengths(config)),
         devices=world,
         peak=cluster.peak(resolved.precision),
-        boundary_bytes=boundary if p.stages > 1 else 0.0,
-        gradient_bytes=held * float(exact),
-        collective_bytes=collective if x.ranks > 1 else 0.0,
-        expert_bytes=exchanged,
+        boundary_bytes=max_boundary if p.stages > 1 else 0.0,
+        gradient_bytes=held * float(gradient_width),
+        collective_bytes=collective_size if shapes.ranks > 1 else 0.0,
+        expert_bytes=all_to_all_bytes,
     )
 
 
-def _updates(
-    parts: Sequence[tuple[Count, int]], x: Shapes, exact: int, resolved: Resolved, cluster: Cluster, e: Efficiency
+def _gradient_costs(
+    parts: Sequence[tuple[Count, int]], shapes: Shapes, width: int, resolved: Resolved, cluster: Cluster, e: Efficiency
 ) -> tuple[float, float]:
     """Return (seconds of the gradients' all-reduces, number of parameters that a rank's optimizer updates).
 
-    parts: result of `Count.by_replicas`. exact: bytes of an element of a gradient.
+    parts: result of `Count.by_replicas`. width: bytes of an element of a gradient.
     """
-    sums = 0.0
-    share = 0.0
+    reduction_seconds = 0.0
+    updated_parameters = 0.0
     for count, replicas in parts:
-        sums += all_reduce_seconds(count.held * exact, replicas, cluster.ring(replicas, x.ranks), e)
+        reduction_seconds += all_reduce_seconds(count.held * width, replicas, cluster.ring(replicas, shapes.ranks), e)
         shards = replicas if resolved.zero_stage else 1
-        share += count.held / shards
-    return sums, share
+        updated_parameters += count.held / shards
+    return reduction_seconds, updated_parameters

@@ -11,15 +11,15 @@ from megatron.config.command_line import with_values
 from megatron.config.ds_config import Resolved, resolve
 from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import Memory, rank_memory
-from megatron.estimate.sizes import Shapes, Stage, in_words, parameters, stages_of
+from megatron.estimate.sizes import Shapes, Stage, format_count, parameters, stages_of
 
 from .cluster import Cluster
 from .cost import DEFAULT, Cost, Efficiency, cost_of
 
-USABLE = 0.9  # usable fraction of a device's memory; driver, libraries and fragmentation take the rest
-MICROS = (1, 2, 4, 8, 16, 32)
-MODULES = ("norm", "qkv", "activation")
-AXES = {
+USABLE_MEMORY = 0.9  # usable fraction of a device's memory; driver, libraries and fragmentation take the rest
+MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+RECOMPUTED_MODULES = ("norm", "qkv", "activation")
+LAYOUT_SETTINGS = {
     "model_parallel_size", "pipe_parallel_size", "context_parallel_size", "expert_parallel_size",
     "virtual_pipeline_size", "pipeline_schedule", "zero_stage",
     "checkpoint_activations", "recompute_modules", "sequence_parallel",
@@ -43,25 +43,25 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
 
     Raises ValueError if the sizes contradict each other or if two are missing.
     """
-    sizes = [each for each in (total, micro, gas) if each is not None]
-    if len(sizes) < 2:
+    given = [size for size in (total, micro, gas) if size is not None]
+    if len(given) < 2:
         raise ValueError("give two of --global-batch-size, --micro-batch-size and --gas, which determine the third")
-    if min(replicas, *sizes) < 1:
+    if min(replicas, *given) < 1:
         raise ValueError("--global-batch-size, --micro-batch-size and --gas must be at least 1")
-    unit = (micro or 1) * (gas or 1) * replicas
+    step_samples = (micro or 1) * (gas or 1) * replicas
     if total is None:
-        total = unit
-    fits = total % unit == 0
-    if len(sizes) == 3:
-        fits = total == unit
-    if not fits:
+        total = step_samples
+    divides = total % step_samples == 0
+    if len(given) == 3:
+        divides = total == step_samples
+    if not divides:
         known = f"--gas {gas} x --micro-batch-size" if micro is None else f"--micro-batch-size {micro} x --gas"
-        near = max(round(total / unit), 1) * unit
+        near = max(round(total / step_samples), 1) * step_samples
         raise ValueError(
             f"--global-batch-size {total} is not {known} x {replicas} replicas; set --global-batch-size to {near} or "
-            f"another multiple of {unit}"
+            f"another multiple of {step_samples}"
         )
-    return Batch(total, micro or total // unit, gas or total // unit)
+    return Batch(total, micro or total // step_samples, gas or total // step_samples)
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Layout:
     cost: Cost | None
 
     @property
-    def worst(self) -> Memory:
+    def peak_memory(self) -> Memory:
         """Memory of a rank in the stage that needs the most."""
         return max(self.memory, key=lambda m: m.total)
 
@@ -105,7 +105,7 @@ def evaluate(config: Config, devices: int, cluster: Cluster, e: Efficiency = DEF
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SearchRequest:
     """What the user wants to have planned.
 
     total, micro, gas: samples per step, samples per micro-batch, micro-batches per step and replica; None if the
@@ -121,51 +121,51 @@ class Wanted:
     fixed: frozenset[str] = frozenset()
 
 
-def _choices(wanted: Wanted) -> dict[str, list[Any]]:
-    """Return the values of each setting that the search combines. Settings in `wanted.fixed` keep theirs."""
-    c = wanted.config
-    layers = c.model.num_layers
+def _search_space(request: SearchRequest) -> dict[str, list[Any]]:
+    """Return the values of each setting that the search combines. Settings in `request.fixed` keep theirs."""
+    c = request.config
+    num_layers = c.model.num_layers
     if c.is_t5:
-        layers += c.model.decoder_layers
-    tensor = []
-    pipes = [0]
-    experts = []
-    for d in range(1, wanted.devices + 1):
-        if wanted.devices % d:
+        num_layers += c.model.decoder_layers
+    tp_sizes = []
+    pp_sizes = [0]
+    ep_sizes = []
+    for size in range(1, request.devices + 1):
+        if request.devices % size:
             continue
-        if d <= wanted.cluster.devices_per_node:
-            tensor.append(d)
-        if 1 < d <= layers:
-            pipes.append(d)
-        if (c.model.num_experts or 1) % d == 0:
-            experts.append(d)
-    mixed = c.train.dtype in ("bf16", "fp16")
-    found: dict[str, list[Any]] = {
-        "model_parallel_size": tensor,
-        "pipe_parallel_size": pipes,
+        if size <= request.cluster.devices_per_node:
+            tp_sizes.append(size)
+        if 1 < size <= num_layers:
+            pp_sizes.append(size)
+        if (c.model.num_experts or 1) % size == 0:
+            ep_sizes.append(size)
+    is_mixed_precision = c.train.dtype in ("bf16", "fp16")
+    space: dict[str, list[Any]] = {
+        "model_parallel_size": tp_sizes,
+        "pipe_parallel_size": pp_sizes,
         "virtual_pipeline_size": [1, 2, 4],
-        "zero_stage": [1, 2, 3] if mixed else [0, 1, 2, 3],
-        "expert_parallel_size": experts,
+        "zero_stage": [1, 2, 3] if is_mixed_precision else [0, 1, 2, 3],
+        "expert_parallel_size": ep_sizes,
     }
-    for name in found:
+    for name in space:
         value = getattr(c.parallel, name)
-        if name in wanted.fixed and value is not None:
-            found[name] = [value]
-    found["again"] = [(False, ()), (False, MODULES), (True, ())]
-    if wanted.fixed & {"checkpoint_activations", "recompute_modules"}:
-        found["again"] = [(c.parallel.checkpoint_activations, c.model.recompute_modules)]
-    return found
+        if name in request.fixed and value is not None:
+            space[name] = [value]
+    space["recomputation"] = [(False, ()), (False, RECOMPUTED_MODULES), (True, ())]
+    if request.fixed & {"checkpoint_activations", "recompute_modules"}:
+        space["recomputation"] = [(c.parallel.checkpoint_activations, c.model.recompute_modules)]
+    return space
 
 
-def candidates(wanted: Wanted) -> Iterator[Config]:
+def candidates(request: SearchRequest) -> Iterator[Config]:
     """Yield the settings of every valid layout that the search considers."""
-    choices = _choices(wanted)
-    c = wanted.config
-    for tp, pp, chunks, zero, ep, (whole, modules) in product(*choices.values()):
-        cell = tp * max(pp, 1) * c.parallel.context_parallel_size
-        replicas = wanted.devices // cell
+    space = _search_space(request)
+    c = request.config
+    for tp, pp, chunks, zero, ep, (whole_layers, modules) in product(*space.values()):
+        ranks_per_replica = tp * max(pp, 1) * c.parallel.context_parallel_size
+        replicas = request.devices // ranks_per_replica
         shards = replicas * c.parallel.context_parallel_size
-        if wanted.devices % cell or shards % ep:
+        if request.devices % ranks_per_replica or shards % ep:
             continue
         # ZeRO 2 and 3 support neither pipelines nor expert parallelism. Without replicas ZeRO has nothing to shard, so
         # only the lowest stage that the precision allows is tried.
@@ -175,120 +175,120 @@ def candidates(wanted: Wanted) -> Iterator[Config]:
             continue
         values = {
             "model_parallel_size": tp, "pipe_parallel_size": pp, "virtual_pipeline_size": chunks, "zero_stage": zero,
-            "expert_parallel_size": ep, "checkpoint_activations": whole, "recompute_modules": modules,
+            "expert_parallel_size": ep, "checkpoint_activations": whole_layers, "recompute_modules": modules,
         }  # fmt: skip
-        if "pipeline_schedule" not in wanted.fixed:
+        if "pipeline_schedule" not in request.fixed:
             values["pipeline_schedule"] = "interleaved" if chunks > 1 else "1f1b"
-        if "sequence_parallel" not in wanted.fixed:
-            values["sequence_parallel"] = tp > 1 and wanted.cluster.accelerated
-        for batch in _batches(wanted, replicas):
+        if "sequence_parallel" not in request.fixed:
+            values["sequence_parallel"] = tp > 1 and request.cluster.accelerated
+        for batch in _batch_sizes(request, replicas):
             if chunks > 1 and batch.gas % pp:
                 continue
             with suppress(ConfigError):
                 yield with_values(c, {**values, "batch_size": batch.micro, "gas": batch.gas})
 
 
-def _batches(wanted: Wanted, replicas: int) -> Iterator[Batch]:
-    micros: Sequence[int | None] = [wanted.micro]
-    if wanted.micro is None and (wanted.gas is None or wanted.total is None):
-        micros = MICROS
+def _batch_sizes(request: SearchRequest, replicas: int) -> Iterator[Batch]:
+    micros: Sequence[int | None] = [request.micro]
+    if request.micro is None and (request.gas is None or request.total is None):
+        micros = MICRO_BATCHES
     for micro in micros:
         with suppress(ValueError):
-            yield solve_batch(replicas, wanted.total, micro, wanted.gas)
+            yield solve_batch(replicas, request.total, micro, request.gas)
 
 
-def fits(layout: Layout, cluster: Cluster) -> bool:
+def fits_in_memory(layout: Layout, cluster: Cluster) -> bool:
     """Return True if every stage leaves at least a tenth of a device's memory free."""
-    return layout.worst.total <= USABLE * cluster.memory * 1e9
+    return layout.peak_memory.total <= USABLE_MEMORY * cluster.memory * 1e9
 
 
-def search(wanted: Wanted, e: Efficiency = DEFAULT) -> list[Layout]:
+def search(request: SearchRequest, e: Efficiency = DEFAULT) -> list[Layout]:
     """Return the layouts that fit in memory, fastest first. Of equally fast ones, the one with less memory comes first.
 
     Raises ValueError with one sentence of advice if no layout is valid or none fits.
     """
-    good: list[Layout] = []
+    fitting: list[Layout] = []
     leanest: Layout | None = None
-    for config in candidates(wanted):
+    for config in candidates(request):
         try:
-            layout = evaluate(config, wanted.devices, wanted.cluster, e, timed=False)
+            layout = evaluate(config, request.devices, request.cluster, e, timed=False)
         except ConfigError:
             continue
-        if leanest is None or layout.worst.total < leanest.worst.total:
+        if leanest is None or layout.peak_memory.total < leanest.peak_memory.total:
             leanest = layout
-        if fits(layout, wanted.cluster):
-            cost = cost_of(config, layout.resolved, wanted.devices, wanted.cluster, layout.stages, e)
-            good.append(replace(layout, cost=cost))
-    if good:
-        return sorted(good, key=_rank)
+        if fits_in_memory(layout, request.cluster):
+            cost = cost_of(config, layout.resolved, request.devices, request.cluster, layout.stages, e)
+            fitting.append(replace(layout, cost=cost))
+    if fitting:
+        return sorted(fitting, key=_sort_key)
     if leanest is None:
-        raise ValueError(_explain_no_layout(wanted))
-    raise ValueError(_explain_too_large(wanted, leanest))
+        raise ValueError(_explain_no_layout(request))
+    raise ValueError(_explain_too_large(request, leanest))
 
 
-def _rank(layout: Layout) -> tuple[float, float]:
+def _sort_key(layout: Layout) -> tuple[float, float]:
     assert layout.cost is not None
-    return -float(f"{layout.cost.tokens_per_second:.2e}"), layout.worst.total
+    return -float(f"{layout.cost.tokens_per_second:.2e}"), layout.peak_memory.total
 
 
-def _explain_too_large(wanted: Wanted, leanest: Layout) -> str:
+def _explain_too_large(request: SearchRequest, leanest: Layout) -> str:
     """Return the error message for a model of which no layout fits in memory. It advises a number of devices.
 
     leanest: the layout that needs the least memory.
     """
-    need = leanest.worst.total / 1e9
-    there = USABLE * wanted.cluster.memory
+    need = leanest.peak_memory.total / 1e9
+    usable = USABLE_MEMORY * request.cluster.memory
     return (
-        f"{in_words(parameters(wanted.config))} parameters do not fit on {wanted.devices} devices of "
-        f"{wanted.cluster.name}: the leanest layout ({leanest.name}, ZeRO {leanest.resolved.zero_stage}) needs "
-        f"{need:,.3g} GB per device, and {there:,.3g} GB are usable; use about {_devices_for(wanted, leanest):,} "
+        f"{format_count(parameters(request.config))} parameters do not fit on {request.devices} devices of "
+        f"{request.cluster.name}: the leanest layout ({leanest.name}, ZeRO {leanest.resolved.zero_stage}) needs "
+        f"{need:,.3g} GB per device, and {usable:,.3g} GB are usable; use about {_devices_for(request, leanest):,} "
         f"devices, a smaller model, a shorter --seq-length or devices with more memory"
     )
 
 
-def _devices_for(wanted: Wanted, leanest: Layout) -> int:
+def _devices_for(request: SearchRequest, leanest: Layout) -> int:
     """Estimate how many devices the model needs: the given number is doubled until the model fits.
 
     The model is taken to fit if each device's equal share of weights, gradients and optimizer state fits beside the
     activations of the leanest layout.
     """
-    total = 0.0
+    total_bytes = 0.0
     for stage in leanest.memory:
-        total += stage.weights + stage.gradients + stage.optimizer
-    whole = total * leanest.devices / len(leanest.memory)
-    memory = wanted.cluster.memory * 1e9
-    room = max(USABLE * memory - leanest.worst.activations, 0.25 * memory)
-    count = wanted.devices * 2
-    while count * room < whole:
-        count *= 2
-    return count
+        total_bytes += stage.weights + stage.gradients + stage.optimizer
+    state_bytes = total_bytes * leanest.devices / len(leanest.memory)
+    memory = request.cluster.memory * 1e9
+    room = max(USABLE_MEMORY * memory - leanest.peak_memory.activations, 0.25 * memory)
+    devices = request.devices * 2
+    while devices * room < state_bytes:
+        devices *= 2
+    return devices
 
 
-def _explain_no_layout(wanted: Wanted) -> str:
+def _explain_no_layout(request: SearchRequest) -> str:
     """Return the error message for a search without a valid layout.
 
     If the user's own settings already raise an error, that error's message is returned.
     """
-    c = wanted.config
-    micro = wanted.micro or (None if wanted.gas else 1)
+    c = request.config
+    micro = request.micro or (None if request.gas else 1)
     try:
-        replicas = c.parallel.data_parallel_size(wanted.devices)
-        batch = solve_batch(replicas, wanted.total, micro, wanted.gas)
+        replicas = c.parallel.data_parallel_size(request.devices)
+        batch = solve_batch(replicas, request.total, micro, request.gas)
         values: dict[str, Any] = {"batch_size": batch.micro, "gas": batch.gas}
-        if "zero_stage" not in wanted.fixed:
+        if "zero_stage" not in request.fixed:
             values["zero_stage"] = None
-        evaluate(with_values(c, values), wanted.devices, wanted.cluster, timed=False)
+        evaluate(with_values(c, values), request.devices, request.cluster, timed=False)
     except ValueError as error:
         return str(error)
-    if not wanted.total or wanted.total % wanted.devices == 0:
-        given = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(wanted.fixed)) or "the batch"
-        return f"no layout of {wanted.devices} devices fits {given} and these batch sizes; omit one of these flags"
+    if not request.total or request.total % request.devices == 0:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(request.fixed)) or "the batch"
+        return f"no layout of {request.devices} devices fits {flags} and these batch sizes; omit one of these flags"
     return (
-        f"--global-batch-size {wanted.total} cannot be split over any layout of {wanted.devices} devices; set it to a "
-        f"multiple of {wanted.devices}"
+        f"--global-batch-size {request.total} cannot be split over any layout of {request.devices} devices; set it "
+        f"to a multiple of {request.devices}"
     )
 
 
-def shapes_of(layout: Layout, cluster: Cluster) -> Shapes:
+def shapes_of_layout(layout: Layout, cluster: Cluster) -> Shapes:
     """Return the tensor sizes from which the memory of a layout's activations is computed."""
     return Shapes(layout.config, layout.resolved.precision, cluster.accelerated)

@@ -16,13 +16,13 @@ from megatron import presets
 from megatron.config import SECTIONS, Config
 from megatron.config.command_line import parse, read_json, with_values
 from megatron.config.defaults import DEFAULTS
-from megatron.config.fields import refuse, problems_where
-from megatron.estimate.sizes import in_words, parameters
+from megatron.config.fields import problems_where, raise_first_problem
+from megatron.estimate.sizes import format_count, parameters
 
 from .cluster import Cluster, load_cluster
-from .layouts import AXES, Layout, Wanted, search
-from .report import KINDS, explained, ranked
-from .scripts import doctor_command, write
+from .layouts import LAYOUT_SETTINGS, Layout, SearchRequest, search
+from .report import MEMORY_KINDS, explain_layout, layout_table
+from .scripts import doctor_command, write_files
 
 EXAMPLES = """\
   python tools/plan.py --model configs/models/llama_8b.json --cluster h100 --devices 64 --global-batch-size 1024 \\
@@ -33,7 +33,7 @@ EXAMPLES = """\
       --model-parallel-size 8 --pipe-parallel-size 4 --explain --chart memory.png
   python tools/plan.py --family gpt2 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 \\
       --vocab-size 5000 --cluster laptop_cpu --devices 2 --global-batch-size 8 --write plan && plan/run.sh"""
-VOCABULARIES = {"gpt2": 50257, "llama": 128256, "t5": 32128}
+DEFAULT_VOCABULARIES = {"gpt2": 50257, "llama": 128256, "t5": 32128}
 
 
 class TrainingFlagsParser(Parser):
@@ -41,33 +41,33 @@ class TrainingFlagsParser(Parser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Return the arguments; `flags` holds those that this parser does not know."""
-        found, rest = self.parse_known_args(args, namespace)
-        found.flags = rest
-        return found
+        parsed, unknown = self.parse_known_args(args, namespace)
+        parsed.flags = unknown
+        return parsed
 
 
 def _family_of(argv: list[str]) -> str:
     """Return the model family that `argv` names, or "" if it names no family."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--family")
-    finder.add_argument("--config", action="append", default=[])
-    found, _ = finder.parse_known_args(argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--family")
+    parser.add_argument("--config", action="append", default=[])
+    parsed, _ = parser.parse_known_args(argv)
     family = ""
-    for path in found.config:
-        content = read_json(str(presets.find(path, "models")))
+    for path in parsed.config:
+        content = read_json(str(presets.find_preset(path, "models")))
         family = content.get("family") or content.get("model", {}).get("family") or family
-    return str(found.family or family)
+    return str(parsed.family or family)
 
 
-def _chunks(flags: list[str]) -> int:
+def _virtual_pipeline_size(flags: list[str]) -> int:
     """Return the value of --virtual-pipeline-size, or 1 if it is missing or not a number."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--virtual-pipeline-size", default="1")
-    size = str(finder.parse_known_args(flags)[0].virtual_pipeline_size)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--virtual-pipeline-size", default="1")
+    size = str(parser.parse_known_args(flags)[0].virtual_pipeline_size)
     return int(size) if size.isdecimal() else 1
 
 
-def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
+def run_settings(args: argparse.Namespace, cluster: Cluster) -> Config:
     """Return the settings of the run for which layouts are searched.
 
     Raises ConfigError for flags that training would reject.
@@ -76,25 +76,29 @@ def settings(args: argparse.Namespace, cluster: Cluster) -> Config:
     for path in args.model:
         argv += ["--config", path]
     argv += args.flags
-    given = {word.split("=")[0] for word in args.flags}
-    if "--batch-size-schedule" in given:
+    flag_names = {word.split("=")[0] for word in args.flags}
+    if "--batch-size-schedule" in flag_names:
         raise ValueError(
             "a plan has one global batch size: leave --batch-size-schedule out, and give its largest size as "
             "--global-batch-size"
         )
-    if "--virtual-pipeline-size" in given and "--pipeline-schedule" not in given and _chunks(args.flags) > 1:
+    if (
+        "--virtual-pipeline-size" in flag_names
+        and "--pipeline-schedule" not in flag_names
+        and _virtual_pipeline_size(args.flags) > 1
+    ):
         argv += ["--pipeline-schedule", "interleaved"]
     config = parse(argv, DEFAULTS.get(_family_of(argv)), args.devices, _print_note)
     values: dict[str, Any] = {}
     if config.model.vocab_size is None:
-        values["vocab_size"] = VOCABULARIES.get(config.model.family or "gpt2", 50257)
+        values["vocab_size"] = DEFAULT_VOCABULARIES.get(config.model.family or "gpt2", 50257)
         print(f"note: assuming a vocabulary of {values['vocab_size']:,} tokens; set --vocab-size for another size")
     if config.train.precision == "auto":
-        values["precision"] = _fastest(cluster)
+        values["precision"] = _fastest_precision(cluster)
     return with_values(config, values)
 
 
-def _fastest(cluster: Cluster) -> str:
+def _fastest_precision(cluster: Cluster) -> str:
     """Return the precision that --precision auto means on a cluster."""
     if cluster.accelerated:
         for precision in ("bf16", "fp16"):
@@ -105,51 +109,57 @@ def _fastest(cluster: Cluster) -> str:
 
 def _print_note(note: str) -> None:
     """Print a note on a flag, unless it depends on the layout, which the plan has yet to find."""
-    first = note.split()[0].removeprefix("--").removeprefix("no-").replace("-", "_")
-    if first not in SECTIONS["parallel"].__dataclass_fields__:
+    setting = note.split()[0].removeprefix("--").removeprefix("no-").replace("-", "_")
+    if setting not in SECTIONS["parallel"].__dataclass_fields__:
         print(f"note: {note}")
 
 
-def fixed_by(flags: list[str]) -> frozenset[str]:
+def fixed_settings(flags: list[str]) -> frozenset[str]:
     """Return the names of the layout settings that were given as flags, such as zero_stage."""
     names = set()
     for word in flags:
         if word.startswith("--"):
             name = word.split("=")[0].removeprefix("--").removeprefix("no-")
             names.add(name.replace("-", "_"))
-    return frozenset(names & AXES)
+    return frozenset(names & LAYOUT_SETTINGS)
 
 
 def main(args: argparse.Namespace) -> None:
-    _check(args)
+    _check_flags(args)
     cluster = load_cluster(args.cluster)
     _check_nodes(args.devices, cluster)
-    config = settings(args, cluster)
+    config = run_settings(args, cluster)
     if args.global_batch_size is None and args.micro_batch_size is None and args.gas is None:
         raise ValueError("give --global-batch-size, or two of --global-batch-size, --micro-batch-size and --gas")
-    wanted = Wanted(
-        config, cluster, args.devices, args.global_batch_size, args.micro_batch_size, args.gas, fixed_by(args.flags)
+    request = SearchRequest(
+        config,
+        cluster,
+        args.devices,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.gas,
+        fixed_settings(args.flags),
     )
-    found = search(wanted)
+    layouts = search(request)
     print(
-        f"{parameters(config):,} parameters ({in_words(parameters(config))}), {config.train.precision}, {args.devices} "
-        f"devices of {cluster.name}; {len(found)} layouts fit; the table shows the memory "
+        f"{parameters(config):,} parameters ({format_count(parameters(config))}), {config.train.precision}, "
+        f"{args.devices} devices of {cluster.name}; {len(layouts)} layouts fit; the table shows the memory "
         f"of the stage that needs the most, in GB, and TFLOP/s per device including recomputation"
     )
-    print("\n".join(ranked(found[: args.top], args.tokens)))
-    chosen = _chosen(found, args.layout)
+    print("\n".join(layout_table(layouts[: args.top], args.tokens)))
+    layout = _layout_in_row(layouts, args.layout)
     if args.explain:
-        print(f"\nlayout {args.layout}: {chosen.name}")
-        print("\n".join(explained(chosen, cluster, args.tokens)))
+        print(f"\nlayout {args.layout}: {layout.name}")
+        print("\n".join(explain_layout(layout, cluster, args.tokens)))
     if args.chart:
-        draw(chosen, cluster, args.chart)
+        draw_memory(layout, cluster, args.chart)
     if args.write:
-        for path in write(chosen, cluster, args.write, args.tokens):
+        for path in write_files(layout, cluster, args.write, args.tokens):
             print(f"wrote {path}")
-        print(f"check it before launch: {doctor_command(chosen, args.cluster, args.write)}")
+        print(f"check it before launch: {doctor_command(layout, args.cluster, args.write)}")
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for missing and impossible flags of the hardware and the output."""
     if None in (args.devices, args.cluster):
         raise ValueError("give --cluster and --devices, which describe the hardware; --help shows examples")
@@ -159,41 +169,41 @@ def _check(args: argparse.Namespace) -> None:
         (args.top < 1, f"--top {args.top} must be at least 1"),
         (not 1 <= tokens < math.inf, f"--tokens {tokens:g} must be a number of tokens, at least 1, such as 1e12"),
     )
-    refuse(problems)
+    raise_first_problem(problems)
 
 
 def _check_nodes(devices: int, cluster: Cluster) -> None:
     """Raise ValueError for several nodes of which one is used in part: links and launches need equal nodes."""
     each = cluster.devices_per_node
     if devices > each and devices % each:
-        below = devices // each * each
+        fewer = devices // each * each
         raise ValueError(
-            f"--devices {devices} is not a multiple of the {each} devices of a node of {cluster.name}: use {below} or "
-            f"{below + each}, or a cluster file with another devices_per_node"
+            f"--devices {devices} is not a multiple of the {each} devices of a node of {cluster.name}: use {fewer} or "
+            f"{fewer + each}, or a cluster file with another devices_per_node"
         )
 
 
-def _chosen(found: list[Layout], number: int) -> Layout:
-    if not 1 <= number <= len(found):
-        raise ValueError(f"--layout {number} must be a row of the table, 1 to {len(found)}")
-    return found[number - 1]
+def _layout_in_row(layouts: list[Layout], row: int) -> Layout:
+    if not 1 <= row <= len(layouts):
+        raise ValueError(f"--layout {row} must be a row of the table, 1 to {len(layouts)}")
+    return layouts[row - 1]
 
 
-def draw(layout: Layout, cluster: Cluster, path: str) -> None:
+def draw_memory(layout: Layout, cluster: Cluster, path: str) -> None:
     """Draw the memory of each stage as a bar, coloured by kind, with a line at the device's capacity."""
     figure = new_figure("--chart", figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots()
     stages = range(len(layout.memory))
-    below = [0.0] * len(layout.memory)
+    bottoms = [0.0] * len(layout.memory)
     colours = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#b279a2", "#9d9d9d", "#eeca3b")
-    for kind, colour in zip(KINDS, colours, strict=True):
+    for kind, colour in zip(MEMORY_KINDS, colours, strict=True):
         sizes = [getattr(memory, kind) / 1e9 for memory in layout.memory]
-        axes.bar(stages, sizes, 0.7, below, label=kind, color=colour)
+        axes.bar(stages, sizes, 0.7, bottoms, label=kind, color=colour)
         for stage, size in enumerate(sizes):
-            below[stage] += size
-    words = f"{cluster.name}: {cluster.memory:g} GB"
-    axes.axhline(cluster.memory, color="black", linestyle="--", linewidth=1, label=words)
-    size_in_words = in_words(parameters(layout.config))
+            bottoms[stage] += size
+    capacity_label = f"{cluster.name}: {cluster.memory:g} GB"
+    axes.axhline(cluster.memory, color="black", linestyle="--", linewidth=1, label=capacity_label)
+    size_in_words = format_count(parameters(layout.config))
     axes.set(
         xlabel="pipeline stage",
         ylabel="GB per rank",

@@ -3,45 +3,45 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 
-from data_utils.cli import blocks
+from data_utils.cli import split_columns
 from megatron.estimate.per_rank import Memory
-from megatron.estimate.sizes import in_words, parameters
-from megatron.model.work import lengths
-from tds.schedule import schedule_of
-from tds.timetable import most_in_flight
+from megatron.estimate.sizes import format_count, parameters
+from megatron.model.work import sample_lengths
+from tds.schedule import find_schedule
+from tds.timetable import max_in_flight
 
 from .cluster import Cluster
 from .cost import Cost
-from .layouts import USABLE, Layout, shapes_of
+from .layouts import USABLE_MEMORY, Layout, shapes_of_layout
 
 Lines = Iterator[str]
-KINDS = tuple(f.name for f in fields(Memory))
+MEMORY_KINDS = tuple(f.name for f in fields(Memory))
 
 
 def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
     """Yield the lines of Markdown tables with aligned columns, one table for each part that fits the terminal."""
-    between: list[str] = []
-    for head, *block in blocks([heads, *rows], gap=3):
-        yield from between
+    separator: list[str] = []
+    for head, *block in split_columns([heads, *rows], gap=3):
+        yield from separator
         yield from _as_markdown(head, block)
-        between = [""]
+        separator = [""]
 
 
 def _as_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    lines = ["-" * width for width in widths]
-    for row in (heads, lines, *rows):
+    dashes = ["-" * width for width in widths]
+    for row in (heads, dashes, *rows):
         yield "| " + " | ".join(map(str.ljust, row, widths)) + " |"
 
 
-def recomputed(layout: Layout) -> str:
+def recompute_label(layout: Layout) -> str:
     """Return which activations a layout recomputes in the backward pass: `none`, `layers` or `modules`."""
     if layout.config.parallel.checkpoint_activations:
         return "layers"
     return "modules" if layout.config.model.recompute_modules else "none"
 
 
-def duration(days: float) -> str:
+def format_duration(days: float) -> str:
     """Return a duration, given in days, as text in a suitable unit, such as `3.2 hours`."""
     for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
         if days >= size:
@@ -49,106 +49,107 @@ def duration(days: float) -> str:
     return f"{days * 86400:.1f} s"
 
 
-def ranked(layouts: Sequence[Layout], tokens: float | None) -> Lines:
+def layout_table(layouts: Sequence[Layout], tokens: float | None) -> Lines:
     """Yield the lines of a table with a row for each layout.
 
     A row gives the parallel sizes, the memory by kind on the stage that needs the most, and the speed.
     """
-    experts = any(layout.config.model.num_experts for layout in layouts)
+    has_experts = any(layout.config.model.num_experts for layout in layouts)
     rows = []
     for number, layout in enumerate(layouts, 1):
-        row = {"": str(number)} | _row(layout, experts)
+        row = {"": str(number)} | _layout_cells(layout, has_experts)
         if tokens:
             assert layout.cost is not None
-            row["time"] = duration(layout.cost.days(tokens))
+            row["time"] = format_duration(layout.cost.days(tokens))
         rows.append(row)
     yield from as_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
-def _row(layout: Layout, experts: bool) -> dict[str, str]:
-    """Return the cells of a layout by their heads. experts: with a column for expert parallelism."""
+def _layout_cells(layout: Layout, has_experts: bool) -> dict[str, str]:
+    """Return the cells of a layout by their heads. has_experts: with a column for expert parallelism."""
     p = layout.config.parallel
     train = layout.config.train
-    worst = layout.worst
+    peak = layout.peak_memory
     cost = layout.cost
     assert cost is not None
-    found: dict[str, object] = {
+    cells: dict[str, object] = {
         "dp": p.data_parallel_size(layout.devices),
         "tp": p.model_parallel_size,
         "pp": p.stages,
     }
-    if experts:
-        found["ep"] = p.expert_parallel_size
-    found |= {
+    if has_experts:
+        cells["ep"] = p.expert_parallel_size
+    cells |= {
         "vp": p.virtual_pipeline_size,
         "zero": layout.resolved.zero_stage,
-        "recompute": recomputed(layout),
+        "recompute": recompute_label(layout),
         "micro": train.batch_size,
         "gas": train.gas,
-        "GB": f"{worst.total / 1e9:.3g}",
+        "GB": f"{peak.total / 1e9:.3g}",
     }
-    for kind in KINDS:
-        found[f"{kind[:5]}."] = f"{getattr(worst, kind) / 1e9:.3g}"
-    found |= {
+    for kind in MEMORY_KINDS:
+        cells[f"{kind[:5]}."] = f"{getattr(peak, kind) / 1e9:.3g}"
+    cells |= {
         "bubble": f"{cost.bubble:.1%}",
         "s/step": f"{cost.step:.3g}",
         "tokens/s": f"{cost.tokens_per_second:,.0f}",
         "TFLOP/s": f"{cost.tflops:.3g}",
         "MFU": f"{cost.mfu:.1%}",
     }
-    return {head: str(value) for head, value in found.items()}
+    return {head: str(value) for head, value in cells.items()}
 
 
-def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Lines:
+def explain_layout(layout: Layout, cluster: Cluster, tokens: float | None) -> Lines:
     """Yield lines that show how the memory and time of a layout are computed."""
     config = layout.config
     cost = layout.cost
-    x = shapes_of(layout, cluster)
+    shapes = shapes_of_layout(layout, cluster)
     assert cost is not None
     p = config.parallel
-    t = config.train
+    train = config.train
     replicas = p.data_parallel_size(layout.devices)
     context = f" x {p.context_parallel_size} context" if p.context_parallel_size > 1 else ""
     batch = config.train_batch_size(layout.devices)
     grid = f"{replicas} replicas x {p.stages} stages x {p.model_parallel_size} model-parallel{context}"
     yield f"{layout.devices} devices = {grid}"
-    yield f"global batch {batch:,} = micro-batch {t.batch_size} x gas {t.gas} x {replicas} replicas"
-    long = " + ".join(f"{n:,}" for n in lengths(config) if n)
-    yield f"tokens per step: {batch:,} x ({long}) = {cost.tokens:,}"
-    yield f"parameters: {parameters(config):,} ({in_words(parameters(config))})"
+    yield f"global batch {batch:,} = micro-batch {train.batch_size} x gas {train.gas} x {replicas} replicas"
+    lengths = " + ".join(f"{n:,}" for n in sample_lengths(config) if n)
+    yield f"tokens per step: {batch:,} x ({lengths}) = {cost.tokens:,}"
+    yield f"parameters: {parameters(config):,} ({format_count(parameters(config))})"
     yield ""
     yield from stage_table(layout)
-    schedule = schedule_of(
+    schedule = find_schedule(
         {"schedule": p.pipeline_schedule, "extra_warmup": p.pipeline_extra_warmup}, p.virtual_pipeline_size
     )
-    if p.stages > 1 and t.gas * p.stages <= 1 << 16:
-        kept = [most_in_flight(list(schedule(s, p.stages, t.gas))) / p.virtual_pipeline_size for s in range(p.stages)]
-        yield f"micro-batches kept by each stage ({p.pipeline_schedule}): {', '.join(f'{each:g}' for each in kept)}"
+    if p.stages > 1 and train.gas * p.stages <= 1 << 16:
+        kept = [
+            max_in_flight(list(schedule(s, p.stages, train.gas))) / p.virtual_pipeline_size for s in range(p.stages)
+        ]
+        yield f"micro-batches kept by each stage ({p.pipeline_schedule}): {', '.join(f'{micros:g}' for micros in kept)}"
     yield (
-        f"hidden states per micro-batch: {x.tokens[0]:,} tokens x {config.model.hidden_size:,} x {x.width} bytes / "
-        f"{x.shared} ranks = {x.hidden(x.tokens[0]) / 1e6:,.1f} MB"
+        f"hidden states per micro-batch: {shapes.tokens[0]:,} tokens x {config.model.hidden_size:,} x "
+        f"{shapes.width} bytes / {shapes.sequence_shards} ranks = {shapes.hidden(shapes.tokens[0]) / 1e6:,.1f} MB"
     )
-    room = USABLE * cluster.memory
-    usable = f"{room:.3g} GB ({USABLE:.0%} of {cluster.memory:g} GB)"
-    yield f"memory: {layout.worst.total / 1e9:.3g} GB on the stage that needs the most, of {usable}"
+    usable = f"{USABLE_MEMORY * cluster.memory:.3g} GB ({USABLE_MEMORY:.0%} of {cluster.memory:g} GB)"
+    yield f"memory: {layout.peak_memory.total / 1e9:.3g} GB on the stage that needs the most, of {usable}"
     yield ""
     slowest = max(cost.stages, key=lambda s: s.total)
-    parts = []
+    part_texts = []
     for kind, seconds in asdict(slowest).items():
         if seconds:
-            parts.append(f"{kind.replace('_', ' ')} {seconds * 1e3:.3g}")
-    passes = f"{slowest.total * 1e3:.4g} ms ({', '.join(parts)})"
+            part_texts.append(f"{kind.replace('_', ' ')} {seconds * 1e3:.3g}")
+    passes = f"{slowest.total * 1e3:.4g} ms ({', '.join(part_texts)})"
     yield f"forward and backward of a micro-batch on the slowest stage: {passes}"
     if p.stages > 1:
         yield (
             f"stage boundary: {cost.boundary_bytes / 1e6:,.2f} MB per micro-batch, direction and rank; bubble of "
-            f"{t.gas} micro-batches on {p.stages} stages: {cost.bubble:.1%}"
+            f"{train.gas} micro-batches on {p.stages} stages: {cost.bubble:.1%}"
         )
     if cost.collective_bytes:
         yield f"model-parallel all-reduces: {cost.collective_bytes / 1e6:,.1f} MB per micro-batch and rank"
-    yield from _reductions(layout, cost)
-    fill = cost.passes - t.gas * slowest.total
-    passes = f"{t.gas} x {slowest.total * 1e3:.4g} ms + {fill * 1e3:.4g} ms to fill and drain the pipeline"
+    yield from _explain_reductions(layout, cost)
+    fill_seconds = cost.passes - train.gas * slowest.total
+    passes = f"{train.gas} x {slowest.total * 1e3:.4g} ms + {fill_seconds * 1e3:.4g} ms to fill and drain the pipeline"
     yield f"step: {passes} + {(cost.step - cost.passes) * 1e3:.3g} ms = {cost.step:.4g} s"
     yield f"model FLOPs per step: {cost.model_flops:.4g}, with recomputation {cost.done_flops:.4g}"
     yield (
@@ -157,38 +158,38 @@ def explained(layout: Layout, cluster: Cluster, tokens: float | None) -> Lines:
     )
     if tokens:
         days = cost.days(tokens)
-        spent = f"{duration(days)}, {days * 24 * layout.devices:,.0f} device-hours"
-        yield f"{in_words(tokens)} tokens: {tokens / cost.tokens:,.0f} steps, {spent}"
+        spent = f"{format_duration(days)}, {days * 24 * layout.devices:,.0f} device-hours"
+        yield f"{format_count(tokens)} tokens: {tokens / cost.tokens:,.0f} steps, {spent}"
 
 
-def _reductions(layout: Layout, cost: Cost) -> Lines:
+def _explain_reductions(layout: Layout, cost: Cost) -> Lines:
     """Yield lines about the reduction of gradients, and about the distribution of experts if the model has any."""
     p = layout.config.parallel
-    count = layout.config.model.num_experts
-    copies = p.data_parallel_size(layout.devices) * p.context_parallel_size
+    experts = layout.config.model.num_experts
+    replicas = p.data_parallel_size(layout.devices) * p.context_parallel_size
     ranks = p.expert_parallel_size
     yield (
-        f"gradient all-reduce over {copies} ranks: {cost.gradient_bytes / 1e6:,.1f} MB, "
+        f"gradient all-reduce over {replicas} ranks: {cost.gradient_bytes / 1e6:,.1f} MB, "
         f"{cost.gradients * 1e3:.3g} ms not overlapped; optimizer {cost.optimizer * 1e3:.3g} ms"
     )
-    if count:
+    if experts:
         yield (
-            f"experts: {count // ranks} of {count} on each rank; all-to-alls over ranks: {ranks}, "
+            f"experts: {experts // ranks} of {experts} on each rank; all-to-alls over ranks: {ranks}, "
             f"{cost.expert_bytes / 1e6:,.2f} MB per micro-batch and rank; "
-            f"ranks with the same experts: {copies // ranks}"
+            f"ranks with the same experts: {replicas // ranks}"
         )
 
 
 def stage_table(layout: Layout) -> Lines:
     """Yield the lines of a table: layers, parameters and memory of each stage. Consecutive equal stages share a row."""
     rows: list[list[str]] = []
-    first = 0
-    for at, (stage, memory) in enumerate(zip(layout.stages, layout.memory, strict=True)):
+    first_stage = 0
+    for index, (stage, memory) in enumerate(zip(layout.stages, layout.memory, strict=True)):
         row = [f"{stage.repeated} of {len(stage.layers)}", f"{stage.count.held:,}", f"{memory.total / 1e9:.4g}"]
-        row += [f"{getattr(memory, kind) / 1e9:.3g}" for kind in KINDS]
+        row += [f"{getattr(memory, kind) / 1e9:.3g}" for kind in MEMORY_KINDS]
         if rows and rows[-1][1:] == row:
-            rows[-1][0] = f"{first}-{at}"
+            rows[-1][0] = f"{first_stage}-{index}"
             continue
-        first = at
-        rows.append([str(at), *row])
-    yield from as_table(["stage", "transformer layers of all layers", "parameters per rank", "GB", *KINDS], rows)
+        first_stage = index
+        rows.append([str(index), *row])
+    yield from as_table(["stage", "transformer layers of all layers", "parameters per rank", "GB", *MEMORY_KINDS], rows)

@@ -17,25 +17,25 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 FAMILIES = ("gpt2", "llama", "t5")  # families with an entry script
 
 
-def write(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -> list[Path]:
+def write_files(layout: Layout, cluster: Cluster, folder: str, tokens: float | None) -> list[Path]:
     """Write config.json, ds_config.json and run.sh to `folder`; return their paths.
 
     Raises ValueError for a model family without an entry script.
     """
     if layout.config.model.family not in FAMILIES:
         raise ValueError("there is no entry script for a model without --family gpt2, llama or t5; omit --write")
-    into = Path(folder)
-    into.mkdir(parents=True, exist_ok=True)
+    target_dir = Path(folder)
+    target_dir.mkdir(parents=True, exist_ok=True)
     assert layout.cost is not None
     steps = max(round(tokens / layout.cost.tokens), 1) if tokens else None
     texts = {
-        into / "config.json": _settings(layout.config, steps),
-        into / "ds_config.json": _ds_config(layout),
-        into / "run.sh": _script(layout, cluster),
+        target_dir / "config.json": _config_json(layout.config, steps),
+        target_dir / "ds_config.json": _ds_config(layout),
+        target_dir / "run.sh": _run_script(layout, cluster),
     }
     for path, text in texts.items():
         write_text(path, text)
-    (into / "run.sh").chmod(0o755)
+    (target_dir / "run.sh").chmod(0o755)
     return list(texts)
 
 
@@ -49,14 +49,14 @@ def doctor_command(layout: Layout, cluster: str, folder: str) -> str:
     return f"{command} {script} --config {settings} --deepspeed-config {ds_config} {hardware}"
 
 
-def _settings(config: Config, steps: int | None) -> str:
+def _config_json(config: Config, steps: int | None) -> str:
     """Return the content of config.json: the settings that differ from the defaults of the family's entry script.
 
     Layout and batch sizes are always included. steps: number of iterations to train, None for the default.
     """
     family = config.model.family or "gpt2"
-    usual = with_values(Config(), DEFAULTS[family]).to_dict()
-    always = {
+    defaults = with_values(Config(), DEFAULTS[family]).to_dict()
+    always_written = {
         "family",
         "model_parallel_size",
         "pipe_parallel_size",
@@ -68,11 +68,13 @@ def _settings(config: Config, steps: int | None) -> str:
     }
     content = {}
     for section, values in config.to_dict().items():
-        found = {name: value for name, value in values.items() if name in always or value != usual[section][name]}
+        changed = {
+            name: value for name, value in values.items() if name in always_written or value != defaults[section][name]
+        }
         if steps and section == "train":
-            found["train_iters"] = steps
-        if found:
-            content[section] = found
+            changed["train_iters"] = steps
+        if changed:
+            content[section] = changed
     return json.dumps(content, indent=2) + "\n"
 
 
@@ -94,60 +96,61 @@ def _ds_config(layout: Layout) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def _script(layout: Layout, cluster: Cluster) -> str:
+def _run_script(layout: Layout, cluster: Cluster) -> str:
     """Return the run script: its launch command, with the data and addresses from the environment."""
     per_node = min(layout.devices, cluster.devices_per_node)
     nodes = layout.devices // per_node
     assert layout.config.model.family and layout.config.model.vocab_size
-    launch = f"--standalone --nproc-per-node {per_node}"
+    launch_flags = f"--standalone --nproc-per-node {per_node}"
     if nodes > 1:
-        launch = (
+        launch_flags = (
             f'--nnodes {nodes} --node-rank "${{NODE_RANK:?the number of this node, from 0}}" '
             f'--nproc-per-node {per_node} --master-addr "${{MASTER_ADDR:?the address of node 0}}" '
             f'--master-port "${{MASTER_PORT:-29500}}"'
         )
     family = layout.config.model.family
     in_checkout = (CHECKOUT / "tools/launch.py").is_file()
-    start = f'"$PYTHON" "$ROOT/tools/launch.py" {launch} "$ROOT/pretrain_{family}.py"'
-    home = f"\nROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}\nPYTHON=${{PYTHON:-python}}"
-    data = GIVEN
-    if layout.config.model.vocab_size >= LEAST:
-        data = _corpus(layout.config.model.vocab_size)
+    start_command = f'"$PYTHON" "$ROOT/tools/launch.py" {launch_flags} "$ROOT/pretrain_{family}.py"'
+    variables = f"\nROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}\nPYTHON=${{PYTHON:-python}}"
+    data_commands = REQUIRE_USER_DATA
+    if layout.config.model.vocab_size >= MIN_SAMPLE_VOCABULARY:
+        data_commands = _prepare_sample_data(layout.config.model.vocab_size)
     # If this project is installed as a package, its commands are on PATH, and there is no sample corpus.
     if not in_checkout:
-        home = ""
-        start = f"megatron-launch {launch} -m pretrain_{family}"
-        data = GIVEN
+        variables = ""
+        start_command = f"megatron-launch {launch_flags} -m pretrain_{family}"
+        data_commands = REQUIRE_USER_DATA
     return f"""#!/usr/bin/env bash
 # Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}.
 # Flags given to this script are passed to the run.
 set -euo pipefail
-HERE=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd){home}
-{data}
+HERE=$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd){variables}
+{data_commands}
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
-{start} \\
+{start_command} \\
     --config "$HERE/config.json" --deepspeed-config "$HERE/ds_config.json" \\
     --data-path "$DATA_PATH" --vocab-file "$VOCAB_FILE" --split 90,10,0 --run-dir "${{RUN_DIR:-$HERE/run}}" "$@"
 """
 
 
-LEAST = 2000  # smallest vocabulary with room for all characters of the sample corpus and T5's sentinels
-GIVEN = """: "${VOCAB_FILE:?the tokenizer; train-tokenizer (tools/train_tokenizer.py) makes one}"
+MIN_SAMPLE_VOCABULARY = 2000  # smallest vocabulary with room for all characters of the sample corpus and T5's sentinels
+REQUIRE_USER_DATA = """: "${VOCAB_FILE:?the tokenizer; train-tokenizer (tools/train_tokenizer.py) makes one}"
 : "${DATA_PATH:?a corpus, without .bin; preprocess-data (tools/preprocess_data.py) makes one}\""""
 
 
-def _corpus(size: int) -> str:
+def _prepare_sample_data(vocab_size: int) -> str:
     """Return shell code that prepares the sample corpus or a tokenizer if the user gives none.
 
-    size: vocabulary size of the model.
+    vocab_size: vocabulary size of the model.
     """
-    words = 4000 if size > 5000 else max(size - 200, size // 2)
+    # A small model vocabulary leaves room for special tokens, such as a T5's sentinels.
+    trained_size = 4000 if vocab_size > 5000 else max(vocab_size - 200, vocab_size // 2)
     return f"""# Without DATA_PATH and VOCAB_FILE, train on the sample corpus of the checkout with a new tokenizer.
 CORPUS=${{CORPUS:-$ROOT/corpus/sample.jsonl}}
 if [ -z "${{VOCAB_FILE:-}}" ]; then
     VOCAB_FILE=$HERE/data/tokenizer.model
     mkdir -p "$HERE/data"
-    [ -f "$VOCAB_FILE" ] || "$PYTHON" "$ROOT/tools/train_tokenizer.py" --input "$CORPUS" --vocab-size {words} \\
+    [ -f "$VOCAB_FILE" ] || "$PYTHON" "$ROOT/tools/train_tokenizer.py" --input "$CORPUS" --vocab-size {trained_size} \\
         --output "$VOCAB_FILE"
 fi
 if [ -z "${{DATA_PATH:-}}" ]; then

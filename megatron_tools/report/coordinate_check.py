@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from data_utils.cli import local_path, new_figure, run, save_figure
 from megatron.config import Config
 from megatron.config.command_line import with_values
-from megatron.config.families import parse_of_any_family
+from megatron.config.families import parse_any_family
 from megatron.config.mup import BASE_SIZES
 from megatron.model.attention import Attention
 from megatron.model.block import TransformerLayer
@@ -49,12 +49,12 @@ KINDS: dict[type[nn.Module], str] = {
     StackNorm: "final norm",
 }
 DEFAULTS = ("--num-layers=2", "--num-attention-heads=4", "--seq-length=32", "--vocab-size=256", "--lr=0.01")
-BATCH = 4
+BATCH_SIZE = 4
 
 Sizes = dict[str, float]  # name of the activations -> root mean square of their change since the first step
 
 
-def model_of(width: int, base: Config, grow: str, mup: bool) -> Config:
+def config_of_width(width: int, base: Config, grow: str, mup: bool) -> Config:
     """Return the settings of the model of this width: the model `base` with more heads, or with wider heads.
 
     grow: heads or head-size. mup: scale the model by muP, with `base` as its base model.
@@ -62,22 +62,22 @@ def model_of(width: int, base: Config, grow: str, mup: bool) -> Config:
     m = base.model
     if width % m.hidden_size:
         raise ValueError(f"the width {width} is not a multiple of the smallest width {m.hidden_size}; change --widths")
-    factor = width // m.hidden_size
+    growth = width // m.hidden_size
     values: dict[str, Any] = {
         "hidden_size": width,
-        "ff_hidden_size": m.ff_size * factor,
+        "ff_hidden_size": m.ff_size * growth,
         "kv_hidden_size": m.head_size,
         "mup_base_hidden_size": None,
         "mup_base_kv_hidden_size": None,
     }
     if m.expert_ff_hidden_size:
-        values["expert_ff_hidden_size"] = m.expert_ff_hidden_size * factor
+        values["expert_ff_hidden_size"] = m.expert_ff_hidden_size * growth
     if grow == "heads":
-        values["num_attention_heads"] = m.num_attention_heads * factor
+        values["num_attention_heads"] = m.num_attention_heads * growth
         if m.num_key_value_heads:
-            values["num_key_value_heads"] = m.num_key_value_heads * factor
+            values["num_key_value_heads"] = m.num_key_value_heads * growth
     else:
-        values["kv_hidden_size"] = m.head_size * factor
+        values["kv_hidden_size"] = m.head_size * growth
     if not mup:
         return with_values(base, values | dict.fromkeys(BASE_SIZES))
     values["mup_base_hidden_size"] = m.hidden_size
@@ -86,120 +86,128 @@ def model_of(width: int, base: Config, grow: str, mup: bool) -> Config:
     return with_values(base, values)
 
 
-def sizes_of(config: Config, steps: int) -> Sizes:
+def activation_changes(config: Config, steps: int) -> Sizes:
     """Train the model for `steps` steps on one random batch, and return how much its activations have changed."""
-    kind_of_model: Any = T5Model if config.is_t5 else GPT2Model
-    model = kind_of_model(config, parallel_output=False).eval()
-    keys = group_keys(model, config.optim, factors=layer_lr_factors(model, config.model, config.optim.muon_scale))
-    hidden = muon_parameters(model) if config.optim.muon_scale else ()
-    optimizer = build_optimizer(keys, config.optim, hidden=hidden, width=config.model.width_factor)
+    model_class: Any = T5Model if config.is_t5 else GPT2Model
+    model = model_class(config, parallel_output=False).eval()
+    param_groups = group_keys(
+        model, config.optim, factors=layer_lr_factors(model, config.model, config.optim.muon_scale)
+    )
+    muon_weights = muon_parameters(model) if config.optim.muon_scale else ()
+    optimizer = build_optimizer(param_groups, config.optim, hidden=muon_weights, width=config.model.width_factor)
     for group in optimizer.param_groups:
         group["lr"] = config.optim.lr * group["lr_factor"]
-    dice = torch.Generator().manual_seed(config.train.seed)
-    text = torch.randint(config.model.vocab_size or 0, (BATCH, config.data.seq_length + 1), generator=dice)
-    tokens = text[:, :-1]
-    labels = text[:, 1:]
+    rng = torch.Generator().manual_seed(config.train.seed)
+    sequence = torch.randint(config.model.vocab_size or 0, (BATCH_SIZE, config.data.seq_length + 1), generator=rng)
+    tokens = sequence[:, :-1]
+    labels = sequence[:, 1:]
     inputs = (tokens, tokens) if config.is_t5 else (tokens,)
-    seen: defaultdict[str, list[Tensor]] = defaultdict(list)
-    _record(model, seen)
-    first: dict[str, list[Tensor]] = {}
+    outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
+    _register_hooks(model, outputs)
+    first_outputs: dict[str, list[Tensor]] = {}
     for step in range(steps + 1):
-        seen.clear()
+        outputs.clear()
         logits = model(*inputs)
-        seen["logits"].append(logits.detach())
-        first = first or dict(seen)
+        outputs["logits"].append(logits.detach())
+        first_outputs = first_outputs or dict(outputs)  # those of the first step, once
         if step < steps:
             optimizer.zero_grad()
             F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-    found = {}
-    for kind, tensors in seen.items():
+    changes = {}
+    for kind, tensors in outputs.items():
         squares = []
-        for before, after in zip(first[kind], tensors, strict=True):
+        for before, after in zip(first_outputs[kind], tensors, strict=True):
             squares.append((after - before).square().mean())
-        found[kind] = float(torch.stack(squares).mean().sqrt())
-    return found
+        changes[kind] = float(torch.stack(squares).mean().sqrt())
+    return changes
 
 
-def _record(model: nn.Module, seen: Mapping[str, list[Tensor]]) -> None:
-    """Let the model's forward pass append the outputs of its modules to `seen`. A mixture of experts is one module."""
-    parts = _parts_of_mixtures(model)
+def _register_hooks(model: nn.Module, outputs: Mapping[str, list[Tensor]]) -> None:
+    """Let the forward pass append the outputs of the modules to `outputs`. A mixture of experts is one module."""
+    inner_modules = _modules_in_mixtures(model)
     for module in model.modules():
-        if module in parts:
+        if module in inner_modules:
             continue
-        for of, kind in KINDS.items():
-            if isinstance(module, of):
-                module.register_forward_hook(partial(_keep, seen, kind))
+        for module_class, kind in KINDS.items():
+            if isinstance(module, module_class):
+                module.register_forward_hook(partial(_keep_output, outputs, kind))
 
 
-def _parts_of_mixtures(model: nn.Module) -> set[nn.Module]:
+def _modules_in_mixtures(model: nn.Module) -> set[nn.Module]:
     """Return the modules inside the model's mixtures of experts."""
-    parts = set[nn.Module]()
+    inner_modules = set[nn.Module]()
     for mixture in model.modules():
         if isinstance(mixture, Mixture):
-            parts |= {*mixture.modules()} - {mixture}
-    return parts
+            inner_modules |= {*mixture.modules()} - {mixture}
+    return inner_modules
 
 
-def _keep(seen: Mapping[str, list[Tensor]], kind: str, module: nn.Module, inputs: Any, output: Any) -> None:
+def _keep_output(outputs: Mapping[str, list[Tensor]], kind: str, module: nn.Module, inputs: Any, output: Any) -> None:
     """Keep the output of `module`, a tensor, or a tuple that begins with hidden states and perhaps their bias."""
     hidden, *rest = output if isinstance(output, tuple) else (output,)
     if isinstance(module, (Attention, ParallelMLP)) and rest[0] is not None:
         hidden = hidden + rest[0]  # the bias
-    seen[kind].append(hidden.detach())
+    outputs[kind].append(hidden.detach())
 
 
-def check(base: Config, widths: Sequence[int], grow: str, steps: int, seeds: int) -> dict[bool, list[Sizes]]:
+def measure_widths(base: Config, widths: Sequence[int], grow: str, steps: int, seeds: int) -> dict[bool, list[Sizes]]:
     """Return {with muP: sizes of the activations in each width}, means over seeds, without muP and with it."""
-    found: dict[bool, list[Sizes]] = {}
+    changes: dict[bool, list[Sizes]] = {}
     for mup in (False, True):
-        found[mup] = []
+        changes[mup] = []
         for width in widths:
-            config = model_of(width, base, grow, mup)
-            sums: Sizes = {}
+            config = config_of_width(width, base, grow, mup)
+            totals: Sizes = {}
             for seed in range(1, seeds + 1):
-                for kind, size in sizes_of(with_values(config, {"seed": seed}), steps).items():
-                    sums[kind] = sums.get(kind, 0.0) + size
-            found[mup].append({kind: total / seeds for kind, total in sums.items()})
-    return found
+                for kind, change in activation_changes(with_values(config, {"seed": seed}), steps).items():
+                    totals[kind] = totals.get(kind, 0.0) + change
+            changes[mup].append({kind: total / seeds for kind, total in totals.items()})
+    return changes
 
 
-def slope(widths: Sequence[int], sizes: Sequence[float]) -> float:
+def growth_exponent(widths: Sequence[int], sizes: Sequence[float]) -> float:
     """Return the exponent of the width with which the sizes grow, by least squares: 0 if they are flat."""
-    x = list(map(math.log, widths))
-    y = list(map(math.log, sizes))
-    mean_x = sum(x) / len(x)
-    mean_y = sum(y) / len(y)
+    log_widths = list(map(math.log, widths))
+    log_sizes = list(map(math.log, sizes))
+    mean_width = sum(log_widths) / len(log_widths)
+    mean_size = sum(log_sizes) / len(log_sizes)
     products = 0.0
     squares = 0.0
-    for a, b in zip(x, y, strict=True):
-        products += (a - mean_x) * (b - mean_y)
-        squares += (a - mean_x) ** 2
+    for log_width, log_size in zip(log_widths, log_sizes, strict=True):
+        products += (log_width - mean_width) * (log_size - mean_size)
+        squares += (log_width - mean_width) ** 2
     return products / squares
 
 
-def lines(widths: Sequence[int], found: Mapping[bool, Sequence[Sizes]]) -> list[str]:
+def table_lines(widths: Sequence[int], changes: Mapping[bool, Sequence[Sizes]]) -> list[str]:
     """Return a table of the sizes, and of the exponents with which they grow with the width."""
-    head = "".join(f"{width:>10}" for width in widths)
-    rows = [f"{'muP':<4} {'activations':<16}{head}  exponent"]
-    for mup, of_width in found.items():
-        word = "with" if mup else "no"
-        for kind in of_width[0]:
-            sizes = [each[kind] for each in of_width]
+    header = "".join(f"{width:>10}" for width in widths)
+    rows = [f"{'muP':<4} {'activations':<16}{header}  exponent"]
+    for mup, changes_by_width in changes.items():
+        label = "with" if mup else "no"
+        for kind in changes_by_width[0]:
+            sizes = [width_changes[kind] for width_changes in changes_by_width]
             cells = ""
             for size in sizes:
                 cells += f"{size:>10.4f}"
-            rows.append(f"{word:<4} {kind:<16}{cells}  {slope(widths, sizes):+8.2f}")
+            rows.append(f"{label:<4} {kind:<16}{cells}  {growth_exponent(widths, sizes):+8.2f}")
     return rows
 
 
-def draw(path: Path, widths: Sequence[int], found: Mapping[bool, Sequence[Sizes]], steps: int) -> None:
+def draw_changes(path: Path, widths: Sequence[int], changes: Mapping[bool, Sequence[Sizes]], steps: int) -> None:
     """Draw the sizes over the width, without and with muP. Raises ValueError without matplotlib."""
     figure = new_figure("--output", figsize=(8.4, 3.8), dpi=150)
     panels = figure.subplots(1, 2, sharey=True)
-    for panel, (mup, of_width) in zip(panels, found.items(), strict=True):
-        for kind in of_width[0]:
-            panel.loglog(widths, [each[kind] for each in of_width], marker="o", markersize=4, label=kind)
+    for panel, (mup, changes_by_width) in zip(panels, changes.items(), strict=True):
+        for kind in changes_by_width[0]:
+            panel.loglog(
+                widths,
+                [width_changes[kind] for width_changes in changes_by_width],
+                marker="o",
+                markersize=4,
+                label=kind,
+            )
         panel.set_title("with muP" if mup else "without muP")
         panel.set_xlabel("--hidden-size")
         panel.set_xticks(widths, labels=list(map(str, widths)))
@@ -215,15 +223,15 @@ def main(args: argparse.Namespace) -> None:
     widths = sorted(set(args.widths))
     if len(widths) < 2 or min(widths[0], args.steps, args.seeds) < 1:
         raise ValueError("give at least two different --widths, and --steps and --seeds of at least 1")
-    given = {word.split("=")[0] for word in args.flags}
+    flag_names = {word.split("=")[0] for word in args.flags}
     for flag in ("--hidden-size", "--mup-base-hidden-size"):
-        if flag in given:
+        if flag in flag_names:
             raise ValueError(f"{flag} follows from --widths, of which the smallest is the base model: leave it out")
-    base = parse_of_any_family([*DEFAULTS, *args.flags, "--hidden-size", str(widths[0])])
-    found = check(base, widths, args.grow, args.steps, args.seeds)
-    print("\n".join(lines(widths, found)))
+    base = parse_any_family([*DEFAULTS, *args.flags, "--hidden-size", str(widths[0])])
+    changes = measure_widths(base, widths, args.grow, args.steps, args.seeds)
+    print("\n".join(table_lines(widths, changes)))
     if args.output:
-        draw(Path(args.output), widths, found, args.steps)
+        draw_changes(Path(args.output), widths, changes, args.steps)
         print(f"figure -> {args.output}")
 
 

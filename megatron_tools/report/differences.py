@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from megatron.config import Config
 from megatron.config.fields import flag
 
-APART = {"run_dir", "save", "load"}  # paths, which always differ between runs, so the table does not mark them
+RUN_PATHS = {"run_dir", "save", "load"}  # paths, which always differ between runs, so the table does not mark them
 
 
 class Setting(NamedTuple):
@@ -23,26 +23,26 @@ class Setting(NamedTuple):
     changed: bool
 
 
-def settings(configs: Sequence[Config]) -> list[Setting]:
+def compare_settings(configs: Sequence[Config]) -> list[Setting]:
     """Return every setting with its values in the runs, in the order of `--help`."""
-    dicts: list[dict[str, dict[str, Any]]] = [config.to_dict() for config in configs]
-    found = []
+    settings_of_runs: list[dict[str, dict[str, Any]]] = [config.to_dict() for config in configs]
+    settings = []
     for section, defaults in Config().to_dict().items():
         for name, default in defaults.items():
-            first = dicts[0][section][name]
-            words = []
+            first = settings_of_runs[0][section][name]
+            texts = []
             differs = False
             changed = False
-            for each in dicts:
-                value = each[section][name]
-                words.append(_word(value))
-                differs |= value != first and name not in APART
+            for run_settings in settings_of_runs:
+                value = run_settings[section][name]
+                texts.append(_format_value(value))
+                differs |= value != first and name not in RUN_PATHS
                 changed |= value != default
-            found.append(Setting(section, flag(name), words, differs, changed))
-    return found
+            settings.append(Setting(section, flag(name), texts, differs, changed))
+    return settings
 
 
-def _word(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return the value of a setting as shown in the table, such as `yes` for True."""
     if value is None:
         return "–"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from data_utils.cli import Parser, local_path, run
 from tds import timeline
-from tds.schedule import NAMES
-from tds.timetable import Span, bubble, check, most_in_flight, times
+from tds.schedule import BUILT_IN
+from tds.timetable import Span, bubble_fraction, check_plan, max_in_flight, simulate_times
 
 from .drawing import write_figures
-from .timetable import plan_of, timetable_of
+from .timetable import instructions_of, timetable_of
 
 EXAMPLES = """\
   python tools/draw_schedule.py --stages 4 --micros 8
@@ -25,16 +25,16 @@ EXAMPLES = """\
 def as_text(spans: list[Span], stages: int, unit: float) -> str:
     """Return one row for each stage, with three characters (four with chunks) for each `unit` of time."""
     chunked = any(span.chunk for span in spans)
-    wide = 4 if chunked else 3
+    cell_width = 4 if chunked else 3
     rows = [""] * stages
     for span in sorted(spans, key=lambda s: s.begin):
-        at = round(span.begin / unit)
-        until = round(span.end / unit)
+        begin_column = round(span.begin / unit)
+        end_column = round(span.end / unit)
         kind = span.kind
         if chunked:
             kind += "abcdefgh"[span.chunk]
-        label = f"{kind}{span.micro}".ljust(wide * (until - at) - 1, "-") + " "
-        rows[span.stage] = rows[span.stage].ljust(wide * at) + label
+        label = f"{kind}{span.micro}".ljust(cell_width * (end_column - begin_column) - 1, "-") + " "
+        rows[span.stage] = rows[span.stage].ljust(cell_width * begin_column) + label
     return "\n".join(f"stage {stage} | {row.rstrip()}" for stage, row in enumerate(rows))
 
 
@@ -44,14 +44,14 @@ def draw_run(args: argparse.Namespace) -> None:
     ranks = timeline.read(folder)
     merged = timeline.merge(folder, ranks)
     table = timetable_of(ranks, args.iteration)
-    lines = table.rows()
-    print("\n".join(lines))
+    rows = table.rows()
+    print("\n".join(rows))
     print(
-        f"the whole step took {table.chosen.seconds * 1e3:.1f} ms, the median of {table.kept} steps is "
-        f"{table.usual * 1e3:.1f} ms"
+        f"the whole step took {table.chosen.seconds * 1e3:.1f} ms, the median of {table.num_iterations} steps is "
+        f"{table.median_seconds * 1e3:.1f} ms"
     )
     print(f"clocks of {merged.ranks} ranks aligned to within {merged.error_us:.0f} us; merged trace: {merged.path}")
-    write_figures(args.svg, args.png, lines, table.stages, "ms")
+    write_figures(args.svg, args.png, rows, table.stages, "ms")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -67,20 +67,21 @@ def main(args: argparse.Namespace) -> None:
             f"--chunks {args.chunks} does not fit --schedule {args.schedule}; use 2 to 8 chunks for interleaved and 1 "
             f"for the other schedules"
         )
-    plan = plan_of(args.schedule, args.stages, args.micros, args.chunks, args.extra_warmup)
-    check(plan, args.micros)
-    spans = times(plan, args.forward, args.backward, args.message)
+    plan = instructions_of(args.schedule, args.stages, args.micros, args.chunks, args.extra_warmup)
+    check_plan(plan, args.micros)
+    spans = simulate_times(plan, args.forward, args.backward, args.message)
     print(as_text(spans, args.stages, min(span.end - span.begin for span in spans)))
-    kept = ", ".join(f"{most_in_flight(stage) / args.chunks:g}" for stage in plan)
-    print(f"bubble {bubble(spans):.1%}; micro-batches kept by each stage: {kept}")
+    in_flight = ", ".join(f"{max_in_flight(stage) / args.chunks:g}" for stage in plan)
+    print(f"bubble {bubble_fraction(spans):.1%}; micro-batches kept by each stage: {in_flight}")
     extra = f", extra warmup {args.extra_warmup}" if args.extra_warmup else ""
-    words = f"{args.schedule}{extra}: {args.stages} stages, {args.micros} micro-batches, bubble {bubble(spans):.1%}"
-    write_figures(args.svg, args.png, {words: spans}, args.stages)
+    bubble = f"bubble {bubble_fraction(spans):.1%}"
+    label = f"{args.schedule}{extra}: {args.stages} stages, {args.micros} micro-batches, {bubble}"
+    write_figures(args.svg, args.png, {label: spans}, args.stages)
 
 
 def build_parser() -> Parser:
     parser = Parser(__doc__ or "", EXAMPLES)
-    parser.add_argument("--schedule", choices=NAMES, default="1f1b", help="schedule (default: 1f1b)")
+    parser.add_argument("--schedule", choices=BUILT_IN, default="1f1b", help="schedule (default: 1f1b)")
     parser.add_argument(
         "--extra-warmup",
         type=int,

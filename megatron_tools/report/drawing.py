@@ -13,7 +13,7 @@ from tds.timetable import Span
 
 # Kind of pass -> (its colour in chunks 0, 2, ... of a stage, its colour in chunks 1, 3, ...).
 COLOURS = {"F": ("#7aa6d9", "#b4cdea"), "B": ("#e0a458", "#eec999"), "W": ("#7fb685", "#b5d6b9")}
-WORDS = {"F": "forward", "B": "backward", "W": "weight gradients"}
+KIND_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
 WIDTH, HEIGHT, LEFT, HEAD, AXIS = (
     860,
     34,
@@ -25,23 +25,23 @@ WIDTH, HEIGHT, LEFT, HEAD, AXIS = (
 Rows = Mapping[str, Sequence[Span]]
 
 
-def kinds_of(rows: Rows) -> list[str]:
+def pass_kinds(rows: Rows) -> list[str]:
     """Return the kinds of passes present: F (forward), B (backward), and W for separate weight gradients."""
-    there = {span.kind for spans in rows.values() for span in spans}
-    return [kind for kind in WORDS if kind in there]
+    present = {span.kind for spans in rows.values() for span in spans}
+    return [kind for kind in KIND_NAMES if kind in present]
 
 
-def end_of(rows: Rows) -> float:
+def last_end(rows: Rows) -> float:
     """Return the time at which the last pass of all timetables ends."""
     return max(span.end for spans in rows.values() for span in spans)
 
 
-def ticks(end: float) -> list[float]:
+def axis_ticks(end: float) -> list[float]:
     """Return at most nine round numbers from 0 to `end`, for the time axis."""
-    rough = end / 8
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
-    return [step * i for i in range(int(end / step + 1e-9) + 1)]
+    min_step = end / 8
+    power = 10 ** math.floor(math.log10(min_step))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= min_step)
+    return [step * i for i in range(int(end / step + 1e-9) + 1)]  # 1e-9: a rounding error must not drop the last
 
 
 def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
@@ -50,38 +50,38 @@ def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
     rows: title of a timetable -> its passes. unit: `ms` or `""`. With `ms`, the times of the passes are seconds, and
     the figure shows milliseconds. With `""`, the times have no unit.
     """
-    scale = (WIDTH - LEFT - 10) / end_of(rows)
-    per_row = stages * HEIGHT + HEAD
-    tall = per_row * len(rows) + AXIS + 20
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{tall}" '
+    scale = (WIDTH - LEFT - 10) / last_end(rows)
+    row_height = stages * HEIGHT + HEAD
+    height = row_height * len(rows) + AXIS + 20
+    elements = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
-        f'<rect width="{WIDTH}" height="{tall}" fill="white"/>',
+        f'<rect width="{WIDTH}" height="{height}" fill="white"/>',
     ]
-    for row, (words, spans) in enumerate(rows.items()):
-        top = row * per_row + HEAD
-        parts.append(f'<text x="4" y="{top - 8}" font-weight="bold">{words}</text>')
+    for row, (title, spans) in enumerate(rows.items()):
+        top = row * row_height + HEAD
+        elements.append(f'<text x="4" y="{top - 8}" font-weight="bold">{title}</text>')
         for stage in range(stages):
-            parts.append(f'<text x="4" y="{top + stage * HEIGHT + 22}">stage {stage}</text>')
+            elements.append(f'<text x="4" y="{top + stage * HEIGHT + 22}">stage {stage}</text>')
         for span in spans:
-            parts.append(_bar(span, scale, top + span.stage * HEIGHT + 4))
-    y = per_row * len(rows) + 6
+            elements.append(_bar(span, scale, top + span.stage * HEIGHT + 4))
+    y = row_height * len(rows) + 6
     factor = 1e3 if unit == "ms" else 1.0
-    for tick in ticks(end_of(rows) * factor):
+    for tick in axis_ticks(last_end(rows) * factor):
         x = LEFT + tick / factor * scale
-        parts.append(
+        elements.append(
             f'<path d="M{x:.1f} {y}v4" stroke="#777"/><text x="{x:.1f}" y="{y + 16}" text-anchor="middle" '
             f'fill="#555" font-size="10">{tick:g}</text>'
         )
     label = f"time, {unit}" if unit else "time"
-    parts.append(f'<text x="4" y="{y + 16}" fill="#555" font-size="10">{label}</text>')
-    for place, kind in enumerate(kinds_of(rows)):
-        x = LEFT + place * 90
-        parts.append(
+    elements.append(f'<text x="4" y="{y + 16}" fill="#555" font-size="10">{label}</text>')
+    for index, kind in enumerate(pass_kinds(rows)):
+        x = LEFT + index * 90
+        elements.append(
             f'<rect x="{x}" y="{y + 24}" width="12" height="12" rx="2" fill="{COLOURS[kind][0]}"/>'
-            f'<text x="{x + 17}" y="{y + 34}" font-size="11">{WORDS[kind]}</text>'
+            f'<text x="{x + 17}" y="{y + 34}" font-size="11">{KIND_NAMES[kind]}</text>'
         )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return "\n".join([*elements, "</svg>"]) + "\n"
 
 
 def _bar(span: Span, scale: float, y: int) -> str:
@@ -98,22 +98,22 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str) -> None:
     size = (WIDTH / 80, (len(rows) * (stages * HEIGHT + HEAD + 10) + 60) / 80)
     figure = new_figure("--png", figsize=size, layout="constrained")
     all_axes = figure.subplots(len(rows), sharex=True, squeeze=False)
-    for axes, (words, spans) in zip(all_axes[:, 0], rows.items(), strict=True):
-        axes.set_title(words, loc="left", fontsize=10, fontweight="bold")
+    for axes, (title, spans) in zip(all_axes[:, 0], rows.items(), strict=True):
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
         for span in spans:
             begin = span.begin * factor
-            took = (span.end - span.begin) * factor
+            duration = (span.end - span.begin) * factor
             axes.barh(
                 span.stage,
-                took,
+                duration,
                 0.76,
                 begin,
                 color=COLOURS[span.kind][span.chunk % 2],
                 edgecolor="white",
                 linewidth=0.6,
             )
-            if took > 0.012 * end_of(rows) * factor:
-                axes.text(begin + took / 2, span.stage, str(span.micro), ha="center", va="center", fontsize=9)
+            if duration > 0.012 * last_end(rows) * factor:
+                axes.text(begin + duration / 2, span.stage, str(span.micro), ha="center", va="center", fontsize=9)
         axes.set_yticks(range(stages), [f"stage {s}" for s in range(stages)])
         axes.invert_yaxis()
         axes.tick_params(left=False)
@@ -121,7 +121,7 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str) -> None:
     all_axes[-1, 0].set_xlabel(f"time, {unit}" if unit else "time")
     from matplotlib.patches import Patch
 
-    legend = [Patch(color=COLOURS[kind][0], label=WORDS[kind]) for kind in kinds_of(rows)]
+    legend = [Patch(color=COLOURS[kind][0], label=KIND_NAMES[kind]) for kind in pass_kinds(rows)]
     figure.legend(handles=legend, loc="outside lower left", ncols=3, frameon=False, fontsize=9)
     save_figure(figure, path, dpi=160)
 

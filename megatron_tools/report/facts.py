@@ -4,17 +4,17 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from data_utils.cli import aligned, blocks
+from data_utils.cli import align_columns, split_columns
 
-from .runs import RunRead
+from .runs import RunData
 
 Facts = list[tuple[str, str]]
 
 
-def results(run: RunRead) -> Facts:
+def result_facts(run: RunData) -> Facts:
     """Return the run's losses and speed as (name, value) pairs."""
-    train = run.part("train")
-    valid = run.part("valid")
+    train = run.rows_of("train")
+    valid = run.rows_of("valid")
     facts = [("iterations", str(run.iteration))]
     if train:
         speeds = sorted(row["tokens_per_second"] for row in train)
@@ -27,10 +27,10 @@ def results(run: RunRead) -> Facts:
         first = valid[0]
         last = valid[-1]
         best = min(valid, key=lambda row: float(row["lm_loss"]))
-        place = f"at iteration {best['iteration']} (perplexity {best['ppl']:.1f})"
+        best_at = f"at iteration {best['iteration']} (perplexity {best['ppl']:.1f})"
         facts += [
             ("validation loss, first and last", f"{first['lm_loss']:.3f}, {last['lm_loss']:.3f} nats/token"),
-            ("best validation loss", f"{best['lm_loss']:.3f} {place}"),
+            ("best validation loss", f"{best['lm_loss']:.3f} {best_at}"),
         ]
         if best.get("bits_per_byte"):
             facts.append(("bits per byte, there", f"{best['bits_per_byte']:.3f}"))
@@ -39,41 +39,43 @@ def results(run: RunRead) -> Facts:
                 ("masked text only, first and last", f"{first['text_loss']:.3f}, {last['text_loss']:.3f} nats/token"),
                 ("accuracy on masked text", f"{last['text_accuracy']:.1%}"),
             ]
-    for of, nats in run.baselines.items():
-        facts.append((f"unigram entropy of the {of}", f"{nats:.3f} nats/token (perplexity {math.exp(nats):.1f})"))
+    for text_name, nats in run.baselines.items():
+        facts.append(
+            (f"unigram entropy of the {text_name}", f"{nats:.3f} nats/token (perplexity {math.exp(nats):.1f})")
+        )
     return facts
 
 
-def machine(run: RunRead, parameters: int | None) -> Facts:
+def machine_facts(run: RunData, parameters: int | None) -> Facts:
     """Return the model's size, the parallel layout and the use of memory and compute as (name, value) pairs."""
     p = run.config.parallel
-    train = run.part("train")
+    train = run.rows_of("train")
     facts = []
     if parameters is not None:
         facts.append(("parameters", f"{parameters / 1e6:,.2f} million"))
-    facts.append(("layout", layout(run)))
-    memory = 0.0
-    before = 0.0
+    facts.append(("layout", layout_label(run)))
+    peak_memory = 0.0
+    memory_before = 0.0
     skipped = 0
     speeds = []
     shares = []
     for row in train:
-        memory = max(memory, row.get("memory_mb") or 0.0)
-        before = max(before, row.get("memory_before_model_mb") or 0.0)
+        peak_memory = max(peak_memory, row.get("memory_mb") or 0.0)
+        memory_before = max(memory_before, row.get("memory_before_model_mb") or 0.0)
         skipped += row.get("skipped_steps") or 0
         speeds.append(row.get("tflops") or 0.0)
         shares.append(row.get("mfu") or 0.0)
     if train:
-        words = f"{memory / 1e3:,.2f} GB"
-        if before:
-            words += f" of the process, {before / 1e3:,.2f} GB of it before the model was built"
-        facts.append(("peak memory of rank 0", words))
-        begin = 1 if len(train) > 1 else 0  # without the first row, if there are others
-        speed = f"{statistics.median(speeds[begin:]):.3g} TFLOP/s"
-        known = list(filter(None, shares[begin:]))
-        if known:
-            speed += f", MFU {statistics.median(known):.1%}"
-        facts.append(("speed of a rank", speed))
+        memory_text = f"{peak_memory / 1e3:,.2f} GB"
+        if memory_before:
+            memory_text += f" of the process, {memory_before / 1e3:,.2f} GB of it before the model was built"
+        facts.append(("peak memory of rank 0", memory_text))
+        first_row = 1 if len(train) > 1 else 0  # the first row also measures the start of training
+        speed_text = f"{statistics.median(speeds[first_row:]):.3g} TFLOP/s"
+        known_shares = list(filter(None, shares[first_row:]))
+        if known_shares:
+            speed_text += f", MFU {statistics.median(known_shares):.1%}"
+        facts.append(("speed of a rank", speed_text))
     if skipped:
         facts.append(("skipped steps", str(skipped)))
     if p.pipe_parallel_size:
@@ -84,16 +86,16 @@ def machine(run: RunRead, parameters: int | None) -> Facts:
     return facts
 
 
-def layout(run: RunRead) -> str:
+def layout_label(run: RunData) -> str:
     """Return the run's parallel sizes, such as "pipe 2 x data 4 x model 1, experts over 2".
 
     The number of replicas (data) is the number of samples in an iteration, divided by --batch-size and --gas.
     """
     p = run.config.parallel
-    t = run.config.train
+    train = run.config.train
     words = [f"pipe {p.pipe_parallel_size}"] if p.pipe_parallel_size else ["no pipeline"]
     if run.global_batch:
-        words.append(f"data {max(run.global_batch // (t.batch_size * t.gas), 1)}")
+        words.append(f"data {max(run.global_batch // (train.batch_size * train.gas), 1)}")
     words.append(f"model {p.model_parallel_size}")
     if p.context_parallel_size > 1:
         words.append(f"context {p.context_parallel_size}")
@@ -101,14 +103,14 @@ def layout(run: RunRead) -> str:
     return " x ".join(words) + experts
 
 
-def progress(run: RunRead) -> tuple[str, float]:
+def progress(run: RunData) -> tuple[str, float]:
     """Return (state of the run in words, completed share of --train-iters from 0 to 1)."""
-    whole = run.config.train.train_iters
-    share = min(run.iteration / whole, 1.0) if whole else 1.0
-    return f"{run.state()} · iteration {run.iteration:,} of {whole:,}", share
+    total = run.config.train.train_iters
+    share = min(run.iteration / total, 1.0) if total else 1.0
+    return f"{run.state()} · iteration {run.iteration:,} of {total:,}", share
 
 
-def table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
+def facts_table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
     """Return a row (name, [value in each run]) for each fact, with "" for a run that lacks the fact.
 
     Facts keep the order of the first run in which they occur.
@@ -128,13 +130,13 @@ def as_text(names: Sequence[str], runs: Sequence[Facts]) -> list[str]:
 
     A table that is wider than the terminal becomes several, with a row for each run.
     """
-    rows = [[name, *values] for name, values in table(runs)]
+    rows = [[name, *values] for name, values in facts_table(runs)]
     if len(runs) > 1:
         rows.insert(0, ["", *names])
-    parts = list(blocks(rows, gap=2))
+    parts = list(split_columns(rows, gap=2))
     if len(parts) > 1:
-        parts = list(blocks(list(zip(*rows, strict=True)), gap=2))
+        parts = list(split_columns(list(zip(*rows, strict=True)), gap=2))
     lines: list[str] = []
     for part in parts:
-        lines += ["", *aligned(part)]
+        lines += ["", *align_columns(part)]
     return lines[1:]

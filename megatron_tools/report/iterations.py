@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tds.timeline import RankTrace
-from tds.timetable import Span, bubble
+from tds.timetable import Span, bubble_fraction
 
-LETTERS = {"Forward": "F", "Backward": "B", "BackwardInput": "B", "BackwardWeight": "W"}
+PASS_LETTERS = {"Forward": "F", "Backward": "B", "BackwardInput": "B", "BackwardWeight": "W"}
 
 
 class Iteration(NamedTuple):
@@ -27,7 +27,7 @@ class Iteration(NamedTuple):
     @property
     def bubble(self) -> float:
         """Idle share of the stages' total time between the start of the first pass and the end of the last pass."""
-        return bubble(self.spans)
+        return bubble_fraction(self.spans)
 
 
 def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
@@ -37,9 +37,9 @@ def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
     """
     stages = {}
     for rank in ranks:
-        if rank.about["replica"] == replica and rank.about["model"] == 0:
-            stages[rank.about["stage"]] = rank
-    count = next(iter(stages.values())).about["stages"] if stages else 1
+        if rank.metadata["replica"] == replica and rank.metadata["model"] == 0:
+            stages[rank.metadata["stage"]] = rank
+    count = next(iter(stages.values())).metadata["stages"] if stages else 1
     missing = set(range(count)) - stages.keys()
     if missing:
         raise ValueError(
@@ -47,10 +47,14 @@ def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
         )
     steps: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
     for stage, rank in stages.items():
-        for e in rank.events:
-            if e["cat"] == "step" and e["name"] == "train_batch":
-                steps[e["args"]["iteration"]][stage] = e
-    return [_iteration(n, found, stages) for n, found in sorted(steps.items()) if len(found) == len(stages)]
+        for event in rank.events:
+            if event["cat"] == "step" and event["name"] == "train_batch":
+                steps[event["args"]["iteration"]][stage] = event
+    return [
+        _iteration(number, events_of_stages, stages)
+        for number, events_of_stages in sorted(steps.items())
+        if len(events_of_stages) == len(stages)
+    ]
 
 
 def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
@@ -58,36 +62,38 @@ def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
 
     A run without a pipeline does not record which micro-batch a pass belongs to, so this function numbers the passes.
     """
-    if rank.about["pipeline"]:
-        return list(rank.named(iteration, ["pass"]))
-    found = []
-    seen = Counter[str]()
-    for e in rank.named(iteration, ["part"]):
-        name = e["name"]
+    if rank.metadata["pipeline"]:
+        return list(rank.spans(iteration, ["pass"]))
+    passes = []
+    counts = Counter[str]()
+    for event in rank.spans(iteration, ["part"]):
+        name = event["name"]
         if name in ("forward", "backward"):
-            found.append({**e, "name": name.title(), "args": {"micro": seen[name], "chunk": 0}})
-            seen[name] += 1
-    return found
+            passes.append({**event, "name": name.title(), "args": {"micro": counts[name], "chunk": 0}})
+            counts[name] += 1
+    return passes
 
 
 def _iteration(number: int, steps: dict[int, dict[str, Any]], stages: dict[int, RankTrace]) -> Iteration:
     """Return the timeline of one iteration. steps: stage -> event of its training step."""
-    begin = min(step["ts"] for step in steps.values())
-    end = max(step["ts"] + step["dur"] for step in steps.values())
-    passes = []
-    first = math.inf
+    step_begin = min(step["ts"] for step in steps.values())
+    step_end = max(step["ts"] + step["dur"] for step in steps.values())
+    stage_passes = []
+    first_start = math.inf
     for stage, rank in stages.items():
         step = steps[stage]
-        for e in _passes(rank, number):
-            if step["ts"] <= e["ts"] <= step["ts"] + step["dur"]:
-                passes.append((stage, e))
-                first = min(first, e["ts"])
-    if not passes:
-        first = begin
+        for event in _passes(rank, number):
+            if step["ts"] <= event["ts"] <= step["ts"] + step["dur"]:
+                stage_passes.append((stage, event))
+                first_start = min(first_start, event["ts"])
+    if not stage_passes:
+        first_start = step_begin
     spans = []
-    for stage, e in passes:
-        at = (e["ts"] - first) / 1e6
-        until = at + e["dur"] / 1e6
-        place = e["args"]
-        spans.append(Span(stage, place["micro"], place["chunk"], LETTERS[e["name"]], at, until))
-    return Iteration(number, (end - begin) / 1e6, (first - begin) / 1e6, spans)
+    for stage, event in stage_passes:
+        begin_seconds = (event["ts"] - first_start) / 1e6
+        end_seconds = begin_seconds + event["dur"] / 1e6
+        pass_args = event["args"]
+        spans.append(
+            Span(stage, pass_args["micro"], pass_args["chunk"], PASS_LETTERS[event["name"]], begin_seconds, end_seconds)
+        )
+    return Iteration(number, (step_end - step_begin) / 1e6, (first_start - step_begin) / 1e6, spans)

@@ -5,11 +5,11 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .runs import RunRead
+from .runs import RunData
 
 Lines = dict[str, list[float | None]]  # layer -> its values, None where it has none
 # Metric of a layer in metrics.jsonl -> title.
-TITLES = {
+METRIC_TITLES = {
     "weight_norm": "Weight norm by layer",
     "grad_norm": "Gradient norm by layer",
     "update_ratio": "Update-to-weight ratio by layer",
@@ -18,13 +18,13 @@ TITLES = {
     "imbalance": "Imbalance of experts by layer (largest share times number of experts)",
     "dead_experts": "Experts without tokens by layer",
 }
-SHARES = "Share of tokens by expert in the last step"
-EVEN = {"imbalance": 1.0}  # metric -> its value if a layer's experts have equal numbers of tokens
+SHARES_TITLE = "Share of tokens by expert in the last step"
+EVEN_VALUES = {"imbalance": 1.0}  # metric -> its value if a layer's experts have equal numbers of tokens
 # Metrics that may be negative or zero, so their axes and colours are not logarithmic.
-LINEAR = {"attention_logit", "imbalance", "dead_experts", "share"}
+LINEAR_METRICS = {"attention_logit", "imbalance", "dead_experts", "share"}
 WIDTH, LEFT, HEIGHT = 860, 190, 16  # pixels: total width, width of a layer's name, height of a row
-COLUMNS = 120  # maximum number of columns of a heat map
-SCALE = (68, 1, 84), (33, 145, 140), (253, 231, 37)  # colours of the lowest, the middle and the highest value
+MAX_COLUMNS = 120  # maximum number of columns of a heat map
+COLOUR_STOPS = (68, 1, 84), (33, 145, 140), (253, 231, 37)  # colours of the lowest, the middle and the highest value
 
 
 class LayerValues(NamedTuple):
@@ -39,132 +39,135 @@ class LayerValues(NamedTuple):
     axis: str = "iteration"
 
 
-def titled(title: str, name: str, runs: Sequence[RunRead]) -> str:
+def title_with_run(title: str, name: str, runs: Sequence[RunData]) -> str:
     """Return a title, with the name of its run if there are several runs."""
     return f"{title}: {name}" if len(runs) > 1 else title
 
 
-def values_of(run: RunRead) -> list[LayerValues]:
+def layer_values(run: RunData) -> list[LayerValues]:
     """Return the values of each metric that the run logged by layer."""
-    rows = []
+    layer_rows = []
     iterations = []
     names: dict[str, None] = {}
-    for row in run.part("train"):
+    for row in run.rows_of("train"):
         layers = row.get("layers")
         if layers:
-            rows.append(layers)
+            layer_rows.append(layers)
             iterations.append(row["iteration"])
             names |= dict.fromkeys(layers)
-    found = []
-    for metric in TITLES:
-        lines = {}
+    metrics = []
+    for metric in METRIC_TITLES:
+        values_by_layer = {}
         for name in names:
-            values = [layers.get(name, {}).get(metric) for layers in rows]
+            values = [layers.get(name, {}).get(metric) for layers in layer_rows]
             if set(values) - {None}:
-                lines[name] = values
-        if lines:
-            found.append(LayerValues(metric, iterations, lines))
-    return found
+                values_by_layer[name] = values
+        if values_by_layer:
+            metrics.append(LayerValues(metric, iterations, values_by_layer))
+    return metrics
 
 
-def shares_of(run: RunRead) -> LayerValues | None:
+def expert_shares(run: RunData) -> LayerValues | None:
     """Return each expert's share of a layer's tokens in the last logged step.
 
     The first line holds the even share, for comparison; a line for each layer follows. Here, the field `iterations`
     holds the indices of the experts. Returns None if the run has no experts.
     """
-    layers: dict[str, list[int]] = {}
-    for row in run.part("train"):
-        layers = row.get("expert_tokens") or layers
+    token_counts: dict[str, list[int]] = {}
+    for row in run.rows_of("train"):
+        token_counts = row.get("expert_tokens") or token_counts
     shares: Lines = {}
-    for name, tokens in layers.items():
+    for name, tokens in token_counts.items():
         total = sum(tokens)
         if total:
-            shares[name] = [n / total for n in tokens]
+            shares[name] = [count / total for count in tokens]
     if not shares:
         return None
-    count = max(map(len, shares.values()))
-    lines: Lines = {f"even share, 1/{count}": [1 / count] * count}
-    lines |= shares
-    return LayerValues("share", list(range(count)), lines, "expert")
+    num_experts = max(map(len, shares.values()))
+    share_lines: Lines = {f"even share, 1/{num_experts}": [1 / num_experts] * num_experts}
+    share_lines |= shares
+    return LayerValues("share", list(range(num_experts)), share_lines, "expert")
 
 
 def heat_map(values: LayerValues) -> str:
     """Return an SVG with a row for each layer and a column for each iteration, or for some of them if there are many.
 
-    The scale of its colours follows the SVG.
-    Colours are logarithmic, except for the metrics in `LINEAR`. Experts are columns, too, and all of them are shown.
+    The scale of its colours follows the SVG. Colours are logarithmic, except for the metrics in `LINEAR_METRICS`.
+    Experts are columns, too, and all of them are shown.
     """
     step = 1
     if values.axis == "iteration":
-        step = math.ceil(len(values.iterations) / COLUMNS)
+        step = math.ceil(len(values.iterations) / MAX_COLUMNS)
     columns = range(0, len(values.iterations), step)
-    shown = {}
-    known = []
-    for name, of in values.layers.items():
-        heights = [_height(values.metric, of[at]) for at in columns]
-        shown[name] = heights
-        known += [height for height in heights if height is not None]
-    low = min(known, default=0.0)
-    span = max(max(known, default=0.0) - low, 1e-12)
+    scaled_by_layer = {}
+    finite = []
+    for name, values_of_layer in values.layers.items():
+        scaled = [_scaled_value(values.metric, values_of_layer[index]) for index in columns]
+        scaled_by_layer[name] = scaled
+        finite += [value for value in scaled if value is not None]
+    lowest = min(finite, default=0.0)
+    value_range = max(max(finite, default=0.0) - lowest, 1e-12)
     wide = (WIDTH - LEFT) / len(columns)
-    tall = HEIGHT * len(shown) + 22
-    name = TITLES.get(values.metric, SHARES)
-    parts = [f'<svg viewBox="0 0 {WIDTH} {tall}" width="{WIDTH}" role="img" font-size="11" aria-label="{name}">']
-    for row, (name, heights) in enumerate(shown.items()):
+    tall = HEIGHT * len(scaled_by_layer) + 22
+    title = METRIC_TITLES.get(values.metric, SHARES_TITLE)
+    elements = [f'<svg viewBox="0 0 {WIDTH} {tall}" width="{WIDTH}" role="img" font-size="11" aria-label="{title}">']
+    for row, (name, scaled) in enumerate(scaled_by_layer.items()):
         y = row * HEIGHT
-        parts.append(f'<text x="0" y="{y + 12}" fill="currentColor">{html.escape(name)}</text>')
-        for column, (at, height) in enumerate(zip(columns, heights, strict=True)):
-            if height is None:
+        elements.append(f'<text x="0" y="{y + 12}" fill="currentColor">{html.escape(name)}</text>')
+        for column, (index, value) in enumerate(zip(columns, scaled, strict=True)):
+            if value is None:
                 continue
-            words = f"{name}, {values.axis} {values.iterations[at]:,}: {values.layers[name][at]:.4g}"
-            parts.append(
+            tooltip = f"{name}, {values.axis} {values.iterations[index]:,}: {values.layers[name][index]:.4g}"
+            elements.append(
                 f'<rect x="{LEFT + column * wide:.1f}" y="{y}" width="{wide + 0.3:.1f}" height="{HEIGHT - 1}" '
-                f'fill="{_colour((height - low) / span)}"><title>{html.escape(words)}</title></rect>'
+                f'fill="{_colour_of((value - lowest) / value_range)}"><title>{html.escape(tooltip)}</title></rect>'
             )
     first = values.iterations[0]
     last = values.iterations[columns[-1]]
-    axis = HEIGHT * len(shown) + 14
-    parts.append(f'<text x="{LEFT}" y="{axis}" fill="currentColor">{values.axis} {first:,}</text>')
-    parts.append(f'<text x="{WIDTH}" y="{axis}" fill="currentColor" text-anchor="end">{last:,}</text></svg>')
-    return "".join(parts) + _scale(values.metric, low, low + span)
+    axis_y = HEIGHT * len(scaled_by_layer) + 14
+    elements.append(f'<text x="{LEFT}" y="{axis_y}" fill="currentColor">{values.axis} {first:,}</text>')
+    elements.append(f'<text x="{WIDTH}" y="{axis_y}" fill="currentColor" text-anchor="end">{last:,}</text></svg>')
+    return "".join(elements) + _scale_html(values.metric, lowest, lowest + value_range)
 
 
-def sections(runs: Sequence[RunRead]) -> str:
+def heat_map_sections(runs: Sequence[RunData]) -> str:
     """Return the HTML of the heat maps of all runs, one section for each run that logged layers."""
     parts = []
     for run in runs:
-        maps = ""
-        for values in values_of(run):
-            maps += f'<h3>{TITLES[values.metric]}</h3><div class="wide">{heat_map(values)}</div>'
-        shares = shares_of(run)
+        maps_html = ""
+        for values in layer_values(run):
+            maps_html += f'<h3>{METRIC_TITLES[values.metric]}</h3><div class="wide">{heat_map(values)}</div>'
+        shares = expert_shares(run)
         if shares:
-            maps += f'<h3>{SHARES}</h3><div class="wide">{heat_map(shares)}</div>'
-        if maps:
-            title = titled("Layers", html.escape(run.name), runs)
-            parts.append(f"<section><h2>{title}</h2>{maps}</section>")
+            maps_html += f'<h3>{SHARES_TITLE}</h3><div class="wide">{heat_map(shares)}</div>'
+        if maps_html:
+            title = title_with_run("Layers", html.escape(run.name), runs)
+            parts.append(f"<section><h2>{title}</h2>{maps_html}</section>")
     return "".join(parts)
 
 
-def _height(metric: str, value: float | None) -> float | None:
+def _scaled_value(metric: str, value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
-    if metric in LINEAR:
+    if metric in LINEAR_METRICS:
         return value
     return math.log10(value) if value > 0 else None
 
 
-def _scale(metric: str, low: float, high: float) -> str:
-    """Return the HTML of the scale of a heat map. low, high: the lowest and the highest value, of `_height`."""
-    words = " (linear)"
-    if metric not in LINEAR:
+def _scale_html(metric: str, low: float, high: float) -> str:
+    """Return the HTML of the scale of a heat map. low, high: the lowest and the highest value, of `_scaled_value`."""
+    kind = " (linear)"
+    if metric not in LINEAR_METRICS:
         low = 10**low
         high = 10**high
-        words = " (logarithmic)"
-    return f'<p class="note">{low:.3g}<i class="scale"></i>{high:.3g}{words}</p>'
+        kind = " (logarithmic)"
+    return f'<p class="note">{low:.3g}<i class="scale"></i>{high:.3g}{kind}</p>'
 
 
-def _colour(share: float) -> str:
-    at = min(int(share * 2), 1)
-    mixed = (a + (b - a) * (share * 2 - at) for a, b in zip(SCALE[at], SCALE[at + 1], strict=True))
-    return "#" + "".join(f"{round(each):02x}" for each in mixed)
+def _colour_of(share: float) -> str:
+    half = min(int(share * 2), 1)  # 0 below the middle colour, 1 above
+    channels = (
+        low + (high - low) * (share * 2 - half)
+        for low, high in zip(COLOUR_STOPS[half], COLOUR_STOPS[half + 1], strict=True)
+    )
+    return "#" + "".join(f"{round(each):02x}" for each in channels)

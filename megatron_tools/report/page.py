@@ -8,14 +8,14 @@ from importlib import resources
 from typing import Any
 
 from . import facts
-from .curves import Chart, charts
-from .differences import Setting, settings
-from .layers import sections, titled
-from .runs import RunRead
+from .curves import Chart, all_charts
+from .differences import Setting, compare_settings
+from .layers import heat_map_sections, title_with_run
+from .runs import RunData
 from .timetable import Timetable, as_svg
 
-Runs = Sequence[RunRead]
-COLOURS = 8  # number of run colours in page.css
+Runs = Sequence[RunData]
+RUN_COLOURS = 8  # number of run colours in page.css
 
 
 def escape(text: object) -> str:
@@ -58,53 +58,53 @@ def _body(
 ) -> str:
     """Return the page's content, without its head and scripts."""
     names = []
-    given = []
+    saved_configs = []
     columns = []
-    for run, count in zip(runs, parameters, strict=True):
+    for run, parameter_count in zip(runs, parameters, strict=True):
         names.append(run.name)
-        given.append(run.given)
-        columns.append([*facts.results(run), *facts.machine(run, count)])
-    at = time.strftime("%Y-%m-%d %H:%M")
+        saved_configs.append(run.saved_config)
+        columns.append([*facts.result_facts(run), *facts.machine_facts(run, parameter_count)])
+    now = time.strftime("%Y-%m-%d %H:%M")
     title = names[0] if len(runs) == 1 else f"{len(runs)} runs"
     parts = [
-        f'<header><h1>{escape(title)}</h1><span class="when">{at}</span>'
+        f'<header><h1>{escape(title)}</h1><span class="when">{now}</span>'
         '<button id="theme" title="light or dark" aria-label="light or dark">◐</button></header>',
         _cards(runs),
         _controls(),
-        _figures(runs, charts(runs)),
-        _table("Results", names, facts.table(columns)),
+        _figures(runs, all_charts(runs)),
+        _table("Results", names, facts.facts_table(columns)),
         _samples(runs),
-        sections(runs),
+        heat_map_sections(runs),
     ]
     for i, table in timetables.items():
         parts.append(_timetable(runs, i, table))
-    parts.append(_settings(runs, settings(given)))
+    parts.append(_settings(runs, compare_settings(saved_configs)))
     return "".join(parts)
 
 
 def _dot(run: int) -> str:
-    return f'<i class="dot" style="--c:var(--c{run % COLOURS})"></i>'
+    return f'<i class="dot" style="--c:var(--c{run % RUN_COLOURS})"></i>'
 
 
 def _cards(runs: Runs) -> str:
     """Return the HTML of one card for each run, with its progress and last loss, and the reasons of failed runs."""
-    found = []
-    for i, run in enumerate(runs):
-        words, share = facts.progress(run)
-        dot = _dot(i) if len(runs) > 1 else ""
+    cards = []
+    for index, run in enumerate(runs):
+        state, share = facts.progress(run)
+        dot = _dot(index) if len(runs) > 1 else ""
         loss = "–"
-        for row in run.part("train")[-1:]:
+        for row in run.rows_of("train")[-1:]:
             loss = f"training loss {row['lm_loss']:.3f}"
-        found.append(
-            f'<button class="card" data-run="{i}" aria-pressed="true" title="{escape(run.folder)}">'
+        cards.append(
+            f'<button class="card" data-run="{index}" aria-pressed="true" title="{escape(run.folder)}">'
             f'<b>{dot}{escape(run.name)}</b><span class="loss">{loss}</span>'
-            f'<small>{escape(words)}</small><span class="bar"><span style="width:{share:.1%}"></span></span></button>'
+            f'<small>{escape(state)}</small><span class="bar"><span style="width:{share:.1%}"></span></span></button>'
         )
     reasons = ""
     for run in runs:
         if run.reason:
             reasons += f'<p class="why"><b>{escape(run.name)}</b> failed: {escape(run.reason)}</p>'
-    return f'<section class="cards">{"".join(found)}</section>{reasons}'
+    return f'<section class="cards">{"".join(cards)}</section>{reasons}'
 
 
 def _controls() -> str:
@@ -120,9 +120,9 @@ def _controls() -> str:
     )
 
 
-def _figures(runs: Runs, found: Sequence[Chart]) -> str:
+def _figures(runs: Runs, charts: Sequence[Chart]) -> str:
     """Return the HTML of the charts, which page.js draws from the data in it."""
-    if not found:
+    if not charts:
         return '<p class="note">metrics.jsonl has no values to draw yet.</p>'
     names = []
     axes = []
@@ -130,11 +130,11 @@ def _figures(runs: Runs, found: Sequence[Chart]) -> str:
         names.append(run.name)
         axes.append(run.axes())
     figures = ""
-    for chart in found:
+    for chart in charts:
         data = f'<script type="application/json">{as_data(chart._asdict())}</script>'
         figures += f'<figure class="chart" id="chart-{chart.name}">{data}</figure>'
-    about = as_data({"names": names, "axes": axes})
-    return f'<script type="application/json" id="about">{about}</script><section class="grid">{figures}</section>'
+    page_data = as_data({"names": names, "axes": axes})
+    return f'<script type="application/json" id="about">{page_data}</script><section class="grid">{figures}</section>'
 
 
 def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], code: bool = False) -> str:
@@ -144,67 +144,67 @@ def _table(title: str, names: Sequence[str], rows: Sequence[tuple[str, Sequence[
     """
     if not rows:
         return ""
-    top = ""
+    header = ""
     if len(names) > 1:
         for i, name in enumerate(names):
-            top += f"<th>{_dot(i)}{escape(name)}</th>"
-        top = f"<thead><tr><td></td>{top}</tr></thead>"
-    lines = ""
+            header += f"<th>{_dot(i)}{escape(name)}</th>"
+        header = f"<thead><tr><td></td>{header}</tr></thead>"
+    body = ""
     for name, values in rows:
         shown = f"<code>{escape(name)}</code>" if code else escape(name)
         cells = "".join(f"<td>{escape(value)}</td>" for value in values)
-        lines += f"<tr><th>{shown}</th>{cells}</tr>"
-    words = f"<h2>{escape(title)}</h2>" if title else ""
-    return f'<section>{words}<div class="wide"><table>{top}<tbody>{lines}</tbody></table></div></section>'
+        body += f"<tr><th>{shown}</th>{cells}</tr>"
+    heading = f"<h2>{escape(title)}</h2>" if title else ""
+    return f'<section>{heading}<div class="wide"><table>{header}<tbody>{body}</tbody></table></div></section>'
 
 
 def _samples(runs: Runs) -> str:
     """Return the HTML of the texts of each prompt, with a row for each iteration and a column for each run."""
-    found: dict[str, dict[int, list[str]]] = {}
+    texts_by_prompt: dict[str, dict[int, list[str]]] = {}
     for i, run in enumerate(runs):
-        for row in run.part("samples"):
+        for row in run.rows_of("samples"):
             for sample in row["samples"]:
-                texts = found.setdefault(sample["prompt"], {}).setdefault(row["iteration"], [""] * len(runs))
+                texts = texts_by_prompt.setdefault(sample["prompt"], {}).setdefault(row["iteration"], [""] * len(runs))
                 texts[i] = sample["text"]
     names = [run.name for run in runs]
-    html = ""
-    for prompt, by_iteration in found.items():
+    tables = ""
+    for prompt, by_iteration in texts_by_prompt.items():
         rows = [(f"{iteration:,}", texts) for iteration, texts in sorted(by_iteration.items())]
-        html += _table(f"Samples of “{prompt}”", names, rows)
-    return f'<div class="samples">{html}</div>' if html else ""
+        tables += _table(f"Samples of “{prompt}”", names, rows)
+    return f'<div class="samples">{tables}</div>' if tables else ""
 
 
 def _timetable(runs: Runs, run: int, table: Timetable) -> str:
     """Return the HTML of a run's pipeline timetable."""
-    title = titled("Pipeline timetable", _dot(run) + escape(runs[run].name), runs)
+    title = title_with_run("Pipeline timetable", _dot(run) + escape(runs[run].name), runs)
     return (
         f'<section><h2>{title}</h2><div class="wide">{as_svg(table)}</div><p class="note">'
         f"Forward blue, backward orange, weight gradients green; numbers are micro-batches. The whole step took "
-        f"{table.chosen.seconds * 1e3:.1f} ms; the median of {table.kept} steps is {table.usual * 1e3:.1f} ms."
-        "</p></section>"
+        f"{table.chosen.seconds * 1e3:.1f} ms; the median of {table.num_iterations} steps is "
+        f"{table.median_seconds * 1e3:.1f} ms.</p></section>"
     )
 
 
 def _settings(runs: Runs, rows: Sequence[Setting]) -> str:
     """Return the HTML of the tables of settings: those that differ, those that were changed, and all."""
     names = [run.name for run in runs]
-    differ = []
+    differing = []
     changed = []
     by_section: dict[str, list[tuple[str, list[str]]]] = {}
     for row in rows:
         by_section.setdefault(row.section, []).append((row.flag, row.values))
         if row.differs:
-            differ.append((row.flag, row.values))
+            differing.append((row.flag, row.values))
         elif row.changed:
             changed.append((row.flag, row.values[:1]))
-    shared = "Settings that are not defaults"
+    changed_title = "Settings that are not defaults"
     parts = []
     if len(runs) > 1:
-        shared += ", equal in all runs"
-        words = "Settings that differ" if differ else "No setting differs except the folders"
-        parts.append(_table(words, names, differ, code=True) or f"<section><h2>{words}</h2></section>")
-    parts.append(_table(shared, names[:1], changed, code=True))
-    for section, own in by_section.items():
-        inside = _table("", names, own, code=True)
-        parts.append(f'<details id="all-{section}"><summary>all settings of {section}</summary>{inside}</details>')
+        changed_title += ", equal in all runs"
+        title = "Settings that differ" if differing else "No setting differs except the folders"
+        parts.append(_table(title, names, differing, code=True) or f"<section><h2>{title}</h2></section>")
+    parts.append(_table(changed_title, names[:1], changed, code=True))
+    for section, section_rows in by_section.items():
+        table = _table("", names, section_rows, code=True)
+        parts.append(f'<details id="all-{section}"><summary>all settings of {section}</summary>{table}</details>')
     return "".join(parts)

@@ -13,14 +13,14 @@ from megatron.checkpointing.relocation import relocated
 from megatron.config import Config
 from megatron.config.command_line import from_file
 from megatron.config.data_stages import parse_stages
-from megatron.config.fields import describe
+from megatron.config.fields import describe_error
 from megatron.estimate.sizes import parameters
 
 from . import facts
 from .page import page
-from .runs import Row, RunRead, named_splits, names_of, read_run
+from .runs import Row, RunData, named_splits, read_run, short_names
 from .timetable import read_timetable
-from .unigram import of_targets, of_text
+from .unigram import target_entropies, text_entropy
 
 EXAMPLES = """\
   python tools/report.py runs/gpt2                 writes report.html and loss.png to its folder
@@ -30,7 +30,7 @@ EXAMPLES = """\
 MARKERS = {"train": None, "valid": "o", "test": "D"}  # kind of data -> marker of its points
 
 
-def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
+def unigram_baselines(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
     """Return the unigram entropy of the validation data in nats per token, such as {"validation text": 5.1}.
 
     For a T5, the dict has two entries: one for all target tokens, one for the masked text without sentinels. The dict
@@ -39,53 +39,61 @@ def baselines_of(run_dir: Path, config: Row, train: list[Row]) -> dict[str, floa
     if config["model"]["family"] != "t5":
         if config["data"]["objective"] == "sft":
             return {}  # the loss of fine-tuning counts only answers, so the entropy of all tokens is no baseline
-        text = of_text(config)
-        return {} if text is None else {"validation text": text}
+        entropy = text_entropy(config)
+        return {} if entropy is None else {"validation text": entropy}
     if not train:
         return {}
     samples = train[-1]["consumed_samples"] // train[-1]["iteration"] * config["train"]["eval_iters"]
     settings = from_file(str(run_dir / "config.json"))
-    both = of_targets(relocated(settings, run_dir), samples)
-    return {} if both is None else {"targets": both.targets, "masked text": both.text}
+    entropies = target_entropies(relocated(settings, run_dir), samples)
+    return {} if entropies is None else {"targets": entropies.targets, "masked text": entropies.text}
 
 
-def stage_starts(run: RunRead) -> list[float]:
+def stage_starts(run: RunData) -> list[float]:
     """Return the iterations at which the data stages after the first begin, as far as the run has come."""
     stages = run.config.data.data_stages
     if not stages:
         return []
-    found = []
+    starts = []
     for stage in parse_stages(stages)[1:]:
-        done = f"consumed_{stage.unit}"
-        for row in run.part("train"):
-            if row[done] >= stage.begin:
-                found.append(row["iteration"] * stage.begin / row[done])
+        consumed_key = f"consumed_{stage.unit}"
+        for row in run.rows_of("train"):
+            if row[consumed_key] >= stage.begin:
+                starts.append(row["iteration"] * stage.begin / row[consumed_key])
                 break
-    return found
+    return starts
 
 
-def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: Sequence[float] = ()) -> None:
+def draw_losses(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: Sequence[float] = ()) -> None:
     """Draw the loss curves as a PNG. Raises ValueError without matplotlib.
 
     stages: iterations at which data stages begin, marked by vertical lines.
     """
     figure = new_figure("loss.png", figsize=(7.2, 4.2), dpi=150)
     axes = figure.subplots()
-    for split, key, label, colour, marker in _curves(rows):
-        x = []
-        y = []
+    for split, key, label, colour, marker in _loss_curves(rows):
+        iterations = []
+        losses = []
         for row in rows:
             if row.get("split") == split and key in row:
-                x.append(row["iteration"])
-                y.append(row[key])
-        if x:
-            thin = "/" in split and marker is None
-            axes.plot(x, y, color=colour, marker=marker, markersize=4, linewidth=0.8 if thin else 1.8, label=label)
-    for at in stages:
-        axes.axvline(at, color="#525252", linestyle=":", linewidth=1.0)
+                iterations.append(row["iteration"])
+                losses.append(row[key])
+        if iterations:
+            is_thin = "/" in split and marker is None
+            axes.plot(
+                iterations,
+                losses,
+                color=colour,
+                marker=marker,
+                markersize=4,
+                linewidth=0.8 if is_thin else 1.8,
+                label=label,
+            )
+    for iteration in stages:
+        axes.axvline(iteration, color="#525252", linestyle=":", linewidth=1.0)
     styles = (":", "--") if len(baselines) > 1 else ("--",)
-    for (of, nats), style in zip(baselines.items(), styles, strict=False):
-        axes.axhline(nats, color="#525252", linestyle=style, linewidth=1.2, label=f"unigram entropy of the {of}")
+    for (text_name, nats), style in zip(baselines.items(), styles, strict=False):
+        axes.axhline(nats, color="#525252", linestyle=style, linewidth=1.2, label=f"unigram entropy of the {text_name}")
     axes.set_xlabel("iteration")
     axes.set_ylabel("nats per token")
     axes.grid(alpha=0.25)
@@ -95,35 +103,35 @@ def draw(rows: Sequence[Row], baselines: dict[str, float], path: Path, stages: S
     save_figure(figure, path)
 
 
-def _curves(rows: Sequence[Row]) -> list[tuple[str, str, str, str, str | None]]:
+def _loss_curves(rows: Sequence[Row]) -> list[tuple[str, str, str, str, str | None]]:
     """Return (split, key, label, colour, marker) of each curve of the loss; a corpus has one colour in all splits."""
-    found: list[tuple[str, str, str, str, str | None]] = [
+    curves: list[tuple[str, str, str, str, str | None]] = [
         ("train", "lm_loss", "training loss", "#9db7d5", None),
         ("valid", "lm_loss", "validation loss", "#c2410c", "o"),
         ("valid", "text_loss", "validation loss on masked text", "#15803d", "s"),
         ("test", "lm_loss", "test loss", "#7c3aed", MARKERS["test"]),
     ]
     splits = named_splits(rows, "train", "valid", "test")
-    names = sorted({split.partition("/")[2] for split in splits})
+    corpora = sorted({split.partition("/")[2] for split in splits})
     for split in splits:
-        part, _, name = split.partition("/")
-        found.append((split, "lm_loss", split, f"C{names.index(name) % 10}", MARKERS[part]))
-    return found
+        part, _, corpus = split.partition("/")
+        curves.append((split, "lm_loss", split, f"C{corpora.index(corpus) % 10}", MARKERS[part]))
+    return curves
 
 
-def whole_page(runs: Sequence[RunRead]) -> str:
+def whole_page(runs: Sequence[RunData]) -> str:
     """Return the HTML of the page, with the timetables of the runs that recorded pipeline timelines."""
-    found = {i: table for i, each in enumerate(runs) if (table := read_timetable(Path(each.folder)))}
-    return page(runs, [_parameters(each.config) for each in runs], found)
+    timetables = {index: table for index, run in enumerate(runs) if (table := read_timetable(Path(run.folder)))}
+    return page(runs, [_count_parameters(run.config) for run in runs], timetables)
 
 
-def _read(folder: Path, name: str) -> RunRead:
+def _read_with_baselines(folder: Path, name: str) -> RunData:
     """Return a run with its unigram baselines. Raises ValueError for a folder that holds no run."""
-    found = read_run(folder, name)
-    return replace(found, baselines=baselines_of(folder, found.config.to_dict(), found.part("train")))
+    run_data = read_run(folder, name)
+    return replace(run_data, baselines=unigram_baselines(folder, run_data.config.to_dict(), run_data.rows_of("train")))
 
 
-def _parameters(config: Config) -> int | None:
+def _count_parameters(config: Config) -> int | None:
     """Return the number of parameters, or None for user-defined models."""
     if config.model.family is None or not config.model.vocab_size:
         return None
@@ -133,30 +141,33 @@ def _parameters(config: Config) -> int | None:
 
 
 def main(args: argparse.Namespace) -> None:
-    given = list(args.runs)
+    run_paths = list(args.runs)
     if args.run_dir:
-        given.append(args.run_dir)
-    if not given:
+        run_paths.append(args.run_dir)
+    if not run_paths:
         raise ValueError("give the folders of one or more runs")
-    folders = [Path(each) for each in dict.fromkeys(given)]
-    names = names_of(folders)
-    runs = [_read(folder, name) for folder, name in zip(folders, names, strict=True)]
-    print("\n".join(facts.as_text(names, list(map(facts.results, runs)))), flush=True)
+    folders = [Path(path) for path in dict.fromkeys(run_paths)]
+    names = short_names(folders)
+    runs = [_read_with_baselines(folder, name) for folder, name in zip(folders, names, strict=True)]
+    print("\n".join(facts.as_text(names, list(map(facts.result_facts, runs)))), flush=True)
     for each in runs:
         if each.reason:
             print(f"{each.name} failed: {each.reason}", flush=True)
-    alone = len(runs) == 1 and not args.output  # a single run's page lies in its folder, with a plot beside it
-    home = Path(args.output) if args.output else folders[0] / "report.html"
-    files = "loss.png and report.html" if alone else home.name
+    is_single_run = len(runs) == 1 and not args.output  # a single run's page lies in its folder, with a plot beside it
+    page_path = Path(args.output) if args.output else folders[0] / "report.html"
+    written_files = "loss.png and report.html" if is_single_run else page_path.name
     try:
-        if alone:
-            draw(runs[0].rows, dict(runs[0].baselines), home.with_name("loss.png"), stage_starts(runs[0]))
-        home.parent.mkdir(parents=True, exist_ok=True)
-        write_text(home, whole_page(runs))
+        if is_single_run:
+            draw_losses(runs[0].rows, dict(runs[0].baselines), page_path.with_name("loss.png"), stage_starts(runs[0]))
+        page_path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(page_path, whole_page(runs))
     except (ValueError, OSError) as error:
-        print(f"report.py: {files} were not written to {home.parent}: {describe(error)}", file=sys.stderr)
+        print(
+            f"report.py: {written_files} were not written to {page_path.parent}: {describe_error(error)}",
+            file=sys.stderr,
+        )
         return
-    print(f"-> {home}")
+    print(f"-> {page_path}")
 
 
 def build_parser() -> Parser:

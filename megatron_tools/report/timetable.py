@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tds import timeline
-from tds.schedule import Plan, schedule_of
-from tds.timetable import PASSES, Span, bubble, times
+from tds.schedule import Plan, find_schedule
+from tds.timetable import PASSES, Span, bubble_fraction, simulate_times
 
-from .drawing import end_of
+from .drawing import last_end
 from .iterations import Iteration, iterations
 
 WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a stage, width of its name
@@ -20,30 +20,31 @@ WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a st
 class Timetable(NamedTuple):
     """The timetable of one traced iteration of a run.
 
-    chosen: this iteration. ideal: the ideal timetable of its passes, from `ideal_of`. usual: median seconds of an
-    iteration. kept: number of iterations in the trace.
+    chosen: this iteration. ideal: the ideal timetable of its passes, from `ideal_spans`. median_seconds: median
+    time of an iteration. num_iterations: number of iterations in the trace.
     """
 
     stages: int
     schedule: str
     chosen: Iteration
     ideal: list[Span]
-    usual: float
-    kept: int
+    median_seconds: float
+    num_iterations: int
 
     def rows(self) -> dict[str, list[Span]]:
         """Return title -> passes, for the ideal and for the real timetable. The titles are shown above them."""
-        ideal = end_of({"": self.ideal}) * 1e3
-        real = end_of({"": self.chosen.spans}) * 1e3
+        ideal = last_end({"": self.ideal}) * 1e3
+        real = last_end({"": self.chosen.spans}) * 1e3
         return {
-            f"ideal {self.schedule} of the same passes: {ideal:.1f} ms, bubble {bubble(self.ideal):.1%}": self.ideal,
+            f"ideal {self.schedule} of the same passes: {ideal:.1f} ms, "
+            f"bubble {bubble_fraction(self.ideal):.1%}": self.ideal,
             f"iteration {self.chosen.number}: {real:.1f} ms, bubble {self.chosen.bubble:.1%}": self.chosen.spans,
         }
 
 
-def plan_of(name: str, stages: int, micros: int, chunks: int = 1, extra: int = 0) -> Plan:
+def instructions_of(name: str, stages: int, micros: int, chunks: int = 1, extra: int = 0) -> Plan:
     """Return the schedule `name` as a list of instructions for each stage."""
-    schedule = schedule_of({"schedule": name, "extra_warmup": extra}, chunks)
+    schedule = find_schedule({"schedule": name, "extra_warmup": extra}, chunks)
     return [list(schedule(stage, stages, micros)) for stage in range(stages)]
 
 
@@ -55,8 +56,8 @@ def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = No
     found = iterations(ranks)
     if not found:
         raise ValueError("the timeline contains no iteration that is complete on all stages")
-    usual = statistics.median(each.seconds for each in found)
-    chosen = min(found, key=lambda each: abs(each.seconds - usual))
+    median_seconds = statistics.median(each.seconds for each in found)
+    chosen = min(found, key=lambda each: abs(each.seconds - median_seconds))
     if iteration is not None:
         by_number = {each.number: each for each in found}
         if iteration not in by_number:
@@ -64,33 +65,40 @@ def timetable_of(ranks: Sequence[timeline.RankTrace], iteration: int | None = No
                 f"--iteration {iteration} is not in the timeline, which has {found[0].number} to {found[-1].number}"
             )
         chosen = by_number[iteration]
-    about = ranks[0].about
-    return Timetable(about["stages"], about["schedule"], chosen, ideal_of(about, chosen.spans), usual, len(found))
+    metadata = ranks[0].metadata
+    return Timetable(
+        metadata["stages"],
+        metadata["schedule"],
+        chosen,
+        ideal_spans(metadata, chosen.spans),
+        median_seconds,
+        len(found),
+    )
 
 
-def ideal_of(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
+def ideal_spans(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
     """Return the passes of the ideal timetable, in which a pass waits only for its inputs.
 
     Each pass takes the median time of the passes in `spans` that have the same kind, stage and chunk.
     """
     stages = int(about["stages"])
     chunks = int(about["chunks"]) if stages > 1 else 1
-    plan = plan_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))
-    took: dict[tuple[str, int, int], list[float]] = {}
+    plan = instructions_of(str(about["schedule"]), stages, int(about["micros"]), chunks, int(about["extra_warmup"]))
+    durations: dict[tuple[str, int, int], list[float]] = {}
     for span in spans:
-        place = (span.kind, span.stage, span.chunk)
-        took.setdefault(place, []).append(span.end - span.begin)
+        key = (span.kind, span.stage, span.chunk)
+        durations.setdefault(key, []).append(span.end - span.begin)
 
-    def usual(kind: Any, stage: int, chunk: int) -> float:
-        place = (PASSES[kind], stage, chunk)
-        return statistics.median(took.get(place, [0.0]))
+    def median_duration(kind: Any, stage: int, chunk: int) -> float:
+        key = (PASSES[kind], stage, chunk)
+        return statistics.median(durations.get(key, [0.0]))
 
-    ideal = times(plan, seconds=usual)
-    zero = min(span.begin for span in ideal)
-    found = []
+    ideal = simulate_times(plan, seconds=median_duration)
+    first_begin = min(span.begin for span in ideal)
+    shifted = []
     for span in ideal:
-        found.append(replace(span, begin=span.begin - zero, end=span.end - zero))
-    return found
+        shifted.append(replace(span, begin=span.begin - first_begin, end=span.end - first_begin))
+    return shifted
 
 
 def read_timetable(run_dir: Path) -> Timetable | None:
@@ -98,7 +106,7 @@ def read_timetable(run_dir: Path) -> Timetable | None:
     folder = run_dir / timeline.FOLDER
     try:
         ranks = timeline.read(folder)
-        return timetable_of(ranks) if ranks[0].about["pipeline"] and ranks[0].about["stages"] > 1 else None
+        return timetable_of(ranks) if ranks[0].metadata["pipeline"] and ranks[0].metadata["stages"] > 1 else None
     except (OSError, ValueError, KeyError):
         return None
 
@@ -110,28 +118,28 @@ def as_svg(table: Timetable) -> str:
     """
     rows = table.rows()
     stages = table.stages
-    scale = (WIDTH - LEFT - 4) / end_of(rows)
-    tall = stages * HEIGHT + 32
-    parts = [
-        f'<svg class="timetable" viewBox="0 0 {WIDTH} {tall * len(rows)}" width="{WIDTH}" role="img" '
+    scale = (WIDTH - LEFT - 4) / last_end(rows)
+    table_height = stages * HEIGHT + 32
+    elements = [
+        f'<svg class="timetable" viewBox="0 0 {WIDTH} {table_height * len(rows)}" width="{WIDTH}" role="img" '
         f'aria-label="{escape("; ".join(rows))}">',
     ]
-    for row, (words, spans) in enumerate(rows.items()):
-        top = row * tall + 24
-        parts.append(f'<text class="head" x="0" y="{top - 8}">{words}</text>')
-        parts += [f'<text x="0" y="{top + s * HEIGHT + 19}">stage {s}</text>' for s in range(stages)]
-        parts += [_bar(span, scale, top + span.stage * HEIGHT + 2) for span in spans]
-    return "".join([*parts, "</svg>"])
+    for row, (title, spans) in enumerate(rows.items()):
+        top = row * table_height + 24
+        elements.append(f'<text class="head" x="0" y="{top - 8}">{title}</text>')
+        elements += [f'<text x="0" y="{top + stage * HEIGHT + 19}">stage {stage}</text>' for stage in range(stages)]
+        elements += [_bar(span, scale, top + span.stage * HEIGHT + 2) for span in spans]
+    return "".join([*elements, "</svg>"])
 
 
 def _bar(span: Span, scale: float, y: int) -> str:
     """Return the SVG of one pass. scale: pixels per second. y: top of the stage's row."""
     x = LEFT + span.begin * scale
     w = (span.end - span.begin) * scale
-    what = {"F": "forward", "B": "backward", "W": "weight gradients"}[span.kind]
-    words = f"stage {span.stage}, micro-batch {span.micro}, {what}: {(span.end - span.begin) * 1e3:.2f} ms"
+    kind = {"F": "forward", "B": "backward", "W": "weight gradients"}[span.kind]
+    tooltip = f"stage {span.stage}, micro-batch {span.micro}, {kind}: {(span.end - span.begin) * 1e3:.2f} ms"
     number = f'<text class="in" x="{x + w / 2:.1f}" y="{y + 17}">{span.micro}</text>' if w > 14 else ""
     return (
-        f'<g><title>{words}</title><rect class="{span.kind}{span.chunk % 2}" x="{x:.1f}" y="{y}" '
+        f'<g><title>{tooltip}</title><rect class="{span.kind}{span.chunk % 2}" x="{x:.1f}" y="{y}" '
         f'width="{max(w - 1, 0.6):.1f}" height="{HEIGHT - 5}" rx="3"/>{number}</g>'
     )

@@ -14,12 +14,12 @@ from megatron.data.corpora import parse_blend
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import parse_split, split_documents
 
-AT_MOST = 20_000_000  # from each split, at most this many tokens are counted
-SHOWN = 2000  # number of samples used to estimate the share of sentinels in T5's targets
+MAX_COUNTED_TOKENS = 20_000_000  # from each split, at most this many tokens are counted
+SENTINEL_SAMPLES = 2000  # number of samples used to estimate the share of sentinels in T5's targets
 Counts = NDArray[np.int64]
 
 
-class OfTargets(NamedTuple):
+class TargetEntropies(NamedTuple):
     """Unigram losses of a T5 in nats per token.
 
     targets: loss over all target tokens. text: loss over the target tokens except sentinels and end tokens.
@@ -29,7 +29,7 @@ class OfTargets(NamedTuple):
     text: float
 
 
-def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[Counts, Counts] | None:
+def count_tokens(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[Counts, Counts] | None:
     """Return (counts [vocab_size] of tokens in the training data, the same for the validation data).
 
     Returns None unless the run has exactly one corpus.
@@ -39,32 +39,32 @@ def counted(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[C
         return None
     indexed = IndexedDataset(corpora[0][1])
     train, valid, _ = split_documents(parse_split(split), indexed.num_documents)
-    ends = np.concatenate([[0], indexed.document_ends()])
+    document_ends = np.concatenate([[0], indexed.document_ends()])
 
     def counts(part: range) -> Counts:
-        tokens = indexed.tokens[ends[part.start] : ends[part.stop]][:AT_MOST]
+        tokens = indexed.tokens[document_ends[part.start] : document_ends[part.stop]][:MAX_COUNTED_TOKENS]
         return np.bincount(tokens, minlength=vocab_size)
 
     return counts(train), counts(valid)
 
 
-def of_text(config: dict[str, Any]) -> float | None:
+def text_entropy(config: dict[str, Any]) -> float | None:
     """Return the unigram loss of the validation text in nats per token.
 
     Returns None if the run has no validation text or does not have exactly one corpus. config: settings of the run.
     """
-    counts = counted(config["data"]["data_path"], config["data"]["split"], config["model"]["vocab_size"])
+    counts = count_tokens(config["data"]["data_path"], config["data"]["split"], config["model"]["vocab_size"])
     if counts is None:
         return None
-    train, asked = counts
-    if not asked.sum():
+    train, valid_counts = counts
+    if not valid_counts.sum():
         return None
-    seen = train + 1
-    nats = -np.log(seen / seen.sum())
-    return float((asked * nats).sum() / asked.sum())
+    smoothed = train + 1
+    nats = -np.log(smoothed / smoothed.sum())
+    return float((valid_counts * nats).sum() / valid_counts.sum())
 
 
-def of_targets(config: Config, samples: int) -> OfTargets | None:
+def target_entropies(config: Config, samples: int) -> TargetEntropies | None:
     """Return unigram losses over the first `samples` validation samples of a T5.
 
     Returns None without validation samples, with several corpora, or if preprocessing has masked the corpus.
@@ -73,35 +73,37 @@ def of_targets(config: Config, samples: int) -> OfTargets | None:
     from megatron.tokenizer import load_tokenizer
 
     tokenizer = T5().extended(config, load_tokenizer(config.data.vocab_file or "", config.data.tokenizer_type))
-    counts = counted(list(config.data.data_path or []), config.data.split, tokenizer.vocab_size)
+    counts = count_tokens(list(config.data.data_path or []), config.data.split, tokenizer.vocab_size)
     if counts is None:
         return None
     (train, valid, _), _ = T5().datasets(config, tokenizer)
     if train is None or valid is None:
         return None
 
-    def labels(dataset: Any, count: int) -> Counts:
-        found = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-        for n in range(count):
-            sample = dataset[n]
-            chosen = sample["labels"][sample["loss_mask"] > 0].numpy()
-            found += np.bincount(chosen, minlength=len(found))
-        return found
+    def count_labels(dataset: Any, count: int) -> Counts:
+        label_counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+        for index in range(count):
+            sample = dataset[index]
+            scored = sample["labels"][sample["loss_mask"] > 0].numpy()
+            label_counts += np.bincount(scored, minlength=len(label_counts))
+        return label_counts
 
-    text = np.ones(tokenizer.vocab_size, dtype=bool)
-    text[[tokenizer.eod, tokenizer.pad, *tokenizer.sentinels]] = False
-    frequencies = np.zeros(tokenizer.vocab_size)
-    frequencies[text] = (counts[0] + 1)[text]
-    frequencies[text] /= frequencies[text].sum()
+    is_text = np.ones(tokenizer.vocab_size, dtype=bool)
+    is_text[[tokenizer.eod, tokenizer.pad, *tokenizer.sentinels]] = False
+    text_probabilities = np.zeros(tokenizer.vocab_size)
+    text_probabilities[is_text] = (counts[0] + 1)[is_text]
+    text_probabilities[is_text] /= text_probabilities[is_text].sum()
     # The probability of sentinels and end tokens is their frequency in the targets of training samples. The other
     # tokens share the remaining probability in proportion to their frequency in the training text.
-    shown = labels(train, SHOWN)
-    asked = labels(valid, samples)
-    marks = (shown + 1)[~text] / (shown.sum() + (~text).sum())
-    over_all = np.where(text, frequencies * (1 - marks.sum()), 0.0)
-    over_all[~text] = marks
+    train_counts = count_labels(train, SENTINEL_SAMPLES)
+    valid_counts = count_labels(valid, samples)
+    mark_probabilities = (train_counts + 1)[~is_text] / (train_counts.sum() + (~is_text).sum())
+    probabilities = np.where(is_text, text_probabilities * (1 - mark_probabilities.sum()), 0.0)
+    probabilities[~is_text] = mark_probabilities
 
-    def nats(asked: Counts, probabilities: NDArray[np.float64]) -> float:
-        return float(-(asked * np.log(probabilities)).sum() / max(asked.sum(), 1))
+    def cross_entropy(valid_counts: Counts, probabilities: NDArray[np.float64]) -> float:
+        return float(-(valid_counts * np.log(probabilities)).sum() / max(valid_counts.sum(), 1))
 
-    return OfTargets(nats(asked, over_all), nats(asked[text], frequencies[text]))
+    return TargetEntropies(
+        cross_entropy(valid_counts, probabilities), cross_entropy(valid_counts[is_text], text_probabilities[is_text])
+    )

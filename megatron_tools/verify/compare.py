@@ -8,15 +8,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from data_utils.cli import aligned
+from data_utils.cli import align_columns
 
-from .records import Place, Records, is_exact_split, join_parts
+from .records import OutputKey, Records, is_exact_split, join_outputs
 
 # Largest allowed difference between two tensors, relative to their root mean square. Another order of summation gives
 # about 1e-7 in fp32 and 1e-16 in fp64; a bug gives 1e-3 and more.
 TOLERANCE = {"fp32": 1e-4, "fp64": 1e-9}
-# A gradient's error is relative to its own RMS, or to FLOOR times the RMS of all gradients if that is larger.
-FLOOR = 1e-3
+# A gradient's error is relative to its own RMS, or to GRADIENT_FLOOR times the RMS of all gradients if that is larger.
+GRADIENT_FLOOR = 1e-3
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Difference:
     """One value that differs between a layout and the run in one process.
 
     name: the module or parameter in `layer` to which the value belongs. kind: class name of the module. error: relative
-    error. words: description of the difference.
+    error. description: description of the difference.
     """
 
     layer: str
     name: str
     kind: str
     error: float
-    words: str
+    description: str
 
     def __str__(self) -> str:
         where = f"layer {self.layer}"
@@ -40,24 +40,24 @@ class Difference:
             where += f", module {inside}"
         if self.kind:
             where += f" ({self.kind})"
-        return f"{where}: {self.words}"
+        return f"{where}: {self.description}"
 
 
 @dataclass
 class Verdict:
     """Result for one layout, compared with the run in one process.
 
-    loss, forward_error, gradient_error: largest relative errors, None if nothing could be compared.
+    loss_error, forward_error, gradient_error: largest relative errors, None if nothing could be compared.
     initial_values, forward: the first difference in network order.
     backward: the last gradient in network order that differs, so the first one in the backward pass.
     state: the first persistent buffer that differs after the last step, or weight whose copies then differ.
-    others: number of further parameters with different gradients.
+    further_gradients: number of further parameters with different gradients.
     weights, gradients: largest relative error of each parameter's initial value and of its gradient, by name.
-    stopped: error message of a run that failed, so that nothing could be compared.
+    run_error: error message of a run that failed, so that nothing could be compared.
     """
 
     layout: str
-    loss: float | None = None
+    loss_error: float | None = None
     forward_error: float | None = None
     gradient_error: float | None = None
     loss_differs_at: int | None = None
@@ -65,260 +65,271 @@ class Verdict:
     forward: Difference | None = None
     backward: Difference | None = None
     state: Difference | None = None
-    others: int = 0
+    further_gradients: int = 0
     weights: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
     not_compared: list[str] = field(default_factory=list)
-    stopped: str | None = None
+    run_error: str | None = None
 
     @property
     def agrees(self) -> bool:
         """True if all values agree with the values of the run in one process."""
-        found = (self.initial_values, self.forward, self.backward, self.state, self.loss_differs_at, self.stopped)
+        found = (self.initial_values, self.forward, self.backward, self.state, self.loss_differs_at, self.run_error)
         return all(each is None for each in found)
 
 
-def error_of(value: Tensor, like: Tensor, floor: float = 0.0) -> float:
-    """Return the RMS difference of two tensors [...], relative to the RMS of `like` or `floor`, whichever is larger."""
-    if value.shape != like.shape:
+def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Return the RMS difference of two tensors [...], relative to the larger of the RMS of `expected` and `floor`."""
+    if value.shape != expected.shape:
         return math.inf
-    if not like.numel():
+    if not expected.numel():
         return 0.0
-    a = value.double()
-    b = like.double()
-    size = b.square().mean().sqrt().item()
-    distance = (a - b).square().mean().sqrt().item()
-    if distance == 0.0:
+    actual = value.double()
+    reference = expected.double()
+    reference_rms = reference.square().mean().sqrt().item()
+    difference_rms = (actual - reference).square().mean().sqrt().item()
+    if difference_rms == 0.0:
         return 0.0
-    scale = max(size, floor)
-    relative = distance / scale if scale else math.inf
+    scale = max(reference_rms, floor)
+    relative = difference_rms / scale if scale else math.inf
     return math.inf if math.isnan(relative) else relative
 
 
 class Comparison:
-    """Comparison of the run `other` with `one`, the run in a single process.
+    """Comparison of `run`, a run in a layout, with `reference`, the run in one process.
 
     tolerance: largest relative difference allowed.
     """
 
-    def __init__(self, one: Records, other: Records, tolerance: float) -> None:
-        self.one = one
-        self.other = other
+    def __init__(self, reference: Records, run: Records, tolerance: float) -> None:
+        self.reference = reference
+        self.run = run
         self.tolerance = tolerance
 
-    def verdict(self, layout: str) -> Verdict:
-        """Compare everything that the runs recorded, and return the result. layout: name of the layout of `other`."""
-        found = Verdict(layout)
-        self._compare_losses(found)
-        self._compare_initial_values(found)
-        self._compare_outputs(found)
-        self._compare_gradients(found)
-        self._compare_buffers(found)
-        self._compare_copies(found)
-        return found
+    def compare(self, layout: str) -> Verdict:
+        """Compare everything that the runs recorded, and return the result. layout: name of the layout of `run`."""
+        verdict = Verdict(layout)
+        self._compare_losses(verdict)
+        self._compare_initial_values(verdict)
+        self._compare_outputs(verdict)
+        self._compare_gradients(verdict)
+        self._compare_buffers(verdict)
+        self._compare_copies(verdict)
+        return verdict
 
     @cached_property
-    def _order(self) -> dict[str, int]:
-        """Module name -> its position in the order in which the modules of the run `one` first returned an output."""
+    def _module_order(self) -> dict[str, int]:
+        """Module name -> its position in the order in which the modules of `reference` first returned an output."""
         order: dict[str, int] = {}
-        for place in self.one.outputs:
-            order.setdefault(place.name, len(order))
+        for key in self.reference.outputs:
+            order.setdefault(key.name, len(order))
         return order
 
-    def _when(self, parameter: str) -> tuple[int, str]:
-        """Return the key that sorts parameters in network order: (position of its module in `_order`, its name)."""
+    def _network_order(self, parameter: str) -> tuple[int, str]:
+        """Return the key that sorts parameters in network order: (position of its module, its name)."""
         name = parameter
         while name := name.rpartition(".")[0]:
-            if name in self._order:
-                return self._order[name], parameter
+            if name in self._module_order:
+                return self._module_order[name], parameter
         return -1, parameter
 
-    def _difference(self, name: str, error: float, words: str) -> Difference:
-        kind = self.one.kinds.get(name, "") or self.one.kinds.get(name.rpartition(".")[0], "")
-        return Difference(self.one.layer_of(name), name, kind, error, words)
+    def _make_difference(self, name: str, error: float, words: str) -> Difference:
+        kind = self.reference.kinds.get(name, "") or self.reference.kinds.get(name.rpartition(".")[0], "")
+        return Difference(self.reference.layer_of(name), name, kind, error, words)
 
-    def _compare_losses(self, found: Verdict) -> None:
-        found.loss = 0.0
-        for step, (a, b) in enumerate(zip(self.one.losses, self.other.losses, strict=True), start=1):
-            error = abs(a - b) / max(abs(a), 1e-30)
+    def _compare_losses(self, verdict: Verdict) -> None:
+        verdict.loss_error = 0.0
+        for step, (expected, loss) in enumerate(zip(self.reference.losses, self.run.losses, strict=True), start=1):
+            error = abs(expected - loss) / max(abs(expected), 1e-30)
             if math.isnan(error):
                 error = math.inf
-            found.loss = max(found.loss, error)
-            if error > self.tolerance and found.loss_differs_at is None:
-                found.loss_differs_at = step
+            verdict.loss_error = max(verdict.loss_error, error)
+            if error > self.tolerance and verdict.loss_differs_at is None:
+                verdict.loss_differs_at = step
 
-    def _compare_initial_values(self, found: Verdict) -> None:
+    def _compare_initial_values(self, verdict: Verdict) -> None:
         """Find the first parameter whose initial values differ."""
-        one = self.one.initial_values()
-        other = self.other.initial_values()
-        for name in sorted(one, key=self._when):
-            error, words = _worst(one[name][0], other.get(name), "its initial value")
-            found.weights[name] = error
-            if error > self.tolerance and found.initial_values is None:
-                words += "; use the same random seed on every rank"
-                found.initial_values = self._difference(name, error, words)
+        expected = self.reference.initial_values()
+        values = self.run.initial_values()
+        for name in sorted(expected, key=self._network_order):
+            error, description = _largest_error(expected[name][0], values.get(name), "its initial value")
+            verdict.weights[name] = error
+            if error > self.tolerance and verdict.initial_values is None:
+                description += "; use the same random seed on every rank"
+                verdict.initial_values = self._make_difference(name, error, description)
 
-    def _compare_outputs(self, found: Verdict) -> None:
+    def _compare_outputs(self, verdict: Verdict) -> None:
         """Find the first layer whose output differs, and the first module that differs in this layer.
 
         Differences inside a layer whose output agrees do not count.
         """
-        if any(rank["context"] > 1 for rank in self.other.ranks):
-            found.not_compared.append(
+        if any(rank["context"] > 1 for rank in self.run.ranks):
+            verdict.not_compared.append(
                 "layer outputs, because context-parallel ranks hold different slices of the sequence"
             )
             return
-        if any(rank["cut_short"] for rank in (*self.one.ranks, *self.other.ranks)):
-            found.not_compared.append("outputs beyond the 2 GiB that a rank records; use a smaller model or batch")
-        errors = self._errors_of_outputs(found)
-        layers = set(self.one.layers)
-        bad = []
-        bad_layers = []
-        for place, error in errors.items():
-            is_layer = place.name in layers
+        if any(rank["cut_short"] for rank in (*self.reference.ranks, *self.run.ranks)):
+            verdict.not_compared.append("outputs beyond the 2 GiB that a rank records; use a smaller model or batch")
+        errors = self._output_errors(verdict)
+        layers = set(self.reference.layers)
+        differing = []
+        differing_layers = []
+        for key, error in errors.items():
+            is_layer = key.name in layers
             if is_layer:
-                found.forward_error = max(error, found.forward_error or 0.0)
+                verdict.forward_error = max(error, verdict.forward_error or 0.0)
             if error > self.tolerance:
-                bad.append(place)
+                differing.append(key)
                 if is_layer:
-                    bad_layers.append(place)
-        if not bad_layers and (found.loss_differs_at != 1 or not bad):
+                    differing_layers.append(key)
+        if not differing_layers and (verdict.loss_differs_at != 1 or not differing):
             return
-        first = bad[0]
-        if bad_layers:
-            layer = bad_layers[0]
-            name = self.one.layer_of(layer.name)
-            inside = [place for place in bad if place.micro == layer.micro and self.one.layer_of(place.name) == name]
-            first = inside[0]
-        found.forward = self._difference(first.name, errors[first], self._words(first, errors[first]))
+        first = differing[0]
+        if differing_layers:
+            first_layer = differing_layers[0]
+            layer = self.reference.layer_of(first_layer.name)
+            in_layer = [
+                key
+                for key in differing
+                if key.micro == first_layer.micro and self.reference.layer_of(key.name) == layer
+            ]
+            first = in_layer[0]
+        verdict.forward = self._make_difference(first.name, errors[first], self._describe_output(first, errors[first]))
 
-    def _errors_of_outputs(self, found: Verdict) -> dict[Place, float]:
+    def _output_errors(self, verdict: Verdict) -> dict[OutputKey, float]:
         """Return the relative error of each output that both runs recorded."""
-        errors = dict[Place, float]()
-        unlike = dict[str, None]()
-        divided = any(rank["expert"] > 1 for rank in self.other.ranks)
-        if divided:
-            found.not_compared.append("outputs inside experts, because expert-parallel ranks exchange their tokens")
-        for place, (like, *_) in self.one.outputs.items():
-            parts = self.other.outputs.get(place)
+        errors = dict[OutputKey, float]()
+        not_joinable = dict[str, None]()
+        has_split_experts = any(rank["expert"] > 1 for rank in self.run.ranks)
+        if has_split_experts:
+            verdict.not_compared.append("outputs inside experts, because expert-parallel ranks exchange their tokens")
+        for key, copies in self.reference.outputs.items():
+            expected = copies[0]
+            parts = self.run.outputs.get(key)
             if parts is None:
-                continue  # the run `other` did not record this micro-batch, or does not call this module
-            if divided and ".experts." in place.name:
+                continue  # this layout did not record this micro-batch, or does not call this module
+            if has_split_experts and ".experts." in key.name:
                 continue
-            wholes = join_parts(parts, like)
-            if wholes is None:
-                if place.name in self.one.layers:
-                    errors[place] = math.inf
+            joined = join_outputs(parts, expected)
+            if joined is None:
+                if key.name in self.reference.layers:
+                    errors[key] = math.inf
                 else:
-                    unlike[place.name] = None
+                    not_joinable[key.name] = None
                 continue
-            error = max(error_of(whole, like) for whole in wholes)
-            if error > self.tolerance and not is_exact_split(parts, like):
-                unlike[place.name] = None
+            error = max(relative_error(output, expected) for output in joined)
+            if error > self.tolerance and not is_exact_split(parts, expected):
+                not_joinable[key.name] = None
             else:
-                errors[place] = error
-        if unlike:
-            found.not_compared.append(f"outputs of {', '.join(unlike)}, which cannot be combined over ranks")
+                errors[key] = error
+        if not_joinable:
+            verdict.not_compared.append(f"outputs of {', '.join(not_joinable)}, which cannot be combined over ranks")
         return errors
 
-    def _words(self, place: Place, error: float) -> str:
+    def _describe_output(self, key: OutputKey, error: float) -> str:
         """Describe the difference of an output: its shape or error, and the ranks that differ."""
-        like = self.one.outputs[place][0]
-        parts = self.other.outputs[place]
-        wholes = join_parts(parts, like)
-        if wholes is None:
+        expected = self.reference.outputs[key][0]
+        parts = self.run.outputs[key]
+        joined = join_outputs(parts, expected)
+        if joined is None:
             return (
-                f"its output has shape {list(like.shape)} in one process but {_shapes(parts)} in this layout, "
+                f"its output has shape {list(expected.shape)} in one process but {_list_shapes(parts)} in this layout, "
                 "so the ranks hold neither copies nor shards of it"
             )
         where = ""
-        if len(wholes) > 1:
-            bad = [str(i) for i, whole in enumerate(wholes) if error_of(whole, like) > self.tolerance]
-            ranks = "ranks" if len(bad) > 1 else "rank"
-            where = f" on model-parallel {ranks} {', '.join(bad)}"
+        if len(joined) > 1:
+            bad_ranks = [
+                str(rank) for rank, output in enumerate(joined) if relative_error(output, expected) > self.tolerance
+            ]
+            ranks = "ranks" if len(bad_ranks) > 1 else "rank"
+            where = f" on model-parallel {ranks} {', '.join(bad_ranks)}"
         return (
-            f"its output {list(like.shape)} differs by {error:.1e}{where} (micro-batch {place.micro}); "
+            f"its output {list(expected.shape)} differs by {error:.1e}{where} (micro-batch {key.micro}); "
             f"all earlier outputs agree"
         )
 
-    def _compare_gradients(self, found: Verdict) -> None:
+    def _compare_gradients(self, verdict: Verdict) -> None:
         """Find the last parameter, in network order, whose gradient differs."""
-        one = self.one.gradients()
-        other = self.other.gradients()
-        total = 0.0
+        expected = self.reference.gradients()
+        gradients = self.run.gradients()
+        squares = 0.0
         count = 0
-        for whole, *_ in one.values():
-            total += whole.double().square().sum().item()
-            count += whole.numel()
-        floor = FLOOR * (total / max(count, 1)) ** 0.5
-        words = {}
-        for name in sorted(one, key=self._when):
-            error, words[name] = _worst(one[name][0], other.get(name), "the gradient of this parameter", floor)
-            found.gradients[name] = error
-        for name in other.keys() - one.keys():
-            found.gradients[name] = math.inf
-            words[name] = "this parameter has a gradient in this layout but none in one process"
-        found.gradient_error = max(found.gradients.values(), default=None)
-        bad = [name for name, error in found.gradients.items() if error > self.tolerance]
-        if bad:
-            last = max(bad, key=self._when)
-            why = f"{words[last]}; the gradients of all later parameters agree"
-            found.backward = self._difference(last, found.gradients[last], why)
-            found.others = len(bad) - 1
+        for gradient, *_ in expected.values():  # one process holds one copy
+            squares += gradient.double().square().sum().item()
+            count += gradient.numel()
+        floor = GRADIENT_FLOOR * (squares / max(count, 1)) ** 0.5
+        descriptions = {}
+        for name in sorted(expected, key=self._network_order):
+            error, descriptions[name] = _largest_error(
+                expected[name][0], gradients.get(name), "the gradient of this parameter", floor
+            )
+            verdict.gradients[name] = error
+        for name in gradients.keys() - expected.keys():
+            verdict.gradients[name] = math.inf
+            descriptions[name] = "this parameter has a gradient in this layout but none in one process"
+        verdict.gradient_error = max(verdict.gradients.values(), default=None)
+        differing = [name for name, error in verdict.gradients.items() if error > self.tolerance]
+        if differing:
+            last_name = max(differing, key=self._network_order)
+            description = f"{descriptions[last_name]}; the gradients of all later parameters agree"
+            verdict.backward = self._make_difference(last_name, verdict.gradients[last_name], description)
+            verdict.further_gradients = len(differing) - 1
 
-    def _compare_buffers(self, found: Verdict) -> None:
+    def _compare_buffers(self, verdict: Verdict) -> None:
         """Find the first buffer that differs after the last step."""
-        one = self.one.buffers()
-        other = self.other.buffers()
-        for name in sorted(one, key=self._when):
-            like = one[name][0]
-            worst = math.inf
-            words = "a buffer is missing in this layout"
-            if name in other:
-                worst = max(error_of(_numbers(copy), _numbers(like)) for copy in other[name])
-                words = f"the buffer {name} differs by {worst:.1e} after the last step"
-            if worst > self.tolerance:
-                words += "; all-reduce its inputs over the replicas or model-parallel ranks"
-                found.state = self._difference(name, worst, words)
+        expected = self.reference.buffers()
+        buffers = self.run.buffers()
+        for name in sorted(expected, key=self._network_order):
+            expected_buffer = expected[name][0]
+            largest = math.inf
+            description = "a buffer is missing in this layout"
+            if name in buffers:
+                largest = max(relative_error(_as_real(copy), _as_real(expected_buffer)) for copy in buffers[name])
+                description = f"the buffer {name} differs by {largest:.1e} after the last step"
+            if largest > self.tolerance:
+                description += "; all-reduce its inputs over the replicas or model-parallel ranks"
+                verdict.state = self._make_difference(name, largest, description)
                 return
 
-    def _compare_copies(self, found: Verdict) -> None:
+    def _compare_copies(self, verdict: Verdict) -> None:
         """Find the first parameter whose copies differ after the last step, if all else agrees."""
-        unequal = sorted(self.other.unequal_weights(), key=self._when)
-        if unequal and found.agrees:
+        unequal = sorted(self.run.unequal_weights(), key=self._network_order)
+        if unequal and verdict.agrees:
             words = "the copies of this parameter were equal, but differ after the last step; all-reduce its gradient"
-            found.state = self._difference(unequal[0], math.inf, f"{words} over the ranks that hold a copy")
+            verdict.state = self._make_difference(unequal[0], math.inf, f"{words} over the ranks that hold a copy")
 
 
-def _numbers(buffer: Tensor) -> Tensor:
+def _as_real(buffer: Tensor) -> Tensor:
     return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
-def _worst(like: Tensor, wholes: Sequence[Tensor] | None, what: str, floor: float = 0.0) -> tuple[float, str]:
-    """Compare the ranks' copies `wholes` [full] of a tensor with `like` [full], the tensor of the run in one process.
+def _largest_error(
+    expected: Tensor, copies: Sequence[Tensor] | None, what: str, floor: float = 0.0
+) -> tuple[float, str]:
+    """Compare the ranks' copies [full] of a tensor with `expected` [full], the tensor of the run in one process.
 
     Returns (largest error, description of the error). what: name of the tensor in the description.
     """
-    if not wholes:
+    if not copies:
         return math.inf, f"{what} is missing in this layout"
-    if any(whole.shape != like.shape for whole in wholes):
-        joined = join_parts(wholes, like)
+    if any(copy.shape != expected.shape for copy in copies):
+        joined = join_outputs(copies, expected)
         if joined is None:
-            shapes = f"{list(like.shape)} in one process but {_shapes(wholes)} in this layout"
+            shapes = f"{list(expected.shape)} in one process but {_list_shapes(copies)} in this layout"
             return math.inf, f"{what} is {shapes}; declare how it is split"
-        wholes = joined
-    errors = [error_of(whole, like, floor) for whole in wholes]
-    worst = max(errors)
-    words = f"{what} differs by {worst:.1e}"
-    if len(wholes) > 1:
-        words += f" on copy {errors.index(worst)} of {len(errors)}"
-        apart = max(error_of(whole, wholes[0], floor) for whole in wholes)
-        if apart > worst / 100:
-            words += ", and the copies differ from each other"
-    return worst, words
+        copies = joined
+    errors = [relative_error(copy, expected, floor) for copy in copies]
+    largest = max(errors)
+    description = f"{what} differs by {largest:.1e}"
+    if len(copies) > 1:
+        description += f" on copy {errors.index(largest)} of {len(errors)}"
+        spread = max(relative_error(copy, copies[0], floor) for copy in copies)
+        if spread > largest / 100:
+            description += ", and the copies differ from each other"
+    return largest, description
 
 
-def _shapes(parts: Sequence[Tensor]) -> str:
+def _list_shapes(parts: Sequence[Tensor]) -> str:
     return ", ".join(str(list(part.shape)) for part in parts)
 
 
@@ -330,23 +341,31 @@ def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
         result = "DIFFERS"
         if v.agrees:
             result = "agrees"
-        elif v.stopped:
+        elif v.run_error:
             result = "DID NOT RUN"
-        rows.append((v.layout, _number(v.loss), _number(v.forward_error), _number(v.gradient_error), result))
-        for words in explained(v):
-            explanations.append(f"{v.layout}: {words}")
-    return "\n".join([*aligned(rows), *explanations])
+        rows.append(
+            (
+                v.layout,
+                _format_error(v.loss_error),
+                _format_error(v.forward_error),
+                _format_error(v.gradient_error),
+                result,
+            )
+        )
+        for explanation in explanations_of(v):
+            explanations.append(f"{v.layout}: {explanation}")
+    return "\n".join([*align_columns(rows), *explanations])
 
 
-def _number(value: float | None) -> str:
+def _format_error(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
 
-def explained(v: Verdict) -> list[str]:
+def explanations_of(v: Verdict) -> list[str]:
     """Return sentences that say what differs and what the user should check."""
     lines: list[str] = []
-    if v.stopped:
-        lines.append(v.stopped)
+    if v.run_error:
+        lines.append(v.run_error)
     if v.initial_values:
         lines.append(f"initial values: {v.initial_values}")
     if v.forward:
@@ -357,12 +376,12 @@ def explained(v: Verdict) -> list[str]:
             "outside modules"
         )
     if v.backward:
-        words = f"backward: the last layer whose gradients differ is {v.backward}"
-        if v.others:
-            words += f" ({v.others} earlier parameters differ as well)"
+        backward_text = f"backward: the last layer whose gradients differ is {v.backward}"
+        if v.further_gradients:
+            backward_text += f" ({v.further_gradients} earlier parameters differ as well)"
         if v.forward:
-            words += "; it may result from the forward difference"
-        lines.append(words)
+            backward_text += "; it may result from the forward difference"
+        lines.append(backward_text)
     elif not v.forward and (v.loss_differs_at or 0) > 1:
         lines.append(
             f"step 1 agrees, but the loss of step {v.loss_differs_at} differs; check all-reduces over replicas, the "
@@ -370,6 +389,6 @@ def explained(v: Verdict) -> list[str]:
         )
     if v.state:
         lines.append(f"state: {v.state}")
-    for what in v.not_compared:
-        lines.append(f"not compared: {what}")
+    for uncompared in v.not_compared:
+        lines.append(f"not compared: {uncompared}")
     return lines

@@ -8,15 +8,15 @@ import numpy as np
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_sentencepiece
-from megatron.data.indexed_dataset import LOSS
+from megatron.data.indexed_dataset import LOSS_SUFFIX
 from megatron.tokenizer import load_tokenizer
 
 from .fuzz_table import GROUPS_FILE
 
-VOCABULARY = 283  # odd, so that tensor-parallel ranks pad the vocabulary
-NAMES = ("<prefix>", "<middle>", "<suffix>")
+VOCAB_SIZE = 283  # odd, so that tensor-parallel ranks pad the vocabulary
+FIM_TOKENS = ("<prefix>", "<middle>", "<suffix>")
 # Half of the learning rate for MLPs, no weight decay for one matrix of attention, and a frozen norm.
-GROUPS = [
+PARAM_GROUPS = [
     {"pattern": "*.mlp.*", "lr_factor": 0.5},
     {"pattern": "*attention*weight", "weight_decay": 0},
     {"pattern": "*final_norm*", "frozen": True},
@@ -29,20 +29,20 @@ def write_data(folder: Path, seed: int) -> None:
     Documents have 2 to 40 random tokens; in c, all documents have 2 to 6 tokens. The share of targets in the loss masks
     differs between corpora, and some documents have no target.
     """
-    words = random.Random(seed)
-    lines = ["".join(words.choices("abcdefgh ", k=200)) for _ in range(20)]
-    tokenizer = str(folder / "tokenizer.model")
-    train_sentencepiece(lines, tokenizer, VOCABULARY, specials=NAMES)
-    end = load_tokenizer(tokenizer).eod
+    text_rng = random.Random(seed)
+    lines = ["".join(text_rng.choices("abcdefgh ", k=200)) for _ in range(20)]
+    tokenizer_path = str(folder / "tokenizer.model")
+    train_sentencepiece(lines, tokenizer_path, VOCAB_SIZE, specials=FIM_TOKENS)
+    eod = load_tokenizer(tokenizer_path).eod
     rng = np.random.default_rng(seed)
     for number, name in enumerate("abc"):
-        longest = 6 if name == "c" else 40
+        max_length = 6 if name == "c" else 40
         with (
             IndexedDatasetBuilder(folder / name, np.uint16) as tokens,
-            IndexedDatasetBuilder(f"{folder / name}{LOSS}", np.uint8) as masks,
+            IndexedDatasetBuilder(f"{folder / name}{LOSS_SUFFIX}", np.uint8) as masks,
         ):
-            for _ in range(600 // longest + 60):
-                ids = rng.integers(10 + 40 * number, VOCABULARY - 60 + 20 * number, int(rng.integers(1, longest)))
-                tokens.add_document(np.append(ids, end))
+            for _ in range(600 // max_length + 60):
+                ids = rng.integers(10 + 40 * number, VOCAB_SIZE - 60 + 20 * number, int(rng.integers(1, max_length)))
+                tokens.add_document(np.append(ids, eod))
                 masks.add_document((rng.random(len(ids) + 1) < rng.random() * (number + 1) / 3).astype(np.uint8))
-    (folder / GROUPS_FILE).write_text(json.dumps(GROUPS), encoding="utf-8")
+    (folder / GROUPS_FILE).write_text(json.dumps(PARAM_GROUPS), encoding="utf-8")

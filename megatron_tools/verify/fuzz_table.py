@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.config.fields import written
+from megatron.config.fields import format_flag
 
-from .layouts import WORDS, Layout
+from .layouts import LAYOUT_KEYS, Layout
 
-ALL = "gpt2 llama t5"
-DECODERS = "gpt2 llama"
+ALL_FAMILIES = "gpt2 llama t5"
+DECODER_FAMILIES = "gpt2 llama"
 Chosen = Mapping[str, Any]  # flag, or word of a layout -> value that is not the plain one
 
 
@@ -20,7 +20,7 @@ class Range:
     """Values of one setting, or of several settings of which only some combinations are possible.
 
     name: a flag, or a name of its own if the values contain the flags. plain: the simplest value, to which a failing
-    draw is shrunk; None leaves the flag out. others: values to draw, the simpler ones first.
+    draw is shrunk; None leaves the flag out. alternatives: values to draw, the simpler ones first.
     families: model families that have the setting. needs: names of ranges that must not have their plain values.
     neutral: whether the value may not change any number; the run in one process never has the flag.
     often: whether to draw the setting three times as often, because layouts have code of their own for it.
@@ -28,20 +28,20 @@ class Range:
 
     name: str
     plain: Any
-    others: Sequence[Any]
-    families: str = ALL
+    alternatives: Sequence[Any]
+    families: str = ALL_FAMILIES
     needs: Sequence[str] = ()
     neutral: bool = False
     often: bool = False
 
-    def words(self, value: Any) -> list[str]:
+    def to_flags(self, value: Any) -> list[str]:
         """Return the words of a command line that give this value; [] for None.
 
         The words of a range without a flag of its own are those of the value.
         """
         if value is None:
             return []
-        return written(self.name, value).split() if self.name.startswith("--") else str(value).split()
+        return format_flag(self.name, value).split() if self.name.startswith("--") else str(value).split()
 
 
 EXPERTS = ("--num-experts",)
@@ -50,7 +50,7 @@ RESET = "--reset-position-ids"
 FIM = "--fim-rate 0.7 --fim-tokens <prefix> <middle> <suffix>"
 OPERATIONS = "biased-attention cross-entropy document-attention gated-gelu relative-positions rms-norm rope swiglu"
 RELATIVE = "relative --relative-attention-num-buckets 8 --relative-attention-max-distance 12"
-RECOMPUTED = (
+RECOMPUTATION = (
     *("--checkpoint-activations", "--checkpoint-attention", "--offload-activations", "--recompute-modules norm"),
     *("--recompute-modules qkv activation", "--checkpoint-activations --checkpoint-num-layers 2"),
 )
@@ -65,7 +65,7 @@ RANGES = (
     Range("--kv-hidden-size", None, (8, 6)),
     Range("--num-key-value-heads", None, (2, 1), "llama", often=True),
     Range("--ff-hidden-size", 32, (12, 20)),
-    Range("--seq-length", 16, (8, 12, 24, 32), DECODERS),
+    Range("--seq-length", 16, (8, 12, 24, 32), DECODER_FAMILIES),
     Range("--seq-length", 32, (40,), "t5"),
     Range("--enc-seq-length", 16, (12, 15, 24), "t5"),
     Range("--normalization", None, ("layernorm", "rmsnorm")),
@@ -96,7 +96,11 @@ RANGES = (
     Range("--seed", 1, (2, 3, 4, 5)),
     Range("--data-path", ("a",), (("0.6", "a", "0.4", "b"), ("0.3", "b", "0.7", "c"), ("c",)), often=True),
     Range(
-        "objective", None, ("--objective sft", "--objective prefix-lm", FIM, "--eod-mask-loss"), DECODERS, often=True
+        "objective",
+        None,
+        ("--objective sft", "--objective prefix-lm", FIM, "--eod-mask-loss"),
+        DECODER_FAMILIES,
+        often=True,
     ),
     Range("objective", None, ("--objective prefix-lm", "--span-convention cpm"), "t5", often=True),
     Range("--noise-density", None, (0.3, "0.15 --mean-span-length 2"), "t5"),
@@ -117,7 +121,7 @@ RANGES = (
     # settings that may not change any number
     Range("--batch-size", 2, (1, 3), neutral=True),
     Range("--logits-chunk-size", None, (3, 5, 16), neutral=True, often=True),
-    Range("recomputation", None, RECOMPUTED, neutral=True, often=True),
+    Range("recomputation", None, RECOMPUTATION, neutral=True, often=True),
     Range("--reference-ops", None, (OPERATIONS,), neutral=True),
     Range("--async-tensor-model-parallel-allreduce", None, (False,), needs=("tp",), neutral=True),
     Range("--overlap-grad-reduce", None, (False,), neutral=True),
@@ -156,11 +160,11 @@ def ranges_of(family: str) -> dict[str, Range]:
 
 def neutral_flags() -> set[str]:
     """Return all flags of settings that may not change any number, each without its form --no-X."""
-    words: list[str] = []
-    for each in RANGES:
-        for value in each.others if each.neutral else ():
-            words += each.words(value)
-    return {word.replace("--no-", "--") for word in words if word.startswith("--")}
+    flags: list[str] = []
+    for setting_range in RANGES:
+        for value in setting_range.alternatives if setting_range.neutral else ():
+            flags += setting_range.to_flags(value)
+    return {flag.replace("--no-", "--") for flag in flags if flag.startswith("--")}
 
 
 class Case(NamedTuple):
@@ -174,8 +178,8 @@ class Case(NamedTuple):
     def command(self) -> str:
         """Flags of tools/verify_layout.py that run this case."""
         layout = "pp 0" if self.layout == Layout() else str(self.layout)
-        words = ["--fuzz", "1", "--layouts", layout, "--micros", str(self.micros), "--", *self.flags]
-        return shlex.join(words)
+        arguments = ["--fuzz", "1", "--layouts", layout, "--micros", str(self.micros), "--", *self.flags]
+        return shlex.join(arguments)
 
 
 def case_of(chosen: Chosen) -> Case:
@@ -184,16 +188,16 @@ def case_of(chosen: Chosen) -> Case:
     Settings that the family lacks or whose needs are not met are left out, also if they are chosen.
     """
     family = chosen.get("--family", "llama")
-    words = ["--family", family]
-    for each in ranges_of(family).values():
-        if all(chosen.get(name) for name in each.needs):
-            words += each.words(chosen.get(each.name, each.plain))
-    sizes = {name: chosen[name] for name in WORDS if name in chosen}
+    flags = ["--family", family]
+    for setting_range in ranges_of(family).values():
+        if all(chosen.get(name) for name in setting_range.needs):
+            flags += setting_range.to_flags(chosen.get(setting_range.name, setting_range.plain))
+    layout_sizes = {name: chosen[name] for name in LAYOUT_KEYS if name in chosen}
     if "--num-experts" not in chosen:
-        sizes.pop("ep", None)
-    layout = Layout(**sizes)
+        layout_sizes.pop("ep", None)
+    layout = Layout(**layout_sizes)
     micros = layout.dp * chosen.get("gas", 2)
-    return Case(layout, micros, tuple(words))
+    return Case(layout, micros, tuple(flags))
 
 
 def draw(rng: random.Random, few: bool) -> dict[str, Any]:
@@ -205,14 +209,14 @@ def draw(rng: random.Random, few: bool) -> dict[str, Any]:
     chosen = {"--family": family, **_draw_layout(rng, family)}
     ranges = ranges_of(family)
     # Sampling without replacement with weights 3 and 1 (Efraimidis and Spirakis 2006).
-    order = sorted(ranges.values(), key=lambda each: rng.random() ** (1 if each.often else 3), reverse=True)
+    ordered = sorted(ranges.values(), key=lambda each: rng.random() ** (1 if each.often else 3), reverse=True)
     share = rng.choice((0.2, 0.4, 0.6))
-    count = rng.randint(0, 3) if few else round(share * len(order))
-    for each in order[:count]:
+    count = rng.randint(0, 3) if few else round(share * len(ordered))
+    for each in ordered[:count]:
         if few:
             needed = [ranges[name] for name in each.needs if name in ranges]
-            chosen = {one.name: rng.choice(one.others) for one in needed} | chosen
-        chosen.setdefault(each.name, rng.choice(each.others))
+            chosen = {needed_range.name: rng.choice(needed_range.alternatives) for needed_range in needed} | chosen
+        chosen.setdefault(each.name, rng.choice(each.alternatives))
     return chosen
 
 
@@ -223,15 +227,15 @@ def _draw_layout(rng: random.Random, family: str) -> dict[str, Any]:
     expert parallelism needs experts.
     """
     grids = [grid for grid in GRIDS if family != "t5" or "cp" not in grid]
-    found: dict[str, Any] = dict(rng.choice(grids))
+    chosen: dict[str, Any] = dict(rng.choice(grids))
     for name, axes, values in OPTIONS:
         value = rng.choice(values)
-        if value and any(found.get(axis, 1) > 1 for axis in axes):
-            found[name] = value
-    if found.get("schedule") == "interleaved":
-        found |= {"vpp": 2, "--num-layers": 4}
-    if "ep" in found:
-        found["--num-experts"] = 4
-    if family == "t5" and "pp" in found and rng.random() < 0.2:
-        found |= CUT_BEFORE_A_LAYER
-    return found
+        if value and any(chosen.get(axis, 1) > 1 for axis in axes):
+            chosen[name] = value
+    if chosen.get("schedule") == "interleaved":
+        chosen |= {"vpp": 2, "--num-layers": 4}
+    if "ep" in chosen:
+        chosen["--num-experts"] = 4
+    if family == "t5" and "pp" in chosen and rng.random() < 0.2:
+        chosen |= CUT_BEFORE_A_LAYER
+    return chosen

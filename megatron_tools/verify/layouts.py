@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.fields import ConfigError
-from tds.schedule import NAMES
+from tds.schedule import BUILT_IN
 
-WORDS = ("pp", "tp", "dp", "cp", "ep", "vpp", "zero", "sp", "schedule")
+LAYOUT_KEYS = ("pp", "tp", "dp", "cp", "ep", "vpp", "zero", "sp", "schedule")  # the first seven take a number
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Layout:
         return max(self.pp, 1) * self.tp * self.dp * self.cp
 
     def __str__(self) -> str:
-        plain = Layout()
-        words = ["sp" if name == "sp" else f"{name} {getattr(self, name)}"
-                for name in WORDS if getattr(self, name) != getattr(plain, name)]  # fmt: skip
-        return ", ".join(words) or "one process"
+        default = Layout()
+        parts = ["sp" if name == "sp" else f"{name} {getattr(self, name)}"
+                for name in LAYOUT_KEYS if getattr(self, name) != getattr(default, name)]  # fmt: skip
+        return ", ".join(parts) or "one process"
 
     def flags(self, micros: int) -> list[str]:
         """Return an entry script's flags for `micros` micro-batches over all replicas.
@@ -49,18 +49,18 @@ class Layout:
             raise ConfigError(
                 f"layout {self}: {micros} micro-batches cannot be split over {self.dp} replicas; change --micros"
             )
-        sequence = ["--sequence-parallel" if self.sp else "--no-sequence-parallel"]
-        context = ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []  # a T5 rejects this flag
+        sequence_flags = ["--sequence-parallel" if self.sp else "--no-sequence-parallel"]
+        context_flags = ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []  # a T5 rejects this flag
         return [
-            "--pipe-parallel-size", str(self.pp), "--model-parallel-size", str(self.tp), *context, *sequence,
-            "--expert-parallel-size", str(self.ep), "--pipeline-schedule", self.schedule,
+            "--pipe-parallel-size", str(self.pp), "--model-parallel-size", str(self.tp), *context_flags,
+            *sequence_flags, "--expert-parallel-size", str(self.ep), "--pipeline-schedule", self.schedule,
             "--virtual-pipeline-size", str(self.vpp), "--zero-stage", str(self.zero),
             "--gas", str(micros // self.dp),
         ]  # fmt: skip
 
 
-ONE = Layout()
-DEFAULT = ("pp 2", "tp 2", "pp 2, tp 2", "dp 2, zero 1")
+ONE_PROCESS = Layout()
+DEFAULT_LAYOUTS = ("pp 2", "tp 2", "pp 2, tp 2", "dp 2, zero 1")
 
 
 def read_layout(text: str) -> Layout:
@@ -71,14 +71,14 @@ def read_layout(text: str) -> Layout:
         value = value.strip()
         if name == "sp" and not value:
             values["sp"] = True
-        elif name == "schedule" and value in NAMES:
+        elif name == "schedule" and value in BUILT_IN:
             values["schedule"] = value
-        elif name in WORDS[:7] and value.isdecimal() and (int(value) or name in ("pp", "zero")):
+        elif name in LAYOUT_KEYS[:7] and value.isdecimal() and (int(value) or name in ("pp", "zero")):
             values[name] = int(value)
         else:
             raise ConfigError(
                 f"layout {text!r}: cannot parse {part!r}; write pp, tp, dp, cp, ep, vpp or zero with a number, sp, or "
-                f"schedule with one of {', '.join(NAMES)}, as in 'pp 2, tp 2, dp 2, zero 1'"
+                f"schedule with one of {', '.join(BUILT_IN)}, as in 'pp 2, tp 2, dp 2, zero 1'"
             )
     if values.get("vpp", 1) != 1:
         values.setdefault("schedule", "interleaved")
@@ -91,7 +91,7 @@ def common_micros(layouts: Sequence[Layout]) -> int:
     Each replica gets at least two micro-batches, and at least as many as it has pipeline stages.
     """
     # Two layouts with 2 and 3 replicas, the first of 4 stages, need 2 x 4 = 8 and 3 x 2 = 6 micro-batches: 12 fit both.
-    replicas = [layout.dp for layout in layouts]
-    least = math.lcm(*replicas)
-    wanted = max(layout.dp * max(2, layout.pp) for layout in layouts)
-    return least * math.ceil(wanted / least)
+    replica_counts = [layout.dp for layout in layouts]
+    common_replicas = math.lcm(*replica_counts)
+    needed = max(layout.dp * max(2, layout.pp) for layout in layouts)
+    return common_replicas * math.ceil(needed / common_replicas)

@@ -22,7 +22,7 @@ from megatron.ranks.replicas import fingerprint
 from megatron.training import health, setup
 from tds import optimizer_state as zero_state
 
-MOST_BYTES = 2**31  # a rank stops recording outputs when they exceed this many bytes
+MAX_OUTPUT_BYTES = 2**31  # a rank stops recording outputs when they exceed this many bytes
 
 
 def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -30,52 +30,52 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     The layers of a model without a `named_layers` method are its children.
     """
-    named: Any = getattr(model, "named_layers", None)
-    if named is not None:
-        return list(named())
+    named_layers_of: Any = getattr(model, "named_layers", None)
+    if named_layers_of is not None:
+        return list(named_layers_of())
     tied = getattr(model, "tied_modules", nn.ModuleDict())
-    found = [(f"tied_modules.{key}", module) for key, module in tied.items()]
+    layers = [(f"tied_modules.{key}", module) for key, module in tied.items()]
     for name, module in model.named_children():
         if module is not tied:
-            found.append((name, module))
-    return found
+            layers.append((name, module))
+    return layers
 
 
-def _modules(layers: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
+def _named_modules(layers: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
     for layer_name, layer in layers:
         for name, module in layer.named_modules():
             yield f"{layer_name}.{name}" if name else layer_name, module
 
 
-def _tensors(outputs: Any) -> Iterator[Tensor]:
+def _tensors_in(outputs: Any) -> Iterator[Tensor]:
     """Yield the tensors in a module's output, in order."""
     if isinstance(outputs, Tensor):
         yield outputs
     elif isinstance(outputs, Mapping):
         for value in outputs.values():
-            yield from _tensors(value)
+            yield from _tensors_in(value)
     elif isinstance(outputs, (tuple, list)):
         for value in outputs:
-            yield from _tensors(value)
+            yield from _tensors_in(value)
 
 
 class Recorder:
     """Recorder of the training on this rank. After `steps` steps, it writes `folder/rank<r>.pt`.
 
-    every: whether to record the outputs of all micro-batches instead of only the first one.
+    records_all_micros: whether to record the outputs of all micro-batches instead of only the first one.
     """
 
-    def __init__(self, folder: Path, steps: int, every: bool) -> None:
+    def __init__(self, folder: Path, steps: int, records_all_micros: bool) -> None:
         self.folder = folder
         self.steps = steps
-        self.every = every
+        self.records_all_micros = records_all_micros
         self.losses: list[float] = []
         self.outputs: list[dict[str, Any]] = []
         self.gradients: dict[str, Tensor] = {}
-        self._at: tuple[int, int] | None = None  # (micro-batch, chunk) during a recorded forward pass
-        self._calls: Counter[Any] = Counter()
-        self._inside: list[str] = []  # names of the modules whose forward is running
-        self._bytes = 0
+        self._current_pass: tuple[int, int] | None = None  # (micro-batch, chunk) during a recorded forward pass
+        self._call_counts: Counter[Any] = Counter()
+        self._running_modules: list[str] = []  # names of the modules whose forward is running
+        self._output_bytes = 0
         self._hooks = list[Any]()
 
     def attach(self, engine: Engine) -> Engine:
@@ -91,76 +91,76 @@ class Recorder:
         layers = named_layers(self._model)
         for name, _ in layers:
             self.record["layers"].append(name)
-        for name, module in _modules(layers):
+        for name, module in _named_modules(layers):
             self.record["kinds"][name] = type(module).__name__
-            self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
-            self._hooks.append(module.register_forward_hook(partial(self._leave, name)))
+            self._hooks.append(module.register_forward_pre_hook(partial(self._enter_module, name)))
+            self._hooks.append(module.register_forward_hook(partial(self._leave_module, name)))
         for name, parameter in global_parameters(self._model):
-            self.record["specs"][name] = _plain(parameter)
+            self.record["specs"][name] = _sharding_of(parameter)
             self.record["weights"][name] = zero_state.get_weight(parameter).detach().cpu().clone()
             if parameter.requires_grad:
                 hook = parameter.register_hook(partial(self._add_gradient, name))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
-        self._initial_buffers = _buffers(self._model)
-        self._listen(engine)
-        self._original = engine.train_batch
+        self._initial_buffers = _copy_buffers(self._model)
+        self._track_passes(engine)
+        self._original_train_batch = engine.train_batch
         engine.train_batch = self._train_batch  # type: ignore[method-assign]
         return engine
 
-    def _listen(self, engine: Any) -> None:
-        """Replace the engine's forward pass by one that sets the current micro-batch, `self._at`.
+    def _track_passes(self, engine: Any) -> None:
+        """Replace the engine's forward pass by one that sets the current micro-batch, `self._current_pass`.
 
-        When a backward pass recomputes layers, `self._at` is None, so that no output is recorded twice.
+        When a backward pass recomputes layers, `self._current_pass` is None, so that no output is recorded twice.
         """
         if isinstance(engine, PipeEngine):
-            ds = engine.deepspeed
-            original_forward = ds._forward
+            deepspeed = engine.deepspeed
+            original_forward = deepspeed._forward
 
             def forward(instruction: Any) -> None:
-                self._pass(instruction.micro, instruction.chunk, lambda: original_forward(instruction))
+                self._run_pass(instruction.micro, instruction.chunk, lambda: original_forward(instruction))
 
-            ds._forward = forward
-            self.record["scale"] = ds.loss_factor
+            deepspeed._forward = forward
+            self.record["scale"] = deepspeed.loss_factor
             return
         original_loss = engine.loss
-        numbers = Counter[str]()
+        counts = Counter[str]()
 
-        def loss(model: Any, batch: Any) -> Tensor:
-            numbers["seen"] += 1
-            made: Tensor = self._pass(numbers["seen"] - 1, 0, lambda: original_loss(model, batch))
-            return made
+        def compute_loss(model: Any, batch: Any) -> Tensor:
+            counts["seen"] += 1
+            loss: Tensor = self._run_pass(counts["seen"] - 1, 0, lambda: original_loss(model, batch))
+            return loss
 
-        engine.loss = loss
+        engine.loss = compute_loss
         self.record["scale"] = engine.factor(1)
 
-    def _pass(self, micro: int, chunk: int, run: Callable[[], Any]) -> Any:
+    def _run_pass(self, micro: int, chunk: int, run: Callable[[], Any]) -> Any:
         """Run a forward pass, and record its outputs if they are wanted."""
-        self._at = None
-        recorded = self._model.training and not self.losses
-        if recorded and (self.every or micro == 0):
-            self._at = (micro, chunk)
+        self._current_pass = None
+        is_recorded_step = self._model.training and not self.losses  # the first step has no loss yet
+        if is_recorded_step and (self.records_all_micros or micro == 0):
+            self._current_pass = (micro, chunk)
         try:
             return run()
         finally:
-            self._at = None
+            self._current_pass = None
 
-    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
-        self._inside.append(name)
+    def _enter_module(self, name: str, module: nn.Module, inputs: Any) -> None:
+        self._running_modules.append(name)
 
-    def _leave(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
+    def _leave_module(self, name: str, module: nn.Module, inputs: Any, outputs: Any) -> None:
         """Record a module's outputs; called after its forward."""
-        if self._inside:
-            self._inside.pop()
-        if self._at is None or self._bytes > MOST_BYTES:
+        if self._running_modules:
+            self._running_modules.pop()
+        if self._current_pass is None or self._output_bytes > MAX_OUTPUT_BYTES:
             return
-        micro, chunk = self._at
-        call = self._calls[micro, chunk, name]
-        self._calls[micro, chunk, name] += 1
-        for number, each in enumerate(_tensors(outputs)):
-            value = each.detach().cpu().clone()
-            self._bytes += value.nbytes
+        micro, chunk = self._current_pass
+        call_index = self._call_counts[micro, chunk, name]
+        self._call_counts[micro, chunk, name] += 1
+        for index, tensor in enumerate(_tensors_in(outputs)):
+            value = tensor.detach().cpu().clone()
+            self._output_bytes += value.nbytes
             self.outputs.append(
-                {"micro": micro, "chunk": chunk, "name": name, "call": call, "number": number, "value": value}
+                {"micro": micro, "chunk": chunk, "name": name, "call": call_index, "number": index, "value": value}
             )
 
     def _add_gradient(self, name: str, gradient: Tensor) -> None:
@@ -171,10 +171,10 @@ class Recorder:
     def _train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> StepResult:
         """Run a training step and record its loss; write everything after the last step."""
         try:
-            step = self._original(batches, lr, gas)
+            step = self._original_train_batch(batches, lr, gas)
         except Exception:
-            if self._inside:
-                write_text(self.folder / f"stopped{dist.get_rank()}", self._inside[-1])
+            if self._running_modules:
+                write_text(self.folder / f"stopped{dist.get_rank()}", self._running_modules[-1])
             raise
         self.losses.append(float(step.loss))
         if len(self.losses) == self.steps:
@@ -185,26 +185,26 @@ class Recorder:
         """Write the record of this rank."""
         for hook in self._hooks:
             hook.remove()
-        buffers = _buffers(self._model)
-        changed = []
+        buffers = _copy_buffers(self._model)
+        changed_buffers = []
         for name, value in buffers.items():
             if not torch.equal(value, self._initial_buffers[name]):
-                changed.append(name)
-        zero_state.complete_weights(self._engine)
-        trained = {}
+                changed_buffers.append(name)
+        zero_state.wait_for_weights(self._engine)
+        trained_fingerprints = {}
         for name, parameter in global_parameters(self._model):
-            trained[name] = int(fingerprint(zero_state.get_weight(parameter)))
-        found = {**self.record, "losses": self.losses, "outputs": self.outputs, "gradients": self.gradients}
-        found["trained"] = trained
-        found |= {"buffers": buffers, "changed": changed, "cut_short": self._bytes > MOST_BYTES}
-        torch.save(found, self.folder / f"rank{dist.get_rank()}.pt")
+            trained_fingerprints[name] = int(fingerprint(zero_state.get_weight(parameter)))
+        record = {**self.record, "losses": self.losses, "outputs": self.outputs, "gradients": self.gradients}
+        record["trained"] = trained_fingerprints
+        record |= {"buffers": buffers, "changed": changed_buffers, "cut_short": self._output_bytes > MAX_OUTPUT_BYTES}
+        torch.save(record, self.folder / f"rank{dist.get_rank()}.pt")
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
+def _copy_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.detach().cpu().clone() for name, buffer in global_buffers(model)}
 
 
-def _plain(parameter: nn.Parameter) -> dict[str, Any]:
+def _sharding_of(parameter: nn.Parameter) -> dict[str, Any]:
     """Return how a parameter is sharded, as a dict of numbers and tuples."""
     spec = mpu.spec_of(parameter)
     return {
@@ -221,18 +221,18 @@ def record_run(folder: Path, steps: int) -> Callable[[], None]:
     Recording replaces `megatron.training.setup.build_engine`, which a run calls once to get its engine. Recorded runs
     do not compare the copies of weights: unequal copies are found in the records, with the layer that causes them.
     """
-    home: Any = setup
-    original = home.build_engine
-    hooks: Any = health
-    check = hooks.check_replicas
+    setup_module: Any = setup
+    original_build = setup_module.build_engine
+    health_module: Any = health
+    original_check = health_module.check_replicas
 
-    def build(*args: Any) -> Engine:
-        return Recorder(folder, steps, every=dist.get_world_size() == 1).attach(original(*args))
+    def build_engine(*args: Any) -> Engine:
+        return Recorder(folder, steps, records_all_micros=dist.get_world_size() == 1).attach(original_build(*args))
 
     def undo() -> None:
-        home.build_engine = original
-        hooks.check_replicas = check
+        setup_module.build_engine = original_build
+        health_module.check_replicas = original_check
 
-    home.build_engine = build
-    hooks.check_replicas = lambda engine: None
+    setup_module.build_engine = build_engine
+    health_module.check_replicas = lambda engine: None
     return undo

@@ -13,7 +13,7 @@ from torch import Tensor
 Tensors = dict[str, list[Tensor]]  # name -> tensors of several ranks
 
 
-class Place(NamedTuple):
+class OutputKey(NamedTuple):
     """Identifies one tensor in the output of a module.
 
     micro: index of the micro-batch in the iteration, over all replicas. name: global name of the module.
@@ -21,8 +21,8 @@ class Place(NamedTuple):
 
     micro: int
     name: str
-    call: int  # index of this call of the module within the micro-batch
-    number: int  # index of the tensor among those that the call returned
+    call_index: int  # index of this call of the module within the micro-batch
+    tensor_index: int  # index of the tensor among those that the call returned
 
 
 @dataclass
@@ -58,8 +58,8 @@ class Records:
 
     def layer_of(self, name: str) -> str:
         """Return the name of the layer that contains module or parameter `name`, or `name` if no layer does."""
-        inside = [layer for layer in self.layers if (name + ".").startswith(layer + ".")]
-        return max(inside, key=len, default=name)
+        containing = [layer for layer in self.layers if (name + ".").startswith(layer + ".")]
+        return max(containing, key=len, default=name)
 
     def initial_values(self) -> Tensors:
         """Return parameter name -> its initial values.
@@ -67,19 +67,19 @@ class Records:
         The list holds one joined tensor [full] per replica and stage for a parameter that is split over ranks, and one
         tensor per rank for any other parameter. Stages that hold a tied parameter but do not use it are left out.
         """
-        learns = set[str]()
+        used_names = set[str]()
         for rank in self.ranks:
-            learns.update(rank["gradients"])
-        found: dict[str, dict[Any, list[tuple[Any, Tensor]]]] = defaultdict(lambda: defaultdict(list))
+            used_names.update(rank["gradients"])
+        parts_by_copy: dict[str, dict[Any, list[tuple[Any, Tensor]]]] = defaultdict(lambda: defaultdict(list))
         for rank in self.ranks:
             for name, value in rank["weights"].items():
-                if name in rank["gradients"] or name not in learns:
-                    found[name][rank["pipe"], rank["data"]].append((rank["specs"][name], value))
-        wholes: Tensors = defaultdict(list)
-        for name, copies in found.items():
+                if name in rank["gradients"] or name not in used_names:
+                    parts_by_copy[name][rank["pipe"], rank["data"]].append((rank["specs"][name], value))
+        joined: Tensors = defaultdict(list)
+        for name, copies in parts_by_copy.items():
             for parts in copies.values():
-                wholes[name] += _wholes(parts)
-        return dict(wholes)
+                joined[name] += _join_shards(parts)
+        return dict(joined)
 
     def gradients(self) -> Tensors:
         """Return parameter name -> its gradient in fp64, summed over the replicas and stages that have the parameter.
@@ -90,27 +90,27 @@ class Records:
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
         for rank in sorted(self.ranks, key=lambda rank: int(rank["model"])):
             for name, value in rank["gradients"].items():
-                of_ranks = sums[name]
+                sums_by_rank = sums[name]
                 spec = rank["specs"][name]
                 total = value / rank["scale"]
-                if rank["model"] in of_ranks:
-                    spec, before = of_ranks[rank["model"]]
-                    total = before + total
-                of_ranks[rank["model"]] = (spec, total)
-        return {name: _wholes(list(parts.values())) for name, parts in sums.items()}
+                if rank["model"] in sums_by_rank:
+                    spec, earlier = sums_by_rank[rank["model"]]
+                    total = earlier + total
+                sums_by_rank[rank["model"]] = (spec, total)
+        return {name: _join_shards(list(parts.values())) for name, parts in sums.items()}
 
     def unequal_weights(self) -> list[str]:
         """Return the names of parameters whose copies, on the ranks that use them, differ by a bit after the last step.
 
         Gradients are recorded before any reduction, so only the trained weights show a missing reduction.
         """
-        found: dict[tuple[str, Any], set[int]] = defaultdict(set)
+        fingerprints: dict[tuple[str, Any], set[int]] = defaultdict(set)
         for rank in self.ranks:
             for name in rank["gradients"]:
                 spec = rank["specs"][name]
-                shard = None if spec["dim"] is None else rank["model"]
-                found[name, shard].add(rank["trained"][name])
-        return list(dict.fromkeys(name for (name, _), values in found.items() if len(values) > 1))
+                shard_index = None if spec["dim"] is None else rank["model"]
+                fingerprints[name, shard_index].add(rank["trained"][name])
+        return list(dict.fromkeys(name for (name, _), values in fingerprints.items() if len(values) > 1))
 
     def buffers(self) -> Tensors:
         """Return buffer name -> the ranks' copies of this persistent buffer after the last step.
@@ -121,55 +121,55 @@ class Records:
         changed = set[str]()
         for rank in self.ranks:
             changed.update(rank["changed"])
-        found: Tensors = defaultdict(list)
+        copies: Tensors = defaultdict(list)
         for rank in self.ranks:
             for name, value in rank["buffers"].items():
                 if name in rank["changed"] or name not in changed:
-                    found[name].append(value)
-        return dict(found)
+                    copies[name].append(value)
+        return dict(copies)
 
     @cached_property
-    def outputs(self) -> dict[Place, list[Tensor]]:
+    def outputs(self) -> dict[OutputKey, list[Tensor]]:
         """Output tensor -> its parts on the model-parallel ranks. Outputs have the order in which modules returned."""
         pipelines: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
         for rank in sorted(self.ranks, key=lambda rank: int(rank["pipe"])):
             pipelines[rank["share"][0], rank["model"]].append(rank)
-        found: dict[Place, dict[int, Tensor]] = defaultdict(dict)
+        parts_by_key: dict[OutputKey, dict[int, Tensor]] = defaultdict(dict)
         for share, model in sorted(pipelines):
-            for place, value in self._outputs_of(pipelines[share, model]):
-                found[place][model] = value
-        return {place: list(parts.values()) for place, parts in found.items()}
+            for key, value in self._outputs_of(pipelines[share, model]):
+                parts_by_key[key][model] = value
+        return {key: list(parts.values()) for key, parts in parts_by_key.items()}
 
-    def _outputs_of(self, stages: Sequence[dict[str, Any]]) -> Iterator[tuple[Place, Tensor]]:
-        """Yield each output that one pipeline recorded, with its Place. stages: records of the pipeline's ranks.
+    def _outputs_of(self, stages: Sequence[dict[str, Any]]) -> Iterator[tuple[OutputKey, Tensor]]:
+        """Yield each output that one pipeline recorded, with its OutputKey. stages: records of the pipeline's ranks.
 
         The calls of a tied module are numbered stage by stage, from the first stage to the last stage.
         """
-        number, of = stages[0]["share"]
-        first = number * (self.micros // of)  # number of the pipeline's first micro-batch
-        every = []
+        data_rank, data_size = stages[0]["share"]
+        first_micro = data_rank * (self.micros // data_size)  # number of the pipeline's first micro-batch
+        outputs = []
         for rank in stages:
-            for each in rank["outputs"]:
-                every.append((each["chunk"], rank["pipe"], each))
-        before: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
-        for chunk, pipe, each in sorted(every, key=lambda item: item[:2]):
-            micro = first + each["micro"]
-            call = each["call"]
-            calls = before[micro, each["name"]]
+            for output in rank["outputs"]:
+                outputs.append((output["chunk"], rank["pipe"], output))
+        calls_by_rank: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
+        for chunk, pipe, output in sorted(outputs, key=lambda item: item[:2]):
+            micro = first_micro + output["micro"]
+            call = output["call"]
+            calls = calls_by_rank[micro, output["name"]]
             calls[chunk, pipe] = max(calls.get((chunk, pipe), 0), call + 1)
-            earlier = sum(calls.values()) - calls[chunk, pipe]
-            yield Place(micro, each["name"], earlier + call, each["number"]), each["value"]
+            earlier_calls = sum(calls.values()) - calls[chunk, pipe]
+            yield OutputKey(micro, output["name"], earlier_calls + call, output["number"]), output["value"]
 
 
-def _wholes(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
+def _join_shards(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
     """Return [the joined tensor] of a split parameter, or the ranks' copies of a replicated one.
 
     parts: (sharding, value) on each model-parallel rank.
     """
-    first, value = parts[0]
-    if first["dim"] is None:
+    first_spec, value = parts[0]
+    if first_spec["dim"] is None:
         return [value.reshape(spec["local"]) for spec, value in parts]
-    whole = torch.zeros(first["full"], dtype=value.dtype)
+    whole = torch.zeros(first_spec["full"], dtype=value.dtype)
     for spec, value in parts:
         dim, begin, end = spec["rows"]
         rows = value.reshape(spec["local"]).narrow(dim, 0, end - begin)
@@ -177,30 +177,32 @@ def _wholes(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
     return [whole]
 
 
-def join_parts(parts: Sequence[Tensor], like: Tensor) -> list[Tensor] | None:
-    """Join `parts`, one output on the model-parallel ranks, to tensors with the shape of `like`, that output unsharded.
+def join_outputs(parts: Sequence[Tensor], expected: Tensor) -> list[Tensor] | None:
+    """Join `parts`, one output on the model-parallel ranks, to tensors with the shape of `expected`, the whole output.
 
     Shards are concatenated to one tensor, and padding at its end is cut off. If the ranks hold copies, all copies are
     returned. Returns None if the parts are neither copies nor shards.
     """
-    differing = set[int]()
+    differing_dims = set[int]()
     for part in parts:
-        if part.dim() != like.dim():
+        if part.dim() != expected.dim():
             return None
-        for dim in range(like.dim()):
-            if part.shape[dim] != like.shape[dim]:
-                differing.add(dim)
-    if not differing:
+        for dim in range(expected.dim()):
+            if part.shape[dim] != expected.shape[dim]:
+                differing_dims.add(dim)
+    if not differing_dims:
         return list(parts)
-    if len(differing) > 1:
+    if len(differing_dims) > 1:
         return None
-    dim = differing.pop()
+    dim = differing_dims.pop()
     whole = torch.cat(list(parts), dim)
-    if whole.shape[dim] < like.shape[dim]:
+    if whole.shape[dim] < expected.shape[dim]:
         return None
-    return [whole.narrow(dim, 0, like.shape[dim])]
+    return [whole.narrow(dim, 0, expected.shape[dim])]
 
 
-def is_exact_split(parts: Sequence[Tensor], like: Tensor) -> bool:
-    """Return whether `join_parts` joins these parts without cutting off padding."""
-    return all(part.shape == like.shape for part in parts) or sum(part.numel() for part in parts) == like.numel()
+def is_exact_split(parts: Sequence[Tensor], expected: Tensor) -> bool:
+    """Return whether `join_outputs` joins these parts without cutting off padding."""
+    return (
+        all(part.shape == expected.shape for part in parts) or sum(part.numel() for part in parts) == expected.numel()
+    )

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import megatron
 from data_utils.cli import Parser, local_path, run
-from megatron.ranks.source import source_hash, versions
+from megatron.ranks.source import package_versions, source_hash
 
-from .layouts import DEFAULT, Layout, common_micros, read_layout
+from .layouts import DEFAULT_LAYOUTS, Layout, common_micros, read_layout
 
 EXAMPLES = """\
   python tools/verify_layout.py pretrain_gpt2.py -- --data-path runs/steps/data_text_document \\
@@ -29,7 +29,7 @@ TIMEOUT = 600.0  # seconds of a layout
 NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")}
 
 
-def flags_of_steps(args: argparse.Namespace, layout: Layout, micros: int, run_dir: Path) -> list[str]:
+def flags_of_layout(args: argparse.Namespace, layout: Layout, micros: int, run_dir: Path) -> list[str]:
     """Return the script's flags for one layout: the user's flags, then this tool's flags, which override them."""
     dropout = [] if args.keep_dropout else ["--hidden-dropout", "0", "--attention-dropout", "0"]
     return [
@@ -40,44 +40,44 @@ def flags_of_steps(args: argparse.Namespace, layout: Layout, micros: int, run_di
     ]  # fmt: skip
 
 
-def start(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -> str | None:
+def train_in_layout(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -> str | None:
     """Train in `layout`; the ranks write records into `folder`. Return an error message, or None on success."""
     folder.mkdir()
-    flags = flags_of_steps(args, layout, micros, folder / "run")
+    flags = flags_of_layout(args, layout, micros, folder / "run")
     command = [sys.executable, "-m"]
     if layout.ranks > 1:
         command += ["megatron_tools.launch", "--standalone", "--nproc-per-node", str(layout.ranks), "-m"]
     command += ["megatron_tools.verify.verify_rank", str(folder), str(args.steps), args.script, *flags]
-    places = [str(Path(megatron.__file__).parents[1]), os.environ.get("PYTHONPATH")]
+    python_path = [str(Path(megatron.__file__).parents[1]), os.environ.get("PYTHONPATH")]
     timeout = args.timeout or TIMEOUT
-    env = {**os.environ, **NO_DEVICES, "PYTHONPATH": os.pathsep.join(filter(None, places))}
+    env = {**os.environ, **NO_DEVICES, "PYTHONPATH": os.pathsep.join(filter(None, python_path))}
     try:
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
+        process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return f"did not finish within {timeout:g} s (--timeout)"
     if len(list(folder.glob("rank*.pt"))) == layout.ranks:
         return None
-    return failure(folder, ended.returncode, ended.stderr)
+    return describe_failure(folder, process.returncode, process.stderr)
 
 
-def failure(folder: Path, code: int, stderr: str) -> str:
+def describe_failure(folder: Path, code: int, stderr: str) -> str:
     """Return why a run wrote no records and, if known, in which module it stopped."""
     lines = list(filter(str.strip, stderr.splitlines()))
-    parts = []
+    messages = []
     for line in lines:
         if not line.startswith(("Traceback", " ", "warning", "W0", "W1")):
-            parts.append(line)
+            messages.append(line)
             break
-    if lines and lines[-1] not in "".join(parts):
-        parts.append(lines[-1])
-    why = "; ".join(map(str.strip, parts)) or f"exited with code {code} without a record"
-    where = sorted({path.read_text(encoding="utf-8") for path in folder.glob("stopped*")})
-    if where:
-        return f"stopped in layer {', '.join(where)}: {why}"
-    return why
+    if lines and lines[-1] not in "".join(messages):
+        messages.append(lines[-1])
+    reason = "; ".join(map(str.strip, messages)) or f"exited with code {code} without a record"
+    stopped_modules = sorted({path.read_text(encoding="utf-8") for path in folder.glob("stopped*")})
+    if stopped_modules:
+        return f"stopped in layer {', '.join(stopped_modules)}: {reason}"
+    return reason
 
 
-def compared(args: argparse.Namespace) -> bool:
+def compare_layouts(args: argparse.Namespace) -> bool:
     """Run the script in all layouts, print the comparison, and return whether all layouts agree.
 
     Raises ValueError if the run in one process fails.
@@ -89,12 +89,12 @@ def compared(args: argparse.Namespace) -> bool:
             raise ValueError(f"--{name} {value} must be at least 1")
     if args.tolerance is not None and not 0 < args.tolerance < 1:
         raise ValueError(f"--tolerance {args.tolerance} must be between 0 and 1, such as 1e-4")
-    refuse_flags_of_layouts(args.flags)
-    one = read_layout(args.reference)
+    refuse_layout_flags(args.flags)
+    reference = read_layout(args.reference)
     layouts = [read_layout(text) for text in args.layouts]
-    if one.ranks > 1:
+    if reference.ranks > 1:
         raise ValueError(
-            f"--reference {args.reference!r} needs {one.ranks} ranks, but must need only one; use pp 0 or pp 1"
+            f"--reference {args.reference!r} needs {reference.ranks} ranks, but must need only one; use pp 0 or pp 1"
         )
     micros = args.micros or common_micros(layouts)
     from .compare import TOLERANCE, Comparison, Verdict, as_table
@@ -103,22 +103,24 @@ def compared(args: argparse.Namespace) -> bool:
     tolerance = args.tolerance or TOLERANCE[args.precision]
     source = source_hash(args.script)
     with tempfile.TemporaryDirectory() as folder:
-        error = start(args, one, micros, Path(folder, "one"))
+        error = train_in_layout(args, reference, micros, Path(folder, "one"))
         if error:
             raise ValueError(f"the reference run in one process failed: {error}")
         expected = Records.read(Path(folder, "one"), micros)
         verdicts = list[Verdict]()
-        for number, layout in enumerate(layouts):
-            where = Path(folder, str(number))
-            error = start(args, layout, micros, where)
+        for index, layout in enumerate(layouts):
+            layout_folder = Path(folder, str(index))
+            error = train_in_layout(args, layout, micros, layout_folder)
             if error:
-                verdicts.append(Verdict(str(layout), stopped=error))
+                verdicts.append(Verdict(str(layout), run_error=error))
             else:
-                verdicts.append(Comparison(expected, Records.read(where, micros), tolerance).verdict(str(layout)))
-    what = f"{args.script}, {args.steps} steps of {micros} micro-batches in {args.precision}"
+                verdicts.append(
+                    Comparison(expected, Records.read(layout_folder, micros), tolerance).compare(str(layout))
+                )
+    comparison_text = f"{args.script}, {args.steps} steps of {micros} micro-batches in {args.precision}"
     if not args.keep_dropout:
-        what += ", without dropout"
-    print(what)
+        comparison_text += ", without dropout"
+    print(comparison_text)
     print(as_table(verdicts, tolerance))
     print_identity(args.script, source)
     return all(each.agrees for each in verdicts)
@@ -131,15 +133,15 @@ def print_identity(script: str, source: str) -> None:
     """
     if source != source_hash(script):
         raise ValueError(f"tds, megatron or {script} changed while the layouts ran; run the comparison again")
-    used = ", ".join(f"{name} {version}" for name, version in versions().items())
-    print(f"source {source[:12]} (SHA-256 of tds, megatron and {script}); {used}")
+    used_versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
+    print(f"source {source[:12]} (SHA-256 of tds, megatron and {script}); {used_versions}")
 
 
-def refuse_flags_of_layouts(flags: Sequence[str]) -> None:
+def refuse_layout_flags(flags: Sequence[str]) -> None:
     """Raise ValueError if the script's flags contain a flag that each layout sets."""
-    decided = {"--global-batch-size", "--sequence-parallel", *Layout(cp=2).flags(micros=1)}
+    layout_flags = {"--global-batch-size", "--sequence-parallel", *Layout(cp=2).flags(micros=1)}
     for flag in flags:
-        if flag.startswith("--") and flag.partition("=")[0] in decided:
+        if flag.startswith("--") and flag.partition("=")[0] in layout_flags:
             raise ValueError(f"{flag}: each layout sets this flag; before --, use --layouts or --micros instead")
 
 
@@ -149,7 +151,7 @@ def main(args: argparse.Namespace) -> None:
     elif args.script is None:
         raise ValueError("give the entry script to run, or --fuzz")
     else:
-        compare = compared
+        compare = compare_layouts
     if not compare(args):
         sys.exit(1)
 
@@ -161,7 +163,7 @@ def build_parser() -> Parser:
     add(
         "--layouts",
         nargs="+",
-        default=list(DEFAULT),
+        default=list(DEFAULT_LAYOUTS),
         metavar="LAYOUT",
         help='layouts such as "pp 2, tp 2", "dp 2, zero 1", "tp 2, sp", "pp 2, vpp 2", "pp 2, schedule zb-h1" '
         "(default: %(default)s)",
@@ -200,22 +202,22 @@ def build_parser() -> Parser:
 
 def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split the arguments at `--` into this tool's arguments and the script's arguments."""
-    at = list(argv).index("--") if "--" in argv else len(argv)
-    return list(argv[:at]), list(argv[at + 1 :])
+    separator = list(argv).index("--") if "--" in argv else len(argv)
+    return list(argv[:separator]), list(argv[separator + 1 :])
 
 
 def cli() -> None:
-    ours, flags = split_flags(sys.argv[1:])
+    own_arguments, flags = split_flags(sys.argv[1:])
     parser = build_parser()
     parser.set_defaults(flags=flags)
-    _, unknown = parser.parse_known_args(ours)
-    strange = [word for word in unknown if word.startswith("--")]
-    if strange and not flags:
+    _, unknown = parser.parse_known_args(own_arguments)
+    unknown_flags = [word for word in unknown if word.startswith("--")]
+    if unknown_flags and not flags:
         parser.error(
-            f"{strange[0]} is not a flag of this tool; put the script's flags after --, as in: "
-            f"verify_layout.py SCRIPT -- {strange[0]} ..."
+            f"{unknown_flags[0]} is not a flag of this tool; put the script's flags after --, as in: "
+            f"verify_layout.py SCRIPT -- {unknown_flags[0]} ..."
         )
-    run(main, parser, ours)
+    run(main, parser, own_arguments)
 
 
 if __name__ == "__main__":

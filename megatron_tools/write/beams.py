@@ -3,57 +3,62 @@
 import torch
 from torch import Tensor
 
-Found = tuple[float, list[int]]  # score (log-probability / length ** length_penalty), tokens
+ScoredTokens = tuple[float, list[int]]  # score (log-probability / length ** length_penalty), tokens
 
 
 class Beam:
-    """Beam search for one prompt. After a step, beam i continues the previous beam order[i] with the token new[i]."""
+    """Beam search for one prompt. After a step beam i continues the old beam parents[i] by the token new_tokens[i]."""
 
-    def __init__(self, beams: int, max_new_tokens: int, end: int, length_penalty: float) -> None:
-        self.beams = beams
-        self.longest = max_new_tokens
-        self.end = end
+    def __init__(self, num_beams: int, max_new_tokens: int, end_id: int, length_penalty: float) -> None:
+        self.num_beams = num_beams
+        self.max_new_tokens = max_new_tokens
+        self.end_id = end_id
         self.length_penalty = length_penalty
         # All beams start with the same text. The first step extends only one of them, or all beams would stay equal.
-        self.total = torch.full((beams,), -torch.inf)
-        self.total[0] = 0.0
-        self.rows: list[list[int]] = [[] for _ in range(beams)]
-        self.done: list[Found] = []
-        self.unfinished: list[Found] = []
-        self.order = torch.arange(beams)
-        self.new = torch.zeros(beams, dtype=torch.int64)
-        self.over = max_new_tokens < 1
+        self.totals = torch.full((num_beams,), -torch.inf)
+        self.totals[0] = 0.0
+        self.sequences: list[list[int]] = [[] for _ in range(num_beams)]
+        self.finished: list[ScoredTokens] = []
+        self.unfinished: list[ScoredTokens] = []
+        self.parents = torch.arange(num_beams)
+        self.new_tokens = torch.zeros(num_beams, dtype=torch.int64)
+        self.is_over = max_new_tokens < 1
 
     def step(self, scores: Tensor) -> None:
         """Extend the beams by one token. scores: log-probabilities of the next token, [beams, v]."""
-        length = len(self.rows[0]) + 1
-        share = length**self.length_penalty
-        best, at = (self.total.unsqueeze(1) + scores).flatten().topk(2 * self.beams)
-        totals: list[float] = []
-        order: list[int] = []
-        new: list[int] = []
-        for rank, (score, flat) in enumerate(zip(best.tolist(), at.tolist(), strict=True)):
-            row, token = divmod(flat, scores.shape[1])
-            if token == self.end:
-                if rank < self.beams:
-                    self.done.append((score / share, [*self.rows[row], token]))
-            elif len(new) < self.beams:
-                totals.append(score)
-                order.append(row)
-                new.append(token)
-        self.done = sorted(self.done, reverse=True)[: self.beams]
-        self.total = torch.tensor(totals)
-        self.order = torch.tensor(order)
-        self.new = torch.tensor(new)
-        self.rows = [[*self.rows[row], token] for row, token in zip(order, new, strict=True)]
-        beaten = len(self.done) == self.beams and self.done[-1][0] >= totals[0] / share
-        if length == self.longest or beaten:
-            self.over = True
-            self.unfinished = [(score / share, row) for score, row in zip(totals, self.rows, strict=True)]
+        length = len(self.sequences[0]) + 1
+        length_norm = length**self.length_penalty
+        # Each beam ends in at most one candidate, so of twice as many candidates, enough do not end.
+        best_scores, flat_indices = (self.totals.unsqueeze(1) + scores).flatten().topk(2 * self.num_beams)
+        kept_totals: list[float] = []
+        kept_parents: list[int] = []
+        kept_tokens: list[int] = []
+        for rank, (score, flat_index) in enumerate(zip(best_scores.tolist(), flat_indices.tolist(), strict=True)):
+            parent, token = divmod(flat_index, scores.shape[1])
+            if token == self.end_id:
+                if rank < self.num_beams:
+                    self.finished.append((score / length_norm, [*self.sequences[parent], token]))
+            elif len(kept_tokens) < self.num_beams:
+                kept_totals.append(score)
+                kept_parents.append(parent)
+                kept_tokens.append(token)
+        self.finished = sorted(self.finished, reverse=True)[: self.num_beams]
+        self.totals = torch.tensor(kept_totals)
+        self.parents = torch.tensor(kept_parents)
+        self.new_tokens = torch.tensor(kept_tokens)
+        self.sequences = [
+            [*self.sequences[parent], token] for parent, token in zip(kept_parents, kept_tokens, strict=True)
+        ]
+        cannot_improve = len(self.finished) == self.num_beams and self.finished[-1][0] >= kept_totals[0] / length_norm
+        if length == self.max_new_tokens or cannot_improve:
+            self.is_over = True
+            self.unfinished = [
+                (score / length_norm, sequence) for score, sequence in zip(kept_totals, self.sequences, strict=True)
+            ]
             # While searches for other prompts continue, the model still computes this search's rows. They are ignored.
-            self.order = torch.arange(self.beams)
-            self.new = torch.zeros_like(self.new)
+            self.parents = torch.arange(self.num_beams)
+            self.new_tokens = torch.zeros_like(self.new_tokens)
 
-    def found(self) -> list[Found]:
+    def best(self) -> list[ScoredTokens]:
         """Return the best continuations, best first."""
-        return sorted([*self.done, *self.unfinished], reverse=True)[: self.beams]
+        return sorted([*self.finished, *self.unfinished], reverse=True)[: self.num_beams]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from data_utils.cli import Parser, run
-from megatron.config.fields import refuse, problems_where
+from megatron.config.fields import problems_where, raise_first_problem
 from megatron.tokenizer import Tokenizer
 
 from . import generate
@@ -24,10 +24,10 @@ EXAMPLES = """\
   python tools/demo.py --load exported/ --port 8000 --num-samples 3
   python tools/demo.py --load runs/poet --poem
       a model of scripts/run_poet.sh: title -> poem"""
-BARS = 20  # next tokens that the page shows
+MAX_BARS = 20  # next tokens that the page shows
 
 
-class Shown(NamedTuple):
+class PageContent(NamedTuple):
     """Content of the page after a step.
 
     texts: (prompt, continuation) of each sample so far; the continuation of a T5 is the whole prompt with filled spans.
@@ -38,64 +38,68 @@ class Shown(NamedTuple):
     bars: list[tuple[str, float]]
 
 
-def likeliest(tokenizer: Tokenizer, logits: Tensor, count: int = BARS) -> list[tuple[str, float]]:
+def likeliest(tokenizer: Tokenizer, logits: Tensor, count: int = MAX_BARS) -> list[tuple[str, float]]:
     """Return (token, probability) of the `count` likeliest tokens, likeliest first. logits: [v]."""
     best = logits.double().softmax(-1).topk(min(count, len(logits)))
-    found = []
-    for token, p in zip(best.indices.tolist(), best.values.tolist(), strict=True):
-        if p > 0:
-            found.append((_name(tokenizer, token), p))
-    return found
+    likeliest_tokens = []
+    for token, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True):
+        if probability > 0:
+            likeliest_tokens.append((_display_name(tokenizer, token), probability))
+    return likeliest_tokens
 
 
-def _name(tokenizer: Tokenizer, token: int) -> str:
+def _display_name(tokenizer: Tokenizer, token: int) -> str:
     """Return the text of a token to show, with visible spaces and line breaks; the name of a special token."""
-    for name, special in tokenizer.specials.items():
-        if special == token:
+    for name, special_id in tokenizer.specials.items():
+        if special_id == token:
             return name
     return tokenizer.decode([token]).replace("\n", "\u21b5").replace(" ", "\u2423")
 
 
-def shown_steps(writer: Writer, question: Question, args: argparse.Namespace, stepper: Stepper) -> Iterator[Shown]:
+def page_contents(
+    writer: Writer, question: Question, args: argparse.Namespace, stepper: Stepper
+) -> Iterator[PageContent]:
     """Yield what the page shows before each new token, and at last with all tokens.
 
     The probabilities are the model's own: neither the flags of sampling nor the form of a poem change them.
     """
     # The tokens of the last step are not shown. Its logits are those of the complete texts.
-    more = argparse.Namespace(**{**vars(args), "max_new_tokens": args.max_new_tokens + 1})
+    extended_args = argparse.Namespace(**{**vars(args), "max_new_tokens": args.max_new_tokens + 1})
     rows: list[list[int]] = [[] for _ in range(args.num_samples)]
     bars: list[tuple[str, float]] = []
-    for new, logits in writer.steps([question], more, stepper):
-        if question.end not in rows[0]:
-            own = stepper.own if isinstance(stepper, PoemStepper) else logits
-            bars = likeliest(writer.tokenizer, own[0])
-        yield Shown([_texts(writer, question, row) for row in rows], bars)
-        for row, token in zip(rows, new.tolist(), strict=True):
-            if question.end not in row:
+    for new_tokens, logits in writer.steps([question], extended_args, stepper):
+        if question.end_id not in rows[0]:
+            model_logits = stepper.model_logits if isinstance(stepper, PoemStepper) else logits
+            bars = likeliest(writer.tokenizer, model_logits[0])
+        yield PageContent([_split_text(writer, question, row) for row in rows], bars)
+        for row, token in zip(rows, new_tokens.tolist(), strict=True):
+            if question.end_id not in row:
                 row.append(token)
 
 
-def _texts(writer: Writer, question: Question, ids: list[int]) -> tuple[str, str]:
+def _split_text(writer: Writer, question: Question, ids: list[int]) -> tuple[str, str]:
     """Return (prompt, continuation) of the tokens `ids`; ("", text) of a T5, which fills spans in its prompt."""
     text = writer.text(question, ids)
-    length = len(question.before)
+    length = len(question.text_before)
     return text[:length], text[length:]
 
 
 def with_settings(args: argparse.Namespace, settings: Mapping[str, Any]) -> argparse.Namespace:
     """Return the flags with the page's settings in their place. Raises ValueError for one that is out of range."""
-    found = argparse.Namespace(**{**vars(args), **settings})
-    generate.check(found)
-    return found
+    merged = argparse.Namespace(**{**vars(args), **settings})
+    generate.check_sampling_flags(merged)
+    return merged
 
 
-def stream_text(writer: Writer, prompt: str, args: argparse.Namespace) -> Iterator[Shown]:
+def stream_text(writer: Writer, prompt: str, args: argparse.Namespace) -> Iterator[PageContent]:
     """Yield what the page shows while the model continues `prompt`, or fills the masked spans in it if it is a T5."""
     question = writer.question(prompt)
-    return shown_steps(writer, question, args, writer.stepper([question.tokens]))
+    return page_contents(writer, question, args, writer.stepper([question.tokens]))
 
 
-def stream_poem(writer: Writer, title: str, lines: int, characters: int, args: argparse.Namespace) -> Iterator[Shown]:
+def stream_poem(
+    writer: Writer, title: str, lines: int, characters: int, args: argparse.Namespace
+) -> Iterator[PageContent]:
     """Yield what the page shows while the model writes a poem of so many lines of so many characters.
 
     Raises ValueError if the title is empty.
@@ -103,19 +107,21 @@ def stream_poem(writer: Writer, title: str, lines: int, characters: int, args: a
     question = title_question(writer, title)
     form = form_of(lines, characters)
     stepper = PoemStepper(writer.stepper([question.tokens]), writer.tokenizer, form)
-    longest = argparse.Namespace(**{**vars(args), "max_new_tokens": len(form)})
-    return shown_steps(writer, question, longest, stepper)
+    poem_args = argparse.Namespace(**{**vars(args), "max_new_tokens": len(form)})
+    return page_contents(writer, question, poem_args, stepper)
 
 
 def main(args: argparse.Namespace) -> None:
     """Load the model and serve the page until Ctrl-C."""
-    generate.check(args)
+    generate.check_sampling_flags(args)
     try:
         from . import demo_page
     except ImportError as error:
         raise ValueError(f"tools/demo.py needs the package gradio ({error}): pip install 'gradio>=6,<7'") from None
-    writer = generate.load(args)
-    refuse(problems_where((args.poem and writer.config.is_t5, f"--poem needs a GPT-2 or Llama, but {args.load} is a T5")))
+    writer = generate.load_writer(args)
+    raise_first_problem(
+        problems_where((args.poem and writer.config.is_t5, f"--poem needs a GPT-2 or Llama, but {args.load} is a T5"))
+    )
     demo_page.serve(writer, args)
 
 

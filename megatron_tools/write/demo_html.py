@@ -2,7 +2,7 @@
 
 from html import escape
 
-from .demo import Shown
+from .demo import PageContent
 
 CSS = """\
 .samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(12.5rem, 1fr)); gap: 0.9rem; }
@@ -21,29 +21,30 @@ CSS = """\
 .hint { color: var(--body-text-color-subdued); }
 footer { display: none !important; }
 """
-EMPTY = '<p class="hint">Press <b>Write</b>. 点击 <b>Write</b> 开始。</p>'
+EMPTY_TEXTS = '<p class="hint">Press <b>Write</b>. 点击 <b>Write</b> 开始。</p>'
 
 
-def cards(shown: Shown, poems: bool) -> str:
+def text_cards(shown: PageContent, poems: bool) -> str:
     """Return the texts as cards side by side. poems: the prompt of each text is a title."""
-    found = []
+    cards = []
     for prompt, text in shown.texts:
         if poems:
             prompt = f"《{prompt.strip()}》\n"
             text = text.replace("，", "，\n")  # two lines side by side are wider than a card
-        found.append(f'<div class="sample"><span class="prompt">{escape(prompt)}</span>{escape(text)}</div>')
-    kind = "samples poems" if poems else "samples"
-    return f'<div class="{kind}">{"".join(found)}</div>'
+        cards.append(f'<div class="sample"><span class="prompt">{escape(prompt)}</span>{escape(text)}</div>')
+    css_class = "samples poems" if poems else "samples"
+    return f'<div class="{css_class}">{"".join(cards)}</div>'
 
 
-def bars(shown: Shown) -> str:
+def probability_bars(shown: PageContent) -> str:
     """Return the probabilities of the next tokens as bars. The longest bar fills its track."""
-    found = []
-    most = max((p for _, p in shown.bars), default=1.0)
+    bars = []
+    largest = max((p for _, p in shown.bars), default=1.0)
     for token, p in shown.bars:
-        number = f"{p:.2%}" if p >= 0.0001 else "< 0.01%"
-        found.append(
+        label = f"{p:.2%}" if p >= 0.0001 else "< 0.01%"
+        bars.append(
             f'<div class="bar"><span class="token">{escape(token)}</span><span class="track">'
-            f'<span class="share" style="width:{p / most:.1%}"></span></span><span class="number">{number}</span></div>'
+            f'<span class="share" style="width:{p / largest:.1%}"></span></span>'
+            f'<span class="number">{label}</span></div>'
         )
-    return f'<div class="bars">{"".join(found)}</div>'
+    return f'<div class="bars">{"".join(bars)}</div>'

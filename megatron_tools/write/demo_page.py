@@ -10,33 +10,40 @@ import gradio as gr
 
 from megatron.model.parameter_counts import count_parameters
 
-from .demo import Shown, stream_poem, stream_text, with_settings
-from .demo_html import CSS, EMPTY, bars, cards
+from .demo import PageContent, stream_poem, stream_text, with_settings
+from .demo_html import CSS, EMPTY_TEXTS, probability_bars, text_cards
 from .writer import Writer
 
-FORMS = {"五言绝句 4 × 5": (4, 5), "七言绝句 4 × 7": (4, 7), "五言律诗 8 × 5": (8, 5), "七言律诗 8 × 7": (8, 7)}
-SETTINGS = {"num_samples": int, "max_new_tokens": int, "temperature": float, "top_k": int, "top_p": float, "seed": int}
+POEM_FORMS = {"五言绝句 4 × 5": (4, 5), "七言绝句 4 × 7": (4, 7), "五言律诗 8 × 5": (8, 5), "七言律诗 8 × 7": (8, 7)}
+SETTING_TYPES = {
+    "num_samples": int,
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "seed": int,
+}
 Update = tuple[str, str]  # HTML of the texts and of the bars
 
 
-def build(writer: Writer, args: argparse.Namespace) -> gr.Blocks:
+def build_page(writer: Writer, args: argparse.Namespace) -> gr.Blocks:
     """Return the page of a model. args: flags of tools/demo.py; those of sampling are the first settings."""
     # The analytics of gradio would send each start to its servers.
     with gr.Blocks(title="Text of a model", analytics_enabled=False) as page:
         gr.Markdown(_heading(writer, args))
         with gr.Row():
             with gr.Column(scale=2, min_width=320):
-                starts = [_poem_tab()] if args.poem else []
-                starts.append(_text_tab(writer))
-                settings = _settings(args)
+                tabs = [_add_poem_tab()] if args.poem else []
+                tabs.append(_add_text_tab(writer))
+                settings = _add_settings(args)
                 stop = gr.Button("Stop 停止", elem_id="stop")
             with gr.Column(scale=3, min_width=320):
-                texts = gr.HTML(EMPTY, elem_id="texts")
+                texts = gr.HTML(EMPTY_TEXTS, elem_id="texts")
                 gr.Markdown("#### Next token of the first text 下一个词元的概率")
                 chart = gr.HTML("", elem_id="chart")
         events = []
-        for button, inputs, asks in starts:
-            answer = _handler(writer, args, asks, len(inputs))
+        for button, inputs, stream in tabs:
+            answer = _click_handler(writer, args, stream, len(inputs))
             # The model writes for one visitor at a time; others wait.
             event = button.click(
                 answer, [*inputs, *settings], [texts, chart], show_progress="hidden", concurrency_id="model"
@@ -51,7 +58,7 @@ def _heading(writer: Writer, args: argparse.Namespace) -> str:
     return f"### {Path(args.load).name} ({writer.config.model.family}, {parameters:.1f} M parameters)"
 
 
-def _text_tab(writer: Writer) -> tuple[Any, list[Any], Callable[..., Iterator[Shown]]]:
+def _add_text_tab(writer: Writer) -> tuple[Any, list[Any], Callable[..., Iterator[PageContent]]]:
     """Add the form for a prompt. Return its button, its inputs, and the function that takes (writer, *inputs, args)."""
     hint = "masked spans such as <extra_id_0> or <s_0>" if writer.config.is_t5 else "the model continues this text"
     with gr.Tab("Text 文本"):
@@ -60,20 +67,20 @@ def _text_tab(writer: Writer) -> tuple[Any, list[Any], Callable[..., Iterator[Sh
     return button, [prompt], stream_text
 
 
-def _poem_tab() -> tuple[Any, list[Any], Callable[..., Iterator[Shown]]]:
-    """Add the form for a poem. Return the same as `_text_tab`."""
+def _add_poem_tab() -> tuple[Any, list[Any], Callable[..., Iterator[PageContent]]]:
+    """Add the form for a poem. Return the same as `_add_text_tab`."""
     with gr.Tab("Poem 作诗"):
         title = gr.Textbox(label="Title 题目", value="月夜忆舍弟", elem_id="title")
-        form = gr.Radio(list(FORMS), value=next(iter(FORMS)), label="Form 体裁 (lines × characters)")
+        form = gr.Radio(list(POEM_FORMS), value=next(iter(POEM_FORMS)), label="Form 体裁 (lines × characters)")
         button = gr.Button("Write 作诗", variant="primary", elem_id="write_poem")
 
-    def asks(writer: Writer, title: str, form: str, args: argparse.Namespace) -> Iterator[Shown]:
-        return stream_poem(writer, title, *FORMS[form], args)
+    def stream(writer: Writer, title: str, form: str, args: argparse.Namespace) -> Iterator[PageContent]:
+        return stream_poem(writer, title, *POEM_FORMS[form], args)
 
-    return button, [title, form], asks
+    return button, [title, form], stream
 
 
-def _settings(args: argparse.Namespace) -> list[Any]:
+def _add_settings(args: argparse.Namespace) -> list[Any]:
     """Add the settings of sampling; return them in the order of SETTINGS."""
     with gr.Row():
         samples = gr.Slider(1, max(4, args.num_samples), args.num_samples, step=1, label="Samples 份数")
@@ -87,18 +94,18 @@ def _settings(args: argparse.Namespace) -> list[Any]:
     return [samples, tokens, temperature, top_k, top_p, seed]
 
 
-def _handler(
-    writer: Writer, args: argparse.Namespace, asks: Callable[..., Iterator[Shown]], count: int
+def _click_handler(
+    writer: Writer, args: argparse.Namespace, stream: Callable[..., Iterator[PageContent]], num_inputs: int
 ) -> Callable[..., Iterator[Update]]:
-    """Return the function that gradio calls with `count` inputs and the settings, and that yields updates."""
+    """Return the function that gradio calls with `num_inputs` inputs and the settings, and that yields updates."""
 
     def answer(*values: Any) -> Iterator[Update]:
         settings = {}
-        for (name, kind), value in zip(SETTINGS.items(), values[count:], strict=True):
-            settings[name] = kind(value)
+        for (name, convert), value in zip(SETTING_TYPES.items(), values[num_inputs:], strict=True):
+            settings[name] = convert(value)
         try:
-            for shown in asks(writer, *values[:count], with_settings(args, settings)):
-                yield cards(shown, asks is not stream_text), bars(shown)
+            for content in stream(writer, *values[:num_inputs], with_settings(args, settings)):
+                yield text_cards(content, stream is not stream_text), probability_bars(content)
         except ValueError as error:
             raise gr.Error(str(error)) from None
 
@@ -109,10 +116,10 @@ def serve(writer: Writer, args: argparse.Namespace) -> None:
     """Serve the page until Ctrl-C. Raises ValueError if the port is in use."""
     # The fonts of gradio's other themes come from a server of Google.
     theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
-    page = build(writer, args)
+    page = build_page(writer, args)
     # gradio requests its own page, which a proxy of the environment does not find.
-    known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
-    os.environ["no_proxy"] = f"{known},localhost,127.0.0.1,{args.host}".strip(",")
+    no_proxy = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
+    os.environ["no_proxy"] = f"{no_proxy},localhost,127.0.0.1,{args.host}".strip(",")
     try:
         page.launch(
             server_name=args.host,

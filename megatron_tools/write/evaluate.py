@@ -13,20 +13,20 @@ from typing import Any
 import torch
 
 from data_utils.cli import Parser, any_path, local_path, run
-from data_utils.documents import texts
+from data_utils.documents import read_texts
 from data_utils.progress import Progress
 from megatron import mpu
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
 from megatron.features.harness import evaluate_tasks
-from megatron.features.scoring import Score, nats_of, read_cloze, score_one
+from megatron.features.scoring import Score, read_cloze, score_one, token_nats
 from megatron.model.gpt2 import GPT2Model
 from megatron.ranks import device
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.load import folder_has_one, refuse_other_ids
-from megatron_tools.shapes import described
+from megatron.tokenizer.load import check_same_ids, has_vocab_file
+from megatron_tools.shapes import config_of_checkpoint
 
-from ..convert.hf_folder import Folder, is_hf_folder
+from ..convert.hf_folder import HFModelFolder, is_hf_folder
 from .lm_eval import Harness, Subject
 
 EXAMPLES = """\
@@ -38,113 +38,117 @@ EXAMPLES = """\
       pip install lm-eval"""
 
 
-def ours(args: argparse.Namespace) -> Subject:
+def load_subject(args: argparse.Namespace) -> Subject:
     """Return the model of --load, a run or a Hugging Face folder, built with this project's model classes."""
     if is_hf_folder(Path(args.load)):
-        return _ours(args, Folder(Path(args.load)), Path(args.load))
-    return read_newest(args.load, lambda path: _ours(args, None, path))
+        return _build_subject(args, HFModelFolder(Path(args.load)), Path(args.load))
+    return read_newest(args.load, lambda path: _build_subject(args, None, path))
 
 
-def _ours(args: argparse.Namespace, theirs: Folder | None, path: Path) -> Subject:
-    """Return the model of the Hugging Face folder `theirs`, or of the checkpoint `path`."""
-    if args.ema and theirs:
+def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, path: Path) -> Subject:
+    """Return the model of the Hugging Face folder `hf_folder`, or of the checkpoint `path`."""
+    if args.ema and hf_folder:
         raise ValueError("--ema needs --load of a run with --ema-decay, not a Hugging Face folder")
-    config = theirs.config if theirs else described(path)
+    config = hf_folder.config if hf_folder else config_of_checkpoint(path)
     if config.is_t5:
         raise ValueError(f"{path} is a T5, but evaluate.py scores left-to-right models; use tools/generate.py")
-    own = str(path) if theirs else config.data.vocab_file
-    vocab_file = args.vocab_file or own
+    default_vocab = str(path) if hf_folder else config.data.vocab_file
+    vocab_file = args.vocab_file or default_vocab
     if vocab_file is None:
         raise ValueError("there is no tokenizer; give --vocab-file")
     tokenizer = load_tokenizer(vocab_file, config.data.tokenizer_type)
     with mpu.skip_init():
         model = GPT2Model(config, parallel_output=False)
-    if theirs:
-        for note in theirs.check_tokenizer(tokenizer):
+    if hf_folder:
+        for note in hf_folder.check_tokenizer(tokenizer):
             print(f"note: {note}", file=sys.stderr)
-        theirs.load(model)
-        usual = config.positions
+        hf_folder.load(model)
+        default_window = config.positions
     else:
         load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint, vocab_file=vocab_file)
         # The model was trained on samples of --seq-length tokens, even if it has more positions.
-        usual = min(config.positions, config.data.seq_length)
-    here = device.current()
-    return Subject(model.eval().to(here), tokenizer, _window(args, usual, config.positions), here)
+        default_window = min(config.positions, config.data.seq_length)
+    device_here = device.current_device()
+    return Subject(
+        model.eval().to(device_here), tokenizer, _context_window(args, default_window, config.positions), device_here
+    )
 
 
-def _window(args: argparse.Namespace, usual: int, most: int) -> int:
-    """Return the context window in tokens: --window, else `usual`. Raises ValueError if --window exceeds `most`."""
-    if args.window is not None and not 1 <= args.window <= most:
-        raise ValueError(f"--window {args.window} must be from 1 to {most}, the longest input of this model")
-    return args.window or usual
+def _context_window(args: argparse.Namespace, default: int, max_length: int) -> int:
+    """Return the context window in tokens: --window, else `default`. Raises ValueError if it exceeds `max_length`."""
+    if args.window is not None and not 1 <= args.window <= max_length:
+        raise ValueError(f"--window {args.window} must be from 1 to {max_length}, the longest input of this model")
+    return args.window or default
 
 
-def hugging_face(args: argparse.Namespace) -> Subject:
+def load_hf_subject(args: argparse.Namespace) -> Subject:
     """Return the model of the Hugging Face folder --hf, built with transformers."""
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
         raise ValueError("--hf needs the package transformers: pip install transformers") from None
     model: Any = AutoModelForCausalLM.from_pretrained(args.hf, dtype=torch.float32)
-    here = device.current()
-    model.eval().to(here)
+    device_here = device.current_device()
+    model.eval().to(device_here)
     tokenizer = load_tokenizer(args.vocab_file or args.hf)
-    if args.vocab_file and folder_has_one(Path(args.hf)):
-        refuse_other_ids(tokenizer, load_tokenizer(args.hf), f"{args.vocab_file} is not the tokenizer of {args.hf}")
+    if args.vocab_file and has_vocab_file(Path(args.hf)):
+        check_same_ids(tokenizer, load_tokenizer(args.hf), f"{args.vocab_file} is not the tokenizer of {args.hf}")
     if tokenizer.vocab_size > model.config.vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} tokens, "
             f"more than the model's vocabulary of {model.config.vocab_size}"
         )
-    longest = model.config.max_position_embeddings
-    return Subject(lambda tokens: model(tokens).logits, tokenizer, _window(args, longest, longest), here)
+    max_length = model.config.max_position_embeddings
+    return Subject(
+        lambda tokens: model(tokens).logits, tokenizer, _context_window(args, max_length, max_length), device_here
+    )
 
 
-def perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+def measure_perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     """Return metric name -> value: loss, perplexity and bits per byte over all documents in --input.
 
     Each document is scored separately, and its end-of-document token is included.
     """
     score = Score()
     tokenizer = subject.tokenizer
-    longest = subject.longest + 1  # the last token of a window is a target, but not an input
-    stride = args.stride or max(subject.longest // 2, 1)
-    documents = texts(args.input, args.json_key)
+    window_length = subject.max_length + 1  # the last token of a window is a target, but not an input
+    stride = args.stride or max(subject.max_length // 2, 1)
+    documents = read_texts(args.input, args.json_key)
     for text in Progress(documents, desc="scoring", unit=" documents", disable=args.quiet):
         ids = [*tokenizer.before, *tokenizer.encode(text), tokenizer.eod]
-        nats = nats_of(ids, subject.logits_of, longest, stride, subject.device)
-        score += Score(sum(nats), len(nats), len(text), len(text.encode()))
+        token_losses = token_nats(ids, subject.logits_of, window_length, stride, subject.device)
+        score += Score(sum(token_losses), len(token_losses), len(text), len(text.encode()))
     if not score.tokens:
         raise ValueError(f"{', '.join(args.input)} contains no text")
     loss = score.nats / score.tokens
     bits = score.nats / math.log(2)
     return {
         "loss": loss,
-        "perplexity": math.exp(min(loss, 700)),
+        "perplexity": math.exp(min(loss, 700)),  # exp(710) overflows
         "bits_per_byte": bits / max(score.bytes, 1),
         "bits_per_character": bits / max(score.characters, 1),
-        "tokens": score.tokens, "characters": score.characters, "bytes": score.bytes, "window": subject.longest,
+        "tokens": score.tokens, "characters": score.characters, "bytes": score.bytes, "window": subject.max_length,
         "stride": stride,
     }  # fmt: skip
 
 
-def cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+def measure_cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     """Return the cloze accuracy: the share of questions whose target is the greedy continuation of the context."""
-    requests = read_cloze(args.cloze, subject.tokenizer, subject.longest)
-    right = sum(score_one(each, subject.logits_of, subject.device).greedy for each in requests)
-    return {"accuracy": right / len(requests), "right": right, "questions": len(requests)}
+    requests = read_cloze(args.cloze, subject.tokenizer, subject.max_length)
+    num_right = sum(score_one(request, subject.logits_of, subject.device).greedy for request in requests)
+    return {"accuracy": num_right / len(requests), "right": num_right, "questions": len(requests)}
 
 
-def tasks(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
+def run_tasks(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     """Return the numbers that lm-eval computes for the tasks in --tasks, by task and metric."""
-    harness = Harness(subject.logits_of, subject.tokenizer, subject.longest, subject.device)
+    harness = Harness(subject.logits_of, subject.tokenizer, subject.max_length, subject.device)
     folders = [args.task_folder] if args.task_folder else []
-    found = {}
+    metrics = {}
     for task, row in evaluate_tasks(harness, args.tasks.split(","), args.limit, folders).items():
         for name, value in row.items():
             if isinstance(value, (int, float)):
-                found[f"{task} {name}"] = value
-    return found
+                metrics[f"{task} {name}"] = value
+    return metrics
 
 
 def main(args: argparse.Namespace) -> None:
@@ -154,18 +158,18 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError("--ema needs --load, a run with --ema-decay; leave it out with --hf")
     if sum(map(bool, (args.input, args.cloze, args.tasks))) != 1:
         raise ValueError("give one of --input (text to score), --cloze (questions) and --tasks (tasks of lm-eval)")
-    subject = ours(args) if args.load else hugging_face(args)
+    subject = load_subject(args) if args.load else load_hf_subject(args)
     if args.tasks:
-        found = tasks(subject, args)
+        metrics = run_tasks(subject, args)
     elif args.input:
-        found = perplexity(subject, args)
+        metrics = measure_perplexity(subject, args)
     else:
-        found = cloze(subject, args)
-    for key, value in found.items():
+        metrics = measure_cloze(subject, args)
+    for key, value in metrics.items():
         number = f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
         print(f"{key.ljust(20)} {number}")
     if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+        Path(args.json).write_text(json.dumps(metrics, indent=1), encoding="utf-8")
 
 
 def build_parser() -> Parser:

@@ -18,7 +18,7 @@ from megatron import mpu
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
 from megatron.config import Config
-from megatron.config.fields import refuse, problems_where
+from megatron.config.fields import problems_where, raise_first_problem
 from megatron.model.gpt2 import GPT2Model, gpt2_layers, vocab_size_of
 from megatron.model.t5 import T5Model, t5_layers
 from megatron.ranks import device as device_module
@@ -26,14 +26,13 @@ from megatron.ranks.errors import exit_now
 from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
-from megatron_tools.shapes import described
+from megatron_tools.shapes import config_of_checkpoint
 
-from ..convert.hf_folder import Folder, is_hf_folder
+from ..convert.hf_folder import HFModelFolder, is_hf_folder
 from .generation import Stages
-from .prompts import add_flags, as_json, prompts, reader_of, with_answer
-from .prompts import check as check_prompts
-from .questions import Conversation, Prompt, Question, answer
-from .writer import OnTokens, Writer, answers
+from .prompts import add_flags, as_json, check_prompt_flags, prompt_encoder, read_prompts, with_answer
+from .questions import Conversation, Prompt, Question, decode_answer
+from .writer import OnTokens, Writer, write_all
 
 EXAMPLES = """\
   python tools/generate.py --load runs/gpt2 --prompt "春天的早晨" --stream
@@ -51,97 +50,97 @@ EXAMPLES = """\
       --model-parallel-size 2 --pipe-parallel-size 2 --prompt "春天" """
 
 
-def load(args: argparse.Namespace) -> Writer:
+def load_writer(args: argparse.Namespace) -> Writer:
     """Load the model of --load with its tokenizer. Every rank must call this function."""
     if is_hf_folder(Path(args.load)):
-        return _load(args, None)
-    alone = args.model_parallel_size == 1 and args.pipe_parallel_size <= 1
-    return read_newest(args.load, partial(_load, args), again=alone)
+        return _load_checkpoint(args, None)
+    is_one_process = args.model_parallel_size == 1 and args.pipe_parallel_size <= 1
+    return read_newest(args.load, partial(_load_checkpoint, args), may_retry=is_one_process)
 
 
-def _load(args: argparse.Namespace, path: Path | None) -> Writer:
+def _load_checkpoint(args: argparse.Namespace, path: Path | None) -> Writer:
     """Load the model of the checkpoint `path`, or of a Hugging Face folder if `path` is None."""
     sizes = (args.model_parallel_size, args.pipe_parallel_size)
-    several = args.model_parallel_size > 1 or args.pipe_parallel_size > 1
-    theirs = None
+    is_distributed = args.model_parallel_size > 1 or args.pipe_parallel_size > 1
+    hf_folder = None
     if path is None:
-        theirs = Folder(Path(args.load), *sizes)
+        hf_folder = HFModelFolder(Path(args.load), *sizes)
         if args.ema:
             raise ValueError("--ema needs --load of a run with --ema-decay, not a Hugging Face folder")
-        config = theirs.config
-        own: str | None = str(theirs.path)
-        kind = "auto"
+        config = hf_folder.config
+        default_vocab: str | None = str(hf_folder.path)
+        tokenizer_type = "auto"
     else:
-        config = described(path, *sizes)
-        own = config.data.vocab_file
-        kind = config.data.tokenizer_type
-    vocab_file = args.vocab_file or own
+        config = config_of_checkpoint(path, *sizes)
+        default_vocab = config.data.vocab_file
+        tokenizer_type = config.data.tokenizer_type
+    vocab_file = args.vocab_file or default_vocab
     if vocab_file is None:
         raise ValueError("there is no tokenizer; give --vocab-file")
-    tokenizer = load_tokenizer(vocab_file, kind)
-    if theirs:
+    tokenizer = load_tokenizer(vocab_file, tokenizer_type)
+    if hf_folder:
         if config.is_t5:
-            raise ValueError(f"{theirs.path} is a T5; convert it first with tools/convert_checkpoint.py --from-hf")
-        for note in theirs.check_tokenizer(tokenizer):
+            raise ValueError(f"{hf_folder.path} is a T5; convert it first with tools/convert_checkpoint.py --from-hf")
+        for note in hf_folder.check_tokenizer(tokenizer):
             print(f"note: {note}", file=sys.stderr)
     if config.is_t5:
         tokenizer = SentinelTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)
-    device = initialize_megatron(config) if several else device_module.current()
-    model, stages = _model(config)
-    if theirs:
-        theirs.load(model)
+    device = initialize_megatron(config) if is_distributed else device_module.current_device()
+    model, stages = _build_model(config)
+    if hf_folder:
+        hf_folder.load(model)
     elif path:
         load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint, vocab_file=vocab_file)
-    return Writer(model.to(device), tokenizer, config, stages, reader_of(args, config, tokenizer, vocab_file))
+    return Writer(model.to(device), tokenizer, config, stages, prompt_encoder(args, config, tokenizer, vocab_file))
 
 
-def _model(config: Config) -> tuple[GPT2Model | T5Model, Stages | None]:
+def _build_model(config: Config) -> tuple[GPT2Model | T5Model, Stages | None]:
     """Return this rank's layers of the model, without weights, and the stages of its pipeline if it has one."""
-    kind: type[GPT2Model | T5Model] = T5Model if config.is_t5 else GPT2Model
-    layers_of = t5_layers if config.is_t5 else gpt2_layers
+    model_class: type[GPT2Model | T5Model] = T5Model if config.is_t5 else GPT2Model
+    make_layers = t5_layers if config.is_t5 else gpt2_layers
     stages = None
-    own = None
+    own_layers = None
     if config.parallel.pipe_parallel_size > 1:
-        stages = Stages(layers_of(config, vocab_size_of(config)))
-        own = stages.own
+        stages = Stages(make_layers(config, vocab_size_of(config)))
+        own_layers = stages.own_layers
     with mpu.skip_init():
-        model = kind(config, parallel_output=False, own=own)
+        model = model_class(config, parallel_output=False, own=own_layers)
     return model.eval(), stages
 
 
 def token_printer(tokenizer: Tokenizer, question: Question) -> OnTokens:
     """Return a callback that prints an answer token by token, and a character only when it has all its bytes."""
-    ids: list[int] = []
-    shown = 0
+    all_ids: list[int] = []
+    printed_length = 0
 
     def on_tokens(tokens: list[int]) -> None:
-        nonlocal shown
-        ids.extend(tokens)
-        whole = answer(tokenizer, question, ids)
-        print(whole[shown:], end="", flush=True)
-        shown = len(whole)
+        nonlocal printed_length
+        all_ids.extend(tokens)
+        text = decode_answer(tokenizer, question, all_ids)
+        print(text[printed_length:], end="", flush=True)
+        printed_length = len(text)
 
     return on_tokens
 
 
 def print_texts(writer: Writer, args: argparse.Namespace) -> None:
     """Print the generated texts of each prompt after they are complete."""
-    size = args.batch_size if args.input else 1
-    for asked, texts in answers(writer, prompts(args), args, size):
+    batch_size = args.batch_size if args.input else 1
+    for prompt, texts in write_all(writer, read_prompts(args), args, batch_size):
         if is_rank_0():
             for text in texts:
-                _print_text(asked, text, args)
+                _print_text(prompt, text, args)
         if args.top_lift:
-            line = writer.top_lift(writer.question(asked), args.top_lift)
+            line = writer.top_lift(writer.question(prompt), args.top_lift)
             if is_rank_0():
                 print(f"    {line}", flush=True)
 
 
-def _print_text(asked: Prompt, text: str, args: argparse.Namespace) -> None:
+def _print_text(prompt: Prompt, text: str, args: argparse.Namespace) -> None:
     """Print a text: in one line for --input, with its prompt in JSON."""
     if args.json:
-        about = as_json(asked) if args.input else {}
-        line = json.dumps({**about, "text": text}, ensure_ascii=False)
+        prompt_fields = as_json(prompt) if args.input else {}
+        line = json.dumps({**prompt_fields, "text": text}, ensure_ascii=False)
     else:
         line = text.replace("\n", " ") if args.input else text
     print(line, flush=True)
@@ -149,33 +148,33 @@ def _print_text(asked: Prompt, text: str, args: argparse.Namespace) -> None:
 
 def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
     """Print the generated text of each prompt token by token. With --chat --interactive, each prompt is a new turn."""
-    first = is_rank_0()
-    before: tuple[Message, ...] = ()
-    for asked in prompts(args):
-        if isinstance(asked, Conversation):
-            asked = Conversation((*before, *asked.messages))
+    is_first_rank = is_rank_0()
+    earlier_messages: tuple[Message, ...] = ()
+    for prompt in read_prompts(args):
+        if isinstance(prompt, Conversation):
+            prompt = Conversation((*earlier_messages, *prompt.messages))
         try:
-            question = writer.question(asked)
+            question = writer.question(prompt)
         except ValueError as error:
             if not args.interactive:
                 raise
-            if first:
+            if is_first_rank:
                 print(f"invalid prompt: {error}", flush=True)
             continue
         on_tokens = None
-        if first:
-            print(question.before, end="", flush=True)
+        if is_first_rank:
+            print(question.text_before, end="", flush=True)
             on_tokens = token_printer(writer.tokenizer, question)
-        ((text,),) = writer.write([question], args, on_tokens)
-        if first:
-            print(question.after, flush=True)
-        if isinstance(asked, Conversation) and args.interactive:
-            before = with_answer(asked, text)
+        text = writer.write([question], args, on_tokens)[0][0]  # one prompt, one sample
+        if is_first_rank:
+            print(question.text_after, flush=True)
+        if isinstance(prompt, Conversation) and args.interactive:
+            earlier_messages = with_answer(prompt, text)
 
 
-def check(args: argparse.Namespace) -> None:
+def check_sampling_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for a flag whose number is out of range."""
-    for name, good, wanted in (
+    for name, is_valid, requirement in (
         ("num_samples", args.num_samples >= 1, "at least 1"),
         ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
         ("temperature", 0 <= args.temperature < math.inf, "at least 0 (0: greedy decoding), and finite"),
@@ -187,42 +186,42 @@ def check(args: argparse.Namespace) -> None:
         ("model_parallel_size", args.model_parallel_size >= 1, "at least 1"),
         ("pipe_parallel_size", args.pipe_parallel_size >= 0, "at least 0 (0: no pipeline)"),
     ):
-        if not good:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {wanted}")
+        if not is_valid:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {requirement}")
     if 0 < args.num_beams < args.num_samples:
         raise ValueError(f"--num-samples {args.num_samples} exceeds --num-beams {args.num_beams}; raise --num-beams")
 
 
-def streams(args: argparse.Namespace, is_t5: bool) -> bool:
+def should_stream(args: argparse.Namespace, is_t5: bool) -> bool:
     """Return whether to print text while it is generated. Raises ValueError for flags that conflict with streaming."""
-    complete = args.json or args.num_beams or is_t5  # such texts are printed when they are complete
-    stream = args.stream or (args.interactive and not complete)
-    several = complete or args.num_samples > 1
+    is_printed_whole = args.json or args.num_beams or is_t5  # such texts are printed when they are complete
+    streams = args.stream or (args.interactive and not is_printed_whole)
+    is_unstreamable = is_printed_whole or args.num_samples > 1
     problems = problems_where(
-        (args.top_lift and (args.json or stream), "--top-lift cannot be combined with --json or --stream"),
+        (args.top_lift and (args.json or streams), "--top-lift cannot be combined with --json or --stream"),
         (
-            args.chat and args.interactive and not stream,
+            args.chat and args.interactive and not streams,
             "--chat --interactive streams one answer; omit --num-beams and --json",
         ),
         (
-            stream and several,
+            streams and is_unstreamable,
             "--stream prints one text of a GPT-2 or Llama; omit --num-beams, --json and --num-samples",
         ),
     )
-    refuse(problems)
-    return bool(stream)
+    raise_first_problem(problems)
+    return bool(streams)
 
 
 def main(args: argparse.Namespace) -> None:
     """Read prompts, let the model continue each prompt, and print the texts.
 
-    `prompts` yields the prompts, and `Writer` encodes them and generates tokens. `print_texts` prints finished texts,
-    `stream_texts` prints each token as soon as it is generated.
+    `read_prompts` yields the prompts, and `Writer` encodes them and generates tokens. `print_texts` prints finished
+    texts, `stream_texts` prints each token as soon as it is generated.
     """
-    check(args)
-    check_prompts(args)
-    writer = load(args)
-    if streams(args, writer.config.is_t5):
+    check_sampling_flags(args)
+    check_prompt_flags(args)
+    writer = load_writer(args)
+    if should_stream(args, writer.config.is_t5):
         stream_texts(writer, args)
     else:
         print_texts(writer, args)

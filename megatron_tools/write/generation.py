@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron import mpu
-from megatron.features.sampling import Sampling, choose
+from megatron.features.sampling import Sampling, sample_next_tokens
 from megatron.model.block import TransformerLayer
 from megatron.model.cache import Caches
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.layers import Layer
-from megatron.model.masks import begun_by_prefix, no_documents
+from megatron.model.masks import no_documents, prefix_document_ids
 from megatron.model.t5 import StackStart, T5Model
 
-from .beams import Beam, Found
+from .beams import Beam, ScoredTokens
 
 Ids = list[int]
 Prompts = Sequence[int] | Sequence[Sequence[int]]
@@ -57,44 +57,44 @@ class Stages:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self.group = mpu.get_mesh().pipe
-        blocks = [i for i, layer in enumerate(layers) if layer.repeated]
-        size = self.group.size
-        if len(blocks) < size:
-            raise ValueError(f"--pipe-parallel-size {size} exceeds the model's {len(blocks)} layers")
+        block_indices = [i for i, layer in enumerate(layers) if layer.repeated]
+        num_stages = self.group.size
+        if len(block_indices) < num_stages:
+            raise ValueError(f"--pipe-parallel-size {num_stages} exceeds the model's {len(block_indices)} layers")
         # Blocks 1 to 5 of seven layers are cut for 2 stages before block 3: layers 0 to 2 and 3 to 6.
         self.layer_ranges = []
         begin = 0
-        for stage in range(1, size):
-            end = blocks[len(blocks) * stage // size]
+        for stage in range(1, num_stages):
+            end = block_indices[len(block_indices) * stage // num_stages]
             self.layer_ranges.append(range(begin, end))
             begin = end
         self.layer_ranges.append(range(begin, len(layers)))
 
     @property
-    def own(self) -> range:
+    def own_layers(self) -> range:
         """Indices of the layers on this stage."""
         return self.layer_ranges[self.group.rank]
 
-    def from_stage(self, stage: int, outputs: tuple[Tensor, ...] | Tensor) -> Any:
+    def broadcast_from(self, stage: int, outputs: tuple[Tensor, ...] | Tensor) -> Any:
         """Broadcast the outputs of `stage` to all stages."""
-        source = self.group.ranks[stage]
+        source_rank = self.group.ranks[stage]
         group = self.group.group
         if group is None:
             return outputs
-        mine = stage == self.group.rank
+        is_source = stage == self.group.rank
         tensors = list(outputs) if isinstance(outputs, tuple) else [outputs]
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        about: list[Any] = [(shapes, isinstance(outputs, tuple)) if mine else None]
-        dist.broadcast_object_list(about, source, group)
-        shapes, several = about[0]
+        header: list[Any] = [(shapes, isinstance(outputs, tuple)) if is_source else None]
+        dist.broadcast_object_list(header, source_rank, group)
+        shapes, is_tuple = header[0]
         device = tensors[0].device
-        found = []
+        received = []
         for i, (shape, dtype) in enumerate(shapes):
-            tensor = tensors[i].contiguous() if mine else torch.empty(shape, dtype=dtype, device=device)
+            tensor = tensors[i].contiguous() if is_source else torch.empty(shape, dtype=dtype, device=device)
             if tensor.numel():
-                dist.broadcast(tensor, source, group)
-            found.append(tensor)
-        return tuple(found) if several else found[0]
+                dist.broadcast(tensor, source_rank, group)
+            received.append(tensor)
+        return tuple(received) if is_tuple else received[0]
 
 
 class _Stepper:
@@ -114,27 +114,29 @@ class _Stepper:
     def reorder(self, rows: Tensor) -> None:
         """Set continuation i to the state of continuation rows[i], for every i."""
         self.tokens = self.tokens[rows]
-        for each in self.caches.values():
-            each.own.reorder(rows)
-            each.cross.reorder(rows)
+        for caches in self.caches.values():
+            caches.self_attention.reorder(rows)
+            caches.cross_attention.reorder(rows)
 
     def _logits(self, new: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _run(self, inputs: tuple[Tensor, ...], seen: int, begin: int = 0, end: int | None = None) -> tuple[Tensor, ...]:
+    def _run_on_stages(
+        self, inputs: tuple[Tensor, ...], seen: int, begin: int = 0, end: int | None = None
+    ) -> tuple[Tensor, ...]:
         """Run the layers `begin` to `end`, with their caches, on new tokens that follow `seen` tokens."""
         if end is None:
             end = len(self.model.steps)
         if self.stages is None:
-            return _run(self.model, inputs, self.caches, seen, begin, end)
-        for stage, own in enumerate(self.stages.layer_ranges):
-            low = max(begin, own.start)
-            high = min(end, own.stop)
-            if low >= high:
+            return _run_layers(self.model, inputs, self.caches, seen, begin, end)
+        for stage, stage_layers in enumerate(self.stages.layer_ranges):
+            first_layer = max(begin, stage_layers.start)
+            end_layer = min(end, stage_layers.stop)
+            if first_layer >= end_layer:
                 continue
             if stage == self.stages.group.rank:
-                inputs = _run(self.model, inputs, self.caches, seen, low, high)
-            inputs = self.stages.from_stage(stage, inputs)
+                inputs = _run_layers(self.model, inputs, self.caches, seen, first_layer, end_layer)
+            inputs = self.stages.broadcast_from(stage, inputs)
         return inputs
 
 
@@ -146,44 +148,46 @@ class GPT2Stepper(_Stepper):
         model: GPT2Model,
         prompt: Prompts,
         positions: int,
-        cached: bool = True,
+        uses_cache: bool = True,
         stages: "Stages | None" = None,
-        prefix: bool = False,
+        bidirectional_prompt: bool = False,
     ) -> None:
-        """Prepare to read `prompt`. prefix: bidirectional attention in the prompt, as with --objective prefix-lm."""
+        """Prepare to read `prompt`. bidirectional_prompt: as with --objective prefix-lm, not causal attention."""
         self.model = model
         self.positions = positions
-        self.cached = cached
-        self.prefix = prefix
-        self.prompts = _as_rows(prompt)
+        self.uses_cache = uses_cache
+        self.bidirectional_prompt = bidirectional_prompt
+        self.prompts = _as_prompt_list(prompt)
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
         """Start b = prompts * `batch` continuations, grouped by prompt. Return logits [b, v] of their first tokens."""
-        self.tokens = _repeated(self.prompts, batch, next(self.model.parameters()).device)
-        self.caches = _caches(self.model)
+        self.tokens = _repeat_rows(self.prompts, batch, next(self.model.parameters()).device)
+        self.caches = _empty_caches(self.model)
         return self._logits(self.tokens)
 
     def _logits(self, new: Tensor) -> Tensor:
-        """Return the logits [b, v] after the tokens `new`, which `self.tokens` already contains."""
+        """Return the logits [b, v] after the tokens `new_tokens`, which `self.tokens` already contains."""
         length = self.tokens.shape[1]
         visible = self.tokens[:, -self.positions :]
-        if not self.cached:
+        if not self.uses_cache:
             return self.model(visible, None, self._documents(visible))[:, -1]  # type: ignore[no-any-return]
         if length > self.positions:
-            self.caches = _caches(self.model)
+            self.caches = _empty_caches(self.model)
             new = visible
             length = new.shape[1]
         seen = length - new.shape[1]
-        place = torch.arange(seen, length, device=new.device).expand_as(new)
+        positions = torch.arange(seen, length, device=new.device).expand_as(new)
         documents = no_documents(new.device) if seen else self._documents(new)
-        found = self._run((new, place, documents), seen)
-        return _whole(self.model, found)
+        layer_outputs = self._run_on_stages((new, positions, documents), seen)
+        return _last_logits(self.model, layer_outputs)
 
     def _documents(self, visible: Tensor) -> Tensor:
-        """Return document ids of `visible` [b, s] for bidirectional attention in the prompt; empty without `prefix`."""
-        left = len(self.prompts[0]) - self.tokens.shape[1] + visible.shape[1]
-        return begun_by_prefix(visible, left) if self.prefix else no_documents(visible.device)
+        """Return document ids of `visible` [b, s] for `bidirectional_prompt`, else an empty tensor."""
+        prefix_length = len(self.prompts[0]) - self.tokens.shape[1] + visible.shape[1]
+        return (
+            prefix_document_ids(visible, prefix_length) if self.bidirectional_prompt else no_documents(visible.device)
+        )
 
 
 class ModelStepper(_Stepper):
@@ -223,41 +227,41 @@ class T5Stepper(_Stepper):
         model: T5Model,
         source: Prompts,
         start: int,
-        cached: bool = True,
+        uses_cache: bool = True,
         stages: "Stages | None" = None,
     ) -> None:
         self.model = model
         self.start = start
-        self.cached = cached
-        self.sources = _as_rows(source)
+        self.uses_cache = uses_cache
+        self.sources = _as_prompt_list(source)
         self.stages = stages
 
     def first(self, batch: int) -> Tensor:
         """Start b = sources * `batch` decoder texts, grouped by source. Return logits [b, v] of their first tokens."""
         device = next(self.model.parameters()).device
-        self.encoder_tokens = _repeated(self.sources, batch, device)
+        self.encoder_tokens = _repeat_rows(self.sources, batch, device)
         count = len(self.encoder_tokens)
         self.tokens = torch.full((count, 1), self.start, device=device)
-        self.caches = _caches(self.model)
+        self.caches = _empty_caches(self.model)
         names = [layer.name for layer, _ in self.model.steps]
-        self.cut = names.index("decoder.embedding")
-        empty = no_documents(device)
-        inputs = (self.encoder_tokens, self.tokens, empty, empty)
-        self.encoded, *_ = self._run(inputs, 0, end=self.cut)
+        self.decoder_start = names.index("decoder.embedding")
+        no_docs = no_documents(device)
+        inputs = (self.encoder_tokens, self.tokens, no_docs, no_docs)
+        self.encoded, *_ = self._run_on_stages(inputs, 0, end=self.decoder_start)
         return self._logits(self.tokens)
 
     def _logits(self, new: Tensor) -> Tensor:
-        """Return the logits [b, v] after the tokens `new`, which `self.tokens` already contains."""
-        if not self.cached:
+        """Return the logits [b, v] after the tokens `new_tokens`, which `self.tokens` already contains."""
+        if not self.uses_cache:
             logits: Tensor = self.model(self.encoder_tokens, self.tokens)[:, -1]
             return logits
-        empty = no_documents(new.device)
+        no_docs = no_documents(new.device)
         seen = self.tokens.shape[1] - new.shape[1]
-        found = self._run((self.encoded, new, empty, empty), seen, begin=self.cut)
-        return _whole(self.model, found)
+        layer_outputs = self._run_on_stages((self.encoded, new, no_docs, no_docs), seen, begin=self.decoder_start)
+        return _last_logits(self.model, layer_outputs)
 
 
-def _as_rows(prompt: Prompts) -> list[Ids]:
+def _as_prompt_list(prompt: Prompts) -> list[Ids]:
     """Return one or more prompts as a list. Raises ValueError unless they have equal length."""
     rows = [list(row) for row in prompt if not isinstance(row, int)] or [[i for i in prompt if isinstance(i, int)]]
     if len({len(row) for row in rows}) > 1:
@@ -265,21 +269,21 @@ def _as_rows(prompt: Prompts) -> list[Ids]:
     return rows
 
 
-def _repeated(rows: list[Ids], times: int, device: torch.device) -> Tensor:
+def _repeat_rows(rows: list[Ids], times: int, device: torch.device) -> Tensor:
     """Return tokens [len(rows) * times, s]: `times` copies of the first row, then of the second, and so on."""
     return torch.tensor(rows, dtype=torch.int64, device=device).repeat_interleave(times, dim=0)
 
 
-def _caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
+def _empty_caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
     """Return layer name -> empty cache, for the causal layers. An encoder reads all tokens at once and needs none."""
-    found = {}
+    caches = {}
     for name, module in model.named_layers():
         if isinstance(module, TransformerLayer) and module.causal:
-            found[name] = Caches()
-    return found
+            caches[name] = Caches()
+    return caches
 
 
-def _run(
+def _run_layers(
     model: GPT2Model | T5Model,
     inputs: tuple[Tensor, ...],
     caches: dict[str, Caches],
@@ -298,86 +302,87 @@ def _run(
     return inputs
 
 
-def _whole(model: GPT2Model | T5Model, logits: Any) -> Tensor:
+def _last_logits(model: GPT2Model | T5Model, logits: Any) -> Tensor:
     """Gather logits [s, b, v/t] over the ranks; return the last token's logits without vocabulary padding, [b, v]."""
     return mpu.gather_from_model_parallel_region(mpu.whole_logits(logits)[-1])[..., : model.vocab_size]
 
 
 @torch.no_grad()
 def sample_steps(
-    stepper: Stepper, batch: int, max_new_tokens: int, end: int, sampling: Sampling, seed: int | Sequence[int]
+    stepper: Stepper, batch: int, max_new_tokens: int, end_id: int, sampling: Sampling, seed: int | Sequence[int]
 ) -> Iterator[Step]:
     """Yield the steps of `batch` continuations per prompt, until all have ended or have `max_new_tokens` tokens.
 
-    After its token `end`, a continuation gets this token again in each step.
+    After its token `end_id`, a continuation gets this token again in each step.
     seed: of the only prompt, or one for each prompt. Each prompt has its own random generator, so its samples do not
     depend on the other prompts of the batch.
     """
     logits = stepper.first(batch)
     count = logits.shape[0]
     seeds = [seed] * (count // batch) if isinstance(seed, int) else seed
-    generators = [torch.Generator().manual_seed(each) for each in seeds]
-    ended = torch.zeros(count, dtype=torch.bool)
-    for number in range(1, max_new_tokens + 1):
+    generators = [torch.Generator().manual_seed(prompt_seed) for prompt_seed in seeds]
+    has_ended = torch.zeros(count, dtype=torch.bool)
+    for step in range(1, max_new_tokens + 1):
         device = logits.device
         logits = logits.float().cpu()
         chosen = []
-        for own, generator in zip(logits.chunk(len(generators)), generators, strict=True):
-            chosen.append(choose(own, sampling, generator))
-        new = torch.cat(chosen).masked_fill(ended, end)
-        yield Step(new, logits)
-        ended |= new == end
-        if ended.all() or number == max_new_tokens:
+        for prompt_logits, generator in zip(logits.chunk(len(generators)), generators, strict=True):
+            chosen.append(sample_next_tokens(prompt_logits, sampling, generator))
+        new_tokens = torch.cat(chosen).masked_fill(has_ended, end_id)
+        yield Step(new_tokens, logits)
+        has_ended |= new_tokens == end_id
+        if has_ended.all() or step == max_new_tokens:
             return
-        logits = stepper.next(new.to(device))
+        logits = stepper.next(new_tokens.to(device))
 
 
 def sample(
-    stepper: Stepper, batch: int, max_new_tokens: int, end: int, sampling: Sampling, seed: int | Sequence[int]
+    stepper: Stepper, batch: int, max_new_tokens: int, end_id: int, sampling: Sampling, seed: int | Sequence[int]
 ) -> list[Ids]:
     """Return the tokens of `sample_steps`, to which it passes its arguments. `max_new_tokens` is at least 1."""
-    return collect(sample_steps(stepper, batch, max_new_tokens, end, sampling, seed), end)
+    return collect(sample_steps(stepper, batch, max_new_tokens, end_id, sampling, seed), end_id)
 
 
-def collect(steps: Iterable[Step], end: int, on_tokens: Callable[[Ids], None] | None = None) -> list[Ids]:
-    """Return the tokens of each continuation, up to its first token `end` with it.
+def collect(steps: Iterable[Step], end_id: int, on_tokens: Callable[[Ids], None] | None = None) -> list[Ids]:
+    """Return the tokens of each continuation, up to its first token `end_id` with it.
 
     on_tokens: callback that receives the new token of every continuation after each step.
     """
-    found = []
-    for new, _ in steps:
-        found.append(new)
+    tokens_by_step = []
+    for new_tokens, _ in steps:
+        tokens_by_step.append(new_tokens)
         if on_tokens is not None:
-            on_tokens(new.tolist())
-    rows = torch.stack(found, dim=1).tolist()
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]
+            on_tokens(new_tokens.tolist())
+    rows = torch.stack(tokens_by_step, dim=1).tolist()
+    return [row[: row.index(end_id) + 1] if end_id in row else row for row in rows]
 
 
 @torch.no_grad()
 def beam_searches(
-    stepper: Stepper, beams: int, max_new_tokens: int, end: int, length_penalty: float = 1.0
-) -> list[list[Found]]:
-    """Return the `beams` best continuations of each prompt, best first.
+    stepper: Stepper, num_beams: int, max_new_tokens: int, end_id: int, length_penalty: float = 1.0
+) -> list[list[ScoredTokens]]:
+    """Return the `num_beams` best continuations of each prompt, best first.
 
-    A continuation that ends makes room for an unfinished one. The search stops when `beams` continuations have ended
-    and no unfinished one can get a better score than the worst of these, as in Hugging Face with early_stopping=False.
+    A continuation that ends makes room for an unfinished one. The search stops when `num_beams` continuations have
+    ended and no unfinished one can get a better score than the worst of these, as in Hugging Face with
+    early_stopping=False.
     """
-    logits = stepper.first(beams)
+    logits = stepper.first(num_beams)
     device = logits.device
-    count = logits.shape[0] // beams
-    searches = [Beam(beams, max_new_tokens, end, length_penalty) for _ in range(count)]
+    num_prompts = logits.shape[0] // num_beams
+    searches = [Beam(num_beams, max_new_tokens, end_id, length_penalty) for _ in range(num_prompts)]
     while True:
-        running = [search for search in searches if not search.over]
+        running = [search for search in searches if not search.is_over]
         if not running:
-            return [search.found() for search in searches]
-        by_prompt = logits.float().cpu().log_softmax(-1).chunk(count)
-        order = []
-        new = []
-        for i, (search, scores) in enumerate(zip(searches, by_prompt, strict=True)):
-            if not search.over:
+            return [search.best() for search in searches]
+        by_prompt = logits.float().cpu().log_softmax(-1).chunk(num_prompts)
+        parents = []
+        new_tokens = []
+        for prompt, (search, scores) in enumerate(zip(searches, by_prompt, strict=True)):
+            if not search.is_over:
                 search.step(scores)
-            order.append(search.order + i * beams)
-            new.append(search.new)
-        if any(not search.over for search in running):
-            stepper.reorder(torch.cat(order).to(device))
-            logits = stepper.next(torch.cat(new).to(device))
+            parents.append(search.parents + prompt * num_beams)
+            new_tokens.append(search.new_tokens)
+        if any(not search.is_over for search in running):
+            stepper.reorder(torch.cat(parents).to(device))
+            logits = stepper.next(torch.cat(new_tokens).to(device))

@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from megatron.features.harness import LogLikelihoods, encode, prefix_of
+from megatron.features.harness import LogLikelihoods, encode_with_start, prefix_id
 from megatron.features.scoring import Logits, Request, Scored, score_one
 from megatron.tokenizer import Tokenizer
 
 
 @dataclass
 class Subject:
-    """A model to evaluate. logits_of: tokens [b, s] -> logits [b, s, v]. longest: context window in tokens."""
+    """A model to evaluate. logits_of: tokens [b, s] -> logits [b, s, v]. max_length: context window in tokens."""
 
     logits_of: Logits
     tokenizer: Tokenizer
-    longest: int
+    max_length: int
     device: torch.device
 
 
@@ -31,34 +31,34 @@ class Harness(Subject, LogLikelihoods):
     @torch.no_grad()
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return greedy continuations of each (context, {"until": [...], "max_gen_toks": n}), cut at a stop word."""
-        found = []
+        texts = []
         for request in requests:
             context, options = request.args
-            stops = options.get("until") or []
-            if isinstance(stops, str):
-                stops = [stops]
+            stop_words = options.get("until") or []
+            if isinstance(stop_words, str):
+                stop_words = [stop_words]
             if options.get("do_sample"):
                 raise ValueError("this lm-eval task needs sampling, but only greedy decoding is supported")
-            most = options.get("max_gen_toks", 256)
-            ids = encode(self.tokenizer, context) or [prefix_of(self.tokenizer)]
+            max_new_tokens = options.get("max_gen_toks", 256)
+            ids = encode_with_start(self.tokenizer, context) or [prefix_id(self.tokenizer)]
             # lm-eval leaves room for the longest answer. Where there is none, which it refuses, the window slides.
-            if most < self.longest:
-                ids = ids[most - self.longest :]
-            found.append(self._continue(ids, stops, most))
-        return found
+            if max_new_tokens < self.max_length:
+                ids = ids[max_new_tokens - self.max_length :]
+            texts.append(self._continue(ids, stop_words, max_new_tokens))
+        return texts
 
-    def _continue(self, ids: list[int], stops: Sequence[str], most: int) -> str:
-        """Return the greedy continuation of `ids`, of at most `most` tokens, cut before the first stop word."""
-        written: list[int] = []
+    def _continue(self, ids: list[int], stop_words: Sequence[str], max_new_tokens: int) -> str:
+        """Return the greedy continuation of `ids`, at most `max_new_tokens` tokens, cut before the first stop word."""
+        new_ids: list[int] = []
         text = ""
-        while len(written) < most:
-            tokens = torch.tensor([[*ids, *written][-self.longest :]], dtype=torch.int64, device=self.device)
-            best = int(self.logits_of(tokens)[0, -1].argmax())
-            if best == self.tokenizer.eod:
+        while len(new_ids) < max_new_tokens:
+            tokens = torch.tensor([[*ids, *new_ids][-self.max_length :]], dtype=torch.int64, device=self.device)
+            best_id = int(self.logits_of(tokens)[0, -1].argmax())
+            if best_id == self.tokenizer.eod:
                 break
-            written.append(best)
-            text = self.tokenizer.decode(written)
-            ends = [text.find(stop) for stop in stops if stop in text]
-            if ends:
-                return text[: min(ends)]
+            new_ids.append(best_id)
+            text = self.tokenizer.decode(new_ids)
+            stop_positions = [text.find(stop) for stop in stop_words if stop in text]
+            if stop_positions:
+                return text[: min(stop_positions)]
         return text

@@ -11,13 +11,13 @@ from .generation import Stepper
 from .questions import Question
 from .writer import Writer
 
-HAN = re.compile("[\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
-ANY = "x"  # in a form: any Chinese character
+CHINESE_CHARACTER = re.compile("[\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
+ANY_CHARACTER = "x"  # in a form: any Chinese character
 
 
 def form_of(lines: int, characters: int) -> str:
     """Return the form of a poem: `xxxxx，xxxxx。` for each two lines of five characters, and line breaks between."""
-    line = ANY * characters
+    line = ANY_CHARACTER * characters
     return "\n".join([f"{line}，{line}。"] * (lines // 2))
 
 
@@ -29,63 +29,63 @@ def title_question(writer: Writer, title: str) -> Question:
     question = writer.question(f"{title}\n")
     eod = writer.tokenizer.eod
     tokens = question.tokens if question.tokens[0] == eod else [eod, *question.tokens]
-    return question._replace(tokens=tokens, end=eod)
+    return question._replace(tokens=tokens, end_id=eod)
 
 
 class PoemStepper:
     """Stepper that allows only tokens with which a poem keeps its form, and after the form only the end token.
 
     A token fits at a place of the form if each of its characters does. Characters of a line that need several tokens
-    never fit. own: the model's own logits [b, v], those before the choice is limited.
+    never fit. model_logits: the model's own logits [b, v], those before the choice is limited.
     """
 
     def __init__(self, inner: Stepper, tokenizer: Tokenizer, form: str) -> None:
         self.inner = inner
         self.form = form
-        self.end = tokenizer.eod
-        self.texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
-        self.places: list[int] = []
-        self.allowed: dict[int, list[int]] = {}
+        self.end_id = tokenizer.eod
+        self.token_texts = [tokenizer.decode([token]) for token in range(tokenizer.vocab_size)]
+        self.positions: list[int] = []
+        self.allowed_at: dict[int, list[int]] = {}
 
     def first(self, batch: int) -> Tensor:
         """Start `batch` poems. Return logits [b, v], -inf for each token that does not fit."""
         logits = self.inner.first(batch)
-        self.places = [0] * len(logits)
+        self.positions = [0] * len(logits)
         return self._fitting(logits)
 
     def next(self, tokens: Tensor) -> Tensor:
         """Append a token to each poem, tokens [b], and return logits [b, v], -inf for each token that does not fit."""
         for row, token in enumerate(tokens.tolist()):
-            if token != self.end:
-                self.places[row] += len(self.texts[token])
+            if token != self.end_id:
+                self.positions[row] += len(self.token_texts[token])
         return self._fitting(self.inner.next(tokens))
 
     def reorder(self, rows: Tensor) -> None:
         """Set poem i to the state of poem rows[i], for every i."""
-        self.places = [self.places[row] for row in rows.tolist()]
+        self.positions = [self.positions[row] for row in rows.tolist()]
         self.inner.reorder(rows)
 
     def _fitting(self, logits: Tensor) -> Tensor:
-        self.own = logits
+        self.model_logits = logits
         fitting = torch.full_like(logits, -torch.inf)
-        for row, place in enumerate(self.places):
-            ids = self._allowed_at(place)
+        for row, position in enumerate(self.positions):
+            ids = self._allowed_at(position)
             fitting[row, ids] = logits[row, ids]
         return fitting
 
-    def _allowed_at(self, place: int) -> list[int]:
+    def _allowed_at(self, position: int) -> list[int]:
         """Return the tokens that fit at a place of the form."""
-        if place not in self.allowed:
-            fitting = [token for token, text in enumerate(self.texts) if self._fits(text, place)]
-            self.allowed[place] = fitting if place < len(self.form) else [self.end]
-        return self.allowed[place]
+        if position not in self.allowed_at:
+            fitting = [token for token, text in enumerate(self.token_texts) if self._fits(text, position)]
+            self.allowed_at[position] = fitting if position < len(self.form) else [self.end_id]
+        return self.allowed_at[position]
 
-    def _fits(self, text: str, place: int) -> bool:
-        there = self.form[place : place + len(text)]
-        if not text or len(there) < len(text):
+    def _fits(self, text: str, position: int) -> bool:
+        form_part = self.form[position : position + len(text)]
+        if not text or len(form_part) < len(text):
             return False
-        for character, wanted in zip(text, there, strict=True):
-            fits = HAN.fullmatch(character) if wanted == ANY else character == wanted
+        for character, expected in zip(text, form_part, strict=True):
+            fits = CHINESE_CHARACTER.fullmatch(character) if expected == ANY_CHARACTER else character == expected
             if not fits:
                 return False
         return True

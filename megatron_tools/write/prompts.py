@@ -7,26 +7,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from data_utils.chat_encoder import missing_marks
+from data_utils.chat_encoder import missing_chatml_tokens
 from data_utils.chat_templates import (
     Message,
     Template,
-    is_undated,
+    has_unrecorded_date,
     load_template,
-    own_template,
+    parse_messages,
     template_from,
     template_of_corpus,
-    turns_of,
+    tokenizer_template,
 )
 from data_utils.cli import local_path
-from data_utils.sidecars import of_conversations
+from data_utils.sidecars import chat_corpora
 from megatron.config import Config
-from megatron.config.fields import refuse, problems_where
+from megatron.config.fields import problems_where, raise_first_problem
 from megatron.json_text import JsonBoundError, parse_json
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import Tokenizer
 
-from .questions import Conversation, Infill, Marks, Prompt, Reader
+from .questions import Conversation, FIMTokens, Infill, Prompt, PromptEncoder
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check(args: argparse.Namespace) -> None:
+def check_prompt_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that contradict each other."""
     sources = sum(map(bool, (args.prompt, args.input, args.interactive)))
     has_suffix = args.suffix is not None
@@ -82,54 +82,54 @@ def check(args: argparse.Namespace) -> None:
             '--suffix needs --prompt; in a file for --input, write {"prompt": ..., "suffix": ...}',
         ),
     )
-    refuse(problems)
+    raise_first_problem(problems)
 
 
-def reader_of(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Reader:
+def prompt_encoder(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, vocab_file: str) -> PromptEncoder:
     """Return the encoder of prompts for this model. Raises ValueError for flags that the model does not support."""
     if not config.is_t5:
-        template = _template(args.chat_template, config, tokenizer, vocab_file) if args.chat else None
-        return Reader(tokenizer, template, _marks(args.fim_tokens, config, tokenizer), args.special_tokens)
+        template = _chat_template(args.chat_template, config, tokenizer, vocab_file) if args.chat else None
+        return PromptEncoder(tokenizer, template, _fim_marks(args.fim_tokens, config, tokenizer), args.special_tokens)
     for name in ("special_tokens", "chat", "suffix", "fim_tokens"):
         if getattr(args, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} is not supported for a T5; omit it")
-    return Reader(tokenizer, continues_text=config.objective == "prefix-lm")
+    return PromptEncoder(tokenizer, continues_text=config.objective == "prefix-lm")
 
 
-def _template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Template:
+def _chat_template(name: str | None, config: Config, tokenizer: Tokenizer, vocab_file: str) -> Template:
     """Return the template that --chat-template names, else the one known for the model; print notes."""
     if name is None:
-        found, source = _known_template(config, tokenizer, vocab_file)
+        template, source = _known_template(config, tokenizer, vocab_file)
         print(f"note: using the chat template of {source}", file=sys.stderr)
     else:
-        found = load_template(name, tokenizer, vocab_file)
-    if missing := missing_marks(found, tokenizer):
+        template = load_template(name, tokenizer, vocab_file)
+    if missing := missing_chatml_tokens(template, tokenizer):
         print(
             f"note: the tokenizer has no special token {' or '.join(missing)}, which is encoded as text",
             file=sys.stderr,
         )
-    return found
+    return template
 
 
 def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tuple[Template, str]:
     """Return (chat template, words for its origin): that of the training data, else the tokenizer's, else ChatML."""
-    abouts = of_conversations(config)
-    if abouts:
-        prefix, about = abouts[0]
-        when = ""
-        if date := about.get("chat_date"):
-            when = f", of {date}"
-        elif is_undated(about):
-            when = ", without a date"
-        return template_of_corpus(about, tokenizer, vocab_file), f"the corpus {prefix}{when}"
-    if source := own_template(vocab_file):
-        return template_from(source, tokenizer, vocab_file), "the tokenizer"
+    sidecars = chat_corpora(config)
+    if sidecars:
+        prefix, sidecar = sidecars[0]
+        date_text = ""
+        if date := sidecar.get("chat_date"):
+            date_text = f", of {date}"
+        elif has_unrecorded_date(sidecar):
+            date_text = ", without a date"
+        return template_of_corpus(sidecar, tokenizer, vocab_file), f"the corpus {prefix}{date_text}"
+    if template_source := tokenizer_template(vocab_file):
+        return template_from(template_source, tokenizer, vocab_file), "the tokenizer"
     return load_template("chatml", tokenizer, vocab_file), "the default, chatml"
 
 
-def _marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> Marks | None:
+def _fim_marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> FIMTokens | None:
     """Return the fill-in-the-middle tokens of --fim-tokens, else those of the run, or None."""
-    trained = bool(config.data.fim_rate)
+    is_trained = bool(config.data.fim_rate)
     names = names or list(config.data.fim_tokens or ())
     if not names:
         return None
@@ -146,85 +146,87 @@ def _marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> Mar
             f"--fim-tokens: {' and '.join(missing)} is not a special token of the tokenizer, which has {known}"
         )
     prefix, middle, suffix = ids
-    return Marks(prefix, middle, suffix, inside=trained, spm=trained and config.data.fim_spm_rate == 1)
+    return FIMTokens(
+        prefix, middle, suffix, bos_inside=is_trained, suffix_first=is_trained and config.data.fim_spm_rate == 1
+    )
 
 
-def prompts(args: argparse.Namespace) -> Iterator[Prompt]:
+def read_prompts(args: argparse.Namespace) -> Iterator[Prompt]:
     """Yield the prompts one after another. All ranks get the same prompts."""
     if args.input:
         with open(args.input, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                yield _prompt_of(line, args.chat, f"{args.input}, line {number}")
+            for line_number, line in enumerate(file, 1):
+                yield _parse_input_line(line, args.chat, f"{args.input}, line {line_number}")
     elif args.interactive:
         while line := _read_line():
             text = line.rstrip("\n")
             if text or not args.chat:
-                yield _prompt(text, args.chat)
+                yield _as_prompt(text, args.chat)
     elif args.suffix is not None:
         yield Infill(args.prompt, args.suffix)
     else:
-        yield _prompt(args.prompt, args.chat)
+        yield _as_prompt(args.prompt, args.chat)
 
 
 def _read_line() -> str:
     """Read a line from the terminal of rank 0; return it on all ranks, "" at the end of the input."""
-    line: list[Any] = [None]
+    message: list[Any] = [None]
     if is_rank_0():
         print("> ", end="", flush=True, file=sys.stderr)
-        line[0] = sys.stdin.readline()
+        message[0] = sys.stdin.readline()
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(line)
-    return str(line[0])
+        dist.broadcast_object_list(message)
+    return str(message[0])
 
 
-def _prompt(text: str, chat: bool) -> Prompt:
-    return Conversation(turns_of([{"role": "user", "content": text}])) if chat else text
+def _as_prompt(text: str, chat: bool) -> Prompt:
+    return Conversation(parse_messages([{"role": "user", "content": text}])) if chat else text
 
 
-def _prompt_of(line: str, chat: bool, where: str) -> Prompt:
+def _parse_input_line(line: str, chat: bool, where: str) -> Prompt:
     """Return the prompt in a line of --input: text, or JSON with "prompt", "text" or, with --chat, "messages"."""
     if not line.startswith("{"):
-        return _prompt(line.rstrip("\n"), chat)
+        return _as_prompt(line.rstrip("\n"), chat)
     keys = ["prompt", "text"]
-    wanted = '"prompt"'
+    wanted_keys = '"prompt"'
     if chat:
         keys.insert(0, "messages")
-        wanted = '"messages" or a "prompt"'
+        wanted_keys = '"messages" or a "prompt"'
     try:
         content = parse_json(line, where, dict)
     except JsonBoundError:
         raise
     except ValueError:
         content = {}
-    found = [content[key] for key in keys if key in content]
-    if not found:
-        raise ValueError(f"{where} is not a JSON object with a {wanted}")
-    asked = found[0]
-    if chat and not isinstance(asked, str):
-        return _conversation(asked, where)
+    values = [content[key] for key in keys if key in content]
+    if not values:
+        raise ValueError(f"{where} is not a JSON object with a {wanted_keys}")
+    value = values[0]
+    if chat and not isinstance(value, str):
+        return _conversation(value, where)
     if isinstance(content.get("suffix"), str) and not chat:
-        return Infill(str(asked), str(content["suffix"]))
-    return _prompt(str(asked), chat)
+        return Infill(str(value), str(content["suffix"]))
+    return _as_prompt(str(value), chat)
 
 
-def _conversation(turns: object, where: str) -> Conversation:
+def _conversation(messages: object, where: str) -> Conversation:
     """Return a conversation that ends with a message to answer. Raises ValueError for any other."""
     try:
-        found = turns_of(turns)
+        parsed = parse_messages(messages)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    if not found or found[-1].role == "assistant":
+    if not parsed or parsed[-1].role == "assistant":
         raise ValueError(f"{where}: the conversation must end with a message to answer")
-    return Conversation(found)
+    return Conversation(parsed)
 
 
-def as_json(asked: Prompt) -> dict[str, Any]:
+def as_json(prompt: Prompt) -> dict[str, Any]:
     """Return the prompt as fields of the JSON line that is printed for each text with --input and --json."""
-    if isinstance(asked, Conversation):
-        return {"messages": [message._asdict() for message in asked.messages]}
-    return {"prompt": asked.prefix, "suffix": asked.suffix} if isinstance(asked, Infill) else {"prompt": asked}
+    if isinstance(prompt, Conversation):
+        return {"messages": [message._asdict() for message in prompt.messages]}
+    return {"prompt": prompt.prefix, "suffix": prompt.suffix} if isinstance(prompt, Infill) else {"prompt": prompt}
 
 
-def with_answer(asked: Conversation, text: str) -> tuple[Message, ...]:
+def with_answer(conversation: Conversation, answer: str) -> tuple[Message, ...]:
     """Return the conversation with the assistant's answer appended."""
-    return (*asked.messages, Message("assistant", text))
+    return (*conversation.messages, Message("assistant", answer))

@@ -35,137 +35,139 @@ Prompt = str | Infill | Conversation
 class Question(NamedTuple):
     """A prompt as tokens.
 
-    end: token that ends the answer. before, after: texts to print before and after the answer. hidden: ids that are
-    left out when the answer is printed.
+    end_id: token that ends the answer. text_before, text_after: texts to print before and after the answer.
+    hidden_ids: ids that are left out when the answer is printed.
     """
 
     prompt: Prompt
     tokens: list[int]
-    end: int
-    before: str = ""
-    after: str = ""
-    hidden: frozenset[int] = frozenset()
+    end_id: int
+    text_before: str = ""
+    text_after: str = ""
+    hidden_ids: frozenset[int] = frozenset()
 
 
-class Marks(NamedTuple):
+class FIMTokens(NamedTuple):
     """Ids of the fill-in-the-middle tokens, and the order in which they are used.
 
-    inside: whether bos, the token that begins a text, comes after the first fill-in-the-middle token instead of before
-    it. spm: whether the suffix comes before the prefix.
+    bos_inside: whether bos, the token that begins a text, comes after the first fill-in-the-middle token instead of
+    before it. suffix_first: whether the suffix comes before the prefix.
     """
 
     prefix: int
     middle: int
     suffix: int
-    inside: bool
-    spm: bool
+    bos_inside: bool
+    suffix_first: bool
 
 
 @dataclass(frozen=True)
-class Reader:
+class PromptEncoder:
     """Encoder of prompts for one model.
 
     template: chat template, None without --chat.
-    marks: fill-in-the-middle tokens, None if the model has none.
-    names: if True, the name of a special token in a prompt, such as `</s>`, is encoded as that token, not as text.
+    fim_tokens: fill-in-the-middle tokens, None if the model has none.
+    encodes_names: if True, the name of a special token in a prompt, such as `</s>`, is encoded as this token, not text.
     continues_text: the model is a T5 trained with --objective prefix-lm, which continues text instead of filling masked
         spans.
     """
 
     tokenizer: Tokenizer
     template: Template | None = None
-    marks: Marks | None = None
-    names: bool = False
+    fim_tokens: FIMTokens | None = None
+    encodes_names: bool = False
     continues_text: bool = False
 
-    def question(self, asked: Prompt) -> Question:
+    def question(self, prompt: Prompt) -> Question:
         """Encode a prompt. Raises ValueError for a kind of prompt that this model does not support."""
         tokenizer = self.tokenizer
         if isinstance(tokenizer, SentinelTokenizer):
-            if not isinstance(asked, str):
+            if not isinstance(prompt, str):
                 raise ValueError("a T5 fills masked spans in its prompt, such as <extra_id_0>; omit the suffix")
-            return _t5_question(asked, tokenizer, self.continues_text)
-        if isinstance(asked, Conversation):
-            return self._of_conversation(asked)
-        if isinstance(asked, Infill):
-            return self._of_infill(asked)
+            return _t5_question(prompt, tokenizer, self.continues_text)
+        if isinstance(prompt, Conversation):
+            return self._encode_conversation(prompt)
+        if isinstance(prompt, Infill):
+            return self._encode_infill(prompt)
         # A prompt is encoded like corpus text. The name of an added token in it becomes this token, unless the token is
-        # special; names of special tokens become tokens only if `self.names` is True.
-        found = tokenizer.encode_names(asked) if self.names else tokenizer.encode(asked)
-        ids = [*tokenizer.start, *found]
-        return Question(asked, ids or [tokenizer.eod], tokenizer.eod, asked)
+        # special; names of special tokens become tokens only if `self.encodes_names` is True.
+        encoded = tokenizer.encode_names(prompt) if self.encodes_names else tokenizer.encode(prompt)
+        tokens = [*tokenizer.start, *encoded]
+        return Question(prompt, tokens or [tokenizer.eod], tokenizer.eod, prompt)
 
-    def _of_conversation(self, asked: Conversation) -> Question:
+    def _encode_conversation(self, conversation: Conversation) -> Question:
         """Encode a conversation that ends with a message to answer.
 
         The answer ends with the template's end-of-turn token, or with the end-of-document token if the template has
         none. The shown answer contains no special tokens.
         """
         assert self.template is not None
-        pieces = self.template.asking(asked.messages)
+        pieces = self.template.prompt_pieces(conversation.messages)
         tokens, _ = ChatEncoder(self.tokenizer, append_eod=False).encode(pieces)
-        hidden = set(self.tokenizer.specials.values())
-        end = turn_end(self.template, self.tokenizer)
-        if end is None:
-            end = self.tokenizer.eod
+        hidden_ids = set(self.tokenizer.specials.values())
+        end_id = turn_end(self.template, self.tokenizer)
+        if end_id is None:
+            end_id = self.tokenizer.eod
         else:
-            hidden.add(end)
-        return Question(asked, tokens, end, hidden=frozenset(hidden))
+            hidden_ids.add(end_id)
+        return Question(conversation, tokens, end_id, hidden_ids=frozenset(hidden_ids))
 
-    def _of_infill(self, asked: Infill) -> Question:
+    def _encode_infill(self, infill: Infill) -> Question:
         """Encode a prefix and a suffix as fill-in-the-middle training does."""
-        assert self.marks is not None
-        prefix, middle, suffix, inside, spm = self.marks
+        assert self.fim_tokens is not None
+        prefix_id, middle_id, suffix_id, bos_inside, suffix_first = self.fim_tokens
         tokenizer = self.tokenizer
-        start = list(tokenizer.start)
-        tail = tokenizer.encode_content(asked.suffix, inside=True)
-        head = tokenizer.encode_names(asked.prefix) if self.names else tokenizer.encode_content(asked.prefix)
-        if spm and inside:
-            tokens = [prefix, suffix, *tail, middle, *start, *head]
-        elif spm:
-            tokens = [*start, prefix, suffix, *tail, middle, *head]
-        elif inside:
-            tokens = [prefix, *start, *head, suffix, *tail, middle]
+        bos = list(tokenizer.start)
+        suffix_tokens = tokenizer.encode_content(infill.suffix, inside=True)
+        prefix_tokens = (
+            tokenizer.encode_names(infill.prefix) if self.encodes_names else tokenizer.encode_content(infill.prefix)
+        )
+        if suffix_first and bos_inside:
+            tokens = [prefix_id, suffix_id, *suffix_tokens, middle_id, *bos, *prefix_tokens]
+        elif suffix_first:
+            tokens = [*bos, prefix_id, suffix_id, *suffix_tokens, middle_id, *prefix_tokens]
+        elif bos_inside:
+            tokens = [prefix_id, *bos, *prefix_tokens, suffix_id, *suffix_tokens, middle_id]
         else:
-            tokens = [*start, prefix, *head, suffix, *tail, middle]
-        return Question(asked, tokens, tokenizer.eod, asked.prefix, asked.suffix)
+            tokens = [*bos, prefix_id, *prefix_tokens, suffix_id, *suffix_tokens, middle_id]
+        return Question(infill, tokens, tokenizer.eod, infill.prefix, infill.suffix)
 
 
-def _t5_question(asked: str, tokenizer: SentinelTokenizer, continues: bool) -> Question:
+def _t5_question(prompt: str, tokenizer: SentinelTokenizer, continues_text: bool) -> Question:
     """Encode a text as in training: one with masked spans, or, for --objective prefix-lm, one to continue."""
-    source = tokenizer.encode(asked)
-    before = asked if continues else ""
+    source = tokenizer.encode(prompt)
+    shown_before = prompt if continues_text else ""
     if tokenizer.convention == "t5":
-        return Question(asked, [*source, tokenizer.eod], tokenizer.eod, before)
+        return Question(prompt, [*source, tokenizer.eod], tokenizer.eod, shown_before)
     if not source:
-        needed = "a text to continue" if continues else "a text with masked spans, such as <s_0>"
+        needed = "a text to continue" if continues_text else "a text with masked spans, such as <s_0>"
         raise ValueError(f"the prompt is empty; this T5 needs {needed}")
-    if continues:
-        return Question(asked, source, tokenizer.sentinels[1], before)
+    if continues_text:
+        return Question(prompt, source, tokenizer.sentinels[1], shown_before)
     spans = sum(token in tokenizer.sentinels for token in source)
     if spans >= tokenizer.count:
         raise ValueError(f"the prompt has {spans} masked spans, but this model supports at most {tokenizer.count - 1}")
-    return Question(asked, source, tokenizer.sentinels[spans])
+    return Question(prompt, source, tokenizer.sentinels[spans])
 
 
-def answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
+def decode_answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
     """Return the text of the answer's tokens `ids`, without a last character of which some bytes are still missing."""
-    return _written(tokenizer, question, ids).rstrip("\ufffd")
+    return _decode_shown(tokenizer, question, ids).rstrip("\ufffd")
 
 
-def _written(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
+def _decode_shown(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
     """Return the text of `ids` up to the end of the document, without hidden ids.
 
     After a text prompt, `ids` are decoded together with the prompt, because some tokenizers (Llama 2's) drop a leading
     space when `ids` are decoded alone.
     """
-    written = itertools.takewhile(lambda i: i != tokenizer.eod, ids)
-    shown = [i for i in written if i not in question.hidden]
+    answer_ids = itertools.takewhile(lambda i: i != tokenizer.eod, ids)
+    shown_ids = [i for i in answer_ids if i not in question.hidden_ids]
     if not isinstance(question.prompt, str):
-        return tokenizer.decode(shown)
-    read = question.tokens
-    if isinstance(tokenizer, SentinelTokenizer) and read[-1:] == [tokenizer.eod]:  # omit the end token
-        read = read[:-1]
-    known = tokenizer.decode(read)
-    whole = tokenizer.decode([*read, *shown])
-    return whole[len(known) :] if whole.startswith(known) else tokenizer.decode(shown)
+        return tokenizer.decode(shown_ids)
+    prompt_tokens = question.tokens
+    if isinstance(tokenizer, SentinelTokenizer) and prompt_tokens[-1:] == [tokenizer.eod]:  # omit the end token
+        prompt_tokens = prompt_tokens[:-1]
+    prompt_text = tokenizer.decode(prompt_tokens)
+    full_text = tokenizer.decode([*prompt_tokens, *shown_ids])
+    return full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else tokenizer.decode(shown_ids)

@@ -101,7 +101,7 @@ def _run(trial: Trial, here: Path, run_dir: Path, seen: Seen) -> None:
     if not config.data.names_corpora:
         given += ["--data-path", str(here / "tiny")]
         config = parse(given, task.defaults, world_size())
-    resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
+    resolved = resolve(config, world_size(), device_module.has_fast_bf16(device_module.current_device()))
     seen["notes"] += resolved.notes
     operations = _Operations()
     saved = _Saved()

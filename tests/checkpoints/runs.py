@@ -81,7 +81,7 @@ def make(start: Start, data: str | None, vocab_file: str, features: Sequence[Fea
     argv = f"{MODELS[start.model]} {start.flags} --run-dir {start.run_dir} --vocab-file {vocab_file}"
     argv += f" --data-path {data}" if data else ""
     config = parse(shlex.split(argv), task.defaults, world_size())
-    resolved = resolve(config, world_size(), device_module.fast_bf16(device_module.current()))
+    resolved = resolve(config, world_size(), device_module.has_fast_bf16(device_module.current_device()))
     return set_up(task, config, resolved, features)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from megatron.checkpointing import CheckpointError, CheckpointReader
 from megatron.checkpointing.checksums import BLAKE3, SHA256, Checksum
-from megatron.checkpointing.stream import Entry, Slot, StreamWriter
+from megatron.checkpointing.stream import LazyTensor, Slot, StreamWriter
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config.command_line import parse
 
@@ -26,7 +26,7 @@ KNOWN: list[tuple[Checksum, bytes, str]] = [
 @pytest.mark.parametrize(("checksum", "content", "expected"), KNOWN)
 def test_known_values(checksum: Checksum, content: bytes, expected: str, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(content)
-    assert checksum.of(tmp_path / "x") == expected
+    assert checksum.hash_file(tmp_path / "x") == expected
 
 
 @pytest.mark.parametrize("checksum", [BLAKE3, SHA256], ids=["BLAKE3", "SHA-256"])
@@ -34,17 +34,17 @@ def test_a_file_in_blocks_has_the_checksum_of_its_content(checksum: Checksum, tm
     """The checksum does not depend on the blocks in which a file is read or written, nor on the number of threads."""
     content = os.urandom(40_000_003)
     (tmp_path / "x").write_bytes(content)
-    at_once = checksum.new()
+    at_once = checksum.new_hash()
     at_once.update(content)
-    assert checksum.of(tmp_path / "x") == at_once.hexdigest()
+    assert checksum.hash_file(tmp_path / "x") == at_once.hexdigest()
     with StreamWriter(tmp_path / "y", [Slot(str(i), (1000, i), torch.float32) for i in range(3)], checksum) as writer:
         for i in range(3):
             writer.add(str(i), torch.full((1000, i), float(i)))
-    assert writer.sum == checksum.of(tmp_path / "y")
+    assert writer.checksum == checksum.hash_file(tmp_path / "y")
 
 
 def _write(folder: Path) -> Path:
-    entry = Entry("weight.x", (2, 2), torch.float32, lambda: torch.ones(2, 2))
+    entry = LazyTensor("weight.x", (2, 2), torch.float32, lambda: torch.ones(2, 2))
     write_checkpoint(folder / "iter_0000000", [entry], parse([]), "")
     return folder / "iter_0000000"
 
@@ -86,4 +86,4 @@ def test_a_file_that_cannot_be_read_is_named(checksum: Checksum, tmp_path: Path)
     folder = tmp_path / "x"
     folder.mkdir()
     with pytest.raises(OSError, match=str(folder)):
-        checksum.of(folder)
+        checksum.hash_file(folder)

@@ -14,13 +14,13 @@ from blake3 import blake3
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.checkpointing import CheckpointError, CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.contradictions import refuse_contradictions
-from megatron.checkpointing.stream import Entry
+from megatron.checkpointing.stream import LazyTensor
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.command_line import parse
 from megatron_tools.convert import convert_checkpoint
-from megatron_tools.convert.hf_folder import Folder
-from megatron_tools.shapes import described, whole_shapes
+from megatron_tools.convert.hf_folder import HFModelFolder
+from megatron_tools.shapes import config_of_checkpoint, whole_shapes
 from megatron_tools.write import evaluate, generate
 from tests.sentences import SENTENCES
 from tests.support import RankFailure, train_gpt2
@@ -56,7 +56,7 @@ def checkpoint(folder: Path, family: str) -> Path:
     train_byte_bpe(["The river runs slowly to the sea. "] * 9, str(folder / "tokenizer.json"), 260, "hf")
     config = parse([*FAMILIES[family].split(), "--family", family, "--vocab-file", str(folder / "tokenizer.json")])
     entries = [
-        Entry(f"weight.{name}", shape, torch.float32, lambda shape=shape: torch.zeros(shape))
+        LazyTensor(f"weight.{name}", shape, torch.float32, lambda shape=shape: torch.zeros(shape))
         for name, shape in whole_shapes(config).items()
     ]
     write_checkpoint(folder / "c" / "iter_0000000", entries, config, "")
@@ -82,8 +82,8 @@ def uses(path: Path) -> dict[str, Callable[[], Any]]:
 
     return {
         "convert_checkpoint": lambda: convert_checkpoint.main(by(convert_checkpoint, "--output", str(path / "out"))),
-        "generate": lambda: generate.load(by(generate, "--prompt", "a")),
-        "evaluate": lambda: evaluate.ours(by(evaluate, "--input", "x")),
+        "generate": lambda: generate.load_writer(by(generate, "--prompt", "a")),
+        "evaluate": lambda: evaluate.load_subject(by(evaluate, "--input", "x")),
     }
 
 
@@ -141,7 +141,7 @@ def test_settings_that_the_tensors_contradict(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_settings_that_are_those_of_the_tensors(family: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path, family)
-    described(path)
+    config_of_checkpoint(path)
     uses(path)["convert_checkpoint"]()
     assert (path / "out" / "config.json").is_file()
 
@@ -220,7 +220,7 @@ def test_a_config_of_theirs_that_no_memory_holds(family: str, tmp_path: Path) ->
         for value in (2**31, 2**70):
             (tmp_path / "config.json").write_text(json.dumps({**content, key: value}))
             with little_memory(), pytest.raises(ValueError, match=rf"config\.json: {key} is"):
-                Folder(tmp_path)
+                HFModelFolder(tmp_path)
 
 
 def test_a_resume_drops_no_layer(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:

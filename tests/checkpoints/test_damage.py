@@ -157,7 +157,7 @@ def _save_with_failures(start: Start, broken: str, failures: int, data: str, voc
 
 
 @pytest.mark.parametrize("more", ["", "--async-save"])
-@pytest.mark.parametrize("broken", [OPEN, "megatron.checkpointing.retention._dropped"])
+@pytest.mark.parametrize("broken", [OPEN, "megatron.checkpointing.retention._names_to_delete"])
 def test_an_error_of_the_disk_after_writing_is_tolerated(
     broken: str, more: str, tmp_path: Path, tiny_data: str, vocab_file: str
 ) -> None:
@@ -208,15 +208,15 @@ def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> N
 
 def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: Path) -> None:
     """The old checkpoint of this iteration is restored if a run crashes while it saves an iteration again."""
-    from megatron.checkpointing.leftovers import clear, recover
+    from megatron.checkpointing.leftovers import delete_leftovers, restore_replaced
 
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved, folder)
     (folder / "iter_0000002").rename(folder / "iter_0000002.old.tmp")
     (folder / "iter_0000002.tmp").mkdir()
     assert "iter_0000002 is missing" in refusal(folder)
-    recover(folder)
-    clear(folder)
+    restore_replaced(folder)
+    delete_leftovers(folder)
     assert refusal(folder) == ""
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]
 
@@ -253,14 +253,14 @@ def test_all_ranks_start_from_one_checkpoint(saved: Path, tmp_path: Path, tiny_d
 
 def test_a_crash_before_latest_gets_the_checksum_of_the_new_save(saved: Path, tmp_path: Path) -> None:
     """The new save of an iteration is complete, but `latest` still has the checksum of the earlier one."""
-    from megatron.checkpointing.leftovers import clear, recover
+    from megatron.checkpointing.leftovers import delete_leftovers, restore_replaced
 
     folder = tmp_path / "checkpoints"
     shutil.copytree(saved, folder)
     shutil.copytree(folder / "iter_0000002", folder / "iter_0000002.old.tmp")
     shutil.copytree(saved / "iter_0000001", folder / "iter_0000002", dirs_exist_ok=True)  # another save
     assert "damaged" in refusal(folder)
-    recover(folder)
-    clear(folder)
+    restore_replaced(folder)
+    delete_leftovers(folder)
     assert refusal(folder) == ""
     assert sorted(path.name for path in folder.iterdir()) == ["iter_0000001", "iter_0000002", "latest"]

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils.documents import texts
+from data_utils.documents import read_texts
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_sentencepiece
 from megatron.config import settings
 from megatron.config.command_line import parse
 from megatron.config.defaults import DEFAULTS
-from megatron.config.ds_file import PASSED_ON, RESOLVED
-from megatron.config.ds_notes import idle_keys
+from megatron.config.ds_file import PASSED_KEYS, RECONCILED_KEYS
+from megatron.config.ds_notes import ineffective_keys
 from megatron.config.fields import ConfigError, flag
 from megatron.config.ineffective import ROWS
 from tests.materials import SAMPLE
@@ -39,7 +39,7 @@ def here(tmp_path_factory: pytest.TempPathFactory, tiny_data: str, vocab_file: s
     with IndexedDatasetBuilder(str(folder / "other"), np.uint16) as builder:
         for _ in range(60):
             builder.add_document(rng.integers(3, 2900, 100))
-    train_sentencepiece(texts([str(SAMPLE)]), str(folder / "fim.model"), 3000, specials=["<a>", "<b>", "<c>"])
+    train_sentencepiece(read_texts([str(SAMPLE)]), str(folder / "fim.model"), 3000, specials=["<a>", "<b>", "<c>"])
     (folder / "groups.json").write_text(json.dumps([{"pattern": "*", "lr_factor": 0.5}]))
     (folder / "ds_config.json").write_text(json.dumps({"gradient_clipping": 0.01}))
     lines = [{"context": "The number is", "target": "seven"}, {"context": "The word is", "target": "last"}]
@@ -172,7 +172,7 @@ def listed_keys(section: str) -> set[str]:
 
 def test_every_key_of_a_ds_config_has_a_case() -> None:
     inside = {f"{section}.{key}" for section in ("fp16", "bf16") for key in listed_keys(section) - {"enabled"}}
-    assert DS_CONFIGS.keys() == inside | PASSED_ON | RESOLVED
+    assert DS_CONFIGS.keys() == inside | PASSED_KEYS | RECONCILED_KEYS
 
 
 def test_keys_of_zero_have_a_note_exactly_if_deepspeed_does_not_read_them() -> None:
@@ -198,7 +198,7 @@ def test_keys_of_zero_have_a_note_exactly_if_deepspeed_does_not_read_them() -> N
         names = read | {name.removesuffix("_config").removeprefix("zero_") for name in read}
         for key in listed_keys("zero_optimization") - by_hand:
             reads = key.removeprefix("stage3_") in names and key not in own
-            noted = bool(idle_keys({"zero_optimization": {key: 1}}, precision, stage))
+            noted = bool(ineffective_keys({"zero_optimization": {key: 1}}, precision, stage))
             assert noted != reads, (precision, stage, key)
     for key in listed_keys("zero_optimization") - by_hand:
-        assert idle_keys({"zero_optimization": {key: 1}}, "fp32", 0)
+        assert ineffective_keys({"zero_optimization": {key: 1}}, "fp32", 0)

@@ -177,8 +177,8 @@ class Patience(Feature):
 
 
 def test_settings_of_a_feature_are_fields_of_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
-    home = f"{__name__}:Patience"
-    monkeypatch.setitem(TABLE, "patience", Row(home, feature_table.always, "train"))
+    class_path = f"{__name__}:Patience"
+    monkeypatch.setitem(TABLE, "patience", Row(class_path, feature_table.always, "train"))
     Train = with_features("train", TrainConfig)  # noqa: N806
     made = Train(patience=5, train_iters=7)
     assert (made.patience, made.train_iters, made.skip_step_window) == (5, 7, 128)
@@ -207,7 +207,7 @@ def test_a_flag_of_a_feature_is_parsed_checked_and_stored() -> None:
 def test_files_of_features_with_settings_import_no_torch() -> None:
     """They are imported for --help and for refusals, which must not wait for torch."""
     allowed = ("config", "training.feature", "json_text")
-    files = {row.home.split(":")[0] for row in TABLE.values() if row.section}
+    files = {row.class_path.split(":")[0] for row in TABLE.values() if row.section}
     assert files
     for module in files:
         tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())

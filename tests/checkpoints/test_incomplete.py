@@ -51,7 +51,7 @@ def _no_copy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     return _memory() if kwargs.get("copy") else _HONEST(self, *args, **kwargs)
 
 
-_VALUES = save_module.values_of
+_VALUES = save_module.written_values
 
 
 def _unreadable(*given: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -75,7 +75,7 @@ FAULTS: dict[str, tuple[Any, str, Any, str]] = {
     "memory in a thread": (StreamWriter, "add", _memory, "rank 1: MemoryError"),
     "no thread to hash": (ThreadPoolExecutor, "submit", _thread, "rank 1: RuntimeError can't start new thread"),
     "no thread to write": (threading, "Thread", _NoThread, "rank 1: RuntimeError can't start new thread"),
-    "memory to read": (save_module, "values_of", _unreadable, "rank 1: MemoryError"),
+    "memory to read": (save_module, "written_values", _unreadable, "rank 1: MemoryError"),
     "memory for the copy": (torch.Tensor, "to", _no_copy, "rank 1: MemoryError"),
     "no word": (Share, "write", _nothing, "no rank has written"),
 }

@@ -62,7 +62,7 @@ def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
 
     if kill.rank in (None, int(os.environ["RANK"])):
         if kill.moment == "read":  # kill the rank after it reads a batch and before it trains on the batch
-            honest = loop.read
+            honest = loop.read_batches
 
             def broken(*args: Any) -> Any:
                 batches = honest(*args)
@@ -71,9 +71,9 @@ def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
                 reads = enumerate(batches)
                 return (os.kill(os.getpid(), signal.SIGKILL) if n == kill.count else batch for n, batch in reads)
 
-            loop.read = broken  # type: ignore[assignment]
+            loop.read_batches = broken  # type: ignore[assignment]
         elif kill.moment == "step":  # kill the rank after a step and before the iteration is counted
-            _die_at(kill.count, loop, "_advance")
+            _die_at(kill.count, loop, "_advance_state")
         elif kill.moment == "write":  # kill the rank while it writes a checkpoint file
             _die_at(kill.count * 7, stream.StreamWriter, "add")
         elif kill.moment == "files":  # kill the rank before it syncs or renames a file or folder

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils.documents import texts
+from data_utils.documents import read_texts
 from data_utils.tokenizer_training import train_sentencepiece
 from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tasks import TASKS
-from megatron.training.inputs import MissingInputs, refuse_missing
+from megatron.training.inputs import MissingInputs, require_inputs
 from tests.materials import SAMPLE
 from tests.sentences import SENTENCES
 from tests.support import RankFailure, on_ranks
@@ -145,7 +145,7 @@ def test_dropout_goes_on_by_the_seed_of_the_checkpoint(
 
 def test_another_tokenizer(before: Path, tmp_path: Path, tiny_data: str) -> None:
     other = str(tmp_path / "other.model")
-    train_sentencepiece((text[::-1] for text in texts([str(SAMPLE)])), other, 3000)
+    train_sentencepiece((text[::-1] for text in read_texts([str(SAMPLE)])), other, 3000)
     more = f"--load {before} --train-iters 4"
     with pytest.raises(RankFailure, match="--override-tokenizer"):
         go(tmp_path / "refused", more, tiny_data, other)
@@ -169,10 +169,10 @@ def test_beside_a_checkpoint_of_its_own(before: Path, tmp_path: Path, tiny_data:
     argv = ["--load", str(base), "--data-path", tiny_data, "--vocab-file", vocab_file]
     task = TASKS["gpt2"]()
     for own in (["--run-dir", str(run)], ["--save", str(run / "checkpoints")]):
-        refuse_missing(task, parse([*argv, *own]))
+        require_inputs(task, parse([*argv, *own]))
     for other in ([], ["--run-dir", str(tmp_path / "new")]):
         with pytest.raises(MissingInputs, match=SENTENCES["base_holds_no_checkpoint_there_is"]):
-            refuse_missing(task, parse([*argv, *other]))
+            require_inputs(task, parse([*argv, *other]))
 
 
 def test_another_split_with_as_many_samples(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:

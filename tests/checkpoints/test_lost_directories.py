@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing import CheckpointReader, find_checkpoint
-from megatron.locks.run_lock import NAME, Holder, started
+from megatron.locks.run_lock import LOCK_FILE, Holder, start_time_of
 from megatron.ranks.errors import RunError
 from megatron.training.loop import train
 from tests.checkpoints.runs import Start, make
@@ -33,8 +33,8 @@ def _loses_its_place(run_dir: Path, how: str, flags: str, data: str, vocab_file:
                 (run_dir / "metrics.jsonl").write_text("{}\n")
             if how == "replaced":
                 run_dir.mkdir()
-                other = dataclasses.replace(Holder.here(), pid=os.getppid(), started=started(os.getppid()) or "")
-                (run_dir / NAME).write_text(json.dumps(dataclasses.asdict(other)))
+                other = dataclasses.replace(Holder.here(), pid=os.getppid(), started=start_time_of(os.getppid()) or "")
+                (run_dir / LOCK_FILE).write_text(json.dumps(dataclasses.asdict(other)))
         return honest(*args)
 
     with (
@@ -68,7 +68,7 @@ def test_a_run_whose_directory_is_gone_ends(
     words = on_ranks(ranks, _loses_its_place, run_dir, how, flags, tiny_data, vocab_file)
     assert all(str(run_dir) in each for each in words)
     if how == "replaced":
-        assert [path.name for path in run_dir.iterdir()] == [NAME]
+        assert [path.name for path in run_dir.iterdir()] == [LOCK_FILE]
         return
     if how == "finished run":
         left = sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*"))
@@ -79,4 +79,4 @@ def test_a_run_whose_directory_is_gone_ends(
     reader.verify()
     assert 3 <= reader.state["iteration"] <= 4
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) <= 3
-    assert not (run_dir / NAME).exists()
+    assert not (run_dir / LOCK_FILE).exists()

@@ -239,7 +239,7 @@ def _killed(env: dict[str, str], start: Start, when: str, data: str, vocab_file:
     def upload(files: list[Path], folder: RemotePath) -> None:
         if folder.name == "iter_0000004" and when == "tensors" and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
-        remote.upload(files, folder)
+        remote.upload_files(files, folder)
 
     def write_bytes(path: RemotePath, data: Any) -> int:
         if str(path).endswith("iter_0000004/checkpoint.json"):
@@ -248,7 +248,7 @@ def _killed(env: dict[str, str], start: Start, when: str, data: str, vocab_file:
 
     write = RemotePath.write_bytes
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uploads, "upload", upload)
+        patch.setattr(uploads, "upload_files", upload)
         patch.setattr(RemotePath, "write_bytes", write_bytes)
         _train(env, [start], data, vocab_file)
 
@@ -347,7 +347,7 @@ def _wrong(env: dict[str, str], flags: list[str], vocab_file: str) -> None:
     os.environ.update(env)
     storage.FIRST_WAIT = 0.01
     task = TASKS["gpt2"]()
-    inputs.refuse_missing(task, parse([*flags, "--vocab-file", vocab_file], task.defaults))
+    inputs.require_inputs(task, parse([*flags, "--vocab-file", vocab_file], task.defaults))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron.checkpointing.checksums import BLAKE3
 from megatron_tools.convert import average_checkpoints, convert_checkpoint
-from megatron_tools.convert.average_checkpoints import shares
+from megatron_tools.convert.average_checkpoints import normalized_weights
 from tests.checkpoints.runs import Start, run_all, whole_tensors
 from tests.cli.test_tools import fails
 from tests.support import command, covering, on_ranks
@@ -118,7 +118,7 @@ def test_damaged_checkpoints_and_weights_that_are_not_finite_are_named(run_dir: 
     save_file(tensors, file)
     sums = third / "BLAKE3SUMS"
     lines = sums.read_text().splitlines()
-    renewed = [f"{BLAKE3.of(file)}  {file.name}" if line.endswith(f"  {file.name}") else line for line in lines]
+    renewed = [f"{BLAKE3.hash_file(file)}  {file.name}" if line.endswith(f"  {file.name}") else line for line in lines]
     sums.write_text("\n".join(renewed) + "\n")
     said = fails(tool, "--load", str(copy), "--last", "3", *out)
     assert third.name in said
@@ -129,14 +129,14 @@ def test_damaged_checkpoints_and_weights_that_are_not_finite_are_named(run_dir: 
 
 
 def test_shares_add_up_to_one() -> None:
-    assert shares(4, None, None) == [0.25] * 4
-    assert shares(3, [1, 2, 1], None) == [0.25, 0.5, 0.25]
-    assert np.sum(shares(5, None, 0.9)) == pytest.approx(1)
+    assert normalized_weights(4, None, None) == [0.25] * 4
+    assert normalized_weights(3, [1, 2, 1], None) == [0.25, 0.5, 0.25]
+    assert np.sum(normalized_weights(5, None, 0.9)) == pytest.approx(1)
     for weights in ([0, 0], [1, -1], [1, float("nan")], [1e308, 1e308]):
         with pytest.raises(ValueError, match="--weights"):
-            shares(2, weights, None)
+            normalized_weights(2, weights, None)
     with pytest.raises(ValueError, match="--decay"):
-        shares(2, None, 1.0)
+        normalized_weights(2, None, 1.0)
 
 
 def test_the_newest_checkpoints_are_those_with_the_largest_numbers(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_the_newest_checkpoints_are_those_with_the_largest_numbers(tmp_path: Pat
     with pytest.MonkeyPatch.context() as patch:
         for finder in ("find_checkpoint", "latest_checkpoint"):
             patch.setattr(average_checkpoints, finder, lambda _: tmp_path / names[-1])
-        assert [path.name for path in average_checkpoints.newest(str(tmp_path), 2)] == names[1:]
+        assert [path.name for path in average_checkpoints.newest_checkpoints(str(tmp_path), 2)] == names[1:]
 
 
 @pytest.mark.parametrize("tool", ["average", "upcycle"])
@@ -185,12 +185,12 @@ def test_last_leaves_out_checkpoints_that_the_run_has_abandoned(
     (run_dir / "checkpoints" / "latest").write_text("iter_0000002")
     second = Start("gpt2", run_dir, f"{flags} --train-iters 9 --save-interval 3")
     on_ranks(1, run_all, [second], tiny_data, vocab_file)
-    names = [path.name for path in average_checkpoints.newest(str(run_dir), 5)]
+    names = [path.name for path in average_checkpoints.newest_checkpoints(str(run_dir), 5)]
     assert names == [f"iter_{iteration:07d}" for iteration in (1, 2, 3, 6, 9)]
     with pytest.raises(ValueError, match="--last 6"):
-        average_checkpoints.newest(str(run_dir), 6)
+        average_checkpoints.newest_checkpoints(str(run_dir), 6)
     third = second._replace(flags=f"{flags} --train-iters 12 --save-interval 3 --keep-last 5")
     on_ranks(1, run_all, [third], tiny_data, vocab_file)
     kept = [f"iter_{iteration:07d}" for iteration in (2, 3, 6, 9, 12)]
     assert sorted(path.name for path in (run_dir / "checkpoints").glob("iter_*")) == kept
-    assert [path.name for path in average_checkpoints.newest(str(run_dir), 5)] == kept
+    assert [path.name for path in average_checkpoints.newest_checkpoints(str(run_dir), 5)] == kept

@@ -299,17 +299,17 @@ def test_a_tokenizer_that_cuts_words_stays_what_it_is(tmp_path: Path, sample_cor
 
     A sentencepiece tokenizer is exported, and the exported tokenizer gives the same token ids.
     """
-    from data_utils.documents import texts
+    from data_utils.documents import read_texts
     from data_utils.tokenizer_training import train_cpm, train_sentencepiece
     from megatron_tools.convert.hf_tokenizer import to_hf_tokenizer
 
-    train_cpm(texts([str(sample_corpus)]), str(tmp_path / "cpm.model"), 3000)
+    train_cpm(read_texts([str(sample_corpus)]), str(tmp_path / "cpm.model"), 3000)
     assert to_hf_tokenizer(load_tokenizer(str(tmp_path / "cpm.model"))) is None
     for kind in ("bpe", "unigram"):
-        train_sentencepiece(texts([str(sample_corpus)]), str(tmp_path / "own.model"), 3000, kind)
+        train_sentencepiece(read_texts([str(sample_corpus)]), str(tmp_path / "own.model"), 3000, kind)
         ours = load_tokenizer(str(tmp_path / "own.model"))
         theirs: Any = to_hf_tokenizer(ours)
-        for text in texts([str(sample_corpus)]):
+        for text in read_texts([str(sample_corpus)]):
             assert theirs.encode(text, add_special_tokens=False).ids == ours.encode(text)
             assert theirs.decode(ours.encode(text)) == text
 
@@ -452,15 +452,15 @@ def test_verifying_fails_where_a_model_is_another(
 
     train_gpt2(1, tmp_path / "run", *SMALL, "--data-path", tiny_data, "--vocab-file", hf_file, "--seq-length", "24")
     convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "hf"), "--dtype", dtype, "--verify")
-    entries = convert_checkpoint.entries_of
+    entries = convert_checkpoint.export_entries
 
     def slightly_wrong(*args: Any) -> Any:
         found = entries(*args)
         last = found[-1]
-        wrong = dataclasses.replace(last, make=lambda: last.make() * 1.01)
+        wrong = dataclasses.replace(last, build=lambda: last.build() * 1.01)
         return [*found[:-1], wrong]
 
-    monkeypatch.setattr(convert_checkpoint, "entries_of", slightly_wrong)
+    monkeypatch.setattr(convert_checkpoint, "export_entries", slightly_wrong)
     args = convert_checkpoint.build_parser().parse_args(
         ["--load", str(tmp_path / "run"), "--output", str(tmp_path / "wrong"), "--dtype", dtype, "--verify"]
     )

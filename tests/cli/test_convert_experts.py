@@ -74,10 +74,10 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
 
 def check_text(folder: Path, model: Any) -> None:
     """tools/generate.py continues a prompt with transformers' greedy tokens."""
-    writer = generate.load(generate.build_parser().parse_args(["--load", str(folder), "--prompt", TEXT]))
+    writer = generate.load_writer(generate.build_parser().parse_args(["--load", str(folder), "--prompt", TEXT]))
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     asked = writer.question(TEXT)
-    (found,) = sample(writer.stepper([asked.tokens]), 1, 20, asked.end, Sampling(temperature=0), 0)
+    (found,) = sample(writer.stepper([asked.tokens]), 1, 20, asked.end_id, Sampling(temperature=0), 0)
     wanted = model.generate(**tokenizer(TEXT, return_tensors="pt"), max_new_tokens=20, do_sample=False)[0].tolist()
     assert [*asked.tokens, *found] == wanted
 
@@ -160,10 +160,10 @@ def test_an_upcycled_model_is_the_dense_one(family: str, flags: str, dense: Any,
     before, after = (CheckpointReader(find_checkpoint(str(each))) for each in (load, tmp_path / "c"))
     count, stack = int(flags.split()[0]), "encoder.layers.1" if family == "t5" else "layers.1"
     for what in ("dense_h_to_4h.weight", "dense_4h_to_h.weight"):
-        wanted = before.whole(f"weight.{stack}.mlp.{what}")
+        wanted = before.read_whole(f"weight.{stack}.mlp.{what}")
         for e in range(count):
-            assert torch.equal(after.whole(f"weight.{stack}.mlp.experts.{e}.{what}"), wanted)
-    assert float(after.whole(f"weight.{stack}.mlp.router.weight").std()) == pytest.approx(0.02, rel=0.5)
+            assert torch.equal(after.read_whole(f"weight.{stack}.mlp.experts.{e}.{what}"), wanted)
+    assert float(after.read_whole(f"weight.{stack}.mlp.router.weight").std()) == pytest.approx(0.02, rel=0.5)
     first = stack.replace("1", "0")
     assert (f"weight.{first}.mlp.router.weight" in after.tensors) == ("0 1" not in flags)
     assert not any(key.startswith(("exp_avg", "master")) for key in after.tensors)
@@ -202,7 +202,7 @@ def test_an_upcycled_model_trains_on(family: str, dense: Any, tmp_path: Path, ti
     assert losses(moe)[2] != losses(moe)[0]
     reader = CheckpointReader(find_checkpoint(str(tmp_path / "moe")))
     stack = "decoder.layers.1" if family == "t5" else "layers.1"
-    experts = [reader.whole(f"weight.{stack}.mlp.experts.{e}.dense_4h_to_h.weight") for e in range(4)]
+    experts = [reader.read_whole(f"weight.{stack}.mlp.experts.{e}.dense_4h_to_h.weight") for e in range(4)]
     assert all(not torch.equal(experts[0], each) for each in experts[1:])
 
 
@@ -252,7 +252,7 @@ def test_averages_of_mixtures(tmp_path: Path, tiny_data: str, vocab_file: str) -
     keys = [key for key in b.tensors if key.startswith(("weight.", "buffer."))]
     assert any(".experts.2." in key for key in keys) and any(key.endswith("bias_steps") for key in keys)
     for key in keys:
-        old, new, mean = (each.whole(key) for each in (a, b, found))
+        old, new, mean = (each.read_whole(key) for each in (a, b, found))
         expected = new if key.startswith("buffer.") else ((old.double() + new.double()) / 2).float()
         torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-8)
     assert torch.isfinite(logits_of(tmp_path / "out")).all()

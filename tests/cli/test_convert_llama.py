@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from data_utils.chat_encoder import ChatEncoder
-from data_utils.chat_templates import BEGIN, END, ChatML, turns_of
+from data_utils.chat_templates import BEGIN, END, ChatML, parse_messages
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.tokenizer import load_tokenizer
@@ -18,7 +18,7 @@ from megatron_tools.convert.export_roles import generation_settings
 from megatron_tools.convert.hf_folder import is_hf_folder
 from megatron_tools.write import evaluate, generate
 from megatron_tools.write.generation import Sampling, sample
-from megatron_tools.write.questions import Question, answer
+from megatron_tools.write.questions import Question, decode_answer
 from tests.cli.test_convert import convert, round_trip
 from tests.llama_twins import Sizes, theirs
 from tests.sentences import SENTENCES
@@ -135,10 +135,10 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
 
 def check_text(folder: Path, tokenizer: Any, model: Any) -> None:
     args = generate.build_parser().parse_args(["--load", str(folder), "--prompt", TEXT])
-    writer = generate.load(args)
+    writer = generate.load_writer(args)
     for prompt in (TEXT, "sea"):
         asked = writer.question(prompt)
-        (found,) = sample(writer.stepper([asked.tokens]), 1, 20, asked.end, Sampling(temperature=0), 0)
+        (found,) = sample(writer.stepper([asked.tokens]), 1, 20, asked.end_id, Sampling(temperature=0), 0)
         ids = tokenizer(prompt, return_tensors="pt")
         wanted = model.generate(**ids, max_new_tokens=20, do_sample=False)[0].tolist()
         assert [*asked.tokens, *found] == wanted
@@ -158,7 +158,7 @@ def test_a_text_goes_on_with_its_spaces() -> None:
     for cut in range(1, len(ids)):
         known = made.decode(ids[:cut])
         if "\ufffd" not in known:
-            assert known + answer(Plain(), Question(TEXT, ids[:cut], -1), ids[cut:]) == TEXT  # type: ignore[arg-type]
+            assert known + decode_answer(Plain(), Question(TEXT, ids[:cut], -1), ids[cut:]) == TEXT  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("template", "expected"), [("<s> $A", 1), ("$A </s>", 0), ("<s> $A </s>", 1), ("$A", 0)])
@@ -328,7 +328,7 @@ def test_a_tokenizer_that_becomes_theirs_keeps_what_begins_a_text(tmp_path: Path
     folder, config = llama_folder(tmp_path / "theirs", about, add_dummy_prefix=False), parse(["--family", "gpt2"])
     ours, output = load_tokenizer(str(folder)), tmp_path / "out"
     output.mkdir()
-    chat = export_tokenizer.chat_of(config, ours, str(folder))
+    chat = export_tokenizer.chat_format_of(config, ours, str(folder))
     assert export_tokenizer.write_tokenizer(output, config, ours, str(folder), chat) == []
     before, after = (transformers.AutoTokenizer.from_pretrained(each) for each in (folder, output))
     assert (output / "tokenizer.json").exists()
@@ -356,7 +356,7 @@ def test_what_was_learned_of_conversations_is_exported(kind: str, tmp_path: Path
     exported: Any = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = load_tokenizer(vocab_file)
     for count in (4, 5):
-        pieces = ChatML().pieces(turns_of(CHAT[:count]))
+        pieces = ChatML().pieces(parse_messages(CHAT[:count]))
         assert exported.apply_chat_template(CHAT[:count])["input_ids"] == ChatEncoder(ours, False).encode(pieces)[0]
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert generation.eos_token_id == [ours.eod, ours.marks[END]]
@@ -391,13 +391,13 @@ def test_what_an_export_cannot_say_is_named(tmp_path: Path, vocab_file: str) -> 
         folder.mkdir()
         prefixes = [str(tmp_path / name) for name in data.split()]
         config = parse(["--family", "gpt2", "--objective", "sft", "--data-path", *prefixes])
-        chat = export_tokenizer.chat_of(config, ours, str(known))
+        chat = export_tokenizer.chat_format_of(config, ours, str(known))
         said = "\n".join(export_tokenizer.write_tokenizer(folder, config, ours, str(known), chat))
         assert all(note in said for note in notes), said
         assert (folder / "chat_template.jinja").exists() == (data != "a")
-        assert generation_settings({}, ours, known, chat.end)["eos_token_id"] == ours.eod
-    plain = export_tokenizer.chat_of(parse(["--family", "gpt2"]), ours, str(known))
-    assert plain.source == "d" and generation_settings({}, ours, known, plain.end)["eos_token_id"] == ours.eod
+        assert generation_settings({}, ours, known, chat.end_id)["eos_token_id"] == ours.eod
+    plain = export_tokenizer.chat_format_of(parse(["--family", "gpt2"]), ours, str(known))
+    assert plain.template == "d" and generation_settings({}, ours, known, plain.end_id)["eos_token_id"] == ours.eod
 
 
 RUN = [

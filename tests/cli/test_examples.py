@@ -85,12 +85,12 @@ def _without_a_backward_pass() -> None:
 
 
 def test_a_schedule_of_ones_own_is_checked() -> None:
-    from tds.schedule import NAMES, Backward, Forward, Instruction, register, schedule_of, with_messages
-    from tds.timetable import ScheduleError, check
+    from tds.schedule import BUILT_IN, Backward, Forward, Instruction, find_schedule, register, with_messages
+    from tds.timetable import ScheduleError, check_plan
 
-    for name in NAMES:
+    for name in BUILT_IN:
         with pytest.raises(ValueError, match=SENTENCES["is_a_schedule_of_tds_give"]):
-            register(name, schedule_of({}))
+            register(name, find_schedule({}))
 
     def lazy(stage: int, stages: int, micros: int) -> Any:
         order: list[Instruction] = [*(Forward(i) for i in range(micros)), *(Backward(i) for i in range(micros - 1))]
@@ -98,11 +98,11 @@ def test_a_schedule_of_ones_own_is_checked() -> None:
 
     register("lazy", lazy)
     with pytest.raises(ScheduleError, match=SENTENCES["stage_0_3_backward_of_chunk"]):
-        check([list(schedule_of({"schedule": "lazy"})(stage, 2, 4)) for stage in range(2)], 4)
+        check_plan([list(find_schedule({"schedule": "lazy"})(stage, 2, 4)) for stage in range(2)], 4)
     with pytest.raises(ValueError, match=SENTENCES["there_is_no_pipeline_schedule_other"]):
-        schedule_of({"schedule": "other"})
+        find_schedule({"schedule": "other"})
     with pytest.raises(ValueError, match=SENTENCES["a_model_with_2_chunks_a"]):
-        schedule_of({"schedule": "lazy"}, chunks=2)
+        find_schedule({"schedule": "lazy"}, chunks=2)
     with pytest.raises(RankFailure, match=SENTENCES["the_schedule_has_no_backward_pass"]):
         on_ranks(2, _without_a_backward_pass)
 

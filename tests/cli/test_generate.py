@@ -21,7 +21,7 @@ from megatron.ranks import device as device_module
 from megatron.ranks.initialize import initialize_megatron
 from megatron_tools.write import evaluate, generate
 from megatron_tools.write.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_searches, sample
-from megatron_tools.write.writer import answers, batches
+from megatron_tools.write.writer import equal_length_batches, write_all
 from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, command, covering, on_ranks, train_gpt2
 from tests.unit.test_generation import CPM_FLAGS, DECODERS, PROMPT
@@ -171,9 +171,9 @@ def test_different_prompts_draw_different_random_numbers(tool: Any, run: str) ->
     """All tokens are about equally likely at a high temperature; equal random numbers would give equal texts."""
     flags = ["--load", run, "--prompt", "", "--max-new-tokens", "12", "--temperature", "1000", "--top-p", "1"]
     args = tool.build_parser().parse_args(flags)
-    writer = tool.load(args)
+    writer = tool.load_writer(args)
     prompts = ["春天", "秋天", "冬天", "夏天"]
-    texts = {text.removeprefix(prompt) for prompt, (text,) in answers(writer, prompts, args, 4)}
+    texts = {text.removeprefix(prompt) for prompt, (text,) in write_all(writer, prompts, args, 4)}
     assert len(texts) == 4
 
 
@@ -184,29 +184,29 @@ def test_batches_of_prompts_are_answered_as_one_by_one(tool: Any, run: str, tmp_
     prompts.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     base = ["--load", run, "--input", str(prompts), "--max-new-tokens", "12", *flags.split()]
     args = tool.build_parser().parse_args(base)
-    writer = tool.load(args)
+    writer = tool.load_writer(args)
     asked = [writer.question(text) for text in TEXTS]
-    sizes = [len(numbers) for numbers in batches(asked, 3)]
+    sizes = [len(numbers) for numbers in equal_length_batches(asked, 3)]
     assert max(sizes) > 1 and len(sizes) > 2
-    assert sorted(itertools.chain(*batches(asked, 3))) == list(range(len(TEXTS)))
-    single = list(answers(writer, TEXTS, args, 1))
+    assert sorted(itertools.chain(*equal_length_batches(asked, 3))) == list(range(len(TEXTS)))
+    single = list(write_all(writer, TEXTS, args, 1))
     assert [prompt for prompt, _ in single] == TEXTS
     for size in (2, 16):
-        assert list(answers(writer, TEXTS, args, size)) == single
+        assert list(write_all(writer, TEXTS, args, size)) == single
 
 
 def test_the_model_is_on_the_device_of_the_process(tool: Any, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are loaded to the process's device; torch's meta device stands in for a GPU."""
     there = torch.device("meta")
-    monkeypatch.setattr(device_module, "current", lambda: there)
-    model = tool.load(tool.build_parser().parse_args(["--load", run])).model
+    monkeypatch.setattr(device_module, "current_device", lambda: there)
+    model = tool.load_writer(tool.build_parser().parse_args(["--load", run])).model
     assert {parameter.device for parameter in model.parameters()} == {there}
     monkeypatch.setattr(tool, "initialize_megatron", lambda config: there)
-    monkeypatch.setattr(device_module, "current", lambda: torch.device("cpu"))
-    model = tool.load(tool.build_parser().parse_args(["--load", run, "--model-parallel-size", "2"])).model
+    monkeypatch.setattr(device_module, "current_device", lambda: torch.device("cpu"))
+    model = tool.load_writer(tool.build_parser().parse_args(["--load", run, "--model-parallel-size", "2"])).model
     assert {parameter.device for parameter in model.parameters()} == {there}
-    monkeypatch.setattr(device_module, "current", lambda: there)
-    subject = evaluate.ours(evaluate.build_parser().parse_args(["--load", run, "--cloze", "x"]))
+    monkeypatch.setattr(device_module, "current_device", lambda: there)
+    subject = evaluate.load_subject(evaluate.build_parser().parse_args(["--load", run, "--cloze", "x"]))
     assert {parameter.device for parameter in subject.logits_of.parameters()} == {there} == {subject.device}
     assert subject.logits_of(torch.zeros(1, 5, dtype=torch.int64, device=there)).device == there
 
@@ -216,7 +216,7 @@ def test_what_the_model_puts_above_its_share(tool: Any, run: str) -> None:
 
     The test computes p from the model's logits and q from the training corpus.
     """
-    writer = tool.load(tool.build_parser().parse_args(["--load", run]))
+    writer = tool.load_writer(tool.build_parser().parse_args(["--load", run]))
     question = writer.question("春天")
     with torch.no_grad():
         logits = writer.model(torch.tensor([question.tokens]))[0, -1, : writer.tokenizer.vocab_size].double()

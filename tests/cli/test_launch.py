@@ -19,7 +19,7 @@ import tds
 from megatron.ranks import signals
 from megatron.ranks.signals import StopSignal, StopSignals, restored_signals
 from megatron_tools import launch
-from tds.parent_death import started
+from tds.parent_death import start_time_of
 from tests import support
 from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, on_ranks
@@ -82,7 +82,7 @@ class Launcher:
 
     def living(self) -> list[int]:
         pids = [int(self.of(rank)[0].split()[1]) for rank in range(2)]
-        return [pid for pid in pids if started(pid) is not None]
+        return [pid for pid in pids if start_time_of(pid) is not None]
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
@@ -277,7 +277,7 @@ def test_the_place_where_nodes_meet_is_named(
     args.master_port = port
     args.rdzv_endpoint = endpoint
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    launch.wait_for_others(args)
+    launch.prepare_rendezvous(args)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith(f" {where}")
     assert where in launch.describe_rendezvous_error(RuntimeError("Timed out"), args)

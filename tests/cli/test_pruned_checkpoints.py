@@ -69,11 +69,11 @@ def _average(load: str, output: str) -> None:
 
 
 def _evaluate(load: str, output: str) -> None:
-    evaluate.ours(evaluate.build_parser().parse_args(["--load", load, "--input", "x"]))
+    evaluate.load_subject(evaluate.build_parser().parse_args(["--load", load, "--input", "x"]))
 
 
 def _generate(load: str, output: str) -> None:
-    generate.load(generate.build_parser().parse_args(["--load", load]))
+    generate.load_writer(generate.build_parser().parse_args(["--load", load]))
 
 
 @pytest.mark.parametrize("tool", [_export, _average, _evaluate, _generate])

@@ -29,7 +29,7 @@ def main() -> None:
     args = parser.parse_args()
     if unknown := set(args.names) - set(CHECKS):
         parser.error(f"there is no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
-    print(f"on {device_module.current()}")
+    print(f"on {device_module.current_device()}")
     names = args.names or list(CHECKS)
     with ThreadPoolExecutor(args.jobs) as pool:
         failed = 0

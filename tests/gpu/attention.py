@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron import mpu
 from megatron.model import context_attention, packed_attention
 from megatron.model.attention_kernels import AttentionArgs, Mask, attend, choose_kernel
-from megatron.model.context_attention import Views
+from megatron.model.context_attention import ContextViews
 from megatron.model.masks import Documents, no_documents
 from megatron.model.special_kernels import slice_by_slice
 from megatron.ranks import device
@@ -65,7 +65,7 @@ def _visible(numbers: Tensor | None, length: int, window: int | None = None, pre
 
 def packed_attention_agrees() -> str:
     """Check attention in bf16 within documents and with prefixes, and that CUDA packs documents without a prefix."""
-    here, findings = device.current(), []
+    here, findings = device.current_device(), []
     for length in (192, 256):
         numbers = (torch.arange(length) // 50 + 1).expand(B, -1)
         prefixes = torch.where(torch.arange(length) % 50 < 20, -numbers, numbers)
@@ -77,8 +77,8 @@ def packed_attention_agrees() -> str:
             out = attend(call)
             kernel = choose_kernel(call).__name__ if here.type != "cpu" else "flash_in_pieces"
             packs = here.type == "cuda" and torch.cuda.get_device_capability(here)[0] >= 8
-            if packs and packed_attention.kernel() is not None:
-                assert (kernel == "packed") == (form == "documents"), f"{form} were computed by {kernel}"
+            if packs and packed_attention.varlen_kernel() is not None:
+                assert (kernel == "attend_packed") == (form == "documents"), f"{form} were computed by {kernel}"
             found = [out.detach(), *torch.autograd.grad(out, learns, grad.detach())]
             findings.append(_off(found, wanted, f"{form} of {length} ({kernel})"))
     return "; ".join(findings)
@@ -86,7 +86,7 @@ def packed_attention_agrees() -> str:
 
 def context_kernels_agree() -> str:
     """Check the attention of each of two context-parallel ranks, given the keys and values of both ranks."""
-    here, findings, length = device.current(), [], 256
+    here, findings, length = device.current_device(), [], 256
     numbers = (torch.arange(length) // 50 + 1).expand(B, -1).contiguous()
     inputs = _inputs(length)
     for form, apart, window in (("causal", False, None), ("window", False, 40), ("documents", True, None)):
@@ -101,7 +101,7 @@ def context_kernels_agree() -> str:
             out, of_query, *others = _wanted([query, key, value, alone], visible)
             wanted = [out[:, :, rows], of_query[:, :, rows], *others]
             learns = [x.to(here, torch.bfloat16).requires_grad_() for x in (query[:, :, rows], key, value)]
-            views = Views(ids.to(here), apart, window, slices, mpu.Axis(None, (0,), 0))
+            views = ContextViews(ids.to(here), apart, window, slices, mpu.Axis(None, (0,), 0))
             with patch.object(context_attention, "gather_keys_and_values", lambda key, value, axis: (key, value)):
                 ours = slice_by_slice(_call(*learns, views))
             of_rows = grad[:, :, rows].to(here, torch.bfloat16)

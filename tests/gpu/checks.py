@@ -56,7 +56,7 @@ def train(flags: str, on_cpu: bool = False, **more: Any) -> dict[str, Any]:
 
     Raises RuntimeError with the end of the process's output if the process fails or times out.
     """
-    key = flags, on_cpu or not device.available(), json.dumps(more)
+    key = flags, on_cpu or not device.has_accelerator(), json.dumps(more)
     with _one_at_a_time[key]:
         return json.loads(_train(*key))  # type: ignore[no-any-return]
 
@@ -122,7 +122,7 @@ def experts_muon_and_fp8_follow_the_cpu() -> str:
         ("Muon", f"{GPT2} --optimizer muon", "bf16", 3e-2),
         ("GPT-2", GPT2, "fp8", 5e-2),
     ):
-        if precision == "fp8" and (problem := device.fp8_problem(device.current())):
+        if precision == "fp8" and (problem := device.fp8_problem(device.current_device())):
             findings.append(f"fp8 not run: {problem}")
         else:
             findings.append(f"{name} in {precision} {_like_the_cpu(flags, precision, tolerance)}")
@@ -132,20 +132,21 @@ def experts_muon_and_fp8_follow_the_cpu() -> str:
 def fused_functions_agree() -> str:
     """Check the functions that CUDA runs compiled against their eager definitions on this device."""
     for name in FUNCTIONS:
-        compiled_equals_eager(name, device.current())
+        compiled_equals_eager(name, device.current_device())
     return ", ".join(FUNCTIONS)
 
 
 def attention_kernels_agree() -> str:
     """Check that torch's attention kernels give the outputs and gradients of attention computed in fp32.
 
-    If cuDNN's kernel gets a mask or bias, wrong values are only reported, since `kernels_for` never selects it then.
+    If cuDNN's kernel gets a mask or bias, wrong values are only reported, since `select_sdpa_kernels` never selects it
+    then.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from megatron.model.attention_kernels import kernels_for
+    from megatron.model.attention_kernels import select_sdpa_kernels
 
-    here, dice = device.current(), torch.Generator().manual_seed(1)
+    here, dice = device.current_device(), torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=dice).to(here, torch.bfloat16).requires_grad_()
@@ -163,7 +164,7 @@ def attention_kernels_agree() -> str:
             )
             names = "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION", "MATH"
             choices: dict[str, Any] = {b: functools.partial(sdpa_kernel, getattr(SDPBackend, b)) for b in names}
-            choices["ours"] = functools.partial(kernels_for, inputs[0], given.get("attn_mask"))
+            choices["ours"] = functools.partial(select_sdpa_kernels, inputs[0], given.get("attn_mask"))
             for name, choice in choices.items():
                 try:
                     with choice():
@@ -218,7 +219,7 @@ def checkpoints_go_both_ways() -> str:
         raise Impossible("safetensors is not installed") from None
     flags = f"{GPT2} {DRY} --precision fp32"
     findings = []
-    for first_on_cpu in (False, True) if device.available() else (True,):
+    for first_on_cpu in (False, True) if device.has_accelerator() else (True,):
         with tempfile.TemporaryDirectory() as folder:
             written = train(flags, first_on_cpu, save=folder)
             read = train(flags, not first_on_cpu, load=folder, steps=0)
@@ -300,13 +301,13 @@ def texts_equal_the_cpu() -> str:
         return found + [ids for best in beam_searches(reader(), 3, 12, 63) for _, ids in best]
 
     for flags in (GPT2, T5):
-        assert written(flags, device.current()) == written(flags, torch.device("cpu")), "texts differ from the CPU's"
+        assert written(flags, device.current_device()) == written(flags, torch.device("cpu")), "texts differ from a CPU"
     return "GPT-2 and T5, 21 texts each"
 
 
 def recomputation_saves_memory() -> str:
     flags = f"{GPT2} --num-layers 8 --seq-length 512 --batch-size 8 --precision bf16 --attention-dropout 0.1"
-    if not device.available():
+    if not device.has_accelerator():
         raise Impossible("the peak memory of tensors is known on accelerators only")
     kept = train(flags, steps=2)
     peaks = {

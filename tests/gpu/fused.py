@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.fused import Fused, compiled
+from megatron.fused import Fused, compile_pointwise
 from megatron.model import mixture
 from megatron.mpu import fused_cross_entropy
 from tds import buckets
@@ -43,9 +43,9 @@ def _of_experts(*names: str) -> Callable[[], list[Any]]:
 
 
 FUNCTIONS: dict[str, tuple[Fused, Callable[[], list[Any]]]] = {
-    "top_and_log_sum": (fused_cross_entropy.top_and_log_sum, lambda: [_gradient_inputs()[0], torch.float32]),
+    "top_and_log_sum": (fused_cross_entropy.max_and_log_sum, lambda: [_gradient_inputs()[0], torch.float32]),
     "write_gradient": (fused_cross_entropy.write_gradient, _gradient_inputs),
-    "adopt_changes": (Fused(buckets.adopt, buckets.adopt_in_slices), changed_weights),
+    "adopt_changes": (Fused(buckets.copy_changed, buckets.copy_changed_in_slices), changed_weights),
     "sum_outputs": (mixture.sum_outputs, _of_experts("weights", "outputs")),
     "gradient_of_weights": (mixture.gradient_of_weights, _of_experts("grad", "outputs")),
     "gradient_of_outputs": (mixture.gradient_of_outputs, _of_experts("weights", "grad")),
@@ -55,7 +55,7 @@ FUNCTIONS: dict[str, tuple[Fused, Callable[[], list[Any]]]] = {
 def compiled_equals_eager(name: str, device: torch.device) -> None:
     """Check that outputs and overwritten inputs are equal up to one rounding to their dtype, for two sizes."""
     function, inputs = FUNCTIONS[name]
-    compiled_function = compiled(function.plain)
+    compiled_function = compile_pointwise(function.plain)
     for rows in (TOKENS, TOKENS - 2):
         found = []
         for run in (compiled_function, function.eager):

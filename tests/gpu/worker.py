@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from megatron import mpu
-from megatron._torch import gather_in_graph, is_compiled, scatter_sum_in_graph, sum_in_graph
+from megatron._torch import all_gather_in_graph, all_reduce_in_graph, is_compiled, reduce_scatter_in_graph
 from megatron.config.command_line import parse
 from megatron.model import global_parameters
 from megatron.ranks import device as device_module
 from megatron.training import start_engine
 from tds._torch import gather_shares, scatter_sum
-from tds.groups import gather_objects, new_groups, of_members, splits
+from tds.groups import can_split_world, gather_objects, member_group, new_groups
 from tests.text_task import TextTask
 
 
@@ -61,13 +61,13 @@ def _kernels(step: Callable[[], object], device: torch.device) -> list[str]:
 
 def try_groups() -> dict[str, Any]:
     """Create the groups of a run in a world of one rank, and run every kind of collective on each; return findings."""
-    device = device_module.current()
+    device = device_module.current_device()
     bound = device if device.type == "cuda" else None
-    backend = device_module.backend(device)
+    backend = device_module.default_backend(device)
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound)
     wanted = torch.arange(8.0, device=device)
     for name in ("pipe", "data", "model", "context", "members"):
-        group = of_members([0]) if name == "members" else new_groups([[0]], urgent=name == "model")
+        group = member_group([0]) if name == "members" else new_groups([[0]], urgent=name == "model")
         for dtype in (torch.float32, torch.bfloat16):
             x = wanted.to(dtype)
             dist.all_reduce(x, group=group)
@@ -75,12 +75,14 @@ def try_groups() -> dict[str, Any]:
             share, whole = x.clone(), x.clone()
             scatter_sum(share, share, group).wait()
             gather_shares(whole, share, group).wait()
-            in_graph = [f(x, group.group_name) for f in (sum_in_graph, gather_in_graph, scatter_sum_in_graph)]
+            in_graph = [
+                f(x, group.group_name) for f in (all_reduce_in_graph, all_gather_in_graph, reduce_scatter_in_graph)
+            ]
             for found in (x, share, whole, *in_graph):
                 assert torch.equal(found.float(), wanted), f"{name}, {dtype}: {found}, expected {wanted}"
         assert gather_objects(name, group) == [name]
     device_module.synchronize(device)
-    return {"backend": backend, "split": splits()}
+    return {"backend": backend, "split": can_split_world()}
 
 
 def train(
@@ -94,7 +96,7 @@ def train(
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     config = parse(flags.split())
     engine = start_engine(TextTask(), config)
-    device = device_module.current()
+    device = device_module.current_device()
     if load:
         from megatron.checkpointing import find_checkpoint, load_checkpoint
 

@@ -10,7 +10,7 @@ from .runs import train_gpt2
 
 
 def _train(flags: str) -> None:
-    shared_folder.PATIENCE = 1.0
+    shared_folder.VISIBILITY_TIMEOUT = 1.0
     train_gpt2(flags)
 
 

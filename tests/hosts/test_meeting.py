@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config.command_line import parse
-from megatron.ranks.errors import complaint
+from megatron.ranks.errors import one_line_error
 from megatron.ranks.initialize import initialize_megatron
 from tds import meeting
 
@@ -21,7 +21,7 @@ def _meet() -> None:
     try:
         initialize_megatron(parse(["--startup-timeout-minutes", "0.1"]))
     except ValueError as error:
-        print(f"refused: {complaint(error)}")
+        print(f"refused: {one_line_error(error)}")
         raise SystemExit(1) from None
     x = torch.ones(1)
     dist.all_reduce(x)

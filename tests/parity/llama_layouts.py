@@ -129,7 +129,7 @@ def _train(way: Way, more: str, replicas: int, data: str, vocab_file: str) -> li
     def batches() -> Iterator[dict[str, Tensor]]:
         for step in range(STEPS):
             for micro in range(0, share, 2):
-                yield _stack(dataset, step * GLOBAL_BATCH + mesh.share.number * share + micro, 2)
+                yield _stack(dataset, step * GLOBAL_BATCH + mesh.share.rank * share + micro, 2)
 
     source: Any = batches() if reads else None
     return [engine.train_batch(source, RATE).loss.item() for _ in range(STEPS)]

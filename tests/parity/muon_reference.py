@@ -33,7 +33,7 @@ def separate(name: str, weight: Tensor, model: Any) -> list[Tensor]:
     if name.endswith("key_value.weight"):
         by_head = weight.view(model.num_attention_heads, 2, width, h)
         return [by_head[:, 0].reshape(-1, h), by_head[:, 1].reshape(-1, h)]
-    if name.endswith("dense_h_to_4h.weight") and model.gated:
+    if name.endswith("dense_h_to_4h.weight") and model.is_gated:
         return [weight[::2], weight[1::2]]
     return [weight]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from data_utils.documents import texts
+from data_utils.documents import read_texts
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.tokenizer import load_tokenizer
 from tests.materials import SAMPLE
@@ -42,7 +42,7 @@ def sizes_of(rows: list[dict[str, Any]], split: str) -> list[float]:
 @pytest.mark.parametrize(("ranks", "layout"), [(1, ""), (2, "--pipe-parallel-size 2"), (2, "--model-parallel-size 2")])
 def test_bytes_are_those_of_the_text(ranks: int, layout: str, tmp_path: Path, vocab_file: str) -> None:
     """The corpora are the Chinese and the English documents of the bundled corpus; Chinese characters have 3 bytes."""
-    everything = list(texts([str(SAMPLE)]))
+    everything = list(read_texts([str(SAMPLE)]))
     chinese = [text for text in everything if len(text.encode()) > 2 * len(text)]
     english = [text for text in everything if len(text.encode()) < 1.1 * len(text)]
     prefixes = []
@@ -74,7 +74,7 @@ def test_counting_changes_no_random_numbers(tmp_path: Path, tiny_data: str, voca
 
 def test_targets_of_t5_are_its_masked_spans(tmp_path: Path, vocab_file: str) -> None:
     """Sentinels have no bytes, so a target has fewer bytes than a token of the text."""
-    prefix, size = corpus_of(list(texts([str(SAMPLE)])), tmp_path / "all", vocab_file)
+    prefix, size = corpus_of(list(read_texts([str(SAMPLE)])), tmp_path / "all", vocab_file)
     flags = f"{MODEL} {STEPS} --enc-seq-length 64 --dec-seq-length 32 --vocab-file {vocab_file} --data-path {prefix}"
     rows = train_t5(1, tmp_path / "run", *flags.split())
     (found, *_) = sizes_of(rows, "train")

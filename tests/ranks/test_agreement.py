@@ -20,14 +20,14 @@ from torch import nn
 
 from megatron import mpu
 from megatron.config.command_line import parse
-from megatron.features.stragglers import Straggler, slowest
+from megatron.features.stragglers import Straggler, slowest_rank
 from megatron.model.layers import global_parameters
 from megatron.ranks.errors import RunError
 from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.replicas import check_replicas, fingerprint
 from megatron.ranks.source import source_files
 from megatron.training.loop import train
-from megatron.training.model_checks import refuse_what_no_checkpoint_holds
+from megatron.training.model_checks import check_declared_shards
 from tests.checkpoints.runs import Start, losses_of, make, run_all
 from tests.conformance.engines import remembered_groups
 from tests.ranks.test_overlap_gather import gather_late
@@ -147,7 +147,7 @@ def test_a_fingerprint_sees_every_bit_and_every_place(dtype: torch.dtype) -> Non
 
 def test_a_fingerprint_goes_over_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.arange(10.0)
-    monkeypatch.setattr("megatron.ranks.replicas.AT_ONCE", 4)
+    monkeypatch.setattr("megatron.ranks.replicas.CHUNK_ELEMENTS", 4)
     assert int(fingerprint(x)) != int(fingerprint(torch.cat([x[4:8], x[:4], x[8:]])))
 
 
@@ -293,9 +293,9 @@ def _marked() -> None:
         model = nn.Linear(4, 4)
         setattr(model.bias, name, True)
         with pytest.raises(ValueError, match="bias .*mpu.declare"):
-            refuse_what_no_checkpoint_holds(model)
+            check_declared_shards(model)
         mpu.declare(model.bias, dim=0)
-        refuse_what_no_checkpoint_holds(model)
+        check_declared_shards(model)
 
 
 def test_a_shard_of_unknown_place_is_refused() -> None:
@@ -354,13 +354,15 @@ def test_the_rank_that_others_wait_for_is_in_the_line(tmp_path: Path, tiny_data:
 
 
 def test_who_is_far_behind() -> None:
-    assert slowest([(1.0, 0), (1.1, 0), (1.2, 0)], 3.0) is None
-    assert slowest([(1.0, 0), (1.1, 0), (2.2, 0)], 3.0) == Straggler(2, 2.0)
-    assert slowest([(1.0, 0), (3.0, 1), (1.1, 0), (3.0, 1)], 9.0) is None, "different stages may take different times"
-    assert slowest([(0.001, 0), (0.005, 0)], 3.0) is None, "a wait of milliseconds is not reported"
-    assert slowest([(1.0, 0), (2.0, 1)], 3.0) is None, "one of two stages may have more layers"
-    assert slowest([(1.0, 0), (1.1, 1), (2.2, 2)], 3.0) == Straggler(2, 2.0)
-    assert slowest([(0.0, 0), (0.0, 1), (0.0, 2)], 3.0) is None
+    assert slowest_rank([(1.0, 0), (1.1, 0), (1.2, 0)], 3.0) is None
+    assert slowest_rank([(1.0, 0), (1.1, 0), (2.2, 0)], 3.0) == Straggler(2, 2.0)
+    assert slowest_rank([(1.0, 0), (3.0, 1), (1.1, 0), (3.0, 1)], 9.0) is None, (
+        "different stages may take different times"
+    )
+    assert slowest_rank([(0.001, 0), (0.005, 0)], 3.0) is None, "a wait of milliseconds is not reported"
+    assert slowest_rank([(1.0, 0), (2.0, 1)], 3.0) is None, "one of two stages may have more layers"
+    assert slowest_rank([(1.0, 0), (1.1, 1), (2.2, 2)], 3.0) == Straggler(2, 2.0)
+    assert slowest_rank([(0.0, 0), (0.0, 1), (0.0, 2)], 3.0) is None
 
 
 def test_the_source_is_all_of_it() -> None:

@@ -54,7 +54,7 @@ def _compiled(flags: str, sequence: bool, onednn: bool, kernels: bool) -> int:
         return [out.detach(), given.grad, *(p.grad.clone() for p in layer.parameters())]  # type: ignore[union-attr,list-item]
 
     expected = run()
-    compiling._keep_outside()
+    compiling._exclude_from_compiling()
     found = torch._dynamo.explain(layer)((x, *others))  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
         if not kernels:
@@ -118,7 +118,7 @@ def test_equal_layers_with_dropout_are_compiled_once_and_draw_as_if_they_were_no
     assert (expected[0] - expected[2]).abs().max() > 0.1, "each micro-batch must draw new dropout masks"
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compiling._keep_outside()
+    compiling._exclude_from_compiling()
     for layer in layers:
         layer.compile(backend="aot_eager_decomp_partition")  # torch.compile without kernel generation
     for again in (False, True):
@@ -151,7 +151,7 @@ def _stretches() -> None:
         return [out.detach(), given.grad]
 
     expected = run()
-    compiling._keep_outside()
+    compiling._exclude_from_compiling()
     layer.compile(backend="aot_eager_decomp_partition")  # torch.compile without kernel generation
     for ours, theirs in zip(run(), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -190,7 +190,7 @@ def accumulating() -> tuple[Block, Tensor, Tensor, Sums, list[Tensor]]:
     layer((x, ids))[0].square().sum().backward()
     expected = [sums.pop(weight) for weight in sums.weights]
     assert len(expected) == 4
-    compiling._keep_outside()
+    compiling._exclude_from_compiling()
     compiling.accumulate_in_graph(layer)
     layer.compile(backend="aot_eager_decomp_partition")  # torch.compile without kernel generation
     return layer, x, ids, sums, expected

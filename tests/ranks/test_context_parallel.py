@@ -14,7 +14,7 @@ from megatron import mpu
 from megatron.config import ModelConfig
 from megatron.config.command_line import parse
 from megatron.model.attention import Attention
-from megatron.model.context_attention import views_of
+from megatron.model.context_attention import build_context_views
 from megatron.model.masks import document_scope, no_documents
 from megatron.model.pieces import pieces_for
 from megatron.mpu.mesh import Axis
@@ -97,7 +97,7 @@ def _body(world: int) -> list[str]:
         *given, grad = inputs(case.groups)
         own = [mpu.shard_sequence(x, 2, axis).clone().requires_grad_() for x in given]
         ids = ids_of(case.documents)
-        views = views_of(ids, S, case.window, document_scope(ids, causal=True), axis)
+        views = build_context_views(ids, S, case.window, document_scope(ids, causal=True), axis)
         out = _attention(case).attend(own[0], own[1], own[2], views, None)  # [s/c, b, n d]
         out = out.view(-1, B, HEADS, D).permute(1, 2, 0, 3)
         out.backward(mpu.shard_sequence(grad, 2, axis))
@@ -122,7 +122,7 @@ def _masks(world: int) -> tuple[Tensor, Tensor]:
     axis = mpu.context_axis()
     mpu.get_rng().begin(1)
     layer = _attention(Case(), p=0.5).train()
-    views = views_of(no_documents(torch.device("cpu")), S, None, None, axis)
+    views = build_context_views(no_documents(torch.device("cpu")), S, None, None, axis)
     even = torch.zeros(1, HEADS, S // world, D, dtype=torch.float64)
     values = torch.ones(1, HEADS, S // world, D, dtype=torch.float64)
     kept = layer.attend(even, even, values, views, None)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config.command_line import parse, with_values
-from megatron.model.dispatch import through_experts
+from megatron.model.dispatch import dispatch_to_experts
 from megatron.model.layers import global_parameters
 from megatron.ranks.errors import RunError
 from megatron.ranks.replicas import check_replicas
@@ -106,7 +106,7 @@ def _dispatch(kind: str, tokens: tuple[int, ...]) -> tuple[Any, ...]:
         "random": torch.randint(0, 4, (tokens[me], 2), generator=generator),
         "one": torch.full((tokens[me], 2), 2),
     }[kind]
-    outputs = through_experts(x, experts, 4, apply, axis)
+    outputs = dispatch_to_experts(x, experts, 4, apply, axis)
     expected = x.detach().unsqueeze(1) * (experts.unsqueeze(-1) + 1.0).double()
     torch.testing.assert_close(outputs, expected)
     outputs.sum().backward()

@@ -115,7 +115,7 @@ def _wait_in_a_large_run(victim: int) -> None:
     fault_board.COLLECT_SECONDS = 1.5
     watchdog = Watchdog(60.0, None, "run")
     with watchdog.watching():
-        watchdog.at("waiting")
+        watchdog.record("waiting")
         if dist.get_rank() == victim:
             raise ArithmeticError("the layer broke")
         time.sleep(60)

@@ -80,7 +80,7 @@ def _start(stages: int, model: int, splitting: bool) -> tuple[int, int, Any, lis
     tds.init_distributed()
     dist.new_group = new_group
     if splitting:
-        dist.split_group, groups.splits = split_group, lambda: True
+        dist.split_group, groups.can_split_world = split_group, lambda: True
         groups.urgent_options = lambda world, device: URGENT
     initialize_megatron(config)
     pipe = GPT2ModelPipe(config)

@@ -79,7 +79,7 @@ class Waits(TorchDispatchMode):
 @contextmanager
 def counted() -> Iterator[Waits]:
     """Count waits in this block, in which `DEVICE` is an accelerator."""
-    waits, tensor_of, take = Waits(), torch.tensor, tds.memory.Pool.take
+    waits, tensor_of, take = Waits(), torch.tensor, tds.memory.BufferPool.take
 
     def reading(name: str) -> Callable[[Tensor], Any]:
         function = getattr(Tensor, name)
@@ -102,7 +102,7 @@ def counted() -> Iterator[Waits]:
         for name in ("tolist", "cpu"):
             patch.setattr(Tensor, name, reading(name))
         patch.setattr(torch, "tensor", make)
-        patch.setattr(tds.memory.Pool, "take", lambda pool, size: waits.put(take(pool, size)))
+        patch.setattr(tds.memory.BufferPool, "take", lambda pool, size: waits.put(take(pool, size)))
         patch.setattr(tds.losses, "to_device", lambda values, _: waits.put(tensor_of(values, dtype=torch.float64)))
         with waits:
             yield waits

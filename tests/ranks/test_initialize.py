@@ -12,10 +12,10 @@ from megatron.config.command_line import parse
 from megatron.engines.watch import StepWatch
 from megatron.features.memory_estimate import memory_advice
 from megatron.ranks import initialize
-from megatron.ranks.errors import complaint
+from megatron.ranks.errors import one_line_error
 from megatron.ranks.initialize import initialize_megatron
 from tds.diagnose import out_of_memory
-from tds.messages import shortened, words_of
+from tds.messages import error_text, shortened
 from tests.support import ends_of_ranks, on_ranks
 
 
@@ -39,7 +39,7 @@ def test_a_rank_that_does_not_come_ends_the_wait() -> None:
 def _steps() -> float:
     config = parse(["--distributed-timeout-minutes", "0.02"])
     initialize_megatron(config)
-    initialize.AFTER_THE_WATCHDOG = 1.0
+    initialize.WATCHDOG_MARGIN = 1.0
     initialize.use_step_timeout(config)
     begin = time.monotonic()
     if dist.get_rank() == 0:
@@ -101,9 +101,9 @@ def test_a_run_without_a_pipeline_says_where_each_rank_stands(kind: str) -> None
 
 def test_an_error_without_words_has_a_description() -> None:
     """An exception whose `__str__` raises is described by its class, by tds and by the entry scripts."""
-    for found in (words_of(Mute()), complaint(Mute())):
+    for found in (error_text(Mute()), one_line_error(Mute())):
         assert "KeyError" in found
-    assert "Mute" in complaint(Mute())
+    assert "Mute" in one_line_error(Mute())
     assert shortened("abc" * 1000, 20) == "abcabcabcabcabc ... (2980 characters left out) ... bcabc"
 
 
@@ -132,5 +132,5 @@ def test_want_of_memory_has_a_sentence() -> None:
     advice = memory_advice(10**9, parse(["--batch-size", "3"]), "bf16")
     assert "take 18 GB" in advice
     assert "lower --batch-size 3" in advice
-    muon = memory_advice(10**9, parse(["--optimizer", "muon"]), "fp32", of_muon=75 * 10**7)
+    muon = memory_advice(10**9, parse(["--optimizer", "muon"]), "fp32", num_muon=75 * 10**7)
     assert "take 13 GB" in muon  # 16 GB with two moments for all weights

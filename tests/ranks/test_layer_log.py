@@ -18,7 +18,7 @@ from megatron.features.layer_log import METRICS, LayerLog
 from megatron.model.block import TransformerLayer
 from megatron.model.layers import global_parameters
 from megatron.model.masks import no_documents
-from megatron.model.router import Router, Routing
+from megatron.model.router import Router, RouterOutput
 from megatron.training.loop import train
 from tds.groups import max_with_nan
 from tests.checkpoints.runs import Start, make, run_all
@@ -148,7 +148,7 @@ def _one_nan() -> tuple[Any, Any]:
     sums[3, 1] = math.nan
     sums[4, 2] = 0
     sums[3, 2] = 0
-    return log._logits.tolist(), log._row(sums, 1.0)
+    return log._logits.tolist(), log._compute_metrics(sums, 1.0)
 
 
 def test_a_nan_of_one_rank_is_logged_as_null() -> None:
@@ -162,10 +162,10 @@ def test_a_nan_of_one_rank_is_logged_as_null() -> None:
 def test_activations_of_large_tensors_are_exact(dtype: torch.dtype) -> None:
     hidden = torch.randn(512, 4, 768, generator=torch.Generator().manual_seed(0)).to(dtype)
     sums: Any = SimpleNamespace(
-        _model=SimpleNamespace(training=True), _at={"x": 0}, _activations=torch.zeros(2, 1).double()
+        _model=SimpleNamespace(training=True), _layer_index={"x": 0}, _activations=torch.zeros(2, 1).double()
     )
     layer: Any = SimpleNamespace(repeated=True, name="x", outputs=("hidden", "document_ids"))
-    LayerLog._observe(sums, layer, lambda inputs: inputs, (hidden, no_documents(hidden.device)))
+    LayerLog._record_activations(sums, layer, lambda inputs: inputs, (hidden, no_documents(hidden.device)))
     square, count = sums._activations[:, 0].tolist()
     assert square / count == pytest.approx(hidden.double().square().mean().item(), rel=1e-6)
 
@@ -227,7 +227,7 @@ def _routed(start: Start, data: str, vocab_file: str) -> dict[str, list[int]]:
         run = make(start, data, vocab_file)
         model: Any = run.engine.deepspeed.module
 
-        def count(name: str, routing: Routing) -> None:
+        def count(name: str, routing: RouterOutput) -> None:
             chosen = routing.experts.flatten().tolist()
             counts[name] = [counts.get(name, [0] * 4)[i] + chosen.count(i) for i in range(4)]
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import tds
-from tds.diagnose import without_cpp
+from tds.diagnose import strip_cpp_stacks
 from tests.support import ROOT, free_port, on_ranks
 
 mse = nn.functional.mse_loss
@@ -207,12 +207,12 @@ def test_stacks_of_cpp_are_left_out() -> None:
         "frame #0: c10::Error::Error(std::string) + 0x96 (0x7f)\nframe #1: <unknown function> + 0x5ba "
         "(0x7f)\n\nafter it"
     )
-    assert without_cpp(text).split("\n") == ["RuntimeError: Connection closed by peer", "after it"]
+    assert strip_cpp_stacks(text).split("\n") == ["RuntimeError: Connection closed by peer", "after it"]
     assert (
-        without_cpp("error\nC++ CapturedTraceback:\n#4 std::f from a.cpp:0\n#5 c10::g from b.cpp:0\n").strip()
+        strip_cpp_stacks("error\nC++ CapturedTraceback:\n#4 std::f from a.cpp:0\n#5 c10::g from b.cpp:0\n").strip()
         == "error"
     )
-    assert without_cpp("nothing #1 of the kind\nframe") == "nothing #1 of the kind\nframe"
+    assert strip_cpp_stacks("nothing #1 of the kind\nframe") == "nothing #1 of the kind\nframe"
 
 
 # ------------------------------------------------------------------- layers that torch trains wrongly in bf16

@@ -11,7 +11,7 @@ from megatron.config import Config, ModelConfig
 from megatron.config.sections import DataConfig, ParallelConfig
 from megatron.model import GPT2Model
 from megatron.mpu import cross_entropy
-from megatron.mpu.mappings import own_part
+from megatron.mpu.mappings import local_part
 from tests.sentences import SENTENCES
 from tests.support import covering, on_ranks
 
@@ -116,7 +116,7 @@ def _mappings(ranks: int) -> None:
     torch.testing.assert_close(copy.grad, torch.full_like(copy, sum(range(1, axis.size + 1))))
     if axis.size > 1:
         with pytest.raises(ValueError, match=SENTENCES["last_dimension_of_7_cannot_be"]):
-            own_part(draw(2, 7), axis)
+            local_part(draw(2, 7), axis)
         with pytest.raises(ValueError, match=SENTENCES["output_size_of_7_cannot_be"]):
             mpu.ColumnParallelLinear(4, 7)
 
@@ -158,7 +158,7 @@ FUSED = pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"]) 
 
 
 def _choose_functions(fused: bool) -> None:
-    cross_entropy.on_cuda = lambda _: fused
+    cross_entropy.uses_fused_loss = lambda _: fused
 
 
 def _cross_entropy(ranks: int, smoothing: float, fused: bool) -> None:
@@ -261,7 +261,7 @@ def _not_a_number(ranks: int) -> list[bool]:
     target = torch.tensor([3, 12, 0, 5])
     whole[torch.arange(4), target] = 9.0
     whole[0, 15] = whole[1, 1] = whole[2, 0] = torch.nan
-    return mpu.vocab_parallel_right(own_part(whole, axis), target).tolist()
+    return mpu.vocab_parallel_right(local_part(whole, axis), target).tolist()
 
 
 def test_a_token_with_a_logit_that_is_no_number_is_wrong() -> None:

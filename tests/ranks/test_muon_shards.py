@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.optim.whole_matrices import by_matrix, by_whole_matrices, work_of
+from megatron.optim.whole_matrices import apply_per_matrix, apply_to_whole_matrices, matrix_work
 from tests.support import on_ranks
 
 SHAPES = [  # (o, i, sharded dimension, fused rows)
@@ -34,13 +34,13 @@ def _body(ranks: int) -> None:
         parts = [whole] if fused is None else fused.split(whole)
         wanted = [_function(part.reshape(-1, columns)).view(part.shape) for part in parts]
         result = wanted[0] if fused is None else torch.cat(wanted, 1).view(whole.shape)
-        assert torch.equal(by_matrix(_function, whole, spec), result)
+        assert torch.equal(apply_per_matrix(_function, whole, spec), result)
         expected.append(result if dim is None else result.chunk(ranks, dim)[axis.rank])
         shards.append(shard)
         specs.append(spec)
-        assert work_of(spec) > 0
+        assert matrix_work(spec) > 0
     for some in (range(len(SHAPES)), [0], [3], [5], [4, 1], []):  # with one matrix, some ranks compute nothing
-        found = by_whole_matrices(_function, [shards[at] for at in some], [specs[at] for at in some], axis)
+        found = apply_to_whole_matrices(_function, [shards[at] for at in some], [specs[at] for at in some], axis)
         assert all(torch.equal(each, expected[at]) for each, at in zip(found, some, strict=True))
 
 

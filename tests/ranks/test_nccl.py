@@ -56,7 +56,7 @@ def _as_on(device: Device) -> Iterator[None]:
     """Make the engine follow its rules for accelerators although the backend is gloo."""
     made: dict[tuple[int, ...], Any] = {}
 
-    def of_hosts(group: Any) -> Any:
+    def host_group(group: Any) -> Any:
         ranks = tuple(dist.get_process_group_ranks(group))
         if ranks not in made:
             made[ranks] = new_local_group(ranks, "hosts")
@@ -65,9 +65,9 @@ def _as_on(device: Device) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for home in (tds.engine, tds.neighbours, tds.queues, tds.start):
-            patch.setattr(home, "in_queues", lambda device: True)
+            patch.setattr(home, "has_message_queues", lambda device: True)
         for home in (tds.engine, tds.neighbours):
-            patch.setattr(home, "of_hosts", of_hosts)
+            patch.setattr(home, "host_group", host_group)
         yield
 
 
@@ -124,8 +124,8 @@ def _waits(pipeline: dict[str, Any], stages: int) -> list[float]:
 
         for name in ("_forward", "_backward", "_backward_input", "_backward_weight"):
             patch.setattr(engine, name, after_a_wait(getattr(engine, name)))
-        patch.setattr(tds.memory.Pool, "take", after_a_wait(tds.memory.Pool.take))
-        patch.setattr(tds.channel.Sender, "_payload", after_a_wait(tds.channel.Sender._payload))
+        patch.setattr(tds.memory.BufferPool, "take", after_a_wait(tds.memory.BufferPool.take))
+        patch.setattr(tds.channel.Sender, "_pack", after_a_wait(tds.channel.Sender._pack))
         losses = []
         for step in range(4):
             generator = torch.Generator().manual_seed(step)

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from megatron import mpu
 from megatron.checkpointing import CheckpointReader
-from megatron.data.checked import checked_once
+from megatron.data.checked import reuse_checks
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.mpu.parameters import ParamSpec
 from megatron.tasks import GPT2
-from megatron.training.data_ranks import RemoteDataset, lengths_of, reads
+from megatron.training.data_ranks import RemoteDataset, reads_data, t5_lengths
 from megatron.training.loop import train
 from megatron.training.task import Task
 from tests.checkpoints.runs import Start, losses_of, make, whole_tensors
@@ -51,11 +51,11 @@ def _trains(
     """
     calls: Counter[str] = Counter()
     _count(calls, IndexedDataset, "_open", lambda *_: "opened")
-    _count(calls, IndexedDataset, "_check_against", lambda *_: "checked")
+    _count(calls, IndexedDataset, "_check_index", lambda *_: "checked")
     flags = FLAGS.format(2, "fp32", 0, *layout) + " --split 8,2 --eval-iters 1 --num-workers 1"
     with make(Start(model, Path(folder), flags), data, vocab_file) as run:
         train(run)
-        return reads(), calls, isinstance(run.datasets[1], RemoteDataset)
+        return reads_data(), calls, isinstance(run.datasets[1], RemoteDataset)
 
 
 @pytest.mark.parametrize(
@@ -112,18 +112,21 @@ class _Plan:
 
 
 def test_the_lengths_of_a_plan() -> None:
-    assert lengths_of(SimpleNamespace(plan=SimpleNamespace(encoder=3, decoder=2))) == (3, 2)
-    assert lengths_of(SimpleNamespace(plan=_Plan())) is None and lengths_of(object()) is None
+    assert t5_lengths(SimpleNamespace(plan=SimpleNamespace(encoder=3, decoder=2))) == (3, 2)
+    assert t5_lengths(SimpleNamespace(plan=_Plan())) is None and t5_lengths(object()) is None
 
 
 def test_what_one_process_has_checked_others_take_over(tiny_data: str) -> None:
     found: dict[str, bool] = {}
-    with checked_once(found):
+    with reuse_checks(found):
         first = IndexedDataset(tiny_data)
     assert found == {tiny_data: True}
-    with checked_once({tiny_data: False}):
+    with reuse_checks({tiny_data: False}):
         other = IndexedDataset(tiny_data)
-    assert not other._one_each and other.document_sizes(range(5)).tolist() == first.document_sizes(range(5)).tolist()
+    assert (
+        not other._one_sequence_each
+        and other.document_sizes(range(5)).tolist() == first.document_sizes(range(5)).tolist()
+    )
 
 
 def _resumes(first: Start, second: Start, data: str, vocab_file: str) -> tuple[int, int, int]:

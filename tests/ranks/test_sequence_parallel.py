@@ -157,7 +157,7 @@ def _count(sequence_parallel: bool, cross: bool, recompute: bool) -> tuple[dict[
     x = mpu.local_shard(draw(SEQ, BATCH, 16).float()).requires_grad_()
     encoded = Encoded(mpu.local_shard(draw(SEQ, BATCH, 16, seed=1).float()).requires_grad_(), None) if cross else None
     with Talk() as there:
-        y = layer.layer(x, None, encoded=encoded)
+        y = layer.run_layer(x, None, encoded=encoded)
     with Talk() as back:
         y.square().sum().backward()
     return dict(there), dict(back)

@@ -22,7 +22,7 @@ NOTHING_SAVED = ["--save-interval", "0", "--no-save-at-end"]
 def _check(folders: list[str], saves: bool, readonly: int | None) -> str:
     """Check folders[rank], as if each rank were on its own node; return the error, or else the notes."""
     os.environ["LOCAL_RANK"] = "0"
-    shared_folder.PATIENCE = 0.5
+    shared_folder.VISIBILITY_TIMEOUT = 0.5
     folder = to_path(folders[dist.get_rank()])
     notes = io.StringIO()
     with contextlib.redirect_stdout(notes), pytest.MonkeyPatch.context() as patch:

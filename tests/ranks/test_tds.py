@@ -135,7 +135,7 @@ def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
     import tds
 
     copied = sent = 0
-    take, start = tds.channel.Sender._copy, tds.channel.Sender._start
+    take, start = tds.channel.Sender._concatenate, tds.channel.Sender._start_send
 
     def counting_copies(self: Any, parts: Any) -> Any:
         nonlocal copied
@@ -147,7 +147,7 @@ def _copied_messages(keeps_outputs: bool) -> tuple[int, int]:
         sent += buffer.numel() * buffer.element_size() == 4 * WIDTH * 4
         start(self, buffer, *group)
 
-    tds.channel.Sender._copy, tds.channel.Sender._start = counting_copies, counting_messages  # type: ignore[method-assign]
+    tds.channel.Sender._concatenate, tds.channel.Sender._start_send = counting_copies, counting_messages  # type: ignore[method-assign]
     last = [nn.Tanh()] if keeps_outputs else []  # Tanh's backward pass needs its output
     stage = [nn.Sequential(nn.Linear(WIDTH, WIDTH), *last) for _ in range(2)]
     model = tds.PipelineModule(stage, num_stages=2, loss_fn=loss_fn, partition_method="uniform")
@@ -726,7 +726,7 @@ def _order() -> list[tuple[str, tuple[int, ...], int, int]]:
     import tds
 
     with pytest.MonkeyPatch.context() as patch:  # create groups as on an accelerator
-        patch.setattr(tds.neighbours, "in_queues", lambda device: True)
+        patch.setattr(tds.neighbours, "has_message_queues", lambda device: True)
         engine = build(2, {"chunks": 2}, pipeline={"schedule": "interleaved"})
     handed: list[tuple[str, tuple[int, ...], int, int]] = []
     numbers: dict[Any, int] = {}

@@ -14,7 +14,7 @@ from megatron import mpu
 from megatron.tasks import GPT2, T5
 from megatron.training import pretrain, run
 from megatron_tools.verify.compare import TOLERANCE, Comparison, Verdict, as_table
-from megatron_tools.verify.layouts import ONE, Layout
+from megatron_tools.verify.layouts import ONE_PROCESS, Layout
 from megatron_tools.verify.recorder import record_run
 from megatron_tools.verify.records import Records
 from tds.pipe import PipelineModule
@@ -206,9 +206,9 @@ def _records(what: Any, layout: Layout, folder: Path, data: str, vocab: str, *mo
 
 
 def _verdict(what: Any, layout: Layout, tmp_path: Path, data: str, vocab: str, *more: str) -> Verdict:
-    one = _records(what, ONE, tmp_path / "one", data, vocab, *more)
+    one = _records(what, ONE_PROCESS, tmp_path / "one", data, vocab, *more)
     other = _records(what, layout, tmp_path / "other", data, vocab, *more)
-    return Comparison(one, other, TOLERANCE["fp32"]).verdict(str(layout))
+    return Comparison(one, other, TOLERANCE["fp32"]).compare(str(layout))
 
 
 EXPERTS = ("--num-experts", "4", "--expert-ff-hidden-size", "8", "--num-shared-experts", "1", "--router-z-loss", "0.1")
@@ -230,8 +230,8 @@ def test_a_wrong_output_is_named(fault: type[Faulty], tmp_path: Path, tiny_data:
 def test_a_gradient_that_is_not_summed_is_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:
     found = _verdict(NormForgets, Layout(tp=2, sp=True), tmp_path, tiny_data, vocab_file)
     assert not found.agrees and found.forward is None and found.initial_values is None and found.backward
-    assert found.backward.name == "layers.1.input_layernorm.weight" and found.others == 0
-    assert "the copies differ from each other" in found.backward.words
+    assert found.backward.name == "layers.1.input_layernorm.weight" and found.further_gradients == 0
+    assert "the copies differ from each other" in found.backward.description
     bad = {name for name, error in found.gradients.items() if error > TOLERANCE["fp32"]}
     assert bad == {"layers.1.input_layernorm.weight"}
     assert found.weights.keys() == found.gradients.keys() and max(found.weights.values()) == 0.0
@@ -256,7 +256,7 @@ def test_initial_values_by_rank_are_named(tmp_path: Path, tiny_data: str, vocab_
     found = _verdict(OwnValues, Layout(tp=2), tmp_path, tiny_data, vocab_file)
     assert found.initial_values and found.initial_values.name == f"{AT}.extra.scale"
     assert {name for name, error in found.weights.items() if error} == {f"{AT}.extra.scale"}
-    assert "the same random seed" in found.initial_values.words
+    assert "the same random seed" in found.initial_values.description
 
 
 def test_a_buffer_that_differs_is_named(tmp_path: Path, tiny_data: str, vocab_file: str) -> None:

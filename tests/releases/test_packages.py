@@ -66,6 +66,6 @@ def test_verify_refuses_old_transformers(release: str, monkeypatch: pytest.Monke
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(transformers, "__version__", release)
     with pytest.raises(ValueError, match=f"--verify.*{release}"):
-        hf_compare._transformers()
+        hf_compare._import_transformers()
     monkeypatch.setattr(transformers, "__version__", "5.3.0")
-    assert hf_compare._transformers() is transformers
+    assert hf_compare._import_transformers() is transformers

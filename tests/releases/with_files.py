@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from data_utils.dedup import shingles
-from data_utils.documents import texts
-from data_utils.near_duplicates import sketch
+from data_utils.documents import read_texts
+from data_utils.near_duplicates import minhash_signature
 from data_utils.streams import open_bytes
 from megatron.checkpointing.checksums import BLAKE3
-from megatron.checkpointing.stream import Entry
+from megatron.checkpointing.stream import LazyTensor
 from megatron.tokenizer.segment import SEPARATOR, segmenter
-from megatron_tools.convert.hf_folder import FolderReader, write_tensors
+from megatron_tools.convert.hf_folder import HFTensorReader, write_tensors
 from tests.materials import SAMPLE
 
 # SHA-256 of the numbers that numpy 2.4.6 draws in `check_random_numbers`
@@ -38,7 +38,11 @@ def check_words() -> None:
     """Compare rjieba's words with those of jieba on the bundled corpus and on ambiguous sentences."""
     fast = segmenter("rjieba")
     slow = segmenter("jieba")
-    given = [*islice(texts([str(SAMPLE)]), 60), "来AddPort请求新端口，应用到GPU大型机", "达至年近6，年近6岁，B年近达至"]
+    given = [
+        *islice(read_texts([str(SAMPLE)]), 60),
+        "来AddPort请求新端口，应用到GPU大型机",
+        "达至年近6，年近6岁，B年近达至",
+    ]
     for text in given:
         cut = fast(text)
         assert cut == slow(text), f"other words than jieba's: {text[:40]}"
@@ -68,7 +72,7 @@ def check_safetensors() -> None:
     )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "model.safetensors").write_bytes(content)
-        reader = FolderReader(Path(folder))
+        reader = HFTensorReader(Path(folder))
         assert torch.equal(reader.read("a"), torch.arange(6.0).view(2, 3)), "other values in fp32"
         assert reader.read("b").tolist() == [1.5, -2.0], "other values in bf16"
 
@@ -78,7 +82,7 @@ def check_our_safetensors() -> None:
     from safetensors.torch import load_file
 
     weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([1.5, -2.0], dtype=torch.bfloat16)}
-    entries = [Entry(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in weights.items()]
+    entries = [LazyTensor(name, tuple(t.shape), t.dtype, lambda t=t: t) for name, t in weights.items()]
     with tempfile.TemporaryDirectory() as folder:
         write_tensors(Path(folder), entries, 1 << 30)
         found = load_file(Path(folder) / "model.safetensors")
@@ -92,8 +96,8 @@ def check_blake3() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "data"
         path.write_bytes(data)
-        assert BLAKE3.of(path) == BLAKE3_OF_102400, "another checksum of a file"
-    pieces = BLAKE3.new()
+        assert BLAKE3.hash_file(path) == BLAKE3_OF_102400, "another checksum of a file"
+    pieces = BLAKE3.new_hash()
     for begin in range(0, len(data), 1000):
         pieces.update(data[begin : begin + 1000])
     assert pieces.hexdigest() == BLAKE3_OF_102400, "another checksum of pieces"
@@ -149,7 +153,7 @@ def check_parquet() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/data.parquet"
         parquet.write_table(table, path, row_group_size=7, compression="zstd")
-        assert list(texts([path])) == given, "other documents"
+        assert list(read_texts([path])) == given, "other documents"
 
 
 def check_similarity() -> None:
@@ -159,14 +163,14 @@ def check_similarity() -> None:
         first = [str(dice.random()) for _ in range(1000)]
         second = first[: shared * 10] + [str(dice.random()) for _ in range(1000 - shared * 10)]
         exact = shared / (200 - shared)
-        found = float((sketch(first) == sketch(second)).mean())
+        found = float((minhash_signature(first) == minhash_signature(second)).mean())
         deviation = (exact * (1 - exact) / 128) ** 0.5
         assert abs(found - exact) < 4 * deviation, f"estimate {found:.2f} of a similarity of {exact:.2f}"
 
 
 def check_signature() -> None:
     """Compare the signature of a document with that of rensa 0.5.0: other signatures drop other documents."""
-    found = sketch(shingles("The river runs slowly to the sea. 春天来了，河水慢慢流向大海。" * 3))
+    found = minhash_signature(shingles("The river runs slowly to the sea. 春天来了，河水慢慢流向大海。" * 3))
     digest = _digest(found.tobytes())
     assert digest == SIGNATURE, f"the signature differs from that of 0.5.0 (SHA-256 {digest[:12]})"
 

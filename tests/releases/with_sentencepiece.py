@@ -5,7 +5,7 @@ import tempfile
 from itertools import pairwise
 from typing import Any
 
-from data_utils.documents import texts
+from data_utils.documents import read_texts
 from data_utils.tokenizer_training import train_sentencepiece
 from megatron.tokenizer.base import byte_piece
 from megatron.tokenizer.sentencepiece import SentencePieceTokenizer, open_model
@@ -18,7 +18,7 @@ PIECES = "1ce9f64a1184254542e24e10431335baa48167f1599ea28a847c7bcd7855caf1"
 
 def documents() -> list[str]:
     """Return the first 60 documents of the bundled corpus."""
-    return [text for text, _ in zip(texts([str(SAMPLE)]), range(60), strict=False)]
+    return [text for text, _ in zip(read_texts([str(SAMPLE)]), range(60), strict=False)]
 
 
 def model(kind: str) -> SentencePieceTokenizer:

@@ -10,7 +10,7 @@ import regex
 
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.hf import library
+from megatron.tokenizer.hf import import_tokenizers
 
 from .with_sentencepiece import documents, lines
 
@@ -57,7 +57,7 @@ def check_ids() -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks = _merges(folder)
         tokenizer = load_tokenizer(folder)
-        vocabulary = library().models.BPE.read_file(f"{folder}/vocab.json", f"{folder}/merges.txt")[0]
+        vocabulary = import_tokenizers().models.BPE.read_file(f"{folder}/vocab.json", f"{folder}/merges.txt")[0]
     for line in lines():
         expected = [vocabulary[token] for word in words_of_text(line) for token in tokens_of(word, ranks)]
         if tokenizer.encode(line) != expected or tokenizer.encode_batch([line])[0].tolist() != expected:
@@ -70,7 +70,7 @@ def check_added_tokens() -> None:
         path = f"{folder}/tokenizer.json"
         train_byte_bpe(documents(), path, 1000, "hf", MARKS)
         tokenizer = load_tokenizer(path)
-        begin, end = (library().Tokenizer.from_file(path).token_to_id(mark) for mark in MARKS)
+        begin, end = (import_tokenizers().Tokenizer.from_file(path).token_to_id(mark) for mark in MARKS)
     text = "The river\nruns"
     inner = tokenizer.encode(text)
     named = f"{MARKS[0]}{text}{MARKS[1]}"

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.config.command_line import parse
 from megatron.tokenizer import Tokenizer, load_tokenizer
-from megatron_tools.convert.convert_checkpoint import _weights_in
-from megatron_tools.convert.export_tokenizer import Chat, write_tokenizer
-from megatron_tools.convert.hf_compare import compare
-from megatron_tools.convert.hf_import import from_hf
+from megatron_tools.convert.convert_checkpoint import _weight_reader
+from megatron_tools.convert.export_tokenizer import ChatFormat, write_tokenizer
+from megatron_tools.convert.hf_compare import compare_with_hf
+from megatron_tools.convert.hf_import import import_hf
 
 from .with_sentencepiece import documents, lines
 
@@ -60,9 +60,9 @@ def _check_logits(kind: str, **edits: Any) -> None:
         random_model(kind).save_pretrained(folder)
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | edits))
-        config, _, entries = from_hf(argparse.Namespace(from_hf=name, vocab_file=None))
+        config, _, entries = import_hf(argparse.Namespace(from_hf=name, vocab_file=None))
         try:
-            compare(config, _weights_in(entries), folder)
+            compare_with_hf(config, _weight_reader(entries), folder)
         except ValueError as error:
             if "is not the same model" in str(error):
                 raise AssertionError(str(error)) from None
@@ -123,7 +123,7 @@ def exported(tokenizer: Tokenizer, path: str, model_type: str) -> Iterator[str]:
     """Export a tokenizer, beside the config.json of a model of this type; yield the folder."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({"model_type": model_type}))
-        write_tokenizer(Path(folder), parse(["--family", "gpt2"]), tokenizer, path, Chat(None, None), model_type)
+        write_tokenizer(Path(folder), parse(["--family", "gpt2"]), tokenizer, path, ChatFormat(None, None), model_type)
         yield folder
 
 

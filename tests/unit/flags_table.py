@@ -6,9 +6,9 @@ from megatron.config.fields import flag
 from megatron.config.sections import settings
 from megatron_compat.flags import core as foreign_core
 from megatron_compat.flags import keys as foreign_keys
-from megatron_compat.flags.outcomes import ByValue, Depends, Means, NoEffect, Outcome, Refused, Row, given
+from megatron_compat.flags.outcomes import ByValue, Depends, NoEffect, Outcome, Refused, Row, Translated, user_value
 from megatron_compat.flags.table import MEGATRON, VALUES
-from megatron_compat.flags.translate import written
+from megatron_compat.flags.translate import format_flag
 from tests.unit.flags_words import CHINESE
 
 USUAL = {f.name: f.default for _, _, f in settings()}
@@ -19,9 +19,9 @@ def _ours(changed: Mapping[str, object]) -> str:
 
 
 def _shown(name: str, value: object) -> str:
-    if value is not given and callable(value) and isinstance(USUAL[name], bool):
-        return written(flag(name), not USUAL[name])  # the only result that changes the setting
-    return f"{flag(name)} N" if value is given or callable(value) else written(flag(name), value)
+    if value is not user_value and callable(value) and isinstance(USUAL[name], bool):
+        return format_flag(flag(name), not USUAL[name])  # the only result that changes the setting
+    return f"{flag(name)} N" if value is user_value or callable(value) else format_flag(flag(name), value)
 
 
 def _outcome(outcome: Outcome, chinese: bool = False) -> str:
@@ -29,15 +29,15 @@ def _outcome(outcome: Outcome, chinese: bool = False) -> str:
         return CHINESE[words] if chinese and words else words
 
     stop, colon = ("；", "：") if chinese else ("; ", ": ")
-    if isinstance(outcome, Means) and outcome.unless:
-        implied, why = f"`{_ours(outcome.unless)}`", f"{stop}{say(outcome.but)}" if outcome.but else ""
+    if isinstance(outcome, Translated) and outcome.implied:
+        implied, why = f"`{_ours(outcome.implied)}`", f"{stop}{say(outcome.note)}" if outcome.note else ""
         if chinese:
             also = f"`{_ours(outcome.settings)}`，没有另外给出时还有" if outcome.settings else "没有另外给出时为"
             return f"{also} {implied}{why}"
         also = f"`{_ours(outcome.settings)}`, and also " if outcome.settings else ""
         return f"{also}{implied} unless set explicitly{why}"
-    if isinstance(outcome, Means):
-        return f"`{_ours(outcome.settings)}`" + (f"{stop}{say(outcome.but)}" if outcome.but else "")
+    if isinstance(outcome, Translated):
+        return f"`{_ours(outcome.settings)}`" + (f"{stop}{say(outcome.note)}" if outcome.note else "")
     if isinstance(outcome, ByValue):
         values: dict[str, list[str]] = {}  # effect -> the values with this effect
         for value, each in outcome.values.items():
@@ -46,14 +46,14 @@ def _outcome(outcome: Outcome, chinese: bool = False) -> str:
             values.setdefault(_effect(outcome.other, chinese), []).append("其他" if chinese else "other values")
         return stop.join(f"{('、' if chinese else ', ').join(each)}{colon}{effect}" for effect, each in values.items())
     if isinstance(outcome, Depends):
-        return say(outcome.says)
-    return say(outcome.why if isinstance(outcome, NoEffect) else outcome.advice)
+        return say(outcome.summary)
+    return say(outcome.reason if isinstance(outcome, NoEffect) else outcome.advice)
 
 
-def _effect(outcome: Means | NoEffect | Refused, chinese: bool) -> str:
+def _effect(outcome: Translated | NoEffect | Refused, chinese: bool) -> str:
     """Return a description of one value's effect; unlike `_outcome`, it says if the value is refused or ineffective."""
-    if isinstance(outcome, Means):
-        note = (CHINESE[outcome.but] if chinese else outcome.but) if outcome.but else ""
+    if isinstance(outcome, Translated):
+        note = (CHINESE[outcome.note] if chinese else outcome.note) if outcome.note else ""
         return f"`{_ours(outcome.settings)}`" + (f"（{note}）" if note and chinese else f" ({note})" if note else "")
     said = _outcome(outcome, chinese)
     if chinese:
@@ -92,13 +92,13 @@ def _values() -> dict[str, list[str]]:
 
 def english() -> list[str]:
     return [
-        _table("flag", "translated to (N: the value of the flag)", _rows((Means, ByValue, Depends)) | _values()),
+        _table("flag", "translated to (N: the value of the flag)", _rows((Translated, ByValue, Depends)) | _values()),
         _table("flag", "has no effect, because", _rows((NoEffect,))),
         _table("flag", "is refused; reason or alternative", _rows((Refused,))),
         _table(
             "key",
             "translated to (N: the value of the key)",
-            _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS),
+            _rows((Translated, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS),
         ),
     ]
 
@@ -106,13 +106,13 @@ def english() -> list[str]:
 def chinese() -> list[str]:
     """Return the tables of foreign flags in Chinese. Raises KeyError if flags_words.py lacks a text's translation."""
     return [
-        _table("参数", "翻译为（N：参数的值）", _rows((Means, ByValue, Depends), chinese=True) | _values()),
+        _table("参数", "翻译为（N：参数的值）", _rows((Translated, ByValue, Depends), chinese=True) | _values()),
         _table("参数", "没有作用，因为", _rows((NoEffect,), chinese=True)),
         _table("参数", "被拒绝，建议是", _rows((Refused,), chinese=True)),
         _table(
             "名称",
             "翻译为（N：它的值）",
-            _rows((Means, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS, chinese=True),
+            _rows((Translated, ByValue, Depends, NoEffect, Refused), foreign_keys.ROWS, chinese=True),
         ),
     ]
 

@@ -22,7 +22,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.ds_config import resolve
-from megatron.config.families import parse_of_any_family
+from megatron.config.families import parse_any_family
 from megatron.estimate.sizes import parameters, stages_of
 from megatron_tools.plan.cluster import Cluster, load_cluster
 from megatron_tools.plan.cost import DEFAULT, cost_of
@@ -147,7 +147,7 @@ def foundry(row: list[Any]) -> Run:
 
 def preset(row: dict[str, Any]) -> Run:
     """Return a row of published_presets.json. bandwidth: that of the run's devices, if it is not the cluster's."""
-    config = parse_of_any_family(
+    config = parse_any_family(
         ["--config", str(ROOT / f"configs/models/{row['preset']}.json"), "--vocab-size", "128256"]
     )
     config = with_values(

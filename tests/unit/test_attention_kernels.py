@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron import mpu
 from megatron.model.attention_kernels import AttentionArgs, Mask, attend, choose_kernel
-from megatron.model.context_attention import views_of
+from megatron.model.context_attention import build_context_views
 from megatron.model.masks import Documents, causal_mask, document_scope
 from megatron.model.pieces import pieces_for
 
@@ -19,13 +19,13 @@ FIRST_OF_TWO = mpu.Axis(None, (0, 1), 0)
 
 
 def _views(window: int | None = None) -> Any:
-    return views_of(IDS, 2 * S, window, None, FIRST_OF_TWO)
+    return build_context_views(IDS, 2 * S, window, None, FIRST_OF_TWO)
 
 
 def _kernel(mask: Mask, bias: Tensor | None = None, p: float = 0.0, fused: bool = True) -> str:
     x = torch.zeros(1, 2, S, 4)
     stream = mpu.Stream(mpu.RngStreams(), "attention")
-    unfused = {"by_document": fused, "fused_bias": fused, "packs": fused}
+    unfused = {"allow_per_document": fused, "allow_fused_bias": fused, "may_copy_qkv": fused}
     call = AttentionArgs(x, x, x, mask, bias, p, causal=True, scale=1.0, stream=stream, **unfused)
     if fused and isinstance(mask, tuple):
         call = call._replace(pieces=pieces_for(x, mask))
@@ -35,22 +35,22 @@ def _kernel(mask: Mask, bias: Tensor | None = None, p: float = 0.0, fused: bool 
 LEARNED = torch.zeros(1, 2, S, S, requires_grad=True)
 DOCUMENTS, PIECEMEAL = (document_scope(ids, causal=True) for ids in (IDS, SPLIT))
 CASES: list[tuple[Mask, dict[str, Any], str]] = [
-    (None, {}, "torchs"),
-    (causal_mask(S, S, torch.device("cpu")), {}, "torchs"),
-    (None, {"p": 0.1}, "dropout"),
-    (None, {"bias": LEARNED}, "biased"),
-    (None, {"bias": LEARNED.detach()}, "torchs"),
-    (None, {"bias": LEARNED, "p": 0.1}, "dropout"),
-    (None, {"bias": LEARNED, "fused": False}, "torchs"),
+    (None, {}, "torch_sdpa"),
+    (causal_mask(S, S, torch.device("cpu")), {}, "torch_sdpa"),
+    (None, {"p": 0.1}, "attend_with_dropout"),
+    (None, {"bias": LEARNED}, "attend_with_bias"),
+    (None, {"bias": LEARNED.detach()}, "torch_sdpa"),
+    (None, {"bias": LEARNED, "p": 0.1}, "attend_with_dropout"),
+    (None, {"bias": LEARNED, "fused": False}, "torch_sdpa"),
     (DOCUMENTS, {}, "flash_in_pieces"),
     (DOCUMENTS, {"p": 0.1}, "dropout_in_pieces"),
-    (DOCUMENTS, {"bias": LEARNED}, "biased"),
-    (DOCUMENTS, {"bias": LEARNED.detach()}, "biased"),
-    (DOCUMENTS, {"bias": LEARNED, "p": 0.1}, "dropout"),
-    (DOCUMENTS, {"fused": False}, "torchs"),
-    (Documents(IDS, SPLIT), {"p": 0.1}, "dropout"),
-    (PIECEMEAL, {}, "torchs"),
-    (PIECEMEAL, {"p": 0.1}, "dropout"),
+    (DOCUMENTS, {"bias": LEARNED}, "attend_with_bias"),
+    (DOCUMENTS, {"bias": LEARNED.detach()}, "attend_with_bias"),
+    (DOCUMENTS, {"bias": LEARNED, "p": 0.1}, "attend_with_dropout"),
+    (DOCUMENTS, {"fused": False}, "torch_sdpa"),
+    (Documents(IDS, SPLIT), {"p": 0.1}, "attend_with_dropout"),
+    (PIECEMEAL, {}, "torch_sdpa"),
+    (PIECEMEAL, {"p": 0.1}, "attend_with_dropout"),
     (_views(), {}, "flash_in_pieces"),
     (_views(), {"p": 0.1}, "slice_by_slice"),
     (_views(window=3), {}, "slice_by_slice"),
@@ -107,7 +107,7 @@ def test_the_kernel_computes_the_definition(name: str, fused: bool, heads: int) 
     inputs = [draw(1, 4, S, 8), draw(1, heads, S, 8), draw(1, heads, S, 8)]
     bias = draw(1, 4, S, S) if has_bias else None
     stream = mpu.Stream(mpu.RngStreams(), "attention")
-    allowed = {"by_document": fused, "fused_bias": fused, "packs": fused}
+    allowed = {"allow_per_document": fused, "allow_fused_bias": fused, "may_copy_qkv": fused}
     call = AttentionArgs(*inputs, mask, bias, 0.0, causal=True, scale=0.3, stream=stream, **allowed)
     leaves = [*inputs, bias] if bias is not None else inputs
     weights = torch.randn(1, 4, S, 8, generator=generator, dtype=torch.float64)
@@ -122,7 +122,7 @@ def test_the_kernel_computes_the_definition(name: str, fused: bool, heads: int) 
 def test_a_kernel_gets_no_mask_with_context_parallelism() -> None:
     x = torch.zeros(1, 2, S, 4)
     stream = mpu.Stream(mpu.RngStreams(), "attention")
-    fused = {"by_document": True, "fused_bias": True, "packs": True}
+    fused = {"allow_per_document": True, "allow_fused_bias": True, "may_copy_qkv": True}
     call = AttentionArgs(x, x, x, _views(), None, 0.0, causal=True, scale=1.0, stream=stream, **fused)
     with pytest.raises(ValueError, match="context parallelism"):
         call.added()

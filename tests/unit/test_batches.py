@@ -16,12 +16,12 @@ from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.config.sections import TrainConfig
 from megatron.data.sampler import ConsecutiveSampler
-from megatron.optim import lr_at, settled
+from megatron.optim import lr_at, resolve_lr_schedule
 from megatron.optim.resumed_lr import describe
 from megatron_compat.script import numbers_of_samples
 from megatron_tools.plan import plan
-from megatron_tools.report.facts import layout
-from megatron_tools.report.runs import RunRead
+from megatron_tools.report.facts import layout_label
+from megatron_tools.report.runs import RunData
 
 SEQ = "--seq-length 1000 --batch-size 2"
 
@@ -46,9 +46,9 @@ def test_positions_are_those_of_counting(seed: int) -> None:
     begin = draw.randrange(50)
     expected = list(itertools.islice(steps(*vars(schedule).values(), begin), 60))
     for number, (first, size) in enumerate(expected):
-        assert (schedule.after(begin, number), schedule.size_at(first)) == (first, size)
-        assert schedule.iterations(begin, first) == number
-        assert schedule.iterations(begin, first + size - 1) == number
+        assert (schedule.advance(begin, number), schedule.size_at(first)) == (first, size)
+        assert schedule.iterations_between(begin, first) == number
+        assert schedule.iterations_between(begin, first + size - 1) == number
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 4), (1, 2), (2, 2), (4, 1)])
@@ -149,7 +149,7 @@ def rates(config: Config, ranks: int = 2) -> list[tuple[int, float]]:
     """Return (last sample + 1, learning rate) of each iteration of a run."""
     batches, found = config.batches(ranks), []
     for number in range(config.train.train_iters):
-        done, following = (batches.after(0, number + more) for more in (1, 2))
+        done, following = (batches.advance(0, number + more) for more in (1, 2))
         found.append((done, lr_at(number, config, (done, following))))
     return found
 
@@ -186,12 +186,12 @@ def test_iterations_stay_the_unit_of_the_learning_rate() -> None:
 def test_a_checkpoints_learning_rate_stays_in_samples() -> None:
     line = f"{SEQ} --batch-size-schedule '0:8 120_samples:32' --lr 1 --lr-decay-style wsd"
     saved, longer = (config_of(f"{line} --train-samples {samples}", 2) for samples in (400, 800))
-    kept, note = settled(longer, saved)
+    kept, note = resolve_lr_schedule(longer, saved)
     assert note and describe(saved) in note and "constant until sample 360, minus-sqrt to 0 at sample 400" in note
     assert rates(kept)[: saved.train.train_iters] == rates(saved)
-    assert settled(kept, saved) == (kept, None)
+    assert resolve_lr_schedule(kept, saved) == (kept, None)
     by_iterations = config_of(f"{line} --train-iters 30 --lr-wsd-decay-iters 4", 2)
-    kept, _ = settled(longer, by_iterations)
+    kept, _ = resolve_lr_schedule(longer, by_iterations)
     assert kept.lr_decay_samples is None
     assert [lr_at(n, kept) for n in range(30)] == [lr_at(n, by_iterations) for n in range(30)]
 
@@ -201,16 +201,16 @@ def test_a_resumed_run_says_which_size_comes(monkeypatch: pytest.MonkeyPatch) ->
     saved, same, later = (
         config_of(f"{SEQ} {flags}", 2) for flags in ("", "--batch-size 1", "--batch-size-schedule '0:8 120_samples:32'")
     )
-    assert resume._other_batches(saved, same, 120) is None
+    assert resume._batch_schedule_note(saved, same, 120) is None
     words = "--batch-size-schedule is 0:8 120_samples:32, but was not given in the checkpoint; only the position in "
-    found = resume._other_batches(saved, later, 120)
+    found = resume._batch_schedule_note(saved, later, 120)
     assert found == f"{words}samples counts: from sample 120 on, an iteration has 32 samples"
-    assert "an iteration has 8 samples" in (resume._other_batches(saved, later, 119) or "")
+    assert "an iteration has 8 samples" in (resume._batch_schedule_note(saved, later, 119) or "")
 
 
 def test_tools_take_the_largest_size() -> None:
     config = config_of(f"{SEQ} --batch-size-schedule '0:8 20_samples:16'", 2)
     row = {"split": "train", "iteration": 1, "consumed_samples": 8}
-    assert "data 2" in layout(RunRead("a", Path(), config, config, [row]))
+    assert "data 2" in layout_label(RunData("a", Path(), config, config, [row]))
     with pytest.raises(ValueError, match="--batch-size-schedule.*--global-batch-size"):
-        plan.settings(argparse.Namespace(model=[], flags=["--batch-size-schedule", "0:8"], devices=2), None)  # type: ignore[arg-type]
+        plan.run_settings(argparse.Namespace(model=[], flags=["--batch-size-schedule", "0:8"], devices=2), None)  # type: ignore[arg-type]

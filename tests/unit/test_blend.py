@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
-from megatron.data.blend import BlendedDataset, order_of, quotas, rare
+from megatron.data.blend import BlendedDataset, block_quotas, order_block, rare_corpora
 from megatron.data.corpora import build_datasets, parse_blend, prefixes_of
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError
-from megatron.data.sample_hash import extend
+from megatron.data.sample_hash import extend_hash
 from tests.sentences import SENTENCES
 
 
@@ -26,14 +26,14 @@ class Numbers:
     def __getitem__(self, n: int) -> tuple[str, int]:
         return self.name, n
 
-    def places(self, first: int, count: int) -> np.ndarray:
+    def sample_ids(self, first: int, count: int) -> np.ndarray:
         return np.arange(first, first + count)
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=8))
 @settings(deadline=None, max_examples=200)
 def test_every_prefix_has_its_shares(counts: list[int]) -> None:
-    order = order_of(counts)
+    order = order_block(counts)
     prefix = np.arange(1, sum(counts) + 1)
     for i, quota in enumerate(counts):
         taken = np.cumsum(order == i)
@@ -45,7 +45,7 @@ def test_every_prefix_has_its_shares(counts: list[int]) -> None:
 @given(st.lists(st.sampled_from(["0.7", "0.3", "1", "2.5", "0.125", "3", "1e-3", "17"]), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=100)
 def test_short_weights_are_exact(weights: list[str]) -> None:
-    found = quotas(weights)
+    found = block_quotas(weights)
     total = sum(map(Fraction, weights))
     assert all(Fraction(q, sum(found)) == Fraction(w) / total for q, w in zip(found, weights, strict=True))
 
@@ -54,9 +54,9 @@ def test_short_weights_are_exact(weights: list[str]) -> None:
 @settings(deadline=None, max_examples=200)
 def test_rounded_shares_are_within_the_bound_of_the_page(digits: list[int]) -> None:
     weights = [f"0.{number:06d}" for number in digits]
-    if rare(weights):
+    if rare_corpora(weights):
         return  # rare corpora form a second blend with exact shares of their own
-    found = quotas(weights)
+    found = block_quotas(weights)
     total = sum(map(Fraction, weights))
     bound = Fraction(len(weights) + 1, 131_072)
     assert all(abs(Fraction(q, sum(found)) - Fraction(w) / total) <= bound for q, w in zip(found, weights, strict=True))
@@ -70,7 +70,7 @@ WEIGHTS = st.sampled_from(["0.7", "0.3", "1", "2.5", "1e-3", "0.123456789", "1e-
 def test_consumed_samples_are_those_that_were_located(weights: list[str], samples: int) -> None:
     blend = BlendedDataset([Numbers(str(i)) for i in range(len(weights))], weights)
     owners = [blend.locate(n)[0] for n in range(samples)]
-    consumed = blend.consumed(samples)
+    consumed = blend.consumed_per_corpus(samples)
     assert consumed == [owners.count(i) for i in range(len(weights))]
 
 
@@ -110,7 +110,7 @@ def test_any_weight_is_kept(weights: tuple[float, ...]) -> None:
         places = [blend.locate(k) for k in range(n, n + 3000)]
         owners, numbers = blend.locate_all(n, 3000)
         assert places == list(zip(owners.tolist(), numbers.tolist(), strict=True))
-        assert blend.places(n, 3000).tolist() == [k * len(weights) + i for i, k in places]
+        assert blend.sample_ids(n, 3000).tolist() == [k * len(weights) + i for i, k in places]
         for which, k in places:
             share = weights[which] / total
             assert abs(k - n * share) < 3003 * share + 2 + n * (share / 100 + 1 / 65536) * (len(weights) != 2)
@@ -141,24 +141,24 @@ def test_every_sample_of_each_corpus_comes_once_and_in_order() -> None:
 @settings(deadline=None, max_examples=50)
 def test_the_position_does_not_depend_on_batches(cuts: list[int], first: int) -> None:
     blend = BlendedDataset([Numbers("a"), Numbers("b")], ["0.7", "0.3"])
-    start = extend(0, blend, 0, first)
+    start = extend_hash(0, blend, 0, first)
     state, at = start, first
     for count in cuts:
-        state = extend(state, blend, at, count)
+        state = extend_hash(state, blend, at, count)
         at += count
-    assert state == extend(start, blend, first, sum(cuts)) == extend(0, blend, 0, at)
+    assert state == extend_hash(start, blend, first, sum(cuts)) == extend_hash(0, blend, 0, at)
     swapped = BlendedDataset([Numbers("a"), Numbers("b")], ["0.3", "0.7"])
-    assert state != extend(0, swapped, 0, at)
+    assert state != extend_hash(0, swapped, 0, at)
 
 
 def test_the_position_equals_a_loop() -> None:
-    """`extend` computes the same polynomial hash of the samples read as Horner's rule in a Python loop."""
+    """`extend_hash` computes the same polynomial hash of the samples read as Horner's rule in a Python loop."""
     from megatron.data.sample_hash import BASE, _mix
 
     state = 0
     for place in range(300):
         state = (state * int(BASE) + int(_mix(np.array([place], np.uint64))[0])) % 2**64
-    assert extend(0, Numbers("a"), 0, 300) == state
+    assert extend_hash(0, Numbers("a"), 0, 300) == state
 
 
 def corpus(path: Path, start: int, documents: int) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tds import Boundary, BoundaryError
-from tds.boundary import Contract, check, check_match, contract_of
+from tds.boundary import Contract, check_match, check_tensors, read_contract
 from tests.sentences import SENTENCES
 
 HIDDEN = torch.zeros(2, requires_grad=True) * 1
@@ -15,11 +15,11 @@ def test_the_lists_of_the_original_are_read() -> None:
     model = SimpleNamespace(
         _input_grad=[True, False], _input_type=["float", "bool"], _input_pipe_partitioned=[True, False]
     )
-    found = contract_of(model, 1, {})
+    found = read_contract(model, 1, {})
     assert found.outputs == found.inputs
     assert found.outputs[0] is not None
     assert [(b.kind, b.grad, b.split) for b in found.outputs[0]] == [("float", True, True), ("bool", False, False)]
-    assert contract_of(SimpleNamespace(), 2, {}).outputs == (None, None)
+    assert read_contract(SimpleNamespace(), 2, {}).outputs == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_the_lists_of_the_original_are_read() -> None:
 )
 def test_lists_that_cannot_be_are_refused(lists: dict[str, list[object]], message: str) -> None:
     with pytest.raises(BoundaryError, match=message):
-        contract_of(SimpleNamespace(**lists), 1, {})
+        read_contract(SimpleNamespace(**lists), 1, {})
 
 
 @pytest.mark.parametrize(
@@ -45,21 +45,21 @@ def test_lists_that_cannot_be_are_refused(lists: dict[str, list[object]], messag
 )
 def test_what_differs_from_the_declaration_is_named(outputs: tuple[torch.Tensor, ...], message: str) -> None:
     with pytest.raises(BoundaryError, match=message):
-        check(outputs, (Boundary("hidden"), Boundary("mask", "bool", grad=False)), "stage 1")
+        check_tensors(outputs, (Boundary("hidden"), Boundary("mask", "bool", grad=False)), "stage 1")
 
 
 def test_a_gradient_that_would_be_lost_is_refused() -> None:
     with pytest.raises(BoundaryError, match=SENTENCES["declared_without_gradient_but_has_one"]):
-        check((HIDDEN,), (Boundary("hidden", grad=False),), "stage 0")
+        check_tensors((HIDDEN,), (Boundary("hidden", grad=False),), "stage 0")
 
 
 def test_what_fits_passes() -> None:
-    check((HIDDEN, MASK), (Boundary("hidden"), Boundary("mask", "bool", grad=False)), "stage 0")
-    check((HIDDEN, MASK), None, "stage 0")
+    check_tensors((HIDDEN, MASK), (Boundary("hidden"), Boundary("mask", "bool", grad=False)), "stage 0")
+    check_tensors((HIDDEN, MASK), None, "stage 0")
 
 
 def _stage(outputs: list[Boundary] | None, inputs: list[Boundary] | None, **settings: object) -> Contract:
-    return contract_of(SimpleNamespace(boundaries=outputs, receives=inputs), 1, settings)
+    return read_contract(SimpleNamespace(boundaries=outputs, receives=inputs), 1, settings)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_stages_that_do_not_fit_together_are_told_so(stages: list[Contract], mes
 def test_chunks_have_borders_of_their_own() -> None:
     """Each model chunk has its own boundary: with interleaving, chunk 0 of stage 1 sends to chunk 1 of stage 0."""
     one, two = [Boundary("hidden")], [Boundary("decoded"), Boundary("encoded")]
-    first = contract_of(SimpleNamespace(boundaries=[one, two], receives=[None, one]), 2, {})
-    second = contract_of(SimpleNamespace(boundaries=[one, None], receives=[one, two]), 2, {})
+    first = read_contract(SimpleNamespace(boundaries=[one, two], receives=[None, one]), 2, {})
+    second = read_contract(SimpleNamespace(boundaries=[one, None], receives=[one, two]), 2, {})
     check_match([first, second])
     with pytest.raises(BoundaryError, match=SENTENCES["stage_1_expects_2_tensors_decoded"]):
-        check_match([contract_of(SimpleNamespace(boundaries=[one, one]), 2, {}), second])
+        check_match([read_contract(SimpleNamespace(boundaries=[one, one]), 2, {}), second])

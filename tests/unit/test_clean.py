@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, clean
 from data_utils.dedup import ExactDuplicates
-from data_utils.documents import texts
+from data_utils.documents import read_texts
 from data_utils.sentences import split_sentences
 from data_utils.shuffle import shuffled
 from tests.materials import SAMPLE
@@ -103,7 +103,7 @@ def test_misread_text_is_found_everywhere() -> None:
     """No intact document of the bundled corpus is taken for mojibake; if decoded with a wrong codec, it is."""
     off_length = [name for name in DEFAULT_RULES if name != "length"]
     thrown_away: dict[str, list[bool]] = {"big5": [], "utf-8": []}
-    for text in texts([str(SAMPLE)]):
+    for text in read_texts([str(SAMPLE)]):
         assert clean(text).reason != "mojibake"
         if sum("\u4e00" <= c <= "\u9fa5" for c in text) < 40:
             continue
@@ -149,10 +149,10 @@ def test_sentences_joined_are_the_text(text: str) -> None:
 def test_exact_duplicates() -> None:
     found = ExactDuplicates()
     given = ["你好，世界", "你好世界！", "Hello", "hello.", "你好", "...", "!!!"]
-    assert [found.seen(text) for text in given] == [False, True, False, True, False, False, False]
+    assert [found.check_and_add_text(text) for text in given] == [False, True, False, True, False, False, False]
     # Vowels of Hindi and Thai are combining marks: if they were ignored, different words would be duplicates.
-    assert not any(found.seen(text) for text in ("दिन", "दान", "दूना", "กิน", "กัน", "e\u0301", "e\u0300"))
-    assert found.seen("दिन।")
+    assert not any(found.check_and_add_text(text) for text in ("दिन", "दान", "दूना", "กิน", "กัน", "e\u0301", "e\u0300"))
+    assert found.check_and_add_text("दिन।")
 
 
 def test_shuffle() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tds.clip import clip_by_norm, squared_norm_here
+from tds.clip import clip_by_norm, local_squared_norm
 from tds.optimizers import clip_in_step
 
 
@@ -15,7 +15,7 @@ def norm_of(gradients: list[Tensor]) -> float:
     for gradient in gradients:
         parameters.append(nn.Parameter(torch.zeros_like(gradient)))
         parameters[-1].grad = gradient
-    return squared_norm_here(parameters, 0, torch.device("cpu")).sqrt().item()
+    return local_squared_norm(parameters, 0, torch.device("cpu")).sqrt().item()
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 5_000_000])
@@ -56,7 +56,7 @@ def test_clipping_scales_every_dtype_alike(first: torch.dtype) -> None:
     for gradient in gradients:
         parameters.append(nn.Parameter(torch.zeros_like(gradient)))
         parameters[-1].grad = gradient.clone()
-    norm = squared_norm_here(parameters, 0, torch.device("cpu")).sqrt()
+    norm = local_squared_norm(parameters, 0, torch.device("cpu")).sqrt()
     clip_by_norm(parameters, norm, 1e-2)
     factor = 1e-2 / norm.item()
     for parameter, gradient in zip(parameters, gradients, strict=True):

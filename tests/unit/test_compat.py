@@ -16,16 +16,16 @@ from torch import Tensor
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.model.masks import document_mask, no_documents
-from megatron.tasks.functions import own_flags
+from megatron.tasks.functions import parse_own_flags
 from megatron.utils import get_ltor_masks_and_position_ids
 from megatron_compat import names
 from megatron_compat.args import WITHOUT_VALUE, Args
 from megatron_compat.fp16 import fp16_to_fp32, fp32_to_fp16
 from megatron_compat.masks import (
     T5Masks,
+    check_positions,
     decoder_documents,
     get_masks_and_position_ids_for_t5,
-    refuse_other_positions,
     t5_documents,
 )
 from tests.sentences import SENTENCES
@@ -225,8 +225,8 @@ def test_masks_of_a_t5_are_taken(data: st.DataObject) -> None:
             assert again is not None and torch.equal(again, cross.bool())
         else:
             assert bool((of_encoder == 1).all()) and bool((of_decoder == 1).all())
-    refuse_other_positions("encoder", enc_positions, enc_ids, reset)
-    refuse_other_positions("decoder", dec_positions, dec_ids, reset)
+    check_positions("encoder", enc_positions, enc_ids, reset)
+    check_positions("decoder", dec_positions, dec_ids, reset)
 
 
 def test_other_masks_and_positions_of_a_t5_are_refused() -> None:
@@ -240,7 +240,7 @@ def test_other_masks_and_positions_of_a_t5_are_refused() -> None:
         with pytest.raises(ValueError, match=f"the {name} "):
             t5_documents(changed)
     with pytest.raises(ValueError, match="decoder positions"):
-        refuse_other_positions("decoder", torch.tensor([[0, 1, 3]]), no_documents(torch.device("cpu")), False)
+        check_positions("decoder", torch.tensor([[0, 1, 3]]), no_documents(torch.device("cpu")), False)
 
 
 def _add(parser: ArgumentParser) -> ArgumentParser:
@@ -252,17 +252,17 @@ def _add(parser: ArgumentParser) -> ArgumentParser:
 
 def test_flags_of_the_script_are_attributes_of_args() -> None:
     words = ["--hidden-size", "24", "--head-scale", "2", "--num-layers", "3", "--with-head", "--split", "9,1,0"]
-    own, rest = own_flags(_add, words)
+    own, rest = parse_own_flags(_add, words)
     assert own == {"head_scale": 2.0, "with_head": True}
     assert rest == ["--hidden-size", "24", "--num-layers", "3", "--split", "9,1,0"]
     args = Args(parse(rest), own)
     assert (args.head_scale, args.with_head, args.hidden_size) == (2.0, True, 24)
-    assert own_flags(_add, ["--hidden-size", "16"])[0] == {"head_scale": 0.5, "with_head": False}
+    assert parse_own_flags(_add, ["--hidden-size", "16"])[0] == {"head_scale": 0.5, "with_head": False}
     with pytest.raises(ConfigError, match="head-scale"):
-        own_flags(_add, ["--head-scale", "two"])
+        parse_own_flags(_add, ["--head-scale", "two"])
 
 
 @pytest.mark.parametrize("taken", ["--hidden-size", "--bf16", "--sequence-parallel"])
 def test_a_flag_that_this_project_has_is_refused(taken: str) -> None:
     with pytest.raises(ConfigError, match=taken):
-        own_flags(lambda parser: parser.add_argument(taken), [])
+        parse_own_flags(lambda parser: parser.add_argument(taken), [])

@@ -22,9 +22,9 @@ def compiled(flags: str, monkeypatch: pytest.MonkeyPatch, kind: str = "cuda", co
     """
     config = parse(f"{GPT2} {flags}".split())
     layer = Block(config.model, "layers.0")
-    monkeypatch.setattr(device, "current", lambda: torch.device(kind))
+    monkeypatch.setattr(device, "current_device", lambda: torch.device(kind))
     monkeypatch.setattr(compiling, "compiler_found", lambda: compiler)
-    monkeypatch.setattr(compiling, "_keep_outside", lambda: None)
+    monkeypatch.setattr(compiling, "_exclude_from_compiling", lambda: None)
     compiling.compile_layers(torch.nn.Sequential(layer), config, resolve(config, 1, False).zero_stage)
     return layer._compiled_call_impl is not None
 
@@ -104,4 +104,4 @@ def test_triton_needs_a_c_compiler_and_the_headers_of_python(
     if without != "Python.h":
         (tmp_path / "Python.h").touch()
     monkeypatch.setattr(_torch.sysconfig, "get_path", lambda _: str(tmp_path))
-    assert _torch.triton_found() is found
+    assert _torch.can_use_triton() is found

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from data_utils import inspect_data, preprocess_data
-from data_utils.run_data import config_of
+from data_utils.run_data import load_config
 from megatron.checkpointing import plain_config
 from megatron.config import SECTIONS, settings
 from megatron.config.command_line import from_file, parse, with_values
@@ -16,7 +16,7 @@ from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError
 from megatron.config.help import help_text
-from megatron.config.parallel import splits_sequences
+from megatron.config.parallel import uses_sequence_parallel
 from megatron_compat.args import Args
 from tests.sentences import SENTENCES
 from tests.support import command
@@ -120,7 +120,7 @@ def test_none_turns_off_what_a_file_sets(tmp_path: Path, content: Any, flags: st
 def test_former_names_of_settings(tmp_path: Path) -> None:
     """Flags, files, checkpoints and `get_args()` also accept the former name of a renamed setting."""
     notes: list[str] = []
-    config = parse(["--unfused", "rope", "swiglu", "--failed-saves=5"], tell=notes.append)
+    config = parse(["--unfused", "rope", "swiglu", "--failed-saves=5"], notify=notes.append)
     assert (config.model.reference_ops, config.checkpoint.max_failed_saves) == (("rope", "swiglu"), 5)
     assert [note.split(";")[0] for note in notes] == [
         "--unfused is now --reference-ops",
@@ -141,7 +141,7 @@ def test_a_removed_setting_in_a_file_is_ignored(tmp_path: Path) -> None:
         content["checkpoint"]["certificate"] = value
         path = write(tmp_path / "config.json", content)
         notes: list[str] = []
-        assert from_file(path) == parse(["--config", path], tell=notes.append) == parse([])
+        assert from_file(path) == parse(["--config", path], notify=notes.append) == parse([])
         assert any("--certificate" in note for note in notes) == (value is not None)
 
 
@@ -158,7 +158,7 @@ def test_documents_left_out_by_earlier_versions_are_refused_by_name(tmp_path: Pa
         with pytest.raises(ConfigError, match=r"--without .*inspect_data\.py drop"):
             parse(argv)
     with pytest.raises(ConfigError, match=r"config\.json.*--without"):
-        config_of(str(tmp_path))
+        load_config(str(tmp_path))
 
 
 def test_a_checkpoint_with_divided_experts_is_read_by_one_process(tmp_path: Path) -> None:
@@ -201,14 +201,14 @@ def test_another_rope_scaling_leaves_out_what_a_file_says_of_its_own(tmp_path: P
     }
     for kind, numbers in dropped.items():
         notes: list[str] = []
-        model = parse(["--config", path, "--rope-scaling", kind], tell=notes.append).model
+        model = parse(["--config", path, "--rope-scaling", kind], notify=notes.append).model
         assert notes == [f"{path}: {each} has no effect: --rope-scaling {kind} does not use it" for each in numbers]
         assert model.rope_scaling_factor == (1.0 if kind == "none" else 8.0)
         assert model.rope_original_length == (8192 if kind in ("yarn", "llama3") else None)
     later = write(tmp_path / "b.json", {"rope_scaling": "linear", "rope_scaling_factor": 2})
-    found = parse(["--config", path, "--config", later], tell=notes.append).model
+    found = parse(["--config", path, "--config", later], notify=notes.append).model
     assert (found.rope_scaling, found.rope_scaling_factor, found.rope_original_length) == ("linear", 2.0, None)
-    back = parse(["--config", path, "--config", later, "--rope-scaling", "none"], tell=notes.append).model
+    back = parse(["--config", path, "--config", later, "--rope-scaling", "none"], notify=notes.append).model
     assert back.rope_scaling is None and notes[-1].startswith(f"{later}: --rope-scaling-factor 2 has no effect")
     with pytest.raises(ConfigError, match="--rope-original-length.*--rope-scaling"):
         parse(["--config", path, "--rope-scaling", "linear", "--rope-original-length", "4096"])
@@ -311,8 +311,8 @@ def test_every_setting_is_read_by_something() -> None:
         + (root / "megatron/config/sections.py").read_text().split("class Config:")[1]
     )
     derived = {
-        "trace_iterations": "traced",
-        "profile_iterations": "profiled",
+        "trace_iterations": "trace_range",
+        "profile_iterations": "profile_range",
         "kv_hidden_size": "head_size",
         "ff_hidden_size": "ff_size",
         "moe_layer_frequency": "has_experts",
@@ -339,7 +339,7 @@ def test_every_setting_is_read_by_something() -> None:
     ],
 )
 def test_sequences_are_split_where_that_pays(flags: str, accelerated: bool, splits: bool) -> None:
-    assert splits_sequences(parse(flags.split()), accelerated) is splits
+    assert uses_sequence_parallel(parse(flags.split()), accelerated) is splits
 
 
 def test_context_ranks_are_no_replicas(tmp_path: Path) -> None:

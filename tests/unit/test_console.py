@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from data_utils import progress
-from megatron.training.console import TimeLeft, duration, short, training_line
+from megatron.training.console import TimeLeft, format_count, format_duration, training_line
 
 ROW: dict[str, Any] = {
     "iteration": 10,
@@ -58,7 +58,7 @@ def test_columns_stand_below_each_other(details: bool) -> None:
 
 
 def test_numbers_are_short() -> None:
-    assert [short(n) for n in (0, 999, 999.9, 20480, 999_960, 1.02e6, 3.4e12)] == [
+    assert [format_count(n) for n in (0, 999, 999.9, 20480, 999_960, 1.02e6, 3.4e12)] == [
         "0",
         "999",
         "1.00K",
@@ -67,7 +67,7 @@ def test_numbers_are_short() -> None:
         "1.02M",
         "3.40T",
     ]
-    assert [duration(s) for s in (5, 245, 11045, 183845, float("inf"))] == [
+    assert [format_duration(s) for s in (5, 245, 11045, 183845, float("inf"))] == [
         "0:05",
         "4:05",
         "3:04:05",
@@ -78,14 +78,14 @@ def test_numbers_are_short() -> None:
 
 def test_time_left_counts_evaluations_but_not_the_start() -> None:
     left = TimeLeft()
-    assert left.after(10, 100, 2.0, now=1000.0) == 180  # the first estimate: 90 iterations of 2 s are left
-    assert left.after(20, 100, 2.0, now=1050.0) == 400  # 80 are left; the last 10 took 50 s
+    assert left.estimate(10, 100, 2.0, now=1000.0) == 180  # the first estimate: 90 iterations of 2 s are left
+    assert left.estimate(20, 100, 2.0, now=1050.0) == 400  # 80 are left; the last 10 took 50 s
 
 
 def test_a_tool_writes_no_carriage_return_into_a_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     assert list(progress.Progress([1, 2], desc="scoring", unit=" documents")) == [1, 2]
     with progress.Progress[int](desc="tokenizing", unit="B", total=4000, initial=1000) as bar:
         bar.set_note("5k tokens/s")

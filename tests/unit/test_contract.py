@@ -35,7 +35,6 @@ SUBCLASSES = {
 VARIABLES = {
     "engine": "engine",
     "self._engine": "engine",
-    "made[0]": "engine",
     "probe": "engine",
     "StockPipelineEngine": "engine",
     "DeepSpeedEngine": "engine",
@@ -108,7 +107,7 @@ OTHERS = {
     "module": {"_megatron_batch_fn", "layer_functions", "weight", "sparse", "__spec__", "training"},
     "optimizer": {
         *("param_groups", "state", "found_inf", "grad_scale", "clip", "norm", "read_norm", "gradient_share"),
-        *("squared_norm", "wait"),
+        *("squared_norm", "wait", "buckets"),
     },
     "layer": {"sparse", "weight"},
     "parameter": {"spec", "tensor", "replica_group"},

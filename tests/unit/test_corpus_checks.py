@@ -54,9 +54,9 @@ def change_token(prefix: str, at: int) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses, and the whole check before the first step."""
-    monkeypatch.setattr(corpus_checks, "REST", 0)
-    monkeypatch.setattr(corpus_checks, "LOOK_AGAIN", 0.01)
-    monkeypatch.setattr(corpus_checks, "reads", lambda: True)
+    monkeypatch.setattr(corpus_checks, "REST_FACTOR", 0)
+    monkeypatch.setattr(corpus_checks, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(corpus_checks, "reads_data", lambda: True)
 
 
 def started(prefix: str) -> CorpusChecks:
@@ -169,9 +169,9 @@ def test_a_file_that_is_gone_is_noted(quick: None, tmp_path: Path, capsys: pytes
 def test_blocks_of_an_object_are_compared_when_they_are_in_the_cache(
     damaged: bool, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(remote_tokens.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(remote_tokens.FOLDER_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(remote_tokens, "BLOCK", BLOCK // 2)
-    monkeypatch.setattr(remote_tokens, "BLOCKS", 4)
+    monkeypatch.setattr(remote_tokens, "BLOCKS_PER_FILE", 4)
     prefix = corpus(tmp_path / "x")
     url = f"memory://bucket/{tmp_path.name}-{damaged}"
     if damaged:
@@ -212,16 +212,16 @@ def test_ranks_share_the_blocks_of_one_file(monkeypatch: pytest.MonkeyPatch) -> 
     for rank in (0, 1, 3, 4):
         monkeypatch.setattr(corpus_checks.dist, "is_initialized", lambda: True)
         monkeypatch.setattr(corpus_checks.dist, "get_rank", lambda rank=rank: rank)
-        (file,) = corpus_checks._shares(files, identities, 4)
+        (file,) = corpus_checks._files_of_rank(files, identities, 4)
         compared[rank] = [block.begin for block in file.blocks]
-        done = corpus_checks._shares(files, identities, 10)
+        done = corpus_checks._files_of_rank(files, identities, 10)
         assert bool(done) == (rank == 4)
     assert compared == {0: [0, 3, 6, 9], 1: [1, 4, 7], 3: [2, 5, 8], 4: [*range(10)]}
 
 
 def _damaged_run(run_dir: Path, prefix: str, vocab_file: str) -> None:
     corpus_checks.Checker.start = corpus_checks.Checker.run  # type: ignore[method-assign]
-    corpus_checks.REST = 0
+    corpus_checks.REST_FACTOR = 0
     with make(Start("gpt2", run_dir, "--train-iters 2 --batch-size 2 --precision fp32"), prefix, vocab_file) as run:
         with pytest.raises((DatasetError, RuntimeError), match=r"x\.bin is damaged in bytes"):
             train(run)

@@ -13,10 +13,10 @@ from data_utils import inspect_data
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.checkpointing import consumed, data_plan
 from megatron.config.command_line import parse
-from megatron.data.damage import find_damage, find_holes, problems_of, sums_of
+from megatron.data.damage import find_damage, find_holes, find_problems, sidecar_sums
 from megatron.data.fingerprints import content_fingerprint, corpus_fingerprint
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.sample_hash import extend
+from megatron.data.sample_hash import extend_hash
 from megatron.data.staged import StagedDataset
 from megatron.training import inputs
 
@@ -61,12 +61,12 @@ def test_another_middle_is_another_corpus(tmp_path: Path) -> None:
 
 def test_the_sha_256_is_that_of_the_sidecar(tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "x")
-    sums = sums_of(prefix, about(prefix))
+    sums = sidecar_sums(prefix, about(prefix))
     assert sums and sums["bin"] == [hashlib.sha256(Path(f"{prefix}.bin").read_bytes()).hexdigest()]
-    assert [*find_damage(prefix, sums)] == [] == [*problems_of(prefix, about(prefix), 1)]
+    assert [*find_damage(prefix, sums)] == [] == [*find_problems(prefix, about(prefix), 1)]
     overwrite(prefix, 1000, [9])
     assert len([*find_damage(prefix, sums)]) == 1
-    (problem,) = problems_of(prefix, about(prefix), 1)
+    (problem,) = find_problems(prefix, about(prefix), 1)
     assert f"{prefix}.bin" in problem
 
 
@@ -98,7 +98,7 @@ def test_the_sidecar_of_a_renamed_corpus_is_read(tmp_path: Path, capsys: pytest.
 )
 def test_the_entry_of_each_pair(names: list[str], pair: str, wanted: str | None) -> None:
     sidecar = {"sha256": {name: {"bin": [name]} for name in names}}
-    assert sums_of(f"data/{pair}", sidecar) == (sidecar["sha256"][wanted] if wanted else None)
+    assert sidecar_sums(f"data/{pair}", sidecar) == (sidecar["sha256"][wanted] if wanted else None)
 
 
 @pytest.mark.parametrize("token", [0, 500])
@@ -125,12 +125,12 @@ def test_long_runs_that_are_no_holes(tmp_path: Path) -> None:
 def test_a_run_refuses_a_corpus_with_a_hole(sidecar: bool, tmp_path: Path) -> None:
     prefix = corpus(tmp_path / "x")
     config = parse(["--data-path", prefix])
-    inputs.check_content(config)
+    inputs.check_corpora(config)
     overwrite(prefix, 40_000, [0] * 220_000)
     if not sidecar:
         Path(f"{prefix}.json").unlink()
     with pytest.raises(ValueError, match=rf"{prefix}\.bin"):
-        inputs.check_content(config)
+        inputs.check_corpora(config)
 
 
 class Samples:
@@ -138,28 +138,28 @@ class Samples:
 
     samples_per_epoch = 1000
 
-    def places(self, first: int, count: int) -> Any:
+    def sample_ids(self, first: int, count: int) -> Any:
         return np.arange(first, first + count)
 
 
 def test_checkpoints_of_earlier_versions_still_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash that was computed before: SHA-256 of the fingerprints of the ends, and these as salts of stages."""
     prefixes = [corpus(tmp_path / name, 5000, seed) for seed, name in enumerate("ab")]
-    monkeypatch.setattr(data_plan, "difference", lambda *_: "")
+    monkeypatch.setattr(data_plan, "describe_difference", lambda *_: "")
     stages = [(0, {0: "1"}), (50, {0: "1", 1: "1"})]
     ends = [int(corpus_fingerprint(prefix), 16) for prefix in prefixes]
     salts = [int(content_fingerprint(prefix), 16) for prefix in prefixes]
     dataset = StagedDataset([Samples(), Samples()], stages, salts, ends)
     config = parse(["--data-stages", f"0: {prefixes[0]}; 50_samples: 1 {prefixes[0]} 1 {prefixes[1]}"])
     begin = int.from_bytes(hashlib.sha256(corpus_fingerprint(prefixes[0]).encode()).digest()[:8])
-    then = extend(begin, StagedDataset([Samples(), Samples()], stages, ends), 0, 80)
+    then = extend_hash(begin, StagedDataset([Samples(), Samples()], stages, ends), 0, 80)
     wanted: Any = SimpleNamespace(same_data=True)
 
     def resumed(stored: int) -> int:
         state: Any = SimpleNamespace(sample_hash=stored, consumed_samples=80, consumed_tokens=0)
         return consumed.hash_samples(consumed.initial_hash(config), state, config, config, dataset, wanted)
 
-    now = extend(consumed.initial_hash(config), dataset, 0, 80)
+    now = extend_hash(consumed.initial_hash(config), dataset, 0, 80)
     assert resumed(then) == resumed(now) == now != then
     with pytest.raises(ValueError, match="--override-data"):
         resumed(then + 1)

@@ -13,9 +13,9 @@ from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.features import cpu_matmul
-from megatron.features.cpu_matmul import CpuMatmul, is_faster, is_settled, measured, this_cpu
+from megatron.features.cpu_matmul import CpuMatmul, describe_cpu, is_conclusive, is_faster, measure_speedups
 from megatron.model.attention_kernels import AttentionArgs, attend
-from megatron.model.special_kernels import in_fp32
+from megatron.model.special_kernels import attend_in_fp32
 from megatron.mpu.linear import Products, linear
 from megatron.mpu.mesh import TRIVIAL_AXIS, Options
 from megatron.training.feature import Plan
@@ -48,17 +48,17 @@ def test_slow_quarters_decide() -> None:
 def test_measurements_are_kept_and_repeated_while_they_disagree(found: list[Any], cache: Path) -> None:
     shape = (64, 256, 256)
     found.append([FAST, UNSURE, SLOW])
-    assert measured([shape], "fp32") == {shape: [FAST, UNSURE, SLOW]}
+    assert measure_speedups([shape], "fp32") == {shape: [FAST, UNSURE, SLOW]}
     found.append([FAST, FAST, SLOW])
-    assert measured([shape], "fp32") == {shape: [FAST * 2, UNSURE + FAST, SLOW * 2]}
+    assert measure_speedups([shape], "fp32") == {shape: [FAST * 2, UNSURE + FAST, SLOW * 2]}
     found.append([FAST, FAST, SLOW])
     expected = {shape: [FAST * 3, UNSURE + FAST * 2, SLOW * 3]}
-    assert measured([shape], "fp32") == expected
-    assert measured([shape], "fp32") == expected, "15 rounds are enough"
+    assert measure_speedups([shape], "fp32") == expected
+    assert measure_speedups([shape], "fp32") == expected, "15 rounds are enough"
     with pytest.raises(IndexError):
-        measured([shape], "bf16")
+        measure_speedups([shape], "bf16")
     with pytest.raises(IndexError):
-        measured([(128, 256, 256)], "fp32")
+        measure_speedups([(128, 256, 256)], "fp32")
 
 
 @pytest.mark.parametrize(
@@ -67,24 +67,24 @@ def test_measurements_are_kept_and_repeated_while_they_disagree(found: list[Any]
 def test_a_damaged_cache_is_measured_again(found: list[Any], cache: Path, damage: str) -> None:
     shape = (64, 256, 256)
     cache.parent.mkdir()
-    cache.write_text(damage.replace("KEY", f"{this_cpu()}, fp32, 64 x 256 x 256"))
+    cache.write_text(damage.replace("KEY", f"{describe_cpu()}, fp32, 64 x 256 x 256"))
     found.append([FAST, FAST, FAST])
-    assert measured([shape], "fp32") == measured([shape], "fp32") == {shape: [FAST, FAST, FAST]}
+    assert measure_speedups([shape], "fp32") == measure_speedups([shape], "fp32") == {shape: [FAST, FAST, FAST]}
 
 
 def test_a_cache_that_cannot_be_written_costs_a_measurement(found: list[Any], cache: Path) -> None:
     cache.parent.write_text("in the way")
     for _ in range(2):
         found.append([FAST, SLOW, SLOW])
-        assert measured([(64, 256, 256)], "fp32") == {(64, 256, 256): [FAST, SLOW, SLOW]}
+        assert measure_speedups([(64, 256, 256)], "fp32") == {(64, 256, 256): [FAST, SLOW, SLOW]}
 
 
 def test_measurements_of_two_processes_are_both_kept(found: list[Any], cache: Path) -> None:
     found += [[FAST] * 3, [SLOW] * 3]
-    measured([(64, 256, 256)], "fp32")
-    measured([(64, 512, 256)], "fp32")
+    measure_speedups([(64, 256, 256)], "fp32")
+    measure_speedups([(64, 512, 256)], "fp32")
     assert len(json.loads(cache.read_text())) == 2
-    assert all(map(is_settled, json.loads(cache.read_text()).values()))
+    assert all(map(is_conclusive, json.loads(cache.read_text()).values()))
 
 
 def test_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,9 +154,9 @@ def test_a_resumed_run_keeps_its_kernels(found: list[Any], monkeypatch: pytest.M
         before = mpu.get_options().products
     state = json.loads(json.dumps(first.state()))
     cache.unlink()
-    for cpu, expected in ((this_cpu(), True), ("another CPU", False)):
+    for cpu, expected in ((describe_cpu(), True), ("another CPU", False)):
         found += [[SLOW] * 3] * 3
-        monkeypatch.setattr(cpu_matmul, "this_cpu", lambda cpu=cpu: cpu)
+        monkeypatch.setattr(cpu_matmul, "describe_cpu", lambda cpu=cpu: cpu)
         with mpu.built_with(mpu.Mesh(), Options()):
             resumed = CpuMatmul()
             resumed.model(_model(), _plan("fp32"))
@@ -227,7 +227,7 @@ def test_torch_may_add_to_the_gradient_of_a_weight_whose_product_it_computes() -
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_attention_runs_in_fp32_where_16_bits_are_emulated(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
-    monkeypatch.setattr("megatron.model.special_kernels.emulates", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr("megatron.model.special_kernels.emulates_matmul", lambda dtype: dtype == torch.bfloat16)
     torch.manual_seed(2)
     query, key, value = (torch.randn(2, 4, 9, 16).bfloat16().requires_grad_() for _ in range(3))
     mask = torch.rand(2, 1, 9, 9) < 0.7 if masked else None
@@ -243,4 +243,4 @@ def test_attention_runs_in_fp32_where_16_bits_are_emulated(monkeypatch: pytest.M
     mine = torch.autograd.grad(ours, (query, key, value), grad)
     for got, true in zip(mine, torch.autograd.grad(exact, wide, grad.double()), strict=True):
         torch.testing.assert_close(got.double(), true, rtol=2**-8, atol=1e-5)
-    assert in_fp32(call).dtype == torch.bfloat16
+    assert attend_in_fp32(call).dtype == torch.bfloat16

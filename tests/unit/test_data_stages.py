@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
-from megatron.checkpointing.consumed import _other_documents
-from megatron.checkpointing.data_plan import difference
+from megatron.checkpointing.consumed import _split_selects_others
+from megatron.checkpointing.data_plan import describe_difference
 from megatron.config import Config
 from megatron.config.command_line import parse
-from megatron.config.data_stages import Stage, parse_stages, text_of
+from megatron.config.data_stages import Stage, parse_stages, stages_as_json
 from megatron.config.fields import ConfigError
-from megatron.data.sample_hash import extend
+from megatron.data.sample_hash import extend_hash
 from megatron.data.staged import StagedDataset
 
 from .test_blend import Numbers
@@ -53,7 +53,7 @@ def test_each_corpus_is_read_one_by_one(plan: Plan, samples: int) -> None:
         assert k == read[which], "no sample of a corpus is skipped or read twice"
         assert staged[n] == (NAMES[which], k)
         read[which] += 1
-    assert staged.consumed(samples) == [read[i] for i in range(len(NAMES))]
+    assert staged.consumed_per_corpus(samples) == [read[i] for i in range(len(NAMES))]
 
 
 @given(plans())
@@ -78,10 +78,10 @@ def test_what_comes_later_changes_nothing_before(plan: Plan, data: st.DataObject
     whole, part = dataset(plan), dataset(plan[:kept])
     end = plan[kept][0] if kept < len(plan) else plan[-1][0] + 100
     assert [whole.locate(n) for n in range(end)] == [part.locate(n) for n in range(end)]
-    assert extend(0, whole, 0, end) == extend(0, part, 0, end)
+    assert extend_hash(0, whole, 0, end) == extend_hash(0, part, 0, end)
     first = data.draw(st.integers(0, end))
-    places = [whole.places(n, 1)[0] for n in range(first, end)]
-    np.testing.assert_array_equal(whole.places(first, end - first), np.array(places, np.int64))
+    places = [whole.sample_ids(n, 1)[0] for n in range(first, end)]
+    np.testing.assert_array_equal(whole.sample_ids(first, end - first), np.array(places, np.int64))
 
 
 def test_both_notations_are_read_alike(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_both_notations_are_read_alike(tmp_path: Path) -> None:
     path = tmp_path / "stages.json"
     path.write_text(json.dumps(content))
     assert parse_stages([str(path)]) == expected
-    assert parse_stages([text_of(expected)]) == expected
+    assert parse_stages([stages_as_json(expected)]) == expected
     config = parse(["--data-stages", str(path)])
     path.unlink()
     assert parse_stages(config.data.data_stages or ()) == expected, "settings contain the stages, not the file's name"
@@ -160,9 +160,9 @@ def test_the_difference_is_not_the_spelling_of_a_path(tmp_path: Path, monkeypatc
         with IndexedDatasetBuilder(name, np.uint16) as builder:
             builder.add_document(np.full(9, ord(name)))
     there, here = "0: 0.5 a 0.5 b; 4: b", f"0: 0.5 {tmp_path}/a 0.5 ./b; 5: b"
-    found = difference(_config("--data-stages", there), _config("--data-stages", here), 6, 8)
+    found = describe_difference(_config("--data-stages", there), _config("--data-stages", here), 6, 8)
     assert found.startswith("the stage at 4 samples was b and is now"), found
 
 
 def test_a_script_without_corpora_may_change_its_split() -> None:
-    assert not _other_documents(_config("--split", "8,2"), _config("--split", "9,1"))
+    assert not _split_selects_others(_config("--split", "8,2"), _config("--split", "9,1"))

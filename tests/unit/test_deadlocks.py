@@ -9,9 +9,9 @@ import pytest
 
 from tds import other_schedules, schedule
 from tds.deadlocks import Rules, refuse_deadlocks
-from tds.posting import receive_points
+from tds.posting import simulate_posting
 from tds.queues import boundary_parity
-from tds.schedule import At, Plan, Schedule, ScheduleError
+from tds.schedule import MicroChunk, Plan, Schedule, ScheduleError
 from tests.sentences import SENTENCES
 from tests.support import covering
 
@@ -79,11 +79,11 @@ def test_a_receive_is_posted_when_its_message_can_have_been_sent() -> None:
     stage 0 | F0 F1       B0--- F2 B1--- B2---      (the columns are 1 apart)
     stage 1 |    F0 B0--- F1 B1--- F2 B2---
     """
-    first, second = receive_points(plan_of("1f1b", 2, 3))
+    first, second = simulate_posting(plan_of("1f1b", 2, 3))
     # Gradients 0, 1 and 2 are sent after B0, B1 and B2 of stage 1, at times 4, 7 and 10.
-    assert first[schedule.RecvGrad] == {At(0): 2, At(1): 4, At(2): 5}
+    assert first[schedule.RecvGrad] == {MicroChunk(0): 2, MicroChunk(1): 4, MicroChunk(2): 5}
     # Activations 0, 1 and 2 are sent after F0, F1 and F2 of stage 0, at times 1, 2 and 7.
-    assert second[schedule.RecvActivation] == {At(0): 0, At(1): 1, At(2): 4}
+    assert second[schedule.RecvActivation] == {MicroChunk(0): 0, MicroChunk(1): 1, MicroChunk(2): 4}
 
 
 @pytest.mark.parametrize("stages", range(2, 12))

@@ -14,8 +14,8 @@ from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
 from megatron_tools.write import demo, generate
-from megatron_tools.write.demo_html import bars, cards
-from megatron_tools.write.questions import Reader
+from megatron_tools.write.demo_html import probability_bars, text_cards
+from megatron_tools.write.questions import PromptEncoder
 from megatron_tools.write.writer import Writer
 from tests import llama_twins as twins
 
@@ -39,7 +39,7 @@ def pair(vocab_file: str) -> tuple[Any, Writer]:
     model = GPT2Model(config, parallel_output=False).eval()
     twins.copy_weights(other, model, twins.USUAL)
     tokenizer = load_tokenizer(vocab_file)
-    return other, Writer(model, tokenizer, config, None, Reader(tokenizer))
+    return other, Writer(model, tokenizer, config, None, PromptEncoder(tokenizer))
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def test_each_step_shows_the_text_so_far_and_its_next_tokens(pair: tuple[Any, Wr
     for each in shown:
         p = probabilities(other, ids)
         assert each.texts == [(PROMPT, writer.tokenizer.decode(ids)[len(PROMPT) :].rstrip("\ufffd"))]
-        assert [share for _, share in each.bars] == pytest.approx(p.topk(demo.BARS).values.tolist(), rel=1e-4)
+        assert [share for _, share in each.bars] == pytest.approx(p.topk(demo.MAX_BARS).values.tolist(), rel=1e-4)
         ids.append(int(p.argmax()))
     written = other.generate(torch.tensor([ids[:length]]), max_new_tokens=5, do_sample=False, eos_token_id=-1)
     assert written[0].tolist() == ids[:-1]
@@ -97,7 +97,7 @@ def test_a_poem_keeps_its_form(pair: tuple[Any, Writer], lines: int, characters:
         assert title == "月夜 忆\n" and re.fullmatch(poem, text)
     assert last.texts[0] != last.texts[1]
     known = [writer.tokenizer.eod, *writer.tokenizer.encode("月夜 忆\n")]
-    expected = probabilities(other, known).topk(demo.BARS).values.tolist()
+    expected = probabilities(other, known).topk(demo.MAX_BARS).values.tolist()
     assert [share for _, share in first.bars] == pytest.approx(expected, rel=1e-4)
 
 
@@ -111,7 +111,7 @@ def t5(vocab_file: str) -> Writer:
     config = parse(CPM_FLAGS.replace("--vocab-size 50", f"--vocab-size {VOCAB + 10}").split())
     tokenizer = SentinelTokenizer(load_tokenizer(vocab_file), 10, "cpm")
     torch.manual_seed(1)
-    return Writer(T5Model(config, parallel_output=False).eval(), tokenizer, config, None, Reader(tokenizer))
+    return Writer(T5Model(config, parallel_output=False).eval(), tokenizer, config, None, PromptEncoder(tokenizer))
 
 
 def test_a_t5_fills_the_spans_of_its_prompt(t5: Writer) -> None:
@@ -126,7 +126,7 @@ def test_a_t5_fills_the_spans_of_its_prompt(t5: Writer) -> None:
 def test_a_form_for_poems_of_a_t5_is_refused(t5: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     page = SimpleNamespace(serve=lambda *_: None)
     monkeypatch.setattr(megatron_tools.write, "demo_page", page, raising=False)
-    monkeypatch.setattr(generate, "load", lambda _: t5)
+    monkeypatch.setattr(generate, "load_writer", lambda _: t5)
     demo.main(flags())
     with pytest.raises(ValueError, match="--poem"):
         demo.main(flags("--poem"))
@@ -141,7 +141,7 @@ def test_without_gradio_the_package_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_text_of_a_model_is_no_html() -> None:
-    shown = demo.Shown([("<b>", "&"), ("", "a")], [("<i>", 0.5), ("x", 0.25), ("y", 0.00001)])
-    page = cards(shown, poems=False) + bars(shown)
+    shown = demo.PageContent([("<b>", "&"), ("", "a")], [("<i>", 0.5), ("x", 0.25), ("y", 0.00001)])
+    page = text_cards(shown, poems=False) + probability_bars(shown)
     assert "<b>" not in page and "<i>" not in page and "&lt;b&gt;" in page and "&lt;i&gt;" in page
     assert [float(width) for width in re.findall(r"width:([\d.]+)%", page)] == [100.0, 50.0, 0.0]

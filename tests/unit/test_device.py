@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
-from megatron.model.attention_kernels import kernels_for
+from megatron.model.attention_kernels import select_sdpa_kernels
 from megatron.ranks import device
 from megatron.timers import Timers
 
@@ -16,24 +16,24 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def test_bf16_that_is_emulated_is_not_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fast_bf16` is false for a GPU that only emulates bf16, such as a V100, although torch reports bf16 support."""
+    """`has_fast_bf16` is false for a GPU that only emulates bf16, such as a V100, although torch reports support."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert not device.fast_bf16(CUDA)
+    assert not device.has_fast_bf16(CUDA)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    assert device.fast_bf16(CUDA)
+    assert device.has_fast_bf16(CUDA)
 
 
 def test_cudnn_gets_no_mask() -> None:
     mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
 
     def choice(kind: torch.device, mask: Any) -> set[SDPBackend]:
-        with kernels_for(SimpleNamespace(device=kind), mask):  # type: ignore[arg-type]
+        with select_sdpa_kernels(SimpleNamespace(device=kind), mask):  # type: ignore[arg-type]
             return set(_cur_sdpa_kernel_backends())
 
     every = choice(CUDA, None)
     assert SDPBackend.CUDNN_ATTENTION in every
     assert choice(CUDA, mask) == {SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH}
-    assert isinstance(kernels_for(SimpleNamespace(device=CPU), mask), nullcontext)  # type: ignore[arg-type]
+    assert isinstance(select_sdpa_kernels(SimpleNamespace(device=CPU), mask), nullcontext)  # type: ignore[arg-type]
     assert choice(CUDA, None) == every
 
 

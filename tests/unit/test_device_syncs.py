@@ -44,9 +44,9 @@ def test_a_breakdown_waits_for_the_device_only_between_steps(monkeypatch: pytest
         found.begin(Forward(0))
         Event.now += 2.0
         found.end(Forward(0))
-    assert found.step(1, 4, {}) is None and not Event.waited and len(found._noted) == 3
+    assert found.step(1, 4, {}) is None and not Event.waited and len(found._event_pairs) == 3
     Event.done = True
-    assert found.step(2, 4, {}) is None and not found._noted, "what is done is not kept"
+    assert found.step(2, 4, {}) is None and not found._event_pairs, "what is done is not kept"
     assert found.take() == {"Forward": 6.0} and not Event.waited
 
 
@@ -88,10 +88,10 @@ def test_calls_that_block_are_refused_under_a_pipeline(monkeypatch: pytest.Monke
         _config=SimpleNamespace(torch_autocast_enabled=False),
         module=SimpleNamespace(activation_checkpoint_interval=0),
     )
-    start._validate(engine, {}, 1)
+    start._refuse_settings(engine, {}, 1)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     with pytest.raises(ValueError, match=SENTENCES["cuda_launch_blocking_1_lets_a"]):
-        start._validate(engine, {}, 1)
+        start._refuse_settings(engine, {}, 1)
 
 
 def test_a_further_attempt_is_bound_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,12 +119,12 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"deepspeed": "0.16.9", "numpy": "9.0"}[name]
 
     monkeypatch.setattr(machine.importlib.metadata, "version", version)
-    found = list(machine.packages())
+    found = list(machine.check_packages())
     assert [each.state for each in found] == ["failed", "failed", "warning"]
     assert found[0].remedy.startswith("pip install") and found[1].words == "0.16.9 is too old"
     for release, state in (("0.18.9", "failed"), ("0.19.0", "ok"), ("0.19.99", "warning"), ("0.20.0", "failed")):
         monkeypatch.setattr(machine.importlib.metadata, "version", lambda name, release=release: release)
-        assert {each.check: each.state for each in machine.packages()}["deepspeed"] == state, release
+        assert {each.check: each.state for each in machine.check_packages()}["deepspeed"] == state, release
     assert machine.version_key("2.13.0+cpu") == (2, 13, 0) > machine.version_key("2.6")
 
 
@@ -136,13 +136,13 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
-    found = list(machine.imports("torch"))
+    found = list(machine.check_import("torch"))
     assert found[0].state == "failed" and "libtorch.so" in found[0].words and "pytorch.org" in found[0].remedy
 
 
 def test_a_build_of_torch_that_does_not_fit() -> None:
     def state(*given: Any) -> tuple[str, str]:
-        (found,) = machine.build_fits_devices(*given)
+        (found,) = machine.check_devices(*given)
         return found.state, found.words
 
     assert state(None, False, True) == ("failed", "there is a GPU, but this torch was built for CPUs only")
@@ -157,22 +157,22 @@ def test_another_package_of_our_name(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "__init__.py").touch()
     before, after = [str(other.parent), str(ours.parent)], [str(ours.parent), str(other.parent)]
-    (hidden,), (there,) = machine.hidden_package(ours, before), machine.hidden_package(ours, after)
+    (hidden,), (there,) = machine.check_hidden_package(ours, before), machine.check_hidden_package(ours, after)
     assert hidden.state == "failed" and "hides" in hidden.words and "PYTHONPATH" in hidden.remedy
     assert there.state == "warning"
-    assert next(machine.hidden_package(ours, [str(ours.parent)])).state == "ok"
+    assert next(machine.check_hidden_package(ours, [str(ours.parent)])).state == "ok"
 
 
 def test_compiler_threads_and_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert only(machine.compiler(True), "compiler").state == "failed" and not list(machine.compiler(False))
+    assert only(machine.check_compiler(True), "compiler").state == "failed" and not list(machine.check_compiler(False))
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    assert only(machine.threads(1, True), "threads").state == "failed"
+    assert only(machine.check_threads(1, True), "threads").state == "failed"
     monkeypatch.setenv("OMP_NUM_THREADS", "64")
-    assert only(machine.threads(64, True), "threads").state == "warning"
+    assert only(machine.check_threads(64, True), "threads").state == "warning"
     for limit, state in ((64, "failed"), (1024, "warning"), (resource.RLIM_INFINITY, "ok")):
         monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
-        assert only(machine.open_files(), "open files").state == state
+        assert only(machine.check_open_files(), "open files").state == state
 
 
 def test_ports_names_and_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,20 +180,20 @@ def test_ports_names_and_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.bind(("", 0))
         taken.listen()
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        found = only(network.port_is_free(), "port")
+        found = only(network.check_port(), "port")
         assert found.state == "failed" and "another MASTER_PORT" in found.remedy
-    assert only(network.port_is_free(), "port").state == "ok"
+    assert only(network.check_port(), "port").state == "ok"
     monkeypatch.setenv("MASTER_PORT", "many")
-    assert only(network.port_is_free(), "port").state == "failed"
+    assert only(network.check_port(), "port").state == "failed"
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    found = only(network.names(), "hostname")
+    found = only(network.check_host_names(), "hostname")
     assert found.state == "failed" and "/etc/hosts" in found.remedy and "127." not in found.remedy
     for address, state in (("127.0.1.1", "warning"), ("10.0.0.5", "ok")):  # the first one is Debian's own entry
         with monkeypatch.context() as patch:
             patch.setattr(socket, "getaddrinfo", lambda *_, address=address: [(0, 0, 0, "", (address, 0))])
-            assert only(network.names(), "hostname").state == state
+            assert only(network.check_host_names(), "hostname").state == state
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere7")
-    found = only(network.interface(), "interface")
+    found = only(network.check_interfaces(), "interface")
     assert found.state == "failed" and "nowhere7" in found.words
 
 
@@ -208,7 +208,7 @@ def test_ports_names_and_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_wrong_hostfile(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)
-    (found,) = network.hostfile(str(tmp_path / "hosts"))
+    (found,) = network.check_hostfile(str(tmp_path / "hosts"))
     assert found.state == "failed" and words in found.words and "slots=N" in found.remedy
 
 
@@ -230,7 +230,7 @@ def test_hosts_over_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     hosts = [network.Host(name, 8) for name in ("up", "old", "far", "down", "slow", "localhost")]
     versions = ["3.11", "2.13.0", "0.19.8"]
-    found = {each.check: each for each in network.hosts_answer(hosts, versions, tmp_path / "marker", seconds=1)}
+    found = {each.check: each for each in network.check_hosts(hosts, versions, tmp_path / "marker", seconds=1)}
     states = {name: each.state for name, each in found.items()}
     assert states == {
         "host up": "ok", "disk of up": "ok", "host old": "failed", "disk of old": "ok", "host far": "ok",
@@ -244,28 +244,28 @@ def test_hosts_over_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_lock_of_the_folder_of_checkpoints(tmp_path: Path) -> None:
     held = RunLock(tmp_path / "a" / "checkpoints")
     config = parse(["--save", str(tmp_path / "a" / "checkpoints")])
-    found = only(run_dir.lock(tmp_path / "b", config), "run lock")
+    found = only(run_dir.check_lock(tmp_path / "b", config), "run lock")
     assert found.state == "failed" and "a/checkpoints is in use" in found.words and "another --save" in found.remedy
     held.release()
-    assert only(run_dir.lock(tmp_path / "b", config), "run lock").state == "ok"
+    assert only(run_dir.check_lock(tmp_path / "b", config), "run lock").state == "ok"
 
 
 def test_run_locks(tmp_path: Path) -> None:
     held = RunLock(tmp_path)
-    found = only(run_dir.lock(tmp_path), "run lock")
+    found = only(run_dir.check_lock(tmp_path), "run lock")
     assert found.state == "failed" and f"process {os.getpid()}" in found.words and "another --run-dir" in found.remedy
     held.release()
-    assert only(run_dir.lock(tmp_path), "run lock").state == "ok"
+    assert only(run_dir.check_lock(tmp_path), "run lock").state == "ok"
     gone = replace(Holder.here(), started="another start")
     (tmp_path / "run.lock").write_text(json.dumps(gone.__dict__))
-    assert only(run_dir.lock(tmp_path), "run lock").state == "warning"
+    assert only(run_dir.check_lock(tmp_path), "run lock").state == "warning"
     (tmp_path / "run.lock").write_text("{")
-    assert "delete the lock file" in only(run_dir.lock(tmp_path), "run lock").remedy
+    assert "delete the lock file" in only(run_dir.check_lock(tmp_path), "run lock").remedy
 
 
 def test_a_run_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    found = only(run_dir.writable(tmp_path / "file" / "run"), "run directory")
+    found = only(run_dir.check_writable(tmp_path / "file" / "run"), "run directory")
     assert found.state == "failed" and "--run-dir" in found.remedy
 
 
@@ -283,7 +283,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     found = json.loads(capsys.readouterr().out)
     assert {"check", "state", "words", "remedy"} == set(found[0])
     monkeypatch.delenv("MASTER_PORT")
-    monkeypatch.setattr(network, "port_is_free", lambda: iter(()))
+    monkeypatch.setattr(network, "check_port", lambda: iter(()))
     assert doctor.main(["--run-dir", str(tmp_path)]) == 0
     assert "0 failed" in capsys.readouterr().out.splitlines()[-1]
 
@@ -291,12 +291,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_settings_of_a_run_that_has_begun(tmp_path: Path) -> None:
     config = parse([*MODEL, "--family", "gpt2"])
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    read, found = settings.read([], str(tmp_path / "config.json"), 1)
+    read, found = settings.read_settings([], str(tmp_path / "config.json"), 1)
     assert read is not None and read.model.hidden_size == 16 and found[0].state == "ok"
     written = str(tmp_path / "config.json")
-    read, found = settings.read(MODEL, written, 1)
+    read, found = settings.read_settings(MODEL, written, 1)
     assert read is not None and f"from the given flags; {written}" in found[0].words
-    assert "given flags" not in settings.read(MODEL, str(tmp_path / "none.json"), 1)[1][0].words
+    assert "given flags" not in settings.read_settings(MODEL, str(tmp_path / "none.json"), 1)[1][0].words
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
 
     def checked(tokenizer: Tokenizer, prefix: str = pair) -> str:
         config = parse(["--data-path", prefix, "--vocab-file", str(tmp_path), "--seq-length", "8"])
-        found = only(corpora.corpora(config, tokenizer, quick=True), "tokenizer of the data")
+        found = only(corpora.check_corpora(config, tokenizer, quick=True), "tokenizer of the data")
         try:
             check_tokenizer(config, tokenizer)
         except ValueError as error:
@@ -395,9 +395,9 @@ def test_a_corpus_whose_documents_end_otherwise(tmp_path: Path) -> None:
 def test_rank_0_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # reserved for documentation (RFC 5737), so no machine has it
-    assert only(network.rank_0_is_here(), "MASTER_ADDR").state == "failed"
+    assert only(network.check_master_address(), "MASTER_ADDR").state == "failed"
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert not list(network.rank_0_is_here())
+    assert not list(network.check_master_address())
 
 
 @pytest.mark.parametrize("broken", ["torch", "deepspeed"])
@@ -432,7 +432,7 @@ def test_the_flags_of_each_script_are_accepted(
 ) -> None:
     given = [*command, *MODEL, "--data-path", tiny_data, "--vocab-file", vocab_file]
     args, rest = doctor.build_parser().parse_known_args(given)
-    config, found = settings.read(rest, None, 1)
+    config, found = settings.read_settings(rest, None, 1)
     assert config is not None and found[0].words.startswith(wanted)
 
 
@@ -440,5 +440,5 @@ def test_the_family_of_a_config_file_decides(tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text(json.dumps({"model": {"family": "llama", "num_key_value_heads": 1}}))
     (tmp_path / "two.json").write_text(json.dumps({"train": {"train_iters": 3}}))
     flags = [*MODEL, "--config", str(tmp_path / "one.json"), "--config", str(tmp_path / "two.json")]
-    config, found = settings.read(flags, None, 1)
+    config, found = settings.read_settings(flags, None, 1)
     assert config is not None and config.model.family == "llama" and config.model.normalization == "rmsnorm"

@@ -14,7 +14,7 @@ from megatron.model import GPT2Model, T5Model
 from megatron.model.biased_attention import biased_attention
 from megatron.model.flash_attention import flash_attention
 from megatron.model.masks import Documents
-from megatron.model.pieces import SMALL, pieces_for, pieces_of
+from megatron.model.pieces import MERGED_SIZE, pieces_for, pieces_of
 from tests.sentences import SENTENCES
 
 HEADS, WIDTH, SCALE = 3, 8, 0.3
@@ -140,17 +140,17 @@ def test_pieces_hold_every_query_once_and_no_score_too_many(name: str) -> None:
     pieces = pieces_of(documents)
     assert pieces is not None and pieces_of(documents) is pieces, "found once"
     seen = torch.zeros_like(documents.queries)
-    for row, queries, keys, mask, *_ in pieces.found:
+    for row, queries, keys, mask, *_ in pieces.items:
         seen[row, queries] += 1
         if mask is not None:
             assert mask.shape == (1, 1, queries.stop - queries.start, keys.stop - keys.start)
-            assert mask.numel() <= SMALL**2
+            assert mask.numel() <= MERGED_SIZE**2
     assert (seen == 1).all()
 
 
 def test_tiny_documents_share_pieces() -> None:
     pieces = pieces_of(Documents(torch.arange(1, 513).expand(4, 512), None, True))
-    assert pieces is not None and len(pieces.found) == 4 * 512 // SMALL
+    assert pieces is not None and len(pieces.items) == 4 * 512 // MERGED_SIZE
 
 
 def test_a_document_in_two_pieces_needs_the_mask() -> None:
@@ -167,9 +167,9 @@ def test_pieces_change_and_go_with_their_ids() -> None:
         assert before is not None
         ids[2] = 1
         after = pieces_of(Documents(ids, None, True))
-        assert after is not None and len(after.found) == len(before.found) and after.found[-1].mask is None
-        assert before.found[-1].mask is not None
-        gone = weakref.ref(before.found[-1].mask)
+        assert after is not None and len(after.items) == len(before.items) and after.items[-1].mask is None
+        assert before.items[-1].mask is not None
+        gone = weakref.ref(before.items[-1].mask)
         del before, after, ids
         assert gone() is None, "without the collector of garbage"
     finally:

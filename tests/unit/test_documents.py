@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_utils import inspect_data
-from data_utils.document_uses import uses_in, uses_of
+from data_utils.document_uses import uses_in_sample, uses_of_document
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.iterations import Iterations
 from megatron.config.command_line import parse
@@ -98,14 +98,14 @@ def test_a_document_is_where_a_scan_finds_it(
     for corpus in range(1 if shape == "single" else 3):
         for document in range(FIRST, len(sizes[corpus])):
             expected = [n for n, ids in enumerate(scan) if 1000 * corpus + document in ids]
-            found = uses_of(whole, corpus, document, samples)
+            found = uses_of_document(whole, corpus, document, samples)
             if kind == "sft":  # the last token of a record is only a target
                 found = [use for use in found if len(use.tokens)]
             assert list(dict.fromkeys(use.sample for use in found)) == expected
 
 
 def test_positions_and_tokens_are_those_of_the_sample(tmp_path: Path) -> None:
-    """With text that counts up, position p of a sample holds the token that `uses_in` names."""
+    """With text that counts up, position p of a sample holds the token that `uses_in_sample` names."""
     dice = np.random.default_rng(0)
     prefix = str(tmp_path / "a")
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
@@ -114,7 +114,7 @@ def test_positions_and_tokens_are_those_of_the_sample(tmp_path: Path) -> None:
     made = GPT2Dataset(IndexedDataset(prefix), range(3, 30), 16, 5, "train")
     for n in range(3 * made.samples_per_epoch):
         text = made[n]["text"].tolist()
-        uses = uses_in(made, n)
+        uses = uses_in_sample(made, n)
         assert sum(len(use.positions) for use in uses) == 17
         for use in uses:
             expected = [100 * use.document + token for token in use.tokens]

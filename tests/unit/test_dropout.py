@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron import mpu
-from megatron.model.attention_dropout import attention_with_dropout, by_document
-from megatron.model.masks import Documents, added_mask, causal_mask
+from megatron.model.attention_dropout import attention_with_dropout, dropout_by_document
+from megatron.model.masks import Documents, causal_mask, to_additive_mask
 from megatron.model.pieces import pieces_of
 
 
@@ -102,7 +102,7 @@ def test_attention_drops_weights() -> None:
     query, key, value = (torch.randn(2, 3, 10, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     mask = causal_mask(10, 10, query.device)
     ours = attention_with_dropout(
-        query, key, value, added_mask(mask, query.dtype), 0.5, 0.4, mpu.Stream(_rng(), "a", split=True)
+        query, key, value, to_additive_mask(mask, query.dtype), 0.5, 0.4, mpu.Stream(_rng(), "a", split=True)
     )
     weights = (query @ key.mT * 0.5).masked_fill(~mask, -torch.inf).softmax(-1)
     theirs = (weights * _factors(weights)) @ value
@@ -114,8 +114,8 @@ def test_documents_drop_weights_one_by_one(causal: bool) -> None:
     ids = torch.tensor([[1] * 90 + [2] * 70, [1] * 100 + [2] * 30 + [3] * 30])
     query, key, value = (torch.randn(2, 3, 160, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
     pieces = pieces_of(Documents(ids, None, causal))
-    assert pieces is not None and len(pieces.found) == 4, "the last two share a chunk"
-    ours = by_document(query, key, value, pieces, 0.5, 0.4, mpu.Stream(_rng(), "a", split=True))
+    assert pieces is not None and len(pieces.items) == 4, "the last two share a chunk"
+    ours = dropout_by_document(query, key, value, pieces, 0.5, 0.4, mpu.Stream(_rng(), "a", split=True))
     sees = (ids[:, :, None] == ids[:, None])[:, None]
     sees = sees.tril() if causal else sees
     weights = (query @ key.mT * 0.5).masked_fill(~sees, -torch.inf).softmax(-1)

@@ -7,7 +7,7 @@ import pytest
 from megatron.config.command_line import parse
 from megatron.config.ds_config import Resolved, resolve
 from megatron.config.fields import ConfigError
-from tds.schedule import register, schedule_of
+from tds.schedule import find_schedule, register
 from tests.support import ROOT
 
 
@@ -117,7 +117,7 @@ def test_precision_and_zero_stage(
 
 
 def test_the_section_pipeline_may_repeat_the_flags(tmp_path: Path) -> None:
-    register("settled", lambda *where: schedule_of({})(*where))
+    register("settled", lambda *where: find_schedule({})(*where))
     section = {"schedule": "settled", "extra_warmup": 0, "timeout": "auto"}
     found = settle(tmp_path, {"pipeline": section}, "--pipeline-schedule", "settled")
     assert found.deepspeed["pipeline"]["schedule"] == "settled"

@@ -11,7 +11,7 @@ import torch
 from megatron.config import Config
 from megatron.config.command_line import parse
 from megatron.config.sections import ModelConfig
-from megatron.estimate.activations import Shapes, kept_by
+from megatron.estimate.activations import Shapes, kept_bytes
 from megatron.estimate.sizes import count_layers, layers_of
 from megatron.model import GPT2Model, T5Model
 from tests.checkpoints.settings_table import CASES
@@ -68,7 +68,7 @@ def _measured_and_estimated(flags: str) -> tuple[float, float]:
     with torch.device("meta"):
         built: Any = T5Model(config) if config.is_t5 else GPT2Model(config)
     assert count_layers(layers, config).held == sum(p.numel() for p in built.parameters())
-    return _kept(config), kept_by(Shapes(config, "fp32", False), layers)
+    return _kept(config), kept_bytes(Shapes(config, "fp32", False), layers)
 
 
 @pytest.mark.parametrize(("field", "family"), RUNS)

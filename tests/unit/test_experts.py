@@ -108,7 +108,7 @@ def test_one_grouped_matmul_equals_a_loop_over_experts(dtype: torch.dtype, monke
     monkeypatch.setattr(mixture_module, "_skips_empty_sums", lambda _: True)
     found = []
     for grouped in (False, True):
-        monkeypatch.setattr(mixture_module, "multiplies_in_groups", lambda *_, grouped=grouped: grouped)
+        monkeypatch.setattr(mixture_module, "can_group_matmuls", lambda *_, grouped=grouped: grouped)
         hidden = torch.randn(9, 2, 16, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.add(x.numel()) or x, lambda x: x):
             output = mixture(hidden)[0]
@@ -131,9 +131,9 @@ def test_only_widths_that_the_grouped_matmul_supports_use_it(width: int, grouped
     mixture = Mixture(parse(flags.split()).model, "layers.0.mlp", 0.02).bfloat16()
     rows: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
     experts: Any = list(mixture.experts.values())
-    assert mixture_module.multiplies_in_groups(rows, experts) is grouped
+    assert mixture_module.can_group_matmuls(rows, experts) is grouped
     experts[0].dense_h_to_4h.weight.ds_shape = (48, 16)  # ZeRO 3 shards it, though it may be whole at times
-    assert not mixture_module.multiplies_in_groups(rows, experts)
+    assert not mixture_module.can_group_matmuls(rows, experts)
 
 
 def test_the_auxiliary_loss_uses_the_shares_of_the_previous_step() -> None:
@@ -142,7 +142,7 @@ def test_the_auxiliary_loss_uses_the_shares_of_the_previous_step() -> None:
     hidden = torch.randn(6, 1, 16, dtype=torch.float64, requires_grad=True)
     router(hidden)
     update_routers(model)
-    assert router.tokens.sum() == 12 and not router.seen.any()
+    assert router.tokens.sum() == 12 and not router.step_tokens.any()
     logits = hidden[:, 0] @ router.weight.t()
     shares = router.tokens / 12
     expected = 4 * (logits.softmax(-1) * shares).sum(1).mean() + 0.5 * logits.logsumexp(-1).square().mean()
@@ -207,7 +207,7 @@ def test_a_bias_rises_for_experts_with_few_tokens() -> None:
 def test_evaluation_counts_no_tokens_and_returns_only_logits() -> None:
     model = _model("gpt2", "--num-experts 4").eval()
     assert isinstance(model(torch.zeros(1, 5, dtype=torch.int64)), Tensor)
-    assert not any(module.seen.any() for module in model.modules() if isinstance(module, Router))
+    assert not any(module.step_tokens.any() for module in model.modules() if isinstance(module, Router))
 
 
 @pytest.mark.parametrize("balance", ["aux-loss", "bias", "bias-and-aux-loss"])
@@ -270,7 +270,7 @@ def test_refused(flags: str, named: str) -> None:
 )
 def test_notes(flags: str, named: str | None) -> None:
     notes: list[str] = []
-    parse(f"{FAMILIES['llama']} --num-experts 4 {flags}".split(), tell=notes.append)
+    parse(f"{FAMILIES['llama']} --num-experts 4 {flags}".split(), notify=notes.append)
     assert len(notes) == (named is not None) and all(str(named) in note for note in notes)
 
 
@@ -299,7 +299,7 @@ def _with_padding(family: str, length: int, balance: str) -> tuple[dict[str, Ten
     tokens, ids = _windows(length)
     model(tokens, None, ids, labels=tokens, loss_mask=(ids != 0).double()).backward()
     grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return grads, {name: module.seen for name, module in model.named_modules() if isinstance(module, Router)}
+    return grads, {name: module.step_tokens for name, module in model.named_modules() if isinstance(module, Router)}
 
 
 @pytest.mark.parametrize("balance", ["aux-loss", "bias"])
@@ -321,7 +321,7 @@ def test_the_auxiliary_loss_of_padded_windows_is_that_of_transformers() -> None:
     ids = _windows(29)[1]
     text = text_tokens(ids, mpu.TRIVIAL_AXIS, mpu.TRIVIAL_AXIS)
     router(hidden, text)
-    router.end_step(router.seen)  # The next loss uses the shares of this step, as that of transformers does.
+    router.end_step(router.step_tokens)  # The next loss uses the shares of this step, as that of transformers does.
     found = router(hidden, text).loss
     logits = (hidden @ router.weight.t()).transpose(0, 1).flatten(0, 1)
     expected = mixtral.load_balancing_loss_func((logits,), 4, 2, (ids != 0).long())

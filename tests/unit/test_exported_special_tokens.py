@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
-from megatron.checkpointing.relocation import FOLDER, keep_tokenizer
+from megatron.checkpointing.relocation import TOKENIZER_FOLDER, copy_tokenizer
 from megatron.config.command_line import parse
 from megatron.tokenizer import load_tokenizer
 from megatron_tools.convert import convert_checkpoint, export_roles
-from megatron_tools.convert.export_roles import generation_settings, model_ids, pad_of
-from megatron_tools.convert.export_tokenizer import Chat, write_tokenizer
+from megatron_tools.convert.export_roles import generation_settings, pad_token_name, special_token_ids
+from megatron_tools.convert.export_tokenizer import ChatFormat, write_tokenizer
 
 transformers = pytest.importorskip("transformers")
 TEXT = ["The river runs slowly to the sea. user assistant system 123 == \n"] * 20
@@ -100,9 +100,9 @@ def test_every_role_that_came_in_goes_out(name: str, tmp_path: Path) -> None:
     main(parser.parse_args(["--from-hf", str(folder), "--output", str(tmp_path / "c")]))
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "out"), "--verify"]))
     same_roles(folder, tmp_path / "out")
-    keep_tokenizer(str(folder), tmp_path / "c")  # copies the tokenizer into folder c, as a training run does
+    copy_tokenizer(str(folder), tmp_path / "c")  # copies the tokenizer into folder c, as a training run does
     shutil.rmtree(folder / "config.json", ignore_errors=True)
-    kept = str(tmp_path / "c" / FOLDER)
+    kept = str(tmp_path / "c" / TOKENIZER_FOLDER)
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "again"), "--vocab-file", kept]))
     same_roles(folder, tmp_path / "again")
 
@@ -130,7 +130,7 @@ def test_an_exported_chat_model_learns_its_ends(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "in", kind, about, generation, **ids)
     ours, output = load_tokenizer(str(folder)), tmp_path / "out"
     output.mkdir()
-    write_tokenizer(output, parse(["--family", "gpt2"]), ours, str(folder), Chat(TEMPLATE, None), "qwen3")
+    write_tokenizer(output, parse(["--family", "gpt2"]), ours, str(folder), ChatFormat(TEMPLATE, None), "qwen3")
     theirs: Any = transformers.AutoTokenizer.from_pretrained(output)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "river"}]
     row = theirs.apply_chat_template(turns)["input_ids"]
@@ -148,11 +148,11 @@ def test_our_own_pad_is_no_end(kind: str, tmp_path: Path) -> None:
         train_sentencepiece(TEXT, str(path), 290, specials=IM)
     ours, output = load_tokenizer(str(path)), tmp_path / "out"
     output.mkdir()
-    write_tokenizer(output, parse(["--family", "gpt2"]), ours, str(path), Chat(None, None), "gpt2")
+    write_tokenizer(output, parse(["--family", "gpt2"]), ours, str(path), ChatFormat(None, None), "gpt2")
     theirs: Any = transformers.AutoTokenizer.from_pretrained(output)
     assert theirs.pad_token_id not in (ours.eod, ours.marks["<|im_end|>"])
     assert (theirs.pad_token is None) == (kind == "hf")
-    ids = model_ids({"eos_token_id": ours.eod, "bos_token_id": ours.eod}, ours, path, is_t5=False)
+    ids = special_token_ids({"eos_token_id": ours.eod, "bos_token_id": ours.eod}, ours, path, is_t5=False)
     assert ids.get("pad_token_id") == theirs.pad_token_id
     end = ours.marks["<|im_end|>"]
     assert generation_settings(ids, ours, path, end)["eos_token_id"] == [ours.eod, end]
@@ -169,7 +169,7 @@ def test_a_pad_that_a_text_may_give_is_none(tmp_path: Path) -> None:
         hard_vocab_limit=False,
         minloglevel=2,
     )
-    assert pad_of(load_tokenizer(str(tmp_path / "m.model")), tmp_path / "m.model") is None
+    assert pad_token_name(load_tokenizer(str(tmp_path / "m.model")), tmp_path / "m.model") is None
 
 
 @pytest.mark.parametrize("name", export_roles.CLASS_ROLES)
@@ -192,7 +192,7 @@ def test_a_qwen2_with_other_words_keeps_its_ids(tmp_path: Path) -> None:
     ours, output = load_tokenizer(str(folder)), tmp_path / "out"
     output.mkdir()
     (output / "config.json").write_text('{"model_type": "qwen2"}')
-    write_tokenizer(output, parse(["--family", "gpt2"]), ours, str(folder), Chat(None, None), "qwen2")
+    write_tokenizer(output, parse(["--family", "gpt2"]), ours, str(folder), ChatFormat(None, None), "qwen2")
     theirs: Any = transformers.AutoTokenizer.from_pretrained(output)
     for text in ("1234  don't", "e\u0301 ==\n\n"):
         assert theirs(text)["input_ids"] == ours.encode(text)

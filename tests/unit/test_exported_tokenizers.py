@@ -18,7 +18,7 @@ from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron.tokenizer.base import TokenizerError
 from megatron.tokenizer.model_proto import ALGORITHMS, NORMAL, USER_DEFINED, read_facts
 from megatron_tools.convert import hf_compare
-from megatron_tools.convert.export_tokenizer import Chat, write_tokenizer
+from megatron_tools.convert.export_tokenizer import ChatFormat, write_tokenizer
 from tests.support import covering
 
 transformers = pytest.importorskip("transformers")
@@ -164,7 +164,7 @@ def trained(folder: Path, dice: random.Random) -> tuple[str, Path]:
 def exported(folder: Path, tokenizer: Tokenizer, path: Path, model_type: str) -> None:
     config = parse(["--family", "gpt2"])
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-    write_tokenizer(folder, config, tokenizer, str(path), Chat(None, None), model_type)
+    write_tokenizer(folder, config, tokenizer, str(path), ChatFormat(None, None), model_type)
 
 
 @pytest.mark.slow
@@ -252,13 +252,18 @@ def test_facts_of_a_model_are_those_of_protobuf(algorithm: str) -> None:
     facts, message = read_facts(model.getvalue(), "m"), proto.ModelProto()
     message.ParseFromString(model.getvalue())
     assert facts.types == [piece.type for piece in message.pieces]
-    assert (facts.algorithm, facts.normalization, facts.prefixes, facts.squeezes) == (algorithm, "nfkc", False, True)
+    assert (facts.algorithm, facts.normalization, facts.adds_prefix_space, facts.merges_spaces) == (
+        algorithm,
+        "nfkc",
+        False,
+        True,
+    )
 
 
 def test_a_comparison_without_transformers_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer_config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "transformers", None)
     tokenizer: Any = None
-    for compared in (hf_compare.compare_ids, hf_compare.compare_imported_ids):
+    for compared in (hf_compare.compare_token_ids, hf_compare.compare_imported_ids):
         with pytest.raises(ValueError, match="transformers"):
             compared(tokenizer, tmp_path)

@@ -19,14 +19,14 @@ from tests.sentences import SENTENCES
 def test_metrics_wait_for_a_disk_with_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    writer, honest, full = MetricsWriter(str(tmp_path), 0, True), metrics.append_whole, [False]
+    writer, honest, full = MetricsWriter(str(tmp_path), 0, True), metrics.append_or_restore, [False]
 
     def append(path: Path, text: str) -> None:
         if full[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
         honest(path, text)
 
-    monkeypatch.setattr(metrics, "append_whole", append)
+    monkeypatch.setattr(metrics, "append_or_restore", append)
     for iteration in range(5):
         full[0] = iteration in (1, 2)
         writer.write({"iteration": iteration})
@@ -46,22 +46,22 @@ def test_metrics_wait_for_a_disk_with_space(
 
 
 def test_a_line_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    metrics.append_whole(tmp_path / "file", "one\n")
+    metrics.append_or_restore(tmp_path / "file", "one\n")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (6, before[1]))  # only half of the second line fits in 6 bytes
     try:
         with pytest.raises(OSError, match=SENTENCES["no_space_left"]):
-            metrics.append_whole(tmp_path / "file", "two\n")
+            metrics.append_or_restore(tmp_path / "file", "two\n")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    metrics.append_whole(tmp_path / "file", "three\n")
+    metrics.append_or_restore(tmp_path / "file", "three\n")
     assert (tmp_path / "file").read_text() == "one\nthree\n"
 
 
 class _Saver:
     """A saver that fails while `full` is True, like one whose disk is full."""
 
-    pending = busy = False
+    is_pending = is_writing = False
 
     def __init__(self) -> None:
         self.full, self.saved = False, list[int]()
@@ -87,8 +87,8 @@ def test_a_failed_save_is_tried_again(capsys: pytest.CaptureFixture[str]) -> Non
     )
     with pytest.raises(SaveError, match="iter_6"):  # the third failure in a row, but only two are allowed
         saver.save(TrainState(6))
-    with pytest.raises(SaveError, match="iter_7"):  # must=True raises at once, as no later save follows
-        RetryingSaver(inner, 2).save(TrainState(7), must=True)
+    with pytest.raises(SaveError, match="iter_7"):  # must_succeed=True raises at once, as no later save follows
+        RetryingSaver(inner, 2).save(TrainState(7), must_succeed=True)
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,8 +115,8 @@ def test_a_report_that_cannot_be_drawn(
     def broken(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(report, "draw", broken)
-    monkeypatch.setattr(report, "baselines_of", lambda *_: {})
+    monkeypatch.setattr(report, "draw_losses", broken)
+    monkeypatch.setattr(report, "unigram_baselines", lambda *_: {})
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 7}\n')
     (tmp_path / "config.json").write_text("{}")
     report.main(report.build_parser().parse_args(["--run-dir", str(tmp_path)]))

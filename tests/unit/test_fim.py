@@ -45,7 +45,7 @@ def pieces(ids: list[int]) -> tuple[list[int], list[int], list[int], bool]:
 def test_the_pieces_are_the_text(length: int, closed: bool, spm: bool, first: float, second: float) -> None:
     text, end = list(range(1, 1 + length)), [EOD] * closed
     ids = np.array(text + end, dtype=np.int64)
-    found = gaps().document(ids, True, spm, (first, second)).tolist()
+    found = gaps().rearrange_document(ids, True, spm, (first, second)).tolist()
     assert len(found) == len(ids)
     if length < 4:
         assert found == ids.tolist()
@@ -54,7 +54,7 @@ def test_the_pieces_are_the_text(length: int, closed: bool, spm: bool, first: fl
     prefix, middle, suffix, suffix_first = pieces(found[: len(found) - closed])
     # In suffix-first order, `middle` also contains the prefix of the text.
     assert (middle + suffix if suffix_first and spm else prefix + middle + suffix) == text[: length - 3]
-    assert gaps().document(ids, False, spm, (first, second)).tolist() == ids.tolist()
+    assert gaps().rearrange_document(ids, False, spm, (first, second)).tolist() == ids.tolist()
 
 
 def test_rates_and_cuts() -> None:
@@ -63,7 +63,8 @@ def test_rates_and_cuts() -> None:
     The three special tokens displace 3 of a document's 12 tokens, so a cut has 10 possible positions, 0 to 9.
     """
     window = np.tile(np.append(np.arange(1, 13), EOD), 8)
-    found = np.concatenate([gaps(0.6, 0.3).window(window, [13] * 8, [7, n]) for n in range(500)]).reshape(4000, 13)
+    windows = [gaps(0.6, 0.3).rearrange_window(window, [13] * 8, [7, n]) for n in range(500)]
+    found = np.concatenate(windows).reshape(4000, 13)
     rearranged = found[found[:, 0] == PREFIX]
     assert (found[found[:, 0] != PREFIX] == [*range(1, 13), EOD]).all()
     assert abs(len(rearranged) / 4000 - 0.6) < 4 * (0.6 * 0.4 / 4000) ** 0.5

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tds.flat_matrices import MOST_PADDING, balance, is_even, place
+from tds.flat_matrices import MOST_PADDING, balance, has_little_padding, place_weights
 
 
 def _layer(h: int) -> list[nn.Parameter]:
@@ -24,7 +24,7 @@ def test_work_is_balanced() -> None:
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8, 50])
 def test_each_weight_lies_in_one_share(replicas: int) -> None:
     weights = [p for _ in range(12) for p in _layer(64)]
-    ordered, offsets, share = place(weights, replicas, nn.Parameter.numel)
+    ordered, offsets, share = place_weights(weights, replicas, nn.Parameter.numel)
     assert set(ordered) == set(weights)
     assert share % 64 == 0 and offsets == sorted(offsets)
     end = 0
@@ -35,14 +35,14 @@ def test_each_weight_lies_in_one_share(replicas: int) -> None:
 
 def test_without_work_shares_have_no_gaps() -> None:
     weights = _layer(10)
-    ordered, offsets, share = place(weights, 3, None)
+    ordered, offsets, share = place_weights(weights, 3, None)
     assert ordered == weights and offsets == [0, 300, 400, 800] and share == 448
 
 
 def test_a_bucket_grows_until_it_is_even() -> None:
     """One layer is uneven over two replicas (7 to 5), two layers are even; few matrices over many replicas are not."""
     work = nn.Parameter.numel
-    assert not is_even(_layer(64), 2, work)
-    assert is_even([*_layer(64), *_layer(64)], 2, work)
-    assert not is_even(_layer(64), 50, work)
+    assert not has_little_padding(_layer(64), 2, work)
+    assert has_little_padding([*_layer(64), *_layer(64)], 2, work)
+    assert not has_little_padding(_layer(64), 50, work)
     assert MOST_PADDING < 1 / 6

@@ -7,9 +7,9 @@ import pytest
 
 from megatron.checkpointing import prune
 from megatron.checkpointing.checksums import SHA256
-from megatron.checkpointing.files import INDEX, publish, temporary_of
-from megatron.checkpointing.leftovers import clear
-from megatron.checkpointing.remote import delete
+from megatron.checkpointing.files import INDEX, publish, temporary_folder
+from megatron.checkpointing.leftovers import delete_leftovers
+from megatron.checkpointing.remote import delete_checkpoint
 from megatron.storage import RemotePath
 
 NAME = "iter_0000020"
@@ -18,7 +18,7 @@ NAME = "iter_0000020"
 def save(folder: Path, name: str, content: str = "new") -> None:
     """Publish a checkpoint with one file of tensors."""
     final = folder / name
-    temporary = temporary_of(final)
+    temporary = temporary_folder(final)
     temporary.mkdir(parents=True)
     (temporary / "weights.safetensors").write_text(content)
     publish(final, temporary, "{}", SHA256, {})
@@ -65,7 +65,7 @@ def test_what_is_in_the_place_of_a_new_checkpoint_is_kept(
         save(tmp_path, NAME)
         assert (tmp_path / NAME / "weights.safetensors").read_text() == "new"
         assert f"{NAME}.kept-{number}" in capsys.readouterr().out
-    clear(tmp_path)
+    delete_leftovers(tmp_path)
     prune(tmp_path, 1, None)
     assert [content_of(tmp_path / f"{NAME}.kept-{number}") for number in (1, 2)] == before
     assert not list(tmp_path.glob("*.tmp"))
@@ -90,7 +90,7 @@ def test_pruning_and_cleaning_spare_what_no_save_has_written(
     for number in (10, 20, 30):
         save(tmp_path, f"iter_{number:07}")
     assert prune(tmp_path, 1, None) == []
-    clear(tmp_path)
+    delete_leftovers(tmp_path)
     names = sorted(path.name for path in tmp_path.glob("iter_*"))
     assert names == ["iter_0000005", "iter_0000006", "iter_0000007.tmp.kept-1", "iter_0000030"]
     assert content_of(tmp_path / "iter_0000005") == {"mine.txt": "mine"}
@@ -102,5 +102,5 @@ def test_foreign_objects_in_storage_are_spared(tmp_path: Path) -> None:
     checkpoint = RemotePath(f"memory://bucket/{tmp_path.name}/{NAME}")
     for name in ("mine.txt", INDEX, "SHA256SUMS", "pipe00-model00-data00.safetensors"):
         (checkpoint / name).write_bytes(b"x")
-    delete(checkpoint, INDEX)
+    delete_checkpoint(checkpoint, INDEX)
     assert [path.name for path in checkpoint.glob("*")] == ["mine.txt"]

@@ -13,7 +13,7 @@ from megatron.config.fields import ConfigError, flag
 from megatron.data.skips import Skips, parse_ranges
 from megatron.optim import lr_at
 from megatron_compat.args import Args
-from megatron_compat.flags.outcomes import ByValue, Means, NoEffect, Refused
+from megatron_compat.flags.outcomes import ByValue, NoEffect, Refused, Translated
 from megatron_compat.flags.table import FLAGS, ROWS, VALUES
 from tests.support import ROOT
 from tests.unit import flags_table
@@ -303,7 +303,7 @@ def test_iterations_of_megatron_count_from_0(tmp_path: Path) -> None:
     path.write_text(json.dumps({"iterations_to_skip": [10, 11]}))
     skips = Skips(parse_ranges(taken(f"--config {path}")[0].train.skip_iterations))
     # Megatron-LM counts iterations from 0. With 4 samples each, its iterations 10 and 11 begin at samples 40 and 44.
-    assert [n for n in range(0, 80, 4) if skips.hold(n // 4 + 1, n, 4)] == [10 * 4, 11 * 4]
+    assert [n for n in range(0, 80, 4) if skips.should_skip(n // 4 + 1, n, 4)] == [10 * 4, 11 * 4]
     with pytest.raises(ConfigError, match="--skip-iterations"):
         taken("--iterations-to-skip soon")
 
@@ -350,7 +350,7 @@ def test_a_false_turns_off_what_the_name_turns_on(words: str, tmp_path: Path) ->
 
 def test_defaults_of_a_script_may_use_the_names_too() -> None:
     notes: list[str] = []
-    config = parse(["--gas", "2"], {"tokenizer_type": "GPT2BPETokenizer", "micro_batch_size": 3}, tell=notes.append)
+    config = parse(["--gas", "2"], {"tokenizer_type": "GPT2BPETokenizer", "micro_batch_size": 3}, notify=notes.append)
     assert (config.data.tokenizer_type, config.train.batch_size, len(notes)) == ("auto", 3, 2)
     with pytest.raises(ConfigError, match="args_defaults.*hiden_size.*hidden_size"):
         parse([], {"hiden_size": 3})
@@ -370,7 +370,7 @@ FITS = {
 @pytest.mark.parametrize("name", FLAGS)
 def test_every_row_does_what_it_says(name: str) -> None:
     row = FLAGS[name]
-    values = list(row.outcome.values) if isinstance(row.outcome, ByValue) else [FITS.get(name, VALUE[row.takes])]
+    values = list(row.outcome.values) if isinstance(row.outcome, ByValue) else [FITS.get(name, VALUE[row.value_type])]
     for value in values:
         outcome = row.outcome.values[value] if isinstance(row.outcome, ByValue) else row.outcome
         notes: list[str] = []
@@ -386,7 +386,7 @@ def test_every_row_does_what_it_says(name: str) -> None:
             try:
                 parse(argv, defaults, 2, notes.append)
             except ConfigError as error:
-                assert not isinstance(outcome, (Means, NoEffect)), error
+                assert not isinstance(outcome, (Translated, NoEffect)), error
             else:
                 named = [note for note in notes if not note.startswith("Megatron-LM")]
                 assert len(named) == 1 and named[0].startswith(name)

@@ -15,7 +15,7 @@ from data_utils import clean_corpus
 from megatron.atomic import copy_file
 from megatron.checkpointing.relocation import copy_folder
 from megatron.config.command_line import parse
-from megatron.optim import settled
+from megatron.optim import resolve_lr_schedule
 from megatron.ranks.errors import RunError
 from megatron.training import metrics
 from megatron.training.metrics import MetricsWriter
@@ -75,7 +75,7 @@ def test_a_run_that_has_lost_rows_of_metrics_fails(tmp_path: Path, monkeypatch: 
     writer.write({"iteration": 1})
     run: Any = SimpleNamespace(metrics=writer, locks=[], run_dir=tmp_path)
     Run.__exit__(run, None)
-    monkeypatch.setattr(metrics, "append_whole", full)
+    monkeypatch.setattr(metrics, "append_or_restore", full)
     writer.write({"iteration": 2})
     with pytest.raises(RunError, match=r"metrics\.jsonl"):
         Run.__exit__(run, None)
@@ -104,9 +104,9 @@ def test_the_error_of_a_run_is_its_last_row(tmp_path: Path) -> None:
 def test_a_note_has_no_equal_sides() -> None:
     flags = ["--lr-decay-style", "constant", "--warmup", "0"]
     saved, longer = (parse([*flags, "--train-iters", number]) for number in ("100", "200"))
-    assert settled(longer, saved) == (longer, None)
+    assert resolve_lr_schedule(longer, saved) == (longer, None)
     close = parse([*flags, "--train-iters", "100", "--lr", "1.00000001e-3"])
-    note = settled(close, parse([*flags, "--train-iters", "100", "--lr", "1e-3"]))[1] or ""
+    note = resolve_lr_schedule(close, parse([*flags, "--train-iters", "100", "--lr", "1e-3"]))[1] or ""
     assert "0.00100000001" in note
-    _, other = settled(parse(["--train-iters", "200"]), parse(["--train-iters", "100"]))
+    _, other = resolve_lr_schedule(parse(["--train-iters", "200"]), parse(["--train-iters", "100"]))
     assert "100" in (other or "") and "200" in (other or "")

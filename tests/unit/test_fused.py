@@ -16,7 +16,7 @@ from tests.gpu.fused import FUNCTIONS, PADDED, TOKENS, VOCAB, changed_weights, c
 def test_losses_and_gradient_equal_torch(
     fused: bool, z_loss: float, smoothing: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "on_cuda", lambda _: fused)
+    monkeypatch.setattr(cross_entropy, "uses_fused_loss", lambda _: fused)
     values, weight = draw(TOKENS, PADDED).mul(3), draw(TOKENS, seed=1)
     target = torch.randint(VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(2))
     logits, plain = values.clone().requires_grad_(), values.clone().requires_grad_()
@@ -39,14 +39,14 @@ def test_compiled_equals_eager(name: str) -> None:
 
 def test_the_loss_of_a_sure_token_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest logit is subtracted before anything is rounded, so large logits do no harm."""
-    monkeypatch.setattr(cross_entropy, "on_cuda", lambda _: True)
+    monkeypatch.setattr(cross_entropy, "uses_fused_loss", lambda _: True)
     logits = torch.tensor([[1000.0, 990.0], [-1000.0, -1010.0]])
     loss, _ = mpu.vocab_parallel_losses(logits, torch.tensor([0, 0]), axis=mpu.TRIVIAL_AXIS)
     torch.testing.assert_close(loss, F.cross_entropy(logits.double(), torch.tensor([0, 0]), reduction="none").float())
 
 
 def test_no_tokens_have_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "on_cuda", lambda _: True)
+    monkeypatch.setattr(cross_entropy, "uses_fused_loss", lambda _: True)
     logits = torch.zeros(0, 5, requires_grad=True)
     mpu.vocab_parallel_cross_entropy(logits, torch.zeros(0, dtype=torch.int64), axis=mpu.TRIVIAL_AXIS).sum().backward()
     assert logits.grad is not None and logits.grad.shape == (0, 5)
@@ -55,7 +55,7 @@ def test_no_tokens_have_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_changed_weights_replace_their_exact_values() -> None:
     exact, seen = changed_weights()
     before = exact.clone()
-    buckets.adopt_changes(exact, seen)
+    buckets.copy_changed_elements(exact, seen)
     changed = torch.zeros(1000, dtype=torch.bool)
     changed[[3, 500, 999]] = True
     assert torch.equal(exact[~changed], before[~changed])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_tools.verify.fuzz import Found, Fuzzer, compared, reference_flags
-from megatron_tools.verify.fuzz_campaign import Campaign, kind_of, shrink
+from megatron_tools.verify.fuzz import CaseResult, Fuzzer, compare_values, reference_flags
+from megatron_tools.verify.fuzz_campaign import Campaign, failure_kind, shrink
 from megatron_tools.verify.fuzz_ranks import OK, Outcome
 from megatron_tools.verify.fuzz_table import RANGES, Case, case_of, draw
 from megatron_tools.verify.layouts import Layout
@@ -52,27 +52,27 @@ def test_the_run_in_one_process_has_one_micro_batch_and_no_neutral_flag() -> Non
 
 def test_the_comparison_sees_missing_and_different_values() -> None:
     like = {"train 1 lm_loss": torch.tensor(2.0), "weight.a": torch.ones(4), "weight.b": torch.zeros(2)}
-    assert compared(like, like, 1e-9) == Found(OK, 0.0)
-    missing = compared(like, {name: like[name] for name in list(like)[1:]}, 1e-9)
-    assert missing.failed and "lm_loss" in missing.outcome.words
-    other = compared(like, like | {"weight.a": torch.tensor([1.0, 1, 1, 1 + 1e-6], dtype=torch.float64)}, 1e-9)
-    assert other.failed and other.error == pytest.approx(5e-7, rel=1e-3)
-    nan = compared(like, like | {"train 1 lm_loss": torch.tensor(math.nan)}, 1e-9)
-    assert nan.failed and nan.error == math.inf
+    assert compare_values(like, like, 1e-9) == CaseResult(OK, 0.0)
+    missing = compare_values(like, {name: like[name] for name in list(like)[1:]}, 1e-9)
+    assert missing.failed and "lm_loss" in missing.outcome.message
+    other = compare_values(like, like | {"weight.a": torch.tensor([1.0, 1, 1, 1 + 1e-6], dtype=torch.float64)}, 1e-9)
+    assert other.failed and other.largest_error == pytest.approx(5e-7, rel=1e-3)
+    nan = compare_values(like, like | {"train 1 lm_loss": torch.tensor(math.nan)}, 1e-9)
+    assert nan.failed and nan.largest_error == math.inf
     # Rounding errors of a weight that is mathematically zero are no difference, but other weights of its kind are.
-    rounded = compared(like, like | {"weight.b": torch.full((2,), 1e-14)}, 1e-9)
+    rounded = compare_values(like, like | {"weight.b": torch.full((2,), 1e-14)}, 1e-9)
     assert not rounded.failed
-    assert compared(like, like | {"weight.b": torch.full((2,), 1e-9)}, 1e-9).failed
+    assert compare_values(like, like | {"weight.b": torch.full((2,), 1e-9)}, 1e-9).failed
 
 
 class Faulty(Fuzzer):
     """Fuzzer whose tensor parallelism is wrong with --z-loss, and which refuses --qk-norm without experts."""
 
-    def run(self, case: Case) -> Found:
+    def run(self, case: Case) -> CaseResult:
         if "--qk-norm" in case.flags and "--num-experts" not in case.flags:
-            return Found(Outcome("refused", "--qk-norm needs --num-experts"))
+            return CaseResult(Outcome("refused", "--qk-norm needs --num-experts"))
         wrong = case.layout.tp > 1 and "--z-loss" in case.flags
-        return Found(Outcome("differs", "train 1 lm_loss differs"), 1e-3) if wrong else Found(OK)
+        return CaseResult(Outcome("differs", "train 1 lm_loss differs"), 1e-3) if wrong else CaseResult(OK)
 
 
 def test_a_failure_is_shrunk_to_what_it_needs(tmp_path: Any) -> None:
@@ -86,9 +86,9 @@ def test_a_failure_is_shrunk_to_what_it_needs(tmp_path: Any) -> None:
 
 def test_another_exception_is_another_failure() -> None:
     words = "Traceback:\n  File x\n{}: of draw 1"
-    first, second = (Found(Outcome("crash", words.format(name))) for name in ("ValueError", "KeyError"))
-    assert kind_of(first) != kind_of(second)
-    assert kind_of(first) == kind_of(Found(Outcome("crash", "elsewhere\nValueError: 2")))
+    first, second = (CaseResult(Outcome("crash", words.format(name))) for name in ("ValueError", "KeyError"))
+    assert failure_kind(first) != failure_kind(second)
+    assert failure_kind(first) == failure_kind(CaseResult(Outcome("crash", "elsewhere\nValueError: 2")))
 
 
 def test_failures_give_a_command_and_exit_code_1(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:

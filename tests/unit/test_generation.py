@@ -13,8 +13,8 @@ from megatron_tools.write.generation import (
     Stepper,
     T5Stepper,
     beam_searches,
-    choose,
     sample,
+    sample_next_tokens,
 )
 from tests import llama_twins as twins
 from tests.sentences import SENTENCES
@@ -64,8 +64,8 @@ def test_logits_equal_those_computed_anew(kind: str) -> None:
 @pytest.mark.parametrize("kind", DECODERS)
 @torch.no_grad()
 def test_a_decoder_goes_on_behind_its_last_position(kind: str) -> None:
-    found = sample(build(kind, True), 2, 40, end=49, sampling=Sampling(temperature=0), seed=1)
-    assert found == sample(build(kind, False), 2, 40, end=49, sampling=Sampling(temperature=0), seed=1)
+    found = sample(build(kind, True), 2, 40, end_id=49, sampling=Sampling(temperature=0), seed=1)
+    assert found == sample(build(kind, False), 2, 40, end_id=49, sampling=Sampling(temperature=0), seed=1)
     assert max(map(len, found)) == 40 or all(row[-1] == 49 for row in found)
 
 
@@ -244,7 +244,7 @@ def test_sampling_keeps_to_the_likely() -> None:
     generator = torch.Generator().manual_seed(0)
 
     def share(sampling: Sampling) -> list[float]:
-        return (torch.bincount(choose(logits, sampling, generator), minlength=4) / 4000).tolist()
+        return (torch.bincount(sample_next_tokens(logits, sampling, generator), minlength=4) / 4000).tolist()
 
     assert share(Sampling()) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
     assert share(Sampling(top_k=2)) == pytest.approx([0.625, 0.375, 0, 0], abs=0.03)

@@ -12,8 +12,8 @@ import torch
 
 from tds import heartbeat, recorder
 from tds._torch import recorded_collectives
-from tds.fault_board import where_ranks_stand
-from tds.recorder import Finished, not_ended
+from tds.fault_board import format_reports
+from tds.recorder import DeviceProgress, pending_collectives
 
 
 def _report(stack: str, **more: Any) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def _report(stack: str, **more: Any) -> dict[str, Any]:
 
 def test_a_stack_that_many_ranks_share_stands_there_once() -> None:
     reports = {rank: _report("waits" if rank % 2 else f"stack {rank}") for rank in range(6) if rank != 3}
-    lines = where_ranks_stand(reports, 6)
+    lines = format_reports(reports, 6)
     assert [line for line in lines if not line.startswith("---")] == ["stack 0", "waits", "stack 2", "stack 4"]
     assert lines.index("waits") == lines.index("--- rank 5, stage 0, in Forward, for 1.0 s") + 1
     assert "--- rank 3 does not answer: its process is dead or was stopped" in lines
@@ -30,7 +30,7 @@ def test_a_stack_that_many_ranks_share_stands_there_once() -> None:
 
 
 def test_what_a_rank_adds_stands_below_it() -> None:
-    lines = where_ranks_stand({0: _report("s", more=["begun and not ended: all_reduce"]), 1: _report("s")}, 2)
+    lines = format_reports({0: _report("s", more=["begun and not ended: all_reduce"]), 1: _report("s")}, 2)
     assert lines[1] == "    begun and not ended: all_reduce" and lines[3] == "s"
 
 
@@ -51,13 +51,13 @@ class _Event:
 
 def test_how_far_the_device_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", _Event)
-    finished = Finished(torch.device("meta"))
-    assert finished.last() is None
+    finished = DeviceProgress(torch.device("meta"))
+    assert finished.last_finished() is None
     for what in "abcd":
-        finished.submitted(what)
-    assert finished.last() is None
+        finished.record_submitted(what)
+    assert finished.last_finished() is None
     _Event.done = 3
-    assert finished.last() == "c"
+    assert finished.last_finished() == "c"
 
 
 def test_collectives_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,18 +77,18 @@ def test_collectives_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
     entries = [entry(1, "completed"), entry(2, "scheduled", retired=True), *(entry(n, "started") for n in range(3, 9))]
     monkeypatch.setattr(recorder, "recorded_collectives", lambda: entries)
-    said = not_ended()
+    said = pending_collectives()
     assert said[0] == "nccl:all_reduce number 3 of the group data (bfloat16 [2, 4])"
     assert len(said) == 5 and said[-1] == "and 2 more"
     sent = entry(0, "started", is_p2p=True, p2p_seq_id=7, profiling_name="nccl:send 0->1")
     monkeypatch.setattr(recorder, "recorded_collectives", lambda: [sent])
-    assert not_ended() == ["nccl:send 0->1 number 7 of the group data (bfloat16 [2, 4])"]
+    assert pending_collectives() == ["nccl:send 0->1 number 7 of the group data (bfloat16 [2, 4])"]
 
 
 def test_one_that_is_marked_as_ended_a_moment_later_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([[{"profiling_name": "gloo:barrier"}], [{"profiling_name": "gloo:barrier", "retired": True}]])
     monkeypatch.setattr(recorder, "recorded_collectives", lambda: next(looks))
-    assert not_ended() == []
+    assert pending_collectives() == []
 
 
 def test_each_recorder_of_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,14 +109,14 @@ def test_each_recorder_of_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_dump_that_is_off_costs_no_report() -> None:
     begin = time.monotonic()
-    assert not_ended() == []
+    assert pending_collectives() == []
     assert time.monotonic() - begin < 1
 
 
 def test_reports_of_several_hosts_name_them() -> None:
     reports = {rank: _report("waits") for rank in (0, 1)}
     hosts = {0: "node1", 1: "node1", 2: "node2"}
-    lines = where_ranks_stand(reports, 3, hosts)
+    lines = format_reports(reports, 3, hosts)
     assert [line.split(",")[0].split(" does")[0] for line in lines if line.startswith("---")] == [
         "--- rank 0 on node1",
         "--- rank 1 on node1",
@@ -125,23 +125,23 @@ def test_reports_of_several_hosts_name_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [(None, heartbeat.SECONDS), ("", heartbeat.SECONDS), ("0", 0), ("90", 90)]
+    ("text", "seconds"), [(None, heartbeat.DEFAULT_SECONDS), ("", heartbeat.DEFAULT_SECONDS), ("0", 0), ("90", 90)]
 )
 def test_timeout_of_silent_hosts(monkeypatch: pytest.MonkeyPatch, text: str | None, seconds: float) -> None:
     monkeypatch.delenv("TDS_HOST_TIMEOUT", raising=False)
     if text is not None:
         monkeypatch.setenv("TDS_HOST_TIMEOUT", text)
-    assert heartbeat.timeout() == seconds
+    assert heartbeat.host_timeout() == seconds
     for wrong in ("-1", "nan", "inf", "a minute"):
         monkeypatch.setenv("TDS_HOST_TIMEOUT", wrong)
         with pytest.raises(ValueError, match="TDS_HOST_TIMEOUT"):
-            heartbeat.timeout()
+            heartbeat.host_timeout()
 
 
 def test_the_host_of_a_rank_0_that_has_ended_is_watched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        watch = threading.Thread(target=heartbeat._watch_first, args=(server.getsockname()[1], 45.0), daemon=True)
+        watch = threading.Thread(target=heartbeat._watch_rank_0, args=(server.getsockname()[1], 45.0), daemon=True)
         watch.start()
         connection, _ = server.accept()
         assert connection.recv(100)

@@ -13,7 +13,7 @@ from megatron.data.skips import Skips, parse_ranges
 from megatron.engines.engine import StepResult
 from megatron.training.health import Health, SampleRange
 from megatron.training.metrics import MetricsWriter
-from tds.optimizers import leave_out_unless_finite
+from tds.optimizers import skip_unless_finite
 
 NAN, INF = math.nan, math.inf
 
@@ -89,7 +89,9 @@ def test_passed_over_iterations_leave_the_others_their_samples(replicas: int) ->
     skips = Skips(parse_ranges(["2"]), parse_ranges(["15-16"]))
     read = []
     for rank in range(replicas):
-        sampler = ConsecutiveSampler(2, 4 // replicas // 2, rank, replicas, 0, lambda n: skips.hold(n // 4 + 1, n, 4))
+        sampler = ConsecutiveSampler(
+            2, 4 // replicas // 2, rank, replicas, 0, lambda n: skips.should_skip(n // 4 + 1, n, 4)
+        )
         micros = iter(sampler)
         read.append([next(micros) for _ in range(3 * (4 // replicas // 2))])
     flat = sorted(n for rank in read for micro in rank for n in micro)
@@ -109,7 +111,7 @@ def test_an_optimizer_is_told_to_change_nothing(kind: str) -> None:
 
     def step(gradient: float) -> list[bytes]:
         weight.grad = torch.full_like(weight, gradient)
-        leave_out_unless_finite(optimizer, weight.grad.norm())
+        skip_unless_finite(optimizer, weight.grad.norm())
         optimizer.step()
         optimizer.zero_grad()
         state = [v for v in optimizer.state[weight].values() if isinstance(v, torch.Tensor)]

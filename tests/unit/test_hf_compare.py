@@ -13,8 +13,8 @@ from megatron.config.command_line import with_values
 from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import TokenizerError, byte_piece
-from megatron_tools.convert.hf_compare import compare, compare_imported_ids
-from megatron_tools.convert.hf_folder import Folder
+from megatron_tools.convert.hf_compare import compare_imported_ids, compare_with_hf
+from megatron_tools.convert.hf_folder import HFModelFolder
 from tests.unit.test_hf_configs import nothing, write
 
 transformers = pytest.importorskip("transformers")
@@ -23,10 +23,10 @@ LONG = {"max_position_embeddings": 300}
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 150}
 
 
-def imported(folder: Path, family: str, settings: dict[str, Any]) -> tuple[Folder, dict[str, torch.Tensor]]:
+def imported(folder: Path, family: str, settings: dict[str, Any]) -> tuple[HFModelFolder, dict[str, torch.Tensor]]:
     """Save a model of transformers in `folder` and return it as imported: (settings, weights by name)."""
     write(folder, family, settings, nothing, "float32")
-    found = Folder(folder)
+    found = HFModelFolder(folder)
     model: Any = (T5Model if found.config.is_t5 else GPT2Model)(found.config, parallel_output=False)
     found.load(model)
     return found, {name: p.detach().clone() for name, p in global_parameters(model)}
@@ -38,21 +38,21 @@ def test_another_window_is_found(family: str, window: int | None, tmp_path: Path
     settings = {**LONG, "use_sliding_window": True, "max_window_layers": 0} if family == "qwen2" else LONG
     found, weights = imported(tmp_path, family, {**settings, "sliding_window": 80})
     assert found.config.model.sliding_window == 80
-    compare(found.config, weights.__getitem__, tmp_path)
+    compare_with_hf(found.config, weights.__getitem__, tmp_path)
     path = tmp_path / "config.json"
     other = {"sliding_window": window}
     if window is None and family == "qwen2":
         other = {"use_sliding_window": False, "layer_types": None}
     path.write_text(json.dumps(json.loads(path.read_text()) | other))
     with pytest.raises(ValueError, match="not the same model"):
-        compare(found.config, weights.__getitem__, tmp_path)
+        compare_with_hf(found.config, weights.__getitem__, tmp_path)
 
 
 def test_a_missing_window_of_ours_is_found(tmp_path: Path) -> None:
     found, weights = imported(tmp_path, "mistral", {**LONG, "sliding_window": 80})
     other = with_values(found.config, {"sliding_window": None})
     with pytest.raises(ValueError, match="not the same model"):
-        compare(other, weights.__getitem__, tmp_path)
+        compare_with_hf(other, weights.__getitem__, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["t5", "gpt2", "llama"])
@@ -67,36 +67,36 @@ def test_large_weights_are_compared_in_fp64(family: str, tmp_path: Path, monkeyp
         for parameter in theirs.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator))
     theirs.save_pretrained(tmp_path)
-    found = Folder(tmp_path)
+    found = HFModelFolder(tmp_path)
     again: Any = (T5Model if found.config.is_t5 else GPT2Model)(found.config, parallel_output=False)
     found.load(again)
     weights = {name: p.detach().clone() for name, p in global_parameters(again)}
     # A run in fp32 alone may or may not pass: it depends on the CPU.
-    monkeypatch.setattr("megatron_tools.convert.hf_compare._FORMATS", (torch.float64,))
-    compare(found.config, weights.__getitem__, tmp_path)
+    monkeypatch.setattr("megatron_tools.convert.hf_compare._COMPARED_DTYPES", (torch.float64,))
+    compare_with_hf(found.config, weights.__getitem__, tmp_path)
     name = next(name for name in weights if name.endswith("attention.dense.weight"))
     weights[name][0, 0] += 1e-2
     with pytest.raises(ValueError, match="not the same model"):
-        compare(found.config, weights.__getitem__, tmp_path)
+        compare_with_hf(found.config, weights.__getitem__, tmp_path)
 
 
 @pytest.mark.parametrize(("first", "last"), [(64, 256), (255, 256)])
 def test_learned_positions_are_compared_to_the_last(first: int, last: int, tmp_path: Path) -> None:
     found, weights = imported(tmp_path, "gpt2", {"n_positions": 256})
-    compare(found.config, weights.__getitem__, tmp_path)
+    compare_with_hf(found.config, weights.__getitem__, tmp_path)
     weights["position_embedding.weight"][first:last] = 0
     with pytest.raises(ValueError, match="not the same model"):
-        compare(found.config, weights.__getitem__, tmp_path)
+        compare_with_hf(found.config, weights.__getitem__, tmp_path)
 
 
 @pytest.mark.parametrize("stack", ["encoder", "decoder"])
 def test_all_buckets_of_relative_positions_are_compared(stack: str, tmp_path: Path) -> None:
     found, weights = imported(tmp_path, "t5", {"relative_attention_max_distance": 90})
-    compare(found.config, weights.__getitem__, tmp_path)
+    compare_with_hf(found.config, weights.__getitem__, tmp_path)
     name = next(name for name in weights if name.startswith(stack) and "relative_positions" in name)
     weights[name][-1] += 1  # the bucket of the largest distances
     with pytest.raises(ValueError, match="not the same model"):
-        compare(found.config, weights.__getitem__, tmp_path)
+        compare_with_hf(found.config, weights.__getitem__, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_number_of_tokens_is_reported(
 ) -> None:
     found, weights = imported(tmp_path, family, settings)
     capsys.readouterr()
-    compare(found.config, weights.__getitem__, tmp_path)
+    compare_with_hf(found.config, weights.__getitem__, tmp_path)
     assert f" {length} tokens" in capsys.readouterr().out
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model
-from megatron_tools.convert.hf_compare import compare
-from megatron_tools.convert.hf_config import gpt2_config, notes_on_scale, read_config, settings_of, t5_config
-from megatron_tools.convert.hf_folder import HEAD, Folder
+from megatron_tools.convert.hf_compare import compare_with_hf
+from megatron_tools.convert.hf_config import gpt2_config, logit_scale_notes, read_config, settings_from_hf, t5_config
+from megatron_tools.convert.hf_folder import HEAD_NAME, HFModelFolder
 from tests.support import covering
 
 transformers = pytest.importorskip("transformers")
@@ -210,7 +210,7 @@ def write(folder: Path, family: str, settings: dict[str, Any], edit: Edit, dtype
 def difference(folder: Path, family: str) -> float:
     """Return the largest error of an imported model's logits, divided by the range of transformers' logits."""
     theirs = KINDS[family][1].from_pretrained(folder, dtype=torch.float32).eval()
-    found = Folder(folder)
+    found = HFModelFolder(folder)
     model: Any = (T5Model if found.config.is_t5 else GPT2Model)(found.config, parallel_output=False).eval()
     found.load(model)
     tokens = torch.randint(60, (2, 23), generator=torch.Generator().manual_seed(0))
@@ -256,10 +256,10 @@ def test_the_file_of_a_umt5_decides_whether_its_logits_are_scaled(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | keys))
     if keys.get("tie_word_embeddings") is False and not has_head:
-        with pytest.raises(ValueError, match=HEAD):
-            Folder(tmp_path)
+        with pytest.raises(ValueError, match=HEAD_NAME):
+            HFModelFolder(tmp_path)
         return
-    found = Folder(tmp_path)
+    found = HFModelFolder(tmp_path)
     model: Any = T5Model(found.config, parallel_output=False).eval()
     found.load(model)
     tokens = torch.arange(20)[None]
@@ -270,7 +270,7 @@ def test_the_file_of_a_umt5_decides_whether_its_logits_are_scaled(
     assert any("scales the logits" in note for note in found.notes) is not scaled
     if not scaled and not hasattr(transformers.UMT5Config(), "scale_decoder_outputs"):
         with pytest.raises(ValueError, match="transformers>=5.24"):
-            compare(found.config, dict(model.named_parameters()).__getitem__, tmp_path)
+            compare_with_hf(found.config, dict(model.named_parameters()).__getitem__, tmp_path)
 
 
 def test_an_exported_swiglu_of_a_t5_is_read_again() -> None:
@@ -278,7 +278,7 @@ def test_an_exported_swiglu_of_a_t5_is_read_again() -> None:
     described = t5_config(parse([*flags.split(), "--activation", "swiglu", "--vocab-size", "61"]).model, 0, 1, "fp32")
     theirs = transformers.T5Config(**described)
     assert (theirs.dense_act_fn, theirs.is_gated_act) == ("silu", True)
-    settings, _ = settings_of(read_config(described, Path("config.json")), True, Path("config.json"))
+    settings, _ = settings_from_hf(read_config(described, Path("config.json")), True, Path("config.json"))
     assert settings["activation"] == "swiglu"
 
 
@@ -292,9 +292,9 @@ def test_an_exported_umt5_says_whether_its_logits_are_scaled(tied: bool, scaled:
     model = parse(flags).model
     described = t5_config(model, 0, 1, "fp32")
     assert described["scale_decoder_outputs"] is scaled
-    assert bool(notes_on_scale(model)) is not scaled
+    assert bool(logit_scale_notes(model)) is not scaled
     values = read_config(described, Path("config.json"))
-    settings, _ = settings_of(values, tied, Path("config.json"))
+    settings, _ = settings_from_hf(values, tied, Path("config.json"))
     assert settings["scale_tied_logits"] is scaled
 
 
@@ -376,7 +376,7 @@ def test_it_is_refused_by_name(number: int, tmp_path: Path) -> None:
     family, edit, message = REFUSED[number]
     write(tmp_path, family, {}, edit, "float32")
     with pytest.raises(ValueError) as found:
-        Folder(tmp_path)
+        HFModelFolder(tmp_path)
     assert message in str(found.value)
     assert "\n" not in str(found.value)
 

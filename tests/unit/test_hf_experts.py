@@ -18,9 +18,9 @@ from megatron.features.sampling import Sampling
 from megatron.model import GPT2Model
 from megatron.model.router import Router, update_routers
 from megatron_tools.convert.hf_config import gpt2_config, t5_config
-from megatron_tools.convert.hf_folder import Folder, entries_of, write_tensors
+from megatron_tools.convert.hf_folder import HFModelFolder, export_entries, write_tensors
 from megatron_tools.convert.hf_llama import llama_config
-from megatron_tools.convert.hf_names import matches_of
+from megatron_tools.convert.hf_names import parameter_matches
 from megatron_tools.write.generation import GPT2Stepper, sample
 from tests.llama_twins import exact
 from tests.support import covering
@@ -98,7 +98,7 @@ def export(folder: Path, output: Path, config: Any, weights: dict[str, Tensor]) 
     """Write weights in this project's names as a Hugging Face folder."""
     output.mkdir()
     m = config.model
-    entries = entries_of(matches_of(m), weights.__getitem__, lambda name: weights[name].shape, "fp32")
+    entries = export_entries(parameter_matches(m), weights.__getitem__, lambda name: weights[name].shape, "fp32")
     write_tensors(output, entries, 10**9)
     described = llama_config(m, config.positions, 1, 2, "fp32")
     (output / "config.json").write_text(json.dumps(described))
@@ -109,7 +109,7 @@ def load_theirs(folder: Path, family: str) -> Any:
 
 
 def load_ours(folder: Path) -> tuple[Any, Any]:
-    theirs = Folder(folder)
+    theirs = HFModelFolder(folder)
     model: Any = GPT2Model(theirs.config, parallel_output=False)
     theirs.load(model)
     return theirs, model.double()
@@ -143,7 +143,10 @@ def test_logits_and_three_steps_are_theirs(number: int, tmp_path: Path) -> None:
     family, settings = CASES[number]
     write(tmp_path / "in", family, settings, fuse if number % 2 else nothing, "float32")
     folder, ours = load_ours(tmp_path / "in")
-    weights = {match.ours: match.join([folder.tensors.read(name) for name in match.theirs]) for match in folder.matches}
+    weights = {
+        match.our_name: match.join([folder.tensors.read(name) for name in match.their_names])
+        for match in folder.matches
+    }
     export(tmp_path / "in", tmp_path / "out", folder.config, weights)
     theirs, back = (load_theirs(tmp_path / each, family) for each in ("in", "out"))
     wanted, found = theirs.state_dict(), back.state_dict()
@@ -216,7 +219,7 @@ def test_the_loss_of_the_router_is_theirs_for_equal_shares(family: str, tmp_path
 def test_the_loss_of_the_router_comes_back(tmp_path: Path) -> None:
     """Several layers share the factor; its export has the coefficient of the import, with a note if it was unused."""
     write(tmp_path, "qwen3_moe", {"num_hidden_layers": 4, "mlp_only_layers": [2]}, nothing, "float32")
-    theirs = Folder(tmp_path)
+    theirs = HFModelFolder(tmp_path)
     assert theirs.config.model.router_aux_loss == pytest.approx(0.001 * 2 / 3)
     assert llama_config(theirs.config.model, 24, 1, 2, "fp32")["router_aux_loss_coef"] == pytest.approx(0.001)
     assert any("--router-aux-loss 0 disables it" in note for note in theirs.notes)
@@ -296,7 +299,7 @@ def test_it_is_refused_by_name(number: int, tmp_path: Path, written: dict[str, P
     family, edit, message = REFUSED[number]
     copy_edited(written[family], tmp_path, edit)
     with pytest.raises(ValueError) as found:
-        Folder(tmp_path)
+        HFModelFolder(tmp_path)
     assert message in str(found.value)
     assert "\n" not in str(found.value)
 

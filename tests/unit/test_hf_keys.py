@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_tools.convert.hf_config import FAMILIES, read_config, unread_keys
-from megatron_tools.convert.hf_folder import Folder
-from megatron_tools.convert.hf_keys import HARMLESS, MUST, changes_nothing
+from megatron_tools.convert.hf_folder import HFModelFolder
+from megatron_tools.convert.hf_keys import IGNORED_KEYS, REQUIRED_VALUES, has_no_effect
 from tests.support import covering
 from tests.unit.test_hf_configs import KINDS, difference, old, write
 
@@ -150,7 +150,7 @@ def test_folders_of_the_hub_come_in(name: str, tmp_path: Path) -> None:
     family, keys, named = ON_THE_HUB[name]
     write(tmp_path, family, {}, old(**keys), "float32")
     assert difference(tmp_path, family) <= 1e-5
-    notes = " ".join(Folder(tmp_path).notes)
+    notes = " ".join(HFModelFolder(tmp_path).notes)
     assert all(key in notes for key in named)
     assert not any(key in notes for key in keys if key not in named)
 
@@ -209,7 +209,7 @@ def test_any_of_them_at_once(seed: int, tmp_path: Path) -> None:
     """Keys in DEAD have no effect: random combinations change no logit. Keys in ALIVE would, so they are refused."""
     dice = random.Random(seed)
     family = dice.choice(list(KINDS))
-    known = {*FAMILIES[family].defaults, *FAMILIES[family].aliases, *MUST}
+    known = {*FAMILIES[family].defaults, *FAMILIES[family].aliases, *REQUIRED_VALUES}
     keys = {key: dice.choice(DEAD[key]) for key in dice.sample(list(DEAD), 8) if key not in known}
     write(tmp_path, family, {}, old(**keys), "float32")
     assert difference(tmp_path, family) <= 1e-5
@@ -238,7 +238,7 @@ def test_keys_by_which_other_families_compute_are_refused() -> None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    known, passed, count = {*HARMLESS, *MUST}, set(), 0
+    known, passed, count = {*IGNORED_KEYS, *REQUIRED_VALUES}, set(), 0
     kinds = [
         kind
         for kind in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "bart", "longt5", "switch_transformers")
@@ -249,7 +249,7 @@ def test_keys_by_which_other_families_compute_are_refused() -> None:
         for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
             count += 1
             declared = all(field.name in (*each.defaults, *each.aliases) for each in FAMILIES.values())
-            if field.name not in known and not declared and changes_nothing(field.name):
+            if field.name not in known and not declared and has_no_effect(field.name):
                 passed.add(field.name)
     assert count > 1000
     assert passed <= REVIEWED | {"text_config", "audio_config", "patching_threshold"}, passed - REVIEWED

@@ -15,10 +15,10 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron_tools.convert.hf_config import read_config, settings_of
-from megatron_tools.convert.hf_folder import Folder, entries_of
+from megatron_tools.convert.hf_config import read_config, settings_from_hf
+from megatron_tools.convert.hf_folder import HFModelFolder, export_entries
 from megatron_tools.convert.hf_llama import FAMILIES, llama_config
-from megatron_tools.convert.hf_names import matches_of
+from megatron_tools.convert.hf_names import parameter_matches
 from tests.support import covering
 from tests.unit.test_hf_configs import (
     LLAMA,
@@ -181,16 +181,19 @@ def test_it_is_right_and_comes_back(number: int, tmp_path: Path) -> None:
     family, settings, edit, dtype = CASES[number]
     write(tmp_path, family, settings, edit, dtype)
     assert difference(tmp_path, family) <= 1e-5
-    check_return(Folder(tmp_path))
+    check_return(HFModelFolder(tmp_path))
 
 
-def check_return(theirs: Folder) -> None:
+def check_return(theirs: HFModelFolder) -> None:
     m = theirs.config.model
-    ours = {match.ours: match.join([theirs.tensors.read(name) for name in match.theirs]) for match in theirs.matches}
-    for entry in entries_of(matches_of(m), ours.__getitem__, lambda name: ours[name].shape, "fp32"):
-        assert torch.equal(entry.make(), theirs.tensors.read(entry.name)), entry.name
+    ours = {
+        match.our_name: match.join([theirs.tensors.read(name) for name in match.their_names])
+        for match in theirs.matches
+    }
+    for entry in export_entries(parameter_matches(m), ours.__getitem__, lambda name: ours[name].shape, "fp32"):
+        assert torch.equal(entry.build(), theirs.tensors.read(entry.name)), entry.name
     described = json.loads(json.dumps(llama_config(m, theirs.config.positions, 1, 2, "fp32")))
-    again, _ = settings_of(read_config(described, Path("config.json")), m.tie_embeddings, Path("config.json"))
+    again, _ = settings_from_hf(read_config(described, Path("config.json")), m.tie_embeddings, Path("config.json"))
     left = {"seq_length", "kv_hidden_size", "qkv_bias", "num_key_value_heads"}
     assert {name: getattr(m, name) for name in again if name not in left} == {
         name: value for name, value in again.items() if name not in left
@@ -356,7 +359,7 @@ def test_it_is_refused_by_name(number: int, tmp_path: Path) -> None:
     family, edit, message = REFUSED[number]
     write(tmp_path, family, {}, edit, "float32")
     with pytest.raises(ValueError) as found:
-        Folder(tmp_path)
+        HFModelFolder(tmp_path)
     assert message in str(found.value)
     assert "\n" not in str(found.value)
 
@@ -418,7 +421,7 @@ def test_what_none_of_theirs_is(flags: str, message: str) -> None:
 def test_a_number_of_layers_without_windows_is_read_where_there_are_windows() -> None:
     """`max_window_layers: null` means no sliding window in a Qwen2's config.json of transformers 4."""
     read = read_config({"model_type": "qwen2", "max_window_layers": None}, Path("config.json"))
-    assert settings_of(read, False, Path("config.json"))[0]["sliding_window"] is None
+    assert settings_from_hf(read, False, Path("config.json"))[0]["sliding_window"] is None
 
 
 def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
@@ -438,9 +441,9 @@ def test_transformers_forgets_rope_parameters_beside_rope_scaling() -> None:
         read = read_config({"model_type": "llama", **given}, Path("config.json"))
         if theta != 1e6:
             with pytest.raises(ValueError, match="rope_theta is 10000.0 in the former and 1000000.0"):
-                settings_of(read, False, Path("config.json"))
+                settings_from_hf(read, False, Path("config.json"))
         else:
-            assert settings_of(read, False, Path("config.json"))[0]["rope_theta"] == theta
+            assert settings_from_hf(read, False, Path("config.json"))[0]["rope_theta"] == theta
 
 
 def test_defaults_are_theirs() -> None:

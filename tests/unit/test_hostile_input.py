@@ -13,13 +13,13 @@ import pytest
 
 from data_utils import jinja_sandbox as sandbox
 from data_utils.chat_templates import Message, template_from
-from data_utils.documents import InputError, texts
+from data_utils.documents import InputError, read_texts
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.checkpointing import schema, slow, survey
 from megatron.checkpointing.checksums import SHA256
 from megatron.config.command_line import read_json
 from megatron.config.fields import ConfigError
-from megatron.rows import RowError, row_of
+from megatron.rows import RowError, parse_row
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import TokenizerError, read_object
 from megatron.training.metrics import MetricsWriter
@@ -55,7 +55,7 @@ def test_a_strange_line_of_metrics_is_dropped_by_name_when_a_run_resumes(
     good = ['{"split": "valid", "iteration": 2, "lm_loss": 1.0}', '{"split": "valid", "iteration": 9}']
     path.write_text("\n".join([good[0], line, good[1], '{"cut sho']))
     writer = MetricsWriter(str(tmp_path), 4, True)
-    assert path.read_text() == good[0] + "\n" and writer.holds("valid", 2)
+    assert path.read_text() == good[0] + "\n" and writer.has_row("valid", 2)
     assert f"{path}, line 2" in capsys.readouterr().out
 
 
@@ -68,14 +68,14 @@ def test_a_report_names_file_and_line(tmp_path: Path, line: str) -> None:
 
 
 def test_rows_of_runs_are_rows() -> None:
-    assert row_of('{"split": "train", "iteration": 1') is None
-    assert row_of('{"split": "train", "iteration": 1, "consumed_samples": 2, "consumed_tokens": 3, "mfu": null}')
+    assert parse_row('{"split": "train", "iteration": 1') is None
+    assert parse_row('{"split": "train", "iteration": 1, "consumed_samples": 2, "consumed_tokens": 3, "mfu": null}')
     for lacking in (
         '"iteration": 0, "consumed_samples": 2, "consumed_tokens": 3',
         '"iteration": 1, "consumed_samples": 2',
     ):
         with pytest.raises(RowError, match="training"):
-            row_of('{"split": "train", ' + lacking + "}")
+            parse_row('{"split": "train", ' + lacking + "}")
 
 
 # --------------------------------------------------------------- long numbers
@@ -94,11 +94,11 @@ def test_numbers_of_thousands_of_digits_are_named_with_file_and_line(tmp_path: P
         with pytest.raises(error, match=SENTENCES["a_number_of_5000_digits"]):
             read(str(path))
     with pytest.raises(schema.SchemaError, match=SENTENCES["line_3_a_number_of_5000"]):
-        schema.read(path.read_text())
+        schema.parse_index(path.read_text())
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text('{"text": "a"}\n{"text": "b", "id": ' + LONG + "}\n")
     with pytest.raises(InputError, match=r"corpus.jsonl.*2.*digits"):
-        list(texts([str(corpus)]))
+        list(read_texts([str(corpus)]))
 
 
 # -------------------------------------------------------------- chat templates
@@ -120,7 +120,7 @@ ENDLESS = [
 
 @pytest.mark.parametrize("source", ENDLESS)
 def test_a_template_without_an_end_is_named(vocab_file: str, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    monkeypatch.setattr(sandbox, "SECONDS", 0.2)
+    monkeypatch.setattr(sandbox, "TIME_LIMIT", 0.2)
     began = time.monotonic()
     with pytest.raises(ValueError, match=SENTENCES["the_chat_template"]):
         template = template_from(source, load_tokenizer(vocab_file), vocab_file)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.load import refuse_other_ids
+from megatron.tokenizer.load import check_same_ids
 from megatron.tokenizer.sentinels import SentinelTokenizer
 from megatron_tools.convert.hf_config import check_tokenizer, read_config
-from megatron_tools.convert.hf_folder import Folder, entries_of
-from megatron_tools.convert.hf_import import _extra_ids
+from megatron_tools.convert.hf_folder import HFModelFolder, export_entries
+from megatron_tools.convert.hf_import import _sentinel_count
 from megatron_tools.convert.hf_names import Match
 from megatron_tools.convert.megatron_lm import RankFiles
-from megatron_tools.convert.megatron_settings import check_complete, settings_of
+from megatron_tools.convert.megatron_settings import check_complete, settings_from_megatron
 from tests.sentences import SENTENCES
 from tests.support import command
 from tests.unit.test_hf_configs import T5, nothing, old, write
@@ -60,23 +60,23 @@ def wrong_file(index: dict[str, Any]) -> object:
 def test_an_index_that_lies(change: Callable[[dict[str, Any]], object], sentence: str, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps(change(sharded(tmp_path))))
     with pytest.raises(ValueError, match=sentence):
-        Folder(tmp_path)
+        HFModelFolder(tmp_path)
 
 
 def test_one_file_beside_an_index_of_others_is_ambiguous(tmp_path: Path) -> None:
     index = sharded(tmp_path)
     (tmp_path / INDEX).write_text(json.dumps(index))
-    Folder(tmp_path)
+    HFModelFolder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "a.safetensors").read_bytes())
     with pytest.raises(ValueError, match=SENTENCES["left_over_from_another_model"]):
-        Folder(tmp_path)
+        HFModelFolder(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "3", "{", '"gpt2"'])
 def test_a_config_that_is_no_object(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=SENTENCES["config_json_is_not_an_object"]):
-        Folder(tmp_path)
+        HFModelFolder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_config_that_is_no_object(content: str, tmp_path: Path) -> None:
 def test_values_of_another_type(family: str, settings: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     write(tmp_path, family, {}, old(**settings), "float32")
     with pytest.raises(ValueError, match=sentence):
-        Folder(tmp_path)
+        HFModelFolder(tmp_path)
 
 
 def test_null_is_no_for_the_scale_of_logits() -> None:
@@ -115,7 +115,7 @@ def test_quantized_weights_are_not_taken_for_numbers(dtype: torch.dtype, tmp_pat
     tensors["transformer.h.0.mlp.c_fc.weight"] = tensors["transformer.h.0.mlp.c_fc.weight"].to(dtype)
     safetensors_torch.save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=SENTENCES["c_fc_weight_is_quantized"]):
-        Folder(tmp_path)
+        HFModelFolder(tmp_path)
 
 
 # ------------------------------------------------------------------------------------ tokenizers
@@ -231,7 +231,7 @@ def test_two_tokens_of_a_vocabulary_exchanged(tmp_path: Path) -> None:
     vocab["Q"], vocab["Z"] = vocab["Z"], vocab["Q"]
     (tmp_path / "b.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=SENTENCES["not_this_one_its_token"]):
-        refuse_other_ids(load_tokenizer(str(tmp_path / "b.json")), load_tokenizer(first), "not this one")
+        check_same_ids(load_tokenizer(str(tmp_path / "b.json")), load_tokenizer(first), "not this one")
 
 
 def test_several_ends_and_too_many_tokens_are_said(tmp_path: Path) -> None:
@@ -243,9 +243,9 @@ def test_several_ends_and_too_many_tokens_are_said(tmp_path: Path) -> None:
 
 
 def test_a_dtype_that_cannot_hold_a_weight() -> None:
-    entries = entries_of([Match("a", ("b",))], lambda name: torch.tensor([1.0, 7e4]), lambda name: [2], "fp16")
+    entries = export_entries([Match("a", ("b",))], lambda name: torch.tensor([1.0, 7e4]), lambda name: [2], "fp16")
     with pytest.raises(ValueError, match=SENTENCES["b_reaches_7e_04_which_overflows"]):
-        entries[0].make()
+        entries[0].build()
 
 
 # ----------------------------------------------------------------------------------- Megatron-LM
@@ -292,7 +292,7 @@ def read(folder: Path, heads: int | None = None) -> dict[str, Any]:
     from megatron.config.command_line import with_values
 
     theirs = RankFiles(folder)
-    settings = settings_of(theirs, heads)
+    settings = settings_from_megatron(theirs, heads)
     check_complete(theirs, with_values(Config(), settings))
     return settings
 
@@ -422,10 +422,10 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
 def test_sentinels_that_a_folder_says_it_has(tmp_path: Path) -> None:
     """The number of sentinels is `extra_ids` of tokenizer_config.json, by default 100, even if more ids are unused."""
     model = tmp_path / "spiece.model"
-    assert (_extra_ids(model, 180), _extra_ids(model, 100), _extra_ids(model, 20)) == (100, 100, 20)
+    assert (_sentinel_count(model, 180), _sentinel_count(model, 100), _sentinel_count(model, 20)) == (100, 100, 20)
     for said, count in (("20", 20), ("200", 200), ("null", 100)):
         (tmp_path / "tokenizer_config.json").write_text(f'{{"extra_ids": {said}}}')
-        assert _extra_ids(model, 180) == count
+        assert _sentinel_count(model, 180) == count
     (tmp_path / "tokenizer_config.json").write_text('{"extra_ids": 0}')
     with pytest.raises(ValueError, match="extra_ids is 0"):
-        _extra_ids(model, 180)
+        _sentinel_count(model, 180)

@@ -96,7 +96,7 @@ def _filled(rank: int, ranks: int, dim: int, init_method: Any = initial_values.N
 @pytest.mark.parametrize("at_once", [50, 1000, 1700, 10**6])
 def test_a_rank_draws_its_own_rows(dim: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Initial weights are equal for any number of ranks; a rank draws its shard plus at most one block at each end."""
-    monkeypatch.setattr(initial_values, "AT_ONCE", at_once)
+    monkeypatch.setattr(initial_values, "BLOCK_ELEMENTS", at_once)
     whole, drawn = _filled(0, 1, dim)
     assert drawn == whole.numel()
     assert whole.std().item() == pytest.approx(0.02, rel=0.03) and abs(whole.mean().item()) < 1e-3
@@ -110,7 +110,7 @@ def test_a_rank_draws_its_own_rows(dim: int, at_once: int, monkeypatch: pytest.M
 
 
 def test_what_looks_at_the_shape_is_drawn_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initial_values, "AT_ONCE", 50)
+    monkeypatch.setattr(initial_values, "BLOCK_ELEMENTS", 50)
     values = _built(0, 1)["row.weight"]
     torch.manual_seed(3)
     parameter = nn.Parameter(torch.empty(64, 96))

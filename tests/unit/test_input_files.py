@@ -35,7 +35,7 @@ def test_a_link_to_a_file_that_is_read_is_skipped_with_a_message(tmp_path: Path)
     (tmp_path / "folder" / "c.txt").symlink_to(tmp_path / "a.txt")
     (tmp_path / "folder" / "d.txt").write_text("one\n")  # a copy is another file
     messages: list[str] = []
-    found = find_files([str(tmp_path)], say=messages.append)
+    found = find_files([str(tmp_path)], notify=messages.append)
     assert [Path(source.path).name for source in found] == ["a.txt", "d.txt"]
     (message,) = messages
     assert "b.txt" in message and "c.txt" in message

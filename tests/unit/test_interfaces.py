@@ -16,7 +16,7 @@ def chosen(monkeypatch: pytest.MonkeyPatch, towards: dict[str, str], **env: str)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(interfaces, "own_address", towards.get)
-    monkeypatch.setattr(interfaces, "_addresses", lambda: iter(HERE.items()))
+    monkeypatch.setattr(interfaces, "_own_addresses", lambda: iter(HERE.items()))
     interfaces.choose_interface()
     found = os.environ.get("GLOO_SOCKET_IFNAME")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)

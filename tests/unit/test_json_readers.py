@@ -9,26 +9,26 @@ from typing import Any
 
 import pytest
 
-from data_utils.documents import texts
+from data_utils.documents import read_texts
 from data_utils.journal import Journal
-from data_utils.sidecars import sidecar
+from data_utils.sidecars import read_sidecar
 from megatron.checkpointing import schema
 from megatron.config import settings
 from megatron.config.command_line import from_file, parse, with_values
 from megatron.config.data_stages import parse_stages
 from megatron.config.ds_config import resolve
-from megatron.config.ds_file import PASSED_ON, RESOLVED
+from megatron.config.ds_file import PASSED_KEYS, RECONCILED_KEYS
 from megatron.config.fields import ConfigError
 from megatron.config.param_groups import read_param_rules
 from megatron.data.corpora import made_with
 from megatron.features.scoring import read_cloze
-from megatron.json_text import MOST_NESTED, JsonError, parse_json, shown
+from megatron.json_text import MAX_NESTING, JsonError, format_value, parse_json
 from megatron.tokenizer.base import read_object
 from megatron.tokenizer.cpm import read_vocabulary
 from megatron_compat.flags.table import FLAGS
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.report.runs import read_metrics
-from megatron_tools.write.prompts import _prompt_of
+from megatron_tools.write.prompts import _parse_input_line
 from tds import timeline
 from tests.support import FULL
 
@@ -77,7 +77,7 @@ def metrics(path: Path) -> object:
 
 
 def prompts(path: Path) -> object:
-    return _prompt_of(path.read_text(encoding="utf-8", errors="replace"), False, f"{path}, line 1")
+    return _parse_input_line(path.read_text(encoding="utf-8", errors="replace"), False, f"{path}, line 1")
 
 
 def stages(path: Path) -> object:
@@ -89,11 +89,11 @@ def stages_as_text(path: Path) -> object:
 
 
 def corpora(path: Path) -> object:
-    return list(texts([str(path.rename(path.with_suffix(".jsonl")))]))
+    return list(read_texts([str(path.rename(path.with_suffix(".jsonl")))]))
 
 
 def index(path: Path) -> object:
-    return schema.check(schema.read(path.read_text(encoding="utf-8", errors="replace")), [])
+    return schema.check_index(schema.parse_index(path.read_text(encoding="utf-8", errors="replace")), [])
 
 
 READERS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -105,7 +105,7 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config.json": (lambda path: from_file(str(path)), "given.json"),
     "checkpoint.json": (index, ""),
     "PREFIX.json": (lambda path: made_with(str(path.with_suffix(""))), "given.json"),
-    "sidecar": (lambda path: sidecar(str(path.with_suffix(""))), "given.json"),
+    "sidecar": (lambda path: read_sidecar(str(path.with_suffix(""))), "given.json"),
     "tokenizer": (read_object, "given.json"),
     "vocabulary": (lambda path: read_vocabulary(str(path), path.read_bytes()), "given.json"),
     "cloze": (lambda path: read_cloze(str(path), None, 8), "given.json"),  # type: ignore[arg-type]
@@ -140,7 +140,7 @@ def test_bad_json_gives_one_sentence_that_names_the_file(tmp_path: Path, reader:
 
 
 def test_nesting_is_counted_outside_of_strings() -> None:
-    deepest = "[" * MOST_NESTED + "]" * MOST_NESTED
+    deepest = "[" * MAX_NESTING + "]" * MAX_NESTING
     assert parse_json(deepest, "x") and parse_json(json.dumps(["[" * 5000, '\\"[' * 500]), "x")
     with pytest.raises(JsonError, match="x, line 3"):
         parse_json(f"[\n[],\n[{deepest}]]", "x")
@@ -159,8 +159,8 @@ def test_what_is_shown_is_short() -> None:
     deep: Any = []
     for _ in range(5000):
         deep = [deep]
-    assert shown(deep) == "list"
-    assert len(shown(LONG)) < 200 and shown({"a": [1, None]}) == '{"a": [1, null]}'
+    assert format_value(deep) == "list"
+    assert len(format_value(LONG)) < 200 and format_value({"a": [1, None]}) == '{"a": [1, null]}'
 
 
 def test_the_shape_of_a_tensor_is_bounded_before_its_product() -> None:
@@ -196,7 +196,7 @@ def test_a_strange_value_of_a_foreign_key_is_refused_by_name(tmp_path: Path, nam
             assert len(str(error)) < 2000, (value, str(error)[:500])
 
 
-@pytest.mark.parametrize("name", sorted(PASSED_ON | RESOLVED | {"pipeline"}))
+@pytest.mark.parametrize("name", sorted(PASSED_KEYS | RECONCILED_KEYS | {"pipeline"}))
 def test_a_strange_value_of_a_key_of_a_ds_config_is_refused_by_name(tmp_path: Path, name: str) -> None:
     path = tmp_path / "ds.json"
     config = with_values(parse([]), {"deepspeed_config": str(path)})

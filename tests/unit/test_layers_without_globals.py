@@ -52,4 +52,4 @@ def test_a_pass_asks_nobody(build: Any, parallel_output: bool, monkeypatch: pyte
     else:
         assert model(*inputs).shape[-1] == 64
     with pytest.raises(AssertionError, match=SENTENCES["asked_for_the_mesh"]):
-        current.current()
+        current.current_mesh()

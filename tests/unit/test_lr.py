@@ -5,7 +5,7 @@ import pytest
 
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron.optim import lr_at, settled
+from megatron.optim import lr_at, resolve_lr_schedule
 from megatron.optim.resumed_lr import describe
 
 
@@ -49,7 +49,7 @@ def test_wsd_stays_until_the_fall() -> None:
     words = "up to 0.001 over 1 iterations, constant until iteration 90, minus-sqrt to 0 at iteration 100"
     assert describe(config) == words
     longer = parse(["--train-iters", "200", "--lr", "1e-3", "--lr-decay-style", "wsd", "--lr-wsd-decay-iters", "20"])
-    kept, note = settled(longer, config)
+    kept, note = resolve_lr_schedule(longer, config)
     assert note and [lr_at(n, kept) for n in range(100)] == [lr_at(n, config) for n in range(100)]
 
 
@@ -66,7 +66,7 @@ def test_decay_may_end_before_the_run() -> None:
 def test_a_checkpoints_schedule_stays_unless_the_flags_are_to_win() -> None:
     saved = parse(["--train-iters", "100", "--lr", "1e-3", "--min-lr", "1e-5", "--warmup", "0.1"])
     longer = ["--train-iters", "200", "--lr", "1e-3", "--min-lr", "1e-5", "--warmup", "0.1"]
-    config, note = settled(parse(longer), saved)
+    config, note = resolve_lr_schedule(parse(longer), saved)
     there = "up to 0.001 over 10 iterations, cosine to 1e-05 at iteration 100"
     here = "up to 0.001 over 20 iterations, cosine to 1e-05 at iteration 200"
     assert (
@@ -75,12 +75,12 @@ def test_a_checkpoints_schedule_stays_unless_the_flags_are_to_win() -> None:
     )
     assert config.train.train_iters == 200
     assert [lr_at(n, config) for n in range(100)] == [lr_at(n, saved) for n in range(100)]
-    assert settled(config, saved) == (config, None)  # a second resume with these settings changes nothing
-    config, note = settled(parse([*longer, "--override-lr-schedule"]), saved)
+    assert resolve_lr_schedule(config, saved) == (config, None)  # a second resume with these settings changes nothing
+    config, note = resolve_lr_schedule(parse([*longer, "--override-lr-schedule"]), saved)
     assert note == f"the learning rate follows the flags ({here}), no longer the checkpoint's schedule ({there})"
     assert lr_at(150, config) == lr_at(150, parse(longer))
     same = [*longer, "--train-iters", "150", "--lr-decay-iters", "100"]
-    assert settled(parse(same), saved)[1] is None
+    assert resolve_lr_schedule(parse(same), saved)[1] is None
 
 
 def test_a_fall_that_does_not_fit_is_refused() -> None:
@@ -108,12 +108,12 @@ def test_schedules_with_one_curve_give_no_note() -> None:
     constant = ["--lr-decay-style", "constant", "--warmup", "0", "--lr", "1e-3"]
     saved = parse(["--train-iters", "100", *constant])
     longer = parse(["--train-iters", "200", "--min-lr", "1e-5", *constant])
-    assert settled(longer, saved) == (longer, None)
+    assert resolve_lr_schedule(longer, saved) == (longer, None)
 
 
 def test_the_sides_of_a_note_differ() -> None:
     saved = parse(["--train-iters", "100", "--lr", "1e-3"])
-    config, note = settled(parse(["--train-iters", "100", "--lr", "1.00000001e-3"]), saved)
+    config, note = resolve_lr_schedule(parse(["--train-iters", "100", "--lr", "1.00000001e-3"]), saved)
     assert config.optim.lr == 1e-3 and note
     there, here = re.findall(r"\((.*?)\)", note)
     assert there != here

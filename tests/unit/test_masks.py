@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model
-from megatron.model.masks import Documents, added_mask, document_mask
+from megatron.model.masks import Documents, document_mask, to_additive_mask
 from megatron.model.window_masks import window_mask
 
 LAYERS, SEQ = 4, 32
@@ -31,9 +31,9 @@ def test_it_is_made_once_for_the_same_ids() -> None:
     assert document_mask(ids) is not first and document_mask(ids.clone(), causal=True) is not first
     cross = document_mask(ids, others)
     assert cross is not None and document_mask(ids, others) is cross and document_mask(ids, others.clone()) is not cross
-    assert added_mask(first, torch.float32) is added_mask(first, torch.float32)
-    assert added_mask(first, torch.bfloat16).dtype == torch.bfloat16
-    added = added_mask(cross, torch.float64)
+    assert to_additive_mask(first, torch.float32) is to_additive_mask(first, torch.float32)
+    assert to_additive_mask(first, torch.bfloat16).dtype == torch.bfloat16
+    added = to_additive_mask(cross, torch.float64)
     assert torch.equal(added == 0, cross) and (added[~cross] == -torch.inf).all()
 
 
@@ -70,7 +70,7 @@ def test_it_goes_with_its_ids() -> None:
         masks = [document_mask(queries), document_mask(queries, keys), document_mask(queries, causal=True)]
         gone = [weakref.ref(mask) for mask in masks if mask is not None]
         for mask in masks:
-            added_mask(mask, torch.float32)  # type: ignore[arg-type]
+            to_additive_mask(mask, torch.float32)  # type: ignore[arg-type]
         del masks, mask, queries, keys
         assert [each() for each in gone] == [None] * 3, "without the collector of garbage"
     finally:

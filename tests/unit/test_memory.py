@@ -2,11 +2,11 @@
 
 import torch
 
-from tds.memory import Pool
+from tds.memory import BufferPool
 
 
 def test_a_buffer_comes_back_when_its_last_view_is_gone() -> None:
-    pool = Pool(torch.device("cpu"))
+    pool = BufferPool(torch.device("cpu"))
     first = pool.take(64)
     where = first.data_ptr()
     view = first[8:16].view(torch.float64)
@@ -18,7 +18,7 @@ def test_a_buffer_comes_back_when_its_last_view_is_gone() -> None:
 
 
 def test_what_autograd_saved_is_not_overwritten() -> None:
-    pool = Pool(torch.device("cpu"))
+    pool = BufferPool(torch.device("cpu"))
     x = pool.take(32).view(torch.float32).fill_(3.0).requires_grad_()
     out = x.square().sum()
     where = x.data_ptr()
@@ -30,7 +30,7 @@ def test_what_autograd_saved_is_not_overwritten() -> None:
 
 
 def test_sizes_that_nobody_asked_for_are_forgotten() -> None:
-    pool = Pool(torch.device("cpu"))
+    pool = BufferPool(torch.device("cpu"))
     pool.take(32)
     pool.trim()
     pool.take(64)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.config.command_line import parse
 from megatron.features.compiling import compiler_found
-from megatron.fused import Fused, compiled
+from megatron.fused import Fused, compile_pointwise
 from megatron.model import grouped_heads
 from megatron.model.block import Block
 from megatron.model.gated_activations import GATED_GELU, SWIGLU, GatedActivation
@@ -150,8 +150,8 @@ def draw(*shape: int) -> Tensor:
 
 def _parts_in_order(by_group: Tensor, parts: tuple[int, ...], rotation: Rotation) -> Tensor:
     """Return the eager result of "rotated parts" with tokens first, as on CUDA; on CPUs, heads are first in memory."""
-    memory = grouped_heads._rotated_parts_eagerly(by_group, parts, rotation)
-    places = grouped_heads._places(memory, list(grouped_heads._cut(by_group, parts)))
+    memory = grouped_heads._rotate_parts_eagerly(by_group, parts, rotation)
+    places = grouped_heads._part_buffers(memory, list(grouped_heads._part_views(by_group, parts)))
     assert not places[0].is_contiguous()
     return torch.cat([place.flatten() for place in places])
 
@@ -162,14 +162,14 @@ def fused_functions() -> dict[str, tuple[Fused, tuple[Any, ...]]]:
     grads = tuple(draw(2, 3 * part, 6, D).permute(2, 0, 1, 3) for part in PARTS)
     x, grad = draw(5, 2, 12), draw(5, 2, 6)
     return {
-        "swiglu": (SWIGLU.value, (x,)),
-        "gradient of swiglu": (SWIGLU.gradient, (grad, x)),
-        "gated gelu": (GATED_GELU.value, (x,)),
-        "gradient of gated gelu": (GATED_GELU.gradient, (grad, x)),
-        "rotated parts": (Fused(grouped_heads._rotated_parts, _parts_in_order), (draw(*SHAPE), PARTS, rotation)),
-        "joined gradients": (grouped_heads._JOINED, (grads[0], grads, torch.Size(SHAPE), PARTS, rotation)),
+        "swiglu": (SWIGLU.forward, (x,)),
+        "gradient of swiglu": (SWIGLU.backward, (grad, x)),
+        "gated gelu": (GATED_GELU.forward, (x,)),
+        "gradient of gated gelu": (GATED_GELU.backward, (grad, x)),
+        "rotated parts": (Fused(grouped_heads._rotate_parts, _parts_in_order), (draw(*SHAPE), PARTS, rotation)),
+        "joined gradients": (grouped_heads._FUSED_JOIN, (grads[0], grads, torch.Size(SHAPE), PARTS, rotation)),
         "without a key": (
-            grouped_heads._JOINED,
+            grouped_heads._FUSED_JOIN,
             (grads[0], (grads[0], None, grads[2]), torch.Size(SHAPE), PARTS, rotation),
         ),
     }
@@ -206,7 +206,7 @@ def test_a_fused_function_reads_its_inputs_and_writes_its_results_once(name: str
     inductor_metrics_log.setLevel(logging.INFO)
     try:
         with config.patch(fx_graph_cache=False):
-            found = compiled(function.plain)(*inputs)
+            found = compile_pointwise(function.plain)(*inputs)
     finally:
         inductor_metrics_log.setLevel(logging.NOTSET)
     torch.testing.assert_close(found, function.eager(*inputs), rtol=1e-12, atol=1e-12)

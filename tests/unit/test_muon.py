@@ -14,14 +14,14 @@ from megatron import mpu
 from megatron.config import Config, OptimConfig
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron.estimate.per_rank import moments_of
+from megatron.estimate.per_rank import moment_elements
 from megatron.estimate.sizes import count_layers, layers_of
 from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.model.muon_parameters import muon_parameters
 from megatron.optim import build_optimizer, group_keys
 from megatron.optim.muon import Muon, orthogonalise
 from tds.hooks import PipelineHooks
-from tds.optimizers import leave_out_unless_finite, steps_separately
+from tds.optimizers import skip_unless_finite, steps_separately
 from tests.parity.muon_reference import exact_iterations, separate
 
 SIZES = "--num-layers 2 --hidden-size 24 --num-attention-heads 4 --seq-length 8 --vocab-size 40 --ff-hidden-size 40"
@@ -96,7 +96,7 @@ def test_the_memory_estimate_counts_one_moment_for_matrices(name: str) -> None:
         p.grad = torch.zeros_like(p)
     optimizer.step()
     moments = sum(m.numel() for p in model.parameters() for m in optimizer.state[p].values() if m.shape == p.shape)
-    assert moments_of(count_layers(layers_of(config), config), config) == moments
+    assert moment_elements(count_layers(layers_of(config), config), config) == moments
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def test_a_skipped_step_counts_nowhere() -> None:
     ours = build_optimizer(group_keys(model, o), o, hidden=muon_parameters(model))
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    leave_out_unless_finite(ours, torch.tensor(float("inf")))
+    skip_unless_finite(ours, torch.tensor(float("inf")))
     ours.step()
     assert not any("step" in group for group in ours.param_groups) and not any(ours.state.values())
 
@@ -177,7 +177,7 @@ def test_an_adam_that_counts_in_groups_is_stepped_once() -> None:
     ours = Muon(groups, [matrix], OptimConfig(optimizer="muon"), _CountsInGroups)
     assert not steps_separately(ours)
     ours.step()
-    leave_out_unless_finite(ours, torch.tensor(math.nan))
+    skip_unless_finite(ours, torch.tensor(math.nan))
     ours.step()
     assert [group.get("step") for group in ours.param_groups] == [None, 1]
 
@@ -200,7 +200,7 @@ def test_a_skipped_first_step_does_not_shift_the_counts_of_weights() -> None:
     optimizer = _CountsPerWeight([weight])
     for norm in (math.nan, 1.0):
         weight.grad = torch.ones(2)
-        leave_out_unless_finite(optimizer, torch.tensor(norm))
+        skip_unless_finite(optimizer, torch.tensor(norm))
         optimizer.step()
     assert optimizer.state[weight]["step"] == 1
 
@@ -213,7 +213,7 @@ def test_a_pipeline_without_zero_does_not_count_skipped_steps() -> None:
     )
     engine.gradient_clipping, engine._norm_is_shared = (lambda: 1.0), False
     for norm in (1.0, math.nan, 1.0):
-        weight.grad, engine._take_norm = torch.ones(2), lambda norm=norm: torch.tensor(norm)
+        weight.grad, engine._global_norm = torch.ones(2), lambda norm=norm: torch.tensor(norm)
         PipelineHooks.clip_fp32_gradients(engine)
         assert (weight.grad is None) == math.isnan(norm)
         optimizer.step()

@@ -16,12 +16,12 @@ from megatron.model.layers import LayerStack
 from megatron.model.lr_factors import layer_lr_factors
 from megatron.model.t5 import T5Model
 from megatron.optim import build_optimizer, group_keys
-from megatron_tools.convert.hf_compare import compare
+from megatron_tools.convert.hf_compare import compare_with_hf
 from megatron_tools.convert.hf_config import gpt2_config, t5_config
-from megatron_tools.convert.hf_folder import entries_of, write_tensors
+from megatron_tools.convert.hf_folder import export_entries, write_tensors
 from megatron_tools.convert.hf_llama import llama_config
-from megatron_tools.convert.hf_names import matches_of
-from megatron_tools.report.coordinate_check import check, model_of, sizes_of, slope
+from megatron_tools.convert.hf_names import parameter_matches
+from megatron_tools.report.coordinate_check import activation_changes, config_of_width, growth_exponent, measure_widths
 from tests.support import covering
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --vocab-size 61 --seq-length 16 --attention-dropout 0"
@@ -60,7 +60,7 @@ def test_exports_have_equal_logits(name: str, tmp_path: Path) -> None:
     ours = {key: p.detach() for key, p in global_parameters(model)}
     m, positions = config.model, config.positions
     whole = {key: value[: m.vocab_size] if "word_embeddings" in key else value for key, value in ours.items()}
-    entries = entries_of(matches_of(m), whole.__getitem__, lambda key: list(whole[key].shape), "fp32")
+    entries = export_entries(parameter_matches(m), whole.__getitem__, lambda key: list(whole[key].shape), "fp32")
     write_tensors(tmp_path, entries, 10**9)
     if config.is_t5:
         described = t5_config(m, 0, 1, "fp32")
@@ -69,7 +69,7 @@ def test_exports_have_equal_logits(name: str, tmp_path: Path) -> None:
     else:
         described = gpt2_config(m, positions, 1, "fp32")
     (tmp_path / "config.json").write_text(json.dumps(described))
-    compare(config, whole.__getitem__, tmp_path)  # raises an error if the logits differ by more than 1e-5
+    compare_with_hf(config, whole.__getitem__, tmp_path)  # raises an error if the logits differ by more than 1e-5
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5-untied"])
@@ -119,7 +119,7 @@ def test_incomplete_settings_are_refused(flags: str, named: str) -> None:
 
 def test_the_model_without_mup_has_none_of_its_settings() -> None:
     base = parse(f"{SIZES} --mup-base-hidden-size 8 --mup-base-num-layers 1".split())
-    model = model_of(2 * base.model.hidden_size, base, "heads", mup=False).model
+    model = config_of_width(2 * base.model.hidden_size, base, "heads", mup=False).model
     assert model.width_factor == model.branch_factor == 1
 
 
@@ -145,14 +145,14 @@ def test_the_model_without_mup_has_none_of_its_settings() -> None:
 )
 def test_a_note_lists_the_sizes_of_the_base_model(flags: str, named: set[str]) -> None:
     notes = list[str]()
-    parse(f"{SIZES} {flags} --mup-base-hidden-size 8".split(), tell=notes.append)
+    parse(f"{SIZES} {flags} --mup-base-hidden-size 8".split(), notify=notes.append)
     (note,) = [note for note in notes if "--mup-base-kv-hidden-size" in note]
     assert set(note.partition(" has ")[2].partition(":")[0].split(", ")) == named
 
 
 def test_the_base_model_gets_no_note() -> None:
     notes = list[str]()
-    parse(f"{SIZES} --mup-base-hidden-size 32".split(), tell=notes.append)
+    parse(f"{SIZES} --mup-base-hidden-size 32".split(), notify=notes.append)
     assert notes == []
 
 
@@ -171,9 +171,11 @@ def test_activations_of_every_family_have_one_size_with_both_optimizers(name: st
     widths = (16, 32, 64) if (name, optimizer) == ("experts", "adam") else (32, 64, 128, 256)
     rate = "0.001" if optimizer == "adam" else "0.01"
     flags = f"{SIZES} {FAMILIES[name]} --hidden-size {widths[0]} --vocab-size 256 --optimizer {optimizer} --lr {rate}"
-    found = check(parse(flags.split()), widths, "heads", steps=4, seeds=1)
+    found = measure_widths(parse(flags.split()), widths, "heads", steps=4, seeds=1)
     for kind in ("attention", "MLP", "residual stream", "final norm"):
-        exponents = {mup: slope(widths, [sizes[kind] for sizes in of_width]) for mup, of_width in found.items()}
+        exponents = {
+            mup: growth_exponent(widths, [sizes[kind] for sizes in of_width]) for mup, of_width in found.items()
+        }
         assert abs(exponents[True]) < 0.2, kind
         assert exponents[False] > (0.6 if kind in ("attention", "MLP") else exponents[True]), kind
 
@@ -189,9 +191,11 @@ def test_a_fixed_number_of_key_value_heads_fits_muon_if_it_is_given(optimizer: s
         fixed = {"num_key_value_heads": 1, "mup_base_num_key_value_heads": heads}
         changes = []
         for width in widths:
-            config = with_values(model_of(width, base, "heads", True), fixed)
-            changes.append(sum(sizes_of(with_values(config, {"seed": seed}), 4)["attention"] for seed in (1, 2)))
-        return slope(widths, changes)
+            config = with_values(config_of_width(width, base, "heads", True), fixed)
+            changes.append(
+                sum(activation_changes(with_values(config, {"seed": seed}), 4)["attention"] for seed in (1, 2))
+            )
+        return growth_exponent(widths, changes)
 
     assert abs(exponent(heads=1)) < 0.15
     if optimizer == "muon":
@@ -206,9 +210,9 @@ def test_activations_have_one_size_in_every_width(name: str, grow: str) -> None:
     """With muP, activations of trained models have one size in every width; without muP, they grow with the width."""
     widths = (64, 128, 256)
     flags = f"{MODELS[name]} --num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 256 --seq-length 32"
-    found = check(parse([*flags.split(), "--lr", "0.001"]), widths, grow, steps=4, seeds=2)
+    found = measure_widths(parse([*flags.split(), "--lr", "0.001"]), widths, grow, steps=4, seeds=2)
     exponents = {
-        (mup, kind): slope(widths, [sizes[kind] for sizes in of_width])
+        (mup, kind): growth_exponent(widths, [sizes[kind] for sizes in of_width])
         for mup, of_width in found.items()
         for kind in of_width[0]
     }
@@ -223,6 +227,6 @@ def test_activations_have_one_size_with_muon(scale: str) -> None:
     """Muon's matrices get factors of their own, as its updates grow less with the width than those of Adam."""
     widths = (32, 64, 128)
     flags = f"{SIZES} --vocab-size 256 --optimizer muon --muon-adjust-lr-fn {scale} --lr 0.01"
-    found = check(parse(flags.split()), widths, "heads", steps=4, seeds=1)
-    exponents = {mup: slope(widths, [sizes["MLP"] for sizes in of_width]) for mup, of_width in found.items()}
+    found = measure_widths(parse(flags.split()), widths, "heads", steps=4, seeds=1)
+    exponents = {mup: growth_exponent(widths, [sizes["MLP"] for sizes in of_width]) for mup, of_width in found.items()}
     assert abs(exponents[True]) < 0.15 and exponents[False] > 0.4

@@ -18,8 +18,8 @@ from megatron.model.layers import LayerStack
 from megatron.model.lr_factors import layer_lr_factors
 from megatron.model.muon_parameters import muon_parameters
 from megatron.model.t5 import T5Model
-from megatron.optim.muon import _ratios
-from megatron_tools.report.coordinate_check import sizes_of, slope
+from megatron.optim.muon import _lr_ratios
+from megatron_tools.report.coordinate_check import activation_changes, growth_exponent
 from tests.support import covering
 
 SIZES = "--num-layers 2 --num-attention-heads 4 --vocab-size 61 --seq-length 16 --attention-dropout 0"
@@ -106,7 +106,7 @@ def test_muon_follows_inputs_and_outputs_of_each_matrix(name: str, adjust: str) 
     of_base = dict(_matrices(base))
     for key, p in _matrices(wide):
         spec = mpu.spec_of(p)
-        rates = torch.as_tensor(factors[p] * _ratios(spec, adjust)).expand(p.shape)
+        rates = torch.as_tensor(factors[p] * _lr_ratios(spec, adjust)).expand(p.shape)
         of_wide = _parts(p.detach(), spec.fused)
         of_narrow = _parts(of_base[key].detach(), mpu.spec_of(of_base[key]).fused)
         for rate, after, before in zip(_parts(rates.contiguous(), spec.fused), of_wide, of_narrow, strict=True):
@@ -131,12 +131,12 @@ def test_activations_have_one_size_in_every_width(name: str, optimizer: str, fix
     wrong = []
     for width in widths:
         config = parse(f"{_flags(name, width)} --optimizer {optimizer} --lr {rate}".split())
-        found.append(sizes_of(config, 4))
+        found.append(activation_changes(config, 4))
         unknown = {f"mup_base_{size}": None for size in fixed.split()}
-        wrong.append(sizes_of(with_values(config, unknown), 4)["MLP"])
+        wrong.append(activation_changes(with_values(config, unknown), 4)["MLP"])
     for each in ("attention", "MLP", "residual stream", "final norm"):
-        assert abs(slope(widths, [sizes[each] for sizes in found])) < 0.2, each
-    assert abs(slope(widths, wrong)) > 0.25
+        assert abs(growth_exponent(widths, [sizes[each] for sizes in found])) < 0.2, each
+    assert abs(growth_exponent(widths, wrong)) > 0.25
 
 
 @pytest.mark.parametrize("size", ["ff_hidden_size", "num_key_value_heads", "expert_ff_hidden_size"])
@@ -147,7 +147,7 @@ def test_base_sizes_need_the_base_width(size: str) -> None:
 
 def test_a_given_base_size_is_not_taken_for_granted() -> None:
     notes = list[str]()
-    parse(f"{_flags('llama', 64)} --optimizer muon".split(), tell=notes.append)
+    parse(f"{_flags('llama', 64)} --optimizer muon".split(), notify=notes.append)
     (note,) = [note for note in notes if "--mup-base-kv-hidden-size" in note]
     assert note.partition(" has ")[2].partition(":")[0] == "--num-attention-heads 4 of width 8"
 
@@ -176,7 +176,7 @@ def test_each_stack_of_a_t5_has_the_factor_of_its_own_depth(decoder: int) -> Non
                 assert p.std().item() == pytest.approx(std, rel=0.1), key
     for module in model.modules():
         if isinstance(module, TransformerLayer):
-            assert module.branch_factor == pytest.approx(expected["decoder" if module.stack else "encoder"])
+            assert module.branch_factor == pytest.approx(expected["decoder" if module.stack_index else "encoder"])
 
 
 def test_activations_have_one_size_in_every_depth_of_the_decoder() -> None:
@@ -187,8 +187,8 @@ def test_activations_have_one_size_in_every_depth_of_the_decoder() -> None:
     for depth in depths:
         layers = f"--num-layers 2 --num-decoder-layers {depth} --mup-base-num-layers 2"
         config = parse(f"{DEEP} {layers} --mup-base-hidden-size {BASE} --lr 0.003".split())
-        wrong.append(sizes_of(config, 4)["residual stream"])
+        wrong.append(activation_changes(config, 4)["residual stream"])
         config = with_values(config, {"mup_base_num_decoder_layers": 2})
-        found.append(sizes_of(config, 4)["residual stream"])
-    assert abs(slope(depths, found)) < 0.2
-    assert slope(depths, wrong) > 0.6
+        found.append(activation_changes(config, 4)["residual stream"])
+    assert abs(growth_exponent(depths, found)) < 0.2
+    assert growth_exponent(depths, wrong) > 0.6

@@ -7,13 +7,13 @@ import pytest
 
 from data_utils.dedup import shingles
 from data_utils.near_duplicates import (
-    AT_MOST,
     HASHES,
+    MAX_PER_BAND,
     BandTable,
     NearDuplicates,
-    least_estimate,
-    rows_of_bands,
-    sketch,
+    min_estimate,
+    minhash_signature,
+    rows_per_band,
 )
 from tests.support import FULL
 
@@ -41,8 +41,8 @@ def share_found(length: int, similarity: float, pairs: int) -> tuple[float, floa
         sets = [shingles(text) for text in pair(dice, length, similarity)]
         exact.append(len({*sets[0]} & {*sets[1]}) / len({*sets[0]} | {*sets[1]}))
         near = NearDuplicates(0.8)
-        assert not near.has(sketch(sets[0]))
-        found += near.has(sketch(sets[1]))
+        assert not near.check_and_add(minhash_signature(sets[0]))
+        found += near.check_and_add(minhash_signature(sets[1]))
     return float(np.mean(exact)), found / pairs
 
 
@@ -59,16 +59,16 @@ def test_an_unrelated_text_is_kept() -> None:
     dice = random.Random(1)
     near = NearDuplicates(0.8)
     for _ in range(300):
-        assert not near.has(sketch(shingles(pair(dice, 300, 0.5)[0])))
+        assert not near.check_and_add(minhash_signature(shingles(pair(dice, 300, 0.5)[0])))
 
 
 @pytest.mark.parametrize("similarity", [0.5, 0.7, 0.8, 0.9, 0.95, 1.0])
 def test_bands_miss_few_texts_of_the_similarity(similarity: float) -> None:
-    rows = rows_of_bands(similarity)
+    rows = rows_per_band(similarity)
     bands = HASHES // rows
     assert 1 - (1 - similarity**rows) ** bands >= 0.99
     assert rows == HASHES or 1 - (1 - similarity ** (rows + 1)) ** (HASHES // (rows + 1)) < 0.99
-    assert 0 < least_estimate(similarity) <= similarity
+    assert 0 < min_estimate(similarity) <= similarity
 
 
 def test_the_table_finds_every_text_of_a_key_after_it_has_grown() -> None:
@@ -77,7 +77,7 @@ def test_the_table_finds_every_text_of_a_key_after_it_has_grown() -> None:
     kept: dict[int, set[int]] = {}
     for text in range(2500):
         keys = dice.integers(0, 5000, 20, np.uint32) * np.uint32(80_001)
-        keys = keys[table.find(keys)[1] < AT_MOST]
+        keys = keys[table.find(keys)[1] < MAX_PER_BAND]
         table.add(keys, text)
         for key in keys.tolist():
             kept.setdefault(key, set()).add(text)
@@ -93,5 +93,5 @@ def test_a_text_takes_less_than_a_kilobyte() -> None:
     dice = np.random.default_rng(0)
     near = NearDuplicates(0.8)
     for _ in range(40_000):
-        near.has(dice.integers(0, 1 << 32, HASHES, np.uint32))
+        near.check_and_add(dice.integers(0, 1 << 32, HASHES, np.uint32))
     assert near.nbytes / 40_000 < 900

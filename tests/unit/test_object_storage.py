@@ -21,7 +21,7 @@ from megatron.data.corpora import made_with
 from megatron.data.cpm_masking import PARTS, mask_document
 from megatron.data.fingerprints import corpus_fingerprint
 from megatron.data.gpt2_dataset import GPT2Dataset
-from megatron.data.indexed_dataset import LOSS, DatasetError, IndexedDataset
+from megatron.data.indexed_dataset import LOSS_SUFFIX, DatasetError, IndexedDataset
 from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.t5_dataset import Objective, Specials
 from megatron.storage import RemotePath, StorageError, to_path
@@ -51,7 +51,7 @@ def bucket(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(remote_tokens, "BLOCK", BLOCK)
-    monkeypatch.setattr(remote_tokens, "BLOCKS", 4)
+    monkeypatch.setattr(remote_tokens, "BLOCKS_PER_FILE", 4)
     monkeypatch.setattr(storage, "FIRST_WAIT", 0.01)
     monkeypatch.setenv("MEGATRON_CACHE_DIR", str(tmp_path / "cache"))
 
@@ -206,7 +206,7 @@ def test_copies_of_indexes_are_part_of_the_cache(bucket: str, tmp_path: Path, mo
     assert evicted(used - 1) == (True, True)
     assert count > len([path for path in cache.glob("*/*") if path.name.isdigit()])
     assert evicted(1) == (False, True)  # a process may be opening the copy
-    monkeypatch.setattr(remote_tokens, "RECENT", -1.0)
+    monkeypatch.setattr(remote_tokens, "RECENT_SECONDS", -1.0)
     (tmp_path / "cache/another/0").parent.mkdir()
     (tmp_path / "cache/another/0").write_bytes(b"a file of the user")
     assert evicted(1) == (True, False)
@@ -215,7 +215,7 @@ def test_copies_of_indexes_are_part_of_the_cache(bucket: str, tmp_path: Path, mo
 def _reading(env: dict[str, str], remote: str, cut: str) -> list[int]:
     """Read the corpus in random order; return the positions of windows that are wrong. cut: when to be killed."""
     os.environ.update(env)
-    remote_tokens.BLOCK, remote_tokens.BLOCKS = BLOCK, 4
+    remote_tokens.BLOCK, remote_tokens.BLOCKS_PER_FILE = BLOCK, 4
     sync, left = os.fdatasync, 5
 
     def killed(file: int) -> None:
@@ -436,7 +436,7 @@ def test_every_kind_of_corpus_can_be_remote(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     local = local_corpus(tmp_path)
     source, rng = IndexedDataset(local), np.random.default_rng(1)
-    endings = {"sft": [LOSS], "t5": [], "triple": [f"_{part}" for part in PARTS]}[kind]
+    endings = {"sft": [LOSS_SUFFIX], "t5": [], "triple": [f"_{part}" for part in PARTS]}[kind]
     with contextlib.ExitStack() as stack:
         dtype = np.uint8 if kind == "sft" else np.int32
         builders = [stack.enter_context(IndexedDatasetBuilder(local + ending, dtype)) for ending in endings]

@@ -39,10 +39,10 @@ class LateStream:
 
         return PendingCopy(result, wait)
 
-    def down(self, source: Tensor) -> PendingCopy:
+    def to_host(self, source: Tensor) -> PendingCopy:
         return self._late(source, lambda: None)
 
-    def up(self, source: PendingCopy) -> PendingCopy:
+    def to_device(self, source: PendingCopy) -> PendingCopy:
         return self._late(source.result, source.wait)
 
 
@@ -53,8 +53,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     late = CopyStreams.__new__(CopyStreams)
     late.down, late.up, late.last = LateStream("down", told), LateStream("up", told), None  # type: ignore[assignment]
     monkeypatch.setattr(offload, "copy_streams", lambda _: late)
-    monkeypatch.setattr(offload, "_is_elsewhere", lambda _: True)
-    monkeypatch.setattr(offload, "SMALLEST", 0)
+    monkeypatch.setattr(offload, "_is_accelerator", lambda _: True)
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
     yield told
 
 
@@ -113,7 +113,7 @@ def test_memory_is_let_go_and_comes_again_for_a_second_pass(log: list[str]) -> N
     assert torch.allclose(to_x, torch.ones(2, 2) @ weight.T) and torch.allclose(to_weight, x.T @ torch.ones(2, 2))
     storage = torch.ones(4).untyped_storage()
     memory = OffloadedStorage(storage, offload.copy_streams(torch.device("cpu")))
-    memory.tensors |= {0, 1}
+    memory.unrequested |= {0, 1}
     in_backward = len(log)
     memory.request(0)
     memory.request(1)

@@ -30,7 +30,7 @@ def _varlen(
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_documents_are_packed_row_after_row(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_attention, "kernel", lambda: _varlen)
+    monkeypatch.setattr(packed_attention, "varlen_kernel", lambda: _varlen)
     documents = Documents(IDS.clone(), None, causal)
     drawn = torch.randn(8, 3, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     query, key, value = drawn.permute(3, 1, 2, 0, 4)
@@ -40,15 +40,17 @@ def test_documents_are_packed_row_after_row(causal: bool, monkeypatch: pytest.Mo
     theirs = (query @ key.mT * 0.3).masked_fill(~mask, -torch.inf).softmax(-1) @ value
     found, wanted = ([out, *torch.autograd.grad(out.square().sum(), drawn)] for out in (ours, theirs))
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    assert packed_attention.borders(documents) is packed_attention.borders(documents), "found once"
+    assert packed_attention.compute_cu_seqlens(documents) is packed_attention.compute_cu_seqlens(documents), (
+        "found once"
+    )
 
 
 def test_a_document_in_two_pieces_needs_the_mask() -> None:
-    assert packed_attention.borders(Documents(torch.tensor([[1, 2, 1]]))) is None
+    assert packed_attention.compute_cu_seqlens(Documents(torch.tensor([[1, 2, 1]]))) is None
 
 
 def test_torchs_kernel_takes_what_the_stand_in_takes() -> None:
-    theirs = packed_attention.kernel()
+    theirs = packed_attention.varlen_kernel()
     if theirs is None:
         pytest.skip("this torch has no such kernel")
     real, ours = inspect.signature(theirs).parameters, inspect.signature(_varlen).parameters
@@ -56,4 +58,4 @@ def test_torchs_kernel_takes_what_the_stand_in_takes() -> None:
 
 
 def test_it_is_not_for_a_cpu() -> None:
-    assert not packed_attention.serves(torch.zeros(1, 2, 8, 8, dtype=torch.bfloat16), Documents(IDS[:1]))
+    assert not packed_attention.supports_packing(torch.zeros(1, 2, 8, 8, dtype=torch.bfloat16), Documents(IDS[:1]))

@@ -16,10 +16,10 @@ from megatron.config import SECTIONS
 from megatron.config.command_line import parse
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError, types_of
-from megatron.config.places import ANYWHERE, LOCAL
-from megatron.data.corpus_paths import sets_of
+from megatron.config.places import PATH_SETTINGS, URL_SETTINGS
+from megatron.data.corpus_paths import parse_named_sets
 from megatron.data.remote_tokens import cache_folder
-from megatron.storage import PlaceError, RemotePath, is_url, require_local, to_path
+from megatron.storage import PathError, RemotePath, is_url, require_local, to_path
 from tds.saving import refuse_url
 from tests.support import ROOT
 
@@ -42,7 +42,7 @@ WORDS = {
 @pytest.mark.parametrize("text", MISTAKES)
 def test_a_url_with_a_mistake_is_no_path(text: str) -> None:
     for door in (to_path, require_local):
-        with pytest.raises(PlaceError, match=re.escape(text)):
+        with pytest.raises(PathError, match=re.escape(text)):
             door(text)
     for check in (local_path, any_path, any_prefix):
         with pytest.raises(argparse.ArgumentTypeError, match=re.escape(text)):
@@ -64,7 +64,7 @@ def test_a_folder_whose_name_looks_like_a_url(text: str) -> None:
 
 @pytest.mark.parametrize("url", ["s3://bucket/a//b", "s3://bucket/./a/b", "s3://bucket//a/./b/"])
 def test_the_url_that_a_path_would_name_is_suggested(url: str) -> None:
-    with pytest.raises(PlaceError, match=r"did you mean s3://bucket/a/b\?"):
+    with pytest.raises(PathError, match=r"did you mean s3://bucket/a/b\?"):
         to_path(url)
 
 
@@ -74,11 +74,11 @@ def test_schemes_in_any_case(text: str) -> None:
     found = to_path(text)
     assert isinstance(found, RemotePath) and str(found) == str(RemotePath(text)) == f"{scheme.lower()}://{rest}"
     assert found == to_path(f"{scheme.lower()}://{rest}")
-    with pytest.raises(PlaceError):
+    with pytest.raises(PathError):
         require_local(text)
 
 
-@pytest.mark.parametrize("name", ANYWHERE + LOCAL)
+@pytest.mark.parametrize("name", URL_SETTINGS + PATH_SETTINGS)
 def test_flags_of_a_run_refuse_a_url_with_a_mistake(name: str) -> None:
     flags = ["--run-dir", "run", "--" + name.replace("_", "-")]
     flags += ["0: 1 s3:/bucket/a; 1M: b"] if name == "data_stages" else ["s3:/bucket/a"]
@@ -104,7 +104,7 @@ def test_every_setting_of_text_is_a_path_or_named_here() -> None:
         for f in fields(section):
             chosen = f.metadata["check"] is not None and hasattr(f.metadata["check"], "choices")
             if {str, tuple} & set(types_of(section, f.name)) and not chosen:
-                assert (f.name in ANYWHERE + LOCAL) != (f.name in WORDS), f.name
+                assert (f.name in URL_SETTINGS + PATH_SETTINGS) != (f.name in WORDS), f.name
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[Any]:
@@ -141,7 +141,7 @@ def test_other_doors(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=f"nvme_path.*{url}"):
         resolve(parse(["--deepspeed-config", str(tmp_path / "ds.json")]), 1, False)
     monkeypatch.setenv("MEGATRON_CACHE_DIR", url)
-    with pytest.raises(PlaceError, match=url):
+    with pytest.raises(PathError, match=url):
         cache_folder()
     with pytest.raises(ValueError, match=url):
         refuse_url(url)
@@ -149,5 +149,5 @@ def test_other_doors(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_data_sets_may_have_names_in_any_script() -> None:
-    assert sets_of(["中文=data/a", "été=0.5 b 0.5 c"], "valid") == {"中文": "data/a", "été": "0.5 b 0.5 c"}
-    assert sets_of(["7=data/a"], "valid") == {"": ["7=data/a"]}
+    assert parse_named_sets(["中文=data/a", "été=0.5 b 0.5 c"], "valid") == {"中文": "data/a", "été": "0.5 b 0.5 c"}
+    assert parse_named_sets(["7=data/a"], "valid") == {"": ["7=data/a"]}

@@ -16,9 +16,9 @@ from megatron import mpu
 from megatron.config import Config
 from megatron.config.command_line import parse, with_values
 from megatron.config.ds_config import resolve
-from megatron.config.families import parse_of_any_family
+from megatron.config.families import parse_any_family
 from megatron.config.fields import ConfigError
-from megatron.estimate.per_rank import in_flight, rank_memory, states
+from megatron.estimate.per_rank import in_flight, rank_memory, state_bytes
 from megatron.estimate.sizes import count_layers, layers_of, parameters, stages_of
 from megatron.model import GPT2Model, T5Model
 from megatron.model.parameter_counts import count_parameters
@@ -26,10 +26,10 @@ from megatron_tools.doctor import doctor
 from megatron_tools.plan import plan, scripts
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.plan.cost import DEFAULT, pipeline_units
-from megatron_tools.plan.layouts import Batch, Layout, Wanted, candidates, evaluate, search, solve_batch
-from megatron_tools.plan.report import explained
-from tds.schedule import NAMES, schedule_of
-from tds.timetable import bubble, most_in_flight, times
+from megatron_tools.plan.layouts import Batch, Layout, SearchRequest, candidates, evaluate, search, solve_batch
+from megatron_tools.plan.report import explain_layout
+from tds.schedule import BUILT_IN, find_schedule
+from tds.timetable import bubble_fraction, max_in_flight, simulate_times
 from tests.sentences import SENTENCES
 from tests.support import ROOT, covering
 
@@ -94,7 +94,7 @@ def test_expert_parallel_ranks_hold_their_experts(more: str) -> None:
     assert found.experts == sum(p.numel() for p in experts.values())
     assert found.expert_matrices == sum(p.numel() for p in experts.values() if p.dim() == 2)
     assert {name.split(".")[1] for name in experts} == {"0", "2"}
-    weights, _, optimizer = states(found, halved, resolve(halved, 4, False), 4)
+    weights, _, optimizer = state_bytes(found, halved, resolve(halved, 4, False), 4)
     # On four ranks, ZeRO 1 shards the two moments of experts over two ranks, and those of other parameters over four.
     assert weights == 4 * found.held
     assert optimizer == 8 * (found.experts / 2 + (found.held - found.experts) / 4)
@@ -137,23 +137,23 @@ def test_batches_that_do_not_go_together(given: tuple[int | None, ...], words: s
         solve_batch(8, *given)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BUILT_IN)
 @pytest.mark.parametrize(("stages", "micros"), [(2, 4), (4, 32), (3, 21)])
 def test_long_schedules_go_on_as_they_began(name: str, stages: int, micros: int) -> None:
     """The planner's bubble and peak memory, extrapolated from few micro-batches, equal those of the whole schedule."""
     chunks = 2 if name == "interleaved" else 1
-    schedule = schedule_of({"schedule": name, "extra_warmup": 0}, chunks)
+    schedule = find_schedule({"schedule": name, "extra_warmup": 0}, chunks)
     plan = [list(schedule(stage, stages, micros)) for stage in range(stages)]
     for backward in (1.0, 2.0, 3.0):
         units = pipeline_units(name, 0, chunks, stages, micros, backward)
-        assert 1 - micros / units == pytest.approx(bubble(times(plan, backward=backward)))
+        assert 1 - micros / units == pytest.approx(bubble_fraction(simulate_times(plan, backward=backward)))
     for stage in range(stages):
-        assert in_flight(name, 0, chunks, stage, stages, micros) == most_in_flight(plan[stage])
+        assert in_flight(name, 0, chunks, stage, stages, micros) == max_in_flight(plan[stage])
 
 
 def test_layouts_are_legal() -> None:
     config = with_values(parse(TINY.split()), {"precision": "bf16"})
-    wanted = Wanted(config, load_cluster("a100"), 16, 64)
+    wanted = SearchRequest(config, load_cluster("a100"), 16, 64)
     found = list(candidates(wanted))
     assert found
     for each in found:
@@ -168,7 +168,7 @@ def test_layouts_are_legal() -> None:
 def test_layouts_divide_experts() -> None:
     """Sizes of expert-parallel groups are the divisors of experts and data ranks; ZeRO 2 and 3 do not go with them."""
     config = with_values(parse([*TINY.split(), *EXPERTS.split()]), {"precision": "bf16"})
-    found = list(candidates(Wanted(config, load_cluster("a100"), 16, 64)))
+    found = list(candidates(SearchRequest(config, load_cluster("a100"), 16, 64)))
     assert {each.parallel.expert_parallel_size for each in found} == {1, 2, 4, 8}
     divided = [each for each in found if each.parallel.expert_parallel_size > 1]
     assert {each.parallel.zero_stage for each in divided} == {1}
@@ -176,7 +176,7 @@ def test_layouts_divide_experts() -> None:
         assert each.parallel.data_parallel_size(16) % each.parallel.expert_parallel_size == 0
         resolve(each, 16, True)
     fixed = with_values(config, {"expert_parallel_size": 4})
-    kept = candidates(Wanted(fixed, load_cluster("a100"), 16, 64, fixed=frozenset({"expert_parallel_size"})))
+    kept = candidates(SearchRequest(fixed, load_cluster("a100"), 16, 64, fixed=frozenset({"expert_parallel_size"})))
     assert {each.parallel.expert_parallel_size for each in kept} == {4}
 
 
@@ -199,7 +199,7 @@ def test_time_of_experts() -> None:
     assert divided.cost.stages[0].expert_parallel == 2 * both.cost.stages[0].expert_parallel > 0
     assert "ep 4" in divided.name
     # 4 x 4 x 192 rows of 64 bf16 numbers, of which 3/4 are sent, are 0.29 MB.
-    line = next(line for line in explained(divided, cluster, None) if line.startswith("experts"))
+    line = next(line for line in explain_layout(divided, cluster, None) if line.startswith("experts"))
     assert re.findall(r"[\d.]+", line) == ["2", "8", "4", "0.29", "1"]
     # The gradients of experts are reduced over one rank only, so their all-reduce takes no time.
     assert divided.cost.gradients < three.gradients
@@ -208,14 +208,16 @@ def test_time_of_experts() -> None:
 def test_the_search_finds_what_fits_and_says_what_does_not() -> None:
     config = with_values(parse(TINY.split()), {"precision": "bf16"})
     cluster = load_cluster("a100")
-    best = search(Wanted(config, cluster, 8, 64))[0]
+    best = search(SearchRequest(config, cluster, 8, 64))[0]
     assert best.cost is not None and 0 < best.cost.mfu < 1
-    speeds = [each.cost.tokens_per_second for each in search(Wanted(config, cluster, 8, 64)) if each.cost is not None]
+    speeds = [
+        each.cost.tokens_per_second for each in search(SearchRequest(config, cluster, 8, 64)) if each.cost is not None
+    ]
     assert all(a >= 0.99 * b for a, b in pairwise(speeds))  # layouts are sorted by rounded speeds, hence 0.99
     with pytest.raises(ValueError, match=SENTENCES["do_not_fit_on_8_devices"]):
-        search(Wanted(config, replace(cluster, memory=1e-6), 8, 64))
+        search(SearchRequest(config, replace(cluster, memory=1e-6), 8, 64))
     with pytest.raises(ValueError, match="is not --micro-batch-size 3"):
-        search(Wanted(config, cluster, 8, 64, micro=3, fixed=frozenset({"model_parallel_size"})))
+        search(SearchRequest(config, cluster, 8, 64, micro=3, fixed=frozenset({"model_parallel_size"})))
 
 
 def test_clusters_that_are_not_there_or_not_whole(tmp_path) -> None:  # type: ignore[no-untyped-def]
@@ -295,13 +297,13 @@ def test_written_settings_are_those_that_were_planned() -> None:
 
     from megatron.config.command_line import parse
     from megatron.config.defaults import DEFAULTS
-    from megatron_tools.plan.scripts import _settings
+    from megatron_tools.plan.scripts import _config_json
 
     planned = parse(
         ["--config", str(ROOT / "configs/models/llama_1b.json"), "--hidden-dropout", "0.1"], DEFAULTS["llama"]
     )
     assert planned.model.tie_embeddings
-    written = json.loads(_settings(planned, None))["model"]
+    written = json.loads(_config_json(planned, None))["model"]
     assert (written["tie_embeddings"], written["hidden_dropout"]) == (True, 0.1)
 
 
@@ -366,14 +368,16 @@ def test_what_cannot_be_together_is_said_by_its_rule() -> None:
         )
     )
     with pytest.raises(ValueError, match="ZeRO"):
-        search(Wanted(config, load_cluster("h100"), 64, 1024, fixed=frozenset({"zero_stage", "pipe_parallel_size"})))
+        search(
+            SearchRequest(config, load_cluster("h100"), 64, 1024, fixed=frozenset({"zero_stage", "pipe_parallel_size"}))
+        )
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs/models").glob("*.json")), ids=lambda path: path.stem)
 def test_settings_that_the_planner_writes_are_those_of_the_model(path: Path, tmp_path: Path) -> None:
-    config = parse_of_any_family(["--config", str(path), "--vocab-size", "1000"])
-    (tmp_path / "config.json").write_text(scripts._settings(config, None))
-    assert parse_of_any_family(["--config", str(tmp_path / "config.json")]).model == config.model
+    config = parse_any_family(["--config", str(path), "--vocab-size", "1000"])
+    (tmp_path / "config.json").write_text(scripts._config_json(config, None))
+    assert parse_any_family(["--config", str(tmp_path / "config.json")]).model == config.model
 
 
 @pytest.mark.parametrize("method", ["uniform", "parameters", "type:Block", "measured"])
@@ -394,7 +398,7 @@ def test_more_ranges_than_layers_are_refused_and_left_out_of_a_search() -> None:
     with pytest.raises(ConfigError, match="--pipe-parallel-size 4 x --virtual-pipeline-size 2"):
         stages_of(config)
     small = parse(["--vocab-size", "512", "--num-layers", "2"])
-    assert search(Wanted(small, load_cluster("a100"), 8, 64))
+    assert search(SearchRequest(small, load_cluster("a100"), 8, 64))
 
 
 @pytest.mark.parametrize("devices", [12, 20])
@@ -417,11 +421,11 @@ def test_time_of_unequal_stages(name: str, backward: float) -> None:
     assert cost is not None
     seconds = [stage.total for stage in cost.stages]
     assert max(seconds) > 1.3 * min(seconds)
-    schedule = schedule_of({"schedule": name, "extra_warmup": 0}, 1)
+    schedule = find_schedule({"schedule": name, "extra_warmup": 0}, 1)
     table = [list(schedule(stage, 4, 16)) for stage in range(4)]
     parts = {"Forward": 1, "Backward": backward, "BackwardInput": backward / 2, "BackwardWeight": backward / 2}
     whole = 1 + backward
-    spans = times(table, seconds=lambda kind, stage, chunk: seconds[stage] * parts[kind.__name__] / whole)
+    spans = simulate_times(table, seconds=lambda kind, stage, chunk: seconds[stage] * parts[kind.__name__] / whole)
     assert cost.passes == pytest.approx(max(span.end for span in spans), rel=0.1)
 
 

@@ -11,9 +11,9 @@ from megatron.data.prefixes import Prefixes
 from megatron.model import GPT2Model
 from megatron.model.layers import global_parameters
 from megatron.model.masks import Documents, document_mask
-from megatron.model.packed_attention import borders
+from megatron.model.packed_attention import compute_cu_seqlens
 from megatron.model.pieces import pieces_of
-from megatron.tasks.prefix import with_prefixes
+from megatron.tasks.prefix import mark_prefixes
 from megatron_tools.write.generation import GPT2Stepper
 from tests.parity import reference
 
@@ -38,31 +38,31 @@ def _seen(documents: list[int], inside: list[int]) -> list[list[bool]]:
 
 def test_who_sees_whom_and_what_counts() -> None:
     documents, inside = [1, 1, 1, 1, 2, 2, 3, 3, 3], [1, 1, 1, 0, 0, 0, 1, 1, 0]
-    ids, counts = with_prefixes(torch.tensor([inside]), torch.tensor([documents]), torch.ones(1, 9))
+    ids, counts = mark_prefixes(torch.tensor([inside]), torch.tensor([documents]), torch.ones(1, 9))
     mask = document_mask(ids, causal=True)
     assert mask is not None and mask[0, 0].tolist() == _seen(documents, inside)
     # A token whose target lies within its bidirectional prefix has no loss.
     assert counts.tolist() == [[0, 0, 1, 1, 1, 1, 0, 1, 1]]
-    whole, _ = with_prefixes(torch.tensor([inside]), torch.empty(0), torch.ones(1, 9))
+    whole, _ = mark_prefixes(torch.tensor([inside]), torch.empty(0), torch.ones(1, 9))
     mask = document_mask(whole, causal=True)
     assert mask is not None and mask[0, 0].tolist() == _seen([0] * 9, inside)
     plain = document_mask(torch.tensor([documents]) + 1, causal=True)
     assert plain is not None and plain[0, 0].tolist() == _seen(documents, [0] * 9)
-    for shortcut in (pieces_of, borders):  # neither supports prefixes, so both return None
+    for shortcut in (pieces_of, compute_cu_seqlens):  # neither supports prefixes, so both return None
         assert shortcut(Documents(ids, None, True)) is None
 
 
 def test_prefixes_have_every_length_with_the_same_chance() -> None:
     tokens = np.array([5, 6, 7, 0, 8, 9, 0, 4, 4, 4])
-    found = np.stack([Prefixes(0, True).of(tokens, [1, n]) for n in range(4000)])
-    assert (found[:1000] == np.stack([Prefixes(0, True).of(tokens, [1, n]) for n in range(1000)])).all()
+    found = np.stack([Prefixes(0, True).draw_mask(tokens, [1, n]) for n in range(4000)])
+    assert (found[:1000] == np.stack([Prefixes(0, True).draw_mask(tokens, [1, n]) for n in range(1000)])).all()
     for begin, size in ((0, 4), (4, 3), (7, 3)):
         part = found[:, begin : begin + size]
         lengths = part.sum(1)
         assert (part == (np.arange(size) < lengths[:, None])).all()
         shares = np.bincount(lengths, minlength=size) / 4000
         assert len(shares) == size and np.abs(shares - 1 / size).max() < 4 * (0.25 / 4000) ** 0.5
-    whole = np.stack([Prefixes(0, False).of(tokens, [1, n]) for n in range(500)])
+    whole = np.stack([Prefixes(0, False).draw_mask(tokens, [1, n]) for n in range(500)])
     assert set(whole.sum(1).tolist()) == set(range(10))
     assert (whole == (np.arange(10) < whole.sum(1)[:, None])).all()
 
@@ -77,7 +77,7 @@ def test_a_prompt_is_read_both_ways(cached: bool) -> None:
     """Tokens of a prompt attend in both directions, even after the prompt's beginning has left the context window."""
     model, weights = _model()
     prompt = [3, 14, 15, 9, 26, 5, 35]
-    stepper = GPT2Stepper(model, prompt, 12, cached, prefix=True)
+    stepper = GPT2Stepper(model, prompt, 12, cached, bidirectional_prompt=True)
     logits = stepper.first(1)
     text = list(prompt)
     for token in [8, 9, 7, 9, 3, 2, 3, 8]:
@@ -90,7 +90,7 @@ def test_a_prompt_is_read_both_ways(cached: bool) -> None:
         logits = stepper.next(torch.tensor([token]))
         text.append(token)
     causal = GPT2Stepper(model, prompt, 12, cached).first(1)
-    assert (causal - GPT2Stepper(model, prompt, 12, cached, prefix=True).first(1)).abs().max() > 1e-6
+    assert (causal - GPT2Stepper(model, prompt, 12, cached, bidirectional_prompt=True).first(1)).abs().max() > 1e-6
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ READ = {
 @pytest.mark.parametrize("name", ["gpt2_345M", "gpt2_345M.json", "configs/models/gpt2_345M.json"])
 def test_a_name_is_enough(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert presets.find(name, "models") == ROOT / "configs/models/gpt2_345M.json"
+    assert presets.find_preset(name, "models") == ROOT / "configs/models/gpt2_345M.json"
     assert parse(["--config", name]).model.num_layers == 24
 
 
@@ -37,7 +37,7 @@ def test_a_file_of_ones_own_comes_first(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "gpt2_345M.json").write_text('{"num_layers": 3}')
     assert parse(["--config", "gpt2_345M.json"]).model.num_layers == 3
     assert parse(["--config", "gpt2_345M"]).model.num_layers == 24
-    assert presets.find("mine/gpt2_345M.json", "models") == Path("mine/gpt2_345M.json")
+    assert presets.find_preset("mine/gpt2_345M.json", "models") == Path("mine/gpt2_345M.json")
 
 
 def test_where_pip_put_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,11 +50,11 @@ def test_where_pip_put_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "packages").mkdir()
     monkeypatch.setattr(presets, "_CHECKOUT", tmp_path / "nowhere")
     monkeypatch.setattr(importlib.metadata, "files", lambda name: [recorded])
-    presets.folder.cache_clear()
+    presets.preset_folder.cache_clear()
     try:
         assert load_cluster("mine").devices_per_node == 8
     finally:
-        presets.folder.cache_clear()
+        presets.preset_folder.cache_clear()
 
 
 @pytest.mark.parametrize("name", READ)
@@ -92,7 +92,7 @@ def test_what_a_preset_sets_can_be_turned_off() -> None:
     with pytest.raises(ConfigError, match="--sliding-window"):
         parse(prefix)
     notes: list[str] = []
-    assert parse(["--config", "llama_8b", "--rope-scaling", "none"], tell=notes.append).model.rope_scaling is None
+    assert parse(["--config", "llama_8b", "--rope-scaling", "none"], notify=notes.append).model.rope_scaling is None
     file = ROOT / "configs/models/llama_8b.json"
     assert notes == [
         f"{file}: {number} has no effect: --rope-scaling none does not use it"

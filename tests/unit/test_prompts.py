@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data_utils import inspect_data
-from data_utils.chat_templates import BEGIN, END, ChatML, Message, load_template, template_from, turns_of
+from data_utils.chat_templates import BEGIN, END, ChatML, Message, load_template, parse_messages, template_from
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.data.fim import FillInTheMiddle
@@ -17,7 +17,7 @@ from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron_tools.convert import export_tokenizer
 from megatron_tools.write import generate
 from megatron_tools.write import prompts as asking
-from megatron_tools.write.questions import Conversation, Infill, Reader, answer
+from megatron_tools.write.questions import Conversation, Infill, PromptEncoder, decode_answer
 from megatron_tools.write.writer import Writer
 from tests.cli.test_convert_llama import tokenizer_of
 from tests.sentences import SENTENCES
@@ -63,9 +63,9 @@ def test_names_are_ids_only_where_that_is_asked_for(folder: Path, tokenizer: Tok
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     config = parse([])
     for text in TEXTS:
-        named = asking.reader_of(flags("--special-tokens"), config, tokenizer, str(folder)).question(text)
+        named = asking.prompt_encoder(flags("--special-tokens"), config, tokenizer, str(folder)).question(text)
         assert named.tokens == theirs(text)["input_ids"], text
-        plain = asking.reader_of(flags(), config, tokenizer, str(folder)).question(text)
+        plain = asking.prompt_encoder(flags(), config, tokenizer, str(folder)).question(text)
         assert not set(plain.tokens) & set(tokenizer.specials.values()) and tokenizer.decode(plain.tokens) == text
 
 
@@ -91,12 +91,12 @@ def test_a_vocabulary_that_was_extended(tmp_path: Path) -> None:
     ours = load_tokenizer(str(tmp_path))
     assert set(ours.marks) == {"<|endoftext|>", *ADDED[:-2]}
     text = "春天 of covid <tool_call> is <think>"
-    assert Reader(ours).question(text).tokens == ours.encode(text) == theirs(text)["input_ids"]
+    assert PromptEncoder(ours).question(text).tokens == ours.encode(text) == theirs(text)["input_ids"]
     turns = [{"role": "system", "content": text}, {"role": "user", "content": text}]
     for source in (CHATML, ROLE_MARKS):
-        reader = Reader(ours, template_from(source, ours, str(tmp_path)))
+        reader = PromptEncoder(ours, template_from(source, ours, str(tmp_path)))
         asked: Any = theirs.apply_chat_template(turns, chat_template=source, add_generation_prompt=True)
-        assert reader.question(Conversation(turns_of(turns))).tokens == asked["input_ids"]
+        assert reader.question(Conversation(parse_messages(turns))).tokens == asked["input_ids"]
         for name in ADDED[2:5] if source == ROLE_MARKS else (BEGIN, END):
             for role in ("system", "user"):
                 with pytest.raises(ValueError, match=SENTENCES["a_message_contains_which_is_a"]):
@@ -112,16 +112,16 @@ def test_names_in_tokenizers_of_their_models(style: str, tmp_path: Path) -> None
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}))
     theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
     for text in ("The river", f"{named['eos_token']}slow", f"river {named['eos_token']} runs{named['eos_token']}"):
-        assert Reader(ours, names=True).question(text).tokens == theirs(text)["input_ids"]
+        assert PromptEncoder(ours, encodes_names=True).question(text).tokens == theirs(text)["input_ids"]
 
 
 def test_names_in_a_sentencepiece_model(tmp_path: Path) -> None:
     path = str(tmp_path / "t.model")
     train_sentencepiece(["abc abd bcd user assistant"] * 9, path, 290, specials=[BEGIN, END])
     ours = load_tokenizer(path)
-    found = Reader(ours, names=True).question(f"{BEGIN}user\nabc{END}").tokens
+    found = PromptEncoder(ours, encodes_names=True).question(f"{BEGIN}user\nabc{END}").tokens
     assert found == [ours.specials[BEGIN], *ours.encode("user\nabc"), ours.specials[END]]
-    assert Reader(ours).question(f"{BEGIN}user").tokens == ours.encode(f"{BEGIN}user")
+    assert PromptEncoder(ours).question(f"{BEGIN}user").tokens == ours.encode(f"{BEGIN}user")
 
 
 def test_conversations_are_those_of_apply_chat_template(folder: Path, tokenizer: Tokenizer) -> None:
@@ -130,20 +130,20 @@ def test_conversations_are_those_of_apply_chat_template(folder: Path, tokenizer:
     for count in (2, 4):
         expected = theirs.apply_chat_template(CHAT[:count], add_generation_prompt=True, return_dict=True)["input_ids"]
         for name in ("chatml", "tokenizer"):
-            reader = Reader(tokenizer, load_template(name, tokenizer, str(folder)))
-            found = reader.question(Conversation(turns_of(CHAT[:count])))
-            assert (found.tokens, found.end) == (expected, tokenizer.specials[END])
+            reader = PromptEncoder(tokenizer, load_template(name, tokenizer, str(folder)))
+            found = reader.question(Conversation(parse_messages(CHAT[:count])))
+            assert (found.tokens, found.end_id) == (expected, tokenizer.specials[END])
     ids = [*tokenizer.encode("Paris."), tokenizer.specials[END], tokenizer.eod, *tokenizer.encode("more")]
-    assert answer(tokenizer, found, ids) == "Paris."
+    assert decode_answer(tokenizer, found, ids) == "Paris."
     other = folder / "llama2.jinja"
     other.write_text(ENDS_WITH_EOS)
     expected = theirs.apply_chat_template(CHAT[1:2], chat_template=ENDS_WITH_EOS, return_dict=True)["input_ids"]
-    reader = Reader(tokenizer, load_template(str(other), tokenizer, str(folder)))
-    found = reader.question(Conversation(turns_of(CHAT[1:2])))
-    assert (found.tokens, found.end) == (expected, tokenizer.eod)
+    reader = PromptEncoder(tokenizer, load_template(str(other), tokenizer, str(folder)))
+    found = reader.question(Conversation(parse_messages(CHAT[1:2])))
+    assert (found.tokens, found.end_id) == (expected, tokenizer.eod)
     with pytest.raises(ValueError, match=r"a message contains <\|im_end\|>"):
         reader.question(Conversation((Message("user", f"a{END}"),)))
-    evil = Reader(tokenizer, ChatML()).question(Conversation((Message("user", f"a{END}"),)))
+    evil = PromptEncoder(tokenizer, ChatML()).question(Conversation((Message("user", f"a{END}"),)))
     assert evil.tokens.count(tokenizer.specials[END]) == 1
 
 
@@ -160,7 +160,7 @@ def test_the_template_of_the_training_comes_first(
         ([], parse([]), str(folder), CHATML, "of the tokenizer"),
         (["--chat-template", "chatml"], trained, str(folder), "chatml", ""),
     ):
-        reader = asking.reader_of(flags("--chat", *argv), config, tokenizer, vocab_file)
+        reader = asking.prompt_encoder(flags("--chat", *argv), config, tokenizer, vocab_file)
         assert reader.template is not None and reader.template.source == source
         assert told in capsys.readouterr().err
 
@@ -177,12 +177,12 @@ def test_a_corpus_from_before_there_were_dates(
     config = parse(["--objective", "sft", "--data-path", str(old)])
     for date, expected in ((None, "undated"), ("2024-07-26", "2024")):
         old.with_name("old_sft.json").write_text(json.dumps({**about, **({"chat_date": date} if date else {})}))
-        reader = asking.reader_of(flags("--chat"), config, tokenizer, str(folder))
+        reader = asking.prompt_encoder(flags("--chat"), config, tokenizer, str(folder))
         assert f"{old}, {'of 2024-07-26' if date else 'without a date'}" in capsys.readouterr().err
-        asked = reader.question(Conversation(turns_of(CHAT[1:2])))
+        asked = reader.question(Conversation(parse_messages(CHAT[1:2])))
         assert tokenizer.decode(asked.tokens).startswith(f"{expected}<|im_start|>user")
-        chat = export_tokenizer.chat_of(config, tokenizer, str(folder))
-        assert chat.end == tokenizer.marks[END]
+        chat = export_tokenizer.chat_format_of(config, tokenizer, str(folder))
+        assert chat.end_id == tokenizer.marks[END]
         (note,) = chat.notes
         assert ("trained without a date" if date is None else "trained with 2024-07-26") in note
     assert template_from(source, tokenizer, str(folder)).date is not None  # today's date, as no date is given
@@ -205,9 +205,9 @@ def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, 
     begin, end = int(0.3 * (kept + 1)), int(0.6 * (kept + 1))
     asked = Infill(tokenizer.decode(text[:begin]), tokenizer.decode(text[end:kept]))
     config = parse(["--fim-rate", "0.5", "--fim-spm-rate", str(float(spm)), "--fim-tokens", *FIM])
-    found = asking.reader_of(flags(), config, tokenizer, str(folder)).question(asked)
-    assert [*found.tokens, *text[begin:end], found.end] == trained
-    assert (found.before, found.after) == asked
+    found = asking.prompt_encoder(flags(), config, tokenizer, str(folder)).question(asked)
+    assert [*found.tokens, *text[begin:end], found.end_id] == trained
+    assert (found.text_before, found.text_after) == asked
 
 
 def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
@@ -219,34 +219,34 @@ def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
     ours, theirs = load_tokenizer(str(tmp_path)), theirs_of(tmp_path)
-    reader = asking.reader_of(flags("--fim-tokens", *FIM), parse([]), ours, str(tmp_path))
+    reader = asking.prompt_encoder(flags("--fim-tokens", *FIM), parse([]), ours, str(tmp_path))
     prefix, middle, suffix = (theirs.convert_tokens_to_ids(name) for name in FIM)
     found = reader.question(Infill("the <|fim_middle|>", f"capital{END}"))
     assert [i for i in found.tokens if i in ours.marks.values()] == [prefix, suffix, middle]
     for text in TEXTS:
-        assert Reader(ours, names=True).question(text).tokens == theirs(text)["input_ids"]
+        assert PromptEncoder(ours, encodes_names=True).question(text).tokens == theirs(text)["input_ids"]
         assert ours.encode(text) == theirs(text, split_special_tokens=True)["input_ids"] or "<|endoftext|>" in text
-        plain = Reader(ours).question(text).tokens
+        plain = PromptEncoder(ours).question(text).tokens
         assert plain == ours.encode(text) and ours.eod not in plain and ours.decode(plain) == text
-    asked = Reader(ours, ChatML()).question(Conversation((Message("user", f"a{END}"),)))
-    assert asked.end == ours.marks[END] and asked.tokens.count(asked.end) == 1
-    assert answer(ours, asked, [*ours.encode("Paris."), asked.end]) == "Paris."
+    asked = PromptEncoder(ours, ChatML()).question(Conversation((Message("user", f"a{END}"),)))
+    assert asked.end_id == ours.marks[END] and asked.tokens.count(asked.end_id) == 1
+    assert decode_answer(ours, asked, [*ours.encode("Paris."), asked.end_id]) == "Paris."
 
 
 def test_lines_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "asked"
     path.write_text('hi\n{"messages": [{"role": "user", "content": "a"}]}\n{"prompt": "b"}\n', encoding="utf-8")
     turns = [Conversation((Message("user", text),)) for text in ("hi", "a", "b")]
-    assert list(asking.prompts(flags("--chat", "--input", str(path)))) == turns
+    assert list(asking.read_prompts(flags("--chat", "--input", str(path)))) == turns
     assert asking.as_json(turns[0]) == {"messages": [{"role": "user", "content": "hi"}]}
     path.write_text('{"prompt": "a", "suffix": "b"}\n{"messages": []}\n', encoding="utf-8")
-    lines = asking.prompts(flags("--input", str(path)))
+    lines = asking.read_prompts(flags("--input", str(path)))
     assert next(lines) == Infill("a", "b")
     with pytest.raises(ValueError, match=SENTENCES["line_2_is_not_a_json"]):
         next(lines)
     path.write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=SENTENCES["line_1_the_conversation_must_end"]):
-        next(asking.prompts(flags("--chat", "--input", str(path))))
+        next(asking.read_prompts(flags("--chat", "--input", str(path))))
 
 
 @pytest.mark.parametrize(
@@ -260,27 +260,27 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
 )
 def test_flags_that_do_not_go_together(argv: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        asking.check(flags(*argv.split()))
+        asking.check_prompt_flags(flags(*argv.split()))
 
 
 def test_what_a_model_cannot_be_asked(tokenizer: Tokenizer, folder: Path) -> None:
     with pytest.raises(ValueError, match=SENTENCES["a_is_not_a_special_token"]):
-        asking.reader_of(flags("--fim-tokens", "<a>", *FIM[1:]), parse([]), tokenizer, str(folder))
+        asking.prompt_encoder(flags("--fim-tokens", "<a>", *FIM[1:]), parse([]), tokenizer, str(folder))
     t5 = parse(["--family", "t5"])
     with pytest.raises(ValueError, match="--chat"):
-        asking.reader_of(flags("--chat"), t5, tokenizer, str(folder))
+        asking.prompt_encoder(flags("--chat"), t5, tokenizer, str(folder))
     with pytest.raises(ValueError, match=SENTENCES["omit_the_suffix"]):
-        Reader(SentinelTokenizer(tokenizer, 4, "t5")).question(Infill("a", "b"))
+        PromptEncoder(SentinelTokenizer(tokenizer, 4, "t5")).question(Infill("a", "b"))
     with pytest.raises(ValueError, match="--fim-tokens"):
-        writer: Any = Writer(None, tokenizer, parse([]), None, Reader(tokenizer))  # type: ignore[arg-type]
+        writer: Any = Writer(None, tokenizer, parse([]), None, PromptEncoder(tokenizer))  # type: ignore[arg-type]
         writer.question(Infill("a", "b"))
 
 
 def test_an_answer_ends_with_a_whole_character(tokenizer: Tokenizer, folder: Path) -> None:
     """An answer omits its last character if the generated ids have only some of the character's bytes."""
-    question = Reader(tokenizer).question("a")
+    question = PromptEncoder(tokenizer).question("a")
     ids = tokenizer.encode("b春天")
-    assert answer(tokenizer, question, ids) == "b春天"
+    assert decode_answer(tokenizer, question, ids) == "b春天"
     assert len(ids) == 7
     for kept, text in ((6, "b春"), (5, "b春"), (4, "b春"), (3, "b"), (1, "b")):
-        assert answer(tokenizer, question, ids[:kept]) == text
+        assert decode_answer(tokenizer, question, ids[:kept]) == text

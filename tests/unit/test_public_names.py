@@ -23,7 +23,7 @@ LIST = Path(__file__).with_name("public_names.txt")
 def names() -> list[str]:
     found = []
     for module in map(import_module, MODULES):
-        own = [*getattr(module, "__all__", []), *getattr(module, "_HOMES", [])]
+        own = [*getattr(module, "__all__", []), *getattr(module, "_HOMES", []), *getattr(module, "_NEW_NAMES", [])]
         found += [f"{module.__name__}.{name}" for name in own]
     return sorted(set(found))
 

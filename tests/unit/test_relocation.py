@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from data_utils.chat_templates import own_template
+from data_utils.chat_templates import tokenizer_template
 from megatron.checkpointing.relocation import (
-    keep_tokenizer,
+    copy_tokenizer,
     kept_tokenizer,
     relocated,
     with_kept_tokenizer,
 )
 from megatron.config.command_line import parse
-from megatron.data.fingerprints import ENDS, corpus_fingerprint
-from megatron.tokenizer.sibling_files import ends_beside
+from megatron.data.fingerprints import END_BYTES, corpus_fingerprint
+from megatron.tokenizer.sibling_files import read_eos_ids
 from megatron_tools.convert.hf_folder import is_hf_folder
 
 
@@ -27,7 +27,7 @@ def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) ->
     for name in ("vocab.json", "merges.txt", "tokenizer_config.json", "model.safetensors"):
         (source / name).write_text("{}" if name == "tokenizer_config.json" else name)
     assert kept_tokenizer(home, "anything") is None
-    keep_tokenizer(str(source), home)  # copies tokenizer files, but no weights
+    copy_tokenizer(str(source), home)  # copies tokenizer files, but no weights
     assert sorted(p.name for p in (home / "tokenizer").iterdir()) == [
         "merges.txt",
         "tokenizer_config.json",
@@ -35,10 +35,10 @@ def test_a_tokenizer_is_kept_with_the_files_that_belong_to_it(tmp_path: Path) ->
     ]
     assert kept_tokenizer(home, str(source)) == str(home / "tokenizer")
     assert kept_tokenizer(home, str(source / "vocab.json")) == str(home / "tokenizer" / "vocab.json")
-    keep_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # source and destination are the same file
+    copy_tokenizer(str(home / "tokenizer" / "vocab.json"), home)  # source and destination are the same file
     for name in ("own.model", "other.model"):  # each file replaces the tokenizer before it
         (source / name).write_text(name)
-        keep_tokenizer(str(source / name), home)
+        copy_tokenizer(str(source / name), home)
     assert kept_tokenizer(home, "/was/there/other.model") == str(home / "tokenizer" / "other.model")
 
 
@@ -61,11 +61,11 @@ def test_templates_and_ends_are_kept_with_a_tokenizer(tmp_path: Path, files: dic
         (source / name).write_text(name)
     for name, content in files.items():
         (source / name).write_text(json.dumps(content))
-    keep_tokenizer(str(source), home)
+    copy_tokenizer(str(source), home)
     kept = home / "tokenizer"
-    assert own_template(str(kept)) == "chat_template.jinja"
+    assert tokenizer_template(str(kept)) == "chat_template.jinja"
     assert (kept / "additional_chat_templates" / "rag.jinja").read_text() == "additional_chat_templates/rag.jinja"
-    assert ends_beside(kept / "vocab.json") == ends_beside(source / "vocab.json") == expected
+    assert read_eos_ids(kept / "vocab.json") == read_eos_ids(source / "vocab.json") == expected
     assert not is_hf_folder(kept)
 
 
@@ -75,7 +75,7 @@ def test_settings_of_a_run_that_was_moved(tmp_path: Path) -> None:
     (before / "my.model").touch()
     config = parse(["--run-dir", str(before), "--data-path", "0.7", str(before / "data/x"), "0.3", "/elsewhere/y",
                     "--vocab-file", str(before / "my.model")])  # fmt: skip
-    keep_tokenizer(str(before / "my.model"), before)
+    copy_tokenizer(str(before / "my.model"), before)
     shutil.move(before, after)
     found = relocated(config, after)
     assert found.data.data_path == ("0.7", str(after / "data/x"), "0.3", "/elsewhere/y")
@@ -97,6 +97,6 @@ def test_corpora_that_were_made_apart_look_apart(tmp_path: Path) -> None:
             (tmp_path / f"{name}.{ending}").write_bytes(content)
         return corpus_fingerprint(str(tmp_path / name))
 
-    long = b"a" * 3 * ENDS
+    long = b"a" * 3 * END_BYTES
     assert pair("x", long) == pair("y", long)
     assert len({pair("x", long), pair("y", long + b"a"), pair("z", long[:-1] + b"b"), pair("w", b"b" + long[1:])}) == 4

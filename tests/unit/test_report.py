@@ -12,12 +12,12 @@ import pytest
 from megatron.config.command_line import parse
 from megatron.locks.run_lock import Holder, RunLock
 from megatron_tools.report import report
-from megatron_tools.report.curves import charts, thinned
-from megatron_tools.report.differences import settings
-from megatron_tools.report.facts import as_text, layout, progress, results
-from megatron_tools.report.layers import heat_map, shares_of, values_of
+from megatron_tools.report.curves import all_charts, thin_out
+from megatron_tools.report.differences import compare_settings
+from megatron_tools.report.facts import as_text, layout_label, progress, result_facts
+from megatron_tools.report.layers import expert_shares, heat_map, layer_values
 from megatron_tools.report.page import as_data
-from megatron_tools.report.runs import names_of, read_run
+from megatron_tools.report.runs import read_run, short_names
 from tests.sentences import SENTENCES
 
 FLAGS = (
@@ -67,12 +67,12 @@ def page_of(folders: list[Path], *flags: str) -> str:
 
 def test_facts_are_those_of_the_lines(tmp_path: Path) -> None:
     run = read_run(made(tmp_path / "a"))
-    assert run.part("train")[-1]["iteration"] == 20, "a line that is still being written is left out"
-    assert layout(run) == "no pipeline x data 2 x model 1"  # 8 samples a step / (--batch-size 2 x --gas 2) = 2
+    assert run.rows_of("train")[-1]["iteration"] == 20, "a line that is still being written is left out"
+    assert layout_label(run) == "no pipeline x data 2 x model 1"  # 8 samples a step / (--batch-size 2 x --gas 2) = 2
     divided = read_run(made(tmp_path / "b", "--num-experts 4 --expert-parallel-size 2"))
-    assert layout(divided) == "no pipeline x data 2 x model 1, experts over 2"
+    assert layout_label(divided) == "no pipeline x data 2 x model 1, experts over 2"
     assert progress(run) == ("stopped · iteration 20 of 40", 0.5)
-    assert ("training loss, first and last line", "7.000, 6.000 nats/token") in results(run)
+    assert ("training loss, first and last line", "7.000, 6.000 nats/token") in result_facts(run)
     assert as_text(["a", "b"], [[("x", "1"), ("y", "2")], [("y", "3")]]) == ["   a  b", "x  1", "y  2  3"]
     axes = run.axes()
     assert (axes["iteration"], axes["tokens"]) == ([0, 10, 20], [0, 10_000, 20_000])
@@ -91,7 +91,7 @@ def test_a_wide_table_has_the_runs_as_rows(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_state_is_that_of_the_process(tmp_path: Path) -> None:
     """A living run with old log lines is running, and a run that an error has ended has failed, with the reason."""
     folder = made(tmp_path / "a")
-    run = replace(read_run(folder), written=0.0)
+    run = replace(read_run(folder), metrics_time=0.0)
     lock = RunLock(folder)
     assert run.state() == "running"
     lock.release()
@@ -119,14 +119,14 @@ def test_losses_that_stay_nan_are_marked(tmp_path: Path) -> None:
     for i in (30, 31):
         rows.append({**rows[2], "iteration": i, "lm_loss": None})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    loss = next(chart for chart in charts([read_run(folder)]) if chart.name == "loss")
+    loss = next(chart for chart in all_charts([read_run(folder)]) if chart.name == "loss")
     assert [(mark["x"], mark["line"]) for mark in loss.marks] == [(30, True)]
 
 
 def test_curves_have_the_values_with_gaps_where_there_are_none(tmp_path: Path) -> None:
     spike = {"iteration": 7, "lm_loss": 9.5}
     run = replace(read_run(made(tmp_path / "a", "", spikes=[spike])), baselines={"text": 7.3})
-    found = {chart.name: chart for chart in charts([run])}
+    found = {chart.name: chart for chart in all_charts([run])}
     assert [(line["label"], line["y"]) for line in found["loss"].lines] == [
         ("training", [7, 6]),
         ("validation", [7, 7]),
@@ -137,7 +137,7 @@ def test_curves_have_the_values_with_gaps_where_there_are_none(tmp_path: Path) -
     assert found["grad_norm"].lines[0]["y"] == [1.5, None]
     assert found["memory_mb"].lines[0]["y"] == [0.3, 0.3]
     assert not {"mfu", "loss_scale", "accuracy"} & found.keys(), "charts of nothing are left out"
-    both = {chart.name: chart for chart in charts([run, run])}
+    both = {chart.name: chart for chart in all_charts([run, run])}
     assert [level["run"] for level in both["loss"].levels] == [None], "what all runs share is drawn once"
 
 
@@ -147,7 +147,7 @@ def test_kinds_of_losses_are_named_and_marked_apart(tmp_path: Path) -> None:
     lines = metrics.read_text().splitlines()[:-1]
     lines.append(json.dumps({"split": "test", "iteration": 20, "lm_loss": 6.5, "ppl": math.exp(6.5)}))
     metrics.write_text("\n".join(lines) + "\n")
-    loss = {chart.name: chart for chart in charts([read_run(folder)])}["loss"]
+    loss = {chart.name: chart for chart in all_charts([read_run(folder)])}["loss"]
     kinds = {line["label"]: line["kind"] for line in loss.lines}
     assert kinds.keys() == {"training", "validation", "test"} and len(set(kinds.values())) == 3
     assert "training loss 6.000" in page_of([folder])
@@ -159,7 +159,7 @@ def test_accuracies_of_tasks_have_their_own_chart(tmp_path: Path) -> None:
     row = {"split": "eval/quiz", "iteration": 20, "accuracy": 0.25, "lm_loss": 3.0}
     kept = (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
     (folder / "metrics.jsonl").write_text(f"{kept}\n{json.dumps(row)}\n")
-    found = {chart.name: chart for chart in charts([read_run(folder)])}
+    found = {chart.name: chart for chart in all_charts([read_run(folder)])}
     assert [(line["label"], line["x"], line["y"]) for line in found["tasks"].lines] == [("eval/quiz", [20], [25])]
     assert "corpora" not in found, "a task is not a corpus"
 
@@ -168,7 +168,7 @@ def test_long_lines_keep_their_ends_and_their_peaks() -> None:
     points: list[tuple[float, float | None]] = [(float(i), math.sin(i / 50)) for i in range(100_000)]
     points[54_321] = (54_321.0, 9.0)
     points[54_329] = (54_329.0, None)
-    kept = thinned(points)
+    kept = thin_out(points)
     assert len(kept) <= 1600
     assert kept[0] == points[0] and kept[-1] == points[-1] and points[54_321] in kept
     assert [x for x, _ in kept] == sorted(x for x, _ in kept)
@@ -176,10 +176,10 @@ def test_long_lines_keep_their_ends_and_their_peaks() -> None:
 
 def test_settings_that_differ_are_told_apart_from_folders(tmp_path: Path) -> None:
     runs = [read_run(made(tmp_path / name, flags)) for name, flags in (("a", "--lr 1e-3"), ("b", "--lr 2e-3"))]
-    found = settings([run.given for run in runs])
+    found = compare_settings([run.saved_config for run in runs])
     assert [(row.flag, row.values) for row in found if row.differs] == [("--lr", ["0.001", "0.002"])]
     assert {"--num-layers", "--gas"} <= {row.flag for row in found if row.changed}
-    assert names_of([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
+    assert short_names([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
 
 
 def test_the_page_needs_nothing_and_runs_nothing_that_a_run_says(tmp_path: Path) -> None:
@@ -216,14 +216,14 @@ def test_layers_have_a_chart_and_a_heat_map(tmp_path: Path) -> None:
         "layers.<0>": {"weight_norm": 200.0, "grad_norm": 1e-3, "update_ratio": 1e-3, "attention_logit": -3.0},
     }
     run = read_run(made(tmp_path / "a", layers=layers))
-    found = {chart.name: chart for chart in charts([run])}
+    found = {chart.name: chart for chart in all_charts([run])}
     assert [line["label"] for line in found["weight_norm0"].lines] == ["embedding", "layers.<0>"]
     assert found["weight_norm0"].lines[1]["y"] == [200.0, 200.0]
     assert found["weight_norm0"].log
     assert [line["label"] for line in found["attention_logit0"].lines] == ["layers.<0>"]
     assert not found["attention_logit0"].log
     assert "activation_rms0" not in found
-    maps = {values.metric: heat_map(values) for values in values_of(run)}
+    maps = {values.metric: heat_map(values) for values in layer_values(run)}
     assert maps.keys() == {"weight_norm", "grad_norm", "update_ratio", "attention_logit"}
     assert maps["weight_norm"].count("<rect") == 4
     assert maps["update_ratio"].count("<rect") == 2, "a ratio of 0 has no logarithm"
@@ -238,13 +238,13 @@ def test_experts_have_a_curve_of_imbalance_and_a_heat_map_of_shares(tmp_path: Pa
     layers = {"layers.0": {"imbalance": 2.0, "dead_experts": 1}, "layers.1": {"imbalance": 1.0, "dead_experts": 0}}
     tokens = {"layers.0": [4, 2, 2, 0], "layers.1": [2, 2, 2, 2]}
     run = read_run(made(tmp_path / "a", layers=layers, expert_tokens=tokens, router_loss=0.02))
-    found = {chart.name: chart for chart in charts([run])}
+    found = {chart.name: chart for chart in all_charts([run])}
     assert [line["y"] for line in found["imbalance0"].lines] == [[2.0, 2.0], [1.0, 1.0]]
     assert [level["y"] for level in found["imbalance0"].levels] == [1.0]
     assert not found["imbalance0"].log
     assert [line["y"] for line in found["dead_experts0"].lines] == [[1.0, 1.0], [0.0, 0.0]]
     assert found["router_loss"].lines[0]["y"] == [0.02, 0.02]
-    shares = shares_of(run)
+    shares = expert_shares(run)
     assert shares is not None
     assert list(shares.layers.values()) == [[0.25] * 4, [0.5, 0.25, 0.25, 0.0], [0.25] * 4]
     figure = heat_map(shares)
@@ -254,7 +254,7 @@ def test_experts_have_a_curve_of_imbalance_and_a_heat_map_of_shares(tmp_path: Pa
     assert '#440154"><title>layers.0, expert 3: 0<' in figure
     assert '#fde725"><title>layers.0, expert 0: 0.5<' in figure
     assert "even share, 1/4" in page_of([tmp_path / "a"])
-    assert shares_of(read_run(made(tmp_path / "b"))) is None
+    assert expert_shares(read_run(made(tmp_path / "b"))) is None
 
 
 def test_samples_of_runs_stand_beside_each_other(tmp_path: Path) -> None:
@@ -285,6 +285,6 @@ def test_samples_that_no_run_writes_are_refused(samples: Any, tmp_path: Path) ->
 def test_skipped_spikes_are_marked(tmp_path: Path) -> None:
     spike = {"iteration": 9, "first_sample": 64, "samples": 8, "name": "loss", "value": 9.5, "mean": 3, "deviation": 1}
     run = read_run(made(tmp_path / "a", skipped_spikes=[spike]))
-    loss = next(chart for chart in charts([run]) if chart.name == "loss")
+    loss = next(chart for chart in all_charts([run]) if chart.name == "loss")
     assert loss.marks[0]["x"] == 9
     assert "9.5" in loss.marks[0]["label"]

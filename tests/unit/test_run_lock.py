@@ -19,7 +19,7 @@ import pytest
 from megatron.config.command_line import parse
 from megatron.locks import run_lock
 from megatron.locks.run_lock import Holder, RunLock, RunLockedError
-from megatron.training.run_folder import accept, keep, lock, refuse_other_checkpoints, release
+from megatron.training.run_folder import keep, lock, refuse_other_checkpoints, release, write_first_files
 from tests.sentences import SENTENCES
 from tests.support import ROOT
 
@@ -38,7 +38,7 @@ def neighbour() -> "Iterator[subprocess.Popen[str]]":
 
 
 def held_by(folder: Path, **changes: object) -> Path:
-    path = folder / run_lock.NAME
+    path = folder / run_lock.LOCK_FILE
     path.write_text(json.dumps(dataclasses.asdict(dataclasses.replace(Holder.here(), **changes))))  # type: ignore[arg-type]
     return path
 
@@ -49,13 +49,13 @@ def test_a_lock_is_taken_and_released_and_an_empty_directory_goes_with_it(tmp_pa
     lock.release()
     assert list(tmp_path.iterdir()) == []
     lock = RunLock(tmp_path / "a" / "b")
-    lock.keep()
+    lock.keep_folders()
     lock.release()
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
 def test_a_run_that_lives_keeps_its_directory(tmp_path: Path, neighbour: "subprocess.Popen[str]") -> None:
-    path = held_by(tmp_path, pid=neighbour.pid, started=run_lock.started(neighbour.pid), since="noon")
+    path = held_by(tmp_path, pid=neighbour.pid, started=run_lock.start_time_of(neighbour.pid), since="noon")
     before = path.read_text()
     with pytest.raises(RunLockedError, match=rf"is in use by process {neighbour.pid} on \S+ since noon: end it, or"):
         RunLock(tmp_path)
@@ -68,7 +68,7 @@ def test_a_run_that_lives_keeps_its_directory(tmp_path: Path, neighbour: "subpro
 def test_what_a_crash_left_is_taken_over_with_a_note(
     tmp_path: Path, neighbour: "subprocess.Popen[str]", why: str
 ) -> None:
-    held_by(tmp_path, pid=neighbour.pid, started="1" if why[0] == "a" else run_lock.started(neighbour.pid))
+    held_by(tmp_path, pid=neighbour.pid, started="1" if why[0] == "a" else run_lock.start_time_of(neighbour.pid))
     if why != "another process has its number":
         neighbour.kill()
     if why == "ended":
@@ -76,7 +76,7 @@ def test_what_a_crash_left_is_taken_over_with_a_note(
     lock = RunLock(tmp_path)
     assert lock.notes[0].startswith(f"took over {tmp_path} from process {neighbour.pid} on ")
     assert json.loads(lock.path.read_text())["pid"] == os.getpid()
-    assert [path.name for path in tmp_path.iterdir()] == [run_lock.NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [run_lock.LOCK_FILE]
 
 
 def test_of_another_machine_nobody_knows(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_of_several_that_start_at_once_one_takes_a_stale_lock_over(tmp_path: Pat
 def test_a_lock_of_an_older_version_is_read(tmp_path: Path) -> None:
     """A lock file of an older version is respected: it records no PID namespace, so its run may still be alive."""
     old = {"host": socket.gethostname(), "pid": 2**22 - 1, "started": "1", "since": "noon", "job": ""}
-    (tmp_path / run_lock.NAME).write_text(json.dumps(old))
+    (tmp_path / run_lock.LOCK_FILE).write_text(json.dumps(old))
     with pytest.raises(RunLockedError, match=f"process {2**22 - 1} on .* since noon.*--override-lock"):
         RunLock(tmp_path)
     assert "took over" in RunLock(tmp_path, override=True).notes[0]
@@ -252,7 +252,7 @@ def test_an_earlier_start_of_this_slurm_job_has_ended(tmp_path: Path, monkeypatc
 
 
 def test_a_lock_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / run_lock.NAME).write_text("{")
+    (tmp_path / run_lock.LOCK_FILE).write_text("{")
     with pytest.raises(RunLockedError, match=SENTENCES["run_lock_is_damaged_delete_it"]):
         RunLock(tmp_path)
     (tmp_path / "file").touch()
@@ -262,7 +262,7 @@ def test_a_lock_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_lock_that_is_a_link_to_nothing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock, "PATIENCE", 0.2)
-    (tmp_path / run_lock.NAME).symlink_to(tmp_path / "nowhere")
+    (tmp_path / run_lock.LOCK_FILE).symlink_to(tmp_path / "nowhere")
     with pytest.raises(RunLockedError, match=SENTENCES["run_lock_is_a_broken_link"]):
         RunLock(tmp_path)
 
@@ -279,12 +279,12 @@ def test_who_is_faster_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(RunLock, "_remove", late)
     with pytest.raises(RunLockedError, match=SENTENCES["in_use_by_process_on_elsewhere"]):
         RunLock(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [run_lock.NAME]
+    assert [path.name for path in tmp_path.iterdir()] == [run_lock.LOCK_FILE]
 
 
 def test_checkpoints_elsewhere_are_held_too(tmp_path: Path, neighbour: "subprocess.Popen[str]") -> None:
     (tmp_path / "there").mkdir()
-    held_by(tmp_path / "there", pid=neighbour.pid, started=run_lock.started(neighbour.pid))
+    held_by(tmp_path / "there", pid=neighbour.pid, started=run_lock.start_time_of(neighbour.pid))
     with pytest.raises(RunLockedError, match=SENTENCES["there_is_in_use"]):
         lock(parse(["--save", str(tmp_path / "there")]), tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
@@ -301,7 +301,7 @@ def test_another_run_may_not_name_the_checkpoints_of_one_that_lives(
         "run.lock",
     ]
     for folder in (a, a / "checkpoints"):
-        held_by(folder, pid=neighbour.pid, started=run_lock.started(neighbour.pid))
+        held_by(folder, pid=neighbour.pid, started=run_lock.start_time_of(neighbour.pid))
     with pytest.raises(RunLockedError, match="--save"):
         lock(parse(["--save", str(a / "checkpoints")]), b)
     assert not b.exists()
@@ -355,11 +355,11 @@ def test_a_run_that_begins_again_keeps_the_lines_of_the_one_before(tmp_path: Pat
     config = parse(["--vocab-file", str(tmp_path / "vocab.txt")])
     for n in (1, 2):
         (tmp_path / "metrics.jsonl").write_text(f"{n}")
-        assert accept(config, tmp_path, 0) == [
+        assert write_first_files(config, tmp_path, 0) == [
             "this run begins at iteration 0: the metrics of the previous run were moved to "
             f"{tmp_path}/metrics-{n}.jsonl"
         ]
         assert (tmp_path / f"metrics-{n}.jsonl").read_text() == f"{n}"
     (tmp_path / "metrics.jsonl").write_text("3")
-    assert accept(config, tmp_path, 5) == []
+    assert write_first_files(config, tmp_path, 5) == []
     assert (tmp_path / "metrics.jsonl").read_text() == "3"

@@ -160,18 +160,18 @@ def test_a_large_epoch_is_a_file_that_all_map(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     monkeypatch.setattr("tempfile.tempdir", None)
     (tmp_path / "scratch").mkdir()
-    monkeypatch.setattr("megatron.data.sample_order.SMALL", 50)
+    monkeypatch.setattr("megatron.data.sample_order.SMALL_EPOCH", 50)
     assert [dataset()[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     first = orders_of(indexed.prefix)
     assert len(first) == 1
     large = dataset()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SampleOrder, "_fill", None)  # fails if the order is computed again
+        patch.setattr(SampleOrder, "_fill_arrays", None)  # fails if the order is computed again
         assert [pickle.loads(pickle.dumps(large))[n]["text"].tolist() for n in numbers[:3]] == expected[:3]
     assert [large[n]["text"].tolist() for n in numbers] == expected
     assert len(orders_of(indexed.prefix)) == 2, "the epoch before the last is not needed"
     assert not (set(first) & set(orders_of(indexed.prefix)))
-    assert large.places(0, 100).tolist() == small.places(0, 100).tolist()
+    assert large.sample_ids(0, 100).tolist() == small.sample_ids(0, 100).tolist()
     before = len(orders_of(indexed.prefix))
     others = GPT2Dataset(indexed, range(10, 100), seq_length=17, seed=1, part="train")
     others[0]
@@ -195,9 +195,9 @@ def test_a_large_epoch_is_a_file_that_all_map(
 def _first(prefix: str, folder: str, ready: Barrier, made: "Synchronized[int]") -> list[int]:
     import megatron.data.sample_order as module
 
-    module.SMALL = 50
+    module.SMALL_EPOCH = 50
     os.environ["TMPDIR"] = folder
-    honest = SampleOrder._fill
+    honest = SampleOrder._fill_arrays
 
     def fill(self: SampleOrder, *args: Any) -> None:
         with made.get_lock():
@@ -205,7 +205,7 @@ def _first(prefix: str, folder: str, ready: Barrier, made: "Synchronized[int]") 
         time.sleep(0.2)
         honest(self, *args)
 
-    SampleOrder._fill = fill  # type: ignore[method-assign]
+    SampleOrder._fill_arrays = fill  # type: ignore[method-assign]
     ready.wait()
     return GPT2Dataset(IndexedDataset(prefix), range(100), 16, 1, "train")[3]["text"].tolist()
 
@@ -248,7 +248,7 @@ def test_a_mapped_epoch_costs_a_process_little(tmp_path: Path, monkeypatch: pyte
         "i = IndexedDataset(sys.argv[1])\n"
         "i[0]; before = memory()\n"
         f"d = GPT2Dataset(i, range({documents}), 16, 1, 'train')\n"
-        "d.order._fill = None\n"
+        "d.order._fill_arrays = None\n"
         "for n in range(50): d[n]\n"
         "print(memory() - before)"
     )
@@ -284,7 +284,7 @@ def test_the_order_equals_a_slow_obvious_one(sizes: list[int], length: int, over
     begin = int(samples[at]) * length
     found = [(d, k) for d, start, stop in order.pieces(n) for k in range(start, stop)]
     assert found == line[begin : begin + length + overlap]
-    assert order.places(n, 3).tolist() == [
+    assert order.sample_ids(n, 3).tolist() == [
         m // order.per_epoch * order.per_epoch + int(order.epoch(m // order.per_epoch).samples[m % order.per_epoch])
         for m in range(n, n + 3)
     ]

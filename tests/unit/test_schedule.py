@@ -10,7 +10,7 @@ from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import in_flight
 from tds.other_schedules import gpipe, zero_bubble
 from tds.schedule import (
-    NAMES,
+    BUILT_IN,
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -20,13 +20,13 @@ from tds.schedule import (
     RecvGrad,
     SendActivation,
     SendGrad,
+    find_schedule,
     forward_only,
     one_forward_one_backward,
     register,
-    schedule_of,
     with_messages,
 )
-from tds.timetable import ScheduleError, bubble, check, most_in_flight, times
+from tds.timetable import ScheduleError, bubble_fraction, check_plan, max_in_flight, simulate_times
 from tests.sentences import SENTENCES
 
 SETTINGS: list[tuple[dict[str, object], int]] = [
@@ -41,7 +41,7 @@ SETTINGS: list[tuple[dict[str, object], int]] = [
 
 
 def plan_of(settings: dict[str, object], stages: int, micros: int, chunks: int = 1) -> list[list[Instruction]]:
-    schedule = schedule_of(settings, chunks)
+    schedule = find_schedule(settings, chunks)
     return [list(schedule(stage, stages, micros)) for stage in range(stages)]
 
 
@@ -77,7 +77,7 @@ def run_like_nccl(plan: list[list[Instruction]]) -> None:
 def test_the_flag_offers_every_schedule() -> None:
     """--pipeline-schedule accepts exactly the names of tds' built-in schedules."""
     (setting,) = [each for each in fields(ParallelConfig) if each.name == "pipeline_schedule"]
-    assert setting.metadata["check"].choices == NAMES
+    assert setting.metadata["check"].choices == BUILT_IN
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_every_micro_batch_goes_once_each_way_in_order_and_nobody_waits_for_ever
 ) -> None:
     for micros in range(1, 17):
         plan = plan_of(settings, stages, micros, chunks)
-        check(plan, micros)
+        check_plan(plan, micros)
         run_like_nccl(plan)
         for instructions in plan:
             for kind in (Forward, (Backward, BackwardWeight)):
@@ -100,17 +100,17 @@ def test_every_micro_batch_goes_once_each_way_in_order_and_nobody_waits_for_ever
 @pytest.mark.parametrize("stages", range(1, 9))
 def test_memory_of_1f1b_and_of_zb_h1_is_bounded_by_the_stages(stages: int) -> None:
     for micros in range(1, 17):
-        assert [most_in_flight(s) for s in plan_of({}, stages, micros)] == [
+        assert [max_in_flight(s) for s in plan_of({}, stages, micros)] == [
             min(stages - s, micros) for s in range(stages)
         ]
-        assert all(most_in_flight(s) <= stages for s in plan_of({"schedule": "zb-h1"}, stages, micros))
+        assert all(max_in_flight(s) <= stages for s in plan_of({"schedule": "zb-h1"}, stages, micros))
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2])
 def test_extra_warmup_costs_the_memory_that_its_docstring_says(extra: int) -> None:
     plan = plan_of({"extra_warmup": extra}, 4, 16)
-    assert [most_in_flight(stage) for stage in plan] == [(4 - 1 - s) * (1 + extra) + 1 for s in range(4)]
-    assert [most_in_flight(stage) for stage in plan_of({"schedule": "gpipe"}, 4, 16)] == [16] * 4
+    assert [max_in_flight(stage) for stage in plan] == [(4 - 1 - s) * (1 + extra) + 1 for s in range(4)]
+    assert [max_in_flight(stage) for stage in plan_of({"schedule": "gpipe"}, 4, 16)] == [16] * 4
 
 
 @pytest.mark.parametrize("stages", range(1, 6))
@@ -118,7 +118,9 @@ def test_extra_warmup_costs_the_memory_that_its_docstring_says(extra: int) -> No
 @pytest.mark.parametrize("settings", [{}, {"schedule": "gpipe"}], ids=str)
 def test_the_bubble_is_the_textbook_one(settings: dict[str, object], stages: int, micros: int) -> None:
     """1f1b and gpipe on p stages with m micro-batches have the bubble (p - 1) / (m + p - 1), as in Narayanan et al."""
-    assert bubble(times(plan_of(settings, stages, micros))) == pytest.approx((stages - 1) / (micros + stages - 1))
+    assert bubble_fraction(simulate_times(plan_of(settings, stages, micros))) == pytest.approx(
+        (stages - 1) / (micros + stages - 1)
+    )
 
 
 @pytest.mark.parametrize("stages", range(2, 9))
@@ -131,7 +133,7 @@ def test_the_smaller_bubbles_are_the_textbook_ones(stages: int) -> None:
 
     def idle(settings: dict[str, object], chunks: int = 1) -> float:
         micros = 2 * stages
-        spans = times(plan_of(settings, stages, micros, chunks), forward=1.0, backward=2.5, weight=1.0)
+        spans = simulate_times(plan_of(settings, stages, micros, chunks), forward=1.0, backward=2.5, weight=1.0)
         return max(span.end for span in spans) - micros * 3.5
 
     assert idle({}) == pytest.approx((stages - 1) * 3.5)
@@ -141,7 +143,7 @@ def test_the_smaller_bubbles_are_the_textbook_ones(stages: int) -> None:
 
 
 def test_extra_warmup_hides_messages() -> None:
-    classic, eager = (bubble(times(plan_of({"extra_warmup": e}, 4, 16), message=0.3)) for e in (0, 1))
+    classic, eager = (bubble_fraction(simulate_times(plan_of({"extra_warmup": e}, 4, 16), message=0.3)) for e in (0, 1))
     assert eager < 0.85 * classic
 
 
@@ -149,7 +151,7 @@ def test_extra_warmup_hides_messages() -> None:
 def test_forward_only(stages: int) -> None:
     for chunks in (1, 2):
         plan = [list(forward_only(stage, stages, 5, chunks)) for stage in range(stages)]
-        check(plan, 5)
+        check_plan(plan, 5)
         run_like_nccl(plan)
 
 
@@ -210,7 +212,7 @@ def test_forward_only(stages: int) -> None:
 def test_a_schedule_that_cannot_work_is_found(plan: list[list[Instruction]], message: str) -> None:
     micros = 1 + max(i.micro for stage in plan for i in stage)
     with pytest.raises(ScheduleError, match=message):
-        check(plan, micros)
+        check_plan(plan, micros)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +225,7 @@ def test_a_schedule_that_cannot_work_is_found(plan: list[list[Instruction]], mes
 )
 def test_settings_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        schedule_of(settings)
+        find_schedule(settings)
 
 
 def test_a_schedule_that_mixes_whole_and_split_backward_passes_is_refused() -> None:
@@ -233,7 +235,7 @@ def test_a_schedule_that_mixes_whole_and_split_backward_passes_is_refused() -> N
 
     for stages in (1, 2):
         with pytest.raises(ScheduleError, match="both Backward and BackwardInput"):
-            check([mixed(stage, stages, 2) for stage in range(stages)], 2)
+            check_plan([mixed(stage, stages, 2) for stage in range(stages)], 2)
 
 
 def test_the_flag_takes_a_registered_schedule() -> None:
@@ -253,7 +255,7 @@ def test_the_flag_takes_a_registered_schedule() -> None:
 
 def test_chunks_need_the_schedule_for_them() -> None:
     with pytest.raises(ValueError, match=SENTENCES["a_model_with_2_chunks_a_2"]):
-        schedule_of({"schedule": "gpipe"}, 2)
+        find_schedule({"schedule": "gpipe"}, 2)
 
 
 def test_the_timetables_in_the_docstrings_are_what_runs() -> None:
@@ -262,7 +264,7 @@ def test_the_timetables_in_the_docstrings_are_what_runs() -> None:
         plan = [list(schedule(stage, 3, 4)) for stage in range(3)]
         rows = ["" for _ in plan]
         unit = 2.0 if schedule is zero_bubble else 1.0
-        for span in sorted(times(plan, backward=unit), key=lambda s: s.begin):
+        for span in sorted(simulate_times(plan, backward=unit), key=lambda s: s.begin):
             rows[span.stage] = rows[span.stage].ljust(3 * round(span.begin)) + f"{span.kind}{span.micro} "
         for stage, row in enumerate(rows):
             assert f"stage {stage} | {row.rstrip()}" in (schedule.__doc__ or "")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.features.scoring import Request, nats_of, score_one, windows
+from megatron.features.scoring import Request, score_one, token_nats, windows
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def test_nats_against_a_bigram_table(stride: int) -> None:
     ids = torch.randint(11, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     probabilities = table(torch.arange(11)).softmax(-1)
     expected = [-math.log(probabilities[a, b]) for a, b in zip(ids, ids[1:], strict=False)]
-    assert nats_of(ids, table, 7, stride, CPU) == pytest.approx(expected, rel=1e-5)
+    assert token_nats(ids, table, 7, stride, CPU) == pytest.approx(expected, rel=1e-5)
 
 
 def test_completion() -> None:

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils import chats, inspect_data, preprocess_data
-from data_utils.chat_encoder import ChatEncoder, missing_marks, turn_end
-from data_utils.chat_templates import ChatML, Message, load_template, messages_of, template_from, turns_of
+from data_utils.chat_encoder import ChatEncoder, missing_chatml_tokens, turn_end
+from data_utils.chat_templates import ChatML, Message, load_template, messages_of, parse_messages, template_from
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.packing import PackedOrder, fit
+from megatron.data.packing import PackedOrder, assign_windows
 from megatron.data.sft_dataset import Records, SftDataset, build_train_valid_test_datasets
 from megatron.tokenizer import load_tokenizer
 from tests.sentences import SENTENCES
@@ -123,7 +123,7 @@ def test_generation_blocks_decide_what_counts(name: str, hf_tokenizer: Path, tmp
         texts, ranges = render_jinja_template([turns], chat_template=BLOCKS[name], return_assistant_tokens_mask=True)
         made = theirs(texts[0], add_special_tokens=False, return_offsets_mapping=True)
         wanted = [int(any(a < end and b > first for first, end in ranges[0])) for a, b in made["offset_mapping"]]
-        ids, counts = ChatEncoder(ours, append_eod=False).encode(template.pieces(turns_of(turns)))
+        ids, counts = ChatEncoder(ours, append_eod=False).encode(template.pieces(parse_messages(turns)))
         assert (ids, counts) == (made["input_ids"], wanted)
         if turns[-1]["content"].isascii():
             expected = theirs.apply_chat_template(
@@ -209,12 +209,12 @@ def test_added_tokens_that_are_not_special_are_marks_and_no_content_forges_them(
     for name in ("chatml", "tokenizer"):
         template = load_template(name, ours, str(plain_marks))
         assert ChatEncoder(ours, False).encode(template.pieces(messages_of({"messages": thought})))[0] == expected
-        assert turn_end(template, ours) == ours.marks["<|im_end|>"] and not missing_marks(template, ours)
+        assert turn_end(template, ours) == ours.marks["<|im_end|>"] and not missing_chatml_tokens(template, ours)
     expected = theirs.apply_chat_template(system, return_dict=True)["input_ids"]
-    assert ChatEncoder(ours, False).encode(template.pieces(turns_of(system)))[0] == expected
+    assert ChatEncoder(ours, False).encode(template.pieces(parse_messages(system)))[0] == expected
     for message in (*FORGED[:2], {"role": "system", "content": "<|im_start|>"}):
         with pytest.raises(ValueError, match=SENTENCES["a_message_contains_which_is_a_2"]):
-            template.asking(turns_of([message, CHAT[3]]))
+            template.prompt_pieces(parse_messages([message, CHAT[3]]))
 
 
 PROBES = {
@@ -244,7 +244,7 @@ def test_templates_know_what_they_know_in_transformers(
     expected = theirs.apply_chat_template(turns, chat_template=PROBES[probe], tokenize=False)
     tokenizer = load_tokenizer(str(hf_tokenizer))
     template = template_from(PROBES[probe], tokenizer, str(hf_tokenizer), "2024-09-25T12:30:00")
-    assert "".join(piece.text for piece in template.asking(turns_of(turns))) == expected
+    assert "".join(piece.text for piece in template.prompt_pieces(parse_messages(turns))) == expected
     assert template.date == ("2024-09-25T12:30:00" if probe == "date" else None)
 
 
@@ -296,7 +296,7 @@ def _best_fit(lengths: list[int], capacity: int) -> int:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(40, 64))
 def test_windows_are_those_of_best_fit(lengths: list[int], capacity: int) -> None:
     longest_first = -np.sort(-np.array(lengths, dtype=np.int64))
-    window_of = fit(longest_first, capacity)
+    window_of = assign_windows(longest_first, capacity)
     sums = np.bincount(window_of, weights=longest_first)
     assert sums.max() <= capacity and sums.min() > 0
     assert len(sums) == _best_fit(lengths, capacity)
@@ -316,10 +316,10 @@ def test_every_epoch_has_every_record_once_in_other_company() -> None:
     for n in (5 * order.per_epoch + 3, 0, order.per_epoch - 1):
         assert again.records(n).tolist() == order.records(n).tolist()
     assert PackedOrder(lengths, 64, seed=2, stream="train").records(0).tolist() != order.records(0).tolist()
-    places = order.places(0, 3 * order.per_epoch)
+    places = order.sample_ids(0, 3 * order.per_epoch)
     assert sorted(places.tolist()) == list(range(3 * order.per_epoch))
-    assert order.places(order.per_epoch - 2, 5).tolist() == places[order.per_epoch - 2 :][:5].tolist()
-    assert order.filled > 0.9
+    assert order.sample_ids(order.per_epoch - 2, 5).tolist() == places[order.per_epoch - 2 :][:5].tolist()
+    assert order.fill_fraction > 0.9
 
 
 def _corpus(prefix: Path, records: list[tuple[list[int], list[int]]]) -> str:
@@ -343,8 +343,8 @@ def test_windows_hold_records_whole_and_learn_what_counts(tmp_path: Path) -> Non
     records[8] = (list(range(160, 180)), [0] * 5 + [1] * 15)
     dataset = SftDataset(Records(_corpus(tmp_path / "a", records), 1000), range(50), 12, 999, seed=3, part="train")
     kept = {d for d, (_, flags) in enumerate(records) if sum(flags[1:13])}
-    assert (dataset.left_out, 7 in kept) == (50 - len(kept), False)
-    assert dataset.cut == sum(len(records[d][0]) > 13 for d in kept) > 3
+    assert (dataset.num_skipped, 7 in kept) == (50 - len(kept), False)
+    assert dataset.num_truncated == sum(len(records[d][0]) > 13 for d in kept) > 3
     seen: Counter[int] = Counter()
     for n in range(dataset.samples_per_epoch):
         sample = {name: each.tolist() for name, each in dataset[n].items()}
@@ -359,9 +359,9 @@ def test_windows_hold_records_whole_and_learn_what_counts(tmp_path: Path) -> Non
         padding = [i for i, d in enumerate(sample["document_ids"]) if not d]
         assert all(sample["tokens"][i] == 999 and not sample["loss_mask"][i] for i in padding)
     assert seen == Counter(kept)
-    note = dataset.note()
-    assert f"{len(kept)} records, {dataset.cut} of them truncated to 13 tokens" in note
-    assert f"{dataset.left_out} skipped" in note
+    note = dataset.summary()
+    assert f"{len(kept)} records, {dataset.num_truncated} of them truncated to 13 tokens" in note
+    assert f"{dataset.num_skipped} skipped" in note
 
 
 def test_a_corpus_that_does_not_say_what_counts_is_refused(tmp_path: Path, tiny_data: str) -> None:
@@ -477,7 +477,7 @@ def test_an_answer_that_begins_with_white_space_is_tokenized_as_generation_meets
     tokenizer = load_tokenizer(str(hf_tokenizer))
     encoder, template = ChatEncoder(tokenizer, append_eod=False), ChatML()
     question = Message("user", "\n What?")
-    prompt, _ = encoder.encode(template.asking([question]))
+    prompt, _ = encoder.encode(template.prompt_pieces([question]))
     for answer in ("\nParis", "\n\n  Paris\n", " Paris", "Paris"):
         ids, counts = encoder.encode(template.pieces([question, Message("assistant", answer)]))
         assert ids[: len(prompt)] == prompt

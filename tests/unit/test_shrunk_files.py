@@ -16,8 +16,8 @@ from megatron.config.command_line import parse
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.sampler import ConsecutiveSampler, build_loader
-from megatron.data.workers import describe_end
-from megatron.ranks.errors import complaint
+from megatron.data.workers import describe_worker_end
+from megatron.ranks.errors import one_line_error
 from megatron.tasks import TASKS
 from megatron.training import entry
 from megatron_tools.launch import describe_signal
@@ -72,14 +72,14 @@ def test_a_worker_that_fails_and_one_that_is_killed(prefix: str) -> None:
     with pytest.raises(DatasetError) as failed:
         for _ in range(10):
             next(batches)
-    text = complaint(failed.value)
+    text = one_line_error(failed.value)
     assert text.startswith(f"{prefix}.bin ") and "Traceback" not in text
     with pytest.raises(RuntimeError) as killed:
         os.kill(worker.pid, signal.SIGKILL)
         time.sleep(5)
         next(batches)
-    assert str(worker.pid) in (describe_end(killed.value) or "")
-    assert describe_end(RuntimeError("shapes differ")) is None
+    assert str(worker.pid) in (describe_worker_end(killed.value) or "")
+    assert describe_worker_end(RuntimeError("shapes differ")) is None
 
 
 @pytest.mark.parametrize("shrunk", [True, False])

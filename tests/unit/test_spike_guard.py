@@ -41,14 +41,14 @@ def _guard(sigma: float, window: int) -> SpikeGuard:
 
 def _decide(guard: SpikeGuard, loss: float, norm: float) -> bool:
     guard.begin(torch.tensor(loss))
-    return math.isinf(guard.checked(torch.tensor(norm)))
+    return math.isinf(guard.inf_if_spike(torch.tensor(norm)))
 
 
 def test_numbers_are_not_rounded() -> None:
     """A norm that a pipeline engine has read to the host is compared in fp64, as norms on the device are."""
     guard, third = _guard(4.0, 16), 1 / 3
     guard.begin(torch.tensor(third, dtype=torch.float64))
-    guard.checked(third)
+    guard.inf_if_spike(third)
     assert guard.recent[-1] == (third, third)
 
 

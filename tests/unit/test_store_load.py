@@ -24,7 +24,7 @@ class CountedBoard:
     """Stand-in for the fault board of one rank, which records the tick of each query."""
 
     def __init__(self, rank: int, world: int) -> None:
-        self.rank, self.name, self.ticks = rank, "pipeline", ticks_between_queries(rank, world)
+        self.rank, self.name, self.poll_ticks = rank, "pipeline", ticks_between_queries(rank, world)
         self.tick, self.queried = 0, list[int]()
 
     def has_fault(self) -> bool:
@@ -77,7 +77,7 @@ def test_a_rank_that_waits_too_long_reports_it_at_once() -> None:
     watchdog._board = SimpleNamespace(
         **vars(board), has_fault=lambda: False, announce=lambda words: announced.append((tick, words))
     )
-    watchdog.timeout, watchdog._ending = 5.0, SimpleNamespace(acquire=lambda blocking: False)
+    watchdog.timeout, watchdog._exit_lock = 5.0, SimpleNamespace(acquire=lambda blocking: False)
     tick = 0
 
     def poll() -> Iterator[tuple[str, float]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.streams import Guarded, Named, guarded
+from megatron.streams import GuardedStream, NamedStdout, guard_streams
 from tests.support import FULL, ROOT
 
 FULL_DISK = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -34,7 +34,7 @@ def test_the_other_stream_names_it_once(monkeypatch: pytest.MonkeyPatch, name: s
     bad.error = error
     for each in ("stdout", "stderr"):
         monkeypatch.setattr(sys, each, bad if each == name else good)
-    with guarded("training continues", "stdout", "stderr"):
+    with guard_streams("training continues", "stdout", "stderr"):
         for _ in range(3):
             print("a line", file=getattr(sys, name), flush=True)
     words = {"stdout": "standard output", "stderr": "standard error"}[name]
@@ -45,7 +45,7 @@ def test_the_other_stream_names_it_once(monkeypatch: pytest.MonkeyPatch, name: s
 def test_what_fails_again_after_it_was_written_is_named_again(monkeypatch: pytest.MonkeyPatch) -> None:
     bad, good = Failing(), io.StringIO()
     monkeypatch.setattr(sys, "stderr", good)
-    stream = Guarded("stdout", bad, "training continues")
+    stream = GuardedStream("stdout", bad, "training continues")
     stream.write("lost")
     bad.error = None
     stream.write("written")
@@ -56,7 +56,7 @@ def test_what_fails_again_after_it_was_written_is_named_again(monkeypatch: pytes
 
 def test_a_stream_without_an_encoding_for_a_character_gets_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
-    stream = Guarded("stdout", io.TextIOWrapper(raw, encoding="ascii"), "training continues")
+    stream = GuardedStream("stdout", io.TextIOWrapper(raw, encoding="ascii"), "training continues")
     stream.write("saved 词")
     stream.flush()
     assert raw.getvalue() == b"saved \\u8bcd"
@@ -65,21 +65,22 @@ def test_a_stream_without_an_encoding_for_a_character_gets_its_number(monkeypatc
 def test_both_streams_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", Failing())
     monkeypatch.setattr(sys, "stderr", None)
-    with guarded("training continues", "stdout", "stderr"):
+    with guard_streams("training continues", "stdout", "stderr"):
         print("a line", flush=True)
         print("a line", file=sys.stderr, flush=True)
 
 
 def test_the_result_of_a_tool_names_the_stream_that_it_cannot_go_to() -> None:
     with pytest.raises(OSError) as failed:
-        Named(Failing()).write("a result")
+        NamedStdout(Failing()).write("a result")
     assert failed.value.filename == "standard output"
 
 
 def test_closed_streams_are_not_taken_by_files(tmp_path: Path) -> None:
     """A new file does not get the descriptor of a closed stdout or stderr; otherwise, C++ code would print into it."""
     code = (
-        "from megatron.streams import guarded\nwith guarded('', 'stdout', 'stderr'): open('file', 'w').close(); "
+        "from megatron.streams import guard_streams\n"
+        "with guard_streams('', 'stdout', 'stderr'): open('file', 'w').close(); "
         "print(open('file').fileno())"
     )
     script = (

@@ -10,7 +10,7 @@ from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.config.command_line import parse
 from megatron.data import cpm_masking, cpm_triples
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
-from megatron.data.spans import SpanPlan, compose, draw_spans_to_document_ends, plan_spans
+from megatron.data.spans import SpanPlan, draw_lengths, draw_spans_to_document_ends, plan_spans
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
 from megatron.tasks import TASKS
 from megatron.tokenizer import load_tokenizer
@@ -164,11 +164,11 @@ def test_spans_are_as_long_as_asked_and_anywhere(prefix: str) -> None:
 
 
 def test_compositions_are_even() -> None:
-    """`compose` is uniform: the 6 ways to write 5 as an ordered sum of 3 positive integers are equally likely."""
+    """`draw_lengths` is uniform: the 6 ways to write 5 as an ordered sum of 3 positive integers are equally likely."""
     rng = np.random.default_rng(0)
     seen: dict[tuple[int, ...], int] = {}
     for _ in range(6000):
-        found = tuple(compose(rng, 5, 3).tolist())
+        found = tuple(draw_lengths(rng, 5, 3).tolist())
         seen[found] = seen.get(found, 0) + 1
     assert len(seen) == 6
     assert min(seen.values()) > 850

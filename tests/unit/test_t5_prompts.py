@@ -15,7 +15,7 @@ from megatron.data.spans import SpanPlan
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset
 from megatron.tasks import T5
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
-from megatron_tools.write.prompts import reader_of
+from megatron_tools.write.prompts import prompt_encoder
 from megatron_tools.write.writer import Writer
 
 SMALL = "--family t5 --num-layers 1 --hidden-size 16 --num-attention-heads 2"
@@ -93,10 +93,10 @@ def test_a_t5_that_was_taught_to_go_on_goes_on(convention: str) -> None:
         special_tokens=False, chat=False, suffix=None, fim_tokens=None, num_samples=1, max_new_tokens=12, num_beams=0,
         temperature=0.0, top_k=0, top_p=1.0, seed=1,
     )  # fmt: skip
-    writer = Writer(cast(Any, None), tokenizer, config, None, reader_of(args, config, tokenizer, ""))
+    writer = Writer(cast(Any, None), tokenizer, config, None, prompt_encoder(args, config, tokenizer, ""))
     writer.stepper = lambda sources: _Writes(labels, tokenizer.vocab_size)  # type: ignore[method-assign, assignment, return-value]
     question = writer.question("ab")
-    assert question.tokens == sample["encoder"].tolist() and question.end == labels[-1]
+    assert question.tokens == sample["encoder"].tolist() and question.end_id == labels[-1]
     written: list[int] = []
     assert writer.write([question], args, lambda new: written.extend(new)) == [["abcd"]]
     assert len(written) == len(labels)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from data_utils.documents import texts
+from data_utils.documents import read_texts
 from data_utils.tokenizer_training import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
 from megatron.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from megatron.tokenizer.segment import SEPARATOR, Cut, segmenter
@@ -39,7 +39,7 @@ KINDS = ("sentencepiece", "unigram", "borders", "cpm", "cpm-vocab", "gpt2-bpe", 
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     """Kind -> a tokenizer of this kind with 2,000 tokens, trained on the bundled corpus."""
     folder = tmp_path_factory.mktemp("tokenizers")
-    corpus = list(texts([str(SAMPLE)]))[:150]
+    corpus = list(read_texts([str(SAMPLE)]))[:150]
     train_sentencepiece(corpus, str(folder / "sentencepiece.model"), 2000)
     train_sentencepiece(corpus, str(folder / "unigram.model"), 2000, "unigram")
     train_sentencepiece(corpus, str(folder / "borders.model"), 2000, word_borders="jieba")
@@ -100,7 +100,7 @@ def test_the_fast_segmenter_cuts_as_jieba(text: str) -> None:
 def test_the_fast_segmenter_cuts_the_corpus_as_jieba(sample_corpus: Path) -> None:
     pytest.importorskip("rjieba")
     fast, slow = both_segmenters()
-    for text in texts([str(sample_corpus)]):
+    for text in read_texts([str(sample_corpus)]):
         assert fast(text) == slow(text)
         assert fast(text).replace(SEPARATOR, "") == text
 
@@ -118,7 +118,7 @@ def test_ids_do_not_depend_on_what_is_installed(tokenizers: dict[str, Tokenizer]
 def test_gpt2_ids_are_those_of_hugging_face(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
     from transformers import GPT2Tokenizer
 
-    corpus = list(texts([str(SAMPLE)]))[:150]
+    corpus = list(read_texts([str(SAMPLE)]))[:150]
     train_byte_bpe(corpus, str(tmp_path), 2000, "gpt2-bpe")
     theirs = GPT2Tokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
     for text in [*TEXTS[:8], *corpus]:
@@ -127,7 +127,7 @@ def test_gpt2_ids_are_those_of_hugging_face(tokenizers: dict[str, Tokenizer], tm
 
 def test_a_folder_of_megatron_lms_is_the_same_tokenizer(tokenizers: dict[str, Tokenizer], tmp_path: Path) -> None:
     """The path of Megatron-LM's gpt2-vocab.json or of its folder loads it with gpt2-merges.txt or merges.txt."""
-    train_byte_bpe(list(texts([str(SAMPLE)]))[:150], str(tmp_path), 2000, "gpt2-bpe")
+    train_byte_bpe(list(read_texts([str(SAMPLE)]))[:150], str(tmp_path), 2000, "gpt2-bpe")
     (tmp_path / "vocab.json").rename(tmp_path / "gpt2-vocab.json")
     for name in ("merges.txt", "gpt2-merges.txt"):
         (tmp_path / "merges.txt").rename(tmp_path / name)
@@ -141,7 +141,7 @@ def test_cpm_is_jieba_joined_by_spaces(tokenizers: dict[str, Tokenizer], sample_
 
     cpm = tokenizers["cpm"]
     table = str.maketrans(" \n", "\u2582\u2583")
-    for text in list(texts([str(sample_corpus)]))[:50]:
+    for text in list(read_texts([str(sample_corpus)]))[:50]:
         joined = " ".join(word.translate(table) for word in jieba.cut(text))
         assert cpm.encode(text) == cpm._model.encode(joined)  # type: ignore[attr-defined]
 

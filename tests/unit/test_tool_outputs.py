@@ -21,11 +21,11 @@ import zstandard
 from data_utils import clean_corpus, inspect_data
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.streams import InputError, open_bytes
-from megatron.atomic import own_folder, remove, whole_folder, write_text
-from megatron.checkpointing.leftovers import clear
+from megatron.atomic import atomic_folder, private_temp_folder, remove, write_text
+from megatron.checkpointing.leftovers import delete_leftovers
 from megatron.config.command_line import parse
 from megatron.data.indexed_dataset import DatasetError
-from megatron.training.run_folder import accept
+from megatron.training.run_folder import write_first_files
 from megatron_tools.convert.plain_pickle import load_plain
 from megatron_tools.report import report
 from megatron_tools.report.runs import named_splits
@@ -145,7 +145,7 @@ def test_a_dangling_link_is_not_followed(tmp_path: Path) -> None:
     write_text(checkpoints / "latest", "iter_0000002\n", temporary=checkpoints / "latest.tmp")
     assert (checkpoints / "latest").read_text() == "iter_0000002\n" and not target.exists()
     (checkpoints / "latest.tmp").symlink_to(target)
-    clear(checkpoints)
+    delete_leftovers(checkpoints)
     assert [path.name for path in checkpoints.iterdir()] == ["latest"]
 
 
@@ -166,7 +166,7 @@ def test_a_by_product_that_is_a_link_is_refused(tmp_path: Path, vocab_file: str,
     run.mkdir()
     (run / name).symlink_to(target)
     with pytest.raises(ValueError, match=f"run/{name} is a symbolic link.*{target}"):
-        accept(parse(["--vocab-file", vocab_file]), run, 0)
+        write_first_files(parse(["--vocab-file", vocab_file]), run, 0)
     assert [path.name for path in run.iterdir()] == [name]
 
 
@@ -174,7 +174,7 @@ def test_a_plot_replaces_a_link(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "target").write_text("precious")
     (tmp_path / "loss.png").symlink_to(tmp_path / "target")
-    report.draw([{"split": "train", "iteration": 1, "lm_loss": 1.0}], {}, tmp_path / "loss.png")
+    report.draw_losses([{"split": "train", "iteration": 1, "lm_loss": 1.0}], {}, tmp_path / "loss.png")
     assert (tmp_path / "target").read_text() == "precious"
     assert (tmp_path / "loss.png").read_bytes()[:4] == b"\x89PNG" and not (tmp_path / "loss.png").is_symlink()
 
@@ -184,8 +184,8 @@ def test_a_temporary_folder_that_others_could_fill_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    path = own_folder("orders")
-    assert path.stat().st_mode & 0o777 == 0o700 and own_folder("orders") == path
+    path = private_temp_folder("orders")
+    assert path.stat().st_mode & 0o777 == 0o700 and private_temp_folder("orders") == path
     path.rmdir()
     if fault == "link":
         (tmp_path / "theirs").mkdir()
@@ -196,7 +196,7 @@ def test_a_temporary_folder_that_others_could_fill_is_refused(
     else:
         path.touch()
     with pytest.raises(ValueError, match=str(path)):
-        own_folder("orders")
+        private_temp_folder("orders")
 
 
 # ------------------------------------------------------------------- inputs
@@ -314,9 +314,9 @@ def test_a_folder_behind_a_link_is_filled_and_a_mount_point_is_refused(
 ) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
-    with whole_folder(tmp_path / "link") as there:
+    with atomic_folder(tmp_path / "link") as there:
         (there / "a").write_text("x")
     assert (tmp_path / "disk" / "a").read_text() == "x" and (tmp_path / "link").is_symlink()
     monkeypatch.setattr(Path, "is_mount", lambda _: True)
-    with pytest.raises(FileExistsError, match="mount point"), whole_folder(tmp_path / "new"):
+    with pytest.raises(FileExistsError, match="mount point"), atomic_folder(tmp_path / "new"):
         pass

@@ -13,9 +13,9 @@ from megatron.config.fields import ConfigError
 from megatron_tools.report.draw_schedule import build_parser, draw_run
 from megatron_tools.report.iterations import iterations
 from tds import timeline, trace
-from tds.align import narrow
-from tds.schedule import Backward, Forward, schedule_of
-from tds.timetable import bubble, times
+from tds.align import bound_offset
+from tds.schedule import Backward, Forward, find_schedule
+from tds.timetable import bubble_fraction, simulate_times
 from tests.sentences import SENTENCES
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def about(stage: int, stages: int = 2, micros: int = 4) -> dict[str, object]:
 
 
 def test_the_distance_of_two_clocks_lies_within_its_bound() -> None:
-    """The error of the clock offset that `narrow` estimates from collectives is within the bound that it returns."""
+    """The clock offset that `bound_offset` estimates from collectives errs by at most the bound that it returns."""
     dice = random.Random(1)
     for apart in (0, 5_000, -3_000_000, 10**12):
         zeros, mine = [], []
@@ -37,7 +37,7 @@ def test_the_distance_of_two_clocks_lies_within_its_bound() -> None:
             together = call * 1_000_000
             zeros.append((together - dice.randint(0, 90_000), together + dice.randint(1, 90_000)))
             mine.append((together - dice.randint(0, 90_000) + apart, together + dice.randint(1, 90_000) + apart))
-        distance, error = narrow(mine, zeros)
+        distance, error = bound_offset(mine, zeros)
         assert abs(distance - apart) <= error < 90_000
 
 
@@ -46,15 +46,15 @@ def test_the_newest_iterations_or_those_asked_for_are_kept(tmp_path: Path) -> No
     asked = trace.Tracer(CPU, tmp_path / "rank_00001.json", about(1), 3, 5)
     for tracer in (newest, asked):
         trace.start(tracer)
-        for number in range(1, 2 * trace.LAST + 11):
+        for number in range(1, 2 * trace.KEPT_ITERATIONS + 11):
             tracer.iteration(number)
             with trace.span("train_batch", "step"):
                 trace.sent(7)
                 trace.end(trace.begin(), "SendActivation", "message", 0)
         trace.stop()
-    assert [n for n, _ in newest.pieces()] == list(range(trace.LAST + 11, 2 * trace.LAST + 11))
-    assert [n for n, _ in asked.pieces()] == [3, 4, 5]
-    assert all(len(pieces) == 2 and pieces[0].size == 7 for _, pieces in asked.pieces())
+    assert [n for n, _ in newest.spans()] == list(range(trace.KEPT_ITERATIONS + 11, 2 * trace.KEPT_ITERATIONS + 11))
+    assert [n for n, _ in asked.spans()] == [3, 4, 5]
+    assert all(len(pieces) == 2 and pieces[0].size == 7 for _, pieces in asked.spans())
     assert newest.path.exists() and not list(
         tmp_path.glob("*.tmp")
     )  # the trace file is written during the iterations, not when the recorder closes
@@ -79,25 +79,29 @@ def _written(folder: Path, shift_ms: float) -> float:
 
     shift_ms: milliseconds by which the clock of stage 1 is ahead.
     """
-    plan = [list(schedule_of({})(stage, 2, 4)) for stage in range(2)]
-    spans = times(plan)
+    plan = [list(find_schedule({})(stage, 2, 4)) for stage in range(2)]
+    spans = simulate_times(plan)
     seconds = max(span.end for span in spans)
     names = {"F": Forward.__name__, "B": Backward.__name__}
     for stage in range(2):
         ahead = int(shift_ms * 1e6) * stage
-        tracer = trace.Tracer(CPU, folder / timeline.name_of(stage), about(stage))
+        tracer = trace.Tracer(CPU, folder / timeline.trace_file_name(stage), about(stage))
         tracer.iteration(1)
-        tracer._now.append(trace.Piece(ahead, ahead + int(1e6 * seconds), 0, "train_batch", "step", -1, 0, 0))
+        tracer._current_spans.append(
+            trace.RecordedSpan(ahead, ahead + int(1e6 * seconds), 0, "train_batch", "step", -1, 0, 0)
+        )
         for s in spans:
             if s.stage == stage:
                 passed = (ahead + int(s.begin * 1e6), ahead + int(s.end * 1e6))
-                tracer._now.append(trace.Piece(*passed, 0, names[s.kind], "pass", s.micro, 0, 0))
+                tracer._current_spans.append(trace.RecordedSpan(*passed, 0, names[s.kind], "pass", s.micro, 0, 0))
                 kind, ends = ("SendActivation", passed[1]) if stage == 0 else ("RecvActivation", passed[0])
                 if s.kind == "F":
-                    tracer._now.append(trace.Piece(ends, ends + 1000, 0, kind, "message", s.micro, 0, 64))
+                    tracer._current_spans.append(
+                        trace.RecordedSpan(ends, ends + 1000, 0, kind, "message", s.micro, 0, 64)
+                    )
         tracer.clock = [(0, float(ahead), 1000.0), (10**9, float(ahead), 2000.0)]
         tracer.write()
-    return bubble(spans)
+    return bubble_fraction(spans)
 
 
 def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,14 +126,14 @@ def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert "ideal 1f1b of the same passes: 15.0 ms, bubble 20.0%" in capsys.readouterr().out
     assert picture.read_text().count("<rect") == 1 + 2 * 16 + 2  # background, 16 passes in 2 diagrams, legend
     assert "time, ms" in picture.read_text() and (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    (folder / timeline.name_of(0)).unlink()
+    (folder / timeline.trace_file_name(0)).unlink()
     with pytest.raises(ValueError, match=SENTENCES["the_timeline_of_stage_0_is"]):
         iterations(timeline.read(folder))
 
 
 def test_settings() -> None:
-    assert parse(["--trace", "--trace-iterations", "3-9"]).log.traced == (3, 9)
-    assert parse(["--trace"]).log.traced is None
+    assert parse(["--trace", "--trace-iterations", "3-9"]).log.trace_range == (3, 9)
+    assert parse(["--trace"]).log.trace_range is None
     with pytest.raises(ConfigError, match="--trace-iterations needs --trace"):
         parse(["--trace-iterations", "3"])
     with pytest.raises(ConfigError, match=SENTENCES["must_be_a_number_or_a"]):

@@ -10,10 +10,10 @@ import pytest
 
 from megatron.checkpointing import CheckpointError, CheckpointReader, latest_checkpoint
 from megatron.checkpointing.checksums import SHA256
-from megatron.checkpointing.files import publish, temporary_of
+from megatron.checkpointing.files import publish, temporary_folder
 from megatron.checkpointing.sums import check_file, read_sums
 from megatron.locks.run_lock import RunLock
-from megatron_tools.convert.hf_folder import FolderReader
+from megatron_tools.convert.hf_folder import HFTensorReader
 
 
 @pytest.fixture
@@ -21,10 +21,10 @@ def folder(tmp_path: Path) -> Path:
     """Three checkpoints; `latest` names the last of them."""
     for number in (10, 20, 30):
         final = tmp_path / f"iter_{number:07}"
-        temporary = temporary_of(final)
+        temporary = temporary_folder(final)
         temporary.mkdir()
         (temporary / "weights.safetensors").write_text(str(number))
-        sums = {"weights.safetensors": SHA256.of(temporary / "weights.safetensors")}
+        sums = {"weights.safetensors": SHA256.hash_file(temporary / "weights.safetensors")}
         publish(final, temporary, "{}", SHA256, sums)
     return tmp_path
 
@@ -105,11 +105,11 @@ def test_a_lock_that_is_a_folder_and_a_dangling_run_directory_are_named(tmp_path
 def test_a_hugging_face_folder_with_dangling_links_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").symlink_to("../../blobs/abc")
     with pytest.raises(ValueError, match=r"model\.safetensors is a link to \.\./\.\./blobs/abc, "):
-        FolderReader(tmp_path)
+        HFTensorReader(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     with pytest.raises(ValueError, match=r"model-1\.safetensors is a link to "):
-        FolderReader(tmp_path).shape("a")
+        HFTensorReader(tmp_path).shape("a")
 
 
 def test_another_tokenizer_is_named_by_its_path(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 import megatron.ranks.source as source
-from megatron.ranks.source import source_hash, versions
+from megatron.ranks.source import package_versions, source_hash
 from megatron_tools.verify.compare import Comparison, Verdict
-from megatron_tools.verify.verify_layout import print_identity, refuse_flags_of_layouts
+from megatron_tools.verify.verify_layout import print_identity, refuse_layout_flags
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def test_the_hash_covers_paths_and_contents(tmp_path: Path, script: str, monkeyp
 @pytest.mark.parametrize("flag", ["--gas", "--global-batch-size=8", "--context-parallel-size"])
 def test_flags_that_layouts_set_are_refused(flag: str) -> None:
     with pytest.raises(ValueError, match=flag.partition("=")[0]):
-        refuse_flags_of_layouts(["--num-layers", "2", flag, "2"])
-    refuse_flags_of_layouts(["--num-layers", "2", "--batch-size", "4"])
+        refuse_layout_flags(["--num-layers", "2", flag, "2"])
+    refuse_layout_flags(["--num-layers", "2", "--batch-size", "4"])
 
 
 def test_source_and_versions_are_printed(script: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +42,7 @@ def test_source_and_versions_are_printed(script: str, capsys: pytest.CaptureFixt
     print_identity(script, before)
     printed = capsys.readouterr().out
     assert before[:12] in printed
-    assert all(version in printed for version in versions().values())
+    assert all(version in printed for version in package_versions().values())
     Path(script).write_text("print('something else')\n")
     with pytest.raises(ValueError, match=script):
         print_identity(script, before)
@@ -53,4 +53,4 @@ def test_a_loss_that_is_not_a_number_is_an_infinite_difference() -> None:
     found = Verdict("tp 2")
     one, other = SimpleNamespace(losses=[1.0, 1.0]), SimpleNamespace(losses=[1.0, math.nan])
     Comparison._compare_losses(SimpleNamespace(one=one, other=other, tolerance=1e-4), found)  # type: ignore[arg-type]
-    assert (found.loss, found.loss_differs_at) == (math.inf, 2)
+    assert (found.loss_error, found.loss_differs_at) == (math.inf, 2)

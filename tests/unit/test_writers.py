@@ -40,7 +40,7 @@ def config(*flags: str) -> Any:
 
 def told(run_dir: Path, iteration: int, *flags: str, rows: tuple[dict[str, Any], ...] = (ROW,)) -> None:
     writer = MetricsWriter(str(run_dir), iteration, True)
-    writer.forward_to(writers.writers(config(*flags), run_dir, iteration))
+    writer.forward_to(writers.build_writers(config(*flags), run_dir, iteration))
     for row in rows:
         writer.write(row)
     writer.close()
@@ -90,7 +90,7 @@ def test_swanlab_leaves_the_handlers_of_the_run(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     before = signal.getsignal(signal.SIGINT)
     try:
-        (writer,) = writers.writers(config("--swanlab"), tmp_path, 0)
+        (writer,) = writers.build_writers(config("--swanlab"), tmp_path, 0)
         assert signal.getsignal(signal.SIGINT) is before
         signal.signal(signal.SIGINT, handler := lambda *_: None)  # The training loop does the same.
         sys.excepthook = hook = lambda *_: None
@@ -111,7 +111,7 @@ def test_mlflow_gets_a_line_and_the_same_run_goes_on(tmp_path: Path, monkeypatch
     assert [kwargs["run_id"] for _, kwargs in mlflow.named("start_run")] == [None, "r1"]
     logged = [params for (params,), _ in mlflow.named("log_params")]
     assert max(map(len, logged)) <= 100
-    assert {**logged[0], **logged[1]}.keys() <= writers.flat(config()).keys()
+    assert {**logged[0], **logged[1]}.keys() <= writers.flat_settings(config()).keys()
     assert mlflow.named("log_metrics")[0] == (({"train/lm_loss": 7.5, "train/lr": 0.001},), {"step": 10})
 
 
@@ -121,7 +121,7 @@ def test_tensorboard_gets_texts_and_csv_none(tmp_path: Path) -> None:
 
     config = parse(["--tensorboard", "--csv"], {"family": "gpt2"})
     metrics = MetricsWriter(str(tmp_path), 0, active=True)
-    metrics.forward_to(writers.writers(config, tmp_path, 0))
+    metrics.forward_to(writers.build_writers(config, tmp_path, 0))
     metrics.write({"split": "samples", "iteration": 3, "samples": [{"prompt": "春天", "text": "春天来了"}]})
     assert metrics.close() == 0
     events = EventAccumulator(str(tmp_path / "tensorboard"))
@@ -150,11 +150,11 @@ def test_csv_has_the_same_columns_in_every_row(tmp_path: Path) -> None:
 def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ValueError) as error:
-        writers.check(parse([f"--{name}"]).log)
+        writers.check_packages(parse([f"--{name}"]).log)
     assert (
         str(error.value) == f"--{name} needs the package {name}: pip install {name}; --no-{name} continues without it"
     )
-    writers.check(parse([]).log)  # no package is needed: TensorBoard is optional by default
+    writers.check_packages(parse([]).log)  # no package is needed: TensorBoard is optional by default
 
 
 def test_one_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_one_that_cannot_begin_says_why(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="api_key.*--wandb"):
-        writers.writers(config("--wandb"), tmp_path, 0)
+        writers.build_writers(config("--wandb"), tmp_path, 0)
 
 
 def test_one_that_fails_later_stops_and_the_run_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,7 +194,7 @@ def test_a_writer_gets_its_rows_when_the_disk_has_space_again(
         pytest.importorskip("tensorboard")
     flags = [flag] if flag == "--tensorboard" else ["--no-tensorboard", flag]
     writer = MetricsWriter(str(tmp_path), 0, True)
-    writer.forward_to(writers.writers(parse(flags), tmp_path, 0))
+    writer.forward_to(writers.build_writers(parse(flags), tmp_path, 0))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for iteration in range(1, 6):
         full = iteration in (2, 3)
