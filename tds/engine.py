@@ -37,7 +37,7 @@ from .posting import PASS_COST, SENDS, StagePlan, StagePlans
 from .progress import MAX_TIMED_STEPS, Progress
 from .queues import has_message_queues
 from .recompute import choose_checkpoint_function, views_requiring_grad
-from .reductions import OverlappedReduction, choose_reduction
+from .reducer import OverlappedReduction, choose_reduction
 from .saving import PipelineState
 from .schedule import Instruction
 from .split_backward import backward_input

@@ -12,11 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._deepspeed import this_device
-from .distributed_optimizer import DistributedOptimizer
-from .patches import instruction_handler, is_reduction_replaced
-from .pipe import chunk_of_weights, ties
-from .reducer import GradReducer
-from .schedule import Backward, BackwardWeight, Instruction
+from .patches import instruction_handler
+from .pipe import ties
+from .schedule import Instruction
 from .sparse import sparse_weights, sum_sparse
 
 GradientOf = Callable[[nn.Parameter], Tensor | None]
@@ -28,7 +26,7 @@ def any_over_ranks(flags: Sequence[bool], group: Any) -> list[bool]:
         return []
     any_flags = torch.tensor(flags, dtype=torch.int32, device=this_device())
     dist.all_reduce(any_flags, op=dist.ReduceOp.MAX, group=group)
-    return [bool(each) for each in any_flags.tolist()]
+    return list(map(bool, any_flags.tolist()))
 
 
 def reduce_tied_grads(module: Any, stage: int, gradient_of: GradientOf | None = None) -> None:
@@ -52,8 +50,7 @@ def reduce_tied_grads(module: Any, stage: int, gradient_of: GradientOf | None = 
                 sum_sparse([weight], group)
                 continue
             if grad is None:
-                weight.grad = torch.zeros_like(weight)
-                grad = weight.grad
+                grad = weight.grad = torch.zeros_like(weight)
             dist.all_reduce(grad, group=group)
 
 
@@ -109,66 +106,3 @@ class Reduction:
         """Sum the gradients of a step, after its last backward pass."""
         self.reduce_over_replicas()
         reduce_tied_grads(self._module, self._engine.stage_id)
-
-
-class OverlappedReduction(Reduction):
-    """Reduction over the replicas during the last backward pass, by a GradReducer or a DistributedOptimizer."""
-
-    averages = False
-
-    def __init__(self, engine: Any, reducer: GradReducer | DistributedOptimizer) -> None:
-        super().__init__(engine)
-        self.reducer = reducer
-        self._may_arm = bool(engine._config.pipeline.get("overlap_grad_reduce", True))
-
-    def plan(self, instructions: Sequence[Instruction]) -> None:
-        """Find the last pass of each chunk that computes weight gradients in a step."""
-        self._last_passes = {each.chunk: each for each in instructions if isinstance(each, (Backward, BackwardWeight))}
-
-    @contextmanager
-    def accumulating(self, instruction: Instruction) -> Iterator[None]:
-        if self._may_arm and self._last_passes[instruction.chunk] is instruction:
-            self.reducer.arm(instruction.chunk)
-        yield
-
-    def finish(self) -> None:
-        self.reducer.finish()
-        gradient_of = self.reducer.gradient_share if isinstance(self.reducer, DistributedOptimizer) else None
-        reduce_tied_grads(self._module, self._engine.stage_id, gradient_of)
-
-
-def choose_reduction(engine: Any) -> Reduction:
-    """Return the Reduction that a new pipeline engine needs for its optimizer and precision.
-
-    Collective over the stages. Raises ValueError if DeepSpeed's optimizer leaves the gradients of tied weights where
-    they cannot be summed.
-    """
-    if engine.distributed:
-        return OverlappedReduction(engine, engine.distributed)
-    if _may_overlap(engine):
-        group = engine.grid.get_data_parallel_group()
-        return OverlappedReduction(engine, GradReducer(engine.module, group, chunk_of=chunk_of_weights(engine.module)))
-    if engine.has_wrapped_optimizer:
-        from .zero_reductions import reduction_by_deepspeed
-
-        return reduction_by_deepspeed(engine)
-    return Reduction(engine)
-
-
-def _may_overlap(engine: Any) -> bool:
-    """Return whether a GradReducer may replace DeepSpeed's reduction after the backward passes.
-
-    A GradReducer needs fp32, several replicas, no ZeRO, and no ds_config settings that change DeepSpeed's reduction.
-    """
-    config = engine._config
-    is_custom = config.communication_data_type not in (None, torch.float64)  # `use_fp64` sets float64
-    is_custom |= config.prescale_gradients or config.gradient_predivide_factor != 1.0 or not engine.gradient_average
-    return bool(
-        not engine.has_wrapped_optimizer
-        and engine.dp_world_size > 1
-        and not is_custom
-        and engine.pipeline_enable_backward_allreduce
-        and not config.torch_autocast_enabled
-        and config.pipeline.get("overlap_grad_reduce", True)
-        and not is_reduction_replaced(type(engine))
-    )

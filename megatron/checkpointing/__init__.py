@@ -16,8 +16,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .files import CheckpointError, find_checkpoint, latest_checkpoint
+    from .files import CheckpointError
     from .load import load_checkpoint
+    from .lookup import find_checkpoint, latest_checkpoint
     from .reader import CheckpointReader, each_weight, load_weights, plain_config
     from .resume import find_start, start_or_resume
     from .retention import prune
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 # Name -> module. The names are imported lazily, as most programs need few of them.
 _HOMES = {
     "CheckpointError": "files", "CheckpointReader": "reader", "RetryingSaver": "retry", "Saver": "save",
-    "TrainState": "state", "Wanted": "wanted", "each_weight": "reader", "find_checkpoint": "files",
-    "find_start": "resume", "latest_checkpoint": "files", "load_checkpoint": "load", "load_weights": "reader",
+    "TrainState": "state", "Wanted": "wanted", "each_weight": "reader", "find_checkpoint": "lookup",
+    "find_start": "resume", "latest_checkpoint": "lookup", "load_checkpoint": "load", "load_weights": "reader",
     "plain_config": "reader", "prune": "retention", "save_checkpoint": "save", "start_or_resume": "resume",
 }  # fmt: skip
 

@@ -8,8 +8,8 @@ from megatron.config import Config
 from tds.average import AVERAGE
 
 from .files import FORMAT, WEIGHT
+from .share import Report
 from .state import TrainState
-from .survey import Report
 
 JsonObject = dict[str, Any]  # an object of checkpoint.json, or of a report
 

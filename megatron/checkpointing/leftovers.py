@@ -7,7 +7,8 @@ from pathlib import Path
 from ..atomic import remove
 from ..storage import RemotePath
 from .checksums import SHA256
-from .files import INDEX, latest_name, old_save_path, point_latest_to, sums_file
+from .files import INDEX, old_save_path, point_latest_to, sums_file
+from .lookup import latest_name
 
 PROBE_PREFIX = ".shared-"  # begin of the name of a file by which the nodes test whether they share a folder
 

@@ -8,7 +8,8 @@ from typing import TypeVar
 from ..ranks.errors import RunError
 from ..ranks.rank_0 import print_rank_0
 from ..storage import RemotePath
-from .files import INDEX, CheckpointError, find_checkpoint
+from .files import INDEX, CheckpointError
+from .lookup import find_checkpoint
 
 T = TypeVar("T")
 WAS_DELETED = "was deleted while it was read, as a run with --keep-last does"

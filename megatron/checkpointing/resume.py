@@ -14,9 +14,9 @@ from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from megatron.storage import to_path
 
 from .consumed import hash_samples, initial_hash
-from .files import find_checkpoint, latest_checkpoint, numbered_checkpoints
 from .leftovers import restore_replaced
 from .load import load_checkpoint
+from .lookup import find_checkpoint, latest_checkpoint, numbered_checkpoints
 from .reader import CheckpointReader, plain_config
 from .state import TrainState
 from .wanted import Wanted

@@ -6,8 +6,9 @@ from pathlib import Path
 from megatron.config.fields import describe_error
 from megatron.storage import RemotePath
 
-from .files import INDEX, latest_name, numbered_checkpoints, old_save_path
+from .files import INDEX, old_save_path
 from .forks import Forks, without_abandoned
+from .lookup import latest_name, numbered_checkpoints
 from .whole import is_complete
 
 

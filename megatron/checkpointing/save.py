@@ -21,10 +21,10 @@ from .buffers import SavedBuffers
 from .failures import discard_on_failure
 from .files import publish, temporary_folder
 from .index import index_text, merge_reports
-from .share import differing_steps, local_parts, written_values
+from .share import Report, Share, differing_steps, local_parts, share_file_name, written_values
 from .slow import warn_if_slow
 from .state import TrainState
-from .survey import Report, Share, collect_facts, common_checksum, gather_on_rank_0, optimizer_entry, share_file_name
+from .survey import collect_facts, common_checksum, gather_on_rank_0, optimizer_entry
 from .whole import check_complete
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +15,11 @@ from tds import optimizer_state as zero_state
 from tds.average import AVERAGE
 from tds.pipe import is_pipeline
 
+from .buffers import SavedBuffers
 from .checksums import Checksum
+from .failures import as_user_error
 from .files import WEIGHT
+from .slow import warn_if_slow
 from .stream import Slot, StreamWriter
 
 
@@ -176,3 +180,55 @@ def _is_finite(x: Tensor) -> bool:
         return True
     low, high = torch.aminmax(x)
     return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+class Report(NamedTuple):
+    """Report on a rank's share for rank 0: the written files, the expected shapes, and differing step counts."""
+
+    files: list[dict[str, Any]]
+    expected: dict[str, list[int]]
+    steps: dict[str, int]
+
+
+@dataclass
+class Share:
+    """This rank's share of a checkpoint.
+
+    path: file of the parameters. steps: see `differing_steps`. file_reports: reports of the written files. error: error
+    while writing, which `Saver.finish` raises on all ranks.
+    """
+
+    path: Path
+    parts: list[Part]
+    buffers: SavedBuffers
+    checksum: Checksum
+    steps: dict[str, int]
+    file_reports: list[dict[str, Any]] = field(default_factory=list)
+    error: Exception | None = None
+
+    def write(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Write the parameters and the buffers of this rank. values: key and value of each tensor of `parts`."""
+        buffers_path = self.path.with_stem(f"{self.path.stem}-buffers")
+        try:
+            with warn_if_slow(self.path):
+                parameters = write_share(self.path, self.parts, values, self.checksum)
+                buffers = self.buffers.write(buffers_path, self.checksum)
+        except Exception as error:
+            self.record_error(error)
+            return
+        self.file_reports = [report for report in (parameters, buffers) if report]
+
+    def record_error(self, error: Exception) -> None:
+        """Keep an error of this rank until all ranks can raise it."""
+        self.error = as_user_error(error)
+
+    def report(self) -> Report:
+        """Return the report for rank 0."""
+        expected = expected_shapes(self.parts) | self.buffers.expected
+        return Report(self.file_reports, expected, self.steps)
+
+
+def share_file_name() -> str:
+    """Return the name of this rank's file of parameters."""
+    mesh = mpu.get_mesh()
+    return f"pipe{mesh.pipe.rank:02d}-model{mesh.model.rank:02d}-data{mesh.data.rank:02d}.safetensors"

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ..atomic import why_missing
 from .checksums import Checksum
-from .files import INDEX, CheckpointError, resume_advice, sums_file
+from .files import INDEX, CheckpointError, sums_file
+from .lookup import resume_advice
 
 _SUMS_LINE = re.compile(r"([0-9a-f]{64})  ([^/]+)")
 

@@ -11,10 +11,11 @@ from megatron.ranks.rank_0 import is_rank_0
 from megatron.storage import RemotePath
 
 from .checksums import Checksum
-from .files import INDEX, format_sums, is_checkpoint, latest_name, point_latest_to
+from .files import INDEX, format_sums, is_checkpoint, point_latest_to
+from .lookup import latest_name
 from .remote import delete_checkpoint, upload_files
+from .share import Share
 from .slow import warn_if_slow
-from .survey import Share
 
 
 class Uploads:

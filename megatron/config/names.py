@@ -15,6 +15,7 @@ RENAMED = {"failed_saves": "max_failed_saves", "unfused": "reference_ops"}
 # Former setting, which files of earlier versions contain -> what replaces it; "" if training never depended on it.
 REMOVED = {
     "certificate": "",
+    "csv": "",  # pandas.read_json(path, lines=True) reads metrics.jsonl
     "without": "write a corpus without the documents with `tools/inspect_data.py drop` and name it in --data-path",
 }
 

@@ -104,7 +104,6 @@ class LogConfig(Section):
     mlflow: bool = opt(
         False, "log to MLflow: to MLFLOW_TRACKING_URI if the variable is set, else to mlflow/ in the run directory"
     )
-    csv: bool = opt(False, "write the metrics also to metrics.csv in the run directory")
     trace: bool = opt(
         False,
         "record a timeline of the passes, messages and collectives of every rank, for the newest 50 iterations or for "

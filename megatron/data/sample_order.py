@@ -76,7 +76,7 @@ class SampleOrder:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""
-        return {**self.__dict__, "_epochs": OrderedDict(), "_latest": _NO_EPOCH}
+        return {**self.__dict__, "_epochs": OrderedDict(), "_current": _NO_EPOCH}
 
     def _count_tokens(self, sizes: Numbers) -> int:
         """Return the number of tokens of all documents, and keep a hash of all lengths for the names of order files."""

@@ -12,7 +12,7 @@ from ..config import Config, ModelConfig
 from ..config.fields import ConfigError
 from ..config.parallel import uses_sequence_parallel
 from ..model.cuts import balanced_cuts
-from ..model.gpt2 import gpt2_layers, vocab_size_of
+from ..model.gpt2_layers import gpt2_layers, vocab_size_of
 from ..model.layers import Layer
 from ..model.work import sample_lengths
 

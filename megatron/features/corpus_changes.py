@@ -5,7 +5,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from ..checkpointing.files import numbered_checkpoints
+from ..checkpointing.lookup import numbered_checkpoints
 from ..data.damage import ADVICE, Block, evenly_spaced
 from ..data.indexed_dataset import DatasetError
 

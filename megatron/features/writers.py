@@ -1,12 +1,10 @@
-"""Writers of metrics to TensorBoard, Weights & Biases, SwanLab, MLflow and a CSV file, besides metrics.jsonl.
+"""Writers of metrics to TensorBoard, Weights & Biases, SwanLab and MLflow, besides metrics.jsonl.
 
 Each destination has its own flag. Its package is imported only if the destination is used.
 """
 
 import contextlib
-import csv
 import importlib.util
-import io
 import os
 import signal
 import sys
@@ -16,12 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..atomic import append_or_restore, write_text
+from ..atomic import write_text
 from ..config import Config
 from ..config.output import LogConfig
 from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.rank_0 import is_rank_0
-from ..rows import NUMBER_KEYS
 from ..training.feature import Feature, Plan
 from ..training.metrics import Writer
 from ..training.run_state import Run
@@ -29,8 +26,6 @@ from ..training.run_state import Run
 # Default project of Weights & Biases and SwanLab, and experiment of MLflow; WANDB_PROJECT, SWANLAB_PROJ_NAME and
 # MLFLOW_EXPERIMENT_NAME override it.
 PROJECT = "pretraining"
-# Columns of metrics.csv, in order. A row has an empty cell for each metric that its split does not have.
-COLUMNS = ("split", "iteration", *NUMBER_KEYS)
 PACKAGES = "tensorboard", "wandb", "swanlab", "mlflow"  # each package has a flag of the same name
 
 
@@ -67,7 +62,6 @@ def build_writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]
         WeightsAndBiases: log.wandb,
         SwanLab: log.swanlab,
         MLflow: log.mlflow,
-        CSV: log.csv,
     }
     started: list[Writer] = []
     for writer_class in [writer_class for writer_class, is_requested in wanted.items() if is_requested]:
@@ -270,36 +264,3 @@ class MLflow:
     def close(self) -> None:
         """End the MLflow run."""
         self._mlflow.end_run()
-
-
-class CSV:
-    """Writer of metrics.csv in the run directory; all rows have the same columns.
-
-    A resumed run removes the rows of iterations after the iteration from which it resumes.
-    """
-
-    name, flag, retries = "CSV", "csv", True
-
-    def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
-        self._path = run_dir / "metrics.csv"
-        old_rows: list[dict[str, Any]] = []
-        if iteration and self._path.is_file():
-            with open(self._path, newline="", encoding="utf-8") as file:
-                old_rows = list(csv.DictReader(file))
-        write_text(self._path, ",".join(COLUMNS) + "\n")
-        for row in old_rows:
-            number = row.get("iteration") or ""
-            if number.isdigit() and int(number) <= iteration:
-                self._append(row)
-
-    def _append(self, row: Mapping[str, Any]) -> None:
-        line = io.StringIO()
-        csv.DictWriter(line, COLUMNS, extrasaction="ignore", lineterminator="\n").writerow(row)
-        append_or_restore(self._path, line.getvalue())
-
-    def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
-        """Append one row."""
-        self._append({**numbers, "split": split, "iteration": iteration})
-
-    def close(self) -> None:
-        """Do nothing, as every row is already written."""

@@ -4,8 +4,9 @@ from importlib import import_module
 from typing import Any
 
 from .._compat import compat
-from .gpt2 import gpt2_layers
-from .layers import Layer, LayerStack, global_parameters
+from .gpt2_layers import gpt2_layers
+from .layer_stack import LayerStack
+from .layers import Layer, global_parameters
 
 # Pipeline models import DeepSpeed, which takes seconds, so each name below is imported on first use.
 _HOMES = {

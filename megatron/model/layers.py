@@ -1,11 +1,10 @@
-"""Model as a list of layers: all of them in one process, or a range of them on a pipeline stage.
+"""Model as a list of layers, from which each process builds all or those of its pipeline stage.
 
 Names are global: `layers.3.attention.dense.weight` is the same parameter in every layout.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,10 +64,6 @@ Observer = Callable[[Layer, Callable[[Any], Any], Any], Any]
 Steps = Sequence[tuple[Layer, Callable[[Any], Any]]]  # (layer, function that calls its module)
 
 
-def _raise_not_built(inputs: Any, *more: Any) -> Any:
-    raise RuntimeError("this layer was not built in this process, because it is on another pipeline stage")
-
-
 def global_names(layers: Sequence[Layer]) -> list[str]:
     """Return the global name of each layer's module; layers that share a module have the name of the first of them."""
     first_names = {layer.tied: layer.name for layer in reversed(layers)}  # reversed: the first layer overwrites others
@@ -105,57 +100,6 @@ class LayerRunner:
         return getattr(self.loss_fn, "aux", {})
 
 
-class LayerStack(LayerRunner, nn.Module):
-    """All layers of a model in one process, or only the layers whose indices are in `own`.
-
-    seed: seed of the initial weights.
-    own: indices of the layers to build, for generation over pipeline stages; calling any other layer raises
-    RuntimeError.
-    layer_names: global names of all layers in order.
-    """
-
-    def __init__(
-        self, layers: Sequence[Layer], seed: int, checkpoint_num_layers: int = 0, own: Container[int] | None = None
-    ) -> None:
-        super().__init__()
-        self._recompute_group_size = checkpoint_num_layers
-        self._rng = mpu.get_rng()
-        self.steps: list[tuple[Layer, Callable[..., Any]]] = []
-        self._built_layers: list[tuple[str, nn.Module]] = []
-        self.layer_names = global_names(layers)
-        for i, (layer, name) in enumerate(zip(layers, self.layer_names, strict=True)):
-            call: Callable[..., Any] = _raise_not_built
-            if own is None or i in own:
-                modules: dict[str, Any] = dict(self._built_layers)
-                module = modules[name] if name in modules else self._build(layer, name, seed)
-                call = partial(layer.call, module) if layer.call else module
-            self.steps.append((layer, call))
-
-    def _build(self, layer: Layer, name: str, seed: int) -> nn.Module:
-        module = layer.build(seed)
-        attach(self, name, module)
-        self._built_layers.append((name, module))
-        named_parameters = [(f"{name}.{path}", p) for path, p in module.named_parameters()]
-        _fill_parameters(named_parameters, seed)
-        after_layer = mpu.parallel_context().after_layer
-        if after_layer is not None:
-            after_layer(module)
-        return module
-
-    def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield (global name, module) of every layer built in this process, tied layers once."""
-        yield from self._built_layers
-
-    @property
-    def layer_functions(self) -> list[Callable[..., Any]]:
-        """The layers and functions that `run` calls, in this order; see `tds.DistributedOptimizer`."""
-        return [call for _, call in self.steps]
-
-    def run(self, inputs: Any) -> Any:
-        """Run all layers in order."""
-        return self.run_steps(self.steps, inputs)
-
-
 def global_parameters(model: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield (global name, parameter) of every parameter that this process holds.
 
@@ -190,7 +134,8 @@ def _add_global_names(model: Any, named: Callable[[nn.Module], Iterable[tuple[st
             yield name, tensor
 
 
-def _fill_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
+def fill_parameters(named_parameters: Iterable[tuple[str, nn.Parameter]], seed: int) -> None:
+    """Draw the initial values of declared parameters from (seed, name)."""
     for name, parameter in named_parameters:
         mpu.spec_of(parameter).fill(parameter, mpu.derive_seed(seed, "weights", name))
 
@@ -201,4 +146,4 @@ def init_weights(model: Any, seed: int) -> None:
     The values thus depend neither on the layout nor on the order in which layers are built. Undeclared parameters
     keep the values that their module gave them.
     """
-    _fill_parameters(global_parameters(model), seed)
+    fill_parameters(global_parameters(model), seed)

@@ -14,7 +14,7 @@ from tds.boundary import Boundary
 from tds.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
 from .cuts import partition_method
-from .gpt2 import gpt2_layers, vocab_size_of
+from .gpt2_layers import gpt2_layers, vocab_size_of
 from .layers import Layer, LayerRunner, global_names, init_weights
 from .loss import TokenLoss
 from .masks import no_documents

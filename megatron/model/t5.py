@@ -24,7 +24,8 @@ from .block import Dropout, TransformerLayer
 from .cache import Caches
 from .cross_attention import Encoded, build_cross_attention
 from .embedding import ModelStart, StackNorm, WordEmbedding
-from .gpt2 import LanguageModel, output_layer
+from .gpt2 import LanguageModel
+from .gpt2_layers import output_layer
 from .layers import Layer
 from .loss import IsText
 from .masks import document_scope, no_documents, positions_in_documents

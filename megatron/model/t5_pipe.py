@@ -4,7 +4,7 @@ import torch
 
 from megatron.config import Config
 
-from .gpt2 import vocab_size_of
+from .gpt2_layers import vocab_size_of
 from .loss import IsText, TokenLoss
 from .masks import no_documents
 from .pipe import TIED_WEIGHTS, LayerStackPipe

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..atomic import process_name
-from ..checkpointing.files import latest_name
+from ..checkpointing.lookup import latest_name
 from ..config import Config
 from ..config.fields import ConfigError, format_problems
 from ..data.corpora import made_with, prefixes_of

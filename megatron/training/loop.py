@@ -1,27 +1,23 @@
-"""The training loop, which calls the parts of a run around each iteration, and the part that saves and stops."""
+"""The training loop, which calls the parts of a run around each iteration."""
 
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from tqdm import tqdm
-
-from tds import trace
 
 from .. import mpu
 from ..data.sample_hash import extend_hash
 from ..data.skips import make_skip_check
 from ..engines.engine import Batches, StepResult
-from ..locks.held_places import HeldPlaces, LostPlace
-from ..ranks.errors import RunError
+from ..locks.held_places import HeldPlaces
 from ..ranks.rank_0 import is_rank_0, print_rank_0
-from ..ranks.signals import StopSignal
 from .data_ranks import read_batches
 from .evaluation import Evaluations, evaluate
-from .feature import Feature, due
+from .feature import Feature
 from .health import ReplicaChecks, SampleRange
 from .log import TrainingLog
 from .run_state import Run
+from .saves import Saves
 
 __all__ = ["Run", "evaluate", "train"]
 ALREADY_TRAINED = (
@@ -79,7 +75,7 @@ def _progress_bar(done: int, last: int) -> Any:
     return tqdm(total=last, initial=min(done, last), disable=disable, unit="it", leave=False)
 
 
-def _collect_parts(run: Run) -> tuple[list[Feature], "Saves"]:
+def _collect_parts(run: Run) -> tuple[list[Feature], Saves]:
     """Return all parts of a run, in the order in which an iteration calls them, and the last of them."""
     places = HeldPlaces(run)
     saves = Saves(run, places)
@@ -107,102 +103,3 @@ def _advance_state(run: Run) -> SampleRange:
     state.consumed_samples += count
     state.consumed_tokens += count * sum(run.sample_shape)
     return samples
-
-
-class Saves(Feature):
-    """Part of a run that saves a checkpoint every --save-interval iterations and on signals.
-
-    It sets `run.stop` if a signal, --exit-interval or --exit-duration-in-mins ends the run after this iteration; a
-    feature may have set it before.
-    """
-
-    def __init__(self, run: Run, places: HeldPlaces) -> None:
-        self._run = run
-        self._places = places
-        # _saved_iteration: of the newest saved state. _save_began: iteration in which its save began; after skipped
-        # steps, it is later than _saved_iteration.
-        self._saved_iteration = self._save_began = run.state.iteration
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, *_: object) -> None:
-        """Complete a background save if an error ends the run and all ranks have this error, since it is collective."""
-        if not self._run.saver.is_pending:
-            return
-        is_alone = dist.get_world_size() == 1 and isinstance(error, Exception)
-        is_everywhere = is_alone or isinstance(error, RunError)
-        if not is_everywhere or self._places.find_lost():
-            return
-        try:
-            self._run.saver.finish()
-        except RunError as failure:
-            print_rank_0(f"note: {failure}")
-
-    def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
-        run = self._run
-        settings = run.config.checkpoint
-        signal, is_written = run.signals.agree(run.saver.is_pending and not run.saver.is_writing)
-        if signal is StopSignal.SAVE_AND_STOP or due(samples.iteration, settings.exit_interval or 0):
-            run.stop = True
-        # `agree` returns what the ranks reported at its previous call. So in the iteration after a save began,
-        # `is_written` is still a report from before this save.
-        if run.saver.is_pending and is_written and samples.iteration > self._save_began + 1:
-            self._finish_save()
-        is_due = signal is StopSignal.SAVE or due(samples.iteration, settings.save_interval)
-        if run.stop or is_due:
-            self._save_began = samples.iteration
-            self._save(is_last=run.stop)
-
-    def complete(self) -> None:
-        """Complete a background save, and repeat the last save if it failed.
-
-        If all iterations are done, save the final state unless it is already saved.
-        """
-        run = self._run
-        if run.saver.is_pending:
-            self._finish_save()
-        is_done = run.state.iteration >= run.config.train.train_iters
-        is_unsaved = is_done and run.state.iteration != self._saved_iteration and run.config.checkpoint.save_at_end
-        if run.saver.failures or is_unsaved:
-            self._save(is_last=True)
-
-    def _finish_save(self) -> None:
-        self._check_places()
-        self._run.saver.finish()
-
-    def _check_places(self) -> LostPlace | None:
-        """Return a folder that the run has lost and taken again. Raises RunError if it could not take it again."""
-        lost = self._places.find_lost()
-        if lost and not lost.is_retaken:
-            raise RunError(lost.message)
-        return lost
-
-    def _save(self, is_last: bool) -> None:
-        """Save the state after the last step that was not skipped, unless this state is already saved.
-
-        is_last: the last save of a run logs unreported iterations before the save, and raises if the save fails.
-        """
-        run = self._run
-        log = run.log
-        lost = self._check_places()
-        is_last = is_last or lost is not None  # the run ends below if it has lost a folder
-        log.check()
-        if is_last and log.has_unreported:
-            log.report()
-        state = log.health.state_to_save(run.state)
-        if state.iteration == run.state.iteration:
-            state.features = run.features.state()  # features that act after the log may have changed it
-        else:
-            print_rank_0(
-                f"all steps since iteration {state.iteration} were skipped, so the checkpoint has the state of "
-                f"iteration {state.iteration}"
-            )
-        if state.iteration != self._saved_iteration or run.saver.failures:
-            run.features.before_save(state.iteration)
-            with trace.span("checkpoint"):
-                run.saver.save(state, must_succeed=is_last)
-        if lost:
-            raise RunError(lost.message)
-        log.restart_timer()
-        self._saved_iteration = state.iteration

@@ -8,7 +8,7 @@ from pathlib import Path
 from tds import timeline
 
 from ..atomic import write_text
-from ..checkpointing.files import latest_name, save_folder_of
+from ..checkpointing.lookup import latest_name, save_folder_of
 from ..checkpointing.relocation import TOKENIZER_FOLDER as TOKENIZER
 from ..checkpointing.relocation import copy_tokenizer
 from ..config import Config
@@ -17,7 +17,7 @@ from ..locks.run_lock import CHECKPOINTS, RunLock, RunLockedError
 from ..storage import RemotePath, to_path
 
 SETTINGS, METRICS = "config.json", "metrics.jsonl"
-OUTPUTS = METRICS, "metrics.csv", "tensorboard", "mlflow", "wandb", "swanlab", timeline.FOLDER, "profile"
+OUTPUTS = METRICS, "tensorboard", "mlflow", "wandb", "swanlab", timeline.FOLDER, "profile"
 
 
 def save_dir_of(config: Config, run_dir: Path) -> Path:

@@ -14,8 +14,9 @@ from torch import Tensor
 from data_utils.cli import Parser, any_path, local_path, run
 from megatron.atomic import atomic_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
-from megatron.checkpointing.files import BUFFER, WEIGHT, latest_checkpoint, numbered_checkpoints
+from megatron.checkpointing.files import BUFFER, WEIGHT
 from megatron.checkpointing.forks import forks_of, without_abandoned
+from megatron.checkpointing.lookup import latest_checkpoint, numbered_checkpoints
 from megatron.checkpointing.pruned import read_with_retry
 from megatron.checkpointing.relocation import TOKENIZER_FOLDER as TOKENIZER
 from megatron.checkpointing.relocation import copy_folder
@@ -188,7 +189,3 @@ def build_parser() -> Parser:
 
 def cli() -> None:
     run(main, build_parser())
-
-
-if __name__ == "__main__":
-    cli()

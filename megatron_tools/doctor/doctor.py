@@ -295,7 +295,3 @@ def main(argv: Sequence[str]) -> int:
 
 def cli() -> None:
     sys.exit(main(sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    cli()

@@ -81,11 +81,10 @@ def check_disk(save_dir: Path, run_dir: Path, checkpoint_bytes: float, config: C
     free = shutil.disk_usage(folder).free
     if is_remote:
         words = f"{free / 1e9:.1f} GB free for the upload of a checkpoint, which takes {checkpoint_bytes / 1e9:.2g} GB"
-        yield (
-            ok("disk", words)
-            if free >= checkpoint_bytes
-            else failed("disk", words, "free space, or give another --run-dir")
-        )
+        if free >= checkpoint_bytes:
+            yield ok("disk", words)
+        else:
+            yield failed("disk", words, "free space, or give another --run-dir")
         return
     keep_last = config.checkpoint.keep_last
     comfortable_bytes = 10 * checkpoint_bytes if keep_last is None else 0.0
@@ -107,7 +106,8 @@ def check_resume(config: Config, run_dir: Path, fingerprint: str | None, quick: 
     """
     from megatron.checkpointing import Wanted
     from megatron.checkpointing.contradictions import refuse_contradictions
-    from megatron.checkpointing.files import CheckpointError, find_checkpoint, latest_checkpoint
+    from megatron.checkpointing.files import CheckpointError
+    from megatron.checkpointing.lookup import find_checkpoint, latest_checkpoint
     from megatron.checkpointing.pruned import was_deleted
     from megatron.checkpointing.reader import CheckpointReader
     from megatron.training.run_folder import save_dir_of

@@ -267,7 +267,3 @@ def build_parser() -> Parser:
 
 def cli() -> None:
     run(main, build_parser())
-
-
-if __name__ == "__main__":
-    cli()

@@ -253,7 +253,3 @@ def build_parser() -> TrainingFlagsParser:
 
 def cli() -> None:
     run(main, build_parser())
-
-
-if __name__ == "__main__":
-    cli()

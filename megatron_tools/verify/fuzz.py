@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpointing.files import latest_checkpoint
+from megatron.checkpointing.lookup import latest_checkpoint
 from megatron.checkpointing.reader import CheckpointReader
 from megatron.config import Config
 from megatron.config.command_line import parse

@@ -218,7 +218,3 @@ def cli() -> None:
             f"verify_layout.py SCRIPT -- {unknown_flags[0]} ..."
         )
     run(main, parser, own_arguments)
-
-
-if __name__ == "__main__":
-    cli()

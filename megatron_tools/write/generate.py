@@ -19,7 +19,8 @@ from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
 from megatron.config import Config
 from megatron.config.fields import problems_where, raise_first_problem
-from megatron.model.gpt2 import GPT2Model, gpt2_layers, vocab_size_of
+from megatron.model.gpt2 import GPT2Model
+from megatron.model.gpt2_layers import gpt2_layers, vocab_size_of
 from megatron.model.t5 import T5Model, t5_layers
 from megatron.ranks import device as device_module
 from megatron.ranks.errors import exit_now
@@ -294,7 +295,3 @@ def build_parser() -> Parser:
 
 def cli() -> None:
     run(main, build_parser())
-
-
-if __name__ == "__main__":
-    cli()

@@ -225,7 +225,6 @@ CASES: dict[str, Case] = {
     "wandb": Case("--wandb"),
     "swanlab": Case("--swanlab"),
     "mlflow": Case("--mlflow"),
-    "csv": Case("--csv"),
     "trace": Case("--trace"),
     "trace_iterations": Case("--trace-iterations 2", "--trace"),
     "profile": Case("--profile --profile-iterations 2"),

@@ -24,8 +24,8 @@ from megatron.checkpointing import (
     prune,
 )
 from megatron.checkpointing import save as save_module
+from megatron.checkpointing.share import Share
 from megatron.checkpointing.stream import StreamWriter
-from megatron.checkpointing.survey import Share
 from megatron.checkpointing.whole import check_complete, is_complete
 from megatron.config.command_line import parse
 from megatron.ranks.errors import RunError

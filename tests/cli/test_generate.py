@@ -15,7 +15,7 @@ import torch
 from megatron.config.command_line import parse
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.model import GPT2Model, T5Model
-from megatron.model.gpt2 import gpt2_layers
+from megatron.model.gpt2_layers import gpt2_layers
 from megatron.model.t5 import t5_layers
 from megatron.ranks import device as device_module
 from megatron.ranks.initialize import initialize_megatron

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.model.layers import Layer, LayerStack
+from megatron.model.layer_stack import LayerStack
+from megatron.model.layers import Layer
 from megatron.mpu import initial_values, parameters
 from megatron.mpu.current import ParallelContext
 from megatron.mpu.mesh import Axis, Mesh

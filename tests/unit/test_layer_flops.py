@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model
 from megatron.model.cuts import balanced_cuts
-from megatron.model.gpt2 import gpt2_layers
+from megatron.model.gpt2_layers import gpt2_layers
 from megatron.model.layers import Layer
 from megatron.model.parameter_counts import count_parameters
 from megatron.model.t5 import t5_layers

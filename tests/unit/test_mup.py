@@ -12,7 +12,7 @@ from megatron.config.command_line import parse, with_values
 from megatron.config.fields import ConfigError
 from megatron.model import global_parameters
 from megatron.model.gpt2 import GPT2Model
-from megatron.model.layers import LayerStack
+from megatron.model.layer_stack import LayerStack
 from megatron.model.lr_factors import layer_lr_factors
 from megatron.model.t5 import T5Model
 from megatron.optim import build_optimizer, group_keys

@@ -160,7 +160,7 @@ def test_what_a_link_leads_to_is_never_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv", "tensorboard", "trace", "profile"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard", "trace", "profile"])
 def test_a_by_product_that_is_a_link_is_refused(tmp_path: Path, vocab_file: str, name: str) -> None:
     run, target = tmp_path / "run", tmp_path / "elsewhere"
     run.mkdir()

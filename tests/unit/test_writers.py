@@ -1,6 +1,5 @@
-"""Each writer (TensorBoard, W&B, SwanLab, MLflow, CSV) gets all metrics; a resumed run continues its records."""
+"""Each writer (TensorBoard, W&B, SwanLab, MLflow) gets all metrics; a resumed run continues its records."""
 
-import csv
 import importlib.util
 import resource
 import signal
@@ -115,11 +114,11 @@ def test_mlflow_gets_a_line_and_the_same_run_goes_on(tmp_path: Path, monkeypatch
     assert mlflow.named("log_metrics")[0] == (({"train/lm_loss": 7.5, "train/lr": 0.001},), {"step": 10})
 
 
-def test_tensorboard_gets_texts_and_csv_none(tmp_path: Path) -> None:
+def test_tensorboard_gets_texts(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    config = parse(["--tensorboard", "--csv"], {"family": "gpt2"})
+    config = parse(["--tensorboard"], {"family": "gpt2"})
     metrics = MetricsWriter(str(tmp_path), 0, active=True)
     metrics.forward_to(writers.build_writers(config, tmp_path, 0))
     metrics.write({"split": "samples", "iteration": 3, "samples": [{"prompt": "春天", "text": "春天来了"}]})
@@ -131,19 +130,6 @@ def test_tensorboard_gets_texts_and_csv_none(tmp_path: Path) -> None:
     (event,) = events.Tensors(tag)
     assert tag.startswith("samples/春天") and event.step == 3
     assert event.tensor_proto.string_val[0].decode() == "春天来了"
-    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1
-
-
-def test_csv_has_the_same_columns_in_every_row(tmp_path: Path) -> None:
-    valid = {"split": "valid", "iteration": 20, "lm_loss": 7.0, "ppl": 1096.6}
-    told(tmp_path, 0, "--csv", rows=(ROW, valid, ROW | {"iteration": 30}))
-    told(tmp_path, 20, "--csv", rows=(ROW | {"iteration": 30, "lm_loss": 6.0},))
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
-    assert [(row["split"], row["iteration"], row["lm_loss"]) for row in rows] == [
-        ("train", "10", "7.5"), ("valid", "20", "7.0"), ("train", "30", "6.0"),
-    ]  # fmt: skip
-    assert tuple(rows[0]) == writers.COLUMNS
-    assert (rows[1]["lr"], rows[1]["ppl"]) == ("", "1096.6")
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab", "mlflow", "tensorboard"])
@@ -185,16 +171,13 @@ def test_one_that_fails_later_stops_and_the_run_does_not(tmp_path: Path, capsys:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.parametrize("flag", ["--tensorboard", "--csv"])
 def test_a_writer_gets_its_rows_when_the_disk_has_space_again(
-    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A limit on the size of files acts as a full disk."""
-    if flag == "--tensorboard":
-        pytest.importorskip("tensorboard")
-    flags = [flag] if flag == "--tensorboard" else ["--no-tensorboard", flag]
+    pytest.importorskip("tensorboard")
     writer = MetricsWriter(str(tmp_path), 0, True)
-    writer.forward_to(writers.build_writers(parse(flags), tmp_path, 0))
+    writer.forward_to(writers.build_writers(parse(["--tensorboard"]), tmp_path, 0))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     for iteration in range(1, 6):
         full = iteration in (2, 3)
@@ -205,16 +188,12 @@ def test_a_writer_gets_its_rows_when_the_disk_has_space_again(
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert writer.close() == 0
     printed = capsys.readouterr()
-    name = "CSV" if flag == "--csv" else "TensorBoard"
-    assert len([line for line in printed.out.splitlines() if line.startswith(f"note: {name} ")]) == 1
+    assert len([line for line in printed.out.splitlines() if line.startswith("note: TensorBoard ")]) == 1
     assert "Traceback" not in printed.err
-    if flag == "--csv":
-        found = [int(row["iteration"]) for row in csv.DictReader((tmp_path / "metrics.csv").open())]
-    else:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-        events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-        found = sorted({event.step for event in events.Scalars("train/lm_loss")})
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    found = sorted({event.step for event in events.Scalars("train/lm_loss")})
     assert found == [1, 2, 3, 4, 5]
 
 

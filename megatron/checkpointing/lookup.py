@@ -1,0 +1,108 @@
+"""Lookup of the newest checkpoint in a folder or a run directory."""
+
+import re
+from pathlib import Path
+
+from ..atomic import why_missing
+from ..json_text import read_json
+from ..storage import RemotePath, to_path
+from .checksums import BLAKE3, SHA256
+from .files import INDEX, CheckpointError, is_checkpoint, sums_file
+
+_LATEST = re.compile(r"(?P<name>[^\n/]+)(\n(?P<sums>[0-9a-f]{64})?\n?)?")
+
+
+def latest_name(folder: Path) -> str | None:
+    """Return the first line of the file `latest`, the name of a checkpoint; None if there is no such file."""
+    pointer = folder / "latest"
+    return pointer.read_bytes().decode("utf-8", "replace").split("\n")[0] if pointer.is_file() else None
+
+
+def numbered_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return iteration -> checkpoint in `folder`, damaged or not, in ascending order."""
+    checkpoints = {int(path.name[5:]): path for path in folder.glob("iter_*") if path.name[5:].isdigit()}
+    return dict(sorted(checkpoints.items()))
+
+
+def resume_advice(checkpoint: Path) -> str:
+    """Return how to resume without an unreadable checkpoint: from the newest before it, else from the newest other."""
+    folder = checkpoint.parent
+    complete = [path.name for path in numbered_checkpoints(folder).values() if is_checkpoint(path)]
+    if checkpoint.name in complete:
+        complete.remove(checkpoint.name)
+    candidates = [name for name in complete if name < checkpoint.name] or complete
+    if not candidates:
+        return f"{folder} has no other checkpoint; restore it from a copy"
+    return f"to resume from {candidates[-1]}, write its name into {folder / 'latest'}"
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """Return the checkpoint that `latest` names, None if there is no checkpoint yet.
+
+    Raises CheckpointError if `latest` is damaged, if it names a checkpoint that does not exist, or if there are
+    checkpoints but no `latest`. If a user writes `latest` by hand, the checksum may be omitted.
+    """
+    pointer = folder / "latest"
+    if not pointer.is_file():
+        _refuse_missing_pointer(pointer)
+        return None
+    content = pointer.read_bytes()
+    match = _LATEST.fullmatch(content.decode("utf-8", "replace"))
+    if not match or match["name"] in (".", "..") or not match["name"].isprintable():
+        raise CheckpointError(f"{pointer} is damaged; {resume_advice(pointer)}")
+    path = folder / match["name"]
+    if not path.is_dir():
+        if pointer.read_bytes() != content:  # a run has saved and deleted meanwhile
+            return latest_checkpoint(folder)
+        problem = "is a file" if path.is_file() else why_missing(path)
+        raise CheckpointError(f"{pointer} names {path.name}, but {path} {problem}; {resume_advice(path)}")
+    sums = sums_file(path)
+    if match["sums"] and sums.is_file() and SHA256.hash_file(sums) != match["sums"]:
+        check = {BLAKE3.sums_name: "b3sum -c", SHA256.sums_name: "sha256sum -c"}[sums.name]
+        raise CheckpointError(
+            f"the checksum in {pointer} is not that of {sums}: one of the two files is damaged; "
+            f"if `{check} {sums.name}` finds no error in {path.name}, "
+            f"write only the name {path.name} into latest; otherwise, {resume_advice(path)}"
+        )
+    return path
+
+
+def _refuse_missing_pointer(pointer: Path) -> None:
+    """Raise CheckpointError if there are checkpoints beside the missing file `latest`, or if it is a folder."""
+    if pointer.is_dir():
+        raise CheckpointError(f"{pointer} is a folder, but must be a file: remove it; {resume_advice(pointer)}")
+    names = sorted(path.name for path in pointer.parent.glob("iter_*") if is_checkpoint(path))
+    if names:
+        raise CheckpointError(
+            f"the file {pointer} is missing; to resume from {names[-1]}, create {pointer} with the text {names[-1]}"
+        )
+
+
+def save_folder_of(run_dir: Path) -> Path | None:
+    """Return the place of --save that the settings in a run directory name; None without --save or settings."""
+    if isinstance(run_dir, RemotePath):
+        return None
+    try:
+        saved = read_json(run_dir / "config.json", dict)["checkpoint"]["save"]
+        return to_path(saved) if saved else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def find_checkpoint(load: str) -> Path:
+    """Return the checkpoint at `load`, or the newest checkpoint if `load` is a run directory or a checkpoint folder.
+
+    The checkpoints of a run directory may lie elsewhere, where the run's --save put them.
+    """
+    base = to_path(load)
+    folders = [base / "checkpoints", base]
+    save_folder = save_folder_of(base)
+    if save_folder:
+        folders.append(save_folder)
+    for folder in folders:
+        if sums_file(folder).is_file() or (folder / INDEX).is_file():
+            return folder
+        path = latest_checkpoint(folder)
+        if path:
+            return path
+    raise CheckpointError(f"--load {load} holds no checkpoint")
