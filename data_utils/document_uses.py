@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron.config import Config
 from megatron.data.corpora import corpus_names, prefixes_of
-from megatron.data.cpm_triples import is_triple
+from megatron.data.corpus_paths import is_triple
 from megatron.data.indexed_dataset import IndexedDataset
 
 from .cli import align_columns

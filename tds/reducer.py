@@ -149,11 +149,13 @@ class OverlappedReduction(Reduction):
 
     @contextmanager
     def accumulating(self, instruction: Instruction) -> Iterator[None]:
+        """Run a backward pass in this block; if it is its chunk's last one, the reductions start during the pass."""
         if self._may_arm and self._last_passes[instruction.chunk] is instruction:
             self.reducer.arm(instruction.chunk)
         yield
 
     def finish(self) -> None:
+        """Wait for the reductions over the replicas, then sum the gradients of tied weights over their stages."""
         self.reducer.finish()
         gradient_of = self.reducer.gradient_share if isinstance(self.reducer, DistributedOptimizer) else None
         reduce_tied_grads(self._module, self._engine.stage_id, gradient_of)

@@ -129,7 +129,7 @@ def _corpus_exists(prefix: str) -> bool:
     """Return whether a corpus exists: a .bin/.idx pair, or the three pairs of a corpus of CPM-2."""
     if to_path(f"{prefix}.idx").is_file():
         return True
-    from megatron.data.cpm_triples import is_triple
+    from megatron.data.corpus_paths import is_triple
 
     return is_triple(prefix)
 

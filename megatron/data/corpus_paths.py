@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..config.data_stages import Stage, StagedCorpora, prefixes_in
+from ..storage import to_path
 from .indexed_dataset import DatasetError
 from .splits import PARTS
 
@@ -156,3 +157,8 @@ def corpus_names(paths: Paths) -> list[str]:
     prefixes = prefixes_of(paths)
     short = [re.sub(r"_text_document(_train|_valid|_test)?$", "", Path(prefix).name) for prefix in prefixes]
     return [name if short.count(name) == 1 else prefix for name, prefix in zip(short, prefixes, strict=True)]
+
+
+def is_triple(prefix: str) -> bool:
+    """Return True if `prefix` names a corpus that was masked during preprocessing (three `.bin/.idx` pairs)."""
+    return to_path(f"{prefix}_context.idx").is_file()

@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .. import storage
 from .corpora import Make, Paths, build_datasets, prefixes_of
 from .cpm_masking import PARTS
 from .indexed_dataset import DatasetError, IndexedDataset
@@ -23,11 +22,6 @@ from .spans import SpanPlan
 from .t5_dataset import Datasets, Specials, T5Samples
 
 Ids = NDArray[np.int64]
-
-
-def is_triple(prefix: str) -> bool:
-    """Return True if `prefix` names a corpus that was masked during preprocessing (three `.bin/.idx` pairs)."""
-    return storage.to_path(f"{prefix}_context.idx").is_file()
 
 
 class CPMTripleDataset(T5Samples):

@@ -191,7 +191,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             )
         logits, *saved_state = ctx.saved_tensors
         ctx.overwritten = ctx.overwrite
-        state = LossState._make([*saved_state, ctx.real_rows])
+        state = LossState(*saved_state, ctx.real_rows)
         return logits_gradient(logits, state, grad, ctx.overwrite), *[None] * 5
 
 

@@ -12,6 +12,7 @@ from ..config import Config
 from ..config.defaults import DEFAULTS
 from ..data import cpm_triples
 from ..data.corpora import prefixes_of
+from ..data.corpus_paths import is_triple
 from ..data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
 from ..model.loss import Targets, targets_of
 from ..model.masks import no_documents
@@ -83,7 +84,7 @@ class T5(LanguageTask):
         t5_tokenizer = cast(SentinelTokenizer, tokenizer)
         lengths = data.enc_seq_length or data.seq_length, data.dec_seq_length
         specials = Specials(t5_tokenizer.eod, t5_tokenizer.pad, t5_tokenizer.sentinels)
-        if all(map(cpm_triples.is_triple, prefixes_of(data.paths))):
+        if all(map(is_triple, prefixes_of(data.paths))):
             return cpm_triples.build_train_valid_test_datasets(
                 data.paths, data.split, *lengths, specials, seed, t5_tokenizer.base.vocab_size
             )

@@ -15,7 +15,7 @@ from ..checkpointing.lookup import latest_name
 from ..config import Config
 from ..config.fields import ConfigError, format_problems
 from ..data.corpora import made_with, prefixes_of
-from ..data.cpm_triples import is_triple
+from ..data.corpus_paths import is_triple
 from ..data.damage import find_problems
 from ..data.fingerprints import content_fingerprint, corpus_fingerprint
 from ..data.indexed_dataset import DatasetError

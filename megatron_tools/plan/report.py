@@ -134,11 +134,8 @@ def explain_layout(layout: Layout, cluster: Cluster, tokens: float | None) -> Li
     yield f"memory: {layout.peak_memory.total / 1e9:.3g} GB on the stage that needs the most, of {usable}"
     yield ""
     slowest = max(cost.stages, key=lambda s: s.total)
-    part_texts = []
-    for kind, seconds in asdict(slowest).items():
-        if seconds:
-            part_texts.append(f"{kind.replace('_', ' ')} {seconds * 1e3:.3g}")
-    passes = f"{slowest.total * 1e3:.4g} ms ({', '.join(part_texts)})"
+    parts = [f"{kind.replace('_', ' ')} {t * 1e3:.3g}" for kind, t in asdict(slowest).items() if t]
+    passes = f"{slowest.total * 1e3:.4g} ms ({', '.join(parts)})"
     yield f"forward and backward of a micro-batch on the slowest stage: {passes}"
     if p.stages > 1:
         yield (

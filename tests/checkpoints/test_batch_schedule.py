@@ -125,7 +125,7 @@ def _refused(start: Start, data: str, vocab_file: str) -> list[int]:
         if engine.micro_batches == 1:
             raise ScheduleError("deadlock")
 
-    hooks.prove = prove  # type: ignore[attr-defined]
+    hooks.prove_no_deadlock = prove  # type: ignore[attr-defined]
     with pytest.raises(ScheduleError):
         make(start, data, vocab_file)
     return tried

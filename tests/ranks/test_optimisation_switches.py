@@ -55,7 +55,7 @@ def _listening() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, owner, what in (
             ("start", Pending, "__init__"),
-            ("settle", Pending, "settle"),
+            ("settle", Pending, "block"),
             ("matmul", linear, "matmul"),
         ):
             patch.setattr(owner, what, telling(name, getattr(owner, what)))

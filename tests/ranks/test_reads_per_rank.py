@@ -133,7 +133,7 @@ def _resumes(first: Start, second: Start, data: str, vocab_file: str) -> tuple[i
     """Train and resume; return (elements read on resuming, parameters initialised at the start, and on resuming)."""
     calls: Counter[str] = Counter()
     numbers = [0]
-    honest = CheckpointReader._piece
+    honest = CheckpointReader._open_piece
 
     def piece(reader: CheckpointReader, key: str, each: dict[str, Any]) -> Any:
         numbers[0] += math.prod(honest(reader, key, each).get_shape())
@@ -148,7 +148,7 @@ def _resumes(first: Start, second: Start, data: str, vocab_file: str) -> tuple[i
         with make(first, data, vocab_file) as run:
             train(run)
         drawn = calls["drawn"]
-        CheckpointReader._piece = piece  # type: ignore[method-assign]
+        CheckpointReader._open_piece = piece  # type: ignore[method-assign]
         begin()
         with make(second, data, vocab_file) as run:
             again, read = calls["drawn"] - drawn, numbers[0]

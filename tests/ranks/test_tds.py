@@ -688,7 +688,7 @@ def test_handlers_of_a_subclass_are_called_and_nothing_is_left_after_a_step() ->
     assert first == ["F0", "F1", "B0", "F2", "B1", "F3", "B2", "B3"]
     assert last == ["F0", "B0", "F1", "B1", "F2", "B2", "F3", "B3"]
     assert loss == same
-    assert "stage 0 still holds tensors of [At(micro=0, chunk=0)," in on_ranks(1, _left_over)[0]
+    assert "stage 0 still holds tensors of [MicroChunk(micro=0, chunk=0)," in on_ranks(1, _left_over)[0]
 
 
 def _balanced() -> tuple[list[int], float]:

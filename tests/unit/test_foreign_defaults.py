@@ -140,7 +140,7 @@ def _router_loss() -> tuple[list[list[float]], list[int], float]:
     router = Router(config, "router").double().train()
     hidden = torch.randn(29, 4, config.hidden_size, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     router(hidden)
-    router.end_step(router.seen)  # our next loss uses the shares of this step, as theirs does at once
+    router.end_step(router.step_tokens)  # our next loss uses the shares of this step, as theirs does at once
     loss = router(hidden).loss
     probabilities = (hidden.flatten(0, 1) @ router.weight.t()).softmax(-1)
     return probabilities.tolist(), router.tokens.tolist(), loss.item()

@@ -54,12 +54,12 @@ def test_fp16_may_search_for_its_scale_and_ends_at_the_least_one() -> None:
     feed(health, [INF], [1.0])
     health.read()
     assert health.fault is not None
-    assert health.fault.scale == 1.0
+    assert health.fault.min_scale == 1.0
     later = Health(TrainState(), 2, 64.0, 1.0)
     feed(later, [1.0, INF, INF], [64.0, 32.0, 16.0])
     later.read()
     assert later.fault is not None
-    assert later.fault.scale is None
+    assert later.fault.min_scale is None
 
 
 def test_jumps_are_named_and_noise_is_not() -> None:

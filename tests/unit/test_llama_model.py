@@ -11,7 +11,7 @@ from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, global_parameters
-from megatron.model.rotary import rotation
+from megatron.model.rotary import compute_rotation
 from megatron_tools.write.generation import GPT2Stepper
 from tests.llama_twins import OF_KIND, VOCAB, Sizes, copy_weights, exact, flags_of, ours_of, theirs
 
@@ -199,7 +199,7 @@ def test_a_rank_of_a_context_has_its_own_angles() -> None:
         (mpu.Axis(None, (0, 1), 1), range(2, 6)),
         (mpu.Axis(None, (0, 1), 0), (0, 1, 6, 7)),
     ):
-        turn = rotation(m, ids, 8, context=axis)
+        turn = compute_rotation(m, ids, 8, context=axis)
         torch.testing.assert_close(turn.cos[:, 0, 0, 0], torch.tensor([math.cos(p) for p in place]))
 
 
@@ -219,7 +219,9 @@ def test_rotations_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch)
 
     made = []
     monkeypatch.setattr(
-        rotary, "frequencies", lambda m, device, real=rotary.frequencies: made.append(1) or real(m, device)
+        rotary,
+        "inverse_frequencies",
+        lambda m, device, real=rotary.inverse_frequencies: made.append(1) or real(m, device),
     )
     _, ours = pair("Llama", sizes=Sizes(layers=3))
     ours(torch.zeros(1, 8, dtype=torch.int64))

@@ -16,7 +16,7 @@ import pytest
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron import storage
-from megatron.data import cpm_triples, remote_tokens, sft_dataset, t5_dataset
+from megatron.data import corpus_paths, cpm_triples, remote_tokens, sft_dataset, t5_dataset
 from megatron.data.corpora import made_with
 from megatron.data.cpm_masking import PARTS, mask_document
 from megatron.data.fingerprints import corpus_fingerprint
@@ -449,7 +449,7 @@ def test_every_kind_of_corpus_can_be_remote(kind: str, tmp_path: Path) -> None:
     for ending in endings if kind == "triple" else ["", *endings]:
         for end in (".bin", ".idx"):
             RemotePath(f"memory://bucket/{kind}{ending}{end}").upload(Path(local + ending + end))
-    assert cpm_triples.is_triple(f"memory://bucket/{kind}") == (kind == "triple")
+    assert corpus_paths.is_triple(f"memory://bucket/{kind}") == (kind == "triple")
     (there, _, _), _ = _built(kind, f"memory://bucket/{kind}")
     (here, _, _), _ = _built(kind, local)
     for n in range(80):

@@ -200,7 +200,7 @@ def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, 
     prefix, middle, suffix = (tokenizer.specials[name] for name in FIM)
     text = np.array([*tokenizer.encode("What is the capital"), tokenizer.eod])
     gaps = FillInTheMiddle(1.0, float(spm), prefix, middle, suffix, tokenizer.eod)
-    trained = gaps.document(text, True, spm, (0.3, 0.6)).tolist()
+    trained = gaps.rearrange_document(text, True, spm, (0.3, 0.6)).tolist()
     kept = len(text) - 4
     begin, end = int(0.3 * (kept + 1)), int(0.6 * (kept + 1))
     asked = Infill(tokenizer.decode(text[:begin]), tokenizer.decode(text[end:kept]))

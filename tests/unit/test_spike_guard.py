@@ -117,7 +117,7 @@ def test_a_streak_of_spikes_ends_the_run_also_at_the_smallest_loss_scale() -> No
         health.add(step, SampleRange(i + 1, 8 * i, 8), TrainState(i + 1))
         health.read()
     assert health.fault is not None
-    assert (health.fault.streak, health.fault.scale, health.fault.spike) == (3, None, spike)
+    assert (health.fault.streak, health.fault.min_scale, health.fault.spike) == (3, None, spike)
     assert "14.0 standard deviations" in str(spike)
 
 

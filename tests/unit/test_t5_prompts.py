@@ -84,7 +84,7 @@ def test_a_t5_that_was_taught_to_go_on_goes_on(convention: str) -> None:
     data.sentinels = np.array(tokenizer.sentinels)
     data.plan = SpanPlan(4, 2, 1, 3 if convention == "t5" else 2, 3)
     masked = np.array([False, False, True, True])
-    sample = data._sample(np.arange(4), np.ones(4, dtype=np.int64), masked, np.diff(masked, prepend=False))
+    sample = data._build_sample(np.arange(4), np.ones(4, dtype=np.int64), masked, np.diff(masked, prepend=False))
     labels = sample["labels"].tolist()
 
     flags = f"{SMALL} --objective prefix-lm --span-convention {convention} --vocab-size {tokenizer.vocab_size}"
