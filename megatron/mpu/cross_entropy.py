@@ -189,9 +189,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 "this loss was differentiated before, which overwrote its logits with their gradient: compute the loss "
                 "again, or use mpu.vocab_parallel_cross_entropy, which leaves logits unchanged"
             )
-        logits, *saved_state = ctx.saved_tensors
+        logits, share, max_logit, log_sum, target, is_local = ctx.saved_tensors
         ctx.overwritten = ctx.overwrite
-        state = LossState(*saved_state, ctx.real_rows)
+        state = LossState(share, max_logit, log_sum, target, is_local, ctx.real_rows)
         return logits_gradient(logits, state, grad, ctx.overwrite), *[None] * 5
 
 

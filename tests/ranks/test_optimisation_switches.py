@@ -69,7 +69,7 @@ OURS = {
     "gated-gelu": "_GatedBackward",
     "relative-positions": "FlipBackward0",
     "rms-norm": "_RMSNormBackward",
-    "rope": "_SplitBackward",
+    "rope": "_SplitGroupedBackward",
     "swiglu": "_GatedBackward",
 }
 IN_LLAMA = ("rope", "swiglu")  # optimisations to test with Llama; the others are tested with T5

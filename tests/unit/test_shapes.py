@@ -50,9 +50,9 @@ OF_A_PROTOCOL = {
     "NoPipeEngine",
     "PlainEngine",
     "FunctionsTask",
-    "Overlapped",
-    "Bf16",
-    "Zero",
+    "OverlappedReduction",
+    "Bf16Reduction",
+    "ZeroReduction",
     "Parser",
 }
 OF_EVERY_COMMAND = {"main", "build_parser", "cli"}

@@ -52,5 +52,5 @@ def test_a_loss_that_is_not_a_number_is_an_infinite_difference() -> None:
     """The difference of another step does not hide the loss."""
     found = Verdict("tp 2")
     reference, other = SimpleNamespace(losses=[1.0, 1.0]), SimpleNamespace(losses=[1.0, math.nan])
-    Comparison._compare_losses(SimpleNamespace(reference=reference, other=other, tolerance=1e-4), found)  # type: ignore[arg-type]
+    Comparison._compare_losses(SimpleNamespace(reference=reference, run=other, tolerance=1e-4), found)  # type: ignore[arg-type]
     assert (found.loss_error, found.loss_differs_at) == (math.inf, 2)
