@@ -37,11 +37,13 @@ class _TokenBuffer:
         self._in_loss = bytearray()
         if not text:
             return
+        # Text that counts as a whole, or not at all, needs no places of its tokens.
         spans = None
         if 0 < in_loss.count(1) < len(text):
             spans = self._tokenizer.content_spans(text, inside=bool(self.ids))
         if spans is not None:
             for token, begin, end in spans:
+                # A token without characters of its own, such as a byte of a character, counts as the one at `begin`.
                 covered = in_loss[begin : max(end, begin + 1)]
                 self.ids.append(token)
                 self.loss_mask.append(int(any(covered)))
@@ -77,9 +79,11 @@ class ChatEncoder:
         pieces = list(pieces)
         last = pieces[-1]
         has_final_space = last.text.isspace() and not last.in_loss
+        # Templates end with a newline after the markup that ends the last turn. What comes before it is the last turn.
         if has_final_space and len(pieces) > 1:
             last = pieces[-2]
         needs_eod = self._append_eod and last.in_loss
+        # The token `eod` follows the answer directly.
         if needs_eod and has_final_space:
             del pieces[-1]
         buffer = _TokenBuffer(self._tokenizer)
@@ -91,7 +95,7 @@ class ChatEncoder:
             self._add(buffer, piece)
         buffer.flush()
         if needs_eod and buffer.ids[-1] != self._tokenizer.eod:
-            buffer.add_token(self._tokenizer.eod, True)
+            buffer.add_token(self._tokenizer.eod, in_loss=True)
         return buffer.ids, buffer.loss_mask
 
     def _add(self, buffer: _TokenBuffer, piece: Piece) -> None:
@@ -122,7 +126,8 @@ def ignores_generation_prompt(template: Template) -> bool:
     if not isinstance(template, JinjaTemplate):
         return False
     try:
-        return template.render(question, True) == template.render(question, False)
+        prompt = template.render(question, add_generation_prompt=True)
+        return prompt == template.render(question, add_generation_prompt=False)
     except ValueError:  # the template rejects a question without a system prompt
         return False
 

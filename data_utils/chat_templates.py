@@ -192,7 +192,7 @@ class JinjaTemplate:
         if not self.has_blocks:
             return self.turns(messages)
         self._refuse_names(messages)
-        whole = self.render(messages, False)
+        whole = self.render(messages, add_generation_prompt=False)
         return self._marked(messages, whole, self._blocks.ranges)
 
     def turns(self, messages: Messages) -> Pieces:
@@ -201,18 +201,19 @@ class JinjaTemplate:
         Raises ValueError if a turn changes the text of earlier turns.
         """
         self._refuse_names(messages)
-        whole = self.render(messages, False)
+        whole = self.render(messages, add_generation_prompt=False)
         start = 0
         pieces: list[Piece] = []
         for number, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            before = self.render(messages[:number], True)
-            after = self.render(messages[: number + 1], False)
+            before = self.render(messages[:number], add_generation_prompt=True)
+            after = self.render(messages[: number + 1], add_generation_prompt=False)
             if not after.startswith(before) or not whole.startswith(after) or len(before) < start:
                 raise ValueError("the chat template does not allow training: a turn changes the text of earlier turns")
             answer = after[len(before) :]
-            # White space after the markup that ends the turn is not trained on.
+            # White space after the markup that ends the turn is not trained on. If the text without it is longer than
+            # the content, it ends with such markup. Otherwise, the white space belongs to the content.
             stripped = answer.rstrip()
             if len(stripped) > len(message.content.rstrip()):
                 answer = stripped
@@ -234,6 +235,7 @@ class JinjaTemplate:
             raise ValueError("the chat template marks no text of this conversation with {% generation %}")
         pieces = []
         for begin, end in itertools.pairwise(sorted(edges)):
+            # Generation begins where a prompt ends, so no token may lie across the end of a prompt.
             pieces.append(Piece(whole[begin:end], begin in in_blocks, joins_previous=begin not in prompts))
         return tuple(pieces)
 
@@ -244,7 +246,7 @@ class JinjaTemplate:
             if message.role != "assistant":
                 continue
             try:
-                prompt = self.render(messages[:number], True)
+                prompt = self.render(messages[:number], add_generation_prompt=True)
             except TemplateLimitError:
                 raise
             except ValueError:  # the template renders only whole conversations
@@ -256,7 +258,7 @@ class JinjaTemplate:
     def prompt_pieces(self, messages: Messages) -> Pieces:
         """Return the prompt, up to the point where the assistant's next answer begins, as one piece."""
         self._refuse_names(messages)
-        return (Piece(self.render(messages, True)),)
+        return (Piece(self.render(messages, add_generation_prompt=True)),)
 
     def _refuse_names(self, messages: Messages) -> None:
         for message in messages:
@@ -272,26 +274,29 @@ class JinjaTemplate:
         open and close an assistant turn. If several tokens open an assistant turn, only the first of these tokens is
         forbidden; the others, such as <think>, may occur in answers.
         """
+        # A content that no template has, so that the markup around it can be told from it.
         system, question, answer = (Message(role, "\u00b6said\u00b6") for role in ROLES)
         try:
-            question_text = self.render([question], False)
-            conversation = self.render([question, answer], False)
-            prompt = self.render([question], True)
+            question_text = self.render([question], add_generation_prompt=False)
+            conversation = self.render([question, answer], add_generation_prompt=False)
+            prompt = self.render([question], add_generation_prompt=True)
         except TemplateLimitError:
             raise
         except ValueError:  # the template rejects a conversation of only two messages
             return self._marks
+        # All markup around the user, and what follows the answer of the assistant.
         delimiters = question_text + conversation.rpartition(answer.content)[2]
         with contextlib.suppress(ValueError):  # some templates reject system messages
-            delimiters += self.render([system, question], False)
+            delimiters += self.render([system, question], add_generation_prompt=False)
         names = {*self._tokenizer.specials, *self._marks.findall(delimiters)}
+        # The first token that the template adds for the answer.
         opening = self._marks.search(prompt.removeprefix(question_text))
         if opening:
             names.add(opening[0])
         return any_name_pattern(names)
 
     def render(self, messages: Messages, add_generation_prompt: bool) -> str:
-        """Return the rendered conversation; asks: end it where the assistant's next answer begins."""
+        """Return the rendered conversation; add_generation_prompt: end it where the assistant's next answer begins."""
         turns = [message._asdict() for message in messages]
         try:
             with time_limit():
@@ -361,6 +366,7 @@ def tokenizer_template(vocab_file: str) -> str | None:
         return path.read_text(encoding="utf-8")
     template = read_tokenizer_config(path).get("chat_template")
     if isinstance(template, list):
+        # A tokenizer may have several templates by name, for example one for tool calls.
         named = {each["name"]: each["template"] for each in template}
         template = named.get("default")
     if isinstance(template, str):

@@ -75,7 +75,7 @@ def tokenize(chunk: Chunk) -> TokenizedChunk:
     for document in documents(chunk, _Worker.keys, args.seed, max_document_bytes(args), DRAWS[args.draw]):
         if isinstance(document, BadLine):
             bad.append(document)
-        elif all(document):
+        elif all(document):  # a document is left out if one of its texts is empty
             good.append(document)
         else:
             empty += 1

@@ -108,14 +108,14 @@ def repeated(text: str, limits: Limits) -> str:
         raise Drop("repeated phrases")
     max_share = limits.max_repeated
     if looks_like_code(lines):
-        max_share *= 2
+        max_share *= 2  # code repeats lines without harm
     else:
         kept = list(collapse_lines(kept))
     counts = Counter(map(str.strip, kept))
     total = 0
     repeats = 0
     for line, count in counts.items():
-        if len(line) > 1:
+        if len(line) > 1:  # lines of one character, such as a bracket, may be repeated
             total += len(line) * count
             repeats += len(line) * (count - 1)
     if repeats > max_share * total:
@@ -147,6 +147,7 @@ def script(text: str, limits: Limits) -> str:
         wanted = len(regex.findall(rf"\p{{Script={limits.script}}}", text))
     except regex.error:
         raise ValueError(f"--script {limits.script!r} is not a Unicode script") from None
+    # The letters of all scripts; 1 for a text without letters, which is then dropped.
     if wanted < limits.min_script * max(len(regex.findall(r"\p{L}", text)), 1):
         raise Drop(f"not {limits.script}")
     return text

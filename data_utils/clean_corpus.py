@@ -203,7 +203,7 @@ def main(args: argparse.Namespace) -> None:
                 lines = shuffled(lines, args.seed, str(output.parent))
             for line in lines:
                 file.write(line)
-        if not report.kept:
+        if not report.kept:  # an error here leaves an existing output unchanged
             raise InputError(f"every document of {', '.join(args.input)} was dropped: {report.content()['dropped']}")
     write_text(f"{output}{REPORT_SUFFIX}", json.dumps(report.content(), indent=2, ensure_ascii=False))
     print("\n".join([*report.lines(), f"-> {output}"]))

@@ -36,6 +36,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
         if _has_long_choices(action):
+            # argparse wants one name for each value of the flag.
             return lambda count: (default_metavar,) * count
         return super()._metavar_formatter(action, default_metavar)
 
@@ -45,6 +46,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith("examples:"):
+            # Join the lines of each command, so that it can be wrapped at another width.
             whole = text.replace(" \\\n      ", " ")
             return "\n".join(_wrap_example(line, width) for line in whole.split("\n"))
         return "\n\n".join(textwrap.fill(each, width, break_on_hyphens=False) for each in text.split("\n\n"))
@@ -91,6 +93,7 @@ class Parser(argparse.ArgumentParser):
         """Return the parsed arguments. Reports all unknown arguments in one error, each with a suggestion."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
+            # The other unknown words may be the values of unknown flags, so they are reported only without such flags.
             flags = [word for word in unknown if word.startswith("-") and not is_number(word)]
             known = re.findall(r"--[a-z0-9][\w-]*", parsed.usages)
             problems = []
@@ -112,6 +115,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
+        # argparse gives up at a missing flag, which may only be misspelled.
         if "are required: " in message:
             message = format_problems([*self._misspelled(), message], "errors in the arguments")
         print(f"{self.prog}: {message}; --help shows examples", file=sys.stderr)
@@ -280,12 +284,14 @@ def split_columns(rows: Sequence[Sequence[str]], gap: int) -> Iterator[list[tupl
     The whole table is one part if the output is no terminal and COLUMNS is not set. gap: characters between columns.
     """
     max_width = shutil.get_terminal_size((1_000_000, 0)).columns
+    # From rows to columns.
     first, *others = zip(*rows, strict=True)
     columns = [first]
     first_width = max(map(len, first))
     width = first_width
     for column in others:
         added = gap + max(map(len, column))
+        # A part has at least one column besides the first, even if it is too wide.
         if len(columns) > 1 and width + added > max_width:
             yield list(zip(*columns, strict=True))
             columns = [first]
@@ -331,7 +337,7 @@ def _run_main(
         if sys.stdout is not None:
             sys.stdout.flush()
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(130)  # as shells report Ctrl-C: 128 + the number of SIGINT
     except BrokenPipeError:  # the reader of the output has closed the pipe, as head(1) does
         _give_up_stdout()
     except (ValueError, OSError, RuntimeError) as error:

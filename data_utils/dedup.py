@@ -16,6 +16,7 @@ def _non_letters() -> re.Pattern[str]:
     Combining marks count as letters because Hindi and Thai write vowels as combining marks.
     """
     marks = ""
+    # All combining marks of Unicode are in these ranges.
     for code in (*range(0x300, 0x1F000), *range(0xE0100, 0xE01F0)):
         char = chr(code)
         if category(char).startswith("M"):

@@ -26,7 +26,7 @@ def parse_document(raw: bytes, source: Source, keys: Sequence[str] | ExtractText
         if is_first:
             text = text.removeprefix("\ufeff")  # a byte-order mark; elsewhere, the character belongs to the text
         lines = _LINE_BREAK.sub("\n", text)
-        return (_OUTER_BLANK_LINES.sub("", lines),) * len(keys)
+        return (_OUTER_BLANK_LINES.sub("", lines),) * len(keys)  # plain text counts as the text under each key
     try:
         record = json.loads(text.removeprefix("\ufeff"))
     except json.JSONDecodeError as error:
@@ -43,6 +43,7 @@ def parse_document(raw: bytes, source: Source, keys: Sequence[str] | ExtractText
         value = values.get(key)
         if not isinstance(value, str):
             raise ValueError(f"the record has no text under the key {key!r}")
+        # Only an escape can write half of a surrogate pair, and the check of every text would take time.
         if "\\u" in text or "\\U" in text:
             check_surrogates(value)
         texts.append(value)

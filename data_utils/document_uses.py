@@ -49,7 +49,7 @@ def uses_of_document(dataset: Any, corpus: int, document: int, samples: int) -> 
     """Return where the first `samples` samples of a training data set contain a document, in the order of samples."""
     member = corpus_datasets(dataset)[corpus]
     consumed = _num_consumed(dataset, corpus, samples)
-    epochs = -(-consumed // member.samples_per_epoch)
+    epochs = -(-consumed // member.samples_per_epoch)  # rounded up, as the last epoch may be incomplete
     sample_numbers: set[int] = set()
     for epoch in range(epochs):
         sample_numbers.update(_samples_with(dataset, corpus, document, epoch, samples))
@@ -68,10 +68,11 @@ def _samples_with(dataset: Any, corpus: int, document: int, epoch: int, samples:
     """Yield the samples of the run, below `samples`, that read the document from an epoch of its corpus."""
     indices = corpus_datasets(dataset)[corpus].containing(np.array([document]), epoch)
     for index in indices.tolist():
-        # Sample n reads place k of the corpus if k of the first n samples, and k + 1 of the first n + 1, come from it.
-        sample = bisect_right(range(samples + 1), index, key=lambda sample: _num_consumed(dataset, corpus, sample)) - 1
-        if sample < samples:
-            yield sample
+        # The smallest n for which more than `index` of the first n samples come from the corpus: with index 2, the n
+        # at which there are 3. The last of these n samples is the one that reads place `index` of the corpus.
+        n = bisect_right(range(samples + 1), index, key=lambda n: _num_consumed(dataset, corpus, n))
+        if n <= samples:
+            yield n - 1
 
 
 def corpus_datasets(dataset: Any) -> list[Any]:
@@ -88,7 +89,7 @@ def locate(dataset: Any, sample: int) -> tuple[int, int]:
 def print_uses(args: argparse.Namespace) -> None:
     """Run the command `when`: print the iterations, samples and positions at which a run trains on a document."""
     config = load_config(args.run_dir)
-    _, (dataset, *_) = load_datasets(config)
+    _, (dataset, *_) = load_datasets(config)  # the training data set
     members = corpus_datasets(dataset)
     matching = [i for i, each in enumerate(members) if _names_corpus(each.prefix, args.path, config)]
     if not matching:
@@ -147,6 +148,7 @@ def print_iteration(args: argparse.Namespace) -> None:
     for n in iterations.samples(args.iteration):
         for use in uses_in_sample(dataset, n):
             prefix = prefixes[use.corpus]
+            # `use.tokens` counts from the first token of the document, the file from the first of all documents.
             begin = texts[use.corpus].document_start(use.document)
             ids = texts[use.corpus].tokens[begin + use.tokens.start : begin + use.tokens.stop]
             text = " ".join(tokenizer.decode(ids.tolist()).split())

@@ -73,6 +73,7 @@ class Chunk:
     def line_number(self, offset: int) -> int:
         """Return the number, from 1, of the line that contains byte `offset` of this chunk."""
         if self.lines is not None:
+            # Number of lines that end before the byte.
             before = self.read()[:offset].count(b"\n")
             return self.lines + before if isinstance(self.lines, int) else self.lines[before]
         return _line_number(self.path, self.start + offset)
@@ -84,6 +85,7 @@ def _shrunk_error(path: str) -> InputError:
 
 def _line_number(path: str, offset: int) -> int:
     mtime_ns = os.stat(path).st_mtime_ns
+    # Lines of the blocks before, which are cached, and lines that end in the same block before the byte.
     block, rest = divmod(offset, CHUNK_BYTES)
     before = sum(_count_lines(path, mtime_ns, each) for each in range(block))
     return 1 + before + bisect.bisect_left(_line_ends(path, mtime_ns, block), rest)
@@ -143,6 +145,7 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
                 yield Chunk(source, start, end - start)
                 start = end
                 continue
+            # A document is longer than `largest`. The documents before it become a chunk of their own.
             offset = start + _last_boundary(file, path, start, size)
             if offset > start:
                 yield Chunk(source, start, offset - start)
@@ -150,6 +153,7 @@ def _plain_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
             hint = encoding_hint(file.read(4096))
             bad: BadDocuments = ((0, _overlong_document(path, _line_number(path, offset), largest, hint)),)
             start += size
+            # The overlong document becomes chunks of an empty line, of which the first has its error.
             while (end := _next_boundary(file, path, start, total, SKIPPED_BYTES)) is None:
                 yield Chunk(source, offset, SKIPPED_BYTES, b"\n", bad=bad)
                 offset = offset + SKIPPED_BYTES
@@ -177,6 +181,7 @@ def _next_boundary(file: BinaryIO, path: str, at_least: int, total: int, largest
         if match:
             return offset - len(carry) + match.end()
         offset += len(new_bytes)
+        # A delimiter may lie across two reads, so the white space at the end is searched again with the next bytes.
         carry = block[len(block.rstrip(b" \t\r\n\x0b\x0c\xe3\x80\xc2\xa0\xef\xbb\xbf")) :]
         if offset - at_least > largest:
             return None
@@ -248,12 +253,12 @@ def _record_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         if isinstance(record, BadLine):
             bad.append((length, record))
             line = record.line
-            raw = b""
+            raw = b""  # an empty line, at whose offset the error is found again
         else:
             line, raw = record
         held.append(raw)
         lines.append(line)
-        length += len(raw) + 1
+        length += len(raw) + 1  # with a line break
         if length >= size:
             yield _chunk_of(source, start, held, lines, bad)
             held = []
@@ -286,7 +291,7 @@ def documents(
     seed, draw: seed and function of the random selection of documents from a file with a fractional weight.
     """
     content = chunk.read()
-    bad = dict(chunk.bad)
+    bad = dict(chunk.bad)  # offset in `content` of a document -> error found when the file was cut into chunks
     for start, end in _document_ranges(_delimiter(chunk.path), content):
         if start in bad:
             yield bad[start]
@@ -298,13 +303,15 @@ def documents(
         raw = content[start:end]
         if _BLANK.fullmatch(raw):
             continue
+        is_first = chunk.start + start == 0
         try:
-            is_first = chunk.start + start == 0
             document = parse_document(raw, chunk.source, keys, is_first)
-            for _ in range(_num_copies(chunk, start, seed, draw)):
-                yield document
         except ValueError as error:
             yield BadLine(chunk.path, chunk.line_number(start), f"{error}{_unread_columns_hint(chunk.path, keys)}")
+            continue
+        # The weight of the file says how often each of its documents is used.
+        for _ in range(_num_copies(chunk, start, seed, draw)):
+            yield document
 
 
 def _unread_columns_hint(path: str, keys: Sequence[str] | ExtractTexts) -> str:
@@ -333,9 +340,11 @@ def _document_ranges(delimiter: re.Pattern[bytes], content: bytes) -> Iterator[t
 
 
 def _num_copies(chunk: Chunk, offset: int, seed: int, draw: Draw) -> int:
+    # Weight 2.5 gives each document twice, and a random half of the documents once more.
     full_copies = int(chunk.source.weight)
     fraction = chunk.source.weight - full_copies
-    return full_copies + (fraction > 0 and draw(seed, chunk.source.number, chunk.start + offset) < fraction)
+    is_drawn = fraction > 0 and draw(seed, chunk.source.number, chunk.start + offset) < fraction
+    return full_copies + is_drawn
 
 
 def read_texts(

@@ -13,7 +13,7 @@ def uniform(seed: int, file: int, offset: int) -> float:
     """Return a number in [0, 1); the numbers of different seeds, files or offsets are independent."""
     key = f"{seed} {file} {offset}".encode()
     (bits,) = struct.unpack("<Q", hashlib.blake2b(key, digest_size=8).digest())
-    return float(bits >> 11) / 2**53
+    return float(bits >> 11) / 2**53  # the 53 bits that a float can hold exactly
 
 
 def crc32(seed: int, file: int, offset: int) -> float:

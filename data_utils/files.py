@@ -84,6 +84,7 @@ def _walk_files(name: str, paths: Iterable[Path], notify: Callable[[str], None])
     """
     search = _Search()
     files = list[Path]()
+    # Of several paths of a file, the first one counts, so the paths with the fewest folders come first.
     for path in sorted(paths, key=lambda path: (len(path.parts), path)):
         files += search.files(path)
     if search.duplicates:
@@ -126,6 +127,7 @@ class _Search:
         return new_names
 
     def _is_new(self, real: str, path: Path) -> bool:
+        # A new file is stored with this path. Of a known one, another path is a duplicate, but the same path is not.
         first = self._found.setdefault(real, path)
         if first is not path and first != path:
             self.duplicates.append(path)
@@ -163,7 +165,7 @@ def _existing_files(paths: Iterable[Path]) -> Iterator[Path]:
 
 def check_outputs(inputs: Sequence[str], outputs: Sequence[str | None], encoding: str = "utf-8") -> None:
     """Raise InputError if an output would overwrite an input or another output."""
-    read = {os.path.realpath(source.path) for source in find_files(inputs, encoding, lambda message: None)}
+    read = {os.path.realpath(source.path) for source in find_files(inputs, encoding, notify=lambda message: None)}
     written: set[str] = set()
     for each in filter(None, outputs):
         real = os.path.realpath(each)
@@ -201,12 +203,14 @@ def _is_report(path: str) -> bool:
 
 
 def _abbreviate(paths: Sequence[Path | str]) -> str:
+    # The dots follow only if there are more paths, as False counts as 0.
     return ", ".join(map(str, paths[:MAX_NAMED])) + ", ..." * (len(paths) > MAX_NAMED)
 
 
 def _split_weight(text: str) -> tuple[str, float]:
     """Split an input `NAME@WEIGHT` into its name and weight; the weight is 1 if none is given."""
     name, separator, weight = text.rpartition("@")
+    # An existing file may have an @ in its name.
     if not separator or os.path.exists(text):
         return text, 1.0
     try:

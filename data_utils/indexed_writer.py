@@ -53,6 +53,7 @@ class IndexedDatasetBuilder:
         if state:
             self.sequences = state["sequences"]
             self.documents = state["documents"]
+            # A length takes 4 bytes, the end of a document 8.
             sizes = (state["bytes"], 4 * self.sequences, 8 * self.documents)
             digests = state["digests"]
         self._tokens = _ChecksummedFile(self._names["bin"], sizes[0], digests[0])
@@ -198,6 +199,7 @@ class _ChecksummedFile:
         view = memoryview(content)
         position = self._position
         while view:
+            # Up to the end of the block, whose checksum is then complete.
             count = min(len(view), BLOCK - position % BLOCK)
             self._digest.update(view[:count])
             view = view[count:]
@@ -208,6 +210,7 @@ class _ChecksummedFile:
         self._position = position
 
     def checksums(self) -> list[str]:
+        # The last block may be shorter than the others.
         return [*self._full_blocks, self._digest.hexdigest()] if self._position % BLOCK else list(self._full_blocks)
 
     def digest(self) -> str:

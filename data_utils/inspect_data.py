@@ -67,6 +67,7 @@ def verify(args: argparse.Namespace) -> None:
     Raises DatasetError with a list of all problems.
     """
     prefixes = [f"{args.prefix}{part}" for part in _PARTS_OF_TRIPLE]
+    # Without any of these files, the error must name the prefix that was given, not that of a CPM corpus.
     if to_path(f"{args.prefix}.idx").is_file() or not to_path(f"{prefixes[0]}.idx").is_file():
         prefixes = pair_prefixes(args.prefix)
     problems = []
@@ -91,6 +92,7 @@ def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
         problems += find_damage(prefix, checksums)
         checked.append("checksums")
         checksum_note = ""
+        # The count of a sidecar that several pairs share need not be that of this pair.
         if len(metadata["sha256"]) == 1 and metadata["tokens"] != indexed.num_tokens:
             problems.append(f"{prefix}.json records {metadata['tokens']} tokens, but the pair has {indexed.num_tokens}")
     if args.vocab_file:
@@ -102,7 +104,7 @@ def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
             problems.append(f"{prefix}.bin {mismatch}")
         checked.append("tokenizer")
     if is_masked:
-        vocab_size = None
+        vocab_size = None  # ids of sentinels follow the vocabulary, in any number
     limit = 2 if is_loss else vocab_size  # a loss mask holds 0 and 1
     problems += _find_bad_ids(indexed, limit)
     checked.append(f"ids below {vocab_size}" if vocab_size else "no negative ids")
@@ -127,6 +129,7 @@ def _find_bad_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
             is_bad |= ids >= vocab_size
         if is_bad.any():
             index = int(is_bad.argmax())
+            # The first document that ends after the bad id.
             document = int(indexed.document_ends().searchsorted(start + index, side="right"))
             return [f"{indexed.prefix}.bin, document {document}: token id {ids[index]} is {problem}"]
     return []
@@ -139,6 +142,7 @@ def decode(args: argparse.Namespace) -> None:
     for number in args.documents:
         if not 0 <= number < indexed.num_documents:
             raise ValueError(f"{args.prefix} has documents 0 to {indexed.num_documents - 1}, but no document {number}")
+        # Its sequences are those from its own entry to the entry of the next document.
         begin, end = indexed.document_index[number : number + 2].tolist()
         ids: list[int] = []
         for sequence in range(begin, end):
@@ -155,7 +159,7 @@ def stages(args: argparse.Namespace) -> None:
     from . import stage_plan
     from .iterations import Iterations
 
-    if bool(args.run_dir) == bool(args.flags):
+    if bool(args.run_dir) == bool(args.flags):  # both or neither
         raise ValueError("give either --run-dir, or -- and the flags of a training command")
     if args.run_dir:
         config = load_config(args.run_dir)
@@ -164,10 +168,11 @@ def stages(args: argparse.Namespace) -> None:
         config = parse_any_family(args.flags)
         iterations = Iterations(config, None)
     samples = args.samples or iterations.total
-    _, (dataset, *_) = load_datasets(config)
+    _, (dataset, *_) = load_datasets(config)  # the training data set
     plan = stage_plan.build_plan(dataset, config, samples)
     print(stage_plan.format_table(stage_plan.stage_uses(plan)))
     if not args.samples:
+        # Settings alone do not tell the number of replicas; rows of a run and a schedule of batch sizes do.
         is_global = iterations.logged or config.train.batch_size_schedule
         whose = "the run" if is_global else "one replica"
         print(f"for {samples:,} samples, those of {whose}; --samples gives another number")

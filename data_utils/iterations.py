@@ -31,9 +31,10 @@ class Iterations:
         train = config.train
         self.logged = rows[-1][0]
         self._anchors: list[_Anchor] = []
-        batches = config.batches(1)
+        batches = config.batches(1)  # those of one replica, unless rows show how many samples an iteration takes
         for (iteration, samples), (next_iteration, next_samples) in pairwise(rows):
             if not train.batch_size_schedule:
+                # Without a schedule, the rows show the global batch size of the start of the run that wrote them.
                 size = (next_samples - samples) // (next_iteration - iteration)
                 batches = BatchSchedule((0,), (max(size, 1),))
             self._anchors.append(_Anchor(iteration, samples, batches))
@@ -45,12 +46,14 @@ class Iterations:
 
     def of_sample(self, sample: int) -> int:
         """Return the iteration that trains on `sample`."""
+        # The last anchor at or before the sample.
         number = bisect_right(self._anchors, sample, key=lambda each: each.samples)
         anchor = self._anchors[number - 1]
         return anchor.iteration + anchor.batches.iterations_between(anchor.samples, sample) + 1
 
     def samples(self, iteration: int) -> range:
         """Return the numbers of the samples of an iteration."""
+        # The last anchor at which at most the iterations before this one were done.
         number = bisect_right(self._anchors, iteration - 1, key=lambda each: each.iteration)
         anchor = self._anchors[number - 1]
         first = anchor.batches.advance(anchor.samples, iteration - 1 - anchor.iteration)

@@ -46,6 +46,7 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
 
     The time limit does not suffice, because a timer cannot interrupt an operation that runs in C.
     """
+    # A format may ask for a width of a million characters, as a number or by * as a value.
     if operator == "%" and isinstance(left, str) and re.search(r"\d{6}|%[^a-zA-Z%]*\*", left):
         raise TemplateLimitError(f"the chat template uses the format {left[:40]!r}, whose result has no length limit")
     numbers = []
@@ -57,7 +58,7 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
             sizes.append(len(value))
     bits = max(map(int.bit_length, numbers), default=0)
     if operator == "**" and len(numbers) == 2:
-        bits = left.bit_length() * right if abs(left) > 1 else 0
+        bits = left.bit_length() * right if abs(left) > 1 else 0  # powers of 0 and 1 stay small
     if bits > MAX_BITS:
         raise TemplateLimitError(f"the chat template computes a number of {bits} bits, which is too large")
     items = sum(sizes)
@@ -112,9 +113,10 @@ def sandbox_environment(now: datetime | None, blocks: GenerationBlocks) -> Any:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
+            line = next(parser.stream).lineno  # the word `generation` itself
             blocks.exist = True
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            # The block calls `_record`, which gets a function that renders the body.
             return jinja2.nodes.CallBlock(self.call_method("_record"), [], [], body).set_lineno(line)
 
         def _record(self, caller: Any) -> str:

@@ -17,6 +17,7 @@ def _open_locked(path: str) -> TextIO:
         lock = open(path, "w")  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # If another process has deleted the file between open and lock, the lock protects nothing: try again.
             if os.path.samestat(os.fstat(lock.fileno()), os.stat(path)):
                 return lock
         except BlockingIOError:

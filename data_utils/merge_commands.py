@@ -36,7 +36,9 @@ def merge_pairs(args: argparse.Namespace) -> None:
     if dates and any(map(has_unrecorded_date, sidecars)):
         print(f"note: some pairs record no date of the chat template; the new sidecar records the date {dates[-1]}")
     builders = []
-    for sources, suffix in zip(zip(*pairs, strict=True), ("", LOSS_SUFFIX), strict=False):
+    # For pairs [[a, a_loss], [b, b_loss]], merge a and b, then a_loss and b_loss.
+    for sources in zip(*pairs, strict=True):
+        suffix = sources[0].removeprefix(prefixes[0])  # "" for the tokens, LOSS_SUFFIX for the loss mask
         builders.append(merge(sources, f"{args.output}{suffix}"))
     _finish_corpus(builders, metadata)
 
@@ -52,6 +54,7 @@ def _check_mergeable(names: str, sidecars: Sequence[dict[str, Any]], pairs: Sequ
     for metadata in sidecars:
         tokenizers.add(metadata["fingerprint"])
         templates.add(metadata.get("chat_template"))
+        # The token matters only if documents end with it.
         if "eod" in metadata and metadata.get("append_eod", True):
             eod_ids.add(metadata["eod"])
     if len(tokenizers) > 1:
@@ -83,8 +86,10 @@ def split_pair(args: argparse.Namespace) -> None:
             ranges.append(documents)
             outputs.append(f"{args.output or args.prefix}_{name}")
     builders_of_pairs = []
-    for prefix, suffix in zip(pair_prefixes(args.prefix), ("", LOSS_SUFFIX), strict=False):
+    for prefix in pair_prefixes(args.prefix):
+        suffix = prefix.removeprefix(args.prefix)  # "" for the tokens, LOSS_SUFFIX for the loss mask
         builders_of_pairs.append(split(prefix, ranges, [output + suffix for output in outputs]))
+    # From the parts of each pair to the pairs of each part, which share a sidecar.
     for builders in zip(*builders_of_pairs, strict=True):
         _finish_corpus(builders, read_sidecar(args.prefix))
 

@@ -80,7 +80,7 @@ def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuild
         sizes = indexed.sizes[first : int(index[-1])]
         total = int(sizes.sum(dtype=np.int64))
         begin = 0
-        if total:
+        if total:  # a part without tokens may have no sequence to look up
             begin = int(indexed.pointers[first]) // indexed.dtype.itemsize
         tokens = indexed.tokens[begin : begin + total]
         builder.add_batch(tokens, sizes, np.diff(index))

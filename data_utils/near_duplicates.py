@@ -45,6 +45,7 @@ def minhash_signature(shingles: list[str]) -> Hashes:
 def rows_per_band(similarity: float) -> int:
     """Return the largest r with which a text of exactly this similarity is a candidate with probability MIN_RECALL."""
     for rows in range(HASHES, 1, -1):
+        # The probability that no band of this many numbers is equal in both texts.
         missed = (1 - similarity**rows) ** (HASHES // rows)
         if 1 - missed >= MIN_RECALL:
             return rows
@@ -74,12 +75,13 @@ class BandTable:
 
     def find(self, keys: Hashes) -> tuple[Hashes, NDArray[np.int64]]:
         """Return the numbers of the texts that have one of `keys` [b], and how many texts each key has, [b]."""
-        mask = len(self._keys) - 1
+        mask = len(self._keys) - 1  # the number of slots is a power of two
         slots = keys & mask
         active = np.arange(len(keys))
         counts = np.zeros(len(keys), dtype=np.int64)
         found = []
         while len(active):
+            # A key is done at an empty slot; the others look at the next slot.
             active = active[self._texts[slots[active]] != EMPTY]
             probed = slots[active]
             equal = self._keys[probed] == keys[active]
@@ -105,7 +107,7 @@ class BandTable:
 
     def _insert(self, keys: Hashes, texts: Hashes) -> None:
         """Put pairs of keys and texts, [n] each, into empty slots."""
-        mask = len(self._keys) - 1
+        mask = len(self._keys) - 1  # the number of slots is a power of two
         slots = keys & mask
         waiting = np.arange(len(keys))
         while len(waiting):
@@ -150,6 +152,7 @@ class NearDuplicates:
         if len(candidates) and self._largest_similarity(truncated, candidates) >= self._min_estimate:
             return True
         self._store(truncated)
+        # A key that many texts share is left out, so that a search compares few texts.
         self._table.add(keys[counts < MAX_PER_BAND], self._num_texts)
         self._num_texts += 1
         return False
@@ -166,7 +169,7 @@ class NearDuplicates:
 
     def _largest_similarity(self, truncated: NDArray[np.uint16], texts: Hashes) -> float:
         known = np.stack([self._blocks[text // BLOCK_ROWS][text % BLOCK_ROWS] for text in texts.tolist()])
-        return float((known == truncated).mean(1).max())
+        return float((known == truncated).mean(1).max())  # the largest share of equal numbers
 
     def _store(self, truncated: NDArray[np.uint16]) -> None:
         block, row = divmod(self._num_texts, BLOCK_ROWS)

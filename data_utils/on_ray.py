@@ -76,6 +76,7 @@ def ordered_map_on_ray(
     module or of the running script. address: as for `connect`.
     """
     ray = connect(address)
+    # The processes must import a running script by its file, as `__main__` is another module there.
     script = sys.modules["__main__"].__file__ if work.__module__ == "__main__" else None
     module = Path(script).stem if script else work.__module__
     process = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=MAX_RETRIES)(_Process)
@@ -84,6 +85,7 @@ def ordered_map_on_ray(
     try:
         for number, item in enumerate(items):
             pending.append(processes[number % len(processes)].call.remote(work.__name__, item))
+            # The oldest item first, so that results come in the order of the items.
             if len(pending) >= len(processes) * ITEMS_PER_PROCESS:
                 yield ray.get(pending.popleft())
         while pending:

@@ -55,12 +55,13 @@ def ordered_map(
         start(*settings)
         yield from map(work, items)
         return
-    start_tracker()
+    start_tracker()  # before the pool starts it, as the pool would leave its warnings on
     pending: deque[Future[Result]] = deque()
     with ProcessPoolExecutor(workers, get_context("spawn"), _initialize_worker, (start, settings)) as pool:
         try:
             for item in items:
                 pending.append(pool.submit(work, item))
+                # The oldest item first, so that results come in the order of the items.
                 if len(pending) >= workers * ITEMS_PER_WORKER:
                     yield pending.popleft().result()
             while pending:

@@ -80,6 +80,7 @@ def main(args: argparse.Namespace) -> None:
         output.save_and_close(journal)
         raise
     except Exception as error:
+        # Without a document, there is nothing to resume.
         if not output.counts["documents"]:
             output.abort()
             journal.remove()
@@ -259,6 +260,7 @@ class _Output:
         for builder in self.builders:
             builder.prepare()
         for prefix in self.prefixes:
+            # The pairs of one corpus share a sidecar.
             builders = [builder for builder in self.builders if builder.prefix.startswith(prefix)]
             _write_sidecar(prefix, self.tokenizer, self.args, builders, self.counts)
         for builder in self.builders:

@@ -42,6 +42,7 @@ def is_misread(text: str) -> bool:
     Detects UTF-8 decoded as GB18030, and GB18030 decoded as Latin-1, Big5 or UTF-8. Such text becomes Chinese when
     it is encoded again and decoded correctly. If invalid bytes were dropped, a mixture of many scripts remains.
     """
+    # A look at the head alone decides whether the whole text is worth the time.
     if sum(map(len, _LATIN.findall(text[:20_000]))) >= 20:
         latin = "".join(_LATIN.findall(text))
         if _becomes_chinese(latin, "latin-1", "gb18030"):
@@ -56,7 +57,7 @@ def is_misread(text: str) -> bool:
 
 
 def _becomes_chinese(text: str, wrong_encoding: str, true_encoding: str) -> bool:
-    if len(text) < 8:
+    if len(text) < 8:  # too short for a judgement
         return False
     decoded = text.encode(wrong_encoding, "replace").decode(true_encoding, "replace")
     han = sum("\u4e00" <= char <= "\u9fa5" or char in "，。、：；！？“”（）《》" for char in decoded)
@@ -115,6 +116,7 @@ def url_characters(text: str) -> int:
     """Return the number of characters in lines that consist mostly of URLs."""
     if "://" not in text and "www." not in text:
         return 0
+    # For each line, its characters and those in URLs.
     lines = ((len(line), sum(len(match[0]) for match in _URL.finditer(line))) for line in text.split("\n"))
     return sum(size for size, of_urls in lines if of_urls > 0.8 * size)
 
@@ -125,6 +127,7 @@ def collapse_phrases(line: str) -> str:
         return line
     for quarter in (1, 2, 3):
         start = quarter * len(line) // 4
+        # A phrase that fills a large part of the line covers one of these places. Counting is cheaper than a search.
         probe = line[start : start + PROBE]
         if line.count(probe) >= MIN_REPEATS // 2:
             return _REPEATED_PHRASE.sub(_keep_one_copy, line)

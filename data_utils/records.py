@@ -20,6 +20,7 @@ BLOCK = 1 << 20
 
 def is_array(path: str, encoding: str) -> bool:
     """Return True if a .json file holds one array instead of an object per line."""
+    # Two blocks suffice to see past a byte-order mark and white space.
     head = b"".join(piece for piece, _ in zip(read_blocks(path, 4096, encoding), range(2), strict=False))
     return head.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
@@ -39,6 +40,7 @@ def records(path: str, kind: str | None, encoding: str, largest: int) -> Iterato
     elif kind == ".parquet":
         yield from _parquet_rows(path)
     else:
+        # A .json file with one array. Files with an object per line are not read by this function.
         yield from _JsonArray(path, encoding, largest).items()
 
 
@@ -49,7 +51,7 @@ class _CsvLines:
         self._file = open_text(path, encoding)
         self._largest = largest
         self.number = 0
-        self.begin_record()
+        self.begin_record()  # sets `start`, `size` and `in_quotes`
 
     def begin_record(self) -> None:
         self.start = self.number + 1
@@ -67,7 +69,7 @@ class _CsvLines:
         part = line
         while True:
             self.size += len(part)
-            self.in_quotes ^= part.count('"') % 2 == 1
+            self.in_quotes ^= part.count('"') % 2 == 1  # an even number of quotes closes as many as it opens
             if len(part) <= self._largest or part.endswith(("\n", "\r")):
                 break
             # an overlong line is read but not stored
@@ -77,6 +79,7 @@ class _CsvLines:
 
     def skip_record(self) -> None:
         """Read to the end of the current record."""
+        # Each line that is read updates `in_quotes`.
         while self.in_quotes and next(self, None) is not None:
             pass
 
@@ -103,7 +106,7 @@ def _csv_rows(path: str, encoding: str, largest: int) -> Iterator[Record | BadLi
         if lines.size > largest:
             yield BadLine(path, lines.start, overlong_message(largest, "a line break outside quotes"))
         elif header is None:
-            header = row or None
+            header = row or None  # an empty line before the header is skipped
             for name in row:
                 if row.count(name) > 1:
                     raise InputError(f"{path}, line {lines.start}: the header lists the column {name!r} more than once")
@@ -233,7 +236,9 @@ class _JsonArray:
                     yield BadLine(self._path, self._line, "text after the end of the array is skipped")
                 return
             end, error, may_continue = self._parse()
+            # Whether the rest of the window is already longer than an item may be.
             exceeds_limit = len(self._window) - self._position > self._largest
+            # The item may be cut off at the end of the window: add a block, and parse the item again.
             if may_continue and not exceeds_limit and self._read_block():
                 continue
             if error or end - self._position > self._largest:

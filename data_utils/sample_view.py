@@ -36,7 +36,11 @@ def gpt2_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
     _, loss_mask, positions = get_ltor_documents_and_position_ids(
         tokens, tokenizer.eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
     )
-    documents, _, _ = get_ltor_documents_and_position_ids(tokens, tokenizer.eod, True, True, False)
+    # The table shows the documents even if the run does not separate them.
+    documents, _, _ = get_ltor_documents_and_position_ids(
+        tokens, tokenizer.eod, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=False
+    )
+    # The same id everywhere makes the sample one document.
     mask_ids = documents if data.reset_attention_mask else torch.ones_like(documents)
     if "prefixes" in sample:
         mask_ids, loss_mask = mark_prefixes(sample["prefixes"][None], mask_ids, loss_mask)
@@ -133,6 +137,7 @@ def draw(tables: dict[str, Columns], masks: Sample, title: str, path: Path) -> N
     table_of_mask = {"attention": "tokens", "encoder": "encoder", "decoder": "decoder", "decoder to encoder": "encoder"}
     for i, (name, mask) in enumerate(masks.items()):
         top, strip, loss = axes[:, i]
+        # A maximum above 1 makes the color of the mask lighter.
         top.imshow(mask.int(), cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest", aspect="auto")
         top.set_title(f"{name}: query (row) attends to key (column)", fontsize=10)
         top.set_ylabel("query index")

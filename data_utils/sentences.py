@@ -29,6 +29,7 @@ def split_sentences(text: str) -> list[str]:
         # The last 12 characters suffice to see an abbreviation, an initial or a list number.
         if ending[0][0] == "." and "\n" not in ending[0] and _NOT_A_STOP.search(sentence[-12:]):
             continue
+        # White space alone is no sentence: it joins the sentence before it or, at the start, the one after it.
         if sentence.strip() or sentences:
             if sentence.strip():
                 sentences.append(text[start : ending.end()])

@@ -87,7 +87,7 @@ def draw(plan: Plan, path: Path) -> None:
     """
     edges = plan.edges
     samples = edges[-1]
-    points = sorted({*edges, *(samples * i // 60 for i in range(61))})
+    points = sorted({*edges, *(samples * i // 60 for i in range(61))})  # the edges and 61 evenly spaced points
     epochs = list(map(plan.epochs, points))
     counts = list(map(plan.consumed, edges))
     figure = new_figure("--png", figsize=(7.6, 5.4), dpi=150, layout="constrained")

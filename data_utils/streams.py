@@ -83,10 +83,12 @@ class _CompressedFile(_ByteSource):
             if not raw:
                 return False
         if self._decompressor is None:
+            # A new stream begins after the padding; the read may have been padding alone.
             raw = raw.lstrip(self._padding)
             if not raw:
                 return True
             self._decompressor = self._new_decompressor()
+        # The rest of the output stays in the decompressor, which then needs no input.
         self._buffer = memoryview(self._decompressor.decompress(raw, MAX_BYTES))
         if self._decompressor.eof:
             self._unused_input = self._decompressor.unused_data
@@ -167,6 +169,7 @@ def read_blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes
     if is_utf8(encoding):
         yield from pieces
         return
+    # Invalid input becomes the lone surrogate U+DCFF, which surrogateescape encodes as INVALID_BYTE.
     codecs.register_error("mark", lambda error: ("\udcff", error.end))  # type: ignore[attr-defined]
     decoder = codecs.getincrementaldecoder(encoding)("mark")
     is_first = True
@@ -214,6 +217,7 @@ def _actual_encoding(head: bytes, encoding: str) -> str:
         return ""
     if not text.isascii():
         return "UTF-8"
+    # In an encoding that contains ASCII, such as gb18030, ASCII text is valid.
     if len(head) < MIN_ASCII_BYTES or "a".encode(encoding) == b"a":
         return ""
     printable = text.translate({ord(char): None for char in "\t\r\n"}).isprintable()

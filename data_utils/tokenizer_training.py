@@ -106,7 +106,7 @@ def _train_model(
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             max_sentence_length=8 * LONGEST_LINE,  # in bytes: up to 4 for a character, 1 for a delimiter
-            bos_id=-1,
+            bos_id=-1,  # -1: there is no such token
             eos_id=-1,
             pad_id=-1,
             unk_id=0,
@@ -152,6 +152,7 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
     segment = segmenter()
     words: Counter[str] = Counter()
     for text in texts:
+        # The segmenter writes SEPARATOR between words, so spaces and newlines of the text get characters of their own.
         words.update(segment(text).replace(" ", SPACE).replace("\n", NEWLINE).split(SEPARATOR))
     characters: Counter[str] = Counter()
     for word, count in words.items():
@@ -160,10 +161,12 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
     fixed = ["<unk>", EOD, *BYTES, SPACE, NEWLINE]
     free_slots = vocab_size - len(fixed)
     frequent = [char for char in _by_count(characters) if char not in (SPACE, NEWLINE) and char.isprintable()]
+    # Characters get at most half of the free slots, so that words get the rest. The dict is an ordered set.
     chosen = dict.fromkeys(frequent[: free_slots // 2])
     for word in _by_count(words):
         if len(chosen) >= free_slots:
             break
+        # A word of one character may already be chosen as a character.
         if word.isprintable() and word not in fixed and word:
             chosen.setdefault(word)
     if len(chosen) < free_slots:
@@ -207,6 +210,7 @@ def train_byte_bpe(texts: Iterable[str], output: str, vocab_size: int, kind: str
         _write(output, tokenizer.to_str(pretty=True).encode())
         return
     model = json.loads(tokenizer.to_str())["model"]
+    # Versions of tokenizers differ: a merge is a list of two parts, or one string.
     merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
     _write(f"{output}/merges.txt", ("#version: 0.2\n" + "\n".join(merges) + "\n").encode())
     _write(f"{output}/vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())

@@ -35,6 +35,7 @@ def sample_documents(documents: Iterator[str], max_bytes: int, seed: int, quiet:
         if size < max_bytes:
             kept.append(text)
             size += len(text.encode())
+        # The new text replaces a kept one with probability len(kept) / seen, so all texts have the same chance.
         elif (slot := rng.randrange(seen)) < len(kept):
             kept[slot] = text
     return kept

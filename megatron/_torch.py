@@ -59,6 +59,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Call this only if `onednn_is_there()`. For fp32, torch's public functions use MKL instead of oneDNN.
     """
+    # "none", [], "": no activation function after the matmul.
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
     return reshape_to_base(out, (*x.shape[:-1], out.shape[-1]))
 
@@ -66,7 +67,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def emulates_matmul(dtype: torch.dtype) -> bool:
     """Return whether this CPU lacks instructions for matmuls in a 16-bit dtype, so that torch's are slow."""
     checks = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    check = getattr(torch.ops.mkldnn, checks.get(dtype, ""), None)
+    check = getattr(torch.ops.mkldnn, checks.get(dtype, ""), None)  # None for other dtypes
     return check is not None and not check()
 
 
@@ -116,6 +117,7 @@ def flash_on_cpu(
     added: tensor [1 or b, 1 or n, q, k] to add to the scores, or None.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    # 0.0: no dropout, which this kernel does not support.
     return kernel(query, key, value, 0.0, causal, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
 
 
@@ -135,6 +137,7 @@ def flash_on_cpu_backward(
     out, sums: the two results of `flash_on_cpu`. grad: the gradient of `out`.
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    # 0.0: no dropout, as in `flash_on_cpu`.
     return kernel(grad, query, key, value, out, sums, 0.0, causal, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
 
 

@@ -66,7 +66,7 @@ def private_temp_folder(name: str) -> Path:
         raise ValueError(f"{path} is a link or a file, not a folder; remove it, or set TMPDIR to a private folder")
     if status.st_uid != os.getuid():
         raise ValueError(f"{path} belongs to another user; set TMPDIR to a private folder")
-    if status.st_mode & 0o022:
+    if status.st_mode & 0o022:  # write permission of the group or of others
         raise ValueError(f"{path} is writable by other users; run chmod 700 on it, or set TMPDIR to a private folder")
     return path
 
@@ -106,7 +106,7 @@ def append_or_restore(path: Path, text: str) -> None:
         size = file.tell()
         data = text.encode()
         try:
-            if file.write(data) != len(data):
+            if file.write(data) != len(data):  # without a buffer, a nearly full disk takes a part of the data
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             file.truncate(size)
@@ -148,7 +148,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         with name_in_errors(folder):
             yield temporary_path
         if folder.exists():
-            folder.rmdir()
+            folder.rmdir()  # it is empty, as checked above
         temporary_path.rename(folder)
     finally:
         shutil.rmtree(temporary_path, ignore_errors=True)

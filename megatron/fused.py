@@ -57,6 +57,7 @@ class Fused:
         except Exception as error:  # the compiler raises errors of many types
             if version_counter(inputs[0]) != version_before:  # `eager` would change the first input a second time
                 raise
+            # The first line of the message, or the type of an error without a message.
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             warnings.warn(
                 f"{self.plain.__qualname__} runs unfused, because torch.compile failed: {reason}", stacklevel=2

@@ -86,13 +86,15 @@ def why_unreadable(error: OSError | ValueError) -> str:
     """Return why a file cannot be read as text, without its name."""
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8: {error.reason} at byte {error.start + 1}"
-    return error.strerror or type(error).__name__ if isinstance(error, OSError) else str(error)
+    if isinstance(error, OSError):
+        return error.strerror or type(error).__name__
+    return str(error)
 
 
 def _find_too_deep_line(text: str) -> int:
     """Return the line at which brackets are nested too deeply, or 0."""
     if text.count("[") + text.count("{") <= MAX_NESTING:
-        return 0
+        return 0  # most texts have so few brackets that no search is needed
     depth = 0
     for match in _STRING_OR_BRACKET.finditer(text):
         bracket = match[0]
@@ -111,13 +113,15 @@ def _reject_duplicates(where: str, pairs: list[tuple[str, Any]]) -> dict[str, An
     if len(content) == len(pairs):
         return content
     seen: set[str] = set()
+    repeated = ""
     for key, _ in pairs:
         if key in seen:
+            repeated = key
             break
         seen.add(key)
-    values = [format_value(value) for name, value in pairs if name == key]
+    values = [format_value(value) for key, value in pairs if key == repeated]
     ellipsis = " and more" if len(values) > 2 else ""
-    raise JsonBoundError(f"{where} sets {brief(repr(key))} more than once: {' and '.join(values[:2])}{ellipsis}")
+    raise JsonBoundError(f"{where} sets {brief(repr(repeated))} more than once: {' and '.join(values[:2])}{ellipsis}")
 
 
 def _parse_integer(where: str, text: str, word: str) -> int:
@@ -137,6 +141,7 @@ def describe_json(text: str, error: ValueError) -> str:
     if isinstance(error, JSONDecodeError):
         return _describe_syntax(error)
     if found := _TOO_LONG.search(str(error)):
+        # The error does not say where the number is, so look for the first one with too many digits.
         digits = re.search(rf"\d{{{sys.get_int_max_str_digits() + 1},}}", text)
         line = f"line {text.count(chr(10), 0, digits.start()) + 1}: " if digits else ""
         return f"{line}a number of {found[1]} digits, too many for any setting or count"

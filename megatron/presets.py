@@ -21,6 +21,7 @@ def preset_folder(kind: str) -> Path:
         installed = importlib.metadata.files("megatron-tds") or []
     except importlib.metadata.PackageNotFoundError:
         installed = []
+    # Files of .../configs/<kind>/.
     folders = {Path(str(f.locate())).resolve().parent for f in installed if f.parts[-3:-1] == ("configs", kind)}
     return next(iter(folders), checkout_folder)
 

@@ -17,16 +17,23 @@ class RowError(ValueError):
 
 
 def _is_layer_table(value: Any) -> bool:
-    values = value.values() if isinstance(value, dict) else [None]
-    return all(
-        isinstance(each, dict) and all(type(x) in (int, float, type(None)) for x in each.values()) for each in values
-    )
+    """Return whether `value` is an object of objects, whose values are numbers or null."""
+    if not isinstance(value, dict):
+        return False
+    for each in value.values():
+        if not isinstance(each, dict) or not all(type(x) in (int, float, type(None)) for x in each.values()):
+            return False
+    return True
 
 
 def _is_count_table(value: Any) -> bool:
     """Return whether `value` is an object of lists, one for each layer, with a count for each of its experts."""
-    lists = value.values() if isinstance(value, dict) else [None]
-    return all(isinstance(each, list) and all(type(x) is int and x >= 0 for x in each) for each in lists)
+    if not isinstance(value, dict):
+        return False
+    for each in value.values():
+        if not isinstance(each, list) or not all(type(x) is int and x >= 0 for x in each):
+            return False
+    return True
 
 
 def _is_sample_list(value: Any) -> bool:
@@ -57,6 +64,7 @@ def parse_row(line: str) -> dict[str, Any] | None:
         raise RowError(f'"iteration" is {format_value(iteration, 40)}, not a whole number')
     for name in NUMBER_KEYS:
         value = row.get(name)
+        # In Python, True and False are numbers, too.
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise RowError(f'"{name}" is {format_value(value, 40)}, not a number')
     if not _is_layer_table(row.get("layers", {})):
@@ -67,6 +75,6 @@ def parse_row(line: str) -> dict[str, Any] | None:
         raise RowError('"samples" is not a list of objects with the texts "prompt" and "text"')
     if row.get("split") == "train":
         missing = next((name for name in ("consumed_samples", "consumed_tokens") if row.get(name) is None), None)
-        if missing or not iteration:
+        if missing or not iteration:  # the first training row has iteration 1
             raise RowError(f"a training row lacks {missing or 'an iteration'}")
     return row

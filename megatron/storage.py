@@ -84,7 +84,7 @@ def _find_mistake(text: str) -> str | None:
     match = _LIKE_URL.match(stripped)
     if not match:
         return None
-    scheme = (match[1] or match[2] or match[3] or "").lower()
+    scheme = (match[1] or match[2] or match[3] or "").lower()  # each form of _LIKE_URL has its own group
     rest = stripped[len(scheme) :].lstrip(":/")
     if scheme in ("file", "local"):
         return f"a path on this machine has no scheme; give /{rest}"
@@ -116,7 +116,7 @@ class RemotePath(PosixPath):
     """
 
     def __str__(self) -> str:
-        scheme, _, rest = super().__str__().partition(":/")
+        scheme, _, rest = super().__str__().partition(":/")  # a path has a single slash, as in s3:/bucket
         return f"{scheme.lower()}://{rest.lstrip('/')}"
 
     def __fspath__(self) -> str:
@@ -150,7 +150,8 @@ class RemotePath(PosixPath):
     def stamp(self) -> tuple[int, str]:
         """Return (size in bytes, version) of the object; the version changes with the object's content."""
         info = self.info()
-        return int(info["size"] or 0), next((f"{name} {info[name]}" for name in VERSION_KEYS if info.get(name)), "")
+        version = next((f"{name} {info[name]}" for name in VERSION_KEYS if info.get(name)), "")
+        return int(info["size"] or 0), version
 
     def stat(self, **_: Any) -> Any:
         """Return an object whose `st_size` is the size in bytes. Raises FileNotFoundError."""
@@ -263,7 +264,8 @@ class _RemoteFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Set the position of the next read; return it."""
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}
+        self._position = offset + origins[whence]
         return self._position
 
     def readinto(self, buffer: Any) -> int:
@@ -282,6 +284,7 @@ def _file_system(protocol: str, process: int) -> Any:
         from fsspec.config import conf
     except ImportError:
         raise ImportError("this needs the package fsspec: pip install fsspec") from None
+    # Other processes may change the storage at any time, so no listing may come from a cache.
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if PACKAGES.get(protocol) == "s3fs":
         # `request` repeats failed requests. Repetitions of botocore and of s3fs would multiply with its own.
@@ -322,7 +325,7 @@ def _retry_delay(error: Exception, attempt: int, spent: float) -> float | None:
     max_attempts = ATTEMPTS
     growth = 2
     if isinstance(error, OSError) and error.errno == errno.EBUSY:  # status 503
-        max_attempts = min(BUSY_ATTEMPTS, ATTEMPTS)
+        max_attempts = min(BUSY_ATTEMPTS, ATTEMPTS)  # a test may lower ATTEMPTS
         growth = 4
     delay = float(FIRST_WAIT * growth ** (attempt - 1))
     is_over = attempt >= max_attempts or spent + delay > DEADLINE

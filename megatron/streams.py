@@ -36,7 +36,7 @@ class GuardedStream:
         except (OSError, ValueError) as error:
             self._report(error)
             return len(text)
-        if self._lost_writes and text.strip():
+        if self._lost_writes and text.strip():  # the stream works again, so its next failure is reported
             self._lost_writes = 0
         return len(text)
 
@@ -55,7 +55,8 @@ class GuardedStream:
     def _report(self, error: OSError | ValueError) -> None:
         self._lost_writes += 1
         if self._lost_writes > 1:
-            return
+            return  # only the first failure is reported
+        # The ValueError of a closed stream has no short text.
         words = (isinstance(error, OSError) and error.strerror) or "it is closed"
         other = getattr(sys, "stderr" if self._name == "stdout" else "stdout")
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -107,7 +108,7 @@ def open_closed_streams() -> None:
 def guard_streams(consequence: str, *names: str) -> Iterator[None]:
     """Replace the streams `names` ("stdout", "stderr") by `GuardedStream` ones inside the context."""
     streams = {name: getattr(sys, name) for name in names}
-    if any(isinstance(stream, GuardedStream) for stream in streams.values()):
+    if any(isinstance(stream, GuardedStream) for stream in streams.values()):  # a caller guards them already
         yield
         return
     open_closed_streams()

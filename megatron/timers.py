@@ -47,11 +47,11 @@ class Timer:
         self._started_at = None
         self.used = True
         if self._device is None:
-            self._accumulate()
+            self._accumulate()  # events would have to be waited for, so they are read only in elapsed()
 
     def _accumulate(self) -> None:
         for begun, ended in self._intervals:
-            if isinstance(begun, float) and isinstance(ended, float):
+            if isinstance(begun, float) and isinstance(ended, float):  # seconds of the host; else events of the device
                 self._seconds += ended - begun
             else:
                 ended.synchronize()  # type: ignore[union-attr]

@@ -25,10 +25,11 @@ def get_ltor_documents_and_position_ids(
     is_eod = tokens == eod
     positions = torch.arange(s, device=tokens.device).expand(b, s)
     documents = torch.ones_like(tokens)
-    documents[:, 1:] += is_eod[:, :-1].cumsum(dim=1)
+    documents[:, 1:] += is_eod[:, :-1].cumsum(dim=1)  # 1 + the number of end-of-document tokens before a token
     if reset_position_ids:
         document_begins = torch.zeros_like(tokens)
         document_begins[:, 1:] = torch.where(is_eod[:, :-1], positions[:, 1:], 0)
+        # cummax() gives each token the begin of its document.
         positions = positions - document_begins.cummax(dim=1).values
     document_ids = documents.int() if reset_attention_mask else torch.empty(0, dtype=torch.int32, device=tokens.device)
     loss_mask = torch.ones(b, s, dtype=torch.float32, device=tokens.device)

@@ -62,6 +62,7 @@ class Args:
     own: Mapping[str, Any]
 
     def __init__(self, config: Config, own: Mapping[str, Any] | None = None) -> None:
+        # The `__setattr__` of this class refuses every change, so the fields are set by that of `object`.
         object.__setattr__(self, "config", config)
         object.__setattr__(self, "own", own or {})
 
@@ -79,6 +80,7 @@ class Args:
             raise AttributeError(f"args.{name} of CPM-Pretrain has no value in this project: {WITHOUT_VALUE[name]}")
         from .flags.translate import settings_for
 
+        # A flag of another framework may have this name.
         settings = settings_for(name)
         advice = f"; use {' and '.join(f'args.{each}' for each in settings)}" if settings else nearest(name, HOME)
         raise AttributeError(f"args has no attribute {name!r}{advice}")

@@ -83,6 +83,7 @@ class T5Samples(Dataset[dict[str, Tensor]]):
     def __getitem__(self, n: int) -> dict[str, Tensor]:
         sample = self.dataset[n]
         ids = sample["encoder_document_ids"]
+        # Ids 1 1 2 2 roll to 1 2 2 1, so they differ at the last 1 and the last 2.
         ends = (ids != ids.roll(-1)).long()
         ends[-1] = 0  # not known to be an end: the last document may continue in the next sample
         return {

@@ -54,14 +54,14 @@ def get_masks_and_position_ids_for_t5(
             "--reset-attention-mask: the decoder has more documents than the encoder; mask the corpus with "
             "--span-convention cpm, so that a document ends in the encoder and in the decoder of the same sample"
         )
+    # All text becomes document 1, and padding stays document 0.
     if not reset_attention_mask:
         encoder_ids = encoder_ids.clamp(max=1)
         decoder_ids = decoder_ids.clamp(max=1)
     masks = _t5_masks(encoder_ids, decoder_ids)
-    encoder_positions, decoder_positions = (
-        positions_in_documents(ids) if reset_position_ids else _sequence_positions(ids)
-        for ids in (encoder_ids, decoder_ids)
-    )
+    positions_of = positions_in_documents if reset_position_ids else _sequence_positions
+    encoder_positions = positions_of(encoder_ids)
+    decoder_positions = positions_of(decoder_ids)
     loss_mask = (~is_end & (labels != tokenizer.pad_id)).float()
     encoder, decoder, cross = (mask.float() for mask in masks)
     return encoder, encoder_positions, decoder, decoder_positions, cross, loss_mask
@@ -73,6 +73,7 @@ def _document_ids(is_end: Tensor, padding: Tensor) -> Tensor:
     is_end: bool [b, s], True at the last token of each document. padding: bool [b, s].
     """
     numbers = torch.ones_like(is_end, dtype=torch.int64)
+    # A token belongs to the next document if the token before it ends one.
     numbers[:, 1:] += is_end[:, :-1].cumsum(dim=1)
     return numbers.masked_fill_(padding, 0)
 
@@ -120,6 +121,7 @@ def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
     encoder, decoder, cross = (mask != 0 for mask in given)
     encoder_ids = _group_rows(encoder)
     decoder_groups = _group_rows(decoder)
+    # The document of the first encoder token that each decoder token attends to.
     attended_ids = encoder_ids.gather(1, cross[:, 0].int().argmax(-1))
     sees_all = cross[:, 0].all(-1)
     has_several = (encoder_ids.amax(1, keepdim=True) > 1) | (decoder_groups > 1)
@@ -140,6 +142,7 @@ def check_positions(name: str, given: Tensor, document_ids: Tensor, reset: bool)
 
     name: "encoder" or "decoder", for the message. reset: whether positions must restart at 0 in each document.
     """
+    # No ids: the sample is a single document, whose positions are those of the sequence.
     restart = reset and document_ids.numel() > 0
     expected = positions_in_documents(document_ids) if restart else _sequence_positions(given)
     if not torch.equal(given, expected.to(given.dtype)):
@@ -155,6 +158,7 @@ def _group_rows(allowed: Tensor) -> Tensor:
 
     Neighbouring rows with the same first True column are a group.
     """
+    # Of equal values, argmax returns the first.
     first = allowed[:, 0].int().argmax(-1)
     return document_starts(first).cumsum(1)
 

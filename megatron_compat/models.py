@@ -27,6 +27,7 @@ def config_or_default(config: Config | None, num_tokentypes: int) -> Config:
 
 def decoder_inputs(inputs: Any) -> Any:
     """Replace the mask of (tokens, positions, attention mask) by document ids; return other inputs unchanged."""
+    # A mask has 4 dimensions, document ids have 2.
     if not isinstance(inputs, (tuple, list)) or len(inputs) != 3 or inputs[2].dim() != 4:
         return inputs
     tokens, positions, mask = inputs

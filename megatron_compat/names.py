@@ -256,6 +256,7 @@ def resolve_name(module: str, name: str) -> Any:
         )
     if f"{module}.{name}" in MODULES:
         return importlib.import_module(f"{module}.{name}")
+    # The import system asks for names such as __path__, which must not be those of another module.
     home = MODULES.get(module)
     if home is not None and not (name.startswith("__") and name.endswith("__")):
         return getattr(importlib.import_module(home), name)
@@ -281,6 +282,7 @@ class _Finder(MetaPathFinder):
             return ModuleSpec(name, _NamesLoader(name), is_package=is_package)
         if name not in _EXTENDED:
             return None
+        # The other finders find this project's module, and its loader then also adds the names.
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec:
@@ -342,6 +344,7 @@ class _ExtendedLoader(Loader):
         own_getattr = module.__dict__.get("__getattr__")
 
         def get_attribute(name: str) -> Any:
+            # A module's own __getattr__ answers for all names that are in none of the tables.
             if own_getattr is None or (module.__name__, name) in {*HOMES, *COUNTERPARTS, *_REMOVED, *_SUBMODULES}:
                 return resolve_name(module.__name__, name)
             return own_getattr(name)

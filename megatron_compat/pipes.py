@@ -33,7 +33,9 @@ class _TakesMasks:
 
         def without_masks(data: Any) -> Any:
             batch = function(data)
-            return (self._without_masks(batch[0]), *batch[1:]) if isinstance(batch, (tuple, list)) else batch
+            if not isinstance(batch, (tuple, list)):
+                return batch
+            return self._without_masks(batch[0]), *batch[1:]
 
         return without_masks
 
@@ -92,4 +94,7 @@ class T5ModelPipe(_TakesMasks, t5_pipe.T5ModelPipe):
 
     def _without_masks(self, inputs: Any) -> Any:
         converted = t5_inputs(inputs, self._reset_positions)
-        return (converted[0], converted[1].int(), *converted[2:]) if len(converted) == 4 else converted
+        if len(converted) != 4:
+            return converted
+        encoder, decoder, encoder_ids, decoder_ids = converted
+        return encoder, decoder.int(), encoder_ids, decoder_ids  # as in the example with which the pipeline is built

@@ -27,6 +27,7 @@ def numbers_of_samples(config: Config, ranks: int) -> list[int]:
     """Return [training, validation, test]: how many samples a whole run on `ranks` ranks reads of each data set."""
     train = config.train
     batch_size = config.train_batch_size(ranks)
+    # The position in the data after all iterations, counted from sample 0: the batch size may change on the way.
     train_samples = config.batches(ranks).advance(0, train.train_iters)
     # 1 more: the evaluation after the last iteration
     evaluations = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
@@ -74,6 +75,7 @@ class ScriptTask(FunctionsTask):
         name: str,
     ) -> None:
         self.family = FAMILIES.get(defaults.get("tokenizer_type", ""))
+        # Defaults of the script take precedence over those of its family.
         fallback = DEFAULTS[self.family] if self.family else {}
         super().__init__(datasets_provider, model_provider, forward_step, {**fallback, **defaults}, self.family or name)
         self._count_batch: Callable[[Batch, Config], Tensor] | None = None
@@ -88,6 +90,7 @@ class ScriptTask(FunctionsTask):
         """Call the provider with the run's numbers of samples; return its data sets and an empty list of notes."""
         provider: Any = self.datasets_provider
         datasets = provider(numbers_of_samples(config, dist.get_world_size()))
+        # Only for data sets of this project; otherwise the loss stays the mean that the script returns.
         self._count_batch = _target_counter(datasets[0]) if isinstance(datasets, (tuple, list)) and datasets else None
         if self._count_batch:
             self.count_targets = lambda batch: batch.targets  # type: ignore[method-assign]
@@ -97,6 +100,7 @@ class ScriptTask(FunctionsTask):
         """Return `data`, together with its number of target tokens if the script uses this project's data sets."""
         if self._count_batch is None:
             return data
+        # Ranks that read no data get the number from the rank that does.
         num_targets = None if data is None else {"targets": self._count_batch(data, config).long().view(1)}
         broadcast = mpu.broadcast_data(["targets"], num_targets, torch.int64, sizes={"targets": (1,)})
         return _CountedBatch(data, broadcast["targets"].view(()).double())
@@ -121,7 +125,11 @@ def _target_counter(dataset: Any) -> Callable[[Batch, Config], Tensor] | None:
 def _gpt2_targets(data: Batch, config: Config) -> Tensor:
     tokens = data["text"][:, :-1]
     _, loss_mask, _ = get_ltor_documents_and_position_ids(
-        tokens, get_tokenizer().eod, False, False, config.data.eod_mask_loss
+        tokens,
+        get_tokenizer().eod,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=config.data.eod_mask_loss,
     )
     return loss_mask.sum(dtype=torch.float64)
 

@@ -34,10 +34,12 @@ class ParallelMLP(MegatronModule):
     def __init__(self, init_method: Any = None, output_layer_init_method: Any = None) -> None:
         super().__init__()
         model = get_args().config.model
+        # Attention and MLP of each layer both add to the hidden states, so there are 2 x num_layers additions.
         inner = _ParallelMLP(model, model.output_std(2 * model.num_layers, model.ff_growth))
         self.dense_h_to_4h = inner.dense_h_to_4h
         self.dense_4h_to_h = inner.dense_4h_to_h
         self._forward = inner.forward
+        # Without a function of its own, a weight keeps the initialisation of this project.
         for layer, init in ((self.dense_h_to_4h, init_method), (self.dense_4h_to_h, output_layer_init_method)):
             if init is not None:
                 spec = mpu.spec_of(layer.weight)

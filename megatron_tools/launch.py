@@ -85,6 +85,7 @@ class Signals:
         self._send_to_ranks(os.kill, number)
 
     def _send_to_ranks(self, send: Callable[[int, int], None], number: int) -> None:
+        # The newest group; there is none before the first start.
         for group in self._process_groups[-1:]:
             for pid in group.pids().values():
                 with contextlib.suppress(ProcessLookupError):
@@ -132,6 +133,7 @@ def install_signals(args: Any) -> Signals:
         torch_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         signals.prepare_start(group)
         start_with_torch(group)
+        # torch has replaced the handlers of these signals. Undo this, so that install_handlers sees the original ones.
         for number, handler in torch_handlers.items():
             signal.signal(number, handler)
         signals.install_handlers()
@@ -154,7 +156,7 @@ def _rendezvous_address(args: Any) -> str:
 
 def _spans_nodes(args: Any) -> bool:
     """Return whether the run spans more nodes than this one."""
-    return str(args.nnodes) not in ("1", "1:1")
+    return str(args.nnodes) not in ("1", "1:1")  # MIN:MAX, as torchrun accepts it
 
 
 def prepare_rendezvous(args: Any) -> None:
@@ -187,6 +189,7 @@ def _startup_timeout(arguments: Sequence[str]) -> int | None:
         if name.replace("_", "-") != "--startup-timeout-minutes":
             continue
         if argument == name:
+            # The value is the next word, or empty at the end of the command.
             value = "".join(arguments[index + 1 : index + 2])
         with contextlib.suppress(ValueError):
             return max(int(float(value) * 60), 1)
@@ -258,6 +261,7 @@ def main(argv: list[str]) -> int:
             return 128 + signals.stop_signal
         rank, failure = error.get_first_failure()
         code = failure.exitcode
+        # torch reports a rank that a signal has killed as minus the signal's number.
         if code < 0:
             print_message(f"rank {rank} was killed by {describe_signal(-code)}")
         return code if code > 0 else 1

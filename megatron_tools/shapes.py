@@ -19,8 +19,10 @@ UNSHARDED = {"model_parallel_size": 1, "pipe_parallel_size": 0}
 
 def whole_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return global name -> unsharded shape for every parameter of the model. No weights are allocated."""
+    model_class: Any = T5Model if config.is_t5 else GPT2Model
+    # On the device `meta`, tensors have shapes but no content.
     with torch.device("meta"), mpu.defer_init():
-        model: Any = (T5Model if config.is_t5 else GPT2Model)(with_values(config, UNSHARDED))
+        model = model_class(with_values(config, UNSHARDED))
     return {name: mpu.spec_of(parameter).full_shape for name, parameter in global_parameters(model)}
 
 

@@ -106,7 +106,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     timeout = kwargs.get("timeout")
 
     def connect() -> None:
-        rejoin_store(dist_backend, timeout, _deepspeed.this_device())
+        rejoin_store(dist_backend, timeout, _deepspeed.this_device())  # only after a restart by torchrun
         _ds.init_distributed(dist_backend, *args, **kwargs)
 
     if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -122,7 +122,7 @@ def __getattr__(name: str) -> Any:
     """Return DeepSpeed's attribute or submodule `name`, for names that tds does not define."""
     if name in _submodules.MOVED_NAMES:
         return getattr(importlib.import_module(_submodules.MOVED_NAMES[name]), name)
-    if not hasattr(_ds, name) and not name.startswith("_"):
+    if not hasattr(_ds, name) and not name.startswith("_"):  # a submodule that is not imported yet, if anything
         try:
             return importlib.import_module(f"{_submodules.PACKAGE}.{name}")
         except ModuleNotFoundError:

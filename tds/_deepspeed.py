@@ -83,6 +83,7 @@ def missing_names() -> list[str]:
         module, _, path = names.place.partition(":")
         place: Any = None
         with contextlib.suppress(ImportError, AttributeError):
+            # For example, the path `SynchronizedWallClockTimer.Timer` leads to a class inside a class of the module.
             place = functools.reduce(getattr, filter(None, path.split(".")), importlib.import_module(module))
         for name in f"{names.uses} {names.overrides} {names.patches}".split():
             if not hasattr(place, name):
@@ -93,8 +94,7 @@ def missing_names() -> list[str]:
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
     """Suppress standard output and warnings of DeepSpeed's noisy calls in this block; errors are still raised."""
-    captured = io.StringIO()
-    with contextlib.redirect_stdout(captured), warnings.catch_warnings():
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -192,14 +192,14 @@ def _grow_scale_after_step(optimizer_class: Any) -> None:
     @functools.wraps(step)
     def step_then_grow(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         update = optimizer._update_scale
-        growth = list[bool]()
+        growth = list[bool]()  # not empty if the scale is to grow
         optimizer._update_scale = lambda overflow: update(True) if overflow else growth.append(True)
         try:
             result = step(optimizer, *args, **kwargs)
         finally:
             del optimizer._update_scale
         if growth:
-            update(False)
+            update(False)  # no overflow, so the scale may grow now
         return result
 
     optimizer_class.step = step_then_grow
@@ -317,7 +317,7 @@ def link_shares(bucket: Any, number: int) -> None:
     from deepspeed.utils import link_hp_params
 
     link_hp_params(
-        lp_param_list=bucket.weights_and_gaps(),
+        lp_param_list=bucket.weights_and_gaps(),  # DeepSpeed derives each weight's position from the sizes before it
         flat_hp_partition=bucket.share,
         gradient_dict={number: bucket.owned_grads()},
         offload_gradient_dict=None,
@@ -367,15 +367,15 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
         "wandb": WandbConfig,
         "csv_monitor": CSVConfig,
     }
+    if section == "flops_profiler":  # DeepSpeed ignores unknown keys in this section
+        unknown_keys = sorted(content.keys() - FLOPS_PROFILER)
+        return f"{unknown_keys[0]!r} is unknown" if unknown_keys else None
     model = models.get(section)
-    unknown_keys = sorted(content.keys() - FLOPS_PROFILER) if section == "flops_profiler" else []
-    if unknown_keys:
-        return f"{unknown_keys[0]!r} is unknown"
     if model is None:
         return None
     try:
         with quietly():
-            model(**{key: value for key, value in content.items() if value != "auto"})
+            model(**{key: value for key, value in content.items() if value != "auto"})  # "auto" is filled in later
     except ValueError as error:  # raised by pydantic
         if not hasattr(error, "errors"):
             raise

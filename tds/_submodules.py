@@ -68,6 +68,7 @@ class _View(ModuleType):
         return tds_version_of(getattr(super().__getattribute__("_theirs"), name))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        # importlib sets `__spec__` and submodules of a module; those of this view differ from DeepSpeed's.
         if name.startswith("__") or isinstance(value, _View):
             super().__setattr__(name, value)
         else:
@@ -88,7 +89,7 @@ class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         package, _, inner = name.partition(".")
         if package != PACKAGE or not inner or (HERE / f"{inner}.py").is_file():
-            return None
+            return None  # not a submodule of tds, or one that tds has itself
         if inner in REMOVED:
             raise ModuleNotFoundError(f"{name}, a part of CPM-Pretrain's TDS, is gone: use {REMOVED[inner]}", name=name)
         theirs = RENAMED.get(inner, f"deepspeed.{inner}")

@@ -56,7 +56,7 @@ def compiled_on_cuda(function: Function, eager: Function) -> Function:
     Both overwrite their first argument, and a second call must change nothing. If compiling fails, for instance without
     Triton, there is a warning and `eager` runs.
     """
-    chosen: list[Function] = []
+    chosen: list[Function] = []  # empty before the first call; then `function`, compiled, or `eager`
 
     def call(x: Tensor, *others: Tensor) -> Tensor:
         if not x.is_cuda:
@@ -118,6 +118,7 @@ def storage_use_count(tensor: Tensor) -> int:
             f"torch {torch.__version__} does not count the users of a tensor's memory: use a version that tds is "
             "tested with"
         )
+    # `untyped_storage()` returns an object that is one more user.
     return int(_use_count(tensor.untyped_storage()._cdata)) - 1
 
 
@@ -185,7 +186,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _norm_by_rows(tensor: Tensor) -> Tensor:
     """Return the 2-norm as a scalar in fp64, computed from the norms of rows of `ROW` elements."""
     flat = tensor.reshape(-1)
-    rows_numel = flat.numel() // ROW * ROW
+    rows_numel = flat.numel() // ROW * ROW  # elements in complete rows
     squares: Tensor = torch.linalg.vector_norm(flat[rows_numel:]).double().square()
     if rows_numel:
         squares = squares + torch.linalg.vector_norm(flat[:rows_numel].view(-1, ROW), dim=1).double().square().sum()
@@ -225,6 +226,7 @@ def gather_shares(whole: Tensor, share: Tensor, group: Any) -> Any:
 
 def raw_bytes(tensor: Tensor) -> bytes:
     """Return the raw bytes of `tensor` in memory order."""
+    # numpy lacks bf16, so it gets bytes. The first view gives a scalar the dimension that the second view needs.
     return tensor.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 

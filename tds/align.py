@@ -42,5 +42,7 @@ def measure_offset(device: torch.device) -> tuple[int, float, float]:
     own_times = torch.tensor(times, dtype=torch.int64, device=device)
     rank_0_times = own_times.clone()
     dist.broadcast(rank_0_times, 0)
-    offset_and_error = bound_offset(own_times.tolist(), rank_0_times.tolist())
-    return (times[-1][1], 0.0, 0.0) if dist.get_rank() == 0 else (times[-1][1], *offset_and_error)
+    measured_at = times[-1][1]
+    if dist.get_rank() == 0:
+        return measured_at, 0.0, 0.0  # its clock is the reference
+    return measured_at, *bound_offset(own_times.tolist(), rank_0_times.tolist())

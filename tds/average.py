@@ -48,6 +48,8 @@ class WeightAverage:
         if not stepped:  # skipped, unless the optimizer has found an Inf on the device
             return
         skipped = getattr(inner, "found_inf", None)  # a scalar on the device, 1 if the step was skipped
+        # In groups, the other weights are stepped by other calls. Without groups, a weight without a gradient keeps its
+        # value in this step, and its average still moves towards this value.
         for weight in stepped if self._in_groups else weights:
             state = inner.state.get(weight)
             if not state:
@@ -82,4 +84,5 @@ class WeightAverage:
         average = self.held[weight]
         if average is None:
             return value
+        # In n steps, the distance of the average from a constant weight shrinks to decay ** n of what it was.
         return value.to(average).lerp(average, self._decay ** int(self._applied_steps))

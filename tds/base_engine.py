@@ -126,7 +126,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
         """Broadcast the first replica's weights, but weights that only some replicas hold only among these."""
         replicas = self.seq_data_parallel_group
         with flattened_for_broadcast(self.module):
-            if len(group_by_holders(self.module.parameters(), replicas)) == 1:
+            if len(group_by_holders(self.module.parameters(), replicas)) == 1:  # all replicas hold all weights
                 super()._broadcast_model()
                 return
             for p in self.module.parameters():
@@ -152,6 +152,7 @@ class Engine(DeepSpeedEngine):  # type: ignore[misc]
     def _take_model_step(self, lr_kwargs: Any) -> None:
         self.known_model.check_weights(self.optimizer)
         optimizer = self.distributed
+        # Without `read_norm`, the host does not learn in this step whether it is skipped, so the device counts skips.
         norm_on_device = None
         if optimizer is not None and optimizer.read_norm is None:
             norm_on_device = optimizer.norm

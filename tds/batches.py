@@ -70,7 +70,7 @@ class Batches:
 
     def read_ahead(self) -> None:
         """Read all micro-batches of the step; if the data end, the pass that lacks its micro-batch raises the error."""
-        self.read_to(0, self.total)  # none is needed yet
+        self.read_to(needed=0, wanted=self.total)
 
     def all_labels(self) -> Sequence[Any]:
         """Read all micro-batches of the step and return their labels.
@@ -100,7 +100,7 @@ class Batches:
             end = error
         if replicas is None:
             return end
-        ended = torch.tensor(float(end is not None))
+        ended = torch.tensor(float(end is not None))  # the maximum is 1 if any replica's data ended
         dist.all_reduce(ended, op=dist.ReduceOp.MAX, group=replicas)
         if not ended.item():
             return None

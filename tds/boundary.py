@@ -84,7 +84,7 @@ def _read_declarations(model: Any, name: str, chunks: int) -> tuple[Declared, ..
         return (_legacy_declaration(model),) * chunks
     if chunks == 1:
         return (tuple(declared),)
-    return tuple(None if each is None else tuple(each) for each in declared)
+    return tuple(None if each is None else tuple(each) for each in declared)  # None: not declared
 
 
 def _legacy_declaration(model: Any) -> Declared:
@@ -100,7 +100,7 @@ def _legacy_declaration(model: Any) -> Declared:
     if len(lengths) > 1:
         description = ", ".join(f"{name} has {len(value)}" for name, value in lists.items())
         raise BoundaryError(f"the lists that declare the pipeline boundary differ in length: {description}")
-    count = lengths.pop()
+    count = lengths.pop()  # the only length
     kinds = lists.get("_input_type") or ["float"] * count
     grads = lists.get("_input_grad") or [kind == "float" for kind in kinds]
     splits = lists.get("_input_pipe_partitioned") or [False] * count
@@ -121,6 +121,7 @@ def check_match(contracts: Sequence[Contract]) -> None:
                     f"give all ranks the same configuration"
                 )
     stages = len(contracts)
+    # Virtual stage v is chunk v // stages of stage v % stages, and its outputs go to virtual stage v + 1.
     for virtual_stage in range(stages * len(first.outputs) - 1):
         chunk, sender = divmod(virtual_stage, stages)
         next_chunk, receiver = divmod(virtual_stage + 1, stages)

@@ -74,6 +74,7 @@ def sort_buckets(buckets: list[Any], parameters: Iterable[nn.Parameter], chunk_o
     parameters: all parameters, in the order of layers.
     """
     position = {p: index for index, p in enumerate(parameters)}
+    # The last gradient of a bucket is that of its first layer.
     buckets.sort(key=lambda b: (-chunk_of.get(b.parameters[0], 0), -min(position[p] for p in b.parameters)))
 
 
@@ -130,7 +131,7 @@ class BucketLauncher:
             self._reduce_next()
         for bucket in self._buckets:
             bucket.wait()
-        self._expected = self._counts
+        self._expected = self._counts  # for the next step
         self._hooked = {p for p in self._bucket_of if has_hooks(p)}
         self.reset()
 
@@ -162,6 +163,7 @@ class BucketLauncher:
         """
         if self._chunk_of.get(bucket.parameters[0], 0) not in self._armed_chunks:
             return False
+        # If hooks were added or removed, the expected count is wrong, so the bucket also waits for `finish`.
         return all(
             0 < self._expected[p] <= self._counts[p] and has_hooks(p) == (p in self._hooked) for p in bucket.parameters
         )

@@ -74,6 +74,7 @@ class Bucket:
 
     def slice_of(self, parameter: nn.Parameter) -> tuple[int, int]:
         """Return the range (begin, end) of `parameter` in this replica's share; empty if other replicas own it."""
+        # For example, a weight of elements 150 to 260 in a share of elements 100 to 200 has the range (50, 100).
         at = self._offset_of[parameter]
         begin = max(at, self.begin)
         end = min(at + parameter.numel(), self.end)
@@ -107,6 +108,7 @@ class Bucket:
         Returns False, and does nothing, if another tensor views the flat memory. That tensor may be a weight's old
         data, which the user wants to restore later.
         """
+        # Each replaced weight has left the flat memory, so there must be as many fewer views.
         if storage_use_count(self.weights) != self._num_views - len(replaced):
             return False
         for parameter in replaced:
@@ -144,6 +146,7 @@ class Bucket:
         """
         grad_sum = self._grad_of[parameter]
         add: Any = torch.addmm if left.dtype is grad_sum.dtype else partial(torch.addmm, out_dtype=grad_sum.dtype)
+        # beta 0 overwrites the sum of the last step; beta 1 adds to the sum of this step.
         add(grad_sum, left, right, beta=int(parameter in self._arrived), out=grad_sum)
         self._arrived.add(parameter)
 
@@ -197,12 +200,14 @@ class Bucket:
 
         counts: for each parameter, whether this rank includes its gradient in the global norm.
         """
-        ranges: list[list[Any]] = []  # [begin, end, whether it counts] of neighbouring weights that count alike
+        ranges: list[tuple[int, int, bool]] = []  # (begin, end, whether it counts)
         for parameter, begin, end in self._owned_slices():
-            if ranges and ranges[-1][1] == begin and ranges[-1][2] is counts[parameter]:
-                ranges[-1][1] = end
-            else:
-                ranges.append([begin, end, counts[parameter]])
+            if ranges:
+                last_begin, last_end, last_is_counted = ranges[-1]
+                if last_end == begin and last_is_counted is counts[parameter]:  # neighbours that count alike: merge
+                    ranges.pop()
+                    begin = last_begin
+            ranges.append((begin, end, counts[parameter]))
         slices = []
         for begin, end, is_counted in ranges:
             for start in range(begin, end, NORM_SLICE):
@@ -246,4 +251,4 @@ def can_widen_matmul(device: torch.device, dtype: torch.dtype) -> bool:
         torch.addmm(grad_sum, factor, factor, out_dtype=torch.float32, out=grad_sum)
     except (RuntimeError, TypeError):  # includes NotImplementedError
         return False
-    return bool((grad_sum == 16).all())
+    return bool((grad_sum == 16).all())  # each element is a sum of 16 products 1 x 1

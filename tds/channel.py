@@ -72,12 +72,14 @@ class Link:
 
     def local_numel(self, flags: int, shape: torch.Size) -> int:
         """Return how many elements of a tensor this rank's message holds: all, or only a slice of a split tensor."""
-        return -(-shape.numel() // self.slice_size) if flags & SPLIT else shape.numel()
+        if not flags & SPLIT:
+            return shape.numel()
+        return -(-shape.numel() // self.slice_size)  # rounded up, so that all slices have the same length
 
     def message_bytes(self, dtype: torch.dtype, flags: int, shape: torch.Size) -> int:
         """Return the bytes that a tensor takes in a message."""
         size = self.local_numel(flags, shape) * dtype.itemsize
-        return size + -size % ALIGN
+        return size + -size % ALIGN  # the next multiple of ALIGN
 
 
 class Sender:
@@ -114,7 +116,7 @@ class Sender:
         layout = layout_of(tensors)
         run = self._runs[micro_chunk.chunk]
         payload = self._pack(tensors)
-        if micro_chunk.micro == run.end:
+        if micro_chunk.micro == run.end:  # the last run has ended, so a header announces the next one
             self._runs[micro_chunk.chunk] = LayoutRun(run_end, layout)
             self._send_header([run_end - micro_chunk.micro, *_layout_as_json(layout)], who)
         elif layout != run.layout:
@@ -144,7 +146,7 @@ class Sender:
         trace.sent(buffer.nbytes)
         work = dist.isend(buffer, self.link.peer, group=group or self.link.group)
         self._pending.append((work, buffer))
-        while self._pending and self._pending[0][0].is_completed():
+        while self._pending and self._pending[0][0].is_completed():  # frees the buffers of finished sends
             self._pending.popleft()
 
     def _pack(self, tensors: Sequence[BoundaryTensor]) -> Tensor | None:
@@ -153,10 +155,10 @@ class Sender:
         must_copy = False
         for each in tensors:
             if each.tensor.numel():
-                # Before `_local_slice` makes views: another user of the tensor could change it while it is sent.
+                # Counted before `_local_slice` makes views. Another user could change the tensor while it is sent.
                 is_shared = storage_use_count(each.tensor) > 1
                 part = _padded_bytes(self._local_slice(each))
-                must_copy = bool(parts) or (is_shared and same_storage(part, each.tensor))
+                must_copy = bool(parts) or (is_shared and same_storage(part, each.tensor))  # several need one buffer
                 parts.append(part)
         if must_copy:
             return self._concatenate(parts)
@@ -179,7 +181,7 @@ class Sender:
         link = self.link
         if not boundary_tensor.is_split or link.slice_size == 1:
             return flat
-        length = link.local_numel(SPLIT, boundary_tensor.tensor.shape)
+        length = link.local_numel(SPLIT, boundary_tensor.tensor.shape)  # the same on all ranks; the last is padded
         part = flat[length * link.slice_rank : length * (link.slice_rank + 1)]
         return torch.nn.functional.pad(part, (0, length - part.numel()))
 
@@ -251,15 +253,15 @@ class Receiver:
 
     def take(self, micro_chunk: MicroChunk) -> list[BoundaryTensor]:
         """Wait for the message of `micro_chunk`. Raises RuntimeError if another message comes first."""
-        self._post(1)
+        self._post(min_pending=1)  # the receive of this message
         message = self._wait_for_oldest()
         if message.micro_chunk != micro_chunk:
             raise RuntimeError(f"message {micro_chunk} was requested, but {message.micro_chunk} comes first")
         tensors = []
         begin = 0
-        for each in message.layout:
-            end = begin + self.link.message_bytes(*each)
-            tensors.append(self._unpack(message.payload[begin:end], *each))
+        for dtype, flags, shape in message.layout:
+            end = begin + self.link.message_bytes(dtype, flags, shape)
+            tensors.append(self._unpack(message.payload[begin:end], dtype, flags, shape))
             begin = end
         return tensors
 
@@ -322,11 +324,11 @@ class Receiver:
     def _allocate(self, layout: Layout) -> Tensor:
         return self.link.pool.take(sum(self.link.message_bytes(*each) for each in layout))
 
-    def _post(self, messages: int) -> None:
-        """Post receives of known layout: all that are due, then others until `messages` receives are pending."""
+    def _post(self, min_pending: int) -> None:
+        """Post receives of known layout: all that are due, then others until `min_pending` are pending."""
         while self._agenda and self._agenda[0] in self._layouts:
             micro_chunk = self._agenda[0]
-            if len(self._posted) >= messages and not self._is_due(micro_chunk):
+            if len(self._posted) >= min_pending and not self._is_due(micro_chunk):
                 return
             self._agenda.popleft()
             layout = self._layouts.pop(micro_chunk)
@@ -341,7 +343,7 @@ class Receiver:
             self._posted.append(PostedReceive(micro_chunk, work, payload, layout))
 
     def _unpack(self, raw_bytes: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:
-        raw_bytes = raw_bytes[: self.link.local_numel(flags, shape) * dtype.itemsize]
+        raw_bytes = raw_bytes[: self.link.local_numel(flags, shape) * dtype.itemsize]  # without the padding
         if raw_bytes.storage_offset() % dtype.itemsize:
             raw_bytes = raw_bytes.clone()  # tensors in a message begin at multiples of 8 bytes, but complex128 needs 16
         part = raw_bytes.view(dtype)

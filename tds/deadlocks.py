@@ -73,6 +73,7 @@ class Graph:
 
     def refuse_cycle(self) -> None:
         """Raise ScheduleError, which names the cycle, if some events wait for each other."""
+        # Take away events that wait for nothing, again and again (Kahn 1962). What is left contains a cycle.
         followers = self._followers()
         num_awaited = [len(awaited) for awaited in self.waits_for]  # events that each event still waits for
         ready = [event for event, count in enumerate(num_awaited) if not count]
@@ -94,6 +95,7 @@ class Graph:
 
     def _cycle(self, num_awaited: Sequence[int]) -> str:
         """Describe a cycle of the graph. num_awaited: for each event, how many events it still waits for."""
+        # Each event that is left waits for another one that is left, so following these waits must lead into a cycle.
         path = list[int]()
         event = next(i for i, count in enumerate(num_awaited) if count)
         while event not in path:
@@ -149,7 +151,7 @@ class StageGraph:
                 self._send(each)
             else:
                 self._compute(each)
-            if not isinstance(next_instruction, SENDS):
+            if not isinstance(next_instruction, SENDS):  # as the engine does: sends go before receives
                 self._post(RecvActivation)
                 self._post(RecvGrad)
 
@@ -206,6 +208,7 @@ class StageGraph:
 
     def _link(self, kind: Kind, micro_chunk: MicroChunk) -> tuple[int, bool, MicroChunk]:
         """Return (boundary, whether the message goes to the next virtual stage, micro-batch and sender's chunk)."""
+        # Messages with the next stage cross boundary `stage`, those with the previous stage boundary `stage - 1`.
         boundary = (self.stage if kind in (SendActivation, RecvGrad) else self.stage - 1) % self.stages
         # The first stage's chunk c + 1 follows the last stage's chunk c; a message between them is numbered c.
         sender = micro_chunk.chunk - 1 if self.stage == 0 and kind in (RecvActivation, SendGrad) else micro_chunk.chunk
@@ -213,7 +216,8 @@ class StageGraph:
 
     def _add_message(self, kind: Kind, micro_chunk: MicroChunk) -> int:
         link = self._link(kind, micro_chunk)
-        queue = self.rules.queue(link[0], self.stages, link[1])
+        boundary, to_next, _ = link
+        queue = self.rules.queue(boundary, self.stages, to_next)
         name = f"{kind.__name__}({micro_chunk.micro}) of stage {self.stage}"
         start, end = self._submit(name, None if queue is None else self._last_in_queue.get(queue))
         self._last_in_queue[queue] = end
@@ -224,17 +228,18 @@ class StageGraph:
         """Make the device, not the host, wait for the next message of this kind."""
         if not self._posted[kind]:
             self._synchronize(f"the buffer for {kind.__name__} of stage {self.stage}")
-            self._post(kind, 1)
+            self._post(kind, min_pending=1)
         if not self._posted[kind]:
             raise ScheduleError(f"stage {self.stage}: {kind.__name__} comes before the SendActivation that it answers")
+        # Later computation waits for the start of this operation, and the operation starts when the message has ended.
         message_end = self._posted[kind].popleft()
         self._computation = self._submit(f"what stage {self.stage} computes after {kind.__name__}", message_end)[0]
 
-    def _post(self, kind: Kind, messages: int = 0) -> None:
-        """Post receives of known layout: all that are due, then others until `messages` receives are pending."""
+    def _post(self, kind: Kind, min_pending: int = 0) -> None:
+        """Post receives of known layout: all that are due, then others until `min_pending` or `ahead` are pending."""
         agenda = self._agenda[kind]
         posted = self._posted[kind]
-        wanted_pending = max(self.rules.ahead or 0, messages)
+        wanted_pending = max(self.rules.ahead or 0, min_pending)
         while agenda and agenda[0] in self._known[kind]:
             if len(posted) >= wanted_pending and not self._is_due(kind, agenda[0]):
                 return
@@ -261,11 +266,12 @@ def refuse_deadlocks(plan: Plan, rules: Rules | None = None) -> None:
         headers |= stage.headers
     for link, is_sender in ends:
         if is_sender:
+            # A message ends only after both its send and its receive have started.
             send_start, send_end = ends[link, True]
             receive_start, receive_end = ends[link, False]
             graph.waits_for[receive_end].append(send_start)
             graph.waits_for[send_end].append(receive_start)
     for link, is_sender in headers:
         if is_sender:
-            graph.waits_for[headers[link, False]].append(headers[link, True])
+            graph.waits_for[headers[link, False]].append(headers[link, True])  # the receiving host waits for the header
     graph.refuse_cycle()

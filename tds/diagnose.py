@@ -18,7 +18,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,7 @@ def strip_cpp_stacks(text: str) -> str:
 def _caller_stack(error: BaseException) -> list[str]:
     """Return the stack of the callers of the function that caught `error`, such as the user's script, as lines."""
     frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
+    # The frames of contextlib lie between `watching`, which catches the error, and the code that it surrounds.
     return [line for line in traceback.format_stack(frame) if "contextlib.py" not in line] if frame else []
 
 
@@ -102,6 +103,13 @@ def _exit(code: int) -> None:
         with contextlib.suppress(Exception):
             stream.flush()
     os._exit(code)
+
+
+class Activity(NamedTuple):
+    """What a rank does, as given to `Watchdog.record`, and the time when it began."""
+
+    what: Any
+    since: float
 
 
 class Watchdog(Observer):
@@ -137,8 +145,9 @@ class Watchdog(Observer):
         self._idle = idle
         self._board = FaultBoard(name)
         self._describe: Callable[[], Callable[[Any], str] | None]
+        # `self._describe()` returns the function that describes an activity, or None if the engine is gone.
         self._describe = weakref.WeakMethod(describe) if describe else lambda: str
-        self._activity: tuple[Any, float] | None = None  # current activity, and the time when it began
+        self._activity: Activity | None = None
         self._device_progress = DeviceProgress(device) if device is not None and device.type != "cpu" else None
         self._main_thread_id = threading.main_thread().ident or 0
         self._exit_lock = threading.Lock()
@@ -160,9 +169,10 @@ class Watchdog(Observer):
     def record(self, what: Any) -> None:
         """Record that this rank now does `what`; None: this rank does nothing that other ranks may wait for."""
         if self._device_progress and self._activity:
+            # The activity that ends here has submitted all its work, which the device may still have to do.
             with contextlib.suppress(RuntimeError):  # the device has failed; the next synchronization will report it
-                self._device_progress.record_submitted(self._activity[0])
-        self._activity = None if what is None else (what, time.monotonic())
+                self._device_progress.record_submitted(self._activity.what)
+        self._activity = None if what is None else Activity(what, time.monotonic())
         if what is not None:
             Watchdog._active_watchdog = self
 
@@ -188,7 +198,7 @@ class Watchdog(Observer):
                 self.fail(error)
             raise
         finally:
-            self.record(None)
+            self.record(None)  # this rank now does nothing that others may wait for
 
     def fail(self, error: BaseException) -> None:
         """Announce to all ranks that this rank failed; return when rank 0 has printed the report.
@@ -210,6 +220,7 @@ class Watchdog(Observer):
             self._board.announce(f"{rank} {fault}", code)
         except Exception:  # rank 0, which hosts the store, is gone
             self.exit_with_stack(f"{rank} lost the connection to the {describe_store()}", "" if is_interrupt else text)
+        # With an exit code, all ranks end now. Without one, the error itself ends this rank.
         if code := self._report(text):
             _exit(code)
         error.tds_reported = True  # type: ignore[attr-defined]
@@ -223,7 +234,7 @@ class Watchdog(Observer):
         words = shortened(strip_cpp_stacks(error_text(error)).strip(), MAX_MESSAGE_CHARS)
         return f"raised {type(error).__name__}: {words}", 0
 
-    def _poll(self) -> Iterator[tuple[Any, float] | None]:
+    def _poll(self) -> Iterator[Activity | None]:
         """Yield the current activity a few times a second, while this watchdog is active and its engine exists."""
         while self._describe() is not None and not self._stopped.wait(POLL_SECONDS):
             if Watchdog._active_watchdog is self:
@@ -233,8 +244,8 @@ class Watchdog(Observer):
         """End this rank, with a report, if a rank has announced a fault or an activity takes too long."""
         rank = name_this_rank(self._board.rank)
         for tick, activity in enumerate(self._poll(), self._board.rank):  # ranks take turns
-            is_late = activity is not None and time.monotonic() - activity[1] > self.timeout
-            if tick % self._board.poll_ticks and not is_late:
+            is_late = activity is not None and time.monotonic() - activity.since > self.timeout
+            if tick % self._board.poll_ticks and not is_late:  # it is not this rank's turn
                 continue
             try:
                 fault = self._board.has_fault()
@@ -247,18 +258,19 @@ class Watchdog(Observer):
                 name = self._board.name
                 self._board.announce(f"{rank} exceeded the {name}'s timeout: {self.timeout:g} s in one operation")
             if (is_late or fault) and self._exit_lock.acquire(blocking=False):
-                _exit(self._report(self._stack()) or 1)
+                _exit(self._report(self._stack()) or 1)  # 1 if the fault has no exit code
 
     def _watch_board(self) -> None:
         """End this rank if the store does not answer and the current activity exceeds the timeout."""
         for activity in self._poll():
             now = time.monotonic()
+            # In a large run, a rank asks the store less often, so the last answer may be up to `delay` seconds older.
             silence = SILENCE_SECONDS + 4 * self._board.delay
             is_silent = now - self._answered > silence
-            if is_silent and activity is not None and now - activity[1] > self.timeout + silence:
+            if is_silent and activity is not None and now - activity.since > self.timeout + silence:
                 self.exit_with_stack(
-                    f"{name_this_rank(self._board.rank)}, {self._describe_current()}, for {now - activity[1]:.1f} s; "
-                    f"the {describe_store()} does not answer: it is dead or stopped"
+                    f"{name_this_rank(self._board.rank)}, {self._describe_current()}, for {now - activity.since:.1f} "
+                    f"s; the {describe_store()} does not answer: it is dead or stopped"
                 )
 
     def _stop(self) -> None:
@@ -270,7 +282,7 @@ class Watchdog(Observer):
     def _describe_current(self) -> str:
         activity = self._activity
         describe = self._describe()
-        return self._idle if activity is None or describe is None else describe(activity[0])
+        return self._idle if activity is None or describe is None else describe(activity.what)
 
     def _extra_lines(self) -> list[str]:
         """Describe the device's progress and pending collectives; ignore errors, so that the report is printed."""
@@ -303,7 +315,7 @@ class Watchdog(Observer):
         """Write this rank's report, and return the announced exit code."""
         what = self._describe_current()
         activity = self._activity
-        since = time.monotonic() - activity[1] if activity else 0.0
+        since = time.monotonic() - activity.since if activity else 0.0
         try:
             return self._board.report({"what": what, "since": since, "stack": stack, "more": self._extra_lines()})
         except Exception:
@@ -323,5 +335,5 @@ def watch_startup() -> None:
     if not dist.is_initialized() or dist.get_backend() == "fake":  # a simulated world has no other processes
         return
     if dist.get_world_size() > 1 and Watchdog.latest() is None:
-        watchdog = Watchdog(float("inf"), None, "run", idle="before its first step in an engine")
+        watchdog = Watchdog(float("inf"), describe=None, name="run", idle="before its first step in an engine")
         watchdog.reports_all_errors = True

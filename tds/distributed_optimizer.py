@@ -114,8 +114,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._launcher = BucketLauncher(self.buckets, chunk_of)
         self._gathers = DeferredGathers(self.buckets, layers_that_wait(module) if self._overlap_gather else ())
         for bucket in self.buckets:
-            bucket.count_views()
-            if bucket.accumulates_matmuls:
+            bucket.count_views()  # to notice later whether a user still views the memory
+            if bucket.accumulates_matmuls:  # a layer may add its weight gradient in one kernel
                 self._accept_matmuls(bucket)
 
     def _make_buckets(
@@ -127,8 +127,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group_weights = [p for p in param_group["params"] if p in trainable]
             work = self._whole_work(group_weights)
             for group, held in group_by_holders(group_weights, self.dp_process_group):
-                is_full = partial(has_little_padding, replicas=dist.get_world_size(group), work=work) if work else None
-                for parameters in pack_buckets(held, group, self.bucket_bytes, chunk_of, separate, is_full):
+                replicas = dist.get_world_size(group)
+                is_enough = partial(has_little_padding, replicas=replicas, work=work) if work else None
+                for parameters in pack_buckets(held, group, self.bucket_bytes, chunk_of, separate, is_enough):
                     bucket = Bucket(parameters, group, work)
                     self.buckets.append(bucket)
                     link_shares(bucket, len(self.buckets))
@@ -149,7 +150,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _whole_work(self, weights: Sequence[nn.Parameter]) -> Work | None:
         """Return the function `whole_work` of the optimizer, if it steps these weights as wholes, else None."""
         work: Work | None = getattr(self.optimizer, "whole_work", None)
-        return work if work and weights and work(weights[0]) is not None else None
+        return work if work and weights and work(weights[0]) is not None else None  # all are of one kind
 
     def _require_launcher(self) -> BucketLauncher:
         assert self._launcher, "tds.initialize() comes first"
@@ -282,12 +283,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.norm = None
         grads = {bucket: bucket.share.grad for bucket in self.buckets}
         for bucket in self.buckets:
-            bucket.share.grad = None
+            bucket.share.grad = None  # the wrapped optimizer steps only the shares that have a gradient
         # For example, 20 buckets are stepped in groups of 3, in the order in which the next forward pass uses them.
         forward_order = self.buckets[::-1]
         group_size = len(forward_order)
-        if steps_separately(self.optimizer):
-            group_size = -(-len(forward_order) // MAX_GROUPS)
+        if steps_separately(self.optimizer):  # any other optimizer counts one step in each call
+            group_size = -(-len(forward_order) // MAX_GROUPS)  # rounded up
         for start in range(0, len(forward_order), max(group_size, 1)):
             group = forward_order[start : start + group_size]
             for bucket in group:
@@ -297,7 +298,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 bucket.gather()
                 bucket.share.grad = None
         self._gathers.defer()
-        if not self._are_states_linked:
+        if not self._are_states_linked:  # the first step has created the states
             self._lazy_init_hp_params_optimizer_state()
         if self.read_norm is not None:
             self.overflow = not math.isfinite(self.read_norm())
@@ -391,7 +392,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         The items of other replicas may be None.
         """
         if len(states) != dist.get_world_size(self.dp_process_group):
-            return None
+            return None  # shares of another number of replicas
         own_state = states[dist.get_rank(self.dp_process_group)]
         saved_shapes = [share.shape for share in own_state.get("shares", ())] if own_state else None
         shapes = [bucket.share.shape for bucket in self.buckets]

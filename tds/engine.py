@@ -84,9 +84,9 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
-        self._proven_micro_batches = {self.micro_batches}
+        self._proven_micro_batches = {self.micro_batches}  # checked_schedule has proven the schedule for these
         if self._reduction.averages and not is_reduction_replaced(type(self)):
-            check_factor(self, lambda micros: self.dp_world_size, pipeline=True)
+            check_factor(self, lambda _: self.loss_factor, pipeline=True)
         self._eval_schedule = partial(schedule.forward_only, chunks=self._chunks)
         self._plans = StagePlans(self.stage_id, self.num_stages, has_message_queues(self.device), self.dynamic_shape)
         self._current_plan: StagePlan | None = None
@@ -215,9 +215,9 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
             with self.observers.around(instruction):
                 run(instruction)
             self._step.drop_if_empty(instruction.micro_chunk)
-            if type(instruction) in PASS_COST:
+            if type(instruction) in PASS_COST:  # a pass, not a message
                 self._neighbours.after_pass()
-            if not isinstance(next_instruction, SENDS):
+            if not isinstance(next_instruction, SENDS):  # sends go before receives, because other stages wait for them
                 self._neighbours.post()
         unfinished = self._step.microbatches
         assert not unfinished, (
@@ -230,7 +230,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
     def _inputs_of(self, instruction: Instruction) -> Any:
         """Return the inputs of a chunk's layers, which the layers may modify in place."""
         if self._neighbours.has_previous(instruction.chunk):
-            microbatch = self._step.microbatch(instruction.micro_chunk)
+            microbatch = self._step.microbatch(instruction.micro_chunk)  # in training, SendGrad needs `received` later
             received = microbatch.received if self.module.training else microbatch.take_received()
             return unwrap(tuple(non_leaf_view(each.tensor) for each in received))
         inputs = self._step.batches.inputs(instruction.micro)
@@ -260,8 +260,8 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
 
     def _add_loss(self, instruction: Instruction, outputs: Any, labels: Any) -> None:
         """Compute the loss, on the last stage."""
-        self.outputs = None if self.module.training else outputs
-        if not self._step.compute_loss:
+        self.outputs = None if self.module.training else outputs  # eval_batch may return them, too
+        if not self._step.compute_loss:  # eval_batch returns the outputs instead
             self.fwd_outputs.append(in_full(outputs))
             return
         if self.module.loss_fn is None:
@@ -281,7 +281,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         roots, grads = self._step.microbatch(instruction.micro_chunk).take_roots()
         if roots:
             with self._reduction.accumulating(instruction):
-                torch.autograd.backward(roots, grads or None)
+                torch.autograd.backward(roots, grads or None)  # a loss has no received gradient
 
     def _backward_input(self, instruction: Instruction) -> None:
         microbatch = self._step.microbatch(instruction.micro_chunk)
@@ -303,9 +303,9 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         micro_chunk = instruction.micro_chunk
         neighbours = self._neighbours
         outputs = self._step.microbatch(micro_chunk).take_to_send()
-        if self.dynamic_shape:
+        if self.dynamic_shape:  # each output has its own header
             run_end = micro_chunk.micro + 1
-        elif neighbours.has_previous(micro_chunk.chunk):
+        elif neighbours.has_previous(micro_chunk.chunk):  # the outputs keep their layout while the inputs do
             run_end = neighbours.from_previous.run_end(micro_chunk)
         else:
             run_end = self._step.batches.run_end(micro_chunk.micro)
@@ -338,7 +338,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
 
     def _recv_grad(self, instruction: Instruction) -> None:
         microbatch = self._step.microbatch(instruction.micro_chunk)
-        if microbatch.edges:
+        if microbatch.edges:  # outputs without a gradient get no message
             microbatch.grads = [each.tensor for each in self._neighbours.from_next.take(instruction.micro_chunk)]
 
     _HANDLERS = {  # method names, so that a subclass can override them
@@ -362,22 +362,22 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
 
     def _begin(self, micros: int, compute_loss: bool = True) -> None:
         """Prepare the micro-batches of a step and compute the factor by which losses are scaled."""
-        refuse_patches(self, self.module, isinstance(self._reduction, OverlappedReduction))
+        refuse_patches(self, self.module, reduces=isinstance(self._reduction, OverlappedReduction))
         self.fwd_outputs = []
         self.outputs = None
         self._adopt_new_layers()
         require_iterator(self.data_iterator, self.stage_id)
         is_first = self.stage_id == 0
-        batches = Batches(self._read, micros, self.device, self.stage_id, is_first, self._is_last_stage)
+        is_last = self._is_last_stage
+        batches = Batches(self._read, micros, self.device, self.stage_id, needs_inputs=is_first, needs_labels=is_last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, self.dp_world_size)
-        if (is_first or self._is_last_stage) and self._start_reading(batches):
-            return  # stage 0 will inform all stages that the data has ended
-        counts_targets = getattr(self.module.loss_fn, "count_targets", None) is not None
-        if self._is_last_stage and compute_loss and counts_targets:
+        data_ended = (is_first or is_last) and self._start_reading(batches)
+        if data_ended or not is_last:
+            return  # only the last stage computes losses; if the data ended, stage 0 will inform all stages
+        if compute_loss and getattr(self.module.loss_fn, "count_targets", None) is not None:
             self._count_targets(micros)
-        if self._is_last_stage:
-            self._step.scale = self.loss_factor / self._losses.divisor
+        self._step.scale = self.loss_factor / self._losses.divisor
 
     def _start_reading(self, batches: Batches) -> bool:
         """Read the first micro-batch, with several stages all of them; return whether the data ended before it.

@@ -18,12 +18,14 @@ def use_engine_classes(pipeline: type, plain: type) -> Iterator[None]:
     DeepSpeed's engines for other modules and settings, such as DualPipeVEngine, raise ValueError. A subclass of tds's
     engine that the user has put in place of DeepSpeed's is built instead; anything else in its place raises ValueError.
     """
+    # The first two are named, because `engines()` lacks them if a user has put something else in their place.
     stock = {"PipelineEngine": deepspeed.PipelineEngine, "DeepSpeedEngine": deepspeed.DeepSpeedEngine, **engines()}
     chosen = {
         "PipelineEngine": _class_to_build("PipelineEngine", pipeline),
         "DeepSpeedEngine": _class_to_build("DeepSpeedEngine", plain),
     }
     for name in stock:
+        # In place of any other engine, DeepSpeed calls a function that raises an error.
         setattr(deepspeed, name, chosen.get(name, partial(_refuse_engine, name)))
     try:
         yield

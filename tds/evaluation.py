@@ -29,6 +29,7 @@ def eval_result(engine: Any, loss: Tensor | None, reduce_output: str | None, bca
         return loss if bcast_loss or is_last else None
     if not is_last:
         return None
+    # `fwd_outputs` has one item for each micro-batch: its loss, or its outputs if no loss is computed.
     return _mean_outputs(engine) if reduce_output else engine.fwd_outputs
 
 
@@ -36,6 +37,7 @@ def _mean_outputs(engine: Any) -> Any:
     """Return the mean of the outputs over micro-batches and replicas, in the shapes of one micro-batch's outputs."""
     outputs = [as_tuple(each) for each in engine.fwd_outputs]
     sums = []
+    # outputs[micro] has the tensors of a micro-batch. If some have fewer than others, the second check raises.
     for tensors in zip(*outputs, strict=False):
         if any(t.shape != tensors[0].shape for t in tensors):
             _raise_different_shapes()

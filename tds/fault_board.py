@@ -52,7 +52,7 @@ def _name_dead_ranks(fault: str, dead: list[int], hosts: Mapping[int, str]) -> s
     if not dead or not lost_connection:
         return fault
     ranks = name_ranks(dead)
-    names = dict.fromkeys(hosts[rank] for rank in dead if rank in hosts)
+    names = dict.fromkeys(hosts[rank] for rank in dead if rank in hosts)  # each host once
     if names:
         ranks += f" on {', '.join(names)}"
     if len(dead) == 1:
@@ -61,6 +61,7 @@ def _name_dead_ranks(fault: str, dead: list[int], hosts: Mapping[int, str]) -> s
         problem = f"{ranks} do not answer: their processes are dead or stopped"
     if names:
         problem += ", or the network is down"
+    # The fault begins with the rank that lost its connection: "rank 3 raised RuntimeError: Connection closed".
     return f"{problem}; {fault.split(' raised ')[0]} lost the connection ({lost_connection[0]})"
 
 
@@ -176,7 +177,7 @@ class FaultBoard:
         deadline = time.monotonic() + self.collect_seconds
         keys = [f"{key}/{rank}" for rank in ranks]
         while keys and time.monotonic() < deadline:
-            if self._store.check(keys):
+            if self._store.check(keys):  # True only if the store has all keys
                 return ranks
             time.sleep(0.02)
         return {rank for rank in ranks if self._store.check([f"{key}/{rank}"])}

@@ -59,7 +59,7 @@ def _total_numel(parameters: Iterable[nn.Parameter]) -> int:
 
 def round_up(count: int) -> int:
     """Return `count` rounded up to a multiple of ALIGNMENT."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
+    return -(-count // ALIGNMENT) * ALIGNMENT  # -(-a // b) is a / b, rounded up
 
 
 def has_little_padding(parameters: Sequence[nn.Parameter], replicas: int, work: Work) -> bool:

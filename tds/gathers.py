@@ -36,7 +36,10 @@ class DeferredGathers:
     """
 
     def __init__(self, buckets: Sequence[Bucket], layers: Sequence[nn.Module]) -> None:
-        first_layer = {p: index for index, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
+        first_layer: dict[nn.Parameter, int] = {}
+        for index, layer in enumerate(layers):
+            for p in layer.parameters():
+                first_layer.setdefault(p, index)
         # Bucket -> index of the first layer that uses it; -1 if it has weights that no layer in `layers` has.
         self._first_layer = {bucket: min(first_layer.get(p, -1) for p in bucket.parameters) for bucket in buckets}
         self._pending: deque[Bucket] = deque()
@@ -46,7 +49,7 @@ class DeferredGathers:
 
     def defer(self) -> None:
         """Wait only for the buckets that no layer's hook waits for. Call this when all all-gathers have started."""
-        self._pending = deque(sorted(self._first_layer, key=self._first_layer.__getitem__))
+        self._pending = deque(sorted(self._first_layer, key=self._first_layer.__getitem__))  # in the order of use
         self.wait(-1)  # buckets without a first layer
 
     def wait(self, last: int | None = None) -> None:

@@ -60,6 +60,7 @@ def new_groups(rank_lists: RankLists, urgent: bool = False) -> Any:
 
 def shared_groups(rank_lists: RankLists, urgent: bool = False) -> Any:
     """Return `new_groups(rank_lists, urgent)`, but create each set of groups once, as its first caller wants it."""
+    # Sorted, because callers may list the same groups in different orders.
     key = tuple(sorted(tuple(sorted(ranks)) for ranks in rank_lists))
     return _cached_groups(key, lambda: new_groups(key, urgent))
 
@@ -75,7 +76,7 @@ def host_group(group: Any) -> Any:
     Numbers that the hosts know, such as shapes, are exchanged in this group, so that no host waits for its device.
     """
     if dist.get_backend(group) == "gloo":
-        return group
+        return group  # gloo sends from host memory
     ranks = dist.get_process_group_ranks(group)
     return _cached_groups(("hosts", *ranks), lambda: _create_member_group(ranks, "gloo"))
 
@@ -87,7 +88,7 @@ def _create_member_group(ranks: Sequence[int], backend: str | None = None) -> An
         # With a bound device, new_group would split the world's communicator, which all ranks must join.
         world.bound_device_id = None
     try:
-        return new_local_group(ranks, backend or "members", backend)
+        return new_local_group(ranks, name=backend or "members", backend=backend)
     finally:
         if bound is not None:
             world.bound_device_id = bound
@@ -163,6 +164,8 @@ def share_deepspeed_groups(topology: Callable[[], Any]) -> Iterator[None]:
                 rank_lists = [tuple(each) for each in parallel_groups(members, topology())]
             if members not in rank_lists:
                 return original_new_group(ranks)  # these ranks do not form a group along axes of the grid
+            # `shared_groups` returns the one group that this rank is in. All lists of the axis map to it, and the last
+            # line returns it to its members only.
             group_of_ranks.update(dict.fromkeys(rank_lists, shared_groups(rank_lists)))
         return group_of_ranks[members] if dist.get_rank() in members else None
 

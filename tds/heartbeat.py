@@ -35,7 +35,7 @@ def host_timeout() -> float:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = -1.0
+        seconds = -1.0  # refused below
     if not 0 <= seconds < 1e6:
         raise ValueError(f"{TIMEOUT_VARIABLE}={text} in the environment is not a number of seconds; give 0 or more")
     return seconds
@@ -68,6 +68,7 @@ def _listen() -> socket.socket:
 
 def _enable_keepalive(connection: socket.socket, seconds: float) -> None:
     """Make the kernel probe an idle connection, and end it when the other host has been silent for `seconds`."""
+    # For example, 45 s: a first probe after 15 s of silence, then one every 5 s, and the end when 7 have no answer.
     idle = max(1, int(seconds / 3))  # seconds before the first probe
     interval = max(1, int(seconds / 9))  # seconds between two probes
     connection.settimeout(None)

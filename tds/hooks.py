@@ -12,7 +12,7 @@ from ._deepspeed import StockPipelineEngine
 from .base_engine import Engine
 from .batches import DataEnded
 from .clip import clip_by_norm
-from .losses import Losses
+from .losses import Losses, SumToShare
 from .neighbours import Neighbours
 from .observers import Observers
 from .optimizers import drop_gradients
@@ -142,9 +142,9 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             self.spike_guard.begin(torch.stack(list(self.named_losses.values())).sum())
         if self.distributed and self.spike_guard:
             norm = self.spike_guard.inf_if_spike(self._global_norm())
-            self.optimizer.clip(norm, self.gradient_clipping(), norm.item)
+            self.optimizer.clip(norm, self.gradient_clipping(), read_norm=norm.item)
         elif self.distributed:
-            self.optimizer.clip(self._global_norm(), self.gradient_clipping(), self._read_norm)
+            self.optimizer.clip(self._global_norm(), self.gradient_clipping(), read_norm=self._read_norm)
         elif not self.has_wrapped_optimizer and not self.gradient_clipping():
             # DeepSpeed calls clip_fp32_gradients only if clipping is on. Without clipping, call it here, because it
             # also skips the step if the norm is not finite. DeepSpeed's optimizer wrappers skip such steps themselves.
@@ -168,8 +168,11 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         if self._is_last_stage:
             self._losses.reduce(self._replicas)
         source = self.grid.stage_to_global(stage_id=self.num_stages - 1)
-        contributes = self._is_last_stage and self.grid.get_slice_parallel_rank() == 0
-        with_sum = None if squared_norm is None else (contributes, squared_norm, self.grid.get_model_parallel_group())
+        with_sum = None
+        if squared_norm is not None:
+            # The tensor-parallel ranks of the last stage have equal losses, so only the first of them adds them.
+            adds_losses = self._is_last_stage and self.grid.get_slice_parallel_rank() == 0
+            with_sum = SumToShare(adds_losses, squared_norm, self.grid.get_model_parallel_group())
         self._losses.share(source, self.grid.get_pipe_parallel_group(), with_sum)
         self._norm_is_shared = squared_norm is not None
         return self._losses

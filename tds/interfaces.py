@@ -43,6 +43,7 @@ def _interface_to(host: str) -> str | None:
         external = {name for each, name in interfaces.items() if not is_loopback(each)}
         if len(external) == 1:
             return external.pop()
+        # The addresses from which the default route is used, of IPv4 and of IPv6.
         own_addresses = map(own_address, UNROUTED_ADDRESSES)
         return next((interfaces[each] for each in own_addresses if each in interfaces), None)
     return interfaces.get(address)
@@ -63,6 +64,7 @@ def _own_addresses() -> Iterator[tuple[str, str]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no IPv4 address
+                # The kernel's struct ifreq: a name of at most 15 bytes, then space for the answer.
                 answer = fcntl.ioctl(udp_socket.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 yield socket.inet_ntoa(answer[20:24]), name  # after the name and the port
     with contextlib.suppress(OSError):

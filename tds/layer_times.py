@@ -27,6 +27,7 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
     """
     seconds = []
     inputs = to_device(example, device)
+    # Building and measuring layers must not change the random numbers of the run.
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
         for layer in layers:
             module = layer.build() if isinstance(layer, LayerSpec) else layer
@@ -38,7 +39,7 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
             _time_layer(function, inputs, device)  # warm-up
             rounds = [_time_layer(function, inputs, device) for _ in range(ROUNDS)]
             seconds.append(statistics.median(elapsed for elapsed, _ in rounds))
-            inputs = rounds[-1][1]
+            inputs = rounds[-1][1]  # the outputs of this layer
             if isinstance(module, nn.Module):
                 module.zero_grad(set_to_none=True)
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
@@ -65,6 +66,8 @@ def cut_by_time(seconds: Sequence[float], groups: int) -> list[int]:
     Among several such partitions, choose the one with the most even times. The result lists the first layer of each
     group, followed by the number of layers.
     """
+    # The cost of a partition is at first the time of its slowest group. Then, among the partitions in which no group is
+    # slower than that, the cost is the sum of the squared times, which is lowest if the times are most even.
     slowest = _best_cuts(seconds, groups, lambda cost, last: max(cost, last))[0]
     limit = slowest * (1 + 1e-9)  # the tolerance is for rounding errors of the sums
     return _best_cuts(seconds, groups, lambda cost, last: cost + (last * last if last <= limit else float("inf")))[1]
@@ -80,6 +83,7 @@ def _best_cuts(seconds: Sequence[float], groups: int, add: Callable[[float, floa
     best = {0: (0.0, [0])}  # number of layers in the groups so far -> (their minimum cost, their cuts)
     for groups_left in reversed(range(groups)):
         longer = {}
+        # Each group has a layer, so the groups so far have at least one each, and leave one for each of the others.
         for end in range(groups - groups_left, count - groups_left + 1):
             options = []
             for start, (cost, cuts) in best.items():

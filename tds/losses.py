@@ -4,7 +4,7 @@ The host waits for the device only once per step, in `Losses.read`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,14 @@ def _refuse_non_scalars(named: Mapping[str, Any]) -> None:
             continue
         actual = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(f"loss_fn returns {actual} for {name!r}: return a scalar tensor, or a dict of scalar tensors")
+
+
+class SumToShare(NamedTuple):
+    """A scalar of each rank, to be summed over `group`. adds_losses: whether this rank adds the losses to the sum."""
+
+    adds_losses: bool
+    scalar: Tensor
+    group: Any
 
 
 class Losses:
@@ -108,10 +116,11 @@ class Losses:
         last_keys = self._last_keys
         self._reduced = True
         self._replicas = replicas
-        has_new_key = not self._sums.keys() <= {*last_keys}
+        has_new_key = any(key not in last_keys for key in self._sums)
         is_fp64 = self.dtype is torch.float64
         present = [key in self._sums for key in last_keys]
         flags = [has_new_key, is_fp64, *present]
+        # Summed over the replicas: flags, the number of micro-batches, and the losses, one for each key.
         header = to_device([*map(float, flags), float(self._micro_batches)], self.device)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
         numbers = torch.cat([header, torch.stack([self._sums.get(key, zero) for key in last_keys])])
@@ -122,20 +131,19 @@ class Losses:
         divisors = torch.cat([targets if kind == TRAINED else micros for kind, _ in last_keys])
         self._numbers = torch.cat([targets, micros, counts, totals / divisors])
 
-    def share(self, source: int, stages: Any, with_sum: tuple[bool, Tensor, Any] | None = None) -> None:
+    def share(self, source: int, stages: Any, with_sum: SumToShare | None = None) -> None:
         """Broadcast the losses from rank `source` to the other stages. Collective over the group `stages`.
 
-        with_sum: (whether this rank contributes the losses, a scalar, a group that contains `stages`). If with_sum is
-        given, one all-reduce over its group shares the losses and sums the scalars into `shared_sum`.
+        with_sum: if given, one all-reduce over its group, which contains `stages`, shares losses and sums the scalars.
         """
         self._source = source
         self._stages = stages
-        contributes = with_sum[0] if with_sum else dist.get_rank() == source
-        if not contributes:
+        has_losses = with_sum.adds_losses if with_sum else dist.get_rank() == source
+        if not has_losses:  # zeros for the 4 numbers, the flags and the means that are described in __init__
             self._numbers = torch.zeros(4 + 2 * len(self._last_keys), dtype=torch.float64, device=self.device)
         if with_sum:
-            self._numbers = torch.cat([self._numbers, with_sum[1].view(1)])
-            dist.all_reduce(self._numbers, group=with_sum[2])
+            self._numbers = torch.cat([self._numbers, with_sum.scalar.view(1)])
+            dist.all_reduce(self._numbers, group=with_sum.group)
         elif dist.get_world_size(stages) > 1:
             dist.broadcast(self._numbers, source, group=stages)
 
@@ -148,12 +156,15 @@ class Losses:
         if self._numbers_on_host is not None:
             return self.total
         numbers = self._numbers_on_host = self._numbers.tolist()
-        self.targets, micros, has_new_key, is_fp64, *present = numbers[: 4 + len(self._last_keys)]  # as in __init__
+        # As described in __init__: 4 numbers, then a flag for each key, then a mean for each key.
+        self.targets, micros, has_new_key, is_fp64 = numbers[:4]
+        first_mean = 4 + len(self._last_keys)
         self.dtype = torch.float64 if is_fp64 else torch.float32
         if has_new_key:
             means = self._exchange_means(micros)
         else:
-            values = self._numbers[len(present) + 4 :]
+            present = numbers[4:first_mean]
+            values = self._numbers[first_mean:]  # the sum of `share` may follow the means, so zip is not strict
             means = {key: mean for key, mean, found in zip(self._last_keys, values, present, strict=False) if found}
         self._last_keys = tuple(means)
         self._last_means = means

@@ -66,7 +66,7 @@ class _PipelineProbe(Engine):
         self.using_bf16_optimizer = isinstance(self.optimizer, BF16_Optimizer)
 
     def run_step(self: Any, factor: float, micros: int) -> None:
-        """Take one optimizer step of `micros` micro-batches."""
+        """Take one optimizer step of `micros` micro-batches, with the calls of PipelineEngine and Bf16Reduction."""
         for _ in range(micros):
             loss = self.module(factor)
             if self.using_bf16_optimizer:
@@ -75,7 +75,7 @@ class _PipelineProbe(Engine):
             if self.using_bf16_optimizer and not self.optimizer.immediate_grad_update:
                 self.optimizer.update_hp_grads(clear_lp_grads=False)
         self._exec_reduce_grads()
-        self._force_grad_boundary = True
+        self._force_grad_boundary = True  # the micro-batches of this step are complete
         self._take_model_step({})
 
 
@@ -121,8 +121,9 @@ def _measure_gradient(
 ) -> float:
     """Return the gradient that DeepSpeed applies, i.e. the change of a weight in one SGD step with learning rate 1."""
     model = _ProbeModel()
+    probe_class = _PipelineProbe if pipeline else _PlainProbe
     with quietly():
-        probe = (_PipelineProbe if pipeline else _PlainProbe)(
+        probe = probe_class(
             args=None,
             model=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
@@ -134,7 +135,7 @@ def _measure_gradient(
         if pipeline:
             probe.prepare()
         elif own_reduction:
-            disable_reduction(probe)
+            disable_reduction(probe)  # as the caller has done in `engine`
         probe.run_step(factor, settings["gradient_accumulation_steps"])
         gradient = -get_weight(model.weight)[0].item()
         probe.destroy()
@@ -160,16 +161,22 @@ def check_factor(
     the replicas of each replica's sum over micro-batches.
     own_reduction: the caller reduces gradients over the replicas, so the measurement uses this rank alone.
     """
-    micros = min(engine.gradient_accumulation_steps(), 2)
+    micros = min(engine.gradient_accumulation_steps(), 2)  # a wrong factor already shows with 2 micro-batches
     replicas = 1 if own_reduction else dist.get_world_size(engine.seq_data_parallel_group)
     settings = _probe_config(engine, micros, own_reduction)
     key = json.dumps([settings, replicas, own_reduction, pipeline], default=str, sort_keys=True)
     if key in _verified:
         return
+    # Without `gradient_average`, DeepSpeed sums a pipeline's gradients over the replicas.
     wanted = GRADIENT * (replicas if pipeline and not engine.gradient_average else 1)
     # The replicas' gradients differ, so that a rank also sees that they were not reduced. Their mean is GRADIENT.
-    is_last_replica = not own_reduction and dist.get_rank(engine.seq_data_parallel_group) == replicas - 1
-    gradient = GRADIENT * (1.0 if own_reduction else (replicas + 1) / 2 if is_last_replica else 0.5)
+    # For example, 4 replicas have 0.5, 0.5, 0.5 and 2.5 times this gradient.
+    multiple = 0.5
+    if own_reduction:
+        multiple = 1.0
+    elif dist.get_rank(engine.seq_data_parallel_group) == replicas - 1:
+        multiple = (replicas + 1) / 2
+    gradient = GRADIENT * multiple
     factor = gradient * factor_of(micros) / (micros * replicas)
     measured = _measure_gradient(engine, settings, factor, own_reduction, pipeline)
     if not abs(measured / wanted - 1) < TOLERANCE:
@@ -188,8 +195,10 @@ def check_scale(engine: Any, untested: bool) -> None:
     DeepSpeed may divide by an fp16 loss scale that it never applied. Other engines are measured only if `untested`,
     that is, with a release that tds was not tested with.
     """
+    # A DistributedOptimizer scales no gradients, and without `param_groups` there is no optimizer that steps.
     if isinstance(engine, StockPipelineEngine) or engine.distributed or not hasattr(engine.optimizer, "param_groups"):
         return
     if untested or isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         replicas = dist.get_world_size(engine.seq_data_parallel_group) if engine.gradient_average else 1
+        # DeepSpeed divides by both numbers, so this factor makes the gradient a sum over the global batch.
         check_factor(engine, lambda micros: micros * replicas)

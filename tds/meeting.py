@@ -54,6 +54,7 @@ def fail_together(timeout: timedelta | None) -> Iterator[None]:
     timeout: after this time, a rank that still waits ends.
     """
     world = int(os.environ.get("WORLD_SIZE") or 1)
+    # There is nobody to meet, the ranks have met, or the environment names no store.
     if world == 1 or dist.is_initialized() or os.environ.get("MASTER_PORT", "0") == "0":
         yield
         return
@@ -98,6 +99,7 @@ class _FailureWatch:
     def __init__(self, timeout: timedelta, world: int) -> None:
         self.finished = threading.Event()
         self._timeout = timeout
+        # In a poll of 0.5 s, two ticks of a fault board, 2 x RANKS_PER_TICK ranks may query the store.
         self._poll_seconds = max(POLL_SECONDS, POLL_SECONDS * world / (2 * RANKS_PER_TICK))
         # A restart by torchrun shares the store with the attempt before.
         self._key = FAILED_KEY + os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -118,11 +120,12 @@ class _FailureWatch:
         )
 
     def _watch(self) -> None:
+        """End this process if the ranks are not connected in time; a second thread looks for failures of others."""
         deadline = time.monotonic() + self._timeout.total_seconds() + GRACE_SECONDS
         threading.Thread(target=self._poll_failures, name="tds-meeting", daemon=True).start()
         if not self.finished.wait(max(deadline - time.monotonic(), 0)):
             minutes = self._timeout.total_seconds() / 60
-            limit = f"{minutes:g} minutes ({setting_advice['startup timeout']})"
+            limit = f"{minutes:g} minutes ({setting_advice['startup timeout']})"  # and how to change it
             _print_and_exit(
                 f"{_rank_name()} reached the store, but not all other ranks within {limit}: check the network between "
                 f"the hosts, and set {INTERFACE_VARIABLE} on each host to the interface that the other hosts reach"

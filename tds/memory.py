@@ -13,7 +13,7 @@ from torch import Tensor
 from ._torch import storage_use_count
 
 
-def resolve_bits(tensor: Tensor) -> Tensor:
+def detach_and_resolve(tensor: Tensor) -> Tensor:
     """Return a detached tensor of the same values with its conjugate or negative bit resolved.
 
     torch keeps such a bit outside the tensor's memory, so it would be lost in a message.
@@ -26,7 +26,8 @@ def alias(tensor: Tensor) -> Tensor:
 
     The result has no autograd history, base or gradient, and has its own version counter.
     """
-    detached = resolve_bits(tensor)
+    detached = detach_and_resolve(tensor)
+    # A view would share the version counter; a new tensor that is set to the same memory has a counter of its own.
     return detached.new_empty(0).set_(
         detached.untyped_storage(),  # type: ignore[call-overload]
         detached.storage_offset(),
@@ -62,7 +63,7 @@ def pop_grad(tensor: Tensor) -> Tensor:
     """Return the gradient of `tensor`, not a copy, or zeros if there is none; set `tensor.grad` to None."""
     grad = tensor.grad
     tensor.grad = None
-    return torch.zeros_like(tensor) if grad is None else resolve_bits(grad)
+    return torch.zeros_like(tensor) if grad is None else detach_and_resolve(grad)
 
 
 class BufferPool:
@@ -82,8 +83,8 @@ class BufferPool:
         self._requested_sizes.add(size)
         buffers = self._buffers.setdefault(size, [])
         for buffer in buffers:
-            if storage_use_count(buffer) == 1:
-                return buffer.view(-1)
+            if storage_use_count(buffer) == 1:  # the only user is this pool
+                return buffer.view(-1)  # a view counts as a user, until the caller and autograd drop it
         buffers.append(torch.empty(size, dtype=torch.uint8, device=self._device))
         return buffers[-1].view(-1)
 

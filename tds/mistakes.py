@@ -80,7 +80,7 @@ def narrow_sum_warning(engine: Any) -> str | None:
 def _runs_forward_of(kind: type[nn.Module], module: nn.Module) -> bool:
     """Return whether `module`, of a subclass of `kind`, runs the forward method of `kind`, directly or by super()."""
     for each in type(module).__mro__:
-        forward = vars(each).get("forward")
+        forward = vars(each).get("forward")  # None if this class inherits it
         if forward is vars(kind)["forward"]:
             return True
         code = getattr(forward, "__code__", None)

@@ -78,6 +78,7 @@ class KnownModel:
 def _named_layers(module: Any) -> dict[str, nn.Module]:
     """Return the layers of a PipelineModule by their registered names; empty for another module."""
     found = {name: module.get_submodule(name) for name in getattr(module, "fwd_map", ())}
+    # A PipelineModule, which has `forward_funcs`, keeps its tied layers apart from those in `fwd_map`.
     tied = module.tied_modules.items() if found or hasattr(module, "forward_funcs") else ()
     return found | {f"tied_modules.{key}": layer for key, layer in tied}
 

@@ -87,7 +87,7 @@ class Neighbours:
         for sender in self.senders.values():
             sender.flush()
         for sender in list(self.senders.values())[:1]:
-            sender.link.pool.trim()  # all channels share one pool
+            sender.link.pool.trim()  # all channels share one pool, so one sender's link is enough
 
     def has_previous(self, chunk: int) -> bool:
         """Return whether the inputs of this chunk come from another stage."""
@@ -111,7 +111,7 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
     pipelines = grid._topo.get_axis_comm_lists("pipe")
     down_groups = []  # for each parity, the group of the messages down the pipeline
     up_groups = []
-    for _ in range(parities if has_message_queues(device) else 1):
+    for _ in range(parities if has_message_queues(device) else 1):  # on gloo, boundaries can share a group
         down_groups.append(new_groups(pipelines, urgent=True))
         up_groups.append(new_groups(pipelines, urgent=True))
     header_group = host_group(grid.get_pipe_parallel_group()) if has_message_queues(device) else None
@@ -125,7 +125,7 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
 
     previous = (stage - 1) % stages
     if stage < boundaries:
-        parity = boundary_parity(stage, stages) % len(down_groups)  # gloo has one group for all parities
+        parity = boundary_parity(stage, stages) % len(down_groups)  # 0 if there is one group
         connect(NEXT, grid.stage_to_global(stage_id=(stage + 1) % stages), down_groups[parity], up_groups[parity])
     if previous < boundaries:
         parity = boundary_parity(previous, stages) % len(down_groups)
@@ -142,6 +142,7 @@ def _open_connections(neighbours: Neighbours, device: torch.device, parities: in
     most one boundary of each parity.
     """
     stage = neighbours.stage
+    # Boundary b is between stages b and b + 1. In a ring, stage 0 receives from the last stage over boundary -1.
     transfers = (
         (neighbours.senders.get(NEXT), stage, dist.send),
         (neighbours.receivers.get(PREVIOUS), stage - 1, dist.recv),

@@ -105,6 +105,7 @@ def get_weight(parameter: nn.Parameter) -> Tensor:
     exact: Tensor = _utils.safe_get_full_fp32_param(parameter)
     if hasattr(parameter, "ds_id"):
         return exact
+    # Where the fp32 copy does not round to the weight, a user has changed the weight.
     seen = parameter.detach()
     return torch.where(exact.to(seen.dtype) == seen, exact, seen.to(exact.dtype))
 
@@ -120,6 +121,7 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
     if not hasattr(parameter, "ds_id"):
         parameter.copy_(value)
         return
+    # ZeRO-3's forward pass gathers flat shards of the weight, so set this rank's shard, but not the padding at its end.
     shard: Any = parameter.ds_tensor  # type: ignore[attr-defined]
     rank = dist.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
     values = value.flatten()[rank * shard.numel() : (rank + 1) * shard.numel()]
@@ -225,14 +227,14 @@ def make_moments(
     on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)
     for owner in stepped_tensors(engine):
         count = counts.get(owner, step)
-        if count is None and not returns_copies(engine):
+        if count is None and not returns_copies(engine):  # never had a gradient; a shard of weights gets state anyway
             continue
         state: dict[str, Any] = {name: torch.zeros_like(owner) for name in _moment_names_of(engine, owner, names)}
         if isinstance(adam, torch.optim.AdamW) and "exp_avg" in state:
             device = owner.device if on_device else None
             state["step"] = torch.tensor(float(count or 0), dtype=torch.float32, device=device)
         inner.state[owner] = state
-    if not isinstance(adam, (torch.optim.AdamW, torch.optim.SGD)):
+    if not isinstance(adam, (torch.optim.AdamW, torch.optim.SGD)):  # apex's Adam counts steps by group
         for group in inner.param_groups:
             group["step"] = max((counts.get(owner, step) or 0 for owner in group["params"]), default=step)
     _link_moments(engine)
@@ -244,6 +246,7 @@ def _counts_to_set(engine: Any, step: int, exceptions: Mapping[nn.Parameter, int
     for parameter, owner in _stepped_by_weight(engine).items():
         count = exceptions.get(parameter, step)
         previous = counts.get(owner)
+        # A shard of several weights gets the highest of their counts.
         counts[owner] = count if previous is None else max(previous, count or 0)
     return counts
 
@@ -269,6 +272,7 @@ def was_skipped(engine: Any) -> bool:
 def drop_skipped_gradients(engine: Any) -> None:
     """Drop the gradients of a skipped step. With offload_optimizer, DeepSpeed 0.19 adds the next step's to them."""
     if isinstance(engine.optimizer, Zero12Optimizer) and engine.optimizer.overflow:
+        # `fromkeys` sets the gradients of each parameter group to None.
         engine.optimizer.averaged_gradients.update(dict.fromkeys(engine.optimizer.averaged_gradients))
 
 
@@ -343,7 +347,7 @@ def _norm_grads_with_copies(optimizer: Any, original: Any, for_clipping: bool = 
     result = original(for_clipping)
     if for_clipping:
         return result
-    counted, experts = result
+    counted, experts = result  # DeepSpeed keeps the gradients of experts apart
     counted_ids = {id(grad) for grad in counted}
     uncounted: list[Tensor] = []
     for grads in optimizer.fp32_groups_gradients:

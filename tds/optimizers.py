@@ -76,7 +76,7 @@ def _torch_settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f'optimizer {name}: "bias_correction": false is for GPUs only; leave it out on a CPU')
     torch_settings = {key: value for key, value in settings.items() if key not in ("bias_correction", *KERNEL_OPTIONS)}
     if name.lower() == "muon":
-        return {**torch_settings, "torch_adam": True}
+        return {**torch_settings, "torch_adam": True}  # Muon is not fused and has its own weight decay
     return {"weight_decay": 0.0, **torch_settings, "torch_adam": True, "fused": True}
 
 
@@ -89,6 +89,7 @@ def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], 
     skip_unless_finite(optimizer, norm)
     clips_in_kernel = limit > 0 and is_fused(optimizer) and all(g.dtype is not torch.float64 for g in gradients)
     divisor = ((norm + 1e-6) / limit).clamp(min=1.0).float() if clips_in_kernel else None
+    # torch's fused kernels divide the gradients by this attribute, unless it is None.
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     if not clips_in_kernel:
         clip(gradients, norm, limit)

@@ -40,7 +40,8 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterat
     # In the backward passes, each group goes through the last chunk first.
     backward = [(micro, chunks - 1 - chunk) for micro, chunk in forward]
     # The warm-up is that of Megatron-LM: twice as long as in 1F1B, and one group for each further chunk.
-    group_size = -(-micros // max(micros // stages, 1))
+    num_groups = max(micros // stages, 1)
+    group_size = -(-micros // num_groups)  # of the largest group: 11 micro-batches on 4 stages form groups of 5 and 6
     warmup = min((stages - 1 - stage) * 2 + (chunks - 1) * group_size, micros * chunks)
     order = alternate([Forward(*each) for each in forward], [Backward(*each) for each in backward], warmup)
     return with_messages(order, stage, stages, chunks)

@@ -107,6 +107,7 @@ def _launcher_check() -> Callable[[], bool] | None:
         return _own_launcher_check(os.environ[LAUNCHER_VARIABLE])
     if not any(name in os.environ for name in OTHER_LAUNCHERS):
         return None
+    # The parent changes when it dies. If it is PID 1 from the start, it has died already, unless PID 1 is the launcher.
     parent = os.getppid()
     return lambda: os.getppid() != parent or (parent == 1 and not _may_be_launcher(1))
 
@@ -118,6 +119,7 @@ def _own_launcher_check(launcher: str) -> Callable[[], bool] | None:
         return None  # the launcher runs in another container, so its process is not visible here
     pid = int(number)
     start_time = start_time_of(pid)
+    # Another process may get the launcher's process id, but it has another start time.
     return lambda: start_time is None or start_time_of(pid) != start_time
 
 

@@ -159,8 +159,12 @@ def foreign_name(value: Any) -> str | None:
     if isinstance(value, property):
         value = value.fget
     # functools.wraps copies __module__, but not the globals of a function, which belong to the defining module.
-    names = vars(value) if isinstance(value, ModuleType) else getattr(value, "__globals__", {})
-    module_name = str(names.get("__name__") or getattr(value, "__module__", None) or type(value).__module__)
+    if isinstance(value, ModuleType):
+        globals_of_value = vars(value)
+    else:
+        globals_of_value = getattr(value, "__globals__", {})
+    # A class has no globals but a `__module__`. For a value without either, the module of its class counts.
+    module_name = str(globals_of_value.get("__name__") or getattr(value, "__module__", None) or type(value).__module__)
     if module_name.partition(".")[0] in ("deepspeed", PACKAGE):
         return None
     if isinstance(value, ModuleType):
@@ -173,6 +177,7 @@ def _value_in_use(point: PatchPoint, engine_class: type, attributes: Mapping[str
 
     None if tds, or the user's subclass of its class, runs a replacement in DeepSpeed's class.
     """
+    # These two classes have subclasses in tds, or the user's. A patch of any other class or module is found in itself.
     owner = {StockPipelineEngine: engine_class, StockPipelineModule: module}.get(point.place)
     if owner is None:
         return vars(point.place).get(point.name)
@@ -180,9 +185,11 @@ def _value_in_use(point: PatchPoint, engine_class: type, attributes: Mapping[str
         return _instruction_map(engine_class).get(point.name)
     value = getattr(owner, point.name, None)
     if point.name in OVERRIDDEN:
-        replaced = vars(point.place).get(point.name)
-        return None if value is replaced else replaced
-    return (attributes.get(point.name) if owner is engine_class else None) or value
+        # tds has its own method, so a patch of DeepSpeed's class runs only if a subclass has taken it over.
+        in_deepspeed = vars(point.place).get(point.name)
+        return None if value is in_deepspeed else in_deepspeed
+    own_value = attributes.get(point.name) if owner is engine_class else None  # set on the engine itself
+    return own_value or value
 
 
 def _instruction_map(engine_class: Any) -> dict[str, Any]:

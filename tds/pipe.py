@@ -43,9 +43,9 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         self._example = example
         if chunks > 1 and kwargs.get("seed_layers"):
             raise ValueError("seed_layers supports only one chunk per stage: leave out seed_layers, or use chunks=1")
-        with quietly(), share_deepspeed_groups(lambda: self._topo):
+        with quietly(), share_deepspeed_groups(lambda: self._topo):  # the constructor below sets `_topo`
             super().__init__(layers, *args, **kwargs)
-        del self._example
+        del self._example  # only the partition needed it; it may be large
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """Run the layers of one chunk of this stage."""
@@ -72,7 +72,8 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> Any:
         """Return the path of a layer's checkpoint file, which is named by the layer's index in the whole model."""
-        return super().ckpt_layer_path(ckpt_dir, self.indices[local_layer_idx] - self._local_start)  # which adds it
+        # DeepSpeed's method adds `_local_start` to the index.
+        return super().ckpt_layer_path(ckpt_dir, self.indices[local_layer_idx] - self._local_start)
 
     def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> Any:
         """Return the paths of a layer's checkpoint files, which are named by the layer's index in the whole model."""
@@ -82,15 +83,16 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         if self.num_stages == 1:
             self.chunks = 1  # a single stage has nothing to interleave
         self.cuts = self._choose_cuts(method)
-        self.bounds = list(pairwise(self.cuts))[self.stage_id :: self.num_stages]  # bounds of this stage's chunks
+        bounds_of_groups = list(pairwise(self.cuts))
+        self.bounds = bounds_of_groups[self.stage_id :: self.num_stages]  # e.g. groups 1, 5 and 9 on stage 1 of 4
         self.indices: list[int] = []
         self.chunk_slices: list[tuple[int, int]] = []  # range of each chunk in this stage's list of layers
         for start, stop in self.bounds:
             begin = len(self.indices)
             self.indices += range(start, stop)
             self.chunk_slices.append((begin, len(self.indices)))
-        self.parts = self.cuts
-        self._set_bounds(*self.bounds[0])
+        self.parts = self.cuts  # the name by which DeepSpeed reads the cuts
+        self._set_bounds(*self.bounds[0])  # DeepSpeed knows one range of layers; `_build` builds the other chunks
 
     def _choose_cuts(self, method: str | Sequence[int]) -> list[int]:
         """Return the index of each group's first layer, followed by the number of layers."""
@@ -103,7 +105,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
                 raise ValueError("partition_method 'balanced' measures the layers: give `example`, an input of layer 0")
             return cut_by_time(layer_times(self._layer_specs, self._example, this_device()), groups)
         text = method if isinstance(method, str) else ",".join(map(str, method))
-        if not text.replace(",", "").replace(" ", "").isdigit():
+        if not text.replace(",", "").replace(" ", "").isdigit():  # a name, not cuts such as "0,3,7"
             return self._named_cuts(text, groups)
         cuts = [int(part) for part in text.split(",")]
         if len(cuts) != groups + 1 or cuts[0] != 0 or cuts[-1] != count or sorted(cuts) != cuts:
@@ -123,7 +125,8 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
             return list(map(int, partition_balanced(self._count_layer_params(), groups)))
         if method.lower().startswith("type:"):
             matching = set(self._find_layer_type(method.split(":", 1)[1]))
-            return list(map(int, partition_balanced([int(i in matching) for i in range(count)], groups)))
+            weights = [int(i in matching) for i in range(count)]  # 1 for a matching layer, 0 for any other
+            return list(map(int, partition_balanced(weights, groups)))
         raise ValueError(
             f"there is no partition_method {method!r}; use uniform, parameters, type:REGEX, balanced or a list of cuts"
         )
@@ -172,9 +175,9 @@ def chunk_of_weights(module: Any) -> dict[Any, int]:
     If several chunks use a parameter, this is the first of them, whose backward pass comes last.
     """
     chunk_of: dict[Any, int] = {}
-    for chunk, (begin, end) in reversed(list(enumerate(getattr(module, "chunk_slices", ())))):
+    for chunk, (begin, end) in reversed(list(enumerate(getattr(module, "chunk_slices", ())))):  # the first remains
         for layer in module.forward_funcs[begin:end]:
-            for parameter in getattr(layer, "parameters", list)():
+            for parameter in getattr(layer, "parameters", list)():  # a plain function has none
                 chunk_of[parameter] = chunk
     return chunk_of
 

@@ -4,9 +4,9 @@ A device synchronization (memory is short, or CUDA loads a kernel) waits for all
 ends only after its receiver has posted the receive, and a receive ends only after its sender has sent. So a receive
 that is posted too late blocks the sender, and a receive that is posted too early blocks the receiver.
 
-The right post_after are found by a simulation in which each stage waits for all of its messages before each pass. A
+The right times are found by a simulation in which each stage waits for all of its messages before each pass. A
 receiver posts a receive when its message has been sent and the receiver is between two passes. In this simulation,
-time only moves forward, so with these post_after no stage can wait for its own later work. deadlocks.py checks this.
+time only moves forward, so with these times no stage can wait for its own later work. deadlocks.py checks this.
 """
 
 from collections import defaultdict, deque
@@ -107,7 +107,7 @@ class _Simulation:
         elif isinstance(head, RECEIVES):
             kind = type(head)
             if head.micro_chunk not in stage.post_after[kind]:
-                self._post(stage, head)
+                self._post(stage, reader=head)  # a message with a header is posted here, once it has been sent
             if head.micro_chunk not in stage.post_after[kind]:
                 return False
         elif stage.unanswered:
@@ -119,6 +119,7 @@ class _Simulation:
 
     def _send(self, number: int, send: Instruction) -> None:
         down = isinstance(send, SendActivation)
+        # An activation goes to the next virtual stage, a gradient to the previous one.
         virtual_stage = send.chunk * len(self.stages) + number + (1 if down else -1)
         chunk, receiver = divmod(virtual_stage, len(self.stages))
         self.stages[receiver].sent[RecvActivation if down else RecvGrad][MicroChunk(send.micro, chunk)] = number
@@ -148,7 +149,7 @@ def simulate_posting(plan: Plan, dynamic: bool = False) -> list[PostAfter]:
     """Return, for each stage, after how many of its passes each receive is posted.
 
     dynamic: each activation has a header; otherwise, only the first activation of each chunk has one.
-    Raises ScheduleError if there are no such post_after.
+    Raises ScheduleError if there are no such times.
     """
     simulation = _Simulation(plan, dynamic)
     simulation.run()

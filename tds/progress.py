@@ -64,8 +64,8 @@ class Progress(Observer):
         name = self._measured_name(what)
         if name is None:
             return
-        ended = self._read_clock()
-        if isinstance(ended, float):
+        ended: Any = self._read_clock()
+        if self._on_cpu:  # two times in seconds; on an accelerator, two events whose distance is read later
             elapsed = ended - self._start
             if name in COMPUTE_NAMES:
                 self.busy += elapsed
@@ -92,7 +92,7 @@ class Progress(Observer):
         step_seconds = (time.perf_counter() - self._last_line_at) / self.every
         named = " ".join(f"{name}: {value.item():.4f}" for name, value in losses.items())
         line = f"steps: {steps} {named} iter time (s): {step_seconds:.3f} samples/sec: {samples / step_seconds:.3f}"
-        if seconds := self.take():
+        if seconds := self.take():  # empty without `breakdown`
             parts = " | ".join(f"{name}: {1e3 * spent / self.every:.2f}" for name, spent in seconds.items())
             line += f"\ntime (ms) of rank 0 in a step | {parts}"
         self._last_line_at = time.perf_counter()

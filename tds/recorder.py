@@ -22,18 +22,20 @@ MARK_DELAY = 0.5  # seconds; torch may mark a finished collective as finished th
 
 def record_collectives() -> None:
     """Turn torch's flight recorder on unless the environment configures it; call it before ranks are connected."""
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name of the variable below
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", ENTRIES)
 
 
 def pending_collectives() -> list[str]:
     """Describe the collectives that this rank has started and that have not ended, oldest first."""
+    # torch may mark a finished collective late, so look again until none is pending or MARK_DELAY is over.
     deadline = time.monotonic() + MARK_DELAY
     while (pending := _find_pending()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return [_describe(each) for each in pending[:MAX_SHOWN]] + (
-        [f"and {len(pending) - MAX_SHOWN} more"] if len(pending) > MAX_SHOWN else []
-    )
+    lines = [_describe(each) for each in pending[:MAX_SHOWN]]
+    if len(pending) > MAX_SHOWN:
+        lines.append(f"and {len(pending) - MAX_SHOWN} more")
+    return lines
 
 
 def _find_pending() -> list[dict[str, Any]]:
@@ -46,7 +48,7 @@ def _describe(entry: dict[str, Any]) -> str:
         f"{dtype} {shape}".lower()
         for dtype, shape in zip(entry.get("input_dtypes", []), entry.get("input_sizes", []), strict=False)
     )
-    group = (entry.get("process_group") or ["?"])[-1]
+    group = (entry.get("process_group") or ["?"])[-1]  # the last item describes the group
     return f"{entry.get('profiling_name')} number {count} of the group {group} ({tensors})"
 
 

@@ -43,12 +43,13 @@ class _GradBucket:
         grads = [_dense_gradient(p) for p in self.parameters]
         if self._present is None:
             self._present = grads[0].new_ones(len(grads))
+        # Behind the gradients goes a 1 for each weight with a gradient, so the sums are numbers of replicas.
         present = self._present
         if not all(has_grad):
             present = present * present.new_tensor(has_grad)
         flat = torch.cat([*(grad.reshape(-1) for grad in grads), present])
         self._work = dist.all_reduce(flat, group=self.group, async_op=True)
-        counts = flat[-len(grads) :]
+        counts = flat[-len(grads) :]  # how many replicas have a gradient of each weight
         self._missing = []
         begin = 0
         for index, p in enumerate(self.parameters):
@@ -145,6 +146,7 @@ class OverlappedReduction(Reduction):
 
     def plan(self, instructions: Sequence[Instruction]) -> None:
         """Find the last pass of each chunk that computes weight gradients in a step."""
+        # A later pass of a chunk replaces the earlier ones in this dict.
         self._last_passes = {each.chunk: each for each in instructions if isinstance(each, (Backward, BackwardWeight))}
 
     @contextmanager

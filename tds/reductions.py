@@ -45,7 +45,8 @@ def reduce_tied_grads(module: Any, stage: int, gradient_of: GradientOf | None = 
         for (name, weight), grad, is_trained in zip(weights.items(), grads, trained_anywhere, strict=True):
             if not is_trained:
                 continue
-            _refuse_untrained(weight, f"{key}.{name}", stage, grad is None and gradient_of is not None)
+            is_only_elsewhere = grad is None and gradient_of is not None
+            _refuse_untrained(weight, f"{key}.{name}", stage, is_only_elsewhere)
             if weight in sparse:
                 sum_sparse([weight], group)
                 continue

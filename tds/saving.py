@@ -58,7 +58,7 @@ class PipelineState:
         module: Any = self._module
         saved = [f"{name}." for name in module.fwd_map]
         for key, tied in module.tied_modules.items():
-            if tied in module.forward_funcs:
+            if tied in module.forward_funcs:  # else a `forward_fn` is the layer, and DeepSpeed does not save `tied`
                 saved.append(f"tied_modules.{key}.")
         state = {}
         for name, value in module.state_dict().items():
@@ -74,7 +74,7 @@ class PipelineState:
         """Write this rank's files into the folder of a checkpoint if the rank is in the first replica."""
         grid = self._grid
         if grid.get_data_parallel_rank():
-            return
+            return  # the first replica saves for all
         folder.mkdir(parents=True, exist_ok=True)
         if not grid.get_global_rank():
             (folder / f"{LAYOUT_FILE}.tmp").write_text(json.dumps(layout_of(self._module)), encoding="utf-8")
@@ -109,8 +109,10 @@ class PipelineState:
         if not state:
             return
         model = self._grid.get_slice_parallel_rank()
+        # For example, tds_state-stage*-model03.pt: the files of all stages for this tensor-parallel rank.
+        pattern = STATE_FILE.format(stage=0, model=model).replace("stage00", "stage*")
         files = []
-        for each in sorted(path.glob(STATE_FILE.format(stage=0, model=model).replace("stage00", "stage*"))):
+        for each in sorted(path.glob(pattern)):
             files.append(torch.load(each, map_location="cpu", weights_only=True))
         values = {}
         missing = []
@@ -129,7 +131,7 @@ class PipelineState:
         """Return the file from which this stage loads `name`. files: of all stages. holders: those that hold `name`."""
         grid = self._grid
         if len(holders) == len(files) == grid.get_pipe_parallel_world_size():
-            return holders[grid.get_stage_id()]
+            return holders[grid.get_stage_id()]  # each stage has saved its own values
         if name.startswith("loss_fn."):
             return holders[-1]  # the last stage computes the loss
         changed = [each for each in holders if name in each["changed"]]
@@ -162,6 +164,7 @@ def _read_layout(file: Path) -> Layout:
 def _refuse_other_layout(path: Path, current: Layout) -> None:
     file = path / LAYOUT_FILE
     saved = _read_layout(file) if file.is_file() else None
+    # DeepSpeed writes no layout and has no chunks, so a model without chunks is taken to be cut in the same way.
     if current == saved or (saved is None and current["chunks"] == 1):
         return
     origin = f"cut at {saved['cuts']} with {saved['chunks']} chunks a stage" if saved else "written by DeepSpeed itself"
@@ -210,7 +213,7 @@ def _differing_buffers(module: nn.Module, group: Any) -> str:
             digests[name] = hashlib.sha256(raw_bytes(value)).hexdigest()
     replica_digests = gather_objects(digests, group)
     if dist.get_rank(group):
-        return ""
+        return ""  # the first rank compares
     differing = set[str]()
     for other in replica_digests:
         differing.update(name for name in other if other[name] != replica_digests[0].get(name))

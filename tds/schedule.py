@@ -72,7 +72,7 @@ Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 
 
 def num_chunks(plan: Plan) -> int:
-    """Return the index of chunks that each stage of a plan has."""
+    """Return the number of chunks that each stage of a plan has."""
     return 1 + max((each.chunk for stage in plan for each in stage), default=0)
 
 
@@ -105,7 +105,7 @@ def alternate(forward: Sequence[Instruction], backward: Sequence[Instruction], w
     """Return `warmup` forward passes, then one forward and one backward pass in turn, as long as there are any."""
     order = list(forward[:warmup])
     for i, each in enumerate(backward):
-        order += forward[warmup + i : warmup + i + 1]
+        order += forward[warmup + i : warmup + i + 1]  # one pass, or none if no forward pass is left
         order.append(each)
     return order
 
@@ -123,6 +123,7 @@ def forward_order(stages: int, micros: int, chunks: int) -> list[tuple[int, int]
     In a smaller group, the first stage would finish chunk 0 before the first micro-batch arrives from the last stage,
     and would have to wait.
     """
+    # For example, 5 micro-batches on 2 stages form the groups (0, 1) and (2, 3, 4).
     order = []
     num_groups = max(micros // stages, 1)
     for index in range(num_groups):
@@ -176,7 +177,7 @@ def register(name: str, schedule: Schedule) -> None:
 def find_schedule(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
     """Return the schedule that `"pipeline": {"schedule": ..., "extra_warmup": ...}` of a ds_config names.
 
-    The default is 1f1b. chunks: index of the model's chunks on each stage; only `interleaved` supports several.
+    The default is 1f1b. chunks: number of chunks of the model on each stage; only `interleaved` supports several.
     Raises ValueError for an unknown name, or for settings that the schedule does not support.
     """
     name = settings.get("schedule", "1f1b")

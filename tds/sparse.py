@@ -15,6 +15,7 @@ ABSENT, DENSE = -1, -2  # special row counts: the rank has no gradient, or a den
 def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
     """Return the weights of embeddings with sparse gradients, in the same order on all replicas."""
     weights = [getattr(layer, "weight", None) for layer in module.modules() if getattr(layer, "sparse", False)]
+    # Several embeddings may share a weight; `fromkeys` keeps it once, at its first place.
     return list(dict.fromkeys(p for p in weights if isinstance(p, nn.Parameter) and p.requires_grad))
 
 
@@ -80,7 +81,7 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
                 grad = grad.to_dense()
             dist.all_reduce(grad, group=group)  # type: ignore[arg-type]
             weight.grad = grad
-        elif max(counts) > ABSENT:
+        elif max(counts) > ABSENT:  # some ranks have a sparse gradient, and none has a dense one
             if grad is None:
                 grad = empty_gradient(weight)
             weight.grad = _sum_of_rows(grad, [max(count, 0) for count in counts], group)

@@ -107,7 +107,7 @@ class SpikeGuard:
             norm = self.inf_if_spike(norm)
         elif self.spike:
             norm = torch.full_like(norm, math.inf)
-        if self.spike:
+        if self.spike:  # a skip may drop the gradients, which `_after_step` restores
             self._saved_grads = [(p, p.grad) for p in weights_of(inner)]
         skip_unless_finite(inner, norm)
 

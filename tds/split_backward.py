@@ -52,7 +52,8 @@ class DeferredWeightGrads:
                 if grad is not None:
                     edges.append(GradientEdge(fork.node, number))
                     arrived.append(grad)
-            # Hooks on this node's tensors run again here; this prehook restores the gradients of the first pass.
+            # The hooks of this node's tensors run again here and may change `arrived`, as they did in the first pass.
+            # The prehook runs after them, and autograd goes on with what it returns: the recorded gradients.
             handle = fork.node.register_prehook(partial(_use_recorded, tuple(grads)))
             try:
                 torch.autograd.backward(edges, arrived, retain_graph=True, inputs=fork.weights)  # type: ignore[call-overload]
@@ -157,6 +158,7 @@ def _children_first(roots: Sequence[Node]) -> list[Node]:
     """Return all nodes of the graph, each after the nodes that its edges lead to."""
     order: list[Node] = []
     seen: set[Node] = set()
+    # A node is pushed twice. Its second visit comes after all nodes that its edges lead to, and is marked True.
     stack: list[tuple[Node, bool]] = [(node, False) for node in roots]
     while stack:
         node, is_done = stack.pop()

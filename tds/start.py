@@ -38,7 +38,7 @@ def raise_if_any_failed(error: Exception | None) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    message = None if error is None else error_text(error) or type(error).__name__
+    message = None if error is None else error_text(error) or type(error).__name__  # never empty
     for rank, other_message in enumerate(gather_objects(message)):
         if other_message is not None and error is None:
             raise ValueError(f"rank {rank} could not build its layers: {other_message}")
@@ -51,7 +51,12 @@ def prove_no_deadlock(schedule: Schedule, engine: Any, chunks: int) -> None:
     """
     # The streams of a device may share hardware queues, and its host may have to synchronize it.
     has_queues = has_message_queues(engine.device)
-    rules = Rules(receives_ahead(engine.device), has_queues, engine.dynamic_shape, device_waits=has_queues)
+    rules = Rules(
+        ahead=receives_ahead(engine.device),
+        one_hardware_queue=has_queues,
+        dynamic=engine.dynamic_shape,
+        device_waits=has_queues,
+    )
     plan = _make_plan(schedule, engine)
     kinds = {type(each) for each in plan[0]}
     if kinds.isdisjoint((Backward, BackwardInput)):
@@ -84,7 +89,7 @@ def _check_for_deadlocks(plan: Plan, micros: int, rules: Rules) -> None:
         check_plan(plan, micros, rules)
     except ScheduleError as error:
         if rules.dynamic:
-            check_plan(plan, micros, replace(rules, dynamic=False))
+            check_plan(plan, micros, replace(rules, dynamic=False))  # raises its own error if there is another cause
             raise ScheduleError(f"{error}. The cause is dynamic_shape. Use another schedule than interleaved") from None
         raise
 

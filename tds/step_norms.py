@@ -65,6 +65,7 @@ class StepNorms:
         """
         assert self._slices is not None, "begin() comes first"
         weights = self._sums([(each.layer, each.narrow(each.owner)) for each in self._slices])
+        # The optimizer does not step frozen weights. Of copies on the replicas, one counts; ZeRO-3 has no copies.
         frozen = []
         for p, layer in self._layers.items():
             if not p.requires_grad and (hasattr(p, "ds_id") or is_first_holder(p, self._is_first_replica)):
@@ -104,6 +105,7 @@ class StepNorms:
             elif hasattr(parameter, "_hp_mapping"):
                 mapping: Any = parameter._hp_mapping
                 if mapping is not None:  # else no element of it is in this rank's shards
+                    # `hp_fragment`, the weight's elements in fp32, views the memory of one of the stepped shards.
                     owner = by_storage[mapping.hp_fragment.untyped_storage().data_ptr()]
                     yield _Slice(owner, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel, index)
             elif is_first_holder(parameter, self._is_first_replica):
@@ -120,7 +122,7 @@ class StepNorms:
     @torch.no_grad()
     def _after_step(self) -> None:
         for owner, change in self._weights_before.items():
-            change.sub_(owner.detach())
+            change.sub_(owner.detach())  # minus the update, which has the same norm
         updates = []
         for each in self._slices or ():
             if each.owner in self._weights_before:
@@ -134,6 +136,7 @@ def _unpadded_numel(parameter: Any) -> int:
     """Return the number of elements of this rank's part; ZeRO 3 pads shards with uninitialised memory at the end."""
     if not hasattr(parameter, "ds_id"):
         return int(parameter.numel())
+    # For example, 10 elements on 4 replicas: shards have 3 elements, and the last rank's shard has 1 and padding.
     size = parameter.ds_tensor.numel()
     return int(max(0, min(size, parameter.ds_numel - size * dist.get_rank(parameter.ds_process_group))))
 

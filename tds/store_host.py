@@ -23,7 +23,7 @@ def prepare_store_host() -> None:
     world = int(os.environ.get("WORLD_SIZE") or 1)
     if world == 1:
         return
-    ticks = ticks_between_queries(1, world)
+    ticks = ticks_between_queries(1, world)  # of each rank but 0
     if ticks > 1:
         os.environ.setdefault(NCCL_QUERIES, str(1000 * ticks))
     if os.environ.get("RANK") != "0":
@@ -31,7 +31,7 @@ def prepare_store_host() -> None:
     possible_hosts = [os.getpid()]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         possible_hosts.append(os.getppid())
-    for problem in dict.fromkeys(raise_open_files(pid, world) for pid in possible_hosts):
+    for problem in dict.fromkeys(raise_open_files(pid, world) for pid in possible_hosts):  # each once
         if problem:
             say(f"warning: {problem}", error=True)
 

@@ -37,7 +37,7 @@ def tie_all_weights(module: Any, comms: Comm) -> None:
     buffers = _agree_on_names(comms)
     for key, comm in comms.items():
         _include_untied_in_norms(comm)
-        source = comm["ranks"][_first_stage_index(module, key)]
+        source = comm["ranks"][_first_stage_index(module, key)]  # the rank whose values the others get
         for name in [*comm["weight_attr"], *buffers[key]]:
             _broadcast_bytes(_get_tensor(comm["module"], name), source, comm["group"])
 
@@ -53,7 +53,7 @@ def _agree_on_names(comms: Comm) -> dict[str, list[str]]:
             names = _tied_names(key, copies)
             comm["weight_attr"] = list(_drop_aliases(comm["module"], names))
         except ValueError as mismatch:
-            error = mismatch
+            error = mismatch  # raised below, after the collectives of the other ties
     raise_if_any_failed(error)
     if error:
         raise error
@@ -72,6 +72,7 @@ def _tied_names(key: str, copies: Sequence[_Copy]) -> list[str]:
 
     A weight that is not listed may be on a single stage, whose layers alone use it: it is not tied.
     """
+    # Dicts without values serve as sets that keep their order.
     listed_names: dict[str, None] = {}
     all_names: dict[str, None] = {}
     for copy in copies:

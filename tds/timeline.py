@@ -90,7 +90,7 @@ def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
         metadata = rank.metadata
         name_records += name_events(metadata["rank"], metadata["name"])
         spans += rank.events
-    zero = min((event["ts"] for event in spans), default=0.0)
+    zero = min((event["ts"] for event in spans), default=0.0)  # the merged timeline begins at 0
     events = [{**event, "ts": round(event["ts"] - zero, 3)} for event in [*spans, *_arrows(ranks)]]
     write_events(path, [*name_records, *events])
     return Merged(path, len(ranks), max(r.error_us for r in ranks))

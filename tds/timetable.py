@@ -86,7 +86,7 @@ def _check_counts(
     instructions: Sequence[Instruction], expected_kinds: Sequence[Kind], micros: int, stage: int, chunk: int
 ) -> None:
     """Raise ScheduleError unless a chunk has each kind in `expected_kinds` once for every micro-batch."""
-    dependencies = [pair for pair in DEPENDENCIES if {*pair} <= {*expected_kinds}]
+    dependencies = [pair for pair in DEPENDENCIES if {*pair} <= {*expected_kinds}]  # both kinds are on this chunk
     done = _count_in_order(instructions, stage, chunk, dependencies)
     kinds: list[Kind] = [*PASSES, *expected_kinds, *done]  # in a fixed order, so that all ranks report the same error
     for kind in kinds:
@@ -150,8 +150,9 @@ def simulate_times(
                 virtual_stage = instruction.chunk * stages + stage
                 if kind in SENDER_OF:
                     hop, send_kind = SENDER_OF[kind]
-                    if not (arrivals := in_transit[virtual_stage + hop, send_kind]):
-                        break
+                    arrivals = in_transit[virtual_stage + hop, send_kind]
+                    if not arrivals:
+                        break  # not sent yet: go on with the next stage
                     clock[stage] = max(clock[stage], arrivals.popleft())
                 elif kind in PASSES:
                     begin = clock[stage]
@@ -160,7 +161,7 @@ def simulate_times(
                 else:
                     in_transit[virtual_stage, kind].append(clock[stage] + message)
                 instructions.popleft()
-        if num_remaining == sum(map(len, pending)):
+        if num_remaining == sum(map(len, pending)):  # no stage has run an instruction
             waiting = ", ".join(f"stage {s} at {type(r[0]).__name__}({r[0].micro})" for s, r in enumerate(pending) if r)
             raise ScheduleError(f"the stages deadlock: {waiting}")
     return spans
@@ -170,7 +171,10 @@ def max_in_flight(instructions: Sequence[Instruction]) -> int:
     """Return the largest number of micro-batches whose activations a stage keeps at once, summed over its chunks."""
     in_flight = highest = 0
     for each in instructions:
-        in_flight += isinstance(each, Forward) - isinstance(each, (Backward, BackwardWeight))
+        if isinstance(each, Forward):
+            in_flight += 1
+        elif isinstance(each, (Backward, BackwardWeight)):
+            in_flight -= 1
         highest = max(highest, in_flight)
     return highest
 

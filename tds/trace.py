@@ -123,8 +123,9 @@ class Tracer:
         """Begin iteration `number`: record it if it is in the range, and write the file from time to time."""
         has_spans = bool(self._current_spans)
         self._since_write += has_spans
+        # Without a range, each iteration is recorded, and `_kept` drops the oldest ones.
         self.is_recording = self._first is None or self._last is None or self._first <= number <= self._last
-        just_ended = has_spans and not self.is_recording
+        just_ended = has_spans and not self.is_recording  # the last iteration of the range is over
         if just_ended or self._since_write >= WRITE_INTERVAL:
             self.try_to_write()
         self._current_spans = []
@@ -166,7 +167,7 @@ class Tracer:
         wait: wait for an accelerator to finish all spans; if False, omit unfinished ones.
         """
         for _, spans in self._kept:
-            if not wait:
+            if not wait:  # a host time is an int; a device event says whether the device has reached it
                 spans[:] = [each for each in spans if isinstance(each.end, int) or each.end.query()]
             spans[:] = map(self._to_host_times, spans)
         if self._reference is not None and wait:
@@ -175,7 +176,7 @@ class Tracer:
         return list(self._kept)
 
     def _to_host_times(self, span: RecordedSpan) -> RecordedSpan:
-        if isinstance(span.begin, int) or self._reference is None:
+        if isinstance(span.begin, int) or self._reference is None:  # these are host times already
             return span
         event, reference_ns = self._reference
         span.end.synchronize()
@@ -270,7 +271,8 @@ def stop() -> None:
     if _span_observer in process_observers:
         process_observers.remove(_span_observer)
     for name in COLLECTIVES:
-        setattr(dist, name, getattr(getattr(dist, name), "untraced", getattr(dist, name)))
+        collective = getattr(dist, name)
+        setattr(dist, name, getattr(collective, "untraced", collective))
 
 
 def _traced(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -278,7 +280,7 @@ def _traced(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(collective)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        mark = None if torch.compiler.is_compiling() else begin()
+        mark = None if torch.compiler.is_compiling() else begin()  # torch.compile cannot trace the recorder
         if mark is None:
             return collective(*args, **kwargs)
         result = collective(*args, **kwargs)

@@ -76,7 +76,7 @@ def _describe_untied(module: Any, layers: Sequence[int], names: Sequence[str]) -
 
 def _find_holders(module: Any) -> list[Holder]:
     """Return the weights of this stage's layers that the list of layers contains before they are built."""
-    names = _weight_names(module._layer_specs)
+    names = _weight_names(module._layer_specs)  # equal on all stages, while ids of weights are not
     tie_of = {}
     for key, _, weights in ties(module):
         for weight in weights.values():
@@ -108,7 +108,7 @@ def _weight_names(specs: Sequence[Any]) -> dict[int, str]:
             for name, weight in layer.named_parameters():
                 names.setdefault(id(weight), f"{index}.{name}")
         elif isinstance(layer, LayerSpec):
-            arguments = {**dict(enumerate(layer.module_args)), **layer.module_kwargs}
+            arguments = {**dict(enumerate(layer.module_args)), **layer.module_kwargs}  # by position or name
             for place, argument in arguments.items():
                 for name, weight in _named_weights(argument, str(place)):
                     names.setdefault(id(weight), f"{name} of layer {index}")

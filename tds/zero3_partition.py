@@ -27,7 +27,7 @@ def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -
     offloaded = (zero.get("offload_param") or {}).get("device")
     if zero.get("stage") != 3 or mpu.get_data_parallel_world_size() == 1 or offloaded == "nvme":
         return None
-    if any(zero.get(key) not in (None, False, 1) for key in WHOLE_MODEL_KEYS):
+    if any(zero.get(key) not in (None, False, 1) for key in WHOLE_MODEL_KEYS):  # these values mean off
         return None
     _deepspeed.patch_deepspeed()
 

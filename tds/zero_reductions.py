@@ -18,7 +18,8 @@ from .sparse import empty_gradient, sparse_weights
 
 def _weights_with_grad(weights: Sequence[nn.Parameter], group: Any) -> list[nn.Parameter]:
     """Return the weights that have a gradient on any rank of the group. Collective, unless there are no weights."""
-    return list(compress(weights, any_over_ranks([weight.grad is not None for weight in weights], group)))
+    has_grad = any_over_ranks([weight.grad is not None for weight in weights], group)
+    return list(compress(weights, has_grad))
 
 
 def _trainable(module: nn.Module) -> list[nn.Parameter]:

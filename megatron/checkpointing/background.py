@@ -34,8 +34,9 @@ class BackgroundCopy:
         """
         try:
             remaining = self._read_values(values)
+            # The copies run on a stream of their own, beside the kernels of the training.
             stream = zero_state.side_stream(self._engine.device)
-            self._copy_finished.clear()
+            self._copy_finished.clear()  # from now on, an optimizer step waits for the copy
             arguments = (remaining, stream, write, on_failure)
             thread = threading.Thread(target=self._copy_and_write, args=arguments, daemon=True)
             thread.start()
@@ -62,7 +63,7 @@ class BackgroundCopy:
                 while remaining:
                     key, value = remaining.popleft()
                     copies.append((key, value.to("cpu", copy=True)))
-                    del value
+                    del value  # free its memory on the device before the next tensor is copied
         except Exception as error:  # for example, memory may be exhausted
             on_failure(error)
             return

@@ -32,9 +32,10 @@ def refuse_absurd_sizes(values: Mapping[str, Any], shapes: Iterable[Sequence[int
     values: settings of the model. shapes: shapes of the stored tensors. settings_file: their file, for the message.
     """
     stored_shapes = list(shapes)
+    # The defaults are for a scalar, which has the empty shape, and for a checkpoint without tensors.
     largest_dim = max((max(shape, default=0) for shape in stored_shapes), default=0)
     for key, value in values.items():
-        if type(value) is not int:
+        if type(value) is not int:  # texts, fractions and flags are no sizes
             continue
         is_large_size = key in SIZE_KEYS and value > max(largest_dim, ACCEPTED_SIZE)
         is_large_count = key in EXPERT_KEYS and value > max(largest_dim, ACCEPTED_COUNT)

@@ -59,10 +59,12 @@ class SavedBuffers:
         for key, value in self.copies.items():
             shape = list(value.shape)
             slots.append(Slot(key, tuple(shape), value.dtype))
+            # A buffer is never split, so its only piece has all rows.
             placements[key] = {"dim": 0, "begin": 0, "end": shape[0], "shape": shape}
         with StreamWriter(path, slots, checksum) as writer:
             for key, value in self.copies.items():
                 writer.add(key, value)
+        # Buffers get no gradients, so "learns" is empty.
         return {"file": path.name, "sum": writer.checksum, "tensors": placements, "learns": set()}
 
 
@@ -80,7 +82,7 @@ def _unsavable_warnings(model: nn.Module) -> Iterator[str]:
                 f"with the initial value of {name}"
             )
     for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if type(module).get_extra_state is not nn.Module.get_extra_state:  # the class of the module overrides it
             yield (
                 f"warning: the module {name or type(module).__name__} has get_extra_state(), but checkpoints do not "
                 f"store extra state: keep the state in buffers"
@@ -103,9 +105,10 @@ def _conflict_warnings(name: str, copies: Sequence[BufferCopy]) -> Iterator[str]
     """Yield a warning if the copies of a buffer differ between ranks, as a checkpoint stores only one copy."""
     saving_stage = _saving_stage(name, copies)
     saved_copies = [each for each in copies if each.pipe == saving_stage]
-    replicas = [each for each in saved_copies if not each.model]
-    shards = [each for each in saved_copies if not each.data]
-    stages = [each for each in copies if each.changed and not each.data and not each.model]
+    # Each list varies one coordinate of the grid of ranks; the other coordinates are fixed.
+    replicas = [each for each in saved_copies if each.model == 0]
+    shards = [each for each in saved_copies if each.data == 0]
+    stages = [each for each in copies if each.changed and each.data == 0 and each.model == 0]
     if name.startswith("loss_fn."):  # the last stage saves it, whatever other stages do with their copies
         stages = []
     for compared, axis, advice in (

@@ -21,7 +21,7 @@ def restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
     """Load the persistent buffers, and print a warning for buffers that only the model or only the checkpoint has."""
     with raise_on_all_ranks():
         loaded = load_buffers(reader, model)
-    record_buffers(model)
+    record_buffers(model)  # the next save then compares the buffers with the loaded values
     model_buffers = set[str]()
     missing_buffers = set[str]()
     for loaded_here, missing_here in gather_objects(loaded):
@@ -47,7 +47,7 @@ def print_freezing_changes(reader: CheckpointReader, engine: Any) -> None:
     for rank_parameters in gather_objects({name: p.requires_grad for name, p in global_parameters(engine.module)}):
         is_trained |= rank_parameters
     frozen_before = reader.optimizer.get("frozen")
-    if frozen_before is None:
+    if frozen_before is None:  # an older checkpoint
         return
     frozen = sorted(name for name, trains in is_trained.items() if not trains and name not in frozen_before)
     unfrozen = sorted(name for name in frozen_before if is_trained.get(name))
@@ -59,7 +59,7 @@ def print_freezing_changes(reader: CheckpointReader, engine: Any) -> None:
 
 def keep_stored_averages(reader: CheckpointReader, engine: Any) -> None:
     """Announce which frozen weights have an average in the checkpoint. The rank that saves a weight keeps it."""
-    for part in local_parts(engine, []):
+    for part in local_parts(engine, moments=[]):  # only the weights matter here
         if not part.parameter.requires_grad and f"{AVERAGE}.{part.name}" in reader.tensors:
             engine.weight_average.announce_frozen(part.parameter, part.is_written_here)
 

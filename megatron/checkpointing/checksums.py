@@ -30,7 +30,7 @@ class Checksum:
             blake3 = _import_blake3()
             try:
                 return str(blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest())
-            except OSError as error:  # it names no file
+            except OSError as error:  # the message of this error does not name the file
                 raise OSError(f"{path} cannot be read: {error}") from None
         with path.open("rb", buffering=0) as file:
             return hashlib.file_digest(file, self.new_hash).hexdigest()

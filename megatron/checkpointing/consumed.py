@@ -28,7 +28,7 @@ def initial_hash(config: Config, fingerprint: Callable[[str], str] = content_fin
         return 0  # a custom entry script provides the data sets, so there are no corpora to hash
     first_stage = training_stages(config)[:1]
     corpora = " ".join(map(fingerprint, prefixes_in(first_stage)))
-    return int.from_bytes(hashlib.sha256(corpora.encode()).digest()[:8])
+    return int.from_bytes(hashlib.sha256(corpora.encode()).digest()[:8])  # 8 bytes, as a sample hash has 64 bits
 
 
 def hash_samples(
@@ -44,6 +44,7 @@ def hash_samples(
     if samples > SLOW_COMPARISON:
         print(f"comparing the {samples} samples consumed so far with those that the data produces", flush=True)
     current_hash = extend_hash(initial_value, dataset, 0, samples)
+    # Besides the present hash, those that earlier versions would have stored for these samples are accepted.
     is_known = state.sample_hash == current_hash or state.sample_hash in _old_hashes(config, dataset, samples)
     if is_known and not (samples and _split_selects_others(saved, config)):
         return current_hash
@@ -51,7 +52,8 @@ def hash_samples(
     if wanted.same_data:
         from .data_plan import describe_difference
 
-        change = describe_difference(saved, config, samples, state.consumed_tokens // max(samples, 1))
+        sample_tokens = state.consumed_tokens // max(samples, 1)
+        change = describe_difference(saved, config, samples, sample_tokens)
         where = f" ({change})" if change else ""
         raise CheckpointError(f"{problem}{where}; pass --override-data to continue")
     print_rank_0(f"note: --override-data: {problem}, so samples may be skipped and repeated")
@@ -82,7 +84,8 @@ def _split_selects_others(saved: Config, config: Config) -> bool:
     settings = (saved.data, config.data)
     if not all(data.names_corpora for data in settings):
         return False
-    if any(isinstance(data.paths, dict) for data in settings):  # --split has no effect
+    # With paths of their own for training, validation and test, --split has no effect.
+    if any(isinstance(data.paths, dict) for data in settings):
         return False
     return _training_documents_differ(saved, config)
 
@@ -95,6 +98,7 @@ def _training_documents_differ(saved: Config, config: Config) -> bool:
 
     saved_shares = parse_split(saved.data.split)
     shares = parse_split(config.data.split)
+    # Entry 0 of the shares, and of the document ranges, belongs to the training data.
     for prefix in prefixes_of(config.data.paths):
         try:
             documents = IndexedDataset(prefix).num_documents

@@ -39,6 +39,7 @@ def refuse_contradictions(
         advice = "; pass --override-tokenizer to continue with this run's tokenizer"
         reader.check_tokenizer(fingerprint, advice, vocab_file=config.data.vocab_file)
     saved_optimizer = reader.config["optim"]["optimizer"]
+    # A checkpoint without moments, such as one of imported weights, fits any optimizer.
     if wanted.optimizer and reader.optimizer["moments"] and saved_optimizer != config.optim.optimizer:
         raise CheckpointError(
             f"{reader.path} has the state of --optimizer {saved_optimizer}, but this run uses "
@@ -71,6 +72,7 @@ def _refuse_other_samples(reader: CheckpointReader, saved: Config, config: Confi
     """Raise CheckpointError if the settings of this run make other samples than those of the checkpoint."""
     advice = "pass --override-data to continue with this run's samples"
     try:
+        # An earlier version may have changed the samples by a setting that no longer exists.
         refuse_removed(reader.config, reader.path / INDEX)
     except ConfigError as error:
         raise CheckpointError(f"{error}; {advice}") from None
@@ -90,6 +92,7 @@ def _refuse_impossible_counts(reader: CheckpointReader, saved: Config) -> None:
     """Raise CheckpointError if the checkpoint counts more samples than its iterations can have consumed."""
     iteration = reader.state["iteration"]
     samples = reader.state["consumed_samples"]
+    # The checkpoint has only its last batch size; earlier runs may have had larger batches, up to LARGE_BATCH.
     max_samples = iteration * max(saved.train.batch_size * saved.train.gas, LARGE_BATCH)
     if samples > max_samples:
         raise CheckpointError(
@@ -101,6 +104,7 @@ def _refuse_impossible_counts(reader: CheckpointReader, saved: Config) -> None:
 def _architecture(config: Config, positions: int) -> Values:
     """Return the settings that decide which model it is, with defaults that follow from other settings filled in."""
     model = config.model
+    # Mutable settings, such as dropout, may change when a run resumes.
     values = {f.name: getattr(model, f.name) for f in fields(model) if not f.metadata["mutable"]}
     if model.position_embedding != "relative":
         values["relative_attention_num_buckets"] = None
@@ -121,6 +125,7 @@ def _layers_with_experts(config: Config) -> str | None:
     model = config.model
     if not model.num_experts:
         return None
+    # Encoder and decoder of T5 follow the same pattern, so the longer of them shows all of it.
     layers = max(model.num_layers, model.decoder_layers) if config.is_t5 else model.num_layers
     flags = [str(int(model.has_experts(i))) for i in range(layers)]
     return " ".join(flags) or None

@@ -35,7 +35,7 @@ def with_consumed_data(config: Config, path: Path | None, wanted: Wanted, reads_
     """
     if path is None or not wanted.position:
         return config
-    text_and_note = "", ""
+    text_and_note = "", ""  # keep the stages of `config`, and print no note
     with raise_on_all_ranks():
         if is_rank_0() and reads_corpora:
             text_and_note = _join_with_checkpoint(path, config, override=not wanted.same_data)
@@ -83,12 +83,12 @@ def join_stages(saved: Config, config: Config, samples: int, tokens: int, overri
     current_split = _split_at(plans.current, samples)
     if any(_is_unreadable(stage) for stage in saved_split.past):
         return "", ""
-    if saved_split.past == current_split.past:
+    if saved_split.past == current_split.past:  # the stages of `config` agree with what has been consumed
         changed = saved_split.future != current_split.future
         return "", f"the data stages after sample {samples} are not those of the checkpoint" if changed else ""
-    if saved_split.future == current_split.future:
+    if saved_split.future == current_split.future:  # what comes is the same, so continue the checkpoint's stages
         return stages_as_json(plans.saved), ""
-    if not override:
+    if not override:  # the comparison of the sample hashes refuses this start later
         return "", ""
     words = " ".join(current_split.future[0].words)
     text = stages_as_json(saved_split.past + current_split.future)
@@ -149,6 +149,7 @@ def describe_difference(saved: Config, config: Config, samples: int, tokens: int
     plans = _stage_plans(saved, config, tokens)
     past_saved = _split_at(plans.saved, samples).past
     past_current = _split_at(plans.current, samples).past
+    # One of the lists may be longer; its additional stages are described after the loop.
     for old_stage, new_stage in zip(past_saved, past_current, strict=False):
         if old_stage != new_stage:
             return f"{old_stage.name} was {' '.join(old_stage.words)} and is now {' '.join(new_stage.words)}"
@@ -166,8 +167,8 @@ def training_stages(config: Config) -> Stages:
         return list(parse_stages(data.data_stages))
     paths = data.paths
     words = paths["train"] if isinstance(paths, dict) else paths
-    assert not isinstance(words, StagedCorpora)
-    return [Stage(0, "samples", tuple(parse_blend(words)))]
+    assert not isinstance(words, StagedCorpora)  # without --data-stages, these are words such as 0.7 a 0.3 b
+    return [Stage(begin=0, unit="samples", blend=tuple(parse_blend(words)))]
 
 
 class _SplitStages(NamedTuple):

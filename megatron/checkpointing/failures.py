@@ -29,9 +29,11 @@ def discard_on_failure(temporary: Path) -> Iterator[None]:
             try:
                 yield
             except ValueError as error:
+                # A CheckpointError is a ValueError, but a later save may succeed if an OSError has caused it.
                 is_fatal = not isinstance(error.__cause__, OSError)
                 raise
     except RunError as error:
+        # If the failure of one rank is fatal, all ranks must raise the same type.
         error_type = RunError if any(gather_objects(is_fatal)) else SaveError
         if is_rank_0():
             discard_checkpoint(temporary)

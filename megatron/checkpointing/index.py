@@ -28,7 +28,7 @@ def index_text(
         "format": FORMAT,
         "state": state.to_dict(),
         "rng_seed": rng_seed,
-        "optimizer": optimizer or {"step": 0, "moments": [], "loss_scaler": {}},
+        "optimizer": optimizer or {"step": 0, "moments": [], "loss_scaler": {}},  # imported weights have no such state
         "tokenizer": fingerprint,
         "positions": config.positions,
         "config": config.to_dict(),
@@ -84,7 +84,7 @@ def _merge_tensors(files: Sequence[Mapping[str, Any]]) -> JsonObject:
             name = key.split(".", 1)[1]
             tensors.setdefault(key, {"shape": placement["shape"], "dim": placement["dim"]})
             known_pieces = pieces.setdefault(key, {})
-            if begin not in known_pieces or name in file["learns"]:
+            if begin not in known_pieces or name in file["learns"]:  # a stage with gradients replaces another one
                 known_pieces[begin] = {"file": file["file"], "begin": begin, "end": placement["end"]}
     for key, known_pieces in pieces.items():
         tensors[key]["pieces"] = list(known_pieces.values())
@@ -108,7 +108,7 @@ def _add_moment_lists(entry: JsonObject, files: Sequence[Mapping[str, Any]], ten
         stored_moments = [moment for moment in moments if f"{moment}.{name}" in tensors]
         if 0 < len(stored_moments) < len(moments):  # as with Muon
             partial_moments[name] = stored_moments
-        if moments and set(stored_moments) <= {AVERAGE}:
+        if moments and set(stored_moments) <= {AVERAGE}:  # no moment of the optimizer is stored
             without_moments.append(name)
     frozen = set[str]()
     for file in files:

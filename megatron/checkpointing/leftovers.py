@@ -44,8 +44,9 @@ def restore_replaced(folder: Path) -> None:
     if not old_save.is_dir():
         return
     old_sums = sums_file(old_save)
-    if not final.exists():
+    if not final.exists():  # the crash came before the new save got its name
         old_save.rename(final)
+    # The crash came before `latest` got the checksum of the new save.
     elif old_sums.is_file() and SHA256.hash_file(old_sums) in (folder / "latest").read_text("utf-8", "replace"):
         point_latest_to(final)
 

@@ -1,6 +1,6 @@
 """Loading of checkpoints into an engine: the parallel layout may differ, the model and the data must match."""
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -71,6 +71,7 @@ def step_lags(path: Path | None, wanted: Wanted) -> dict[str, int]:
     optimizer = CheckpointReader(path).optimizer
     if not optimizer["moments"]:
         return {}
+    # Weights without moments count 0 steps, unless "steps" has another count.
     counts = dict.fromkeys(optimizer.get("without_moments", ()), 0) | optimizer.get("steps", {})
     return {name: optimizer["step"] - count for name, count in counts.items()}
 
@@ -102,10 +103,12 @@ def _step_counts(reader: CheckpointReader, engine: Any, moments: Sequence[str]) 
     counts = dict[nn.Parameter, int | None]()
     for name, parameter in global_parameters(engine.module):
         stored_moments = {moment for moment in moments if f"{moment}.{name}" in reader.tensors}
-        if stored_moments == {AVERAGE}:
+        if not stored_moments:
+            counts[parameter] = None
+        elif stored_moments == {AVERAGE}:  # only the average of --ema-decay, as the parameter was frozen
             counts[parameter] = 0
         else:
-            counts[parameter] = differing_steps.get(name, common_step) if stored_moments else None
+            counts[parameter] = differing_steps.get(name, common_step)
     return counts
 
 
@@ -146,39 +149,38 @@ def _read_and_broadcast(
     for key in keys:
         _, _, parameter = key
         keys_by_axis.setdefault(mpu.replicas_of(parameter), []).append(key)
-    problem: Problem | None = None
+    problems: list[Problem] = []
     for axis, axis_keys in keys_by_axis.items():
-        problem = yield from _read_in_turn(reader, axis_keys, device, axis, problem)
-    if problem is not None:
-        raise problem
+        yield from _read_in_turn(reader, axis_keys, device, axis, problems)
+    if problems:
+        raise problems[0]
 
 
 def _read_in_turn(
-    reader: CheckpointReader, keys: Sequence[TensorKey], device: torch.device, axis: mpu.Axis, problem: Problem | None
-) -> Generator[LoadedTensor, None, Problem | None]:
+    reader: CheckpointReader, keys: Sequence[TensorKey], device: torch.device, axis: mpu.Axis, problems: list[Problem]
+) -> Iterator[LoadedTensor]:
     """Read the keys as `_read_and_broadcast` does, all of parameters that the ranks of `axis` hold.
 
     Of keys 0 to 5 and two ranks, rank 0 reads and sends 0, 2 and 4, rank 1 reads and sends 1, 3 and 5.
-    problem: error of an earlier call, after which this rank reads no more. Returns it, or the error of this call.
+    problems: receives the first error of this rank, after which the rank reads no more, also in later calls.
     """
     for begin in range(0, len(keys), axis.size):
         turn_keys = keys[begin : begin + axis.size]
         own_value: Tensor | None = None
-        if axis.rank < len(turn_keys) and problem is None:
+        if axis.rank < len(turn_keys) and not problems:  # the last turn may have fewer keys than ranks
             try:
                 own_value = _read_shard(reader, turn_keys[axis.rank], device).contiguous()
             except (ValueError, OSError) as error:
-                problem = error
+                problems.append(error)
         for reader_rank, (kind, _, parameter) in enumerate(turn_keys):
             if reader_rank == axis.rank and own_value is not None:
                 value = own_value
-            else:
+            else:  # the broadcast replaces these zeros; a rank that could not read its own value sends them
                 shape = mpu.spec_of(parameter).local_shape
                 value = torch.zeros(shape, dtype=_state_dtype(parameter), device=device)
-            if axis.group is not None:
+            if axis.group is not None:  # None: no other rank holds these parameters
                 dist.broadcast(value, axis.ranks[reader_rank], group=axis.group)
             yield kind, parameter, value
-    return problem
 
 
 def _read_shard(reader: CheckpointReader, key: TensorKey, device: torch.device) -> Tensor:

@@ -20,6 +20,7 @@ def latest_name(folder: Path) -> str | None:
 
 def numbered_checkpoints(folder: Path) -> dict[int, Path]:
     """Return iteration -> checkpoint in `folder`, damaged or not, in ascending order."""
+    # The names are "iter_" and the iteration.
     checkpoints = {int(path.name[5:]): path for path in folder.glob("iter_*") if path.name[5:].isdigit()}
     return dict(sorted(checkpoints.items()))
 
@@ -30,6 +31,7 @@ def resume_advice(checkpoint: Path) -> str:
     complete = [path.name for path in numbered_checkpoints(folder).values() if is_checkpoint(path)]
     if checkpoint.name in complete:
         complete.remove(checkpoint.name)
+    # The names have leading zeros, so their alphabetical order is that of the iterations.
     candidates = [name for name in complete if name < checkpoint.name] or complete
     if not candidates:
         return f"{folder} has no other checkpoint; restore it from a copy"
@@ -48,23 +50,33 @@ def latest_checkpoint(folder: Path) -> Path | None:
         return None
     content = pointer.read_bytes()
     match = _LATEST.fullmatch(content.decode("utf-8", "replace"))
+    # "." and ".." would name this folder and its parent, so they are damage, too.
     if not match or match["name"] in (".", "..") or not match["name"].isprintable():
         raise CheckpointError(f"{pointer} is damaged; {resume_advice(pointer)}")
     path = folder / match["name"]
     if not path.is_dir():
-        if pointer.read_bytes() != content:  # a run has saved and deleted meanwhile
+        # If `latest` has changed meanwhile, a run has saved a checkpoint and deleted the one that it named before.
+        if pointer.read_bytes() != content:
             return latest_checkpoint(folder)
         problem = "is a file" if path.is_file() else why_missing(path)
         raise CheckpointError(f"{pointer} names {path.name}, but {path} {problem}; {resume_advice(path)}")
+    _refuse_other_checksum(path, pointer, match["sums"])
+    return path
+
+
+def _refuse_other_checksum(path: Path, pointer: Path, expected: str | None) -> None:
+    """Raise CheckpointError if the checksum file of a checkpoint is not the one to which `latest` points.
+
+    pointer: the file `latest`. expected: the SHA-256 in it; None if a user has omitted it.
+    """
     sums = sums_file(path)
-    if match["sums"] and sums.is_file() and SHA256.hash_file(sums) != match["sums"]:
+    if expected and sums.is_file() and SHA256.hash_file(sums) != expected:
         check = {BLAKE3.sums_name: "b3sum -c", SHA256.sums_name: "sha256sum -c"}[sums.name]
         raise CheckpointError(
             f"the checksum in {pointer} is not that of {sums}: one of the two files is damaged; "
             f"if `{check} {sums.name}` finds no error in {path.name}, "
             f"write only the name {path.name} into latest; otherwise, {resume_advice(path)}"
         )
-    return path
 
 
 def _refuse_missing_pointer(pointer: Path) -> None:
@@ -100,7 +112,7 @@ def find_checkpoint(load: str) -> Path:
     if save_folder:
         folders.append(save_folder)
     for folder in folders:
-        if sums_file(folder).is_file() or (folder / INDEX).is_file():
+        if sums_file(folder).is_file() or (folder / INDEX).is_file():  # --load names the checkpoint itself
             return folder
         path = latest_checkpoint(folder)
         if path:

@@ -36,7 +36,7 @@ def read_with_retry(
         return read(paths)
     except (CheckpointError, OSError):
         deleted = next(filter(was_deleted, paths), None)
-        if deleted is None:
+        if deleted is None:  # the error has another cause
             raise
     if not may_retry:
         raise DeletedError(f"{deleted} {WAS_DELETED}; run the command again, or raise --keep-last of the run")
@@ -47,7 +47,7 @@ def read_with_retry(
         raise DeletedError(
             f"{deleted} {WAS_DELETED}; give a run directory or a checkpoint that the run keeps"
         ) from None
-    return read_with_retry(lambda: paths, read, may_retry=False)
+    return read_with_retry(lambda: paths, read, may_retry=False)  # these paths have just been found
 
 
 def read_newest(load: str, read: Callable[[Path], T], may_retry: bool = True) -> T:

@@ -49,7 +49,7 @@ class CheckpointReader:
 
     def _use_averages(self) -> None:
         """Read the average of each weight in place of the weight."""
-        for key in self.tensors:
+        for key in self.tensors:  # the average of weight.a.bias is stored under AVERAGE.a.bias
             average = f"{AVERAGE}.{key.removeprefix(f'{WEIGHT}.')}"
             if average in self.tensors:
                 self._stored_keys[key] = average
@@ -65,7 +65,7 @@ class CheckpointReader:
         tensors that it does not need.
         """
         used = {piece["file"] for entry in self.tensors.values() for piece in entry["pieces"]}
-        for name in sorted(used - self.sums.keys()):
+        for name in sorted(used - self.sums.keys()):  # of several missing names, the error has the first one
             raise unreadable_error(self.path / self._checksum.sums_name, f"is damaged: it does not list {name}")
         for name in sorted(self.sums)[rank::ranks]:
             if isinstance(self.path, RemotePath) and name.endswith(".safetensors"):
@@ -91,6 +91,7 @@ class CheckpointReader:
             last = min(end, piece["end"])
             if first < last:
                 rows = slice(first - piece["begin"], last - piece["begin"])
+                # For dimension 2, the index is [:, :, rows].
                 parts.append(self._open_piece(key, piece)[(slice(None),) * dim + (rows,)])
         if sum(part.shape[dim] for part in parts) != end - begin:
             raise CheckpointError(f"{self.path}: rows {begin} to {end} of {key!r} are incomplete")
@@ -108,7 +109,7 @@ class CheckpointReader:
         """
         file = self._open_file(piece["file"])
         entry = self.tensors[key]
-        key = self._stored_keys.get(key, key)
+        key = self._stored_keys.get(key, key)  # the key of the average, if it is read in place of the weight
         shape = list(entry["shape"])
         shape[entry["dim"]] = piece["end"] - piece["begin"]
         if key not in file.keys():  # noqa: SIM118  # it is no dict
@@ -135,7 +136,7 @@ class CheckpointReader:
             raise CheckpointError(
                 f"{self.path}: {key!r} has shape {self.tensors[key]['shape']}, the model needs {list(spec.full_shape)}"
             )
-        return spec.with_padding(self.read(key, *spec.rows))
+        return spec.with_padding(self.read(key, *spec.rows))  # spec.rows: dimension, first row, last row + 1
 
     def check_tokenizer(self, fingerprint: str | None, advice: str = "", *, vocab_file: str | None = None) -> None:
         """Raise CheckpointError if the checkpoint was trained with a tokenizer other than this run's.
@@ -174,7 +175,7 @@ def _read_index(path: Path, files: Collection[str]) -> dict[str, Any]:
 
 def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_parallel_size: int = 0) -> Config:
     """Return the settings of a checkpoint with its parallel layout replaced, by default for a single process."""
-    saved = {}
+    saved = {}  # present name of each setting of all sections -> its value
     for section in reader.config.values():
         for name, value in section.items():
             saved[RENAMED.get(name, name)] = value
@@ -192,6 +193,7 @@ def plain_config(reader: CheckpointReader, model_parallel_size: int = 1, pipe_pa
         "flash_attention_impl": None,
     }
     try:
+        # HOME has all present settings; those that have been removed are ignored.
         known_settings = {name: value for name, value in with_family(saved).items() if name in HOME}
         config = with_values(Config(), {**known_settings, **layout})
     except ConfigError as error:
@@ -232,7 +234,7 @@ def load_buffers(reader: CheckpointReader, model: Any) -> tuple[set[str], set[st
     for name, buffer in global_buffers(model):
         key = f"{BUFFER}.{name}"
         file_view = as_stored(buffer)
-        if not buffer.numel():
+        if not buffer.numel():  # it has no value to load
             continue
         if key not in reader.tensors:
             missing.add(name)
@@ -243,6 +245,6 @@ def load_buffers(reader: CheckpointReader, model: Any) -> tuple[set[str], set[st
                 f"{reader.path}: the buffer {name} has shape {shape} in the checkpoint, but {list(file_view.shape)} in "
                 f"the model; give the buffer its final shape when the model is built"
             )
-        file_view.copy_(reader.read(key, 0, 0, shape[0]))
+        file_view.copy_(reader.read_whole(key))  # this changes `buffer`, of which it is a view
         loaded.add(name)
     return loaded, missing

@@ -40,7 +40,7 @@ def copy_tokenizer(vocab_file: str, home: Path) -> None:
     """
     source = find_vocab_file(vocab_file)
     folder = home / TOKENIZER_FOLDER
-    if folder.resolve() == source.resolve().parent:
+    if folder.resolve() == source.resolve().parent:  # the run already uses the copy
         return
     folder.mkdir(exist_ok=True)
     for path in (source, *(source.with_name(name) for name in COMPANION_FILES)):
@@ -84,7 +84,8 @@ def copy_special_tokens(source: Path, home: Path) -> None:
     """
     ids = read_token_ids(source)
     tokenizer_class = read_tokenizer_class(source)
-    ids |= {"tokenizer_class": tokenizer_class} if tokenizer_class and ids else {}
+    if ids and tokenizer_class:
+        ids["tokenizer_class"] = tokenizer_class
     for name, content in ((GENERATION, read_generation_config(source)), ("config.json", ids)):
         if content:
             (home / TOKENIZER_FOLDER).mkdir(exist_ok=True)
@@ -110,7 +111,7 @@ def with_kept_tokenizer(config: Config, checkpoint: Path) -> Config:
     checkpoint = checkpoint.absolute()
     homes = [checkpoint.parent, checkpoint.parent.parent]
     if isinstance(checkpoint, RemotePath):
-        if given and Path(given).exists():
+        if given and Path(given).exists():  # so nothing needs to be downloaded
             return config
         homes = [_download_tokenizer(checkpoint.parent / TOKENIZER_FOLDER)]
     for home in homes:
@@ -125,6 +126,7 @@ def _download_tokenizer(folder: RemotePath) -> Path:
     from ..data.remote_tokens import cache_folder
 
     files = sorted(folder.glob("*"))
+    # If the files change, they get another folder.
     versions = repr([(str(path), path.stamp()) for path in files])
     home = cache_folder() / f"tokenizer-{hashlib.sha256(versions.encode()).hexdigest()[:32]}"
     try:
@@ -144,7 +146,7 @@ def relocated(config: Config, run_dir: Path) -> Config:
     def new_path(path: str) -> str:
         if old_run_dir is None or not path or is_url(path):
             return path
-        inside = os.path.relpath(path, old_run_dir)
+        inside = os.path.relpath(path, old_run_dir)  # begins with .. if the path does not point into the run directory
         return path if inside.startswith("..") else str(run_dir / inside)
 
     def new_words(words: Sequence[str] | None) -> tuple[str, ...] | None:

@@ -45,7 +45,7 @@ class RemoteSlice:
         if data:
             tensor = torch.frombuffer(bytearray(data), dtype=dtype)
         tensor = tensor.view(end_row - first_row, *shape[1:])
-        return tensor[(slice(None), *other_slices)]
+        return tensor[(slice(None), *other_slices)]  # its rows are already those of the slice
 
 
 def _parse_header(header: bytes) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class RemoteTensors:
     """A safetensors file in object storage, of which only the header has been read. Raises ValueError if it is bad."""
 
     def __init__(self, path: RemotePath) -> None:
-        size = path.stamp()[0]
+        size, _ = path.stamp()
         # The first 8 bytes of a safetensors file are the size of its header, which follows.
         header_size = int.from_bytes(path.read_range(0, 8), "little") if size >= 8 else 0
         if not 0 < header_size <= min(size - 8, MAX_HEADER_BYTES):
@@ -76,6 +76,7 @@ class RemoteTensors:
         self._entries = _parse_header(path.read_range(8, 8 + header_size))
         self._path = path
         self._data_begin = 8 + header_size
+        # An entry has data_offsets [begin, end], so the largest end is the size of the data.
         data_size = max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
         expected_size = self._data_begin + data_size
         if size != expected_size:

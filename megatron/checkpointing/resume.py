@@ -48,6 +48,7 @@ def find_start(config: Config, save_dir: str) -> Start:
     wanted = Wanted.from_config(config, beside_load=path is not None and bool(load))
     if not load:
         return Start(path, wanted)
+    # A command that always names the run's own folder as --load also starts the run for the first time.
     own_folders = {to_path(each).resolve() for each in (save_dir, config.log.run_dir) if each}
     if path is not None:
         print_rank_0(f"--load {load} is ignored: this run resumes from its own checkpoint {path}")
@@ -80,6 +81,7 @@ def start_or_resume(
         print_rank_0(f"this run starts with the weights of {path}")
         state.sample_hash = initial_hash_value
         return state, config
+    # Rank 0 alone lists the folder, because other ranks may see other checkpoints or another time.
     state.forks = broadcast_from_rank_0(_forks_after_resume(state, path) if is_rank_0() else ())
     print_rank_0(f"resumed at iteration {state.iteration} after {state.consumed_samples} samples")
     saved = plain_config(CheckpointReader(path))
@@ -91,7 +93,7 @@ def start_or_resume(
     with raise_on_all_ranks():
         if is_rank_0():
             state.sample_hash = hash_samples(initial_hash_value, state, saved, config, dataset, start.wanted)
-        else:
+        else:  # rank 0 alone keeps and saves the hash
             state.sample_hash = 0
     return state, config
 

@@ -46,9 +46,10 @@ def _names_to_delete(folder: Path, keep_last: int, keep_every: int | None, forks
         if name in protected or is_permanent or _is_foreign(folder / name):
             continue
         to_delete.append(name)
-    newest_complete = _newest_complete(folder, own_branch) if to_delete else None
-    if newest_complete in to_delete:
-        to_delete.remove(newest_complete)
+    if to_delete:  # the search opens the files of checkpoints, so it is made only if needed
+        newest_complete = _newest_complete(folder, own_branch)
+        if newest_complete in to_delete:
+            to_delete.remove(newest_complete)
     return to_delete
 
 

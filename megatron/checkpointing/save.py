@@ -102,7 +102,7 @@ class Saver:
         error on all ranks.
         """
         assert not self.is_pending, "finish() comes before the next begin()"
-        zero_state.wait_for_weights(self.engine)
+        zero_state.wait_for_weights(self.engine)  # an optimizer may still gather them
         check_replicas(self.engine)
         final = self.folder / f"iter_{state.iteration:07d}"
         with discard_on_failure(temporary_folder(final)):
@@ -117,6 +117,7 @@ class Saver:
                 print_rank_0(warning)
         steps = differing_steps(self.engine, parts, optimizer["step"])
         share = Share(folder / share_file_name(), parts, buffers, common_checksum(facts), steps)
+        # The state is copied, because training changes it during a background save.
         self._pending = _PendingSave(final, TrainState(**asdict(state)), optimizer, share)
         self._write(share, final)
 
@@ -158,7 +159,7 @@ class Saver:
         self._pending = None
         self._thread = None
         with discard_on_failure(temporary):
-            if share.error is not None:
+            if share.error is not None:  # an error of one rank is raised on all ranks
                 raise share.error
         reports = gather_on_rank_0(share.report())
         with discard_on_failure(temporary):

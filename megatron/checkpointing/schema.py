@@ -64,7 +64,7 @@ def check_index(content: Mapping[str, Any], files: Collection[str]) -> None:
 
 def _check_config(config: Any) -> None:
     _require(isinstance(config, dict), "config", "an object", config)
-    for name in ("model", "data", "optim", *config):
+    for name in ("model", "data", "optim", *config):  # three required sections, and all that there are
         section = config.get(name)
         _require(isinstance(section, dict), f"config.{name}", "an object", section)
     optimizer = config["optim"].get("optimizer")
@@ -138,7 +138,7 @@ def _check_state(state: Any) -> None:
             )
         is_valid_value, expected = _STATE_CHECKS.get(name, (_is_uint64, "a whole number, 0 or more"))
         _require(is_valid_value(value), f"state.{name}", expected, value)
-    for name in ("iteration", "consumed_samples"):
+    for name in ("iteration", "consumed_samples"):  # a missing key is reported like the value null
         _require(name in state, f"state.{name}", "a whole number, 0 or more", None)
 
 

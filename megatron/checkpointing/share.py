@@ -50,6 +50,7 @@ def local_parts(engine: Any, moments: list[str]) -> list[Part]:
     parts = []
     for name, parameter in parameters:
         _, begin, end = mpu.spec_of(parameter).rows  # begin == end if this shard is only vocabulary padding
+        # Of the model-parallel ranks and stages that hold the same values, is_unique_param() chooses one.
         is_written_here = name in assigned and mpu.is_unique_param(parameter, mesh.model.rank) and begin < end
         if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last stage trains it
             is_written_here = is_written_here and is_last_stage
@@ -152,7 +153,7 @@ def write_share(
                 if kind == WEIGHT and part.parameter.requires_grad and not _is_finite(value):
                     raise ValueError(f"the weight {name} is not finite")
                 if part.is_shared and kind not in (WEIGHT, AVERAGE) and value.count_nonzero():
-                    with_gradient.add(name)
+                    with_gradient.add(name)  # without gradients, the moments of the optimizer stay 0
     finally:
         for _ in values:  # reading a value may be a collective, so read all of them for the other ranks
             pass
@@ -178,7 +179,7 @@ def _is_finite(x: Tensor) -> bool:
     """Return whether all elements are finite, without allocating a boolean tensor of the size of `x`."""
     if not x.numel():
         return True
-    low, high = torch.aminmax(x)
+    low, high = torch.aminmax(x)  # both are NaN if an element is
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 

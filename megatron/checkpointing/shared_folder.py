@@ -37,9 +37,10 @@ def check_shared(folder: Path, config: Config) -> None:
         return
     if write_error:
         raise RunError(write_error)
-    is_first_of_host = os.environ.get("LOCAL_RANK", "0") == "0"
+    # One rank of each host looks for the file, except on the host of rank 0.
+    takes_part = os.environ.get("LOCAL_RANK", "0") == "0" and not is_rank_0()
     try:
-        problems = gather_objects(_find_problem(probe, flag) if is_first_of_host and not is_rank_0() else None)
+        problems = gather_objects(_find_problem(probe, flag) if takes_part else None)
     finally:
         if is_rank_0():
             _delete_probe(probe)

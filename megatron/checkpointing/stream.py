@@ -66,14 +66,16 @@ class StreamWriter:
             header[slot.name] = {"dtype": code, "shape": list(slot.shape), "data_offsets": [offset, end]}
             offset = end
         header_bytes = json.dumps(header).encode()
-        header_bytes += b" " * (-len(header_bytes) % 8)  # align the tensors, as the format asks
+        # The format asks for tensors aligned to 8 bytes: 13 bytes of header get 3 spaces.
+        header_bytes += b" " * (-len(header_bytes) % 8)
         self._digest = checksum.new_hash()  # hashing with several threads would slow writing down
+        # One thread hashes and one flushes to disk while this thread writes.
         self._hasher = ThreadPoolExecutor(1)
         self._syncer = ThreadPoolExecutor(1)
         self._synced: Future[None] | None = None
         self._file = open(path, "wb")  # noqa: SIM115  # closed by __exit__
         self._next_slot = 0
-        self._write_block(struct.pack("<Q", len(header_bytes)) + header_bytes)
+        self._write_block(struct.pack("<Q", len(header_bytes)) + header_bytes)  # <Q: 8 bytes, little-endian
 
     def _write_block(self, block: bytes | memoryview) -> None:
         # Hash in parallel with writing.
@@ -100,6 +102,7 @@ class StreamWriter:
         self._next_slot += 1
         values = value.detach().to("cpu", slot.dtype).contiguous().view(-1)
         if values.numel():
+            # numpy has no bfloat16, so the tensor is viewed as bytes first; `data` gives them without a copy.
             self._write_block(values.view(torch.uint8).numpy().data)
 
     def __enter__(self) -> "StreamWriter":

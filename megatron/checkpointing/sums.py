@@ -16,10 +16,10 @@ def read_sums(checkpoint: Path) -> dict[str, str]:
     path = sums_file(checkpoint)
     if not path.is_file():
         raise unreadable_error(path, why_missing(path))
-    lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1]
+    lines = path.read_bytes().decode("utf-8", "replace").split("\n")[:-1]  # nothing follows the last newline
     sums = dict[str, str]()
     for number, line in enumerate(lines, 1):
-        match = _SUMS_LINE.fullmatch(line)
+        match = _SUMS_LINE.fullmatch(line)  # group 1 is the checksum, group 2 the file name
         if not match or match[2] in (".", "..") or match[2] in sums:
             raise unreadable_error(path, f"is damaged in line {number}")
         sums[match[2]] = match[1]

@@ -52,7 +52,7 @@ def common_checksum(facts: Sequence[RankFacts]) -> Checksum:
 def gather_on_rank_0(report: Report) -> list[Report]:
     """Return the reports of all ranks on rank 0, which writes checkpoint.json, and an empty list on other ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    reports = [report] * world if is_rank_0() else []
+    reports = [report] * world if is_rank_0() else []  # the places that gather_object() fills on rank 0
     if world > 1:
-        dist.gather_object(report, reports or None)
+        dist.gather_object(report, reports or None)  # which requires None on other ranks
     return reports

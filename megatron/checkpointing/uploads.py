@@ -86,6 +86,7 @@ def make_room(final: RemotePath) -> None:
     folder = final.parent
     if latest_name(folder) == final.name:
         others = [path for path in folder.glob("iter_*") if path != final and is_checkpoint(path)]
+        # The entries of a folder are sorted by name, so the last one is the newest.
         point_latest_to(others[-1] if others else _copy_as_old_save(final))
     delete_checkpoint(final, INDEX)
 

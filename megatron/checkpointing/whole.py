@@ -26,7 +26,7 @@ def check_complete(
         dim = entry["dim"]
         next_row = 0
         for piece in sorted(entry["pieces"], key=lambda piece: int(piece["begin"])):
-            if piece["begin"] != next_row:
+            if piece["begin"] != next_row:  # rows are missing here, which the check after the loop reports
                 break
             next_row = piece["end"]
             name = piece["file"]
@@ -53,4 +53,4 @@ def is_complete(checkpoint: Path) -> bool:
         check_complete(checkpoint, reader.tensors)
     except (ValueError, KeyError, TypeError, IndexError):  # a CheckpointError is a ValueError
         return False
-    return bool(reader.tensors)
+    return bool(reader.tensors)  # a checkpoint without tensors is of no use

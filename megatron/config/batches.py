@@ -34,7 +34,8 @@ def parse_entries(text: str) -> list[Entry]:
         if start_match is None or size_match is None or size_match["unit"]:
             raise ValueError(f"{word} is not START:SIZE")
         unit = (start_match["unit"] or "").lower()
-        entries.append(Entry(_parse_count(start_match), unit == "_samples", _parse_count(size_match)))
+        in_samples = unit == "_samples"  # `2M_samples` has the number 2, the suffix M and the unit _samples
+        entries.append(Entry(_parse_count(start_match), in_samples, _parse_count(size_match)))
     sizes = [entry.size for entry in entries]
     if not entries or entries[0].start or 0 in sizes:
         raise ValueError("no entry starts at 0, or a size is 0")
@@ -96,10 +97,12 @@ class BatchSchedule:
     def _ranges(self, first: int) -> Iterator[tuple[int, int, int]]:
         """Yield (first sample, size, number) for each range of iterations of one size, from sample `first` on."""
         current = bisect_right(self.starts, first) - 1  # index of the size at sample `first`
+        # Each size ends at the start of the next one. The last size has no end: None.
         for size, end in itertools.zip_longest(self.sizes[current:], self.starts[current + 1 :]):
-            count = sys.maxsize  # the last size has no end
+            count = sys.maxsize
             if end is not None:
-                # Round up: an iteration that begins before `end` keeps its size. It may pass a whole later range.
+                # -(-a // b) rounds up: an iteration that begins before `end` keeps its size. It may pass a whole later
+                # range, which then has no iterations.
                 count = max(-(-(end - first) // size), 0)
             yield first, size, count
             first += count * size

@@ -25,7 +25,7 @@ def parse_early(family: str) -> Config | None:
     """
     print_help_if_asked(family)
     ranks = os.environ.get("WORLD_SIZE", "1")
-    # `training.entry.run` refuses an invalid WORLD_SIZE later.
+    # An invalid WORLD_SIZE is refused later, by `training.entry.run`.
     if os.environ.get("RANK", "0") != "0" or not ranks.isdecimal():
         return None
     with _exit_on_config_error(Path(sys.argv[0]).name):
@@ -39,8 +39,9 @@ def print_help_if_asked(family: str | None = None) -> None:
         return
     from .help import help_text
 
-    topic_index = next(index for index, word in enumerate(words, start=1) if word in ("-h", "--help"))
-    topic = words[topic_index] if topic_index < len(words) else None
+    help_index = next(index for index, word in enumerate(words) if word in ("-h", "--help"))
+    after_help = words[help_index + 1 :]
+    topic = after_help[0] if after_help else None
     script = Path(sys.argv[0]).name
     with guard_streams("the rest of the help is lost", "stdout"):
         try:
@@ -76,7 +77,7 @@ def main() -> None:
     family, ranks, *argv = sys.argv[1:]
     with _exit_on_config_error(f"pretrain_{family}.py"):
         config = parse(argv, DEFAULTS[family], int(ranks))
-        config.parallel.data_parallel_size(int(ranks))
+        config.parallel.data_parallel_size(int(ranks))  # raises if this number of ranks cannot be divided
         if (path := config.train.deepspeed_config) and not Path(path).is_file():
             raise ConfigError(f"--deepspeed-config {path}: there is no such file")
 

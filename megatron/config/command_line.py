@@ -54,7 +54,8 @@ def parse(
         notes += [f"{source.where}: {note}" for note in source.notes]
         problems += [f"{source.where}: {problem}" for problem in source.problems]
     try:
-        config = cli.apply_deferred(with_values(Config(), values), ranks, with_values).with_batches(ranks)
+        config = cli.apply_deferred(with_values(Config(), values), ranks, with_values)
+        config = config.with_batches(ranks)
         cli.problems += _command_line_problems(config, (defaults or {}).get("family"))
     except ConfigError as error:
         cli.problems.append(str(error))
@@ -62,7 +63,7 @@ def parse(
     if problems:
         raise ConfigError(format_problems(problems, "errors in the settings"))
     notes += [*dropped_notes, *mup.notes(config.model, config.optim.optimizer == "muon")]
-    files = sources[1:]  # sources[0] holds the defaults of the entry script
+    files = sources[1:]  # the first source holds the defaults of the entry script
     set_by_user = set(cli.values).union(*(source.values for source in files))
     if flags.foreign:
         notes += compat("flags.defaults").notes(config, flags.foreign, set_by_user, defaults or {})
@@ -88,7 +89,7 @@ def read_flags(words: Sequence[str]) -> _Flags:
     if unknown:  # flags of another framework, or mistakes
         namespace, unknown = build_parser().parse_known_args(words)
     values = vars(namespace)
-    values.pop("local_rank", None)
+    values.pop("local_rank", None)  # no setting: launchers pass it
     foreign = values.pop("foreign", {})
     files = values.pop("config", [])
     return _Flags(values, foreign, files, unknown)
@@ -132,7 +133,8 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
 def from_file(path: str) -> Config:
     """Return the configuration in a config.json that a run wrote to its folder. Raises ConfigError."""
     source = parse_settings(read_json(path), path)
-    return with_values(Config(), with_family({**source.values, **source.implied_settings(source.values)}))
+    values = {**source.values, **source.implied_settings(source.values)}
+    return with_values(Config(), with_family(values))
 
 
 class SettingsParser(argparse.ArgumentParser):
@@ -164,7 +166,7 @@ def _argument_options(section: type, setting: Any) -> dict[str, Any]:
     kinds = types_of(section, setting.name)
     if bool in kinds:
         return {"action": argparse.BooleanOptionalAction}
-    kind = next(each for each in kinds if each is not type(None))
+    kind = next(each for each in kinds if each is not type(None))  # int for `int | None`
     options: dict[str, Any] = {"metavar": metavar(setting, kind)}
     if kind is tuple:
         return options | {"nargs": "+", "type": str, "action": partial(_WordsAction, none_value=setting.default)}
@@ -204,4 +206,4 @@ def metavar(setting: "Field[Any]", kind: type) -> str:
         return kind.__name__.upper()
     if setting.name.endswith("_path"):
         return "PATH"
-    return "A-B" if setting.name.startswith("skip_") else "NAME"
+    return "A-B" if setting.name.startswith("skip_") else "NAME"  # --skip-iterations and --skip-samples take ranges

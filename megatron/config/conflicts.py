@@ -30,6 +30,10 @@ MUON_NEEDS = (
 def conflicts(config: "Config") -> Iterator[str]:
     """Yield an error text for each conflict of `config`."""
     yield from _recomputation_conflicts(config)
+    if config.train.precision == "fp8" and config.model.num_experts:
+        yield "--num-experts cannot be used with --precision fp8, whose matmuls need a fixed shape; use bf16"
+    if config.train.compile:
+        yield from compile_conflicts(config)
     yield from _wsd_conflicts(config)
     yield from _mup_conflicts(config)
     yield from _objective_conflicts(config)
@@ -42,6 +46,7 @@ def conflicts(config: "Config") -> Iterator[str]:
 def _recomputation_conflicts(config: "Config") -> Iterator[str]:
     m = config.model
     p = config.parallel
+    # A schedule that splits the backward pass computes gradients of weights in passes of their own.
     splits_backward = p.splits_backward(config.train.gas)
     schedule = f"--pipeline-schedule {p.pipeline_schedule}"
     yield from problems_where(
@@ -68,19 +73,11 @@ def _recomputation_conflicts(config: "Config") -> Iterator[str]:
         )
         for setting in conflicting_settings:
             yield f"--recompute-modules cannot be used with {setting}; leave one of them out"
-    yield from problems_where(
-        (
-            m.checkpoint_attention and splits_backward,
+    if m.checkpoint_attention and splits_backward:
+        yield (
             f"{schedule} would recompute attention for each half of the backward pass; use 1f1b with "
-            "--checkpoint-attention",
-        ),
-        (
-            config.train.precision == "fp8" and m.num_experts,
-            "--num-experts cannot be used with --precision fp8, whose matmuls need a fixed shape; use bf16",
-        ),
-    )
-    if config.train.compile:
-        yield from compile_conflicts(config)
+            "--checkpoint-attention"
+        )
 
 
 def compile_conflicts(config: "Config", zero_stage: int | None = None) -> Iterator[str]:

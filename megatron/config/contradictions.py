@@ -60,7 +60,7 @@ def _other_family_problems(config: "Config") -> Iterator[str]:
             continue
         if getattr(getattr(config, section), f.name) != f.default:
             ignored.append(flag(f.name))
-            readers = readers or families
+            readers = readers or families  # the message names the families that read the first of these settings
     if ignored:
         them = "them" if len(ignored) > 1 else "it"
         yield (
@@ -73,7 +73,8 @@ def _batch_schedule_problems(config: "Config") -> Iterator[str]:
     given = config.train.batch_size_schedule
     if given is None:
         return
-    # The starts are checked in samples, to which a T5's numbers of tokens cannot be converted without its data.
+    # The starts are checked in samples, to which a T5's numbers of tokens cannot be converted without its data. A start
+    # of 0 needs no conversion.
     if config.is_t5 and any(entry.start and not entry.in_samples for entry in parse_entries(given)):
         yield (
             f"--batch-size-schedule {given}: the number of tokens in a sample of a t5 follows from its data; count "
@@ -142,6 +143,7 @@ def _position_problems(config: "Config") -> Iterator[str]:
         return
     lengths: dict[str, int | None] = {"--seq-length": d.seq_length}
     if config.is_t5 and d.enc_seq_length:
+        # Then the samples of a T5 do not depend on --seq-length.
         lengths = {"--enc-seq-length": d.enc_seq_length, "--dec-seq-length": d.dec_seq_length}
     for name, length in lengths.items():
         if length is not None and length > positions:

@@ -38,10 +38,12 @@ def corpus_prefixes(words: Sequence[str]) -> tuple[str, ...]:
     for word in words:
         parts = word.split()
         prefix = corpus_prefix(word)
-        if len(parts) > 1 and parts[0].replace(".", "", 1).isdecimal():  # a weight, then prefixes
+        # `data/x.bin` or `data/x.idx` after the other one: the first file has already added the prefix.
+        is_repeated = bool(prefixes) and prefix == prefixes[-1]
+        is_second_file = is_repeated and {previous_word, word} == {f"{prefix}.bin", f"{prefix}.idx"}
+        if len(parts) > 1 and parts[0].replace(".", "", 1).isdecimal():  # a weight such as 0.7, then prefixes
             prefixes.append(" ".join(map(corpus_prefix, parts)))
-        # The second file of a pair names the corpus that its first file has already added.
-        elif not prefixes or prefix != prefixes[-1] or {previous_word, word} != {f"{prefix}.bin", f"{prefix}.idx"}:
+        elif not is_second_file:
             prefixes.append(prefix)
         previous_word = word
     return tuple(prefixes)
@@ -133,13 +135,15 @@ class DataConfig(Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # A frozen dataclass can set its own fields only in this way.
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             if given := getattr(self, name):
                 object.__setattr__(self, name, corpus_prefixes(given))
 
         if self.data_stages:
             # Keep the text of the stages instead of the name of a file, so that the settings contain the stages.
-            object.__setattr__(self, "data_stages", (stages_as_json(parse_stages(self.data_stages)),))
+            text = stages_as_json(parse_stages(self.data_stages))
+            object.__setattr__(self, "data_stages", (text,))
 
     def _problems(self) -> Iterator[str]:
         by_split = self.train_data_path or self.valid_data_path or self.test_data_path
@@ -174,7 +178,7 @@ class DataConfig(Section):
             stages = parse_stages(self.data_stages)
             if self.valid_data_path is not None or self.test_data_path is not None:
                 held_out = {"valid": self.valid_data_path or (), "test": self.test_data_path or ()}
-                return {"train": StagedCorpora(stages, None), **held_out}
+                return {"train": StagedCorpora(stages, held_out=None), **held_out}
             return StagedCorpora(stages, self.data_path or stages[0].words)
         if self.data_path:
             return self.data_path

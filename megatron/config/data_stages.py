@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,8 @@ class Stage(NamedTuple):
         """Return this stage with its begin in samples of `tokens` tokens: the first sample after a number of tokens."""
         if self.unit == "samples":
             return self
-        return self._replace(begin=-(-self.begin // tokens), unit="samples")  # the first whole sample: round up
+        # -(-a // b) is a / b rounded up: 5 tokens in samples of 2 tokens give sample 3.
+        return self._replace(begin=-(-self.begin // tokens), unit="samples")
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,14 @@ def parse_stages(words: Sequence[str]) -> tuple[Stage, ...]:
     if text.endswith(".json"):
         where = f"--data-stages {text}"
         text = _read_stages_file(Path(text))
-    stages = tuple(_parse_json_stages(text, where) if text.startswith("[") else _parse_short_stages(text, where))
+    if text.startswith("["):
+        stages = tuple(_parse_json_stages(text, where))
+    else:
+        stages = tuple(_parse_short_stages(text, where))
     if not stages or stages[0].begin:
         raise ConfigError(f"{where}: the first stage must begin at 0")
-    for before, after in zip(stages, stages[1:], strict=False):
+    for before, after in pairwise(stages):
+        # Samples and tokens can be compared only once the number of tokens in a sample is known.
         if before.unit == after.unit and after.begin <= before.begin:
             raise ConfigError(f"{where}: {after.name} follows {before.name}; put the stages in order")
     return stages
@@ -131,7 +137,7 @@ def _parse_short_stage(part: str, where: str) -> Stage:
     words = blend.split()
     pairs: list[tuple[str | None, str]] = [(None, word) for word in words]
     is_number = [_is_float(word) for word in words]
-    if any(is_number):
+    if any(is_number):  # weights at even positions, prefixes at odd ones
         if not is_number[0] or len(words) % 2:
             raise ConfigError(f"{stage_text} must be pairs of a weight and a prefix, as in 0.8 a 0.2 b")
         pairs = list(zip(words[::2], words[1::2], strict=True))
@@ -178,7 +184,7 @@ def _checked_stage(begin: int, unit: str, pairs: Sequence[tuple[str | None, str]
         if prefix in seen:
             raise ConfigError(f"{where}: {name} names {brief(prefix)} twice; name it once, with the sum of its weights")
         seen.add(prefix)
-        if share != 0:
+        if share != 0:  # keeps a corpus without a weight (None), too
             blend.append((weight, prefix))
     if not blend:
         raise ConfigError(f"{where}: {name} has no corpus with a weight above 0")
@@ -200,8 +206,10 @@ def _parse_finite_number(word: str) -> Fraction | None:
     number = float(word)
     if not 0 <= number < float("inf"):
         return None
-    # Fraction("1e-999999999") would need gigabytes for its denominator, so a number that underflows a float is 0.
-    return Fraction(word) if number else Fraction(0)
+    # A word such as 1e-999999999 is 0 as a float. As a fraction, it would need gigabytes for its denominator.
+    if number == 0:
+        return Fraction(0)
+    return Fraction(word)
 
 
 def _parse_whole_number(number: str, factor: int, where: str) -> int:

@@ -101,7 +101,7 @@ class DecoderConfig(ExpertsConfig):
         """Yield an error text for --rope-scaling parameters that are invalid or that the method ignores."""
         yield from super()._problems()
         method = self.rope_scaling
-        used = _METHOD_SETTINGS.get(method or "", ())
+        used = _METHOD_SETTINGS.get(method or "", ())  # () without a method
         unused = unused_rope_settings(vars(self), method)
         names = ", ".join(map(flag, unused))
         low = self.rope_low_freq_factor
@@ -135,7 +135,7 @@ ANGLE_SETTINGS = tuple(name for name in DecoderConfig.__dataclass_fields__ if na
 
 def unused_rope_settings(values: Mapping[str, Any], scaling: object) -> list[str]:
     """Return the non-default rotary parameters in `values` that the --rope-scaling method `scaling` ignores."""
-    used = _METHOD_SETTINGS.get(str(scaling), ())
-    unused = {name for names in _METHOD_SETTINGS.values() for name in names}.difference(used)
+    read_by_any = set[str]().union(*_METHOD_SETTINGS.values())
+    unread = read_by_any.difference(_METHOD_SETTINGS.get(str(scaling), ()))  # all of them if there is no method
     fields = DecoderConfig.__dataclass_fields__
-    return [name for name, f in fields.items() if name in unused and values.get(name, f.default) != f.default]
+    return [name for name, f in fields.items() if name in unread and values.get(name, f.default) != f.default]

@@ -51,17 +51,18 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         raise_first_problem(compile_conflicts(config, zero_stage))
     clip_grad = float(_first_given(config.optim.clip_grad, file_values.clip_grad, 1.0))
     notes = list(file_values.notes)
-    # tds' ZeRO 1 reads only the keys zero_optimization.stage and bf16.enabled. If the file sets other keys of these two
-    # sections, use DeepSpeed's ZeRO 1.
     zero1_keys: set[str] = set()
     if content:
         from .ds_notes import keys_read_by_zero1, notes_on_keys
 
         notes += notes_on_keys(config, content, precision, zero_stage)
         zero1_keys = keys_read_by_zero1(content, precision, zero_stage)
+    # If the file configures the reduction of gradients, DeepSpeed must do it.
     overlaps_reduction = config.parallel.overlap_grad_reduce and not REDUCTION_KEYS & content.keys()
+    # tds' ZeRO 1 reads only the keys zero_optimization.stage and bf16.enabled. If the file sets other keys of these two
+    # sections, use DeepSpeed's ZeRO 1. DeepSpeed also has the dynamic loss scale of fp16.
     own_zero1 = overlaps_reduction and zero_stage == 1 and precision in ("fp32", "bf16") and not zero1_keys
-    own_reduction = overlaps_reduction and zero_stage == 0 and precision in ("fp32", "fp64")
+    own_reduction = overlaps_reduction and zero_stage == 0  # in fp32 or fp64: `zero_conflicts` refuses fp16 and bf16
     raise_first_problem(own_reduction_conflicts(config, zero_stage, own_zero1, own_reduction))
     return Resolved(
         deepspeed=_deepspeed_config(config, content, world_size, precision, zero_stage, clip_grad),
@@ -70,7 +71,7 @@ def resolve(config: Config, world_size: int, fast_bf16: bool) -> Resolved:
         clip_grad=clip_grad,
         log_interval=int(_first_given(config.log.log_interval, file_values.log_interval, 10)),
         wall_clock_breakdown=bool(content.get("wall_clock_breakdown", False)),
-        overlap_grad_reduce=overlaps_reduction and zero_stage == 0 and config.parallel.pipe_parallel_size == 0,
+        overlap_grad_reduce=own_reduction and config.parallel.pipe_parallel_size == 0,
         distributed_optimizer=own_zero1,
         notes=tuple(notes),
         param_rules=_param_rules(config.optim.param_groups),
@@ -106,6 +107,7 @@ def _deepspeed_config(
         "timeout": p.pipeline_timeout,
         "overlap_grad_reduce": p.overlap_grad_reduce,
     }
+    # Otherwise, DeepSpeed refuses ZeRO with optimizers that are not on its own list.
     ds.setdefault("zero_allow_untested_optimizer", True)
     # CPU offload uses torch's fused AdamW. It is vectorised like DeepSpeed's CPU Adam, but needs no compiler.
     ds.setdefault("zero_force_ds_cpu_optimizer", False)

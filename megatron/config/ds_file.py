@@ -60,8 +60,10 @@ def read_file(config: Config, find_problem: Callable[[str, dict[str, Any]], str 
         if problem:
             raise ConfigError(f"{path}: in {key!r}, {brief(problem, 300)}")
     for key in NUMBER_KEYS & content.keys():
-        if isinstance(content[key], bool) or not isinstance(content[key], (int, float)) or not isfinite(content[key]):
-            raise ConfigError(f"{path}: {key!r} must be a number, not {format_value(content[key])}")
+        value = content[key]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)  # True is an int in Python
+        if not is_number or not isfinite(value):
+            raise ConfigError(f"{path}: {key!r} must be a number, not {format_value(value)}")
     _require_overflow_checks(content, path)
     return content
 
@@ -114,7 +116,7 @@ def _normalize_section(key: str, value: Any, path: str) -> dict[str, Any]:
 
     Raises ConfigError for an invalid section.
     """
-    if isinstance(value, bool):
+    if isinstance(value, bool):  # `"zero_optimization": true` is ZeRO 1, `"bf16": true` enables bf16
         value = {"stage": int(value)} if key == "zero_optimization" else {"enabled": value}
     if not isinstance(value, dict):
         example = SECTION_EXAMPLES.get(key, ENABLED_EXAMPLE)
@@ -161,6 +163,7 @@ def reconcile_values(config: Config, content: dict[str, Any], world_size: int) -
         zero_stage = None
     _require_equal("ZeRO stage", zero_stage, "--zero-stage", config.parallel.zero_stage, path)
     clip_grad = content.get("gradient_clipping")
+    # The first argument begins the message "FILE sets gradient_clipping = 1.0, but --clip-grad is 0.5".
     _require_equal("gradient_clipping =", clip_grad, "--clip-grad", config.optim.clip_grad, path)
     interval = content.get("steps_per_print")
     log_interval = config.log.log_interval
@@ -210,6 +213,7 @@ def _note_batch_sizes(config: Config, content: dict[str, Any], world_size: int) 
                 f"flags set it"
             )
             continue
+        # The message shows the factors of train_batch_size, this one only if it is used.
         context = f" / --context-parallel-size {p.context_parallel_size}" if p.context_parallel_size > 1 else ""
         raise ConfigError(
             f"{path} sets {key} = {in_file}, but the flags set {value}: train_batch_size {sizes['train_batch_size']} = "

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from .fields import problems_where
 from .sections import Config
 
 _SHARED_KEYS = {
@@ -104,6 +103,7 @@ def _ineffective_in_bf16(keys: dict[str, Any], precision: str, zero: int, offloa
         for key in given:
             yield key, f"the run is in {precision}"
         return
+    # Only ZeRO 1 uses DeepSpeed's optimizer for bf16; with offloading, it uses the optimizer of the other stages.
     early_update = "immediate_grad_update"
     bf16_states = "bf16_master_weights_and_grads"
     if early_update in given and zero != 1:
@@ -117,7 +117,7 @@ def keys_read_by_zero1(given: dict[str, Any], precision: str, zero: int) -> set[
     ineffective = ineffective_keys(given, precision, zero)
     effective: set[str] = set()
     for section, resolved_key in (("zero_optimization", "stage"), ("bf16", "enabled")):
-        effective.update(given.get(section, {}))
+        effective.update(given.get(section, {}))  # adds the keys of the section
         effective.discard(resolved_key)
         effective.difference_update(key for key, _ in ineffective.get(section, ()))
     return effective
@@ -132,20 +132,14 @@ def notes_on_keys(config: Config, given: dict[str, Any], precision: str, zero: i
             by_reason.setdefault(reason, []).append(key)
         for reason, names in by_reason.items():
             yield f"{path}: {', '.join(names)} in {section!r} has no effect: {reason}"
-    casts = precision == "fp16" and given.get("fp16", {}).get("auto_cast")
+    casts_inputs = precision == "fp16" and given.get("fp16", {}).get("auto_cast")
+    if casts_inputs and config.model.family is not None:  # a custom model, without a family, may have other inputs
+        yield f"{path}: auto_cast in 'fp16' has no effect: the inputs of the model are token ids"
     offloads = given.get("zero_optimization", {}).get("offload_optimizer")
-    yield from problems_where(
-        (
-            casts and config.model.family is not None,
-            f"{path}: auto_cast in 'fp16' has no effect: the inputs of the model are token ids",
-        ),
-        (
-            given.get("zero_force_ds_cpu_optimizer") and not offloads,
-            f"{path}: zero_force_ds_cpu_optimizer has no effect: offload_optimizer is not given",
-        ),
-    )
+    if given.get("zero_force_ds_cpu_optimizer") and not offloads:
+        yield f"{path}: zero_force_ds_cpu_optimizer has no effect: offload_optimizer is not given"
     if os.environ.get("TDS_LOG_LEVEL", "error").lower() in ("info", "debug"):
-        return
+        return  # DeepSpeed's log is printed, so the keys below have an effect
     for key in ("dump_state", "comms_logger"):
         if given.get(key) not in (None, False, {"enabled": False}):
             yield f"{path}: {key} writes to DeepSpeed's log, which TDS_LOG_LEVEL=info shows"

@@ -109,4 +109,6 @@ class ExpertsConfig(Section):
         if self.num_experts is None:
             return False
         words = self.moe_layer_frequency
-        return words[layer] == "1" if len(words) > 1 else layer % int(words[0]) == 0
+        if len(words) > 1:  # a 0 or 1 for each layer
+            return words[layer] == "1"
+        return layer % int(words[0]) == 0  # one number n: layers 0, n, 2n, ...

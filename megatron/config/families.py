@@ -20,7 +20,7 @@ def parse_any_family(argv: Sequence[str], ranks: int = 1) -> Config:
         family = Path(argv[0]).stem.removeprefix("pretrain_")
         argv = argv[1:]
         if family not in DEFAULTS:
-            return parse(argv, None, ranks)
+            return parse(argv, ranks=ranks)
     else:
         family = _named_family(argv)
     return parse(argv, {"family": family, **DEFAULTS[family]}, ranks)
@@ -28,9 +28,10 @@ def parse_any_family(argv: Sequence[str], ranks: int = 1) -> Config:
 
 def _named_family(argv: Sequence[str]) -> str:
     """Return the family that --family, or else the last --config file with a family, names; gpt2 if none does."""
-    flags = read_flags(replace_renamed_flags(argv)[0])
+    words, _ = replace_renamed_flags(argv)
+    flags = read_flags(words)
     family = None
     for path in config_file_paths(flags.files):
         family = parse_settings(read_json(path), path).values.get("family", family)
     family = flags.settings.get("family", family)
-    return family if family in DEFAULTS else "gpt2"
+    return family if family in DEFAULTS else "gpt2"  # `parse` refuses an unknown family, None stands for GPT-2

@@ -49,6 +49,7 @@ def with_features(name: str, section: type[Any]) -> type[Any]:
         for base in bases:
             yield from base.problems(self)
 
+    # sections.py binds the class to the name of `section`, so pickle looks for it in that module.
     namespace = {"__doc__": section.__doc__, "__module__": "megatron.config.sections", "_problems": problems}
     extended = type(section.__name__, (*bases, section), namespace)
     return dataclass(frozen=True, kw_only=True)(extended)

@@ -38,7 +38,9 @@ def shorten_list(names: Sequence[object], most: int = 8) -> str:
 
 def format_problems(problems: Sequence[str], title: str) -> str:
     """Return a single problem unchanged; for several, a first line `N title:`, followed by one line per problem."""
-    return problems[0] if len(problems) == 1 else "\n  ".join([f"{len(problems)} {title}:", *problems])
+    if len(problems) == 1:
+        return problems[0]
+    return "\n  ".join([f"{len(problems)} {title}:", *problems])
 
 
 def flag(name: str) -> str:
@@ -124,7 +126,7 @@ class Section:
             value = _to_declared_type(getattr(self, f.name), kinds)
             if value is None and type(None) in kinds:
                 continue
-            object.__setattr__(self, f.name, value)
+            object.__setattr__(self, f.name, value)  # the dataclass is frozen
             raise_first_problem(_type_problems(f.name, value, kinds))
             check = f.metadata["check"]
             problem = check(value) if check else None
@@ -147,8 +149,9 @@ def _type_hints(section: Any) -> dict[str, Any]:
 def types_of(section: type, name: str) -> tuple[type, ...]:
     """Return the types that a field's value may have, e.g. int and NoneType for `int | None`."""
     hint = _type_hints(section)[name]
+    # The arguments of `int | None` are types of the value; those of tuple[str, ...] are types of its items.
     kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
-    return tuple(get_origin(kind) or kind for kind in kinds)
+    return tuple(get_origin(kind) or kind for kind in kinds)  # the origin of tuple[str, ...] is tuple
 
 
 def _to_declared_type(value: Any, kinds: tuple[type, ...]) -> Any:
@@ -157,7 +160,7 @@ def _to_declared_type(value: Any, kinds: tuple[type, ...]) -> Any:
         return (value,)
     if tuple in kinds and isinstance(value, list):
         return tuple(map(str, value))
-    if float in kinds and type(value) is int:
+    if float in kinds and type(value) is int:  # not True or False, which are no numbers here
         return float(value)
     return value
 

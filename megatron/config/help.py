@@ -53,7 +53,7 @@ def _flag_title(section: type, setting: "Field[Any]") -> str:
     kinds = types_of(section, setting.name)
     if bool in kinds:
         return f"--[no-]{flag(setting.name).removeprefix('--')}"
-    kind = next(each for each in kinds if each is not type(None))
+    kind = next(each for each in kinds if each is not type(None))  # int for `int | None`
     return f"{flag(setting.name)} {metavar(setting, kind)}"
 
 
@@ -79,9 +79,12 @@ def _is_read(setting: "Field[Any]", family: str | None) -> bool:
 def fields_own_first(section: type) -> list["Field[Any]"]:
     """Return the settings of a section: its own first, then those of its base classes and features."""
     by_name = {f.name: f for f in fields(section)}  # type: ignore[arg-type]
-    # The class itself comes first in its method resolution order, and a dict keeps the first place of a repeated name.
-    names = dict.fromkeys(chain.from_iterable(vars(base).get("__annotations__", {}) for base in section.__mro__))
-    return [by_name[name] for name in names if name in by_name]
+    own_first = []
+    for base in section.__mro__:  # the class itself, then its base classes
+        for name in vars(base).get("__annotations__", {}):
+            if name in by_name:
+                own_first.append(by_name.pop(name))  # removed, because a base class may repeat the name
+    return own_first
 
 
 def _flags_of_section(section: type, family: str | None) -> list[_FlagHelp]:
@@ -107,7 +110,8 @@ class _Help:
     def __init__(self, script: str, family: str | None) -> None:
         self.script = script
         self.family = family
-        self.width = min(int(os.environ.get("COLUMNS", 0)) or shutil.get_terminal_size().columns, MAX_WIDTH)
+        columns = int(os.environ.get("COLUMNS", 0)) or shutil.get_terminal_size().columns
+        self.width = min(columns, MAX_WIDTH)
         self.sections: dict[str, list[_FlagHelp]] = {}
         self.flags: dict[str, _FlagHelp] = {}
         for name, section in SECTIONS.items():

@@ -67,6 +67,7 @@ def _ignores_seq_length(config: Config, ranks: int, value: Any) -> bool:
     d = config.data
     if not config.is_t5 or d.enc_seq_length is None:
         return False
+    # --seq-length still sets the number of learned positions if it is the longest length; see `Config.positions`.
     longest = max(d.enc_seq_length, d.dec_seq_length or 0)
     return m.position_embedding != "learned" or m.max_position_embeddings is not None or d.seq_length <= longest
 
@@ -88,6 +89,7 @@ def _computed_operations(config: Config) -> set[str]:
 
 
 def _computes_none(config: Config, ranks: int, value: Any) -> bool:
+    """Return whether the model computes none of the operations `value`; a custom model may compute any."""
     return config.model.family is not None and bool(value) and not set(value) & _computed_operations(config)
 
 

@@ -43,10 +43,11 @@ def muon_divisor(growth: tuple[float, float], shape: tuple[int, ...], adjust_lr_
     `muon_ratio`, which already depends on the shape.
     """
     inputs, outputs = growth
-    if inputs == outputs:  # exact, so that all these matrices share a parameter group
+    # The formula below gives these values, too, but with rounding errors. Matrices with one divisor share a group.
+    if inputs == outputs:
         return math.sqrt(inputs) if adjust_lr_fn == "match_rms_adamw" else 1.0
-    base = muon_ratio((shape[0] / outputs, shape[1] / inputs), adjust_lr_fn)
-    return math.sqrt(inputs / outputs) * muon_ratio(shape, adjust_lr_fn) / base
+    base_ratio = muon_ratio((shape[0] / outputs, shape[1] / inputs), adjust_lr_fn)
+    return math.sqrt(inputs / outputs) * muon_ratio(shape, adjust_lr_fn) / base_ratio
 
 
 def muon_ratio(shape: tuple[float, ...], adjust_lr_fn: str) -> float:
@@ -65,10 +66,12 @@ def notes(m: "ModelConfig", uses_muon: bool) -> Iterator[str]:
     if {m.width_factor, m.ff_growth, m.expert_ff_growth, m.branch_factor, m.decoder_branch_factor} == {1.0}:
         return
     width = m.mup_base_kv_hidden_size or m.head_size
-    heads_ratio = m.head_size / width / m.width_factor  # heads of the base model / heads of this model
+    # Heads of the base model / heads of this model. Heads x their width grow by `width_factor`, as --hidden-size does.
+    heads_ratio = m.head_size / width / m.width_factor
     follows_heads = uses_muon and m.num_key_value_heads and not m.mup_base_num_key_value_heads
     follows_depth = m.family == "t5" and m.mup_base_num_layers and not m.mup_base_num_decoder_layers
     sizes = problems_where(
+        # The condition is always true: no flag gives the number of heads of the base model.
         (True, f"--num-attention-heads {m.num_attention_heads * heads_ratio:g} of width {width}"),
         (follows_heads, f"--num-key-value-heads {m.key_value_heads * heads_ratio:g}"),
         (not m.mup_base_ff_hidden_size, f"--ff-hidden-size {m.ff_size / m.ff_growth:g}"),
@@ -76,6 +79,7 @@ def notes(m: "ModelConfig", uses_muon: bool) -> Iterator[str]:
             m.expert_ff_hidden_size and not m.mup_base_expert_ff_hidden_size,
             f"--expert-ff-hidden-size {m.expert_ff_size / m.expert_ff_growth:g}",
         ),
+        # branch_factor**2 is base layers / layers.
         (follows_depth, f"--num-decoder-layers {m.decoder_layers * m.branch_factor**2:g}"),
     )
     yield (

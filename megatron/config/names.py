@@ -44,13 +44,13 @@ def unknown_arguments(words: Sequence[str]) -> list[str]:
     """Return an error for each unknown flag among the words that the parser did not consume."""
     if not words:
         return []
-    suggestion = compat("flags.translate").suggest_flag
-    known = ["--config", *map(flag, HOME)]
+    suggest_flag = compat("flags.translate").suggest_flag  # it also knows flags of other frameworks
+    known = ["--config", *map(flag, HOME)]  # HOME has the names of all settings
     removed = {flag(name): removal_error(name) for name in REMOVED}
     names = [word.split("=")[0] for word in words if word.startswith("--")]
     problems = []
     for name in names or words[:1]:  # without a flag, the first word is the mistake
-        problem = removed.get(name) or f"unknown argument {name}{suggestion(name, known)}"
+        problem = removed.get(name) or f"unknown argument {name}{suggest_flag(name, known)}"
         problems.append(problem)
     return problems
 
@@ -68,5 +68,6 @@ def refuse_removed(saved: Mapping[str, Any], where: Path) -> None:
     """
     for values in saved.values():
         for name, advice in REMOVED.items():
+            # A removed setting without advice never changed the samples.
             if advice and isinstance(values, Mapping) and values.get(name) is not None:
                 raise ConfigError(f"{where}: {removal_error(name)}")

@@ -137,9 +137,9 @@ class ParallelConfig(Section):
         """
         if self.pipeline_schedule in SCHEDULES.choices:
             return self.pipeline_schedule == "zb-h1"
-        from .schedules import splits_backward
+        from . import schedules
 
-        return splits_backward(self.pipeline_schedule, self.stages, micros)
+        return schedules.splits_backward(self.pipeline_schedule, self.stages, micros)
 
     @property
     def stages(self) -> int:
@@ -151,22 +151,24 @@ class ParallelConfig(Section):
 
         Raises ConfigError if `world_size` is not divisible by the number of ranks of a replica.
         """
-        context = f" x --context-parallel-size {self.context_parallel_size}" if self.context_parallel_size > 1 else ""
         replica_ranks = self.stages * self.model_parallel_size * self.context_parallel_size
         if world_size % replica_ranks:
+            copies = self.context_parallel_size
+            context = f" x --context-parallel-size {copies}" if copies > 1 else ""
             raise ConfigError(
                 f"{world_size} ranks cannot be divided into replicas of --pipe-parallel-size "
                 f"{self.pipe_parallel_size} x --model-parallel-size {self.model_parallel_size}{context}; "
                 f"start a multiple of {replica_ranks} ranks"
             )
         # Context-parallel ranks hold copies of the weights, so experts are divided among them, too.
-        data_ranks = world_size // replica_ranks * self.context_parallel_size
+        replicas = world_size // replica_ranks
+        data_ranks = replicas * self.context_parallel_size
         if data_ranks % self.expert_parallel_size:
             raise ConfigError(
                 f"{data_ranks} data-parallel ranks cannot be divided into groups of --expert-parallel-size "
                 f"{self.expert_parallel_size}; choose a divisor"
             )
-        return world_size // replica_ranks
+        return replicas
 
 
 def uses_sequence_parallel(config: "Config", on_accelerator: bool) -> bool:

@@ -62,6 +62,7 @@ def _entry_problems(entry: Mapping[str, Any], where: str) -> Iterator[str]:
     frozen = entry.get("frozen", False)
     yield from problems_where(
         (not isinstance(frozen, bool), f"{where}: frozen must be true or false, not {format_value(frozen)}"),
+        # The only key is the pattern.
         (len(entry) == 1, f"{where} sets nothing; give lr_factor, weight_decay or frozen"),
         (
             frozen and len(entry) > 2,  # more keys than pattern and frozen
@@ -80,7 +81,8 @@ def match_rules(rules: Iterable[ParamRule], names: Collection[str]) -> dict[str,
     for rule in rules:
         for name in names:
             if fnmatchcase(name, rule.pattern):
-                settings[name] = rule.override(settings.get(name, rule))
+                earlier = settings.get(name)
+                settings[name] = rule if earlier is None else rule.override(earlier)
     return settings
 
 

@@ -26,10 +26,11 @@ def location_problems(config: Config) -> Iterator[str]:
             continue
         check = check_location if f.name in URL_SETTINGS else require_local
         value = getattr(getattr(config, section), f.name) or ()
+        # A value is one text, a tuple of words, or None.
         text = value if isinstance(value, str) else " ".join(value)
         for word in text.split():
-            # Drop the punctuation of JSON and of --data-stages, and the name of a data set in `NAME=PREFIX`.
-            location = re.sub(r"^[\w.-]+=", "", word.strip('"[]{},;'))
+            named_location = word.strip('"[]{},;')  # without the punctuation of JSON and of --data-stages
+            location = re.sub(r"^[\w.-]+=", "", named_location)  # `NAME=PREFIX` names a data set
             try:
                 check(location)
             except PathError as error:

@@ -17,4 +17,5 @@ def splits_backward(name: str, stages: int, micros: int) -> bool:
     if not is_registered(name):
         return False
     schedule = find_schedule({"schedule": name})
-    return any(isinstance(each, BackwardWeight) for each in schedule(0, stages, micros))
+    first_stage_passes = schedule(0, stages, micros)
+    return any(isinstance(each, BackwardWeight) for each in first_stage_passes)

@@ -52,10 +52,8 @@ def _similar_files_hint(path: str) -> str:
     folder = presets.preset_folder("models") if is_preset else missing.parent
     stem, underscore, _ = missing.stem.rpartition("_")
     files = sorted(folder.glob("*.json"))
-    names = []
-    for file in files:
-        if underscore and file.name.startswith(f"{stem}_"):
-            names.append(file.name)
+    # For a missing gpt2_smal.json, list the files gpt2_*.json.
+    names = [file.name for file in files if underscore and file.name.startswith(f"{stem}_")]
     if is_preset and not names:
         names = [file.stem for file in files]
     if not names:
@@ -77,7 +75,9 @@ class _FileSettings:
         name = RENAMED.get(name, name)
         known = list(HOME) if section is None else [f.name for f in fields(SECTIONS[section])]
         if name in known:
-            self.values[name] = _NONE_VALUES[name] if value == "none" and name in _NONE_VALUES else value
+            if value == "none":
+                value = _NONE_VALUES.get(name, value)  # other settings, such as --router-balance, have a choice `none`
+            self.values[name] = value
             return
         foreign = compat("flags.translate").flag_of(name)
         if foreign:

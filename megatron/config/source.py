@@ -71,13 +71,16 @@ def merge(sources: Sequence[Source], cli: Source) -> tuple[dict[str, Any], list[
     source_of: dict[str, str] = {}
     notes: list[str] = []
     for source in (*sources, cli):
+        # Only files can have an objective that older versions stored by mistake.
         new = source.values if source is cli else without_stray_objective(source.values)
         notes += _drop_unused_rope(values, new, source_of)
-        values |= new
+        values |= new  # later sources override earlier ones
         source_of |= dict.fromkeys(new, source.where)
     for source in sources:
         values |= source.implied_settings(values, cli.values)
-    return values | cli.implied_settings(values, given_in_files(sources[1:])), notes  # without the entry script
+    files = sources[1:]  # without the entry script
+    values |= cli.implied_settings(values, given_in_files(files))
+    return values, notes
 
 
 def _drop_unused_rope(values: dict[str, Any], new: Mapping[str, Any], source_of: Mapping[str, str]) -> list[str]:
@@ -117,7 +120,8 @@ def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
     Only old settings files lack `family`; the missing family is t5 if the file sets enc_seq_length, else gpt2.
     An objective that older versions stored by mistake is removed, see `without_stray_objective`.
     """
-    return without_stray_objective({"family": "gpt2" if values.get("enc_seq_length") is None else "t5", **values})
+    family = "gpt2" if values.get("enc_seq_length") is None else "t5"
+    return without_stray_objective({"family": family, **values})  # a family in `values` overrides this one
 
 
 def without_stray_objective(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,4 +130,7 @@ def without_stray_objective(values: Mapping[str, Any]) -> dict[str, Any]:
     Older versions stored this default objective of T5 in the settings of all families.
     """
     is_stray = values.get("family", "t5") != "t5" and values.get("objective") == "span-corruption"
-    return {name: value for name, value in values.items() if not (is_stray and name == "objective")}
+    kept = dict(values)
+    if is_stray:
+        del kept["objective"]
+    return kept

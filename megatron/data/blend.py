@@ -79,7 +79,8 @@ def order_block(counts: Sequence[int]) -> NDArray[np.int32]:
     for now in range(block_size):
         while arrivals and arrivals[0][0] <= now:
             _, corpus, number = heapq.heappop(arrivals)
-            heapq.heappush(due, (-(-(number + 1) * block_size // counts[corpus]), corpus, number))
+            deadline = -(-(number + 1) * block_size // counts[corpus])  # rounded up
+            heapq.heappush(due, (deadline, corpus, number))
         _, corpus, number = heapq.heappop(due)
         order[now] = corpus
         if number + 1 < counts[corpus]:
@@ -129,6 +130,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         """Return how many of the first `samples` samples come from each corpus."""
         rare_samples = math.floor(samples * self._rare_share)
         blocks, remainder = divmod(samples - rare_samples, self.block_size)
+        # The last, incomplete block has only its first `remainder` samples.
         partial_counts = np.bincount(self._corpus_at[:remainder], minlength=len(self.quotas)).tolist()
         counts = [0] * len(self.datasets)
         for corpus, quota, partial_count in zip(self._common_indices, self.quotas, partial_counts, strict=True):
@@ -152,7 +154,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
             positions = np.flatnonzero(corpora == i)
             if len(positions):
                 # sample_ids() takes a contiguous range: the samples that this part of the blend takes from one corpus
-                # are contiguous in that corpus.
+                # are contiguous in that corpus. Of 3 corpora, the ids of corpus 1 become 1, 4, 7 and so on.
                 first_number = int(numbers[positions[0]])
                 ids[positions] = dataset.sample_ids(first_number, len(positions)) * len(self.datasets) + i
         return ids
@@ -173,6 +175,7 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         if self._rare_blend and len(rare_positions):
             rare_corpus, numbers[rare_positions] = self._rare_blend.locate_all(rare_begin, len(rare_positions))
             corpora[rare_positions] = np.array(self._rare_indices)[rare_corpus]
+        # The other samples are consecutive in the repeated block.
         common_begin = first - rare_begin
         block, position = np.divmod(np.arange(common_begin, first + count - rare_end), self.block_size)
         corpus_in_block = self._corpus_at[position]
@@ -183,10 +186,11 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
     @property
     def samples_per_epoch(self) -> int:
         """Number of samples of the blend until one of the corpora has been read completely."""
-        common_ends = []
+        common_ends = []  # for each common corpus, the number of common samples until it has been read completely
         for corpus, quota in zip(self._common_indices, self.quotas, strict=True):
             common_ends.append(int(self.datasets[corpus].samples_per_epoch) * self.block_size // quota)
         if not self._rare_blend:
             return min(common_ends)
+        # Of n samples, n * _rare_share come from rare corpora and the others from common ones.
         rare_end = self._rare_blend.samples_per_epoch / self._rare_share
         return int(min(min(common_ends) / (1 - self._rare_share), rare_end))

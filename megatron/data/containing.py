@@ -14,11 +14,13 @@ Numbers = NDArray[np.int64]
 def samples_containing(sample_order: SampleOrder, documents: Numbers, epoch: int) -> Numbers:
     """Return the numbers of the samples of an epoch that contain tokens of `documents`, in ascending order."""
     order, ends, samples = sample_order.epoch(epoch)
-    positions = _find_indices(order, documents)
+    positions = _find_indices(order, documents)  # the text has document order[i] in position i
     end = np.asarray(ends[positions], np.int64)
-    begin = np.where(positions > 0, ends[positions - 1], 0)  # a document begins where the one before it ends
-    is_filled = end > begin
+    # A document begins where the one before it ends, the first document at 0.
+    begin = np.where(positions > 0, ends[positions - 1], 0)
+    is_filled = end > begin  # empty documents are in no window
     windows = _windows_over(sample_order, begin[is_filled], end[is_filled])
+    # Sample i of the epoch is window samples[i].
     return epoch * sample_order.per_epoch + _find_indices(samples, windows)
 
 
@@ -29,6 +31,7 @@ def _windows_over(sample_order: SampleOrder, begin: Numbers, end: Numbers) -> Nu
     (tokens 20 to 30) and 3 (tokens 30 to 40).
     """
     length = sample_order.length
+    # Window `first` is the first one that ends after token `begin`, `last` the last one that begins before token `end`.
     first = np.maximum((begin - length - sample_order.overlap) // length + 1, 0)
     last = np.minimum((end - 1) // length, sample_order.per_epoch - 1)
     count = np.maximum(last - first + 1, 0)

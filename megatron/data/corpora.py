@@ -65,23 +65,29 @@ def build_datasets(open_corpus: Open, paths: Paths, split: str) -> tuple[tuple[A
     for use in corpus_uses(paths):
         total, make = open_corpus(use.prefix)
         for part, documents in _documents_of(use, shares, total).items():
-            try:
-                dataset = make(documents, part)
-            except DatasetError:
-                raise
-            except ValueError as error:
-                description = f"the {part} part of {use.prefix} ({len(documents)} of {total} documents)"
-                if part == "train":
-                    raise DatasetError(f"{description}: {error}") from None
-                notes.append(f"{description} is empty: {error}")
-                continue
-            dataset_of_corpus = _label(dataset, use.prefix, prefixes)
-            sets_of_part[part].setdefault(use.name, []).append(Member(use.weight, use.prefix, dataset_of_corpus))
+            description = f"the {part} part of {use.prefix} ({len(documents)} of {total} documents)"
+            dataset = _make_or_note(make, documents, part, description, notes)
+            if dataset is not None:
+                member = Member(use.weight, use.prefix, _label(dataset, use.prefix, prefixes))
+                sets_of_part[part].setdefault(use.name, []).append(member)
     if not sets_of_part["train"]:
         advice = "set --train-data-path" if isinstance(paths, Mapping) else f"change --split {split}"
         raise DatasetError(f"there is no training data; {advice}")
     train = _training_set(sets_of_part["train"], paths)
     return (train, _blend_sets(sets_of_part["valid"]), _blend_sets(sets_of_part["test"])), notes
+
+
+def _make_or_note(make: Make, documents: range, part: str, description: str, notes: list[str]) -> Any:
+    """Return the data set, or None with a new note if the documents do not fill a sample of validation or test."""
+    try:
+        return make(documents, part)
+    except DatasetError:  # the corpus is damaged
+        raise
+    except ValueError as error:
+        if part == "train":
+            raise DatasetError(f"{description}: {error}") from None
+        notes.append(f"{description} is empty: {error}")
+        return None
 
 
 def _documents_of(use: CorpusUse, shares: Sequence[float], total: int) -> dict[str, range]:
@@ -90,7 +96,7 @@ def _documents_of(use: CorpusUse, shares: Sequence[float], total: int) -> dict[s
         return {part: range(total) for part in use.parts}
     documents_of_part = {}
     for part, share, documents in zip(PARTS, shares, split_documents(shares, total), strict=True):
-        if share and part in use.parts:
+        if share and part in use.parts:  # --split may give a part of the run no documents
             documents_of_part[part] = documents
     return documents_of_part
 
@@ -108,7 +114,7 @@ def _training_set(sets: NamedSets, paths: Paths) -> Any:
         return _blend_sets(sets)
     from .staged import build_staged
 
-    trained = {member.prefix: member.dataset for member in sets[""]}
+    trained = {member.prefix: member.dataset for member in sets[""]}  # training data have no name
     return build_staged(trained, stages, tokens_of(sets[""][0].dataset))
 
 

@@ -26,6 +26,7 @@ def parse_blend(words: str | Words) -> list[tuple[str | None, str]]:
     argument = f"--data-path {' '.join(parts)}"
     is_weighted = len(parts) > 1 and _is_number(parts[0])
     if not is_weighted:
+        # Without a weight in front, a number is the name of a corpus or a misplaced weight.
         stray_numbers = [part for part in parts if _is_number(part) and not _is_corpus(part)]
         if stray_numbers:
             raise DatasetError(f"{argument} must be pairs of a weight and a prefix, as in 0.7 a 0.3 b")
@@ -56,7 +57,7 @@ def _split_words(word: str) -> list[str]:
 
 def _is_number(word: str) -> bool:
     try:
-        return float(word) == float(word)
+        return float(word) == float(word)  # False for the word nan, which may name a corpus
     except ValueError:
         return False
 
@@ -78,7 +79,7 @@ def parse_named_sets(words: str | Words, part: str) -> dict[str, str | Words]:
     repeated = None
     for word in parts:
         match = NAMED_SET.match(word)
-        if not match or _is_corpus(word):
+        if not match or _is_corpus(word):  # the prefix of a corpus may contain =
             unnamed += 1
             continue
         if match[1] in blends and repeated is None:
@@ -112,24 +113,25 @@ class CorpusUse(NamedTuple):
 def corpus_uses(paths: Paths) -> Iterator[CorpusUse]:
     """Yield each use of a corpus in `paths`, those of the data stages first."""
     for prefix in prefixes_in(stages_in(paths)):
-        yield CorpusUse(("train",), "", None, prefix, isinstance(paths, StagedCorpora))
+        # Each stage has weights of its own.
+        yield CorpusUse(("train",), "", None, prefix, is_split=isinstance(paths, StagedCorpora))
     if isinstance(paths, StagedCorpora):
-        for weight, prefix in parse_blend(paths.held_out or ()):
-            yield CorpusUse(PARTS[1:], "", weight, prefix, True)
+        for weight, prefix in parse_blend(paths.held_out or ()):  # they give validation and test data
+            yield CorpusUse(PARTS[1:], "", weight, prefix, is_split=True)
     elif isinstance(paths, Mapping):
         for part in PARTS:
             words = paths.get(part, ())
-            if not isinstance(words, StagedCorpora):
+            if not isinstance(words, StagedCorpora):  # the corpora of stages are already done
                 yield from _uses_of_part(words, part)
     else:
         for weight, prefix in parse_blend(paths):
-            yield CorpusUse(PARTS, "", weight, prefix, True)
+            yield CorpusUse(PARTS, "", weight, prefix, is_split=True)
 
 
 def _uses_of_part(words: Words, part: str) -> Iterator[CorpusUse]:
     for name, blend in parse_named_sets(words, part).items():
         for weight, prefix in parse_blend(blend):
-            yield CorpusUse((part,), name, weight, prefix, False)
+            yield CorpusUse((part,), name, weight, prefix, is_split=False)
 
 
 def stages_in(paths: Paths) -> tuple[Stage, ...]:
@@ -145,7 +147,7 @@ def prefixes_of(paths: Paths) -> list[str]:
     for part, words in parts.items():
         if isinstance(words, StagedCorpora):
             prefixes |= dict.fromkeys(prefixes_in(words.stages))
-            words = words.held_out or ()
+            words = words.held_out or ()  # these come after the corpora of the stages
         for blend in parse_named_sets(words, part).values():
             for _, prefix in parse_blend(blend):
                 prefixes[prefix] = None

@@ -42,7 +42,8 @@ class CPMTripleDataset(T5Samples):
         self.specials = specials
         self.first_id = text_vocab_size
         self.documents = documents
-        self.plan = SpanPlan(encoder, 0, 0, encoder, decoder)
+        # A window has as many tokens as the encoder. Preprocessing has chosen the spans, so none are drawn.
+        self.plan = SpanPlan(encoder, noise=0, spans=0, encoder=encoder, decoder=decoder)
         self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
         contexts = self.parts["context"]
         sizes = partial(contexts.document_sizes, documents)
@@ -64,7 +65,7 @@ class CPMTripleDataset(T5Samples):
             offsets = self._document_part("target_offset", document).reshape(-1, 2)
             for token in self._document_part("context", document)[start:end].tolist():
                 span = None
-                if token >= self.first_id:
+                if token >= self.first_id:  # sentinel first_id + j replaces span j
                     begin, length = offsets[token - self.first_id].tolist()
                     span = target_tokens[begin : begin + length]
                     # The target repeats the sentinel before the tokens of the span.
@@ -94,6 +95,7 @@ class CPMTripleDataset(T5Samples):
             decoder_owners = [1]
             spans = max(spans, 1)
         closed_targets = [*decoder_tokens, sentinels[spans]]
+        # The labels are the decoder input, shifted by one token.
         arrays = (context, owners, closed_targets[:-1], closed_targets[1:], decoder_owners)
         return self.pad_sample(*(np.array(values, dtype=np.int64) for values in arrays))
 
@@ -132,6 +134,7 @@ def _overflow_note(prefix: str, encoder: int, decoder: int, sentinels: int) -> s
     context_tokens, target_tokens, offset_numbers = (IndexedDataset(f"{prefix}_{name}").num_tokens for name in PARTS)
     needed_tokens = encoder * target_tokens / max(context_tokens, 1) + 1  # with the closing sentinel
     needed_spans = encoder * offset_numbers / 2 / max(context_tokens, 1)  # a span has 2 numbers in target_offset
+    # What is scarcer, decoder tokens or sentinels, decides how much of a window is kept.
     kept_share = min(decoder / needed_tokens, sentinels / max(needed_spans, 1))
     if kept_share >= 1:
         return ""

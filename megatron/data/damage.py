@@ -35,9 +35,11 @@ def sidecar_sums(prefix: str, sidecar: Sidecar | None) -> dict[str, Any] | None:
     if not isinstance(sums_by_name, dict) or not sums_by_name:
         return None
     name = Path(prefix).name
+    # If the sidecar lists web and web_loss, the endings are "" and "_loss". If the corpus was then renamed to news, the
+    # longest ending of news_loss is "_loss", so its checksums are those of web_loss.
     common_prefix = os.path.commonprefix(list(sums_by_name))
     endings = [listed_name.removeprefix(common_prefix) for listed_name in sums_by_name]
-    ending = max((listed_name for listed_name in endings if name.endswith(listed_name)), key=len, default="")
+    ending = max((each for each in endings if name.endswith(each)), key=len, default="")
     sums = sums_by_name.get(name, sums_by_name.get(common_prefix + ending))
     return sums if isinstance(sums, dict) else None
 
@@ -72,10 +74,11 @@ class Block(NamedTuple):
 def blocks_of(path: Path, sums: Sidecar) -> list[Block]:
     """Return the blocks of a .bin or .idx that have a checksum. sums: the entry of `sidecar_sums`."""
     size = path.stat().st_size
-    block_size = sums.get("block", 1 << 26)
+    block_size = sums.get("block", 1 << 26)  # 64 MiB, unless the sidecar has another size
     starts = range(0, size, block_size)
     ends = [min(start + block_size, size) for start in starts]
     expected = sums[path.suffix.removeprefix(".")]
+    # If the file has the wrong size, the numbers of blocks and of checksums differ; `find_damage` reports that.
     return [Block(path, *each) for each in zip(starts, ends, expected, strict=False)]
 
 
@@ -88,7 +91,7 @@ def find_damage(prefix: str, sums: Sidecar, max_blocks: int | None = None) -> It
     for ending in ("bin", "idx"):
         path = to_path(f"{prefix}.{ending}")
         expected_count = len(sums[ending])
-        count = -(-path.stat().st_size // block_size)
+        count = -(-path.stat().st_size // block_size)  # rounded up, as the last block may be shorter
         if count != expected_count:
             yield f"{path} has {count} blocks of {block_size >> 20} MiB, but the sidecar lists {expected_count}"
         blocks = blocks_of(path, sums)
@@ -102,7 +105,7 @@ def find_holes(indexed: IndexedDataset, eod: int | None, max_blocks: int | None 
 
     eod: id that many empty documents may repeat. max_blocks: number of blocks to read; all if None.
     """
-    count = -(-indexed.num_tokens // TOKENS_AT_ONCE)
+    count = -(-indexed.num_tokens // TOKENS_AT_ONCE)  # rounded up
     runs = list[list[int]]()  # begin, end and id of each run
     for number in evenly_spaced(count, max_blocks or count):
         first_token = number * TOKENS_AT_ONCE
@@ -120,6 +123,7 @@ def _describe_hole(indexed: IndexedDataset, begin: int, end: int, token: int) ->
     """Yield a message if the run of `token` from `begin` to `end` is longer than any document and spans few of them."""
     longest = _longest_document(indexed)
     ends = indexed.document_ends()
+    # Document `first` contains the first token of the run, document `last` the last one.
     first = int(ends.searchsorted(begin, "right"))
     last = int(ends.searchsorted(end - 1, "right"))
     # A run of many documents of one token, which repeat an id, is no hole.
@@ -132,7 +136,11 @@ def _describe_hole(indexed: IndexedDataset, begin: int, end: int, token: int) ->
 
 
 def _find_runs(tokens: Any) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, id) of each run of one id that is suspicious, or touches an end of `tokens`."""
+    """Yield (begin, end, id) of each run of one id with at least `MIN_RUN_LENGTH` tokens.
+
+    If there are fewer tokens, yield them if all are equal. The last block of a corpus may be so short.
+    """
+    # Tokens 7 7 7 4 have one change, at 3, so the bounds are 0 3 4 and the lengths 3 1.
     changes = np.flatnonzero(tokens[1:] != tokens[:-1]) + 1
     bounds = np.concatenate([[0], changes, [len(tokens)]])
     lengths = np.diff(bounds)

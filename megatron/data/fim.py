@@ -41,6 +41,7 @@ class FillInTheMiddle:
         sizes: number of tokens of each document in the window. seed: determines the choice and the cuts.
         """
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(seed)))
+        # These four numbers are drawn for every document, rearranged or not, so that each choice is independent.
         chances = rng.random((len(sizes), 4))
         pieces = []
         end = 0
@@ -58,7 +59,7 @@ class FillInTheMiddle:
         """
         has_eod = bool(len(ids)) and ids[-1] == self.eod
         text = ids[:-1] if has_eod else ids
-        kept_tokens = len(text) - SPECIAL_TOKENS
+        kept_tokens = len(text) - SPECIAL_TOKENS  # the special tokens take the place of the last tokens
         if not is_rearranged or kept_tokens < 1:
             return ids
         begin = int(min(cuts) * (kept_tokens + 1))
@@ -69,4 +70,4 @@ class FillInTheMiddle:
         order: list[Ids | list[int]] = [[self.prefix], prefix, [self.suffix], suffix, [self.middle], middle]
         if is_spm:
             order = [[self.prefix], [self.suffix], suffix, [self.middle], prefix, middle]
-        return np.concatenate([*order, ids[len(text) :]]).astype(np.int64)
+        return np.concatenate([*order, ids[len(text) :]]).astype(np.int64)  # the last entry is <eod>, or empty

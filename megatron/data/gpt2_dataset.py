@@ -41,7 +41,7 @@ class GPT2Dataset(CorpusDataset):
         self.fim = fim
         self.prefixes = prefixes
         self.seq_length = seq_length
-        stream = "prefixes" if prefixes else "gaps"
+        stream = "prefixes" if prefixes else "gaps"  # separate random numbers for prefixes and fill-in-the-middle
         self.seed = [seed, *f"{part} {stream}".encode()]
         self.windows = Windows(indexed, documents, seq_length, seed, part, vocab_size=vocab_size)
         self.order = self.windows.order

@@ -45,13 +45,14 @@ class IndexCheck(NamedTuple):
         documents = len(self.document_index)
         pointers_offset = HEADER.size + 4 * sequences  # after the sizes, int32
         documents_offset = pointers_offset + 8 * sequences  # after the pointers, int64
-        begin = 0
+        begin = 0  # byte of the .bin file at which the next sequence must begin
         one_sequence_each = True
         for first_entry in range(0, max(sequences, documents), ENTRIES_AT_ONCE):
             sizes = self.sizes[first_entry : first_entry + ENTRIES_AT_ONCE]
             pointers = _read_int64(index, pointers_offset + 8 * first_entry, len(sizes))
             begin = self._check_sequences(sizes, pointers, begin)
-            # One more entry gives the number of sequences of the last document, too.
+            # Entries 0 2 3 give two documents of 2 and 1 sequences, so one entry more than documents is read. The index
+            # may have fewer document entries than sequences; `entries` is then negative, and nothing is read.
             entries = min(ENTRIES_AT_ONCE + 1, documents - first_entry)
             counts = np.diff(_read_int64(index, documents_offset + 8 * first_entry, entries))
             if (counts < 0).any():
@@ -66,7 +67,7 @@ class IndexCheck(NamedTuple):
         sizes, pointers: tokens and offsets of consecutive sequences, which begin at byte `begin` of the .bin file.
         """
         ends = begin + np.cumsum(sizes, dtype=np.int64) * self.itemsize
-        starts = np.concatenate([[begin], ends])[: len(sizes)]
+        starts = np.concatenate([[begin], ends])[: len(sizes)]  # each sequence must begin where the one before it ends
         if (sizes < 0).any() or (pointers != starts).any():
             raise DatasetError(f"{self.prefix}.idx is damaged: its sequences are not consecutive in the .bin")
         return int(ends[-1]) if len(ends) else begin

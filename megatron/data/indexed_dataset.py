@@ -108,7 +108,7 @@ class IndexedDataset:
         offset += self.pointers.nbytes
         self.document_index: NDArray[np.int64] = np.frombuffer(mapped, np.int64, documents, offset)
         if self._index == path:
-            self._maps.append((path, mapped.base, size))
+            self._maps.append((path, mapped.base, size))  # for check_not_shrunk
 
     def _local_index(self) -> str:
         """Return the path of the .idx file on this machine; of an index in object storage, that of a copy."""
@@ -127,7 +127,7 @@ class IndexedDataset:
             return
         mapped = np.memmap(path, mode="r", dtype=self.dtype)
         self.tokens = mapped.view(np.ndarray)  # slicing an np.memmap is slow
-        self._maps.append((path, mapped.base, mapped.nbytes))
+        self._maps.append((path, mapped.base, mapped.nbytes))  # for check_not_shrunk
 
     def _open_remote(self, data: RemotePath, stamp: Stamp | None) -> None:
         """Read the .bin in object storage through a cache. stamp: its version when another process opened it."""
@@ -169,7 +169,7 @@ class IndexedDataset:
 
     def __setstate__(self, state: tuple[str, bool, Stamp | None]) -> None:
         prefix, one_each, stamp = state
-        self._open(prefix, {prefix: one_each}, stamp)
+        self._open(prefix, {prefix: one_each}, stamp)  # the other process has checked the index
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -216,6 +216,7 @@ class IndexedDataset:
         """
         if self._one_sequence_each:
             return self.sizes[documents.start : documents.stop]
+        # Documents of sequences 5 6 and 7 have the bounds 5 7 8. With 3, 4 and 2 tokens, ends 0 3 7 9 give sizes 7 2.
         bounds = self.document_index[documents.start : documents.stop + 1]
         sequences = self.sizes[bounds[0] : bounds[-1]]
         ends = np.concatenate([[0], np.cumsum(sequences, dtype=np.int64)])

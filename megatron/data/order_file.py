@@ -35,7 +35,7 @@ def try_map_arrays(folder: str, name: str, arrays: Arrays, fill: FillArrays) -> 
 def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, fill: FillArrays) -> OrderArrays:
     """Return the arrays in the file `folder/name`, read-only. If the file does not exist, create it and call `fill`.
 
-    arrays: name, length and dtype of each array. make: fills the new arrays.
+    arrays: name, length and dtype of each array. fill: fills the new arrays.
     If the file cannot be created in `folder`, it goes to `scratch_folder()`, and a message is printed on stderr.
     """
     candidates = [Path(folder) / name, scratch_folder() / name]
@@ -43,6 +43,7 @@ def map_arrays(folder: str | os.PathLike[str], name: str, arrays: Arrays, fill: 
     path = _find_file(candidates, size)
     if path is None:
         with file_lock(scratch_folder() / f"{name}.lock"):
+            # Another process may have created the file while this one waited for the lock.
             path = _find_file(candidates, size) or _create(candidates, arrays, size, fill)
     return _map_views(path, arrays, "r")
 
@@ -74,7 +75,7 @@ def _create(candidates: list[Path], arrays: Arrays, size: int, fill: FillArrays)
         try:
             _reserve(temporary, size)
         except OSError as error:
-            if path == candidates[-1]:
+            if path == candidates[-1]:  # there is no other folder to try
                 raise
             print(
                 f"cannot write the file with the sample order to {path.parent} ({error.strerror}); "

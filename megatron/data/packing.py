@@ -28,6 +28,7 @@ def assign_windows(lengths: Ints, capacity: int) -> Ints:
     assigned = 0  # records so far
 
     def keep_open(space: int, windows: list[int]) -> None:
+        """Record that `windows` have `space` free positions, if any."""
         if space and windows:
             if not windows_by_space.get(space):
                 bisect.insort(spaces, space)
@@ -36,10 +37,11 @@ def assign_windows(lengths: Ints, capacity: int) -> Ints:
     distinct_lengths, counts = np.unique(lengths, return_counts=True)
     for length, count in zip(distinct_lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while count:
+            # Best fit: take the windows with the least space that is enough, or new ones if there are none.
             index = bisect.bisect_left(spaces, length)
             space = spaces[index] if index < len(spaces) else capacity
             per_window = space // length  # each window takes as many records of this length as fit
-            needed = -(-count // per_window)
+            needed = -(-count // per_window)  # rounded up
             if index < len(spaces):
                 windows = windows_by_space[space][:needed]
                 del windows_by_space[space][: len(windows)]
@@ -50,6 +52,7 @@ def assign_windows(lengths: Ints, capacity: int) -> Ints:
                 num_windows += needed
             placed = min(count, per_window * len(windows))
             window_of[assigned : assigned + placed] = np.repeat(windows, per_window)[:placed]
+            # All windows but the last get `per_window` records; the last one may get fewer.
             in_last_window = placed - per_window * (len(windows) - 1)
             keep_open(space - per_window * length, windows[:-1])
             keep_open(space - in_last_window * length, windows[-1:])
@@ -75,7 +78,9 @@ class PackedOrder:
                 "tokens"
             )
         self._lengths = lengths[self._records]
-        window_of = assign_windows(-np.sort(-self._lengths), capacity)
+        window_of = assign_windows(-np.sort(-self._lengths), capacity)  # of the lengths in descending order
+        # The slots of window w are _slots[_bounds[w] : _bounds[w + 1]]; slot i takes the record with the i-th largest
+        # length of an epoch. Windows 0 1 0 give the slots 0 2 1 and the bounds 0 2 3.
         self._slots = np.argsort(window_of, kind="stable")
         self._bounds = np.concatenate([[0], np.cumsum(np.bincount(window_of))])
         self.per_epoch = len(self._bounds) - 1
@@ -90,9 +95,10 @@ class PackedOrder:
     def _epoch(self, number: int) -> tuple[Ints, Ints]:
         """Return two arrays for epoch `number`: the record indices of all windows, and the order of the windows."""
         if number not in self._epochs:
-            while len(self._epochs) > 1:
+            while len(self._epochs) > 1:  # keep one other epoch, the newest
                 self._epochs.popitem(last=False)
             shuffled = np.random.default_rng([*self.seed, number, 0]).permutation(len(self._records))
+            # The stable sort keeps records of equal length in random order.
             longest_first = shuffled[np.argsort(-self._lengths[shuffled], kind="stable")]
             windows = np.random.default_rng([*self.seed, number, 1]).permutation(self.per_epoch)
             self._epochs[number] = (self._records[longest_first[self._slots]], windows)
@@ -116,7 +122,8 @@ class PackedOrder:
     def containing(self, records: Ints, epoch: int) -> Ints:
         """Return the numbers of the windows of an epoch that contain one of `records`, in ascending order."""
         order, windows = self._epoch(epoch)
-        matching_windows = self._bounds.searchsorted(np.flatnonzero(np.isin(order, records)), side="right") - 1
+        places = np.flatnonzero(np.isin(order, records))
+        matching_windows = self._bounds.searchsorted(places, side="right") - 1  # bounds 0 2 3: place 2 is in window 1
         return epoch * self.per_epoch + np.flatnonzero(np.isin(windows, matching_windows))
 
     def sample_ids(self, first: int, count: int) -> Ints:
@@ -124,5 +131,7 @@ class PackedOrder:
         epochs, positions = np.divmod(np.arange(first, first + count, dtype=np.int64), self.per_epoch)
         ids = epochs * self.per_epoch
         for epoch in np.unique(epochs).tolist():
-            ids[epochs == epoch] += self._epoch(epoch)[1][positions[epochs == epoch]]
+            is_in_epoch = epochs == epoch
+            _, windows = self._epoch(epoch)
+            ids[is_in_epoch] += windows[positions[is_in_epoch]]
         return ids

@@ -27,10 +27,10 @@ def read_ahead_of(dataset: Dataset[Any], sampler: Iterable[list[int]]) -> Iterat
     def read_batch(numbers: list[int]) -> Any:
         return default_collate([thread_state.dataset[n] for n in numbers])
 
-    pool = ThreadPoolExecutor(THREADS, "read-ahead", unpickle)
+    pool = ThreadPoolExecutor(THREADS, "read-ahead", initializer=unpickle)
     waiting = deque[Future[Any]]()
     try:
-        for numbers in sampler:
+        for numbers in sampler:  # the sampler is endless, so batches are always waiting
             waiting.append(pool.submit(read_batch, numbers))
             if len(waiting) > BATCHES_AHEAD:
                 yield waiting.popleft().result()

@@ -48,7 +48,7 @@ def cache_limit() -> int:
     given = os.environ.get(LIMIT_VARIABLE, str(DEFAULT_GB))
     with contextlib.suppress(ValueError):
         if (limit := float(given)) > 0:
-            return int(min(limit, 1e9) * 1e9)
+            return int(min(limit, 1e9) * 1e9)  # 1e9 GB at most, as int() would refuse infinity
     raise ValueError(f"{LIMIT_VARIABLE}={given} must be a number of gigabytes greater than 0")
 
 
@@ -85,17 +85,18 @@ class _Region:
     def __init__(self, size: int) -> None:
         if _Region._libc is None:
             libc = ctypes.CDLL(None, use_errno=True)
-            numbers = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+            numbers = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)  # protection, flags, file, offset
             libc.mmap.restype = ctypes.c_void_p
             libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *numbers)
             libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
             libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
             _Region._libc = libc
         self._size = size + HUGE_PAGE
-        self._begin = None
+        self._begin = None  # for __del__, if the next line fails
+        # Reserve addresses without memory: 0 permits no access, and -1 is no file.
         self._begin = self._map(None, self._size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         # The kernel maps whole huge pages of a file only at multiples of their size; reading is then about 10 % faster.
-        self._aligned_begin = -(-self._begin // HUGE_PAGE) * HUGE_PAGE
+        self._aligned_begin = -(-self._begin // HUGE_PAGE) * HUGE_PAGE  # rounded up
         address = (self._aligned_begin, True)  # read-only
         self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": address, "version": 3}
 
@@ -107,7 +108,7 @@ class _Region:
 
     def map_file(self, offset: int, file: int) -> None:
         """Map an open file of the cache at byte `offset`. Raises OSError."""
-        size = min(BLOCK * BLOCKS_PER_FILE, self._size - HUGE_PAGE - offset)
+        size = min(BLOCK * BLOCKS_PER_FILE, self._size - HUGE_PAGE - offset)  # the last file may have fewer blocks
         self._map(self._aligned_begin + offset, size, mmap.PROT_READ, mmap.MAP_SHARED | MAP_FIXED, file)
 
     def release_pages(self) -> None:
@@ -147,7 +148,7 @@ class RemoteTokens:
         """Begin again without mapped files. Arrays that have been returned keep theirs."""
         self._region = _Region(self._length * self.dtype.itemsize)
         self._mapped_tokens: Array = np.asarray(self._region).view(self.dtype)
-        self._blocks = -(-self._length // self._per_block)
+        self._blocks = -(-self._length // self._per_block)  # rounded up, as the last block may be shorter
         # 1 for each block that can be read in the region; the last file may have flags of more blocks.
         self._readable = bytearray(self._blocks + BLOCKS_PER_FILE)
         self._files = dict[int, int]()  # inode of each mapped file
@@ -161,7 +162,7 @@ class RemoteTokens:
             return np.empty(0, self.dtype)
         first_block = start // self._per_block
         end_block = (stop - 1) // self._per_block + 1
-        if self._readable.find(0, first_block, end_block) < 0:  # all these blocks are mapped
+        if all(self._readable[first_block:end_block]):
             return self._mapped_tokens[start:stop]
         blocks = [self._get_block(number) for number in range(first_block, end_block)]
         tokens = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
@@ -178,6 +179,7 @@ class RemoteTokens:
             if mtime != self._folder_mtime and self._has_deleted_files():
                 self._reset_region()
             self._folder_mtime = mtime
+        # If all blocks are mapped, the plain array needs no check in __getitem__.
         return self._mapped_tokens if self._readable.count(1) == self._blocks else self
 
     def _has_deleted_files(self) -> bool:
@@ -209,6 +211,7 @@ class RemoteTokens:
                 self._region.map_file(n * BLOCKS_PER_FILE * BLOCK, file.fileno())
                 self._files[n] = inode
                 os.utime(file.fileno())  # when the cache is full, the files unused for the longest time are deleted
+            # After the blocks, the file has a byte for each of them: 1 if the block is there.
             flags = os.pread(file.fileno(), BLOCKS_PER_FILE, BLOCKS_PER_FILE * BLOCK)
             self._readable[n * BLOCKS_PER_FILE : n * BLOCKS_PER_FILE + len(flags)] = flags
 
@@ -240,6 +243,7 @@ class RemoteTokens:
         """Write a block into the cache. On a full disk, training continues without it."""
         path = self._folder / str(number // BLOCKS_PER_FILE)
         try:
+            # No mode of open() writes inside a file and also creates it if it is missing; os.open() does.
             with name_in_errors(path), open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
                 file.seek(number % BLOCKS_PER_FILE * BLOCK)
                 file.write(data)
@@ -254,7 +258,7 @@ class RemoteTokens:
         except OSError as error:
             print(f"note: a block of {self.path} is not kept in the cache {path.parent}: {error}", file=sys.stderr)
             if len(self._in_memory) >= MEMORY_BLOCKS:
-                del self._in_memory[next(iter(self._in_memory))]
+                del self._in_memory[next(iter(self._in_memory))]  # the oldest block
             self._in_memory[number] = np.frombuffer(data, self.dtype)
 
 
@@ -264,7 +268,7 @@ def cached_pieces(folder: Path, begin: int, end: int) -> list[tuple[Path, int, i
     The pieces are in order: a file, the offset of the piece in it and its length, at most `BLOCK`.
     """
     pieces = []
-    for number in range(begin // BLOCK, -(-end // BLOCK)):
+    for number in range(begin // BLOCK, -(-end // BLOCK)):  # rounded up, to include the block of the last byte
         path = folder / str(number // BLOCKS_PER_FILE)
         index_in_file = number % BLOCKS_PER_FILE
         with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
@@ -273,7 +277,7 @@ def cached_pieces(folder: Path, begin: int, end: int) -> list[tuple[Path, int, i
                 piece_end = min(end, (number + 1) * BLOCK)
                 pieces.append((path, index_in_file * BLOCK + piece_begin % BLOCK, piece_end - piece_begin))
                 continue
-        return None
+        return None  # the block is not in the cache
     return pieces
 
 
@@ -293,11 +297,12 @@ def evict(folder: Path, limit: int) -> None:
                 size = status.st_blocks * 512  # the files are sparse
                 total += size
                 if path.name != WHOLE_COPY or status.st_mtime < now - RECENT_SECONDS:
+                    # False sorts before True, so tokens come before copies of objects, and old files before new ones.
                     files.append((path.name == WHOLE_COPY, status.st_mtime_ns, size, path))
     if total <= limit:
         return
     for _, _, size, path in sorted(files):
-        if total <= limit - limit // 8:
+        if total <= limit - limit // 8:  # room for many blocks, so that the next check deletes nothing
             return
         path.unlink(missing_ok=True)
         total -= size

@@ -22,8 +22,10 @@ def extend_hash(state: int, dataset: Any, first: int, count: int) -> int:
     for begin in range(first, first + count, SAMPLES_AT_ONCE):
         length = min(SAMPLES_AT_ONCE, first + count - begin)
         # Ids a b c extend the state s to s * BASE^3 + a * BASE^2 + b * BASE + c, all modulo 2^64.
-        powers = np.cumprod(np.full(length, BASE), dtype=np.uint64)  # BASE^1 ... BASE^length
-        factors = np.concatenate([powers[-2::-1], [np.uint64(1)]])
+        powers = np.full(length + 1, BASE)
+        powers[0] = 1
+        powers = np.cumprod(powers, dtype=np.uint64)  # BASE^0 ... BASE^length
+        factors = np.flip(powers[:-1])  # BASE^(length - 1) ... BASE^0
         terms = _mix(sample_ids(begin, length).astype(np.uint64)) * factors
         total = int(terms.sum(dtype=np.uint64))
         state = (state * int(powers[-1]) + total) % 2**64

@@ -215,6 +215,7 @@ class SampleOrder:
         document, _, document_end = pieces[0]
         pieces[0] = (document, skipped_tokens, document_end)
         document, start, document_end = pieces[-1]
+        # `document_begin` is now the end of the last document, which may be after the end of the sample.
         pieces[-1] = (document, start, document_end - (document_begin - end))
         return pieces
 
@@ -244,7 +245,7 @@ class Windows:
         self._first_document = documents.start
         self._document_start = indexed.document_start
         limits = np.iinfo(indexed.dtype)
-        self._checks_ids = vocab_size is not None and vocab_size <= limits.max
+        self._checks_ids = vocab_size is not None and vocab_size <= limits.max  # else every id is in the vocabulary
         self._vocab_size = vocab_size or 0
         self._is_signed = limits.min < 0
         self._documents_read = 0  # documents read since the last release of pages
@@ -280,8 +281,8 @@ class Windows:
     def _release_mapped(self) -> None:
         """Release what reading has mapped: reading one place of a large file keeps 64 kB or more of it in memory."""
         self._documents_read = 0
-        self._indexed.refresh()
-        if not self._is_large:
+        self._indexed.refresh()  # the files of a corpus in object storage
+        if not self._is_large:  # its index takes little memory
             return
         self.order.release_pages()
         for array in (self._indexed.tokens, self._indexed.sizes):

@@ -52,6 +52,7 @@ class Records:
             sizes = self.tokens.document_sizes(run).astype(np.int64)
             if not sizes.sum():
                 continue
+            # document_start() needs a document with tokens, so take the first such document of the run.
             begin = self.tokens.document_start(run[int(np.flatnonzero(sizes)[0])])
             flags = self.loss_flags.tokens[begin : begin + int(sizes.sum())]
             if flags.max() > 1:
@@ -59,6 +60,8 @@ class Records:
                     f"{self.prefix}{LOSS_SUFFIX}.bin is damaged: "
                     f"a loss mask contains {flags.max()}, which is neither 0 nor 1"
                 )
+            # Flags 0 1 1 0 1 give 0 0 1 2 2 3 targets before each token. Documents of 3 and 2 tokens have the starts 0
+            # 3 and the ends 3 5, so the targets after their first tokens are 2 - 0 = 2 and 3 - 2 = 1.
             targets_before = np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
             starts = np.cumsum(sizes) - sizes
             ends = starts + np.minimum(sizes, max_tokens)
@@ -118,7 +121,7 @@ class SftDataset(CorpusDataset):
             source = slice(start, start + min(size, self.seq_length + 1))
             ids = corpus.tokens.tokens[source]
             self._check_ids(ids, document)
-            target = slice(filled, filled + len(ids) - 1)
+            target = slice(filled, filled + len(ids) - 1)  # the last token is only a label
             sample["tokens"][target] = ids[:-1]
             sample["labels"][target] = ids[1:]
             sample["loss_mask"][target] = corpus.loss_flags.tokens[source][1:]

@@ -28,7 +28,7 @@ def _document_ends(sizes: Sizes) -> NDArray[np.int64]:
     if len(sizes) > SAMPLED_DOCUMENTS:
         numbers = rng.choice(len(sizes), SAMPLED_DOCUMENTS, replace=False)
         chosen = sizes[np.sort(numbers)]
-    chosen = rng.permutation(chosen[chosen > 0])
+    chosen = rng.permutation(chosen[chosen > 0])  # without empty documents
     return np.cumsum(chosen, dtype=np.int64) - 1
 
 
@@ -71,21 +71,25 @@ def fit_documents(
     if unused <= MAX_UNUSED:
         return plan, ""
     tokens = plan.tokens
-    while True:
+    while True:  # make the windows shorter by 1/64 until the plan fits
         max_ends = max(_max_ends_in_window(ends, tokens) for ends in ends_of_corpora)
         # 1/8 more, rounded up, because in another order more documents may end in one window.
         max_spans = max_ends + -(-max_ends // 8)
+        # A span has at least one masked token, and an unmasked one before it.
         noise = max(round(tokens * density), 1)
         spans = min(max(round(noise / mean_span), 1), noise, max(tokens - noise, 1))
         max_spans = min(max(max_spans, spans), tokens)
         masked = max(noise, max_spans)
-        shorter = SpanPlan(tokens, noise, spans, tokens - masked + max_spans, masked + max_spans, max_spans)
+        # Encoder and decoder have a sentinel for each span, besides the unmasked and the masked tokens.
+        encoder_length = tokens - masked + max_spans
+        shorter = SpanPlan(tokens, noise, spans, encoder_length, masked + max_spans, max_spans)
         fits_decoder = not decoder or shorter.decoder <= decoder
         fits = shorter.encoder <= plan.encoder and shorter.max_spans < sentinels and fits_decoder
         if fits or tokens <= 2:
             break
         tokens -= max(tokens // 64, 1)
     still_unused = max(_unused_fraction(ends, shorter) for ends in ends_of_corpora)
+    # The note names the mean of the corpus with the shortest documents.
     mean = min(float(np.mean(sizes)) for sizes in corpora)
     note = (
         f"documents are short ({mean:.0f} tokens) and each ends with a masked span, so samples have {shorter.tokens} "
@@ -98,8 +102,9 @@ def fit_documents(
 
 def _advice_for_longer(shorter: SpanPlan, plan: SpanPlan, decoder: int | None, sentinels: int) -> str:
     """Return a hint that names the flag to raise for longer windows, or an empty string."""
-    if shorter.encoder > 0.95 * plan.encoder:
+    if shorter.encoder > 0.95 * plan.encoder:  # the encoder is nearly full, so no other flag would help
         return ""
+    # A slightly longer window would need more sentinels than there are.
     if shorter.max_spans + max(shorter.max_spans // 16, 2) >= sentinels:
         return f" (longer samples need more than --num-sentinels {sentinels})"
     return f" (longer samples need more than --dec-seq-length {decoder})" if decoder else ""

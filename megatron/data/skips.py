@@ -34,6 +34,7 @@ class Skips:
         """Return True if `iteration` must be skipped; it contains samples `first` to `first + count` - 1."""
         if any(low <= iteration <= high for low, high in self.iterations):
             return True
+        # The iteration overlaps a range unless one of them lies completely before the other.
         return any(low < first + count and first <= high for low, high in self.samples)
 
 
@@ -48,10 +49,11 @@ def make_skip_check(train: Any, batches: Any, iteration: int, consumed: int) -> 
     batches: schedule of the global batch size. iteration, consumed: iterations and samples of the run so far.
     """
     skips = skips_of(train)
-    if skips == Skips():
+    if skips == Skips():  # nothing to skip
         return None
 
     def skips_iteration(first: int) -> bool:
+        # Iterations are numbered from 1: after 5 iterations, the one that begins at sample `consumed` is number 6.
         number = iteration + batches.iterations_between(consumed, first) + 1
         return skips.should_skip(number, first, batches.size_at(first))
 

@@ -37,6 +37,7 @@ def _plan(tokens: int, density: float, mean_span: float, encoder_ends: bool) -> 
     spans = min(max(round(noise / mean_span), 1), noise, tokens - noise)
     # Convention t5: encoder input and labels end with an end token, and a start token shifts the decoder input.
     # Convention cpm: a closing sentinel ends the labels, and the decoder input starts with the first sentinel.
+    # So both have one token more in convention t5 (encoder_ends is True and counts as 1).
     return SpanPlan(tokens, noise, spans, tokens - noise + spans + encoder_ends, noise + spans + encoder_ends)
 
 
@@ -68,6 +69,7 @@ def plan_spans(
 
 def draw_lengths(rng: np.random.Generator, total: int, parts: int) -> Ints:
     """Draw `parts` positive lengths whose sum is `total`; all such sequences are equally likely."""
+    # Cuts at two different numbers from 1 to 9, such as 2 and 7, divide 10 into lengths 2, 5 and 3.
     cuts = np.empty(parts + 1, dtype=np.int64)
     cuts[0] = 0
     cuts[-1] = total
@@ -88,7 +90,7 @@ def draw_spans(rng: np.random.Generator, plan: SpanPlan) -> tuple[Mask, Mask]:
     # Unmasked and masked lengths alternate, so each end toggles the mask: toggles 0 0 1 0 1 0 give 0 0 1 1 0 0.
     toggles = np.zeros(plan.tokens, dtype=np.int8)
     toggles[ends[:-1]] = 1
-    is_masked = np.bitwise_xor.accumulate(toggles).view(np.bool_)
+    is_masked = np.bitwise_xor.accumulate(toggles).view(np.bool_)  # 1 after an odd number of toggles
     is_span_start = np.zeros(plan.tokens, dtype=np.bool_)
     is_span_start[ends[0::2]] = True
     return is_masked, is_span_start
@@ -108,16 +110,21 @@ def draw_spans_to_document_ends(
     boundaries = np.flatnonzero(is_document_end)
     used = plan.tokens
     max_spans = max(plan.spans, plan.max_spans)
-    if len(boundaries) > max_spans:
+    if len(boundaries) > max_spans:  # the sample ends with the last document that can have a span
         boundaries = boundaries[:max_spans]
         used = int(boundaries[-1]) + 1
+    # Use fewer tokens of the window, until the unmasked tokens and the sentinels fit into the encoder.
     while True:
+        # Documents end at `stops`. If the last one continues beyond the used tokens, it ends with them here.
         stops = boundaries + 1 if len(boundaries) and boundaries[-1] == used - 1 else np.append(boundaries + 1, used)
         sizes = np.diff(stops, prepend=0)
         min_spans = np.ones(len(sizes), dtype=np.int64)
         if len(stops) > len(boundaries):
             min_spans[-1] = 0  # the last document continues beyond the window, so it needs no span at its end
+        # Spans are divided in proportion to the size of a document. Each span needs two tokens, a masked one and an
+        # unmasked one before it.
         spans = _distribute(sizes // 2, min(max(plan.spans, len(boundaries)), used), min_spans)
+        # Each span gets at least one masked token. A document with spans keeps an unmasked token for each, if it can.
         noise = _distribute(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
         excess = used - int(noise.sum()) + int(spans.sum()) - plan.encoder
         if excess <= 0:
@@ -137,15 +144,18 @@ def draw_spans_to_document_ends(
 def _distribute(capacity: Ints, total: int, least: Ints) -> Ints:
     """Divide at most `total` into parts in proportion to `capacity`, and return the sizes of the parts.
 
-    The size of part i is from least[i] to max(capacity[i], least[i]).
+    The size of part i is from least[i] to max(capacity[i], least[i]). With capacities 4 and 2, a total of 5 and at
+    least 1 in each part, the parts are 3 and 1 after rounding down, and 4 and 1 in the end.
     """
     capacity = np.maximum(capacity, least)
     remaining = max(min(total, int(capacity.sum())) - int(least.sum()), 0)
     spare = capacity - least
     parts = least + spare * remaining // max(int(spare.sum()), 1)  # rounded down, so some of `total` is missing
     missing = min(total, int(capacity.sum())) - int(parts.sum())
+    # The parts with the most unused capacity get one more.
     for index in np.argsort(-(capacity - parts), kind="stable")[: max(missing, 0)]:
-        parts[index] += parts[index] < capacity[index]
+        if parts[index] < capacity[index]:
+            parts[index] += 1
     return parts
 
 
@@ -161,11 +171,13 @@ def _mask_document(
     # Number of unmasked tokens. At least one precedes each span, except in a document of one token.
     unmasked = len(is_masked) - masked_tokens
     unmasked_lengths = np.zeros(spans + 1, dtype=np.int64)
-    if unmasked > spans and not is_end_masked:
+    if unmasked > spans and not is_end_masked:  # unmasked tokens also follow the last span
         unmasked_lengths[:] = draw_lengths(rng, unmasked, spans + 1)
     elif unmasked:
         unmasked_lengths[:spans] = draw_lengths(rng, unmasked, spans)
     lengths = draw_lengths(rng, masked_tokens, spans)
+    # A span starts after the unmasked tokens up to it and the spans before it. With 2 and 3 unmasked tokens before
+    # spans of 1 and 4 tokens, these are 2 5 and 0 1, so the spans start at 2 and 6.
     starts = np.cumsum(unmasked_lengths[:spans]) + np.cumsum(lengths) - lengths
     is_span_start[starts] = True
     for start, length in zip(starts, lengths, strict=True):
@@ -180,6 +192,8 @@ def splice(text: Ids, is_masked: Mask, is_span_start: Mask, sentinels: Ids) -> t
     """
     with_sentinels = text.copy()
     with_sentinels[is_span_start] = sentinels
+    # The first token of a span is repeated, and its first copy is then replaced by the sentinel. The spans A B and C
+    # have the repeats 2 1 2, so the targets are A A B C C, and with sentinels at 0 and 3, <1> A B <2> C.
     repeats = 1 + is_span_start[is_masked]
     targets = np.repeat(text[is_masked], repeats)
     sentinel_positions: Ids = (np.cumsum(repeats) - repeats)[is_span_start[is_masked]]

@@ -23,6 +23,8 @@ def split_documents(shares: Sequence[float], documents: int) -> list[range]:
 
     A non-zero share gets at least one document if there are enough documents.
     """
+    # Shares of 0.5, 0.3 and 0.2 of 9 documents are exactly 4.5, 2.7 and 1.8. Rounded down, these are 4, 2 and 1; the
+    # two documents that are left go to the largest remainders, 0.8 and 0.7. So the counts are 4, 3 and 2.
     exact = [share * documents for share in shares]
     counts = [int(number) for number in exact]
     by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - exact[i], i))

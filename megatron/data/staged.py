@@ -57,6 +57,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
     ) -> None:
         self.datasets = list(datasets)
         self._former_salts = former_salts
+        # A salt may use all 64 bits, but ids are int64, so its bits are read as a signed number.
         self._salts = np.array(salts or [0] * len(datasets), np.uint64).astype(np.int64)
         self.plan = getattr(datasets[0], "plan", None)  # T5 only: sequence lengths, the same for all data sets
         self.begins = [begin for begin, _ in stages]
@@ -97,7 +98,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
 
     def consumed_per_corpus(self, samples: int) -> list[int]:
         """Return how many of the first `samples` samples come from each corpus."""
-        stage = self._stages[self._stage_index(max(samples - 1, 0))]
+        stage = self._stages[self._stage_index(max(samples - 1, 0))]  # that of the last of these samples
         counts = stage.read_before.copy()
         counts[stage.members] += stage.blend.consumed_per_corpus(samples - stage.begin)
         return [int(count) for count in counts]
@@ -112,7 +113,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
         while first < end:
             index = self._stage_index(first)
             stage = self._stages[index]
-            stage_end = min(end, self._stages[index + 1].begin if index + 1 < len(self._stages) else end)
+            stage_end = min([end, *self.begins[index + 1 :]])  # the begin of the next stage, if it comes before `end`
             if index:
                 ids.append(self._later_sample_ids(stage, first - stage.begin, stage_end - first))
             else:
@@ -127,6 +128,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
             positions = np.flatnonzero(members == member)
             if len(positions):
                 first_number = int(numbers[positions[0]]) + int(stage.read_before[corpus])
+                # Ids of different corpora must differ; the salt adds what the corpus contains to the sample hash.
                 corpus_ids = self.datasets[corpus].sample_ids(first_number, len(positions))
                 ids[positions] = (corpus_ids * MOST_CORPORA + corpus) ^ self._salts[corpus]
         return ids
@@ -148,6 +150,7 @@ def build_staged(trained: Mapping[str, Any], stages: Sequence[Stage], tokens: in
     for stage in stages:
         weights = {}
         for weight, prefix in stage.blend:
+            # Without weights, the corpora are mixed in proportion to their sizes.
             weights[index_of[prefix]] = weight or str(trained[prefix].samples_per_epoch)
         blends.append((stage.in_samples(tokens).begin, weights))
     salts = [int(content_fingerprint(prefix), 16) for prefix in trained]

@@ -62,7 +62,9 @@ class Objective:
         if self.name == "prefix-lm":
             decoder_length = decoder or max(encoder // 4, 1)
             targets = decoder_length - 1  # the decoder input begins with a start token or sentinel
-            return SpanPlan(encoder - has_end_token + targets, targets, 1, encoder, decoder_length)
+            # The window fills the encoder, except for its end token, and the decoder; its one span is the targets.
+            tokens = encoder - has_end_token + targets
+            return SpanPlan(tokens, noise=targets, spans=1, encoder=encoder, decoder=decoder_length)
         return plan_spans(encoder, decoder, self.noise_density, self.mean_span_length, sentinels, has_end_token)
 
 
@@ -125,7 +127,9 @@ class T5Dataset(T5Samples):
         self.objective = objective
         self.plan = plan
         self.specials = specials
-        self.windows = Windows(indexed, documents, plan.tokens, seed, f"{part} spans", 0, text_vocab_size)
+        self.windows = Windows(
+            indexed, documents, plan.tokens, seed, f"{part} spans", overlap=0, vocab_size=text_vocab_size
+        )
         self.order = self.windows.order
         self.documents = documents
         self.seed = [seed, *part.encode()]
@@ -141,7 +145,7 @@ class T5Dataset(T5Samples):
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([*self.seed, int(n)])))
         if self.objective.name == "prefix-lm":
             is_masked = np.arange(len(text)) >= len(text) - self.plan.noise
-            is_span_start = np.diff(is_masked, prepend=False)
+            is_span_start = np.diff(is_masked, prepend=False)  # of masks, this is True where neighbours differ
             kept = len(text)
         elif self.objective.convention == "t5":
             is_masked, is_span_start = draw_spans(rng, self.plan)
@@ -159,13 +163,15 @@ class T5Dataset(T5Samples):
             encoder_documents = documents[~is_masked]
             decoder_documents = documents[is_masked]
         else:
+            # One sentinel for each span; the next one is left for the end.
             encoder, targets, _ = splice(text, is_masked, is_span_start, self.sentinels[:spans])
             # A sentinel belongs to the document of the span that it replaces.
             encoder_documents = documents[~is_masked | is_span_start]
+            # In the decoder, the first token of a span counts twice, as a sentinel precedes it.
             decoder_documents = np.repeat(documents[is_masked], 1 + is_span_start[is_masked])
         if self.objective.convention == "t5":
             return self._t5_sample(encoder, encoder_documents, targets, decoder_documents)
-        if self.objective.name == "prefix-lm":
+        if self.objective.name == "prefix-lm":  # for span corruption, splice() has put a sentinel before each span
             targets = np.append(self.sentinels[0], targets)
             decoder_documents = np.append(decoder_documents[:1], decoder_documents)
         closed_targets = np.append(targets, self.sentinels[spans])
@@ -174,7 +180,8 @@ class T5Dataset(T5Samples):
 
     def _t5_sample(self, encoder: Ids, encoder_documents: Ids, targets: Ids, decoder_documents: Ids) -> Sample:
         eod = self.specials.eod
-        decoder = np.concatenate([[self.specials.pad], targets])
+        decoder = np.concatenate([[self.specials.pad], targets])  # T5 uses the padding token as start token
+        # The end token belongs to the last document.
         return self.pad_sample(
             np.append(encoder, eod), np.append(encoder_documents, encoder_documents[-1]),
             decoder, np.append(targets, eod), np.append(decoder_documents, decoder_documents[-1]),

@@ -53,7 +53,7 @@ def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) ->
     spike = engine.spike_guard.spike if engine.spike_guard else None
     skipped = spike is not None or zero_state.was_skipped(engine)
     if spike:
-        norm = engine.spike_guard.norm
+        norm = engine.spike_guard.norm  # the measured norm: for the optimizer, the guard replaced it by infinity
     elif skipped:
         norm = math.inf
     elif norm is None:
@@ -64,6 +64,7 @@ def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) ->
     else:
         finite = math.isfinite(norm)
     applied = not skipped and finite
+    # Only routers that balance the experts by biases have this buffer.
     if any(hasattr(module, "bias_steps") for module in engine.module.modules()):
         from ..model.router import update_routers
 
@@ -120,7 +121,7 @@ class PipeEngine:
         """
         engine = self.deepspeed
         batch_fn = engine.batch_fn
-        engine.set_batch_fn(None)
+        engine.set_batch_fn(None)  # these micro-batches already have the form that the batch function returns
         try:
             engine.eval_batch(iter(micro_batches), num_micro_batches=len(micro_batches))
         finally:

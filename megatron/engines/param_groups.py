@@ -46,6 +46,7 @@ def assign_groups(
     step_lags = {p: lags[name] for name, p in global_parameters(model) if name in lags}
     keys = group_keys(model, config.optim, no_decay, match_param_rules(model, resolved.param_rules), factors, step_lags)
     uses_deepspeed_zero = resolved.zero_stage and not resolved.distributed_optimizer
+    # Without these settings, there are only two groups, matrices and vectors, which every stage has.
     groups_may_differ = resolved.param_rules or config.model.mup_base_hidden_size or lags
     if uses_deepspeed_zero and groups_may_differ and tds.pipe.is_pipeline(model):
         _add_placeholders(model, keys)
@@ -66,6 +67,7 @@ def _add_placeholders(model: nn.Module, keys: dict[nn.Parameter, GroupKey]) -> N
 def muon_settings(model: nn.Module, config: Config, resolved: Resolved) -> dict[str, Any]:
     """Return the arguments of `build_optimizer` that only Muon needs. Raises RunError if it has no matrix."""
     matrices = muon_parameters(model)
+    # A pipeline stage without transformer layers has no such matrix, so it is enough that some rank has one.
     any_rank_has = any(gather_objects(bool(matrices)))
     with raise_on_all_ranks():
         if not any_rank_has:
@@ -74,6 +76,7 @@ def muon_settings(model: nn.Module, config: Config, resolved: Resolved) -> dict[
                 "on the weights that are hidden matrices, or use --optimizer adam"
             )
     name = config.optim.muon_ns_dtype
+    # The weights that the optimizer steps may be fp32 copies, so "auto" names bf16 for a bf16 run.
     if name == "auto" and resolved.precision == "bf16":
         name = "bf16"
     return {"hidden": matrices, "ns_dtype": NS_DTYPES[name]}

@@ -45,7 +45,7 @@ class StepWatch:
             self.watchdog.fail(error)
             raise
         finally:
-            self.watchdog.record(None)
+            self.watchdog.record(None)  # between steps, no other rank waits for this one
 
     def micro_batch(self) -> None:
         """Tell the watchdog that this rank begins the next micro-batch of the step."""
@@ -57,5 +57,6 @@ class StepWatch:
 
     def _describe(self, position: tuple[str, int, int]) -> str:
         part, step, micro = position
+        # `micro_batch` counts from 1; the report counts micro-batches from 0, as in the pipeline engine.
         location = f"micro-batch {micro - 1}" if micro else "reading its micro-batches"
         return f"{part}, {location} of the step number {step} since the start"

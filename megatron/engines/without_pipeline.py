@@ -89,6 +89,7 @@ class NoPipeEngine:
         aux: defaultdict[str, Any] = defaultdict(float)
         for batch in micro_batches[:-1]:
             loss = self._forward(batch, loss_sum, aux)
+            # `loss` is a sum over targets. This scale makes the gradients those of the mean over the global batch.
             self._backward(loss, self.factor(gas) / _num_targets(counts), last=False)
         loss = self._forward(micro_batches[-1], loss_sum, aux)
         # The losses are complete, so their sum over the replicas travels during the last backward pass.
@@ -100,7 +101,7 @@ class NoPipeEngine:
         with self.timers("optimizer"):
             norm = self._clip(engine, loss)
             engine.step()
-        if norm is None:
+        if norm is None:  # DeepSpeed has clipped in `step`, which also measured the norm
             norm = engine.get_global_grad_norm()
         return end_step(engine, loss, norm, dict(zip(names, aux_losses, strict=True)))
 
@@ -114,7 +115,10 @@ class NoPipeEngine:
         if hasattr(loss_fn, "mean_targets"):
             # A loss that accepts a function calls it itself, so that only its forward pass waits for the counts.
             accepts_callable = getattr(loss_fn, "accepts_callable", False)
-            loss_fn.mean_targets = mean_targets if accepts_callable else mean_targets()
+            if accepts_callable:
+                loss_fn.mean_targets = mean_targets
+            else:
+                loss_fn.mean_targets = mean_targets()
 
     def _forward(self, batch: Any, loss_sum: Tensor, aux: defaultdict[str, Any]) -> Tensor:
         """Return a micro-batch's loss, a scalar. Add it to `loss_sum`, and the model's additional losses to `aux`."""
@@ -137,10 +141,10 @@ class NoPipeEngine:
         reducer = self.reducer if last else None
         with self.timers("backward"):
             if reducer:
-                reducer.arm()
+                reducer.arm()  # the backward pass starts to reduce each gradient as soon as it is complete
             engine.backward(loss * scale.to(loss.dtype))
             if reducer:
-                reducer.finish()
+                reducer.finish()  # reduce what is left, and wait
         if not last:
             with self.timers("optimizer"):
                 engine.step()  # only counts the micro-batch
@@ -153,9 +157,9 @@ class NoPipeEngine:
         guard = engine.spike_guard
         if guard:
             guard.begin(loss)
-        if self.own_clip is not None:
+        if self.own_clip is not None:  # without ZeRO
             norm = mpu.grad_norm(engine.module.parameters())
-        elif engine.distributed:
+        elif engine.distributed:  # tds' DistributedOptimizer: each rank holds a share of the gradients
             norm = self._norm_of_shares(engine)
         else:
             return None
@@ -185,7 +189,8 @@ class NoPipeEngine:
         engine = self.deepspeed
         engine.eval()
         micro_batches, counts = self._read_batches(batches, self.gas)
-        self._pass_mean_targets(counts, self.gas)
+        self._pass_mean_targets(counts, self.gas)  # a loss function may need the number before its first call
+        # `loss` and `aux` become this replica's sums over all micro-batches.
         loss = torch.zeros((), dtype=torch.float64, device=engine.device)
         aux: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros_like(loss))
         for batch in micro_batches:
@@ -228,6 +233,7 @@ class NoPipeEngine:
 
     def _aux(self) -> dict[str, Tensor]:
         """Return name -> additional loss of the last micro-batch."""
+        # For a model without this method, `dict()` is called instead, which returns no losses.
         return getattr(self.deepspeed.module, "get_additional_losses", dict)() or {}
 
     def busy(self, timed: Mapping[str, float]) -> float:
@@ -251,19 +257,21 @@ class NoPipeEngine:
         forward pass.
         """
         with self.timers("data"):
-            batches_read: list[Any] = [None] * gas
+            batches_read: list[Any] = [None] * gas  # for a rank that reads no data; `batch_fn` receives from another
             if batches is not None:
                 batches_read = [next(batches) for _ in range(gas)]
         with self.timers("targets"):
             micro_batches = [self.batch_fn(data) for data in batches_read]
-            if self.count_targets is None:
-                return micro_batches, PendingSum(torch.tensor(float(gas * self.data.size), dtype=torch.float64), None)
+            if self.count_targets is None:  # each micro-batch counts as one target
+                count = torch.tensor(float(gas * self.data.size), dtype=torch.float64)
+                return micro_batches, PendingSum(count, axis=None)
             target_count = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
             for batch in micro_batches:
                 target_count = target_count + _check_counts(self.count_targets(batch))
             return micro_batches, PendingSum(target_count, self.data)
 
     def _norm_of_shares(self, engine: Any) -> Tensor:
+        """Return the norm of all gradients, of which tds' DistributedOptimizer holds a share on each rank."""
         mesh = mpu.get_mesh()
         squared_norm: Tensor = engine.distributed.squared_norm(mesh.model.rank, engine.device)
         if mesh.replica.size > 1:
@@ -303,6 +311,6 @@ def _num_targets(counts: PendingSum) -> Tensor:
 
 def _check_counts(counts: Any) -> Any:
     """Return what `count_targets` returned, if it is a number, a scalar or a vector. Raises ValueError otherwise."""
-    if isinstance(counts, Tensor) and counts.dim() < 2 or isinstance(counts, (int, float)):
+    if isinstance(counts, (int, float)) or (isinstance(counts, Tensor) and counts.dim() < 2):
         return counts
     raise ValueError(f"count_targets returns {describe(counts)}: return one number, or a tensor of one number")

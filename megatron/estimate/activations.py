@@ -34,15 +34,17 @@ def _attention(
     query_size = m.num_attention_heads * m.head_size / t
     key_size = max(m.key_value_heads / t, 1) * m.head_size
     context = shapes.config.parallel.context_parallel_size
+    # Cross-attention has a key head for each query head.
     if context == 1 and (queries != keys or length != seen):
         key_size = query_size
-    kept = 0.0 if recomputed else (queries * query_size + 2 * keys * key_size) * e
+    qkv_bytes = 0.0 if recomputed else (queries * query_size + 2 * keys * key_size) * e
+    kept = qkv_bytes
     if m.qk_norm:
-        # the projection, in which the norms' inputs lie, and their statistics
-        kept += 0.0 if recomputed else (queries * query_size + 2 * keys * key_size) * e
-        kept += (queries * query_size + keys * key_size) / m.head_size * 4
+        kept += qkv_bytes  # the projection, in which the norms' inputs lie
+        kept += (queries * query_size + keys * key_size) / m.head_size * 4  # an fp32 statistic for each head and token
     kept += queries * query_size * e  # output of attention, which is the input of the output projection
     has_window = m.sliding_window is not None and m.sliding_window < seen
+    # A CPU attends to the slices of a context-parallel rank one by one, without keeping all ranks' keys and values.
     in_slices = context > 1 and not (shapes.accelerated or shapes.config.is_t5 or m.attention_dropout or has_window)
     if _adjacent_heads(shapes) and not (in_slices or m.attention_dropout or m.checkpoint_attention):
         kept += queries * query_size * e  # the output is copied from the order of heads to the order of tokens
@@ -59,7 +61,7 @@ def _attention(
     if m.attention_dropout and not shapes.accelerated:
         # It keeps the attention probabilities, the dropout mask, the product of both, and the scaled queries.
         return kept + 3 * scores * e + queries * query_size * e
-    return kept + bias + batch_size * heads * length * 4
+    return kept + bias + batch_size * heads * length * 4  # the softmax statistics are fp32
 
 
 def _visible_share(context: int) -> float:
@@ -87,27 +89,41 @@ def transformer_kept(shapes: Shapes, layer: Layer) -> float:
     norm_recomputed = "norm" in m.recompute_modules
     qkv_recomputed = "qkv" in m.recompute_modules
     hidden = shapes.hidden(tokens)
+    # The statistics of a norm are fp32: the scale of each token, and LayerNorm's mean.
     statistics = tokens / shapes.sequence_shards * 4 * (1 if m.normalization == "rmsnorm" else 2)
-    sub_layers = 3 if layer.cls.__name__ == "DecoderBlock" else 2
-    kept = sub_layers * (hidden + statistics) + (sub_layers - layer.routes) * (0 if norm_recomputed else hidden)
+    sub_layers = _num_sub_layers(layer)
+    kept = sub_layers * (hidden + statistics)  # input and statistics of the norm of each sub-layer
+    if not norm_recomputed:
+        kept += (sub_layers - layer.routes) * hidden  # outputs of norms; `_mixture_kept` counts that of a mixture
     if "rms-norm" in m.reference_ops and m.normalization == "rmsnorm":
         kept += sub_layers * hidden * (1 if e >= 4 else 3)  # what is scaled, and a copy of the input in fp32
     if m.hidden_dropout:
-        kept += sub_layers * hidden / e * shapes.mask
+        kept += sub_layers * hidden / e * shapes.mask  # a dropout mask after each sub-layer
     seen_keys = first_length if shapes.config.parallel.context_parallel_size > 1 and not shapes.config.is_t5 else length
-    kept += _attention(shapes, tokens, tokens, length, seen_keys, m.position_embedding == "relative", qkv_recomputed)
-    if sub_layers == 3:
+    has_bias = m.position_embedding == "relative"
+    kept += _attention(shapes, tokens, tokens, length, seen_keys, has_bias, qkv_recomputed)
+    if sub_layers == 3:  # cross-attention of the decoder to the encoder, without a bias
         encoder_tokens = shapes.tokens[0]
-        kept += _attention(shapes, tokens, encoder_tokens, second_length, first_length, False, qkv_recomputed)
+        kept += _attention(
+            shapes, tokens, encoder_tokens, second_length, first_length, has_bias=False, recomputed=qkv_recomputed
+        )
     if layer.routes:
         return kept + _mixture_kept(shapes, tokens)
     return kept + _inner_kept(shapes, tokens * m.ff_size)
 
 
+def _num_sub_layers(layer: Layer) -> int:
+    """Return 2 for attention and MLP, or 3 for a decoder layer, which has cross-attention, too."""
+    return 3 if layer.cls.__name__ == "DecoderBlock" else 2
+
+
 def _inner_kept(shapes: Shapes, numbers: float) -> float:
-    """Return the bytes that an MLP keeps of `numbers` inner activations, before and after the activation function."""
+    """Return the bytes that an MLP keeps on one rank, before and after the activation function.
+
+    numbers: number of inner activations over all model-parallel ranks.
+    """
     m = shapes.config.model
-    copies = 2 if m.is_gated else 1
+    copies = 2 if m.is_gated else 1  # a gated MLP has two projections before the activation function
     # The backward pass of relu needs only its output.
     if "activation" not in m.recompute_modules and m.activation != "relu":
         copies += 1
@@ -122,20 +138,21 @@ def _mixture_kept(shapes: Shapes, tokens: int) -> float:
     """
     m = shapes.config.model
     e = shapes.width
-    experts_per_token = shapes.config.model.experts_per_token
-    router_width = max(e, 4)
-    rows = tokens * experts_per_token
+    router_width = max(e, 4)  # the router computes at least in fp32
+    rows = tokens * m.experts_per_token
     hidden_size = m.hidden_size
     hidden_bytes = shapes.hidden(tokens)
     # fp32 and fp64 inputs are those of the router, shared experts and norm alike.
     kept = 0.0 if "norm" in m.recompute_modules and router_width == e else hidden_bytes / e * router_width
+    # The z-loss keeps a second table of scores [tokens, experts].
     score_tables = 1 + (m.router_z_loss > 0)
     kept += tokens / shapes.sequence_shards * (m.num_experts or 0) * router_width * score_tables
     kept += hidden_bytes / e * router_width if m.router_jitter else 0.0
+    # 16 bytes are two int64 numbers: first the router's, then the order of the rows and its inverse.
     kept += rows / shapes.sequence_shards * (16 + router_width) + rows * (16 + e)
     kept += 2 * rows * hidden_size * e + _inner_kept(shapes, rows * m.expert_ff_size)
     if shapes.config.parallel.expert_parallel_size > 1:
-        kept += 16 * rows
+        kept += 16 * rows  # order and inverse of the rows that arrive from other ranks
     if m.num_shared_experts:
         kept += tokens * hidden_size * e if shapes.sequence_shards > 1 or router_width > e else 0.0
         kept += _inner_kept(shapes, tokens * m.num_shared_experts * m.expert_ff_size)
@@ -162,7 +179,7 @@ def backward_working(shapes: Shapes, layer: Layer) -> float:
     m = shapes.config.model
     tokens = shapes.layer_tokens(layer)
     input_matrices = 2 if m.is_gated else 1
-    hidden = 2 * shapes.hidden(tokens)
+    hidden = 2 * shapes.hidden(tokens)  # gradients of the residual connection and of the branch beside it
     # The backward pass of a norm in 16 bits has its input, its gradient and the result in fp32.
     norm_bytes = 3 * tokens * m.hidden_size * 4 / shapes.sequence_shards if shapes.width < 4 else 0.0
     other_bytes = max(norm_bytes, _bias_working(shapes, layer), _dropout_working(shapes, layer))
@@ -171,11 +188,12 @@ def backward_working(shapes: Shapes, layer: Layer) -> float:
         return hidden + max(mlp_bytes, other_bytes)
     rows = tokens * m.experts_per_token
     weight_copies = 0.0
+    # Otherwise, one grouped matmul computes all experts of the rank.
     is_looped = m.hidden_bias or "activation" in m.recompute_modules or shapes.config.parallel.zero_stage == 3
     if shapes.accelerated and shapes.precision == "bf16" and not is_looped:
         experts_on_rank = (m.num_experts or 0) / shapes.config.parallel.expert_parallel_size / shapes.ranks
         weight_copies = 2 * experts_on_rank * m.hidden_size * m.expert_ff_size * input_matrices * shapes.width
-    row_bytes = 3 * rows * m.hidden_size * shapes.width
+    row_bytes = 3 * rows * m.hidden_size * shapes.width  # three tensors with a row for each expert of each token
     shared_numbers = tokens * m.num_shared_experts * m.expert_ff_size
     shared_bytes = shared_numbers * _inner_gradients(shapes) / shapes.ranks * shapes.width
     return hidden + max(row_bytes, shared_bytes, other_bytes) + weight_copies
@@ -223,12 +241,16 @@ def deferred_grad_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
     for layer in layers:
         if layer.repeated:
             tokens = shapes.layer_tokens(layer)
-            sub_layers = 3 if layer.cls.__name__ == "DecoderBlock" else 2
+            sub_layers = _num_sub_layers(layer)
             attentions = sub_layers - 1
             qkv_size = (m.num_attention_heads + 2 * m.key_value_heads) * m.head_size / shapes.ranks
-            rows = tokens * (m.experts_per_token if layer.routes else 1)
-            mlp_out = rows * (m.expert_ff_size if layer.routes else m.ff_size) * (2 if m.is_gated else 1) / shapes.ranks
-            total += 2 * sub_layers * shapes.hidden(tokens) + (attentions * tokens * qkv_size + mlp_out) * shapes.width
+            inner_size = tokens * m.ff_size
+            if layer.routes:
+                inner_size = tokens * m.experts_per_token * m.expert_ff_size
+            inner_size *= 2 if m.is_gated else 1
+            # Each sub-layer has a norm and an output projection, whose gradients have the size of the hidden states.
+            total += 2 * sub_layers * shapes.hidden(tokens)
+            total += (attentions * tokens * qkv_size + inner_size / shapes.ranks) * shapes.width
     return total
 
 
@@ -244,11 +266,12 @@ def other_layer_kept(shapes: Shapes, layer: Layer) -> float:
     if name in ("StackNorm", "DecoderNorm"):
         # Logits in chunks have their gradients before the backward pass, so nothing keeps the output.
         tensors = 1 if chunked_loss_kept(shapes) and layer.name != "encoder.final_norm" else 2
-        return tensors * hidden_bytes + tokens * 8 / shapes.sequence_shards
+        return tensors * hidden_bytes + tokens * 8 / shapes.sequence_shards  # 8 bytes of statistics a token
     if name in ("DecoderStart", "StackStart"):
-        return (hidden_bytes / shapes.width * shapes.mask if m.hidden_dropout else 0.0) + 8 * tokens
+        mask_bytes = hidden_bytes / shapes.width * shapes.mask if m.hidden_dropout else 0.0
+        return mask_bytes + 8 * tokens  # token ids are int64
     if name == "WordEmbedding" and layer.name != "head":
-        return 8.0 * tokens
+        return 8.0 * tokens  # int64 token ids
     return 0.0
 
 
@@ -277,7 +300,7 @@ def _recomputed_groups(shapes: Shapes, layers: Sequence[Layer]) -> list[list[Lay
         return groups
     for layer in layers:
         if not layer.repeated:
-            is_open = is_open and layer.prelude
+            is_open = is_open and layer.prelude  # a prelude lies within a group; any other layer ends the group
         elif is_open and len(groups[-1]) < max_layers:
             groups[-1].append(layer)
         else:
@@ -298,9 +321,9 @@ def shared_table_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
     total = 0.0
     is_whole = shapes.config.parallel.context_parallel_size == 1
     if is_whole and m.sliding_window is not None and m.sliding_window < length:
-        total += length**2 * (1 + copies * shapes.width)
+        total += length**2 * (1 + copies * shapes.width)  # a bool mask, and copies in the dtype of the activations
     if m.position_embedding == "rope":
-        total += copies * 2 * length * m.rotary_size * 4
+        total += copies * 2 * length * m.rotary_size * 4  # cosines and sines in fp32
     return total
 
 
@@ -319,11 +342,12 @@ def chunked_loss_kept(shapes: Shapes) -> float:
     Its forward pass already computes the gradients of the output weight and of the hidden states.
     """
     m = shapes.config.model
-    tokens = shapes.tokens[1] if shapes.config.is_t5 else shapes.tokens[0]
+    tokens = shapes.target_tokens
     chunk = m.logits_chunk_size
     if not chunk or tokens <= chunk or "cross-entropy" in m.reference_ops:
         return 0.0
     rows = padded_vocabulary(shapes.config, shapes.ranks) // shapes.ranks
+    # The weight's gradient is a sum over chunks, so it is at least fp32.
     return float(rows * m.hidden_size * max(shapes.width, 4) + tokens * m.hidden_size * shapes.width)
 
 
@@ -335,7 +359,7 @@ def logits_bytes(shapes: Shapes) -> tuple[float, float]:
     """
     m = shapes.config.model
     e = shapes.width
-    tokens = shapes.tokens[1] if shapes.config.is_t5 else shapes.tokens[0]
+    tokens = shapes.target_tokens
     rows = padded_vocabulary(shapes.config, shapes.ranks) // shapes.ranks
     chunk = m.logits_chunk_size
     extra_bytes = chunked_loss_kept(shapes)
@@ -348,6 +372,7 @@ def logits_bytes(shapes: Shapes) -> tuple[float, float]:
     chunk_tokens = max(1, (CE_CHUNK if shapes.accelerated else CE_CHUNK_CPU) // columns)
     chunk_bytes = min(tokens, chunk_tokens) * columns * max(e, 4)
     padded = rows * shapes.ranks != m.vocab_size
+    # Cross-entropy works in fp32 on a chunk and its gradient. Logits without padding rows are first made contiguous.
     copies = 3 if padded else 2
     # The reference cross-entropy needs log-probabilities, their gradient and the gradient of the logits. 16-bit logits
     # are first copied to fp32. Tensor-parallel ranks each gather all logits.

@@ -69,6 +69,7 @@ def state_bytes(count: Count, config: Config, resolved: Resolved, replicas: int)
     """
     parts = count.by_replicas(replicas, config.parallel.expert_parallel_size)
     bytes_by_part = [_state_bytes_of(*part, config, resolved) for part in parts]
+    # zip(*...) turns (weights, gradients, moments) of each part into one tuple of each kind.
     weights, gradients, moments = map(sum, zip(*bytes_by_part, strict=True))
     return weights, gradients, moments
 
@@ -110,6 +111,7 @@ def _communication(
         total += width * min(elements, DEEPSPEED_LIVE)  # gathered weights
     if config.parallel.stages > 1:
         num_received = num_in_flight if stage.number else 0  # the first stage receives no activations
+        # Besides received inputs and sent outputs of the passes in flight, allow for 3 messages in transit.
         total += (num_received + num_in_flight + 3) * _boundary_bytes(stage, config, shapes)
     return total
 
@@ -118,11 +120,11 @@ def _all_bucket_bytes(config: Config, resolved: Resolved, shapes: Shapes) -> flo
     """Return the bytes of the buckets of DeepSpeed's ZeRO. Its ZeRO 1 sums bf16 gradients in fp32 without one."""
     if not _uses_deepspeed_zero(resolved):
         return 0.0
-    zero = resolved.zero_stage
-    if zero == 1 and resolved.precision == "bf16":
+    if resolved.zero_stage == 1 and resolved.precision == "bf16":
         return 0.0
-    default_overlap = zero == 3 and shapes.accelerated
+    default_overlap = resolved.zero_stage == 3 and shapes.accelerated
     overlap_comm = resolved.deepspeed["zero_optimization"].get("overlap_comm", default_overlap)
+    # With overlap, one buffer is filled while the other is reduced. Under a pipeline, all is reduced after the passes.
     buffers = 2 if overlap_comm and config.parallel.stages == 1 else 1
     return buffers * _bucket_bytes(resolved, shapes.width)
 
@@ -144,7 +146,7 @@ def _boundary_bytes(stage: Stage, config: Config, shapes: Shapes) -> float:
     """
     tokens = shapes.layer_tokens(stage.layers[-1])
     sent = shapes.hidden(tokens)
-    if config.is_t5 and tokens == shapes.tokens[1]:
+    if config.is_t5 and tokens == shapes.tokens[1]:  # as many tokens as the decoder's: the stage ends in the decoder
         sent += shapes.hidden(shapes.tokens[0])
     return sent
 
@@ -161,6 +163,7 @@ class _StepMemory:
         self.shapes = Shapes(config, resolved.precision, accelerated)
         p = config.parallel
         gas = config.train.gas
+        # Without a pipeline, a backward pass follows each forward pass, as in 1f1b on a single stage.
         name = p.pipeline_schedule if p.pipe_parallel_size else "1f1b"
         schedule = name, p.pipeline_extra_warmup, p.virtual_pipeline_size, stage.number, p.stages, gas
         num_in_flight = in_flight(*schedule)
@@ -171,15 +174,16 @@ class _StepMemory:
         self.kept_activations = num_in_flight * micro_batch_bytes / p.virtual_pipeline_size
         self.kept_activations += shared_table_bytes(self.shapes, self.layers)
         deferred_grads = deferred_grad_bytes(self.shapes, self.layers)
-        self.kept_activations += peak_in_flight(Forward, *schedule)[1] * deferred_grads
+        _, num_deferred_early = peak_in_flight(Forward, *schedule)
+        self.kept_activations += num_deferred_early * deferred_grads
         # The first stage has no gradients of inputs, and computes those of its weights at once.
         deferred_in_flight, num_deferred = peak_in_flight(BackwardInput, *schedule) if stage.number else (0, 0)
         self.deferred_activations = deferred_in_flight * micro_batch_bytes + num_deferred * deferred_grads
         self.communication = _communication(stage, config, resolved, replicas, self.shapes, num_in_flight)
-        passes = in_flight(*schedule, p.virtual_pipeline_size - 1)
+        passes = in_flight(*schedule, chunk=p.virtual_pipeline_size - 1)  # of the last chunk, which has the head
         self.has_head = self.layers[-1].name == "head"
         self.logits, self.loss_temporaries = logits_bytes(self.shapes) if self.has_head else (0.0, 0.0)
-        # Their backward passes come later. With chunks, gradients are kept in place of logits.
+        # The passes before the last one wait for their backward passes. Logits in chunks have left only gradients.
         self.pending_logits = (passes - 1) * (chunked_loss_kept(self.shapes) or self.logits) if self.has_head else 0.0
 
     def _gradients_stay(self) -> bool:
@@ -189,19 +193,18 @@ class _StepMemory:
         return zero == 3 or (zero == 1 and summed)
 
     def _memory(
-        self, gradients: float, activations: float, logits: float, communication: float, working: float = 0.0
+        self, gradients: float, communication: float, kept: float = 0.0, logits: float = 0.0, working: float = 0.0
     ) -> Memory:
-        return Memory(self.weights, gradients, self.optimizer, activations, logits, communication, working)
+        return Memory(self.weights, gradients, self.optimizer, kept, logits, communication, working)
 
     def loss(self) -> Memory:
         """Return the memory while the loss of the last micro-batch in flight is computed."""
-        # DeepSpeed's ZeRO 1 and 2 allocate their bucket together with the first gradient. ZeRO 2 frees it after each
-        # micro-batch.
+        # DeepSpeed's ZeRO 1 and 2 allocate their bucket with the first gradient. ZeRO 2 frees it in each micro-batch.
         zero = self.resolved.zero_stage if _uses_deepspeed_zero(self.resolved) else 0
         bucket_comes_later = zero == 2 or (zero == 1 and not self.has_earlier_gradients)
         communication = 0.0 if bucket_comes_later else self.communication
         logits = self.pending_logits + self.logits + self.loss_temporaries
-        return self._memory(self.held_gradients, self.kept_activations, logits, communication)
+        return self._memory(self.held_gradients, communication, self.kept_activations, logits)
 
     def backward(self, index: int) -> Memory:
         """Return the memory in a layer's backward pass: earlier layers have activations, later ones have gradients."""
@@ -212,7 +215,7 @@ class _StepMemory:
         largest_matrix = count_layers([self.layers[index]], self.config).largest
         working = backward_working(shapes, self.layers[index]) + largest_matrix * shapes.width
         working += recomputed_bytes(shapes, self.layers) + self._partition_of_micro_batch()
-        return self._memory(gradients, max(kept_activations, 0.0), self.pending_logits, self.communication, working)
+        return self._memory(gradients, self.communication, max(kept_activations, 0.0), self.pending_logits, working)
 
     def _partition_of_micro_batch(self) -> float:
         """Return the bytes in which DeepSpeed's ZeRO 2 collects its share of a later micro-batch's gradients.
@@ -221,9 +224,8 @@ class _StepMemory:
         """
         count = self.stage.count
         is_full = _bucket_bytes(self.resolved, self.shapes.width) < count.held * self.shapes.width
-        if self.resolved.zero_stage != 2 or not (self.has_earlier_gradients and is_full):
-            return 0.0
-        if self.resolved.precision == "bf16":
+        needs_them = self.resolved.zero_stage == 2 and self.has_earlier_gradients and is_full
+        if not needs_them or self.resolved.precision == "bf16":
             return 0.0
         return count.touched_elements(self.replicas) * _grad_width(self.resolved)
 
@@ -232,7 +234,7 @@ class _StepMemory:
         working = 0.0
         for at in _turning_points(self.layers):
             working = max(working, backward_working(self.shapes, self.layers[at]))
-        return self._memory(self.held_gradients, self.deferred_activations, 0.0, self.communication, working)
+        return self._memory(self.held_gradients, self.communication, self.deferred_activations, working=working)
 
     def reduction(self) -> Memory:
         """Return the memory while gradients are reduced, when no activations are left."""
@@ -244,7 +246,7 @@ class _StepMemory:
             buffers = min(self.gradients, launched + self.stage.count.largest * self.shapes.width)
         elif self.replicas > 1 and not self.shapes.accelerated:
             buffers = self.weights  # gloo copies all weights while it gathers them
-        return self._memory(self.gradients, 0.0, 0.0, self.communication + buffers)
+        return self._memory(self.gradients, self.communication + buffers)
 
     def _copied_by_deepspeed(self) -> float:
         """Return the bytes that DeepSpeed's ZeRO 1 and 2 copy while they reduce gradients.
@@ -276,7 +278,7 @@ class _StepMemory:
         if self.resolved.distributed_optimizer and self.shapes.width < 4 and not self.shapes.accelerated:
             working += self.stage.count.largest * 4  # a CPU widens what it adds to a sum in fp32
         kept_activations = self.kept_activations - kept_bytes(self.shapes, self.layers)
-        return self._memory(self.gradients, max(kept_activations, 0.0), 0.0, self.communication, working)
+        return self._memory(self.gradients, self.communication, max(kept_activations, 0.0), working=working)
 
     def step(self) -> Memory:
         """Return the memory while the optimizer steps."""
@@ -285,7 +287,7 @@ class _StepMemory:
         buffers = 0.0
         for part, replicas in count.by_replicas(self.replicas, self.config.parallel.expert_parallel_size):
             buffers += _copied_in_step(part.held, replicas, self.resolved, self.shapes)
-        if optimizer == "sgd":
+        if optimizer == "sgd":  # torch's SGD adds the weight decay to a copy of the gradients; AdamW needs none
             buffers = self._with_decay(buffers)
         if optimizer == "muon":
             shares = self.replicas if self.resolved.zero_stage else 1
@@ -293,7 +295,7 @@ class _StepMemory:
         communication = self.communication
         if self.resolved.zero_stage == 2:
             communication -= _all_bucket_bytes(self.config, self.resolved, self.shapes)  # freed before the step
-        return self._memory(self.gradients, 0.0, 0.0, communication, buffers)
+        return self._memory(self.gradients, communication, working=buffers)
 
     def _with_decay(self, copied_bytes: float) -> float:
         """Return the bytes of copies while SGD steps: torch adds the weight decay to a copy of the gradients.
@@ -338,9 +340,9 @@ def _copied_by_zero3(elements: int, replicas: int, resolved: Resolved, shapes: S
     if replicas > 1:
         copied_bytes = float(shapes.width * min(elements, DEEPSPEED_LIVE))
     else:
-        copied_bytes = share * (width + 4 * is_fp16)
+        copied_bytes = share * (width + 4 * is_fp16)  # True counts as 1
     if is_fp16 or shapes.ranks > 1:
-        copied_bytes = max(copied_bytes, share * (width + 1))
+        copied_bytes = max(copied_bytes, share * (width + 1))  # a truth value takes 1 byte
     return copied_bytes
 
 
@@ -351,6 +353,7 @@ def _updates_of_muon(count: Count, shares: int, shapes: Shapes) -> float:
     whole matrices. shares: number of ranks that divide the matrices.
     """
     batch_elements = min(count.hidden / shares, MUON_BATCH + count.largest)
+    # The copies are updates before and after; with tensor parallelism also those sent, received and whole.
     copies = (2 if shapes.ranks == 1 else 5) - (not shapes.config.optim.muon_nesterov)
     return copies * batch_elements * shapes.width
 
@@ -380,11 +383,7 @@ def _turning_points(layers: Sequence[Layer]) -> list[int]:
     for index, layer in enumerate(layers):
         if layer.repeated:
             indices_by_class.setdefault(layer.cls, []).append(index)
-    turning_points = []
-    for indices in indices_by_class.values():
-        turning_points.append(indices[0])
-        turning_points.append(indices[-1])
-    return turning_points
+    return [index for indices in indices_by_class.values() for index in (indices[0], indices[-1])]
 
 
 def rank_memory(

@@ -15,6 +15,7 @@ from ..model.cuts import balanced_cuts
 from ..model.gpt2_layers import gpt2_layers, vocab_size_of
 from ..model.layers import Layer
 from ..model.work import sample_lengths
+from ..mpu import padded_vocab_size
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -48,10 +49,11 @@ class Count:
 
         replicas: data-parallel size x context-parallel size. expert_ranks: --expert-parallel-size.
         """
-        dense = Count(self.whole, self.held - self.experts, hidden=self.hidden - self.expert_matrices)
+        # The callers read only `held` and `hidden` of these counts, so the other fields need not be divided.
+        dense = Count(self.whole, held=self.held - self.experts, hidden=self.hidden - self.expert_matrices)
         counts_and_replicas = [(dense, replicas)]
         if self.experts:
-            experts = Count(0, self.experts, hidden=self.expert_matrices)
+            experts = Count(0, held=self.experts, hidden=self.expert_matrices)
             counts_and_replicas.append((experts, replicas // expert_ranks))
         return counts_and_replicas
 
@@ -70,20 +72,22 @@ def _linear(outputs: int, inputs: int, bias: bool, ranks: int, row_parallel: boo
     """
     bias_rows = outputs if row_parallel else outputs // ranks
     weight_shard = outputs * inputs // ranks
-    return Count(outputs * inputs + outputs * bias, weight_shard + bias_rows * bias, weight_shard, weight_shard)
+    whole = outputs * inputs + outputs * bias  # `bias` is 0 or 1
+    return Count(whole, held=weight_shard + bias_rows * bias, largest=weight_shard, hidden=weight_shard)
 
 
 def _replicated(numbers: int) -> Count:
-    return Count(numbers, numbers, numbers)
+    return Count(whole=numbers, held=numbers, largest=numbers)
 
 
 def _norm(m: ModelConfig) -> Count:
-    return _replicated(m.hidden_size * (1 if m.normalization == "rmsnorm" else 2))
+    return _replicated(m.hidden_size * (1 if m.normalization == "rmsnorm" else 2))  # LayerNorm has a bias, too
 
 
 def _mlp(m: ModelConfig, ranks: int, width: int) -> list[Count]:
     """Return the two linear layers of an MLP or an expert with an inner width of `width`."""
     return [
+        # A gated MLP multiplies two projections of its input.
         _linear(width * (2 if m.is_gated else 1), m.hidden_size, m.hidden_bias, ranks),
         _linear(m.hidden_size, width, m.hidden_bias, ranks, row_parallel=True),
     ]
@@ -92,15 +96,18 @@ def _mlp(m: ModelConfig, ranks: int, width: int) -> list[Count]:
 def _mixture(config: Config, ranks: int) -> list[Count]:
     """Return experts, shared experts, router and gate of a layer. Expert-parallel ranks divide the experts."""
     m = config.model
-    num_experts = config.model.num_experts or 0
+    num_experts = m.num_experts or 0
     expert = _sum_counts(_mlp(m, ranks, m.expert_ff_size))
     experts_on_rank = num_experts // config.parallel.expert_parallel_size
     held = expert.held * experts_on_rank
     hidden = expert.hidden * experts_on_rank
-    counts = [Count(expert.whole * num_experts, held, expert.largest, hidden, held, hidden)]
+    whole = expert.whole * num_experts
+    counts = [Count(whole, held, expert.largest, hidden, experts=held, expert_matrices=hidden)]
     if m.num_shared_experts:
         counts += _mlp(m, ranks, m.num_shared_experts * m.expert_ff_size)
-    return [*counts, _replicated(num_experts * m.hidden_size), _replicated(m.shared_expert_gate * m.hidden_size)]
+    router = _replicated(num_experts * m.hidden_size)
+    gate = _replicated(m.shared_expert_gate * m.hidden_size)  # `shared_expert_gate` is a bool: 0 without a gate
+    return [*counts, router, gate]
 
 
 def _transformer(config: Config, ranks: int, layer: Layer, cross: bool = False) -> Count:
@@ -117,12 +124,12 @@ def _transformer(config: Config, ranks: int, layer: Layer, cross: bool = False) 
         *(_mixture(config, ranks) if layer.routes else _mlp(m, ranks, m.ff_size)),
     ]
     if m.qk_norm:
-        parts += [_replicated(m.head_size)] * 2
+        parts += [_replicated(m.head_size)] * 2  # the norm of queries and that of keys, which all heads share
     if cross:
         parts += [
             _norm(m),
             _linear(query_size, hidden, bias, ranks),
-            _linear(2 * query_size, hidden, bias, ranks),
+            _linear(2 * query_size, hidden, bias, ranks),  # keys and values of the encoder's output
             _linear(hidden, query_size, bias, ranks, row_parallel=True),
         ]
     return _sum_counts(parts)
@@ -130,8 +137,7 @@ def _transformer(config: Config, ranks: int, layer: Layer, cross: bool = False) 
 
 def padded_vocabulary(config: Config, ranks: int) -> int:
     """Return the number of rows of the whole embedding table, with padding for all model-parallel ranks."""
-    multiple = config.model.make_vocab_size_divisible_by * ranks
-    return -(-vocab_size_of(config) // multiple) * multiple
+    return padded_vocab_size(vocab_size_of(config), config.model.make_vocab_size_divisible_by, ranks)
 
 
 def _word_embedding(config: Config, ranks: int, layer: Layer) -> Count:
@@ -219,6 +225,7 @@ class Stage:
 
 @lru_cache(maxsize=4096)
 def _balanced_cuts(works: tuple[tuple[int, bool], ...], num_chunks: int, recomputed: bool) -> tuple[int, ...]:
+    """Call `balanced_cuts`, which reads only (work, repeated) of each layer; these can be keys of the cache."""
     stubs = [Layer("", object, work=work, repeated=repeated) for work, repeated in works]  # type: ignore[arg-type]
     return tuple(balanced_cuts(stubs, num_chunks, recomputed))
 
@@ -241,7 +248,7 @@ def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
     if p.partition_method == "balanced":
         works = tuple((layer.work, layer.repeated) for layer in layers)
         return list(_balanced_cuts(works, num_chunks, bool(config.recomputed_layers)))
-    if p.partition_method.replace(",", "").isdigit():
+    if p.partition_method.replace(",", "").isdigit():  # a list such as 0,4,8
         return [*map(int, p.partition_method.split(",")), len(layers)]
     raise ValueError(
         f"--partition-method {p.partition_method} needs the built model; for an estimate, use balanced or list the "
@@ -258,6 +265,7 @@ def stages_of(config: Config) -> list[Stage]:
     for number in range(stages):
         chunks = []
         stage_layers = []
+        # Of n stages, stage i has the chunks i, i + n, i + 2n and so on.
         for chunk_index in range(number, len(cuts) - 1, stages):
             chunk = layers[cuts[chunk_index] : cuts[chunk_index + 1]]
             chunks.append(tuple(chunk))
@@ -270,7 +278,9 @@ def format_count(number: float) -> str:
     """Format a number with a unit, such as 1.3 G or 345 M."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
-            return f"{number / size:.3g} {unit}" if number / size < 999.5 else f"{math.floor(number / size)} {unit}"
+            scaled = number / size
+            # From 999.5 on, the format .3g would write 1e+03.
+            return f"{scaled:.3g} {unit}" if scaled < 999.5 else f"{math.floor(scaled)} {unit}"
     return f"{number:.3g}"
 
 
@@ -300,7 +310,7 @@ def in_flight(
     chunk: count only the passes through this group of layers; None counts those of all groups.
     """
     instructions = _instructions(name, extra_warmup, num_chunks, stage, stages, micro_batches)
-    return max_in_flight([instruction for instruction in instructions if chunk in (None, instruction.chunk)])
+    return max_in_flight([each for each in instructions if chunk is None or each.chunk == chunk])
 
 
 @lru_cache(maxsize=65536)
@@ -314,6 +324,7 @@ def peak_in_flight(
     num_in_flight = deferred = 0
     peak = (0, 0)
     for instruction in _instructions(name, extra_warmup, num_chunks, stage, stages, micro_batches):
+        # True counts as 1: a forward pass adds a micro-batch, and its last backward pass removes it.
         num_in_flight += isinstance(instruction, Forward) - isinstance(instruction, (Backward, BackwardWeight))
         deferred += isinstance(instruction, BackwardInput) - isinstance(instruction, BackwardWeight)
         if isinstance(instruction, after):
@@ -350,6 +361,11 @@ class Shapes:
         first, second = sample_lengths(self.config)
         b = self.config.train.batch_size
         return first * b // self.config.parallel.context_parallel_size, second * b
+
+    @property
+    def target_tokens(self) -> int:
+        """Number of tokens of a micro-batch on one rank that have logits: T5's decoder tokens, or all tokens."""
+        return self.tokens[1] if self.config.is_t5 else self.tokens[0]
 
     def hidden(self, tokens: int) -> float:
         """Return the bytes of the hidden states of `tokens` tokens on one rank; sequence parallelism shards them."""

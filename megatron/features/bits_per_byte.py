@@ -25,6 +25,7 @@ class BitsPerByte(Feature):
         """Add `bits_per_byte` to a row with a loss, if the samples of its data set show the bytes of their targets."""
         if not is_rank_0() or "lm_loss" not in row:
             return
+        # The split is `train`, or `train/wiki` for the corpus wiki. The name "" stands for the whole data set.
         part, _, name = row["split"].partition("/")
         if part not in self._bytes_per_target:
             from .target_bytes import bytes_per_target
@@ -32,4 +33,5 @@ class BitsPerByte(Feature):
             self._bytes_per_target[part] = bytes_per_target(self._run, part)
         target_bytes = self._bytes_per_target[part].get(name)
         if target_bytes:
+            # From nats per target to bits per target to bits per byte.
             row["bits_per_byte"] = row["lm_loss"] / math.log(2) / target_bytes

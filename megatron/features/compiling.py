@@ -47,6 +47,7 @@ def compile_layers(model: Any, config: Config, zero_stage: int = 0) -> None:
     Without --compile and --no-compile, a line of the log says whether layers are compiled on CUDA.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
+    # None without --compile and --no-compile: layers are compiled on CUDA, unless a reason speaks against it.
     requested = config.train.compile
     on_cuda = device.current_device().type == "cuda"
     is_enabled = on_cuda if requested is None else requested
@@ -70,6 +71,7 @@ def accumulate_in_graph(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, (mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
             spec = mpu.spec_of(module.weight)
+            # A look-up adds to the gradient of an embedding, so autograd must accumulate it.
             if spec.accumulate_wgrad is not None and not spec.used_as_embedding:
                 module.options = replace(module.options, wgrad_in_graph=True)
 
@@ -83,6 +85,7 @@ def reason_against(layers: Sequence[nn.Module], config: Config, zero_stage: int)
         return NO_TRITON if device.current_device().type == "cuda" else NO_CPP_COMPILER
     if config.train.compile:
         return None
+    # The first of all reasons, if there is one.
     return next(chain(compile_conflicts(config, zero_stage), _drawbacks(layers, config)), None)
 
 
@@ -126,4 +129,5 @@ def compiler_found() -> bool:
     kind = device.current_device().type
     if kind == "cpu":
         return has_cpp_compiler()
+    # Nothing is required of other kinds of devices.
     return kind != "cuda" or can_use_triton()

@@ -28,13 +28,15 @@ class _LogitsRecorder(TokenLoss):
         self.target_logits: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, logits: Any, targets: Targets) -> Tensor:
+        # Logits are [s, b, v], targets are (labels [b, s], loss mask [b, s]).
         logits, _ = split_router_loss(logits)
         full_logits = mpu.whole_logits(logits)
         rows, positions = (targets[1] > 0).nonzero(as_tuple=True)
         target_logits = full_logits[positions, rows]
+        # The columns after vocab_size only pad the vocabulary to a size that the ranks can share.
         gathered = mpu.gather_from_model_parallel_region(target_logits, self.axis)[:, : self.vocab_size]
         self.target_logits.append((rows.cpu(), gathered.float().cpu()))
-        return full_logits.new_zeros(())
+        return full_logits.new_zeros(())  # the engine needs a loss, but nobody reads it
 
 
 class _NextLogits:
@@ -51,9 +53,13 @@ class _NextLogits:
         micro_batches = []
         for start in range(0, len(texts), self._batch_size):
             # The 0 is a placeholder for the next token: the logits of this target are those of the next token.
-            requests = [Request([*text[-self._max_length :], 0], 1) for text in texts[start : start + self._batch_size]]
+            requests = [
+                Request([*text[-self._max_length :], 0], num_targets=1)
+                for text in texts[start : start + self._batch_size]
+            ]
             micro_batches.append(self._scorer.micro_batch(requests))
         module = self._engine.deepspeed.module
+        # The forward pass calls the loss of the model, so a recorder takes its place for this pass.
         loss = module.loss_fn
         recorder = _LogitsRecorder(loss)
         module.loss_fn = recorder
@@ -62,11 +68,14 @@ class _NextLogits:
         finally:
             module.loss_fn = loss
         mesh = mpu.get_mesh()
+        # All replicas and model-parallel ranks compute the same logits, so the first of each reports. With context
+        # parallelism, each rank reports the texts whose last token is on this rank.
         is_reporter = mesh.model.rank == 0 and mesh.share.rank == 0
         logits: dict[int, Tensor] = {}
         for rank_logits in gather_objects(recorder.target_logits if is_reporter else []):
             for number, (rows, values) in enumerate(rank_logits):
                 for row, value in zip(rows.tolist(), values, strict=True):
+                    # Texts fill the batches in order, so this is the number of the text.
                     logits[number * self._batch_size + row] = value
         return torch.stack([logits[i] for i in range(len(texts))])
 
@@ -83,12 +92,13 @@ def continue_prompts(run: Run, prompts: Sequence[str], max_new_tokens: int, temp
     texts = [list(ids) for ids in prompt_ids]
     seeds = [mpu.derive_seed(run.config.train.seed, "prompt", *ids) for ids in prompt_ids]
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    sampling = Sampling(temperature, 0, 1.0)
+    sampling = Sampling(temperature)  # among all tokens: without top_k and top_p
     next_logits = _NextLogits(run)
     unfinished = list(range(len(texts)))
     for _ in range(max_new_tokens):
         logits = next_logits.compute([texts[i] for i in unfinished])
         new_tokens = []
+        # Only rank 0 draws, so that all ranks continue with the same tokens.
         if is_rank_0():
             for i, next_logits_of_text in zip(unfinished, logits, strict=True):
                 new_tokens.append(int(sample_next_tokens(next_logits_of_text.unsqueeze(0), sampling, generators[i])))

@@ -33,6 +33,7 @@ class Identity(NamedTuple):
 def identity_of(file: CorpusFile) -> Identity:
     """Return the identity of a file; of an object, that of its cache, which each node has."""
     status = (file.cache or file.path).stat()
+    # The cache changes while blocks are downloaded, so its time is no sign of another version.
     return Identity(status.st_ino, status.st_size, 0 if file.cache else status.st_mtime_ns)
 
 
@@ -92,7 +93,7 @@ class FileWatch:
         clean = [path for number, path in numbered_checkpoints(self._folder).items() if number <= self._last_clean]
         if not clean:
             return "and start again, as no checkpoint is older than the change"
-        checkpoint = clean[-1].name
+        checkpoint = clean[-1].name  # the newest, as checkpoints are in ascending order
         return (
             f"write {checkpoint}, the last checkpoint that is older than the change, into {self._folder / 'latest'}, "
             "and run the same command"

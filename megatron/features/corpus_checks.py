@@ -53,9 +53,11 @@ class CorpusChecks(Feature):
         changed = self._watch.find_changed()
         max_blocks = blocks_at_start(self._config)
         with raise_on_all_ranks():
+            # A problem that a thread has found must end the run before this checkpoint is written.
             self.before_step(iteration)
             for file in changed:
                 self._watch.check_content(file, max_blocks)
+        # A dict keeps each name once, and in the order of ranks.
         names: dict[str, None] = {}
         for paths in gather_objects([str(file.path) for file in changed]):
             names |= dict.fromkeys(paths)
@@ -78,8 +80,9 @@ class CorpusChecks(Feature):
         identities = {str(file.path): identity_of(file) for file in files}
         shares = _files_of_rank(files, gather_objects(identities), blocks_before)
         if shares:
-            self._checkers.append(Checker(shares))
-            self._checkers[-1].start()
+            checker = Checker(shares)
+            checker.start()
+            self._checkers.append(checker)
 
 
 class Checker(threading.Thread):
@@ -102,6 +105,7 @@ class Checker(threading.Thread):
         """Compare all blocks once; those that are not in the cache yet, later."""
         unchecked = list(self._files)
         while unchecked and not self._should_stop():
+            # Each file keeps the blocks that its cache lacks so far; a file without such blocks is done.
             unchecked = [file for file in map(self._compare_available, unchecked) if file.blocks]
             if unchecked:
                 self._stop_event.wait(RETRY_SECONDS)
@@ -130,8 +134,11 @@ class Checker(threading.Thread):
         if pieces is None:
             return False
         if damage := block.find_error(pieces):
-            cache_advice = f", or its copy in {file.cache} is; delete the copy and start again" if file.cache else ""
-            self.problem = f"{damage}{cache_advice or f'; {file.advice}'}"
+            advice = f"; {file.advice}"
+            if file.cache:
+                advice = f", or its copy in {file.cache} is; delete the copy and start again"
+            self.problem = damage + advice
+        # Rest for a multiple of the time that the block took, but end the rest at once if the run ends.
         self._stop_event.wait(REST_FACTOR * (time.monotonic() - begin))
         return True
 
@@ -143,7 +150,7 @@ def _files_of(config: Config) -> list[CorpusFile]:
     """
     files = []
     for prefix in corpora_of_run(config):
-        metadata = made_with(prefix)
+        metadata = made_with(prefix)  # the content of PREFIX.json, which lists the checksums
         for pair in pairs_of(prefix):
             checksums = sidecar_sums(pair, metadata)
             data = to_path(f"{pair}.bin")
@@ -178,7 +185,9 @@ def _files_of_rank(
     for file in files:
         path = str(file.path)
         identity = identities[rank][path]
+        # Ranks that see this very file share its blocks; a node with a copy of its own checks this copy alone.
         sharers = [each for each, seen in enumerate(identities) if seen.get(path) == identity]
+        # Before the run began, rank 0 has compared this many blocks of each local file that it sees.
         is_done = 0 in sharers and not file.cache and len(file.blocks) <= blocks_before
         if file.blocks and not is_done:
             rank_blocks = file.blocks[sharers.index(rank) :: len(sharers)]

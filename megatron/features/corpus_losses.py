@@ -57,7 +57,7 @@ class CorpusLosses(Feature):
         """Add the sums of a step, unless its loss is NaN or Inf."""
         if step is None:
             return
-        is_finite = torch.isfinite(step.loss)
+        is_finite = torch.isfinite(step.loss)  # a tensor, so that the host does not wait
         names = [name for name in step.aux if name.startswith((CORPUS_LOSS, CORPUS_TARGETS))]
         for name in names:
             self._sums[name] = self._sums.get(name, 0.0) + torch.where(is_finite, step.aux[name], 0.0)
@@ -67,6 +67,7 @@ class CorpusLosses(Feature):
     def rows(self, iteration: int) -> list[dict[str, Any]]:
         if not self._sums:
             return []
+        # One transfer from the device for all numbers, as each transfer waits for the device.
         steps, *sums = torch.stack([torch.as_tensor(self._num_steps), *self._sums.values()]).tolist()
         rows = corpus_rows(dict(zip(self._sums, sums, strict=True)), self._names, "train", iteration, steps)
         self._sums = {}
@@ -77,4 +78,4 @@ class CorpusLosses(Feature):
         if self._has_named_sets[split]:  # `evaluate` has a row for each of them
             return []
         rows = corpus_rows(sums, self._names, split, iteration, sums["targets"])
-        return rows if len(rows) > 1 else []
+        return rows if len(rows) > 1 else []  # the loss of a single corpus is that of the whole set

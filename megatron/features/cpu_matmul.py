@@ -54,6 +54,7 @@ class CpuMatmul(Feature):
         precision = plan.resolved.precision
         if not has_choice(plan.device, precision):
             return
+        # All ranks take the name from rank 0, as machines may differ but the choice is the same on all ranks.
         self._cpu = gather_objects(describe_cpu())[0]
         shapes = measured_shapes(model, rows_per_matmul(plan.config))
         if not shapes:
@@ -77,6 +78,7 @@ class CpuMatmul(Feature):
         rows = state.get("products")
         if not isinstance(rows, list) or not all(map(_is_row, rows)):
             raise ValueError(f"state.features.cpu_matmul.products must be a list of rows, not {brief(repr(rows))}")
+        # On another CPU, the choice of the checkpoint may be slow, so the new choice stays.
         if state.get("cpu") != self._cpu:
             return
         for precision, o, i, *products in rows:
@@ -92,6 +94,7 @@ class CpuMatmul(Feature):
 def has_choice(device: torch.device, precision: str) -> bool:
     """Return whether there are two kernels for matmuls of this precision on the device."""
     known = device.type == "cpu" and precision in DTYPES
+    # In 16 bits, the second kernel is that of fp32, which every build of torch has.
     return known and (precision != "fp32" or mpu.onednn_is_there())
 
 
@@ -137,16 +140,20 @@ def measure_speedups(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]
     for shape in all_missing:
         new_ratios = compare_kernels(shape, DTYPES[precision])
         old_ratios = known.get(keys[shape], NO_RATIOS)
+        # A cached measurement that is not conclusive gets further rounds.
         known[keys[shape]] = join_ratios([old_ratios, new_ratios])
+    # One rank of each machine writes the file.
     if all_missing and os.environ.get("LOCAL_RANK", "0") == "0":
         write_cache(path, known)
     rank_ratios = gather_objects([known[key] for key in keys.values()])
+    # From one list per rank, with an entry for each shape, to one tuple per shape, with an entry for each rank.
     ratios_by_shape = zip(*rank_ratios, strict=True)
     return {shape: join_ratios(parts) for shape, parts in zip(shapes, ratios_by_shape, strict=True)}
 
 
 def join_ratios(parts: Iterable[Ratios]) -> Ratios:
     """Return the speedups of all parts, for each of the three matmuls of a linear layer."""
+    # Parts [[a], [b], [c]] and [[d], [e], [f]] give [[a, d], [b, e], [c, f]].
     return [list(chain(*product_parts)) for product_parts in zip(*parts, strict=True)]
 
 
@@ -155,6 +162,7 @@ def compare_kernels(shape: Shape, dtype: torch.dtype) -> Ratios:
     rows, o, i = shape
     o = min(o, MAX_FEATURES)
     i = min(i, MAX_FEATURES)
+    # Fewer rows bound the time of the measurement; at least 64 remain, as a run never multiplies only a few.
     rows = min(rows, max(MAX_MULTIPLY_ADDS // (o * i), 64))
     inputs = torch.ones(rows, i, dtype=dtype)
     weight = torch.ones(o, i, dtype=dtype)
@@ -202,6 +210,7 @@ def is_conclusive(ratios: Any) -> bool:
 def _agree(speedups: list[float]) -> bool:
     if not speedups:
         return False
+    # The upper quartile. The verdict is clear if both quartiles are on the same side of MIN_SPEEDUP.
     upper = sorted(speedups)[-1 - len(speedups) // 4]
     return max(speedups) >= CLEAR_SPEEDUP or (lower_quartile(speedups) >= MIN_SPEEDUP) == (upper >= MIN_SPEEDUP)
 

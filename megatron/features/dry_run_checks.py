@@ -52,6 +52,7 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
     replicas = config.parallel.data_parallel_size(ranks)
     device = device_module.current_device()
     resolved = resolve(config, ranks, device_module.has_fast_bf16(device))
+    # This process reads the data of all replicas, so it has their micro-batches.
     local_config = with_values(config, {**ONE_PROCESS_LAYOUT, "gas": config.train.gas * replicas})
     initialize_megatron(local_config)
     config, tokenizer, run_dir = prepare_settings(task, config, f"runs/{task.name}")
@@ -86,6 +87,7 @@ def _memory(config: Config, resolved: Resolved, ranks: int, device: torch.device
     accelerated = device.type != "cpu"
     try:
         stages = stages_of(config)
+    # A ConfigError is a ValueError, too, but a mistake of the user, which the run would also refuse.
     except ConfigError:
         raise
     except ValueError as error:  # a --partition-method that needs the built model
@@ -115,6 +117,7 @@ def _check_schedule(config: Config) -> None:
     schedule = find_schedule(settings, layout.virtual_pipeline_size)
     micros = config.train.gas
     if micros * layout.stages * layout.virtual_pipeline_size > MAX_INSTRUCTIONS:
+        # This many micro-batches fill the pipeline, repeat its steady state and empty it.
         micros = min(micros, 4 * layout.stages)
     try:
         check_plan([list(schedule(stage, layout.stages, micros)) for stage in range(layout.stages)], micros)
@@ -135,6 +138,7 @@ def _shapes(dataset: Any) -> str:
 
 def _check_writable(folder: Path) -> None:
     """Write a file to `folder` and remove it, and the folders that did not exist. Raises ValueError if it cannot."""
+    # The deepest folder comes first, so that each one is empty when it is removed.
     new_folders = [new_folder for new_folder in (folder, *folder.parents) if not new_folder.exists()]
     probe = folder / f".dry-run-{os.getpid()}"
     try:

@@ -74,6 +74,7 @@ class RankScorer(LogLikelihoods):
 
     def serve(self) -> None:
         """Take part in each call of `score` on rank 0."""
+        # The argument counts only on rank 0, whose `score` sends requests and whose `end` sends None.
         while (requests := broadcast_from_rank_0(None)) is not None:
             self._score_on_all_ranks(requests)
 
@@ -94,10 +95,12 @@ class RankScorer(LogLikelihoods):
         sums = torch.zeros(len(parts), 2, self._batch_size, dtype=torch.float64)
         for rank_scores, _ in gathered:
             for index, values in rank_scores.items():
+                # Higher numbers are the micro-batches of padding with which replicas run equally many.
                 if index < len(parts):
                     sums[index] += torch.tensor(values, dtype=torch.float64)
+        # From [micro-batches, 2, b] to [2, requests]; the last micro-batch may have rows without a request.
         nats, wrong = sums.transpose(0, 1).flatten(1)[:, : len(requests)].tolist()
-        return [Scored(-nat, count == 0) for nat, count in zip(nats, wrong, strict=True)]
+        return [Scored(-nat, greedy=count == 0) for nat, count in zip(nats, wrong, strict=True)]
 
     def _score_on_rank(self, parts: Sequence[Sequence[Request]]) -> dict[int, list[list[float]]]:
         """Run this rank's micro-batches; return {number of a micro-batch: [2, b]} if this rank is to report them.
@@ -107,10 +110,12 @@ class RankScorer(LogLikelihoods):
         """
         mesh = mpu.get_mesh()
         share = mesh.share
-        rounds = -(-len(parts) // share.size)  # every replica runs equally many micro-batches
+        rounds = -(-len(parts) // share.size)  # rounded up, as every replica must run equally many micro-batches
         numbers = range(share.rank, rounds * share.size, share.size)
         micro_batches = [self.micro_batch(parts[i] if i < len(parts) else ()) for i in numbers]
+        # In a call, stages idle while the pipeline fills and empties, so a call has several micro-batches per stage.
         per_call = max(MIN_MICRO_BATCHES, 4 * mesh.pipe.size)
+        # While this list exists, the loss adds the sums of each micro-batch to it.
         self._loss.sample_sums = []
         try:
             for start in range(0, len(micro_batches), per_call):
@@ -118,7 +123,7 @@ class RankScorer(LogLikelihoods):
             samples = self._loss.sample_sums
         finally:
             self._loss.sample_sums = None
-        if mesh.model.rank or not samples:
+        if mesh.model.rank or not samples:  # only the last stage computes losses
             return {}
         return dict(zip(numbers, torch.stack(samples).tolist(), strict=True))
 
@@ -194,6 +199,7 @@ def _metrics_of(row: Mapping[str, Any]) -> dict[str, float]:
     metrics = {}
     for key, value in row.items():
         metric, _, filter_name = key.partition(",")
+        # lm-eval also has keys without a filter, such as `alias`, and values that are texts.
         is_number = filter_name and isinstance(value, (int, float))
         if not is_number or metric.endswith("_stderr"):
             continue
@@ -227,6 +233,7 @@ class TaskEvaluations(Feature):
         """Evaluate after iterations of --eval-tasks-interval, except the last."""
         train = self._run.config.train
         if due(samples.iteration, self._interval) and samples.iteration < train.train_iters:
+            # Read the pending losses first: if the run must end, it ends before the evaluation.
             self._run.log.check()
             with trace.span("evaluation"):
                 evaluate_on_tasks(self._run, self._task_sets)
@@ -235,6 +242,7 @@ class TaskEvaluations(Feature):
     def end(self) -> None:
         """Evaluate after the last iteration, unless metrics.jsonl already holds the results."""
         run = self._run
+        # A cloze file has one name. Of several lm-eval tasks, the first stands for all.
         names = [each.name or each.tasks[0] for each in self._task_sets]
         done = [run.metrics.has_row(f"eval/{name}", run.state.iteration) for name in names]
         if not broadcast_from_rank_0(all(done)):

@@ -36,7 +36,8 @@ def expert_tokens(model: Any) -> dict[str, list[int]]:
     for stage in gather_objects(local_tokens, mpu.get_mesh().pipe):
         all_tokens |= stage
     ordered = [name for name in getattr(model, "layer_names", []) if name in all_tokens]
-    return {name: all_tokens[name] for name in dict.fromkeys([*ordered, *all_tokens])}
+    # A dict keeps the place of a name that is set again. So layers in network order come first, and any others follow.
+    return {name: all_tokens[name] for name in ordered} | all_tokens
 
 
 def balance_of(tokens: list[int]) -> dict[str, float | None]:

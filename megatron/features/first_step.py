@@ -30,7 +30,7 @@ class FirstStep(Feature):
         self._has_gradient[name] = True
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
-        if step is None or self._done:
+        if step is None or self._done:  # only the first step counts
             return
         self._done = True
         if self._run.config.train.keep_freed_memory:  # the first step has now allocated the moments

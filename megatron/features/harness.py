@@ -26,6 +26,7 @@ def encode_with_start(tokenizer: Tokenizer, text: str) -> list[int]:
     """
     ids = tokenizer.encode_names(text)
     prefix = prefix_id(tokenizer)
+    # `marks` maps the name of each special token to its id.
     if any(i == prefix and text.startswith(name) for name, i in tokenizer.marks.items()):
         return ids
     return [*tokenizer.start, *ids]
@@ -43,6 +44,7 @@ def continuation_request(tokenizer: Tokenizer, context: str, text: str, max_leng
         context_ids = encode_with_start(tokenizer, stripped)
     else:
         all_ids = tokenizer.encode_names(text)
+        # A start token that the text itself begins with is its context.
         context_ids = all_ids[:1] if all_ids[:1] == [prefix_id(tokenizer)] else []
     if not text or not all_ids:
         return None
@@ -51,6 +53,7 @@ def continuation_request(tokenizer: Tokenizer, context: str, text: str, max_leng
     context_ids = context_ids if len(context_ids) < len(all_ids) else all_ids[:-1]
     # One id more than the window, as the last target is no input.
     ids = [*(context_ids or [prefix_id(tokenizer)]), *targets][-max_length - 1 :]
+    # The first id is only context, so it is no target, even if the text is longer than the window.
     return Request(ids, min(len(targets), len(ids) - 1))
 
 
@@ -59,6 +62,7 @@ def rolling_requests(tokenizer: Tokenizer, text: str, max_length: int) -> list[R
 
     The first token of each window has one token of context. The last window is filled with earlier tokens.
     """
+    # With 5 ids after the start and a window of 3, ids 0-3 score 1-3, and then ids 2-5 score 4-5.
     ids = [prefix_id(tokenizer), *encode_with_start(tokenizer, text)]
     requests = []
     for first in range(1, len(ids), max_length):
@@ -83,14 +87,16 @@ class LogLikelihoods:
     def loglikelihood(self, requests: Sequence[Any]) -> list[Scored]:
         """Return (log-probability, whether greedy decoding yields it) of each request's continuation."""
         texts = [request.args for request in requests]
+        # None for a request without tokens to score, which gets the log-probability 0.
         to_score = [continuation_request(self.tokenizer, context, text, self.max_length) for context, text in texts]
         scores = iter(self.score([each for each in to_score if each]))
-        return [next(scores) if each else Scored(0.0, True) for each in to_score]
+        return [next(scores) if each else Scored(0.0, greedy=True) for each in to_score]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Return the log-probability of each whole text; see `rolling_requests`."""
         windows_of_texts = [rolling_requests(self.tokenizer, request.args[0], self.max_length) for request in requests]
         scores = iter(self.score([window for windows in windows_of_texts for window in windows]))
+        # `scores` runs over the windows of all texts in order, so each text takes as many scores as it has windows.
         return [sum(next(scores).log_probability for _ in windows) for windows in windows_of_texts]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
@@ -122,6 +128,7 @@ def local_tasks(path: Path) -> list[str]:
     Raises ValueError if there is none, and OSError.
     """
     files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
+    # The name after `task:`, without quotes and without a comment that follows it.
     lines = [re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text(encoding="utf-8"), re.M) for file in files]
     names = [line.group(1) for line in lines if line]
     if not names:
@@ -140,6 +147,7 @@ def evaluate_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.api.model import LM
 
+    # The optional package requires a subclass of its own class, which can therefore be defined only here.
     class Adapter(LM):  # type: ignore[misc]
         loglikelihood = staticmethod(model.loglikelihood)
         loglikelihood_rolling = staticmethod(model.loglikelihood_rolling)

@@ -47,16 +47,18 @@ class LayerLog(Feature):
         if hasattr(self._model, "named_layers"):
             layer_names = [name for name, _ in self._model.named_layers()]
         layer_of = {name: _layer_of(name, layer_names) for name, _ in parameters}
+        # Each rank knows only the layers of its stage, so the sets of all ranks are joined.
         all_layers: set[str] = set().union(*gather_objects(set(layer_of.values())))
         ordered = [name for name in getattr(self._model, "layer_names", []) if name in all_layers]
+        # First the layers of the network in its order, then the modules outside of layers; a dict drops repeats.
         self.names = list(dict.fromkeys([*ordered, *sorted(all_layers)]))
         self._layer_index = {name: index for index, name in enumerate(self.names)}
         mesh = mpu.get_mesh()
-        layer_index_of = {}
+        index_of_parameter = {}
         for name, p in parameters:
             if mpu.is_unique_param(p, mesh.model.rank):
-                layer_index_of[p] = self._layer_index[layer_of[name]]
-        self._norms = StepNorms(self._engine, layer_index_of, len(self.names), mesh.data.rank == 0)
+                index_of_parameter[p] = self._layer_index[layer_of[name]]
+        self._norms = StepNorms(self._engine, index_of_parameter, len(self.names), first_replica=mesh.data.rank == 0)
         compiled = any(map(is_compiled, self._model.modules()))
         self._attentions = [] if compiled else list(self._attention_modules(layer_names))
         if compiled:
@@ -94,6 +96,7 @@ class LayerLog(Feature):
             return call(inputs)
         ids = inputs[_index_of_ids(layer)]
         context = mpu.context_axis()
+        # Attention sees the whole sequence of this context-parallel rank, while hidden states may be sharded along it.
         queries = text_tokens(ids, mpu.TRIVIAL_AXIS, context)
         self._text_mask = None if queries is None else queries.mask.t()
         outputs = call(inputs)
@@ -103,10 +106,12 @@ class LayerLog(Feature):
             hidden = hidden[shard_text.mask]
         square = squared_norm(hidden)
         index = self._layer_index[layer.name]
+        # The row of sums of squares and the row of numbers of elements.
         self._activations[:, index] += torch.stack([square, torch.full_like(square, hidden.numel())])
         return outputs
 
     def _record_logits(self, index: int, call: AttentionArgs) -> None:
+        # Recomputed layers have already been recorded in the forward pass.
         if self._model.training and not mpu.get_rng().recomputing:
             self._logits[index] = torch.maximum(self._logits[index], largest_logit(call, self._text_mask).double())
 
@@ -165,12 +170,16 @@ def _present_metrics(row: list[float], is_present: list[bool]) -> dict[str, floa
 
 def _layer_of(name: str, layers: list[str]) -> str:
     """Return the layer of the parameter `name`; for a model without layers, the module that holds the parameter."""
+    # The longest name is that of the innermost layer.
     layer_found = max((layer for layer in layers if name.startswith(f"{layer}.")), key=len, default=None)
-    return name.rpartition(".")[0] or name if layer_found is None else layer_found
+    if layer_found is None:
+        return name.rpartition(".")[0] or name  # a parameter of the model itself has no module in its name
+    return layer_found
 
 
 def _index_of_ids(layer: Layer) -> int:
     """Return the index of the document ids of the layer's tokens among its inputs and among its outputs."""
+    # Layers of a T5 decoder also pass on what the encoder has computed.
     if "encoded" in layer.outputs:
         return layer.outputs.index("decoder_document_ids")
     encodes = "encoder_document_ids" in layer.outputs

@@ -64,6 +64,7 @@ def estimate_lines(task: Task, config: Config, resolved: Resolved, device: torch
     layers over stages is known only at run time.
     Raises ValueError if the weights alone exceed the memory and swap of a machine without accelerators.
     """
+    # The estimate knows only the shapes of the models of this project.
     if not type(task).__module__.startswith("megatron.tasks.") or config.model.family is None:
         return []
     try:
@@ -77,11 +78,14 @@ def estimate_lines(task: Task, config: Config, resolved: Resolved, device: torch
         size += f" ({_describe_parts(peak)})"
     lines = [f"estimate: {size}"]
     available = device_module.total_memory(device)
+    # Offloaded tensors are in the memory of the host, so the device needs less than the estimate.
     if available is None or _offloads(resolved):
         return lines
+    # The ranks of a machine share the memory of its CPUs; an accelerator has one rank.
     ranks = ranks_on_machine(world) if device.type == "cpu" else 1
-    if ranks is None:
+    if ranks is None:  # it is unknown how many ranks share the memory
         return lines
+    # Which ranks run on this machine is not known here, so take the mean rank for the weights.
     weights = ranks * sum(each.weights for each in memories) / len(memories)
     total = ranks * peak.total
     whose = f"{ranks} ranks on this machine" if ranks > 1 else "this rank"

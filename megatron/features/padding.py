@@ -24,6 +24,7 @@ class Padding(Feature):
     def batches(self, batches: Batches | None) -> Batches | None:
         self._counts = torch.zeros(2, dtype=torch.int64)
         mesh = mpu.get_mesh()
+        # Other stages and context-parallel ranks read the same samples.
         counts_here = mesh.pipe.rank == 0 and mpu.context_axis().rank == 0
         if batches is None or not counts_here:
             return batches
@@ -41,4 +42,4 @@ class Padding(Feature):
         self._counts = torch.zeros_like(self._counts)
         dist.all_reduce(counts)
         positions, padding = counts.tolist()
-        return {"padding": padding / max(positions, 1)}
+        return {"padding": padding / max(positions, 1)}  # 0 if no position was counted

@@ -57,17 +57,16 @@ class Profile:
 
         Returns True if it started or finished. The caller excludes this time from the speed of the iteration.
         """
+        has_changed = True
         if self._profiler is None and not self.done and self._first <= number <= self._last:
             self._start()
         elif self._profiler is not None and number > self._last:
             self.finish()
         else:
-            if self._tracer:
-                self._tracer.iteration(number)
-            return False
+            has_changed = False
         if self._tracer:
             self._tracer.iteration(number)
-        return True
+        return has_changed
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -75,15 +74,17 @@ class Profile:
             activities += [k for k in torch.profiler.supported_activities() if k != ProfilerActivity.CPU]  # type: ignore[no-untyped-call]
         name = timeline.trace_file_name(dist.get_rank())
         self._tracer = trace.Tracer(self._device, self._folder / name, self._metadata, self._first, self._last)
+        # The offset of this rank's clock from rank 0. It is measured again at the end, as clocks drift.
         self._tracer.clock.append(measure_offset(self._device))
         trace.start(self._tracer)
         self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
-        self._mark_clock()
+        self._mark_clock()  # relates the clock of PyTorch's profiler to that of the tracer
 
     @staticmethod
     def _mark_clock() -> None:
         for _ in range(CLOCK_EVENTS):
+            # An empty event, whose name has the time on the clock of the tracer.
             with record_function(f"{CLOCK_PREFIX}{time.perf_counter_ns()}"):
                 pass
 
@@ -131,6 +132,7 @@ def merge(folder: Path) -> Path:
     """
     ranks = timeline.read(folder)
     events = chain.from_iterable(rank.events for rank in ranks)
+    # Times count from the first event, as a viewer shows them.
     origin = min((event["ts"] for event in events), default=0.0)
     path = folder / MERGED_FILE
     with atomic_file(path) as temporary, gzip.open(temporary, "wt", encoding="utf-8", compresslevel=4) as file:
@@ -167,6 +169,7 @@ def _events(folder: Path, rank: timeline.RankTrace, origin: float) -> Iterator[d
         event = {**event, "pid": pid}
         if "ts" in event:
             event["ts"] = round(event["ts"] + shift, 3)
+        # The ids of arrows between events begin at the same number on every rank.
         if "id" in event:
             event["id"] = f"{number}-{event['id']}"
         if event.get("name") in ("process_sort_index", "process_name", "process_labels"):
@@ -177,6 +180,7 @@ def _events(folder: Path, rank: timeline.RankTrace, origin: float) -> Iterator[d
 def _label_args(event: dict[str, Any], rank: int, pid: int) -> dict[str, Any]:
     if event["name"] == "process_sort_index":
         return {"sort_index": pid}
+    # The name of a process gets the number of its rank, as all ranks have processes of the same names.
     return {key: f"rank {rank}: {value}" if key == "name" else value for key, value in event["args"].items()}
 
 
@@ -189,6 +193,7 @@ def _clock_shift(profiled: list[dict[str, Any]], rank: timeline.RankTrace) -> fl
     for event in profiled:
         name = str(event.get("name", ""))
         if name.startswith(CLOCK_PREFIX) and event.get("ph") == "X":
+            # From ns to us, the unit of the trace.
             shifts.append(int(name.removeprefix(CLOCK_PREFIX)) / 1e3 - event["ts"])
     if not shifts:
         raise ValueError(f"the profile of rank {rank.metadata['rank']} has no clock event")

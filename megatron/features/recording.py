@@ -57,6 +57,7 @@ class Recording(Feature):
         self._recorder = self._stack.enter_context(context)
 
     def before_step(self, iteration: int) -> None:
+        # Starting or writing a profile takes seconds, which are no time of the iteration.
         if self._recorder.iteration(iteration):
             self._run.log.restart_timer()
 
@@ -64,6 +65,7 @@ class Recording(Feature):
         if error is None:
             self._stack.close()
         else:
+            # The contexts must see the error: they then write their events without waiting for other ranks.
             self._stack.__exit__(type(error), error, error.__traceback__)
 
 
@@ -79,6 +81,7 @@ def record_iterations(config: Config, run_dir: Path, engine: Any, iteration: int
             yield tracer
         return
     folder = run_dir / profile.FOLDER
+    # The first iterations after a start are slower than usual.
     skipped = iteration + profile.SKIP_ITERATIONS
     first, last = config.log.profile_range or (skipped + 1, skipped + profile.PROFILE_ITERATIONS)
     if is_rank_0() and folder.is_dir():
@@ -90,6 +93,7 @@ def record_iterations(config: Config, run_dir: Path, engine: Any, iteration: int
     try:
         yield recorder
     except BaseException:
+        # `finish` would wait for other ranks, which may have ended.
         recorder.stop()
         raise
     recorder.finish()
@@ -112,8 +116,9 @@ def record_timeline(config: Config, run_dir: Path, engine: Any) -> Iterator[trac
         for old in folder.glob("rank_*.json"):
             old.unlink()
     recorder = trace.Tracer(engine.device, path, rank_metadata(config, engine), first, last)
+    # The offset of this rank's clock from rank 0. It is measured again at the end, as clocks drift.
     recorder.clock.append(measure_offset(engine.device))
-    trace.start(recorder)
+    trace.start(recorder)  # from here on, events of the engine go to this recorder
     try:
         yield recorder
     except BaseException:

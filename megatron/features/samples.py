@@ -45,6 +45,7 @@ class SampleSettings(FeatureSettings):
         if self.sample_prompt:
             return
         for name in ("sample_interval", "sample_tokens", "sample_temperature"):
+            # The attribute of the class is the default of the setting.
             if getattr(self, name) != getattr(SampleSettings, name):
                 yield f"--{name.replace('_', '-')} needs --sample-prompt"
 
@@ -73,6 +74,7 @@ class Samples(Feature):
 
     def after_step(self, step: "StepResult | None", samples: "SampleRange") -> None:
         if due(samples.iteration, self._interval) and samples.iteration < self._run.config.train.train_iters:
+            # Read the pending losses first: if the run must end, it ends before the texts are computed.
             self._run.log.check()
             self._write()
             self._run.log.restart_timer()

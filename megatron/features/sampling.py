@@ -21,6 +21,7 @@ def sample_next_tokens(logits: Tensor, sampling: Sampling, generator: torch.Gene
         return logits.argmax(dim=-1)
     logits = logits / temperature
     if top_k:
+        # The smallest of the k largest logits.
         threshold = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < threshold, -torch.inf)
     if top_p < 1:

@@ -65,6 +65,7 @@ def windows(length: int, max_length: int, stride: int) -> Iterator[Window]:
     """
     if not 1 <= stride < max_length:
         raise ValueError(f"--stride {stride} must be from 1 to {max_length - 1}, the context window in tokens")
+    # With length 7, max_length 4, stride 2: tokens 0-3 score 1-3, then tokens 2-5 score 4-5, then 3-6 score 6.
     first = 1
     while first < length:
         end = min(first + stride if first > 1 else max_length, length)
@@ -83,8 +84,9 @@ def token_nats(
         piece = tokens[:, window.start : window.end]
         logits = logits_of(piece[:, :-1])[0].float()
         scores = torch.log_softmax(logits, dim=-1)
-        token_nats = -scores.gather(1, piece[0, 1:, None])[:, 0]
-        nats += token_nats[window.first - window.start - 1 :].tolist()
+        piece_nats = -scores.gather(1, piece[0, 1:, None])[:, 0]
+        # Entry 0 belongs to the token after `start`.
+        nats += piece_nats[window.first - window.start - 1 :].tolist()
     return nats
 
 
@@ -106,6 +108,7 @@ def score_one(request: Request, logits_of: Logits, device: torch.device) -> Scor
     tokens = torch.tensor([request.ids], dtype=torch.int64, device=device)
     with torch.no_grad():
         logits = logits_of(tokens[:, :-1])[0, -request.num_targets :]
+    # 16 bits would be too coarse for a sum over many targets; fp64 stays.
     logits32 = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = torch.log_softmax(logits32, dim=-1)
     targets = tokens[0, -request.num_targets :]
@@ -144,6 +147,7 @@ def read_cloze(path: str, tokenizer: Tokenizer, max_length: int) -> list[Request
         ids = [*tokenizer.before, *all_ids]
         if num_targets > min(max_length, len(ids) - 1):
             raise ValueError(f"{where}: the target has {num_targets} tokens, but the context window has {max_length}")
+        # One id more than the window, as the last target is no input.
         requests.append(Request(ids[-max_length - 1 :], num_targets))
     if not requests:
         raise ValueError(f"{path} contains no questions")

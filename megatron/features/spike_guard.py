@@ -55,6 +55,7 @@ class Guard(Feature):
         if step is None or step.spike is None:
             return
         print_rank_0(f"{samples} is skipped, as --skip-step-sigma asks: {step.spike}")
+        # The row names the samples of the step and what was far above the mean.
         self._skipped.append({**samples._asdict(), **step.spike._asdict()})
 
     def row(self, interval: Interval) -> dict[str, Any]:

@@ -74,6 +74,6 @@ def slowest_rank(all_ranks: list[tuple[float, int]], iteration: float) -> Stragg
     for rank, (seconds, stage) in enumerate(all_ranks):
         median = statistics.median_low(peers[stage])
         is_slow = seconds > MIN_FACTOR * median and seconds - median > MIN_SHARE * iteration
-        if median > 0 and is_slow:
+        if median > 0 and is_slow:  # peers that did not work have no factor
             slow.append(Straggler(rank, seconds / median))
     return max(slow, key=lambda straggler: straggler.factor, default=None)

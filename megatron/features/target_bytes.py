@@ -30,6 +30,7 @@ def bytes_per_target(run: Run, part: str) -> dict[str, float]:
         return {}
     data = run.config.data
     corpora = corpus_names(data.paths) if data.names_corpora else []
+    # A single data set has no name.
     named = dataset if isinstance(dataset, Mapping) else {None: dataset}
     counts: Counts = defaultdict(lambda: [0, 0])
     with keep_random_state():

@@ -34,13 +34,14 @@ def read_tasks(config: Config, tokenizer: Tokenizer) -> list[TaskSet]:
                 raise ValueError(
                     f"--eval-tasks has two tasks {name}; name a cloze file with NAME=FILE, or leave one out"
                 )
-            if name:
+            if name:  # a set of lm-eval tasks has no name of its own
                 names.add(name)
     return task_sets
 
 
 def _read_word(word: str, config: Config, tokenizer: Tokenizer) -> TaskSet:
     flag = f"--eval-tasks {word}"
+    # A word is FILE, NAME=FILE or an lm-eval task. Without `=`, the name is empty and the file is the word.
     name, _, file = word.rpartition("=")
     path = Path(file)
     if path.suffix in (".jsonl", ".yaml", ".yml") and not path.is_file():
@@ -53,5 +54,5 @@ def _read_word(word: str, config: Config, tokenizer: Tokenizer) -> TaskSet:
     if path.exists():
         tasks = local_tasks(path)
         folders = [str(path if path.is_dir() else path.parent)]
-    task_manager(tasks, folders, flag)
+    task_manager(tasks, folders, flag)  # only for its errors: it refuses unknown tasks before the run begins
     return TaskSet(word, tasks=tasks, folders=folders)

@@ -13,4 +13,4 @@ class Average(Feature):
     def engine(self, engine: Any, plan: Plan) -> None:
         decay = plan.config.optim.ema_decay
         assert decay is not None
-        WeightAverage(engine, decay)
+        WeightAverage(engine, decay)  # it hooks itself into the optimizer, which keeps it alive

@@ -56,6 +56,7 @@ def build_writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]
     Raises ValueError if a writer cannot start.
     """
     log = config.log
+    # Without --tensorboard and --no-tensorboard, TensorBoard is written if it is installed.
     is_installed = log.tensorboard is None and importlib.util.find_spec("tensorboard")
     wanted: dict[type[Writer], Any] = {
         TensorBoard: log.tensorboard or log.tensorboard_dir or is_installed,
@@ -64,7 +65,9 @@ def build_writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]
         MLflow: log.mlflow,
     }
     started: list[Writer] = []
-    for writer_class in [writer_class for writer_class, is_requested in wanted.items() if is_requested]:
+    for writer_class, is_requested in wanted.items():
+        if not is_requested:
+            continue
         try:
             started.append(writer_class(config, run_dir, iteration))
         except Exception as error:  # packages raise errors of any type, e.g. for an unreachable server or a missing key
@@ -85,6 +88,7 @@ def _service_run_id(path: Path, iteration: int, new: Callable[[], str]) -> str:
 
     The file `path` stores the id. A run that starts at iteration 0 gets a new id from `new`.
     """
+    # A run that begins again is another run of the service, even in the same folder.
     if iteration and path.is_file():
         return path.read_text(encoding="utf-8").strip()
     name = new()
@@ -103,6 +107,7 @@ class TensorBoard:
 
     def __init__(self, config: Config, run_dir: Path, iteration: int) -> None:
         self._folder = str(config.log.tensorboard_dir or run_dir / "tensorboard")
+        # TensorBoard hides the events from this iteration on that an earlier start has written.
         self._board: Any = self._open(iteration + 1)
         rows = [f"    {name}: {value}" for name, value in flat_settings(config).items()]
         self._board.add_text("settings", "\n".join(rows), iteration)
@@ -115,9 +120,10 @@ class TensorBoard:
 
     def write(self, split: str, iteration: int, numbers: Mapping[str, float]) -> None:
         """Write each number as a scalar, such as train/lm_loss, and wait until they are in the file."""
-        self._board = self._board or self._open()
+        self._board = self._board or self._open()  # after an error there is no file
         try:
             for name, value in numbers.items():
+                # Only the row of samples has texts, which `shows_texts` asks for.
                 add = self._board.add_text if isinstance(value, str) else self._board.add_scalar
                 add(f"{split}/{name}", value, iteration)
             self._board.flush()
@@ -159,6 +165,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
             name=os.environ.get("WANDB_NAME", run_dir.resolve().name),
+            # A resumed run reads its id from this file; iteration 0 draws a new one.
             id=_service_run_id(run_dir / "wandb_id", iteration, lambda: uuid.uuid4().hex[:12]),
             resume="allow",
             dir=str(run_dir),
@@ -211,6 +218,7 @@ class SwanLab:
             self._run = swanlab.init(
                 project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
                 experiment_name=os.environ.get("SWANLAB_EXP_NAME", run_dir.resolve().name),
+                # A resumed run reads its id from this file; iteration 0 draws a new one.
                 id=_service_run_id(run_dir / "swanlab_id", iteration, lambda: uuid.uuid4().hex[:21]),
                 resume="allow",
                 logdir=str(run_dir / "swanlab"),
@@ -221,6 +229,7 @@ class SwanLab:
         """Log the numbers or texts of one row in one call."""
         row = {}
         for name, value in numbers.items():
+            # Only the row of samples has texts, which `shows_texts` asks for.
             row[f"{split}/{name}"] = self._text(value) if isinstance(value, str) else value
         self._run.log(row, step=iteration)
 
@@ -248,11 +257,13 @@ class MLflow:
         self._mlflow = mlflow
         path = run_dir / "mlflow_run"
         run_id = None
+        # A run that begins again is another MLflow run, even in the same folder.
         if iteration and path.is_file():
             run_id = path.read_text(encoding="utf-8").strip()
         run = mlflow.start_run(run_id=run_id, run_name=None if run_id else run_dir.resolve().name)
         if run_id is None:
             write_text(path, run.info.run_id + "\n")
+            # MLflow refuses longer values.
             settings = [(name, str(value)[:500]) for name, value in flat_settings(config).items()]
             for start in range(0, len(settings), 100):  # MLflow accepts at most 100 parameters per call
                 mlflow.log_params(dict(settings[start : start + 100]))

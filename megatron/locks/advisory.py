@@ -52,8 +52,10 @@ def exclusive(path: Path) -> Iterator[bool | None]:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_locked: bool | None = True
-    except OSError as error:
-        is_locked = False if isinstance(error, BlockingIOError) else None
+    except BlockingIOError:
+        is_locked = False
+    except OSError:
+        is_locked = None
     try:
         yield is_locked
     finally:
@@ -76,8 +78,10 @@ def is_local(path: Path) -> bool:
     except OSError:
         return False
     for line in lines:
+        # For example `36 35 98:0 / /mnt/data rw - ext4 /dev/sda1 rw`: the mount point, and after the dash the type.
         mount_fields, _, type_fields = line.partition(" - ")
         mount = Path(mount_fields.split()[4].encode().decode("unicode_escape"))  # mountinfo escapes a space as \040
+        # The innermost mount counts; of two at the same place, the later one hides the other.
         if (mount == target or mount in target.parents) and len(mount.parts) >= most_parts:
             file_system = type_fields.split()[0]
             most_parts = len(mount.parts)

@@ -38,10 +38,14 @@ class HeldPlaces(Feature):
 
         If the folders are gone or empty, this run takes their locks again, in new folders.
         """
-        self._lost = broadcast_from_rank_0(self._take_back() or self._lost if is_rank_0() else None)
+        lost = self._lost
+        if is_rank_0():
+            lost = self._take_back() or lost
+        self._lost = broadcast_from_rank_0(lost)
         return self._lost
 
     def _take_back(self) -> LostPlace | None:
+        """Take all lost locks again, or none of them; return the first lost folder, None if there is none."""
         lost = [lock for lock in self._run.locks if lock.is_lost()]
         if not lost:
             return None
@@ -52,7 +56,9 @@ class HeldPlaces(Feature):
                 for retaken_lock in retaken:
                     retaken_lock.release()
                 reason = f"{lock.path.parent} {lock.why_not_free()}"
-                return LostPlace(f"{what_happened}, and {reason}: this run ends unsaved", False)
+                return LostPlace(f"{what_happened}, and {reason}: this run ends unsaved", is_retaken=False)
             retaken.append(lock)
         self._run.metrics.is_paused = False
-        return LostPlace(f"{what_happened}; this run has saved into a folder of this name, and ends", True)
+        # The message is shown after the save, which is still to come.
+        message = f"{what_happened}; this run has saved into a folder of this name, and ends"
+        return LostPlace(message, is_retaken=True)

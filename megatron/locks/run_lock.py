@@ -48,8 +48,9 @@ class Holder:
         job = os.environ.get("SLURM_JOB_ID", "")
         if job:
             job += f" start {os.environ.get('SLURM_RESTART_COUNT', '0')}"
+        started = start_time_of(pid) or ""
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        return cls(socket.gethostname(), pid, start_time_of(pid) or "", since, job, process_table())
+        return cls(socket.gethostname(), pid, started, since, job, process_table())
 
     def same_process(self, other: "Holder") -> bool:
         """Return True if this holder and `other` are the same process."""
@@ -70,9 +71,10 @@ class Holder:
             start_now = start_time_of(self.pid)
             if start_now is None:
                 return True
+            # Another start time means that the system gave the id to a later process. "" means that it is unknown.
             return bool(start_now and self.started and start_now != self.started)
         same_job = _first_word(self.job) == _first_word(me.job)
-        if self.job and same_job and self.job != me.job:
+        if self.job and same_job and self.job != me.job:  # SLURM ends a start of a job before it restarts the job
             return True
         if not self.advisory:
             return False
@@ -159,7 +161,7 @@ class RunLock:
             if holder is None:
                 self._check_damaged(text, deadline)
             elif holder.same_process(self._me):
-                return
+                return  # another lock of this process holds the file
             else:
                 self._take_over(holder, text, override, deadline)
             time.sleep(0.1)
@@ -168,7 +170,8 @@ class RunLock:
         """Raise RunLockedError if the lock file, whose content is `text`, is damaged and not only half-written."""
         now = time.monotonic()
         problem = ""
-        if text is not None and now > deadline - PATIENCE + 1:  # unreadable for more than a second
+        # The wait began at deadline - PATIENCE. A file that is unreadable for more than a second is not half-written.
+        if text is not None and now > deadline - PATIENCE + 1:
             problem = "damaged"
         elif text is None and now > deadline and self.path.is_symlink():
             problem = "a broken symbolic link"
@@ -182,7 +185,7 @@ class RunLock:
         if not holder.is_gone(self._me, self.path):
             alive = holder.is_alive(self._me, self.path)
             if alive and not past_deadline:
-                return
+                return  # `_acquire` tries again until the deadline
             if alive or not override:
                 raise RunLockedError(_in_use_message(self.path, holder, self._me, alive, self._other_flag))
             reason = "may still run (--override-lock)"
@@ -249,6 +252,7 @@ class RunLock:
             return True
         except OSError:
             return False  # the file system fails, which says nothing about the file
+        # st_nlink is 0 if the own file was deleted; its number may then belong to another file.
         if own_file.st_nlink and (own_file.st_dev, own_file.st_ino) == (file_at_path.st_dev, file_at_path.st_ino):
             return False
         holder = read_holder(self.path)
@@ -259,12 +263,12 @@ class RunLock:
 
         A folder that contains anything may belong to another run, even if that run has ended.
         """
-        old_handle = self._handle
+        old_handle = self._handle  # `_create` replaces it
         folder = self.path.parent
         if _device_and_inode(folder) != self._folder_id and has_files(folder):
             return False
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             is_taken = self._create()
         except OSError:
             is_taken = False
@@ -293,7 +297,7 @@ class RunLock:
             advisory.drop(self._handle)
             self._handle = None
         with contextlib.suppress(OSError):
-            for folder in self._created_folders:
+            for folder in self._created_folders:  # innermost first; rmdir fails if a folder is not empty
                 folder.rmdir()
         self._created_folders = []
 
@@ -324,6 +328,10 @@ def _is_sound(holder: Holder) -> bool:
 
 
 def _in_use_message(path: Path, holder: Holder, me: Holder, alive: bool, other_flag: str) -> str:
+    """Return the error message for a lock that `holder` holds.
+
+    alive: whether the holder surely runs. other_flag: advice to use another folder, such as `another --run-dir`.
+    """
     location = ""
     if holder.host == me.host and not holder.is_visible(me):
         location = ", in another container"

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def _init_heads(std: float, head_size: int, part_factors: Sequence[float], weight: Tensor) -> None:
     """Draw normal values, and scale the rows of part i (query, key or value) of each head by part_factors[i]."""
     nn.init.normal_(weight, 0.0, std)
-    weight.view(-1, len(part_factors), head_size, weight.shape[1]).mul_(torch.tensor(part_factors).view(1, -1, 1, 1))
+    rows_by_part = weight.view(-1, len(part_factors), head_size, weight.shape[1])  # [heads, parts, rows, h]
+    rows_by_part.mul_(torch.tensor(part_factors).view(1, -1, 1, 1))
 
 
 class Attention(nn.Module):
@@ -46,7 +47,7 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
         self.rng = mpu.get_rng()
         self.kernel: Kernel = attend
-        self.stream = mpu.Stream(self.rng, stream, split=True)
+        self.stream = mpu.Stream(self.rng, stream, split=True)  # each rank draws for its own heads
         self.recompute = config.checkpoint_attention
         self.make_call: Callable[..., AttentionArgs] = partial(
             AttentionArgs,
@@ -112,8 +113,8 @@ class Attention(nn.Module):
         return mpu.checkpoint(compute, *inputs, rng=self.rng)  # type: ignore[no-any-return]
 
     def _compute_with_dropout(self, *inputs: Any) -> Tensor:
-        with self.rng.fork(self.stream.name, inputs[0].device, self.stream.split):
-            query, key, value, mask, bias = inputs
+        query, key, value, mask, bias = inputs
+        with self.rng.fork(self.stream.name, query.device, self.stream.split):  # seeds torch's generator
             return self._compute(query, key, value, mask, bias, self.dropout)
 
 
@@ -128,7 +129,7 @@ class SelfAttention(Attention):
         super().__init__(config, f"{name}.attention", output_std, causal)
         group_size = config.num_attention_heads // config.key_value_heads
         query_factors = [config.query_factor] * group_size
-        self.query_key_value = self._project(
+        self.query_key_value = self._project(  # a key and a value, both with factor 1, follow the queries of a group
             config, *query_factors, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
         )
         width = config.width_factor
@@ -159,7 +160,7 @@ class SelfAttention(Attention):
 
     def split_qkv(self, qkv: Tensor, angles: "Rotation | None") -> tuple[Tensor, ...]:
         """Split [s, b, (n/t + 2 g) * d] into queries [b, n/t, s, d] and keys and values [b, g, s, d]."""
-        return split_heads(qkv, self.head_size, 3)
+        return split_heads(qkv, self.head_size, num_parts=3)
 
 
 def split_heads(fused: Tensor, head_size: int, num_parts: int) -> tuple[Tensor, ...]:
@@ -211,7 +212,7 @@ def build_self_attention(config: ModelConfig, name: str, output_std: float, caus
         from .grouped_attention import GroupedSelfAttention
 
         attention_class = GroupedSelfAttention
-    if {"norm", "qkv"} & set(config.recompute_modules):
+    if {"norm", "qkv"} & set(config.recompute_modules):  # with "norm", attention is called with a recipe
         from .recomputed_attention import recomputed_self_attention
 
         attention_class = recomputed_self_attention(attention_class)

@@ -42,6 +42,7 @@ def dropout_by_document(
     pieces: blocks of queries and keys; every key must be in exactly one block. A single dropout mask is drawn for all
     q x k attention weights, and each block uses its part of the mask, so dropout does not depend on the blocks.
     """
+    keep_prob = 1.0 if p == 1 else 1 - p  # p = 1 keeps nothing, and 0 / 0 would be NaN
     keep_mask = stream.keep_mask((*query.shape[:3], key.shape[2]), p, query.device, torch.bool)
     rows = []
     for i, (keep_row, query_row, key_row, value_row) in enumerate(zip(keep_mask, query, key, value, strict=True)):
@@ -54,9 +55,9 @@ def dropout_by_document(
         outputs = []
         for piece, q, k, v in zip(row_pieces, queries, keys, values, strict=True):
             keep_block = keep_row[:, piece.queries, piece.keys]
-            factors = keep_block.to(query.dtype).div_(1 - p or 1.0)  # p = 1 keeps nothing, so do not divide by 0
+            factors = keep_block.to(query.dtype).div_(keep_prob)
             visible = piece.visible(query.device)
-            additive_mask = None if visible is None else to_additive_mask(visible, q.dtype)[0]
+            additive_mask = None if visible is None else to_additive_mask(visible, q.dtype)[0]  # without the batch
             outputs.append(_attend(q, k, v, additive_mask, scale, factors.mul))
         rows.append(torch.cat(outputs, 1))
     return torch.stack(rows)

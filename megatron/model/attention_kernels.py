@@ -82,6 +82,7 @@ class AttentionArgs(NamedTuple):
         # A mask built from documents already hides later keys if attention is causal. A single query, as in decoding,
         # sees all keys.
         is_causal = self.causal and mask is None and q > 1
+        # torch hides later keys without a mask only if there is no bias and q = k; our dropout on a CPU needs a mask.
         needs_mask = self.bias is not None or q != k or (self.p > 0 and self.on_cpu)
         if is_causal and needs_mask:
             return causal_mask(q, k, self.query.device), False
@@ -128,7 +129,7 @@ def select_sdpa_kernels(query: Tensor, mask: Tensor | None) -> AbstractContextMa
 def choose_kernel(call: AttentionArgs) -> Kernel:
     """Return the kernel of the call: torch's, unless documents, a bias, dropout or another part needs another."""
     needs_special_kernel = isinstance(call.mask, Documents) or call.views or call.bias is not None
-    needs_cpu_kernel = call.on_cpu and (call.p or call.query.dtype != torch.float32)
+    needs_cpu_kernel = call.on_cpu and (call.p or call.query.dtype != torch.float32)  # a CPU may emulate 16 bits
     if not needs_special_kernel and not needs_cpu_kernel:
         return torch_sdpa
     from .special_kernels import choose_special_kernel

@@ -34,6 +34,7 @@ def largest_logit(call: AttentionArgs, text: Tensor | None = None) -> Tensor:
             q = query.shape[2]
             k = end - begin
             mask = torch.ones(1, 1, q, k, dtype=torch.bool, device=query.device).tril(k - q)
+        # The values are not cut, because logits do not depend on them.
         slice_call = call._replace(query=query, key=key[:, :, begin:end], value=value, mask=mask)
         largest_by_slice.append(_largest(slice_call, None if text_slices is None else text_slices[slice_index]))
     return torch.stack(largest_by_slice).max()
@@ -53,7 +54,7 @@ def _largest(call: AttentionArgs, text: Tensor | None) -> Tensor:
         logits = (query.reshape(b, g, n // g, -1, d) @ key[..., :num_keys]).view(b, n, -1, num_keys)
         if call.bias is not None:
             logits.mul_(call.scale).add_(call.bias.detach()[:, :, begin : begin + queries_at_once])
-        if is_causal:
+        if is_causal:  # of the visible keys, only those of this block of queries may be later than a query
             visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
             logits[..., begin:].masked_fill_(~visible, -torch.inf)
         elif mask is not None:
@@ -62,4 +63,5 @@ def _largest(call: AttentionArgs, text: Tensor | None) -> Tensor:
             logits.masked_fill_(~text[:, None, begin : begin + queries_at_once, None], -torch.inf)
         maxima.append(logits.max())
     largest = torch.stack(maxima).max()
+    # With a bias, the logits were scaled before the bias was added.
     return largest if call.bias is not None else largest * call.scale

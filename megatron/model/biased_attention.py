@@ -54,7 +54,7 @@ def _list_pieces(query: Tensor, mask: Tensor | None, pieces: Pieces | None, by_r
     row_pieces = []
     for i in range(len(query)):
         row = slice(i, i + 1)
-        row_mask = mask if mask is None or len(mask) == 1 else mask[row]
+        row_mask = mask if mask is None or len(mask) == 1 else mask[row]  # a mask of one row is that of all rows
         row_pieces.append(Piece(row, all_tokens, all_tokens, row_mask))
     return row_pieces
 
@@ -87,7 +87,7 @@ class _BiasedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # A pipeline may run the backward pass of inputs and of weights separately. The first call has then already
         # computed the gradient of the bias, and the second returns it.
-        if ctx.bias_grad is not None and not mpu.needs_grad(ctx, 0):
+        if ctx.bias_grad is not None and not mpu.needs_grad(ctx, 0):  # input 0 is the query
             return None, None, None, ctx.bias_grad, None, None
         query, key, value, bias, mask = ctx.saved_tensors
         query_grad = torch.empty_like(query)
@@ -100,6 +100,7 @@ class _BiasedAttention(torch.autograd.Function):
             block = (slice(None), piece.queries, piece.keys)
             visible = piece.visible(query.device)
             (g,) = piece.cut(grad)
+            # A piece has one row of the batch, so [0] drops the dimension of the batch.
             q, k, v, g = (x[0].to(compute_dtype) for x in (*piece.cut(query, key, value), g))
             scores = torch.baddbmm(wide_bias[block], q, k.mT, alpha=ctx.scale)
             if visible is not None:
@@ -113,5 +114,5 @@ class _BiasedAttention(torch.autograd.Function):
                 grad_view.copy_(piece_grad)
         if mpu.needs_grad(ctx, 3):  # input 3 is the bias
             return query_grad, key_grad, value_grad, bias_grad.to(bias.dtype), None, None
-        ctx.bias_grad = bias_grad.to(bias.dtype)
+        ctx.bias_grad = bias_grad.to(bias.dtype)  # for the second call
         return query_grad, key_grad, value_grad, None, None, None

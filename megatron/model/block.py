@@ -56,7 +56,7 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True) -> None:
         super().__init__()
-        decoder = self.stack_index == 1
+        decoder = self.stack_index == 1  # stack 0 is the encoder, or the only stack
         output_std = config.output_std(branches, config.width_factor, decoder)
         self.branch_factor = config.decoder_branch_factor if decoder else config.branch_factor
         self.causal = causal
@@ -69,7 +69,7 @@ class TransformerLayer(nn.Module):
         self.post_attention_layernorm = build_norm(config)
         self.mlp = build_mlp(config, name, branches, decoder)
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
-        self.offload_context: Callable[[bool], AbstractContextManager[Any]] = nullcontext
+        self.offload_context: Callable[[bool], AbstractContextManager[Any]] = nullcontext  # ignores its argument
         self.run_on_normalised: Callable[..., tuple[Tensor, Tensor | None]] = run_on_normalised
         if config.offload_activations:
             from .offload import offloaded
@@ -102,7 +102,7 @@ class TransformerLayer(nn.Module):
         def attend(x: Tensor, **recipe: Any) -> Any:
             return self.attention(x, mask, bias, cache, angles, **recipe)
 
-        def run_mlp(x: Tensor, **recipe: Any) -> Any:
+        def run_mlp(x: Tensor, **recipe: Any) -> Any:  # needs no recipe
             return self._run_mlp(x, routing)
 
         with self.offload_context(self.training):
@@ -182,8 +182,8 @@ class Block(TransformerLayer):
         s = mpu.whole_length(hidden, self.sequence) * self.context.size
         num_cached = caches.cached_length(self.context.size) if caches else 0
         mask = self.build_mask(document_ids, s, num_cached)
-        restart_positions = self.role.restarts_positions and not caches
+        restart_positions = self.role.restarts_positions and not caches  # a generated text is one document
         angles = self.build_rotation(document_ids, s, num_cached, restart_positions) if self.build_rotation else None
         routing = self.make_routing(losses, document_ids)
         hidden = self.run_layer(hidden, mask, caches=caches, angles=angles, routing=routing)
-        return hidden, document_ids, *losses
+        return hidden, document_ids, *losses  # `run_layer` has added this layer's loss to the list

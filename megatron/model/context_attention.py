@@ -48,7 +48,8 @@ class ContextViews(NamedTuple):
     def key_range(self, slice_index: int) -> tuple[int, int]:
         """Return begin and end of the range of keys that at least one query of slice number `slice_index` may see."""
         begin, end = self.slices[slice_index]
-        return 0 if self.window is None else max(begin - self.window + 1, 0), end
+        first_key = 0 if self.window is None else max(begin - self.window + 1, 0)
+        return first_key, end
 
     def mask(self, slice_index: int) -> Tensor | None:
         """Return the mask of a slice, bool [1 or b, 1, q, k], or None if only later tokens are hidden.
@@ -59,11 +60,12 @@ class ContextViews(NamedTuple):
         if not self.needs_mask:
             return None
         key = "view", self.slices[slice_index], self.window, self.within_documents
-        return cached_on(self.ids, key, None, lambda: self._build_mask(slice_index))
+        return cached_on(self.ids, key, lambda: self._build_mask(slice_index))
 
     def _build_mask(self, slice_index: int) -> Tensor:
         begin, end = self.slices[slice_index]
         first_key, _ = self.key_range(slice_index)
+        # A window of `end` tokens hides only later tokens.
         window_mask = causal_window(end - begin, end - first_key, self.window or end, self.ids.device)
         if not self.within_documents:
             return window_mask
@@ -78,6 +80,7 @@ def build_context_views(
     ids: document ids, [b, s] or empty. window: number of last tokens that a query sees, None for all.
     documents: built from `ids`; None if attention is not restricted to documents.
     """
+    # A window as long as the sequence hides nothing, and without a window no mask is needed.
     effective_window = window if window is not None and window < length else None
     return ContextViews(ids, documents is not None, effective_window, tuple(mpu.context_slices(length, axis)), axis)
 

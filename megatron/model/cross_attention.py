@@ -43,11 +43,11 @@ class CrossAttention(Attention):
         """
         projected, _ = self.query(hidden)
         query = self.view_queries(projected)
-        if cache is not None and cache.length:
+        if cache is not None and cache.length:  # the first call has filled the cache
             key, value = cache.get_all()
         else:
             key_and_value, _ = self.key_value(encoded)
-            key, value = split_heads(key_and_value, self.head_size, 2)
+            key, value = split_heads(key_and_value, self.head_size, num_parts=2)
             if cache is not None:
                 cache.extend(key, value)
         context = self.attend(query, key, value, mask, None)

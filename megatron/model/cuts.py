@@ -18,7 +18,7 @@ def partition_method(layers: Sequence[Layer], config: Config) -> Any:
     p = config.parallel
     if p.partition_method == "measured":
         return "balanced"  # the name that tds has for this method
-    num_ranges = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
+    num_ranges = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1  # chunks need a pipeline
     if p.partition_method == "balanced" and len(layers) >= num_ranges:
         return balanced_cuts(layers, num_ranges, bool(config.recomputed_layers))
     return p.partition_method
@@ -35,6 +35,7 @@ def balanced_cuts(layers: Sequence[Layer], num_ranges: int, recomputed: bool) ->
     """
     ends = [end for end, layer in enumerate(layers, start=1) if layer.work]
     has_work = bool(ends)
+    # With too few layers of work, or without work in the last one, each layer is a unit of its own.
     if len(ends) < num_ranges or ends[-1] < len(layers):
         ends = list(range(1, len(layers) + 1))
     costs = []

@@ -26,13 +26,14 @@ class _PermuteRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, repeats: int) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.repeats = repeats
+        # Token t has the assignments t k to t k + k - 1, so assignment i belongs to token i // k.
         return x[order // repeats] if repeats > 1 else x[order]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         (inverse,) = ctx.saved_tensors
         row_grads = grad[inverse]
-        if ctx.repeats > 1:
+        if ctx.repeats > 1:  # a token was copied to k rows, so their gradients are summed
             row_grads = row_grads.view(-1, ctx.repeats, grad.shape[-1]).sum(1)
         return row_grads, None, None, None
 
@@ -44,7 +45,10 @@ def _permute_rows(x: Tensor, order: Tensor, inverse: Tensor, repeats: int = 1) -
 def _sort_order(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Return the order [m] that sorts `keys` [m], equal keys in their order, and its inverse."""
     order = keys.argsort(stable=True)
-    return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    places = torch.arange(len(order), device=order.device)
+    # inverse[order[i]] = i. For keys [5, 3, 4], the order is [1, 2, 0] and the inverse [2, 0, 1].
+    inverse = torch.empty_like(order).scatter_(0, order, places)
+    return order, inverse
 
 
 def dispatch_to_experts(x: Tensor, experts: Tensor, num_experts: int, apply_experts: Apply, axis: mpu.Axis) -> Tensor:
@@ -56,9 +60,13 @@ def dispatch_to_experts(x: Tensor, experts: Tensor, num_experts: int, apply_expe
     experts_per_token = experts.shape[1]
     row_experts = experts.flatten()
     order, inverse = _sort_order(row_experts)
-    counts = torch.bincount(row_experts, minlength=num_experts)
+    counts = torch.bincount(row_experts, minlength=num_experts)  # rows of each expert
     rows = _permute_rows(x, order, inverse, experts_per_token)
-    outputs = apply_experts(rows, counts) if axis.size == 1 else _run_across_ranks(rows, counts, apply_experts, axis)
+    if axis.size == 1:
+        outputs = apply_experts(rows, counts)
+    else:
+        outputs = _run_across_ranks(rows, counts, apply_experts, axis)
+    # Swapping `order` and `inverse` puts the rows back into the order of tokens.
     return _permute_rows(outputs, inverse, order).view(-1, experts_per_token, x.shape[-1])
 
 
@@ -71,7 +79,9 @@ def _run_across_ranks(rows: Tensor, counts: Tensor, apply_experts: Apply, axis: 
     local_experts = torch.arange(received_counts.shape[1], device=received_counts.device).repeat(axis.size)
     row_experts = local_experts.repeat_interleave(received_counts.flatten())  # expert of each row that arrives
     sent_counts = counts.view(axis.size, -1).sum(1)
+    # Numbers of rows to and from each rank, copied to the host at once.
     sends, receives = torch.stack([sent_counts, received_counts.sum(1)]).tolist()
+    # The rows arrive sorted by rank, then by expert; the experts need them sorted by expert only.
     order, inverse = _sort_order(row_experts)
     arrived = _permute_rows(mpu.exchange_rows(rows, sends, receives, axis), order, inverse)
     if torch.is_grad_enabled() and not arrived.requires_grad:

@@ -27,7 +27,8 @@ class WordEmbedding(nn.Module):
         )
         self.sequence = mpu.sequence_axis()
         self.logits_scale = config.logits_scale
-        self.logits_chunk_size = config.logits_chunk_size if "cross-entropy" not in config.reference_ops else 0
+        needs_all_logits = "cross-entropy" in config.reference_ops  # for torch's own cross entropy
+        self.logits_chunk_size = 0 if needs_all_logits else config.logits_chunk_size
 
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Embed (tokens [b, s], position ids [b, s], document ids) -> (hidden [s, b, h], position ids, document ids).

@@ -57,7 +57,8 @@ def evaluate_targets(loss: "TokenLoss", logits: "Logits", labels: Tensor, loss_m
     values = evaluate(loss, logits, labels) * loss_mask
     if loss.sample_sums is not None:
         loss.sample_sums.append(values.sum(2, dtype=torch.float64))
-    return values[0].sum(), values[0]
+    losses = values[0]
+    return losses.sum(), losses
 
 
 def _evaluate(loss: "TokenLoss", logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -66,7 +67,7 @@ def _evaluate(loss: "TokenLoss", logits: Tensor, labels: Tensor) -> tuple[Tensor
     values = losses.unsqueeze(0)
     if loss.sample_sums is not None:
         is_correct = mpu.vocab_parallel_right(logits, labels.t(), loss.vocab_size, axis=loss.axis).t()
-        values = torch.stack([losses, (~is_correct).to(losses.dtype)])
+        values = torch.stack([losses, (~is_correct).to(losses.dtype)])  # losses and wrong tokens, see `evaluate`
     if loss.is_text is None or torch.is_grad_enabled():
         return values, {}
     return values, sum_over_text(logits, labels, losses, loss.is_text(labels), loss.vocab_size, loss.axis)
@@ -75,7 +76,7 @@ def _evaluate(loss: "TokenLoss", logits: Tensor, labels: Tensor) -> tuple[Tensor
 def _evaluate_chunks(loss: "TokenLoss", logits: mpu.DeferredLogits, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return `_evaluate` for deferred logits, of which one chunk of tokens exists at a time."""
     labels_sb = labels.t()  # [s, b]
-    tokens = labels_sb.reshape(1, -1)
+    tokens = labels_sb.reshape(1, -1)  # chunks number all tokens as if they were one sample of s b tokens
     values_by_chunk = []
     sums: dict[str, list[Tensor]] = defaultdict(list)
     for rows, chunk in logits.chunks():
@@ -112,7 +113,7 @@ def reference_losses(
     if not z_loss:
         return losses, torch.zeros_like(losses)
     z = z_loss * wide_logits.logsumexp(-1).t() ** 2
-    return losses + (z - z.detach()), z.detach()
+    return losses + (z - z.detach()), z.detach()  # the losses get the gradient of z, but not its value
 
 
 def scale_router_loss(losses: Tensor, targets: Tensor, mean_targets: Tensor | Callable[[], Tensor] | None) -> Tensor:

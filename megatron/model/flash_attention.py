@@ -55,6 +55,7 @@ class _FlashAttention(torch.autograd.Function):
             (piece_log_sums,) = piece.cut(log_sums)
             new_out, new_log_sums = flash_on_cpu(q, k, v, piece.added(q.dtype), piece.causal, scale)
             if piece.adds_to_earlier:
+                # Both outputs are divided by their own sum of exponentials; weight them by its share of the total.
                 total = torch.logaddexp(piece_log_sums, new_log_sums)
                 earlier_weight = (piece_log_sums - total).exp_().unsqueeze(-1)
                 new_weight = (new_log_sums - total).exp_().unsqueeze(-1)
@@ -84,8 +85,12 @@ class _FlashAttention(torch.autograd.Function):
             g, o, s = (piece.cut(x)[0] for x in (grad, out, log_sums))
             piece_grads = flash_on_cpu_backward(g, q, k, v, o, s, piece.added(q.dtype), piece.causal, ctx.scale)
             grad_views = piece.cut(query_grad, key_grad, value_grad)
+            # A piece adds to the gradients of query, key and value to which an earlier piece may have written.
             accumulated = piece.adds_to_earlier, not pieces.each_key_once, not pieces.each_key_once
             for grad_view, piece_grad, accumulates in zip(grad_views, piece_grads, accumulated, strict=True):
-                grad_view.add_(piece_grad) if accumulates else grad_view.copy_(piece_grad)
+                if accumulates:
+                    grad_view.add_(piece_grad)
+                else:
+                    grad_view.copy_(piece_grad)
         key_grad, value_grad = sum_repeated(key.shape[1], key_grad, value_grad)
         return query_grad, *reduce_scatter_grads(key_grad, value_grad, ctx.axis), None, None, None

@@ -56,7 +56,7 @@ class LanguageModel(LayerStack):
             if loss_mask is None:
                 return self.loss_fn.per_token(logits, labels)
             return self.loss_fn(logits, (labels, loss_mask, extra))
-        logits, _ = split_router_loss(logits)
+        logits, _ = split_router_loss(logits)  # without labels no loss is asked for
         logits = mpu.whole_logits(logits).transpose(0, 1)
         if self.parallel_output:
             return logits

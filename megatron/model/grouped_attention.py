@@ -23,6 +23,7 @@ class GroupedSelfAttention(SelfAttention):
 
     def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool = True) -> None:
         super().__init__(config, name, output_std, causal)
+        # 8 ranks and 2 key-value heads: 4 neighbouring ranks share a head.
         self.sharing_ranks = mpu.neighbours(self.axis, max(self.axis.size // config.key_value_heads, 1))
         self.query_norm = build_head_norm(config) if config.qk_norm else None
         self.key_norm = build_head_norm(config) if config.qk_norm else None
@@ -33,7 +34,7 @@ class GroupedSelfAttention(SelfAttention):
         if self.sharing_ranks.size > 1:
             qkv = gather_shared_group(qkv, self.head_size, self.sharing_ranks)
         if self.query_norm is not None and self.key_norm is not None:
-            heads = view_by_group(qkv, self.kv_heads, self.head_size)
+            heads = view_by_group(qkv, self.kv_heads, self.head_size)  # [s, b, g, queries + key + value, d]
             queries = self.query_norm(heads[..., :-2, :])
             keys = self.key_norm(heads[..., -2:-1, :])
             qkv = torch.cat([queries, keys, heads[..., -1:, :]], 3).flatten(2)

@@ -77,7 +77,7 @@ def split_grouped_heads(
 
 def _split_parts(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None) -> tuple[Tensor, ...]:
     """Split [s, b, g, sum(parts), d] into one tensor [s, b, g * part, d] for each part."""
-    rotate_parts = _FUSED_ROTATE if angles is not None else _rotate_parts_eagerly  # copies need no compiler
+    rotate_parts = _FUSED_ROTATE if angles is not None else _rotate_parts_eagerly  # mere copies need no compiler
     buffer = rotate_parts(by_group, parts, angles)
     part_buffers = _part_buffers(buffer, list(_part_views(by_group, parts)))
     return tuple(part.flatten(2, 3) for part in part_buffers)
@@ -93,7 +93,7 @@ def _part_buffers(buffer: Tensor, views: list[Tensor]) -> list[Tensor]:
     for part_buffer, part in zip(torch.split(buffer, [part.numel() for part in views]), views, strict=True):
         s, *middle, d = part.shape
         if buffer.device.type == "cpu":
-            part_buffer = part_buffer.view(*middle, s, d).permute(3, 0, 1, 2, 4)
+            part_buffer = part_buffer.view(*middle, s, d).permute(3, 0, 1, 2, 4)  # [b, g, part, s, d] to [s, b, ...]
         buffers.append(part_buffer.view(part.shape))
     return buffers
 
@@ -119,6 +119,7 @@ def _rotate_parts(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | N
 
 
 def _rotate_parts_eagerly(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None) -> Tensor:
+    """Do what `_rotate_parts` does, writing each rotated part straight into its place in the buffer."""
     views = list(_part_views(by_group, parts))
     buffer = by_group.new_empty(by_group.numel())
     rotations = _angles_by_part(parts, angles)
@@ -137,13 +138,20 @@ def _join_grads(
     grads_back = []
     for grad, part, rotation in zip(grads, parts, _angles_by_part(parts, angles), strict=True):
         size = (*shape[:3], part, shape[4])
-        grads_back.append(any_grad.new_zeros(size) if grad is None else rotate(grad.view(size), rotation, inverse=True))
+        if grad is None:
+            grads_back.append(any_grad.new_zeros(size))
+        else:
+            grads_back.append(rotate(grad.view(size), rotation, inverse=True))
     return torch.cat(grads_back, 3)
 
 
 def _join_grads_eagerly(
     any_grad: Tensor, grads: Grads, shape: torch.Size, parts: tuple[int, ...], angles: Rotation | None
 ) -> Tensor:
+    """Do what `_join_grads` does, writing each part's gradient straight into its place in the result.
+
+    `_part_views` yields these places, and `_angles_by_part` the rotation of each part.
+    """
     joined = any_grad.new_empty(shape)
     rotations = _angles_by_part(parts, angles)
     for grad, part_view, rotation in zip(grads, _part_views(joined, parts), rotations, strict=True):
@@ -186,6 +194,7 @@ class _SplitGrouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         any_grad = next((grad for grad in grads if grad is not None), None)
         if any_grad is None:
-            return (None,) * 5
+            return (None,) * 5  # one for each input of `forward`
         join_grads = _FUSED_JOIN if ctx.angles is not None else _join_grads_eagerly
+        # Only the first input, `fused`, has a gradient.
         return join_grads(any_grad, grads, ctx.shape, ctx.parts, ctx.angles).flatten(2), *[None] * 4

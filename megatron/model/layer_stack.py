@@ -37,6 +37,7 @@ class LayerStack(LayerRunner, nn.Module):
             call: Callable[..., Any] = _raise_not_built
             if own is None or i in own:
                 modules: dict[str, Any] = dict(self._built_layers)
+                # Tied layers have the same name and share one module.
                 module = modules[name] if name in modules else self._build(layer, name, seed)
                 call = partial(layer.call, module) if layer.call else module
             self.steps.append((layer, call))
@@ -48,7 +49,7 @@ class LayerStack(LayerRunner, nn.Module):
         named_parameters = [(f"{name}.{path}", p) for path, p in module.named_parameters()]
         fill_parameters(named_parameters, seed)
         after_layer = mpu.parallel_context().after_layer
-        if after_layer is not None:
+        if after_layer is not None:  # a hook that works on each layer before the next one is built
             after_layer(module)
         return module
 

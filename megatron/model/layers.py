@@ -89,7 +89,10 @@ class LayerRunner:
 
             return run_in_groups(steps, inputs, self._recompute_group_size, self._rng, self.observe)
         for layer, call in steps:
-            inputs = call(inputs) if self.observe is None else self.observe(layer, call, inputs)
+            if self.observe is None:
+                inputs = call(inputs)
+            else:
+                inputs = self.observe(layer, call, inputs)
         return inputs
 
     def get_additional_losses(self) -> dict[str, Tensor]:
@@ -130,7 +133,7 @@ def _add_global_names(model: Any, named: Callable[[nn.Module], Iterable[tuple[st
             yield f"{layer_name}.{name}", tensor
     for name, tensor in named(model):
         outside = id(tensor) not in seen
-        if outside and not name.startswith(PLACEHOLDER):
+        if outside and not name.startswith(PLACEHOLDER):  # weights of an optimizer's empty groups are not the model's
             yield name, tensor
 
 

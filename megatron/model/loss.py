@@ -98,8 +98,9 @@ class TokenLoss:
         """
         from .extra_losses import evaluate
 
-        logits, _ = split_router_loss(logits)
-        return evaluate(self, logits, labels)[0]
+        logits, _ = split_router_loss(logits)  # the routers' loss belongs to no single token
+        values = evaluate(self, logits, labels)
+        return values[0]  # the losses; with `sample_sums`, values[1] marks wrong tokens
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cross entropy and the z-loss of every token, [b, s] each.
@@ -132,7 +133,7 @@ class TokenLoss:
             from .extra_losses import scale_router_loss
 
             router_loss = scale_router_loss(router_loss, count_targets(targets), self.mean_targets)
-            total = total + (router_loss - router_loss.detach())
+            total = total + (router_loss - router_loss.detach())  # adds a gradient, but no value
             self.aux = self.aux | {"router_loss": router_loss.detach()}
         if extra_dicts and "corpora" in extra_dicts[0]:
             from .extra_losses import sum_by_corpus

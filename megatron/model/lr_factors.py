@@ -30,8 +30,9 @@ def layer_lr_factors(model: nn.Module, config: ModelConfig, muon: str | None = N
         spec = mpu.spec_of(p)
         weight_growth = growth.get(p, default_growth)
         if muon and p in muon_weights:
+            # The shape matters only for MLPs, and there gate and value, fused to one weight, have the same shape.
             return mup.muon_divisor(weight_growth, spec.matrices[0], muon)
-        if len(spec.local_shape) == 1:
+        if len(spec.local_shape) == 1:  # a vector
             return 1.0
         return mup.adam_divisor(weight_growth)
 

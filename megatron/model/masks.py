@@ -30,7 +30,7 @@ class Documents(NamedTuple):
 
     def mask(self) -> Tensor:
         """Return the bool mask [b, 1, q, k], True where a query may attend. All layers share it for the same ids."""
-        return cached_on(self.queries, ("mask", self.causal), self.keys, lambda: _build_document_mask(*self))
+        return cached_on(self.queries, ("mask", self.causal), lambda: _build_document_mask(*self), self.keys)
 
     def check_token_counts(self, query: Tensor, key: Tensor) -> None:
         """Raise ValueError unless every token of query [b, n, q, d] and key [b, n, k, d] has a document id.
@@ -124,10 +124,10 @@ def to_additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     def make() -> Tensor:
         return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
-    return cached_on(mask, ("added", dtype), None, make)
+    return cached_on(mask, ("added", dtype), make)
 
 
-def cached_on(owner: Tensor, key: tuple[Any, ...], other: Tensor | None, make: Callable[[], Found]) -> Found:
+def cached_on(owner: Tensor, key: tuple[Any, ...], make: Callable[[], Found], other: Tensor | None = None) -> Found:
     """Return `make()`, cached under `key` on the tensor `owner` [...] until `owner` or `other` is changed in place."""
     if torch.compiler.is_compiling():  # torch.compile fuses `make` into one kernel, so a cache is not needed.
         return make()
@@ -146,11 +146,14 @@ def _build_document_mask(query_ids: Tensor, key_ids: Tensor | None, causal: bool
     key = (query_ids if key_ids is None else key_ids).unsqueeze(1)  # [b, 1, k]
     visible = query == key
     if causal:
+        # Tokens see the earlier tokens of document n, whose ids are n, or -n in its prefix. Two tokens with the same
+        # negative id are in the same prefix, where they see each other in both directions.
         in_prefix = (query < 0) & visible
         visible = (query.abs() == key.abs()).tril() | in_prefix
     if key_ids is not None:
         is_text = key != 0
-        is_text = is_text | ~is_text.any(-1, keepdim=True)  # a row of padding only
+        # In a row of padding only, all keys count as text, because a query that sees no key would give NaN.
+        is_text = is_text | ~is_text.any(-1, keepdim=True)
         # A query whose document has no keys sees all text.
         visible = visible | (is_text & ~visible.any(-1, keepdim=True))
     return visible.unsqueeze(1)
@@ -158,6 +161,7 @@ def _build_document_mask(query_ids: Tensor, key_ids: Tensor | None, causal: bool
 
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """Return a mask [1, 1, q, k]: the last `queries` of `keys` tokens attend to themselves and to earlier tokens."""
+    # Query i is token keys - queries + i, the last one that it sees.
     return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -168,7 +172,7 @@ def mask_function(window: int | None, role: DocumentRole, context: mpu.Axis) -> 
     window: number of last tokens that a query sees, None for all. context: ranks that shard a sequence.
     """
 
-    def documents(ids: Tensor, length: int, num_cached: int) -> Any:
+    def documents(ids: Tensor, length: int, num_cached: int) -> Any:  # without a window only `ids` matter
         return document_scope(ids, causal=True) if role.restricts_attention else None
 
     if context.size > 1:
@@ -192,7 +196,9 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
     """
     document_ids = document_ids.abs()
     position = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)
-    return position - position.masked_fill(~document_starts(document_ids), 0).cummax(dim=1).values
+    # Ids [1, 1, 2, 2] give the starts [0, 0, 2, 2] and the positions [0, 1, 0, 1].
+    starts = position.masked_fill(~document_starts(document_ids), 0).cummax(dim=1).values
+    return position - starts
 
 
 def document_starts(ids: Tensor) -> Tensor:

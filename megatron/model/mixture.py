@@ -29,11 +29,12 @@ class Expert(ParallelMLP):
 
     def __init__(self, config: ModelConfig, output_std: float, width: int) -> None:
         super().__init__(replace(config, ff_hidden_size=width), output_std)
-        axis = self.dense_4h_to_h.axis
         down = self.dense_4h_to_h
+        axis = down.axis
         if down.bias is not None:  # each rank adds its part of the bias, so the parts of the gradient are summed
             down.bias = mpu.declare(nn.Parameter(torch.zeros(config.hidden_size)), sequence=axis)
         self.num_ranks = axis.size
+        # The mixture communicates for all experts at once, so the layers of an expert must not.
         self.dense_h_to_4h.axis = down.axis = mpu.TRIVIAL_AXIS
 
     def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
@@ -84,7 +85,7 @@ class _GroupedMatmul(torch.autograd.Function):
             return rows_grad, None, *[None] * len(weights)
         weights_grad = F.grouped_mm(grad.t(), rows, offs=ends)
         if _skips_empty_sums(grad):
-            idle = ends.diff(prepend=ends.new_zeros(1)) == 0
+            idle = ends.diff(prepend=ends.new_zeros(1)) == 0  # experts without rows
             weights_grad.masked_fill_(idle.view(-1, 1, 1), 0.0)
         return rows_grad, None, *weights_grad.unbind()
 
@@ -141,12 +142,12 @@ class Mixture(nn.Module):
     def __init__(self, config: ModelConfig, name: str, output_std: float) -> None:
         super().__init__()
         assert config.num_experts
-        self.model_axis = mpu.get_mesh().model
+        mesh = mpu.get_mesh()
+        self.model_axis = mesh.model
         self.sequence = mpu.sequence_axis()
         self.router = Router(config, f"{name}.router")
         expert_width = config.expert_ff_size
         num_shared = config.num_shared_experts
-        mesh = mpu.get_mesh()
         self.num_experts = config.num_experts
         self.expert_axis = mesh.expert
         num_local = self.num_experts // self.expert_axis.size
@@ -167,7 +168,7 @@ class Mixture(nn.Module):
         In evaluation the loss is zero. text: which tokens the router counts in training, see `Router`.
         """
         experts, weights, loss = self.router(hidden, text)
-        x = self._gather_tokens(hidden)
+        x = self._gather_tokens(hidden)  # each rank computes a part of every expert, for all tokens
         s, b, h = x.shape
         experts = _gather_integers(experts, self.sequence).view(s * b, -1)
         weights = self._gather_tokens(weights).to(x.dtype).view(s * b, 1, -1)
@@ -187,7 +188,7 @@ class Mixture(nn.Module):
         if not can_group_matmuls(rows, experts):
             parts = rows.split(counts.tolist())  # type: ignore[no-untyped-call]
             return torch.cat([expert(rows_of_expert) for expert, rows_of_expert in zip(experts, parts, strict=True)])
-        ends = counts.cumsum(0, dtype=torch.int32)
+        ends = counts.cumsum(0, dtype=torch.int32)  # where each expert's rows end
         up_weights = [expert.dense_h_to_4h.weight for expert in experts]
         down_weights = [expert.dense_4h_to_h.weight for expert in experts]
         active = experts[0].activation(_grouped_matmul(rows, up_weights, ends))

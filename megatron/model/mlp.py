@@ -53,7 +53,7 @@ class ParallelMLP(nn.Module):
             init_method=mpu.normal(config.hidden_std),
         )
         if config.is_gated:
-            mpu.spec_of(self.dense_h_to_4h.weight).fused = mpu.FusedRows((1, 1), 1)
+            mpu.spec_of(self.dense_h_to_4h.weight).fused = mpu.FusedRows((1, 1), 1)  # gate, value, gate, ...
         self.dense_4h_to_h = mpu.RowParallelLinear(
             config.ff_size,
             config.hidden_size,
@@ -69,6 +69,7 @@ class ParallelMLP(nn.Module):
         if self.recomputes_activation:
             from .recompute import run_on_recomputed
 
+            # `**_` is the recipe of the activation, which only attention uses.
             return run_on_recomputed(self.activation, lambda active, **_: self.dense_4h_to_h(active), inner)  # type: ignore[no-any-return]
         return self.dense_4h_to_h(self.activation(inner))  # type: ignore[no-any-return]
 
@@ -78,7 +79,8 @@ def build_mlp(config: ModelConfig, name: str, branches: int, decoder: bool) -> n
 
     branches: number of residual branches of the whole stack. decoder: whether the layer is one of a T5's decoder.
     """
-    has_experts = config.num_experts is not None and config.has_experts(int(name.rpartition(".")[2]))
+    layer_number = int(name.rpartition(".")[2])  # 3 for layers.3
+    has_experts = config.num_experts is not None and config.has_experts(layer_number)
     if not has_experts:
         return ParallelMLP(config, config.output_std(branches, config.ff_growth, decoder))
     from .mixture import Mixture

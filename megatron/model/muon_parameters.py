@@ -35,4 +35,5 @@ def embedding_weights(model: nn.Module) -> set[nn.Parameter]:
     for module in model.modules():
         if isinstance(module, (nn.Embedding, mpu.VocabParallelEmbedding, ModelStart)):
             weights.update(module.parameters(recurse=False))
+    # An output weight that is not tied belongs to a layer of its own, the head.
     return weights - {p for name, p in global_parameters(model) if name.startswith("head.")}

@@ -25,11 +25,11 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
     Every rank holds a copy of the norm's weights.
     """
-    return _build(config, config.hidden_size, config.normalization == "rmsnorm", mpu.sequence_axis())
+    return _build(config, config.hidden_size, rms=config.normalization == "rmsnorm", sequence=mpu.sequence_axis())
 
 
 def _build(config: ModelConfig, size: int, rms: bool, sequence: mpu.Axis) -> nn.Module:
-    kind = apex_class(config.kernels, "normalization", "FusedRMSNorm" if rms else "FusedLayerNorm")
+    kind = apex_class(config.kernels, "normalization", "FusedRMSNorm" if rms else "FusedLayerNorm")  # or None
     if rms and "rms-norm" in config.reference_ops:
         kind = nn.RMSNorm
     elif kind is None and rms:

@@ -45,7 +45,7 @@ class CopyStream:
     def to_device(self, source: PendingCopy) -> PendingCopy:
         """Copy the result [bytes] of `source` from the host to the device, once `source` has arrived on the host."""
         with self.stream:
-            source.wait()
+            source.wait()  # inside this block, the stream that waits is this one
             device_copy = source.result.to(self.device, non_blocking=True)
         return self._pending(device_copy)
 
@@ -55,7 +55,7 @@ class CopyStream:
         def wait() -> None:
             current = torch.accelerator.current_stream(self.device)
             current.wait_event(done)
-            if result.device == self.device:
+            if result.device == self.device:  # the allocator may reuse this memory only after the current stream
                 result.record_stream(current)
 
         return PendingCopy(result, wait)
@@ -183,11 +183,12 @@ def offloaded(training: bool = True) -> Iterator[None]:
             copied[key] = tensor.detach(), OffloadedStorage(storage, layer.streams)
             layer.storages.append(weakref.ref(copied[key][1]))
         storage_copy = copied[key][1]
-        number = len(storage_copy.unrequested)
+        number = len(storage_copy.unrequested)  # new, because no tensor is requested before the backward pass
         storage_copy.unrequested.add(number)
         offset = int(tensor.storage_offset())
-        view_of_storage = offset, tensor.shape, tensor.stride()
-        return OffloadedTensor(layer, storage_copy, number, tensor.dtype, tensor.device, *view_of_storage)
+        return OffloadedTensor(
+            layer, storage_copy, number, tensor.dtype, tensor.device, offset, tensor.shape, tensor.stride()
+        )
 
     with saved_tensors_hooks(pack, lambda saved: saved.restore() if isinstance(saved, OffloadedTensor) else saved):
         yield

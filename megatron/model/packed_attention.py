@@ -24,7 +24,7 @@ def supports_packing(query: Tensor, documents: Documents) -> bool:
     width = query.shape[-1]
     if query.device.type != "cuda" or query.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if torch.compiler.is_compiling() or documents.keys is not None:
+    if torch.compiler.is_compiling() or documents.keys is not None:  # in cross-attention, keys have ids of their own
         return False
     if width % 8 or width > 256 or varlen_kernel() is None:  # the widths that FlashAttention accepts
         return False
@@ -51,13 +51,14 @@ def compute_cu_seqlens(documents: Documents) -> Tensor | None:
     fixed length would avoid the wait, but it would need an entry per token, and the kernel launches blocks for each
     entry.
     """
-    return cached_on(documents.queries, ("cu_seqlens",), None, lambda: _compute_cu_seqlens(documents.queries))
+    return cached_on(documents.queries, ("cu_seqlens",), lambda: _compute_cu_seqlens(documents.queries))
 
 
 def _compute_cu_seqlens(ids: Tensor) -> Tensor | None:
     is_start = document_starts(ids)
+    # Sorting joins the parts of a split document, so the sorted ids have fewer starts.
     is_split = document_starts(ids.sort(dim=1).values).sum() != is_start.sum()
-    if bool((is_split | (ids.min() < 0)).item()):
+    if bool((is_split | (ids.min() < 0)).item()):  # a negative id marks a prefix
         return None
     end = torch.full((1,), ids.numel(), device=ids.device)
     return torch.cat([is_start.flatten().nonzero().flatten(), end]).int()

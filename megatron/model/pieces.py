@@ -48,6 +48,7 @@ class Piece(NamedTuple):
         """Return the mask bool [1, 1, q, k], True where a query sees a key; None if all queries see all keys."""
         if not self.causal:
             return self.mask
+        # A causal piece has as many queries as keys.
         length = self.queries.stop - self.queries.start
         return causal_mask(length, length, device)
 
@@ -78,13 +79,13 @@ def pieces_of(documents: Documents) -> Pieces | None:
     Layers that receive the same ids share the result.
     """
     queries, keys, causal = documents
-    return cached_on(queries, ("pieces", causal), keys, lambda: _build_document_pieces(documents))
+    return cached_on(queries, ("pieces", causal), lambda: _build_document_pieces(documents), keys)
 
 
 def _build_document_pieces(documents: Documents) -> Pieces | None:
     query_ids, given_key_ids, causal = documents
     if causal and bool((query_ids < 0).any()):
-        return None
+        return None  # attention in both directions within a prefix needs a mask
     key_ids = query_ids if given_key_ids is None else given_key_ids
     length = key_ids.shape[1]
     finished: list[Piece] = []
@@ -93,17 +94,18 @@ def _build_document_pieces(documents: Documents) -> Pieces | None:
         query_spans = document_spans(query_ids[row])
         key_spans = query_spans if given_key_ids is None else document_spans(given_key_ids[row])
         if query_spans is None or key_spans is None:
-            return None
-        padding_span = key_spans.get(0, (length, length))
-        if padding_span[1] < length:
-            return None
-        text_span = (0, padding_span[0] or length)  # queries whose document has no keys see these keys
+            return None  # a document is split
+        padding_begin, padding_end = key_spans.get(0, (length, length))
+        if padding_end < length:
+            return None  # text follows the padding
+        # Queries whose document has no keys see all text, or all keys of a row of padding only.
+        text_span = (0, padding_begin or length)
         rows = slice(row, row + 1)
         open_pieces = []
         end_of_keys = 0
         for document_id, query_span in query_spans.items():
             key_span = key_spans.get(document_id, text_span)
-            each_key_once = each_key_once and key_span[0] == end_of_keys
+            each_key_once = each_key_once and key_span[0] == end_of_keys  # no gap between the pieces' keys
             end_of_keys = key_span[1]
             open_pieces.append(Piece(rows, slice(*query_span), slice(*key_span), causal=causal))
             if document_id not in key_spans:  # other documents may not share its piece
@@ -116,16 +118,18 @@ def _build_document_pieces(documents: Documents) -> Pieces | None:
 
 def _context_pieces(views: ContextViews, num_rows: int) -> Pieces | None:
     if views.window is not None:
-        return None
+        return None  # a window needs a mask
     key = "pieces", views.slices, views.within_documents, num_rows
-    return cached_on(views.ids, key, None, lambda: _build_context_pieces(views, num_rows))
+    return cached_on(views.ids, key, lambda: _build_context_pieces(views, num_rows))
 
 
 def _build_context_pieces(views: ContextViews, num_rows: int) -> Pieces | None:
     pieces: list[Piece] = []
     if not views.within_documents:
-        whole_sequence = [(0, views.slices[-1][1])]
-        return Pieces(tuple(_pieces_of_slices(views, slice(0, num_rows), whole_sequence)), each_key_once=False)
+        _, end = views.slices[-1]
+        # All rows of the batch, each as one document, up to the last key that this rank's queries see.
+        pieces += _pieces_of_slices(views, slice(0, num_rows), [(0, end)])
+        return Pieces(tuple(pieces), each_key_once=False)
     for row in range(num_rows):
         documents = document_spans(views.ids[row])
         if documents is None:
@@ -142,11 +146,12 @@ def _pieces_of_slices(views: ContextViews, row: slice, documents: list[tuple[int
     """
     finished: list[Piece] = []
     for slice_index, (begin, end) in enumerate(views.slices):
+        # Add this to a token's index in the sequence to get its index among this rank's tokens.
         query_offset = slice_index * views.slice_length - begin
         mergeable = []
         for document_begin, document_end in documents:
             if document_begin >= end or document_end <= begin:
-                continue
+                continue  # the document has no token in the slice
             keys = slice(max(document_begin, begin), min(document_end, end))
             piece = Piece(row, slice(keys.start + query_offset, keys.stop + query_offset), keys, causal=True)
             if document_begin >= begin:
@@ -165,7 +170,7 @@ def merge_short(documents: Sequence[Piece], query_ids: Tensor, key_ids: Tensor, 
     index in `query_ids` to get its index among the queries.
     """
     pieces: list[Piece] = []
-    merged_indices: set[int] = set()
+    merged_indices: set[int] = set()  # of pieces of several documents, which get masks below, once they are complete
     for piece in documents:
         if pieces and piece.keys.start == pieces[-1].keys.stop:
             queries = slice(pieces[-1].queries.start, piece.queries.stop)
@@ -178,6 +183,7 @@ def merge_short(documents: Sequence[Piece], query_ids: Tensor, key_ids: Tensor, 
     for i in merged_indices:
         piece = pieces[i]
         row = piece.row.start
+        # `query_ids` numbers the tokens of the whole sequence, unlike piece.queries.
         queries = slice(piece.queries.start - query_offset, piece.queries.stop - query_offset)
         mask = query_ids[row, queries, None] == key_ids[row, None, piece.keys]
         if piece.causal:

@@ -70,6 +70,7 @@ class LayerStackPipe(LayerRunner, PipelineModule):
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (global name, module) of every layer of this stage, tied layers once."""
+        # A layer with its own `call` is run by partial(call, module).
         modules = [call.args[0] if isinstance(call, partial) else call for call in self.forward_funcs]
         by_name = dict(zip(self._stage_names, modules, strict=True))
         yield from by_name.items()
@@ -102,7 +103,7 @@ def _boundaries_before(layers: Sequence[Layer], index: int) -> list[Boundary] | 
     if index == 0:
         return None
     boundaries = [BOUNDARIES[name] for name in layers[index - 1].outputs if name in BOUNDARIES]
-    if mpu.sequence_axis().size > 1:
+    if mpu.sequence_axis().size > 1:  # each rank holds a different shard
         boundaries = [replace(boundary, split=False) for boundary in boundaries]
     return boundaries
 
@@ -122,8 +123,8 @@ class GPT2ModelPipe(LayerStackPipe):
         vocab_size = vocab_size_of(config)
         b = config.train.batch_size
         s = config.data.seq_length
-        tokens = torch.zeros(b, s // mpu.context_axis().size).long()
-        positions = torch.zeros(b, s).long()
+        tokens = torch.zeros(b, s // mpu.context_axis().size).long()  # this context rank's tokens
+        positions = torch.zeros(b, s).long()  # of the whole sequence
         example = tokens, positions, no_documents(tokens.device)
         loss = TokenLoss.from_config(config, vocab_size)
         super().__init__(gpt2_layers(config, vocab_size), config, TIED_WEIGHTS, loss, example)

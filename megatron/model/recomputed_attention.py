@@ -27,8 +27,10 @@ def _project(
 
     recipe: how to recompute x; None if autograd saves x.
     """
-    out, _ = projection(x)
-    return out, Recipe(lambda source: projection(source)[0], recipe or x) if needs_recipe else None
+    out, _ = projection(x)  # the bias, if any, is already added
+    if not needs_recipe:
+        return out, None
+    return out, Recipe(lambda source: projection(source)[0], recipe or x)
 
 
 @functools.cache
@@ -53,9 +55,9 @@ def recomputed_self_attention(attention_class: type[SelfAttention]) -> type[Self
             qkv, qkv_recipe = _project(self.query_key_value, hidden, recipe, self.recomputes_qkv)
             with save_recipe_for((qkv_recipe, qkv)):
                 query, key, value = self.split_qkv(qkv, angles)
-            shares_buffer = query.untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr()
-            # Grouped heads share one buffer, so the recipe to recompute query's buffer recomputes all three.
-            if qkv_recipe is not None and shares_buffer:
+            has_own_buffer = query.untyped_storage().data_ptr() != qkv.untyped_storage().data_ptr()
+            # Grouped heads are copied from qkv to one buffer, so a recipe for the query's buffer recomputes all three.
+            if qkv_recipe is not None and has_own_buffer:
                 qkv_recipe = Recipe(lambda source: self.split_qkv(source, angles)[0], qkv_recipe)
                 qkv = query
             if cache is not None:
@@ -88,7 +90,7 @@ class RecomputedCrossAttention(CrossAttention):
             return super().forward(hidden, encoded, mask, cache)
         projected, query_recipe = _project(self.query, hidden, recipe, self.recomputes_qkv)
         key_and_value, key_value_recipe = _project(self.key_value, encoded, None, self.recomputes_qkv)
-        key, value = split_heads(key_and_value, self.head_size, 2)
+        key, value = split_heads(key_and_value, self.head_size, num_parts=2)
         with save_recipe_for((query_recipe, projected), (key_value_recipe, key_and_value)):
             context = self.attend(self.view_queries(projected), key, value, mask, None)
         return self.dense(context)  # type: ignore[no-any-return]

@@ -18,11 +18,13 @@ def run_in_groups(
     the same masks again. observe: runs each layer, or None.
     """
     layers = [layer for layer, _ in steps]
-    calls = [call if observe is None else partial(observe, layer, call) for layer, call in steps]
+    calls = [call for _, call in steps]
+    if observe is not None:
+        calls = [partial(observe, layer, call) for layer, call in steps]
     begin = 0
     while begin < len(steps):
         end = _end_of_group(layers, begin, max_layers)
-        if end > begin + 1 or layers[begin].repeated:
+        if end > begin + 1 or layers[begin].repeated:  # else a single layer, such as an embedding, is not recomputed
             inputs = mpu.checkpoint(partial(_run_all, calls[begin:end]), inputs, rng=rng)
         else:
             inputs = calls[begin](inputs)
@@ -35,9 +37,9 @@ def _end_of_group(layers: Sequence[Layer], begin: int, max_layers: int) -> int:
     end = begin
     count = 0
     while end < len(layers) and count < max_layers and (layers[end].repeated or layers[end].prelude):
-        count += layers[end].repeated
+        count += layers[end].repeated  # preludes do not count
         end += 1
-    return max(end, begin + 1)
+    return max(end, begin + 1)  # a layer that is neither repeated nor a prelude is a group of its own
 
 
 def _run_all(calls: Iterable[Callable[[Any], Any]], inputs: Any) -> Any:

@@ -28,6 +28,7 @@ def distance_buckets(distance: Tensor, num_buckets: int, max_distance: int, caus
         distance = (-distance).clamp(min=0)
     exact = num_buckets // 2  # number of buckets for one distance each
     log_distance = torch.log(distance.clamp(min=1).float() / exact)  # log(0) would be minus infinity
+    # From `exact` for the distance `exact` to num_buckets for `max_distance`.
     log_bucket = exact + (log_distance / math.log(max_distance / exact) * (num_buckets - exact)).long()
     return direction_offset + torch.where(distance < exact, distance, log_bucket.clamp(max=num_buckets - 1))
 
@@ -70,8 +71,8 @@ def position_bias(table: Tensor, queries: int, keys: int, config: ModelConfig, c
         buckets = distance_buckets(distance, num_buckets, max_distance, causal)
         return F.embedding(buckets, wide_table).to(table.dtype).permute(2, 0, 1).unsqueeze(0)
     # Look up all distances once, as one row. Each query's bias is a window of this row, and the window of the next
-    # query begins one element further left.
-    distance = torch.arange(1 - keys, queries, device=table.device)
+    # query begins one element further left. So window 0 is that of the last query, and flip() reverses their order.
+    distance = torch.arange(1 - keys, queries, device=table.device)  # smallest: from the last query to the first key
     buckets = distance_buckets(distance, num_buckets, max_distance, causal)
     bias_by_distance = F.embedding(buckets, wide_table).t().contiguous()  # [n/t, q + k - 1]
     return bias_by_distance.unfold(1, keys, 1).flip(1).to(table.dtype).unsqueeze(0)

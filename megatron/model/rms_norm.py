@@ -20,7 +20,7 @@ class RMSNorm(nn.RMSNorm):
             return super().forward(x)
         if not torch.is_grad_enabled():
             assert self.eps is not None
-            return _normalise(x, self.weight, self.eps)[0]
+            return _normalise(x, self.weight, self.eps)[0]  # only a backward pass needs the factors
         return _RMSNorm.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -51,6 +51,7 @@ class _RMSNorm(torch.autograd.Function):
             weight_grad = (grad * normalised).flatten(0, -2).sum(0).to(weight.dtype)
         if mpu.needs_grad(ctx, 0):
             normalised_grad = grad * weight.to(factor.dtype)
+            # With mean square fixed, x_grad = factor * (g - normalised * mean(g * normalised)).
             projection = torch.linalg.vecdot(normalised_grad, normalised).unsqueeze(-1) / x.shape[-1]
             x_grad = normalised_grad.addcmul_(normalised, projection, value=-1).mul_(factor).to(x.dtype)
         return x_grad, weight_grad, None

@@ -62,10 +62,11 @@ def _yarn(m: ModelConfig, inv_freq: Tensor) -> Tensor:
     length = m.rope_original_length or 0
 
     def pair_rotating(rotations: float) -> float:
+        # Solves rotations = length / (2 pi theta^(2 pair / r)) for the number of the pair.
         return r * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(m.rope_theta))
 
     first = max(math.floor(pair_rotating(m.rope_beta_fast)), 0)
-    last = min(math.ceil(pair_rotating(m.rope_beta_slow)), r - 1)
+    last = min(math.ceil(pair_rotating(m.rope_beta_slow)), r - 1)  # not r/2 - 1, as in Hugging Face
     # 0.001 avoids a division by zero if the ramp is empty.
     ramp = (torch.arange(r // 2, dtype=torch.float32, device=inv_freq.device) - first) / (last - first or 0.001)
     unscaled_share = 1 - ramp.clamp(0, 1)
@@ -103,6 +104,7 @@ def compute_rotation(
             position = torch.arange(num_cached, num_cached + length, device=document_ids.device).unsqueeze(1)  # [s, 1]
         if context is not None:
             position = mpu.shard_sequence(position, 0, context)
+        # [s, b or 1, 1, r/2], where the 1 stands for all heads
         angle = position[..., None, None].float() * inverse_frequencies(m, document_ids.device)
         factor = attention_factor(m)
         return angle.cos() * factor, angle.sin() * factor
@@ -112,7 +114,7 @@ def compute_rotation(
     angles = m.rotary_size, *[getattr(m, name) for name in ANGLE_SETTINGS]
     shard = None if context is None else (context.rank, context.size)
     key = "rotation", length, num_cached, restart_positions, shard, angles
-    return Rotation(*cached_on(document_ids, key, None, make))
+    return Rotation(*cached_on(document_ids, key, make))
 
 
 def rotate(x: Tensor, angles: Rotation | None, inverse: bool = False) -> Tensor:

@@ -71,7 +71,7 @@ class Router(nn.Module):
             scores = logits.softmax(-1)
         else:
             scores = logits.sigmoid()
-        choice_scores = scores.detach()
+        choice_scores = scores.detach()  # the bias affects only which experts are chosen, not their weights
         if config.has_router_bias:
             choice_scores = choice_scores + config.router_bias_rate * self.bias_steps
         experts = choice_scores.topk(config.experts_per_token, dim=-1).indices
@@ -80,7 +80,7 @@ class Router(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         if not self.training:
             return RouterOutput(experts, weights, logits.new_zeros(1))
-        if not self.stream.rng.recomputing:
+        if not self.stream.rng.recomputing:  # the first forward pass has counted these tokens
             self.step_tokens += self._count_tokens(experts, text)
         return RouterOutput(experts, weights, self._balancing_loss(logits, scores, text))
 
@@ -105,7 +105,7 @@ class Router(nn.Module):
         token_losses = logits.new_zeros(logits.shape[:-1])  # [s, b]
         if config.has_aux_loss and config.router_aux_loss:
             shares = self.tokens / self.tokens.sum().clamp(min=1)
-            shares = shares + (shares.sum() == 0) / len(shares)  # equal before the first step
+            shares = shares + (shares.sum() == 0) / len(shares)  # before the first step all are 0: make them 1 / e
             probabilities = scores
             if config.router_score != "softmax":
                 probabilities = scores / scores.sum(-1, keepdim=True)
@@ -126,8 +126,10 @@ class Router(nn.Module):
 
         Nothing changes if the step was skipped.
         """
+        # Multiplying by `applied` instead of testing it spares the host from waiting for a tensor.
         self.tokens += (tokens - self.tokens) * applied
         if self.config.has_router_bias:
+            # +1 for an expert with fewer tokens than the mean, -1 for one with more, without a division.
             self.bias_steps += (tokens.sum() - tokens * len(tokens)).sign() * applied
         self.step_tokens.zero_()
 

@@ -39,6 +39,7 @@ def run_mixture(layer: TransformerLayer, x: Tensor, routing: RoutingState | None
     output, bias, loss = layer.mlp(x, routing.text)
     # 0 except for the layer's own stack
     loss_by_stack = F.pad(loss, (layer.stack_index, layer.num_stacks - 1 - layer.stack_index))
+    # The list changes in place, because the layer that made `routing` returns this list.
     routing.losses[:] = [torch.stack([*routing.losses, loss_by_stack]).sum(0)]
     return output, bias
 
@@ -52,7 +53,7 @@ def with_router_loss(layers: Sequence[Layer]) -> list[Layer]:
     after_experts = False
     for layer in layers:
         after_experts = after_experts or layer.routes
-        if after_experts:
+        if after_experts:  # the loss of earlier routers must reach the end of the model
             *names, last = layer.outputs
             last_names = ("router_loss", last) if last == "table" else (last, "router_loss")
             call = _logits_and_loss if last == "logits" else layer.call

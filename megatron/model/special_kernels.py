@@ -22,7 +22,8 @@ def attend_in_fp32(call: AttentionArgs) -> Tensor:
     """Attend in fp32 and round the result, on CPUs that emulate 16-bit matmuls -> [b, n, q, d]."""
     bias = None if call.bias is None else call.bias.float()
     fp32_call = call._replace(query=call.query.float(), key=call.key.float(), value=call.value.float(), bias=bias)
-    return choose_kernel(fp32_call)(fp32_call).to(call.query.dtype)
+    kernel = choose_kernel(fp32_call)
+    return kernel(fp32_call).to(call.query.dtype)
 
 
 def flash_in_pieces(call: AttentionArgs) -> Tensor:
@@ -46,6 +47,7 @@ def slice_by_slice(call: AttentionArgs) -> Tensor:
         begin, end = views.key_range(slice_index)
         keys = key[:, :, begin:end]
         values = value[:, :, begin:end]
+        # Only eager code on an accelerator attends without a mask tensor, and without dropout.
         needs_mask = views.needs_mask or call.p or call.on_cpu or torch.compiler.is_compiling()
         if needs_mask:
             mask = views.mask(slice_index)
@@ -72,7 +74,7 @@ def attend_with_bias(call: AttentionArgs) -> Tensor:
     assert call.bias is not None
     mask_or_pieces: Any = call.pieces
     if call.pieces is None:
-        mask_or_pieces, _ = call.visible()
+        mask_or_pieces, _ = call.visible()  # with a bias, the mask also hides later keys
     key, value = repeat_heads(call.query, call.key, call.value)
     return biased_attention(call.query, key, value, call.bias, mask_or_pieces, call.scale)
 
@@ -90,7 +92,7 @@ def attend_with_dropout(call: AttentionArgs) -> Tensor:
     """Attend with dropout by torch's matmul, softmax and dropout operations -> [b, n, q, d]."""
     from .attention_dropout import attention_with_dropout
 
-    added, _ = call.added()
+    added, _ = call.added()  # with dropout on a CPU, it also hides later keys
     key, value = repeat_heads(call.query, call.key, call.value)
     return attention_with_dropout(call.query, key, value, added, call.scale, call.p, call.stream, call.draw_index)
 

@@ -46,7 +46,7 @@ def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
     Raises ValueError if only one of encoder and decoder has document ids.
     """
     tokens, *rest = inputs
-    encoder_ids, decoder_ids = rest[1:]
+    encoder_ids, decoder_ids = rest[1:]  # rest[0] are the decoder tokens
     if bool(encoder_ids.numel()) != bool(decoder_ids.numel()):
         raise ValueError("give the document ids of both encoder and decoder tokens, or of neither")
     return embedding.word_embeddings(tokens.t()), *rest
@@ -55,6 +55,7 @@ def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
 def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Embed decoder tokens: (encoded [k, b, h], tokens [b, q], document ids) -> (hidden [q, b, h], encoded, ids)."""
     encoded, tokens, *documents = inputs
+    # The tokens are int32, because they cross all stages of the encoder.
     return embedding.word_embeddings(tokens.long().t()), encoded, *documents
 
 
@@ -120,7 +121,7 @@ class EncoderBlock(TransformerLayer):
         bias = None if table is None else position_bias(table, s, s, self.config, causal=False)
         routing = self.make_routing(losses, encoder_ids)
         hidden = self.run_layer(hidden, document_scope(encoder_ids), bias, routing=routing)
-        return hidden, tokens, encoder_ids, decoder_ids, *losses
+        return hidden, tokens, encoder_ids, decoder_ids, *losses  # `run_layer` has added this layer's loss to the list
 
 
 class DecoderBlock(TransformerLayer):
@@ -164,7 +165,7 @@ class DecoderBlock(TransformerLayer):
         cross_mask = document_scope(decoder_ids, encoder_ids)
         routing = self.make_routing(losses, decoder_ids)
         hidden = self.run_layer(hidden, mask, bias, Encoded(encoded, cross_mask), caches, routing=routing)
-        return hidden, encoded, encoder_ids, decoder_ids, *losses
+        return hidden, encoded, encoder_ids, decoder_ids, *losses  # with the loss of this layer, as in EncoderBlock
 
 
 class DecoderNorm(StackNorm):
@@ -185,25 +186,9 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
     if not config.is_t5:
         raise ValueError(f"a T5 cannot be built from settings of family {m.family}: pass --family t5")
 
-    def stack(name: str, block: type[nn.Module], count: int, outputs: tuple[str, ...], *tokens: int) -> list[Layer]:
-        layers = []
-        for i in range(count):
-            layer_name = f"{name}.layers.{i}"
-            if m.position_embedding == "relative":
-                tied = None if m.relative_attention_per_layer else f"{name}_positions"
-                table = f"{name}.relative_positions" + ("" if tied else f".{i}")
-                layers.append(
-                    Layer(table, RelativePositions, (m,), tied=tied, outputs=(*outputs, "table"), prelude=True)
-                )
-            work = block_work(m, tokens[0], i, *tokens[1:])
-            routes = m.has_experts(i)
-            args = m, layer_name
-            layers.append(Layer(layer_name, block, args, outputs=outputs, repeated=True, work=work, routes=routes))
-        return layers
-
-    def start(stack: str, ids_index: int) -> Layer:
+    def start(stack: str, outputs: tuple[str, ...]) -> Layer:
         name = f"{stack}.start"
-        outputs = ENCODER_TENSORS if stack == "encoder" else DECODER_TENSORS
+        ids_index = outputs.index(f"{stack}_document_ids")
         args = m, config.positions, name, ids_index, config.data.reset_position_ids
         return Layer(name, StackStart, args, outputs=outputs)
 
@@ -213,16 +198,43 @@ def t5_layers(config: Config, vocab_size: int) -> list[Layer]:
     encoder_length, decoder_length = sample_lengths(config)
     layers = [
         embedding("embedding", embed_encoder, ENCODER_TENSORS),
-        start("encoder", 2),
-        *stack("encoder", EncoderBlock, m.num_layers, ENCODER_TENSORS, encoder_length),
+        start("encoder", ENCODER_TENSORS),
+        *_stack_layers(m, "encoder", EncoderBlock, m.num_layers, ENCODER_TENSORS, encoder_length),
         Layer("encoder.final_norm", StackNorm, (m,), outputs=("encoded", *ENCODER_TENSORS[1:])),
         embedding("decoder.embedding", embed_decoder, DECODER_TENSORS),
-        start("decoder", 3),
-        *stack("decoder", DecoderBlock, m.decoder_layers, DECODER_TENSORS, decoder_length, encoder_length),
+        start("decoder", DECODER_TENSORS),
+        *_stack_layers(m, "decoder", DecoderBlock, m.decoder_layers, DECODER_TENSORS, decoder_length, encoder_length),
         Layer("decoder.final_norm", DecoderNorm, (m,), outputs=("hidden",)),
         output_layer(config, vocab_size),
     ]
     return with_router_loss(layers)
+
+
+def _stack_layers(
+    m: ModelConfig,
+    stack: str,
+    block: type[nn.Module],
+    count: int,
+    outputs: tuple[str, ...],
+    tokens: int,
+    encoded: int = 0,
+) -> list[Layer]:
+    """Return the `count` transformer layers of a stack, with a table of relative positions before each.
+
+    tokens: number of tokens of the stack. encoded: number of encoder tokens to which it cross-attends.
+    """
+    layers = []
+    for i in range(count):
+        if m.position_embedding == "relative":
+            # Tied tables share one module, so only tables that are not tied have a number in their name.
+            tied = None if m.relative_attention_per_layer else f"{stack}_positions"
+            table = f"{stack}.relative_positions" + ("" if tied else f".{i}")
+            layers.append(Layer(table, RelativePositions, (m,), tied=tied, outputs=(*outputs, "table"), prelude=True))
+        name = f"{stack}.layers.{i}"
+        work = block_work(m, tokens, i, encoded)
+        routes = m.has_experts(i)
+        layers.append(Layer(name, block, (m, name), outputs=outputs, repeated=True, work=work, routes=routes))
+    return layers
 
 
 class T5Model(LanguageModel):

@@ -35,10 +35,11 @@ def text_tokens(document_ids: Tensor, sequence: mpu.Axis, context: mpu.Axis) -> 
     def make() -> Text:
         is_text = document_ids != 0
         local_text = mpu.shard_sequence(is_text.t(), 0, context)
+        # Losses are averaged over the context ranks, so each rank divides by its share of the tokens.
         total = is_text.sum(dtype=torch.float64) / context.size
         return Text(mpu.local_shard(local_text, 0, sequence), total)
 
-    return cached_on(document_ids, ("text", sequence.size, context.size), None, make)
+    return cached_on(document_ids, ("text", sequence.size, context.size), make)
 
 
 def count_text_tokens(tokens: Tensor, document_ids: Tensor, context: mpu.Axis) -> Tensor:
@@ -47,5 +48,6 @@ def count_text_tokens(tokens: Tensor, document_ids: Tensor, context: mpu.Axis) -
     It is divided by the number of context-parallel ranks, see `Text`.
     """
     if not document_ids.numel():
+        # All are text. `tokens` are only this rank's, unlike document ids, so they are not divided again.
         return torch.full((1,), float(tokens.numel()), dtype=torch.float64, device=tokens.device)
     return (document_ids != 0).sum(dtype=torch.float64).view(1) / context.size

@@ -28,7 +28,7 @@ def window_mask(
     if mask is None:
         return visible
     key = "window", queries, num_cached, window, mask.causal
-    return cached_on(mask.queries, key, mask.keys, lambda: visible & mask.mask())
+    return cached_on(mask.queries, key, lambda: visible & mask.mask(), mask.keys)
 
 
 @lru_cache(maxsize=2)

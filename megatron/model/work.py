@@ -25,7 +25,7 @@ def idle_weights(m: ModelConfig) -> int:
     layers = sum(map(m.has_experts, range(m.num_layers)))
     gates = 2 if m.is_gated else 1
     idle = (m.num_experts or 0) - m.experts_per_token if layers else 0
-    biases = (gates * m.expert_ff_size + m.hidden_size) * m.hidden_bias
+    biases = (gates * m.expert_ff_size + m.hidden_size) * m.hidden_bias  # 0 without --hidden-bias
     return layers * idle * (m.hidden_size * m.expert_ff_size * (gates + 1) + biases)
 
 
@@ -78,6 +78,7 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
     if not decoder:
         inner = m.num_attention_heads * m.head_size
         looked_up = config.positions if m.position_embedding == "learned" else 0
+        # An untied word embedding is only looked up. A tied one also computes the logits.
         looked_up += 0 if m.tie_embeddings else m.vocab_size or 0
         multiplied = parameters - looked_up * m.hidden_size - idle_weights(m)
         return 6.0 * multiplied + 12.0 * m.num_layers * inner * encoder

@@ -44,4 +44,5 @@ def excess_over_mean(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis
     local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size, axis)
     wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     target_logit = wide_logits.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1).masked_fill(~is_local, 0.0)
+    # Each rank subtracts its share of the mean. Only one rank has the target's logit; on the others it is 0 here.
     return reduce_from_model_parallel_region(target_logit - wide_logits[:, :real_rows].sum(-1) / vocab_size, axis)

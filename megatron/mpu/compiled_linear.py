@@ -57,6 +57,7 @@ def _matmul_op_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad
     flat_grad = grad.reshape(-1, grad.shape[-1])
     return (
+        # `_matmul_op` transposes its second factor, so this is grad times weight.
         _matmul_op(grad, weight.t(), None) if needs_input else None,
         _transposed_matmul_op(flat_grad, x.reshape(-1, x.shape[-1])) if needs_weight else None,
         flat_grad.sum(0) if needs_bias else None,

@@ -46,14 +46,15 @@ def _to_token_order(gathered: Tensor, axis: Axis) -> Tensor:
     """Bring all tokens [s, ...], the two slices of each rank after each other, into the order of the sequence."""
     first, second = gathered.view(axis.size, 2, -1, *gathered.shape[1:]).unbind(1)
     # Rank i of c holds slices i and 2c - 1 - i, so the second slices come in the reverse order of the ranks.
-    return torch.cat([first, second.flip(0)]).flatten(0, 1)
+    return torch.cat([first, second.flip(0)]).flatten(0, 1)  # [2c, s/2c, ...] -> [s, ...]
 
 
 def reduce_scatter_context(x: Tensor, axis: Axis) -> Tensor:
     """Reduce-scatter partial sums [s, ...] into this rank's tokens [s/c, ...]: the backward of `all_gather_context`."""
     first, second = x.view(2, axis.size, -1, *x.shape[1:])
     # Rank i of c gets slices i and 2c - 1 - i.
-    return start_reduce_scatter(torch.stack([first, second.flip(0)], 1).flatten(0, 2), axis).wait()
+    slices_by_rank = torch.stack([first, second.flip(0)], 1)  # [c, 2, s/2c, ...]
+    return start_reduce_scatter(slices_by_rank.flatten(0, 2), axis).wait()
 
 
 def gather_context(x: Tensor, axis: Axis) -> Tensor:

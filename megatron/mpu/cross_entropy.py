@@ -39,6 +39,7 @@ def _losses_on_one_rank(logits: Tensor, target: Tensor, dtype: torch.dtype) -> t
         log_probs = torch.log_softmax(logits[chunk], dim=-1, dtype=dtype)
         target_ids = target[chunk].unsqueeze(-1)
         loss[chunk] = -log_probs.gather(-1, target_ids).squeeze(-1)
+        # The loss is log Z minus the target's logit.
         log_z[chunk] = logits[chunk].gather(-1, target_ids).squeeze(-1).to(dtype) + loss[chunk]
     return loss, log_z
 
@@ -63,7 +64,8 @@ def _losses_over_ranks(logits: Tensor, real_rows: int, target: Tensor, axis: Axi
             max_prob[chunk] = torch.softmax(real_logits[chunk], dim=-1, dtype=dtype).amax(dim=-1)
 
     max_logit = max_over_ranks(own_max, logits, axis)
-    own_sum_exp = (own_max - max_logit).exp() / max_prob  # this rank's sum of exp(logit - max_logit)
+    # max_prob is 1 / sum of exp(logit - own_max). So this is the rank's sum of exp(logit - max_logit).
+    own_sum_exp = (own_max - max_logit).exp() / max_prob
     sum_exp = reduce_in_place(own_sum_exp.clone(), axis)
     log_sum = sum_exp.log()
     return own_sum_exp / sum_exp, loss_from_log_sum(real_logits, target, max_logit, log_sum, axis), log_sum + max_logit
@@ -73,6 +75,7 @@ def loss_from_log_sum(logits: Tensor, target: Tensor, max_logit: Tensor, log_sum
     """Return each token's loss [n] from log sum exp(logit - max_logit) over all ranks; see `_losses_over_ranks`."""
     target_logit = torch.zeros_like(max_logit)
     if logits.shape[-1]:
+        # The targets of other ranks, which are -1, look up row 0 and are then replaced by 0.
         local_logit = logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(max_logit.dtype)
         target_logit = torch.where(target >= 0, local_logit - max_logit, 0.0)
     return log_sum - reduce_in_place(target_logit, axis)
@@ -124,7 +127,7 @@ def compute_losses(
     """
     local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size, axis)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    share = max_logit = log_sum = torch.ones_like(target, dtype=dtype)
+    share = max_logit = log_sum = torch.ones_like(target, dtype=dtype)  # for the branches that do not set them
     ids_or_minus_1 = torch.where(is_local, local_ids, -1)
     if uses_fused_loss(logits):
         from .fused_cross_entropy import fused_losses
@@ -155,6 +158,7 @@ def logits_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: b
     result[:, real_rows:] = 0.0
     if not real_rows:
         return result
+    # If the dtypes are equal, `chunk_grad` is a view of the result, which the next lines change in place.
     writes_directly = result.dtype == grad.dtype and not overwrite
     for chunk in token_chunks(logits):
         softmax_out = result[chunk, :real_rows] if writes_directly else None
@@ -192,7 +196,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         logits, share, max_logit, log_sum, target, is_local = ctx.saved_tensors
         ctx.overwritten = ctx.overwrite
         state = LossState(share, max_logit, log_sum, target, is_local, ctx.real_rows)
-        return logits_gradient(logits, state, grad, ctx.overwrite), *[None] * 5
+        return logits_gradient(logits, state, grad, ctx.overwrite), *[None] * 5  # only logits have a gradient
 
 
 def vocab_parallel_cross_entropy(

@@ -34,6 +34,7 @@ def broadcast_data(
     problem = ""
     valid_data = None
     if axis.rank == 0:
+        # A single rank sends nothing, so it accepts any sizes.
         problem = _find_problem(keys, data, datatype, sizes if axis.size > 1 else None)
         valid_data = None if problem else data
     if axis.size == 1:
@@ -56,7 +57,7 @@ def broadcast_data(
     dist.broadcast(packed, axis.first, group=axis.group)
     if problem or (device.type == "cpu" and not packed[0]):
         raise ValueError(message)
-    parts = torch.split(packed, counts)[1:]
+    parts = torch.split(packed, counts)[1:]  # without the element of validity
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
 
 

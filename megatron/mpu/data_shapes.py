@@ -21,7 +21,7 @@ def broadcast_shapes(
     header = torch.full((1 + len(keys), 1 + MAX_DIMS), -1, dtype=torch.int64)
     if data is not None:
         header[0] = 1
-        for row, key in zip(header[1:], keys, strict=True):
+        for row, key in zip(header[1:], keys, strict=True):  # `row` is a view, so this fills the header
             shape = data[key].shape
             row[: 1 + len(shape)] = torch.tensor([len(shape), *shape])
     header = header.to(device)

@@ -30,7 +30,7 @@ class Stream:
         self.rng = rng
         self.name = name
         self.split = split
-        number = max(_streams, default=0) + 1
+        number = max(_streams, default=0) + 1  # differs from those of all streams that still exist
         _streams[number] = self
         self.number = torch.tensor(number, device="cpu")
 
@@ -44,7 +44,7 @@ class Stream:
         turn: a different number for each draw that one layer takes from this stream. Without it, a compiler would merge
         the draws, because their arguments are equal.
         """
-        keep_prob = 1 - p or 1.0  # p = 1 drops everything: avoid 0 / 0
+        keep_prob = 1.0 if p == 1 else 1 - p  # p = 1 drops everything: avoid 0 / 0
         # On a CPU the mask has the dtype of x, because multiplying by a bool mask is half as fast.
         if x.device.type == "cpu":
             return x * self.keep_mask(x.shape, p, x.device, x.dtype, turn).div_(keep_prob)

@@ -22,7 +22,7 @@ def _exchange(x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Ax
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sends: Sequence[int], receives: Sequence[int], axis: Axis) -> Tensor:
-        ctx.backward_args = receives, sends, axis
+        ctx.backward_args = receives, sends, axis  # swapped: each gradient returns to the sender of its row
         return _exchange(x, sends, receives, axis)
 
     @staticmethod

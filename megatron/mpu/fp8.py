@@ -29,6 +29,7 @@ def row_scales(x: Tensor) -> Tensor:
     NaN or Inf, so that the result of the matmul is NaN, too: rounding alone would turn Inf into 448 on some devices.
     """
     row_max = x.abs().amax(1, keepdim=True).float()
+    # frexp gives the exponent e with 2^(e - 1) <= row_max / FP8_MAX < 2^e, so 2^e is a large enough scale.
     _, exponent = torch.frexp(row_max / FP8_MAX)
     return torch.ldexp(torch.ones_like(row_max), exponent) + row_max * 0  # adds NaN for NaN and Inf, else 0
 

@@ -44,6 +44,7 @@ def fused_losses(logits: Tensor, real_rows: int, target: Tensor, axis: Axis) -> 
         # A rank that holds only padding must not raise the maximum: its largest logit is minus infinity.
         own_max = max_logit if real_rows else max_logit - torch.inf
         max_logit = max_over_ranks(own_max, logits, axis)
+        # Adding own_max - max_logit makes this rank's log sum relative to the maximum over all ranks.
         log_sum = reduce_in_place((own_max - max_logit + log_sum).exp(), axis).log()
     return loss_from_log_sum(real_logits, target, max_logit, log_sum, axis), max_logit, log_sum
 
@@ -77,6 +78,7 @@ def fused_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: bo
     result[:, real_rows:] = 0.0
     if not real_rows:
         return result
+    # The gradient is `grad * share` times the probabilities, minus `grad` at the target.
     token_values = (state.max_logit, state.log_sum, state.target, grad * state.share, -(state.is_local * grad))
     for chunk in token_chunks(result, FUSED_CHUNK):
         write_gradient(result[chunk, :real_rows], *(values[chunk] for values in token_values))

@@ -77,11 +77,13 @@ def draw_rows(
     """
     end = begin + part.shape[dim]
     shape = list(full_shape)
+    # As many rows as fit into BLOCK_ELEMENTS, but at least one. A row has prod(shape) / shape[dim] elements.
     block_rows = max(BLOCK_ELEMENTS * shape[dim] // max(math.prod(shape), 1), 1)
     for block_begin in range(begin - begin % block_rows, end, block_rows):
         shape[dim] = min(block_rows, full_shape[dim] - block_begin)
         block = torch.empty(shape, dtype=part.dtype, device="cpu")
-        with seeded(derive_seed(seed, "rows", block_begin) if block_begin else seed):  # one block: `seed` itself
+        # The first block uses `seed` itself, so a parameter of one block has the values of a draw of the whole.
+        with seeded(derive_seed(seed, "rows", block_begin) if block_begin else seed):
             init_method(block)
         copy_begin = max(block_begin, begin)
         rows = min(block_begin + shape[dim], end) - copy_begin

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def size_per_rank(total: int, axis: Axis, label: str) -> int:
-    """Return `total` / number of ranks. Raises ValueError with the name `what` if there is a remainder."""
+    """Return `total` / number of ranks. Raises ValueError with `label` if there is a remainder."""
     if total % axis.size:
         raise ValueError(f"{label} {total} cannot be split over {axis.size} model-parallel ranks")
     return total // axis.size
@@ -95,7 +95,7 @@ class VocabParallelEmbedding(Sharded):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up integer ids [...] -> [..., h]; with sequence parallelism [s, b] -> [s/t, b, h]."""
-        spec_of(self.weight).used_as_embedding = True
+        spec_of(self.weight).used_as_embedding = True  # a tied output layer reads this, see `accumulate_wgrad`
         check_token_ids(ids, self.vocab_size)
         if self.axis.size == 1:
             return embedding(ids, self.weight)

@@ -73,7 +73,8 @@ def choose_kernels(x: Tensor, weight: Tensor, options: Options) -> Products:
     if x.device.type != "cpu" or x.shape[:-1].numel() < MIN_ROWS:
         return Products()
     use_onednn = options.onednn and x.dtype == torch.float32
-    default = options.products.get((x.dtype, 0, 0), Products(use_onednn, use_onednn, use_onednn))  # 0, 0: other weights
+    # The key (dtype, 0, 0) is for all weights that have no entry of their own.
+    default = options.products.get((x.dtype, 0, 0), Products(use_onednn, use_onednn, use_onednn))
     return options.products.get((x.dtype, *weight.shape), default)
 
 
@@ -113,7 +114,7 @@ def needs_grad(ctx: Any, i: int) -> bool:
     if torch.compiler.is_compiling():
         # The compiler of torch 2.11 cannot trace `next_functions`, but the compiler itself removes unused gradients.
         return bool(ctx.needs_input_grad[i])
-    # A bias of None has no entry in `next_functions`.
+    # Entry i is (node that gets the gradient of input i, ...). A bias of None, the last input, has no entry.
     node = ctx.next_functions[i][0] if i < len(ctx.next_functions) else None
     # If torch cannot tell whether the gradient is needed, compute it: autograd discards an unneeded gradient.
     return node is not None and will_run(node, default=True)
@@ -155,7 +156,7 @@ class _Linear(torch.autograd.Function):
         if needs_grad(ctx, 1) and plan.sequence.size > 1:  # inputs: 0 x, 1 weight, 2 bias
             pending_x = start_all_gather(x, plan.sequence)
             if not plan.overlap:
-                pending_x.block()
+                pending_x.block()  # wait now, not only where the result is needed
         if needs_grad(ctx, 0):
             partial_grad = plan.matmul(grad, weight.t(), None, plan.second_kernel.input_grad)
             pending_grad = start_reduction(partial_grad, plan.axis, plan.sequence)

@@ -149,7 +149,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden_grad is not None:
                 hidden_grad[rows] = matmul(chunk_grad, weight.t(), None, second_kernel.input_grad)
             if needs_weight:
-                # A sum over many tokens would overflow fp16; a mean does not. Dividing by a power of 2 is exact.
+                # A sum over many tokens would overflow fp16; a mean does not. Dividing by a power of 2 is exact, so
+                # the divisor is the number of tokens rounded up to one: 8 for 5 to 8 tokens. Only fp16 needs it.
                 divisor = 2.0 ** (len(x) - 1).bit_length() if grad_scale != 1.0 else 1.0
                 scaled_x = x / divisor if divisor != 1.0 else x
                 weight_grad = _add_matmul(weight_grad, chunk_grad.t(), scaled_x.t(), second_kernel.weight_grad, divisor)
@@ -167,14 +168,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # The forward pass has computed both gradients for a loss of factor 1. They are freed once they are used.
         factor = grad / ctx.grad_scale
         pending_grad = None
-        hidden_grad = weight_grad = None
+        hidden_grad = weight_grad = None  # None is returned for an input whose gradient is not needed
         if needs_grad(ctx, 0):
             unscaled_grad = _require_gradient(ctx.hidden_grad)
             ctx.hidden_grad = None
             scaled_grad = (unscaled_grad.to(factor.dtype) * factor).to(unscaled_grad.dtype)
             del unscaled_grad
+            # The sum over the ranks travels while the gradient of the weight is computed, unless overlap is off.
             pending_grad = start_reduction(scaled_grad, ctx.axis, ctx.options.sequence_axis(ctx.axis))
             if not ctx.options.overlap:
                 pending_grad.block()
@@ -184,7 +187,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weight_grad = weight_grad.mul_(factor).to(ctx.dtype)
         if pending_grad is not None:
             hidden_grad = pending_grad.wait()
-        return hidden_grad, weight_grad, *[None] * 5
+        return hidden_grad, weight_grad, *[None] * 5  # the other inputs have no gradient
 
 
 def _require_gradient(gradient: Tensor | None) -> Tensor:

@@ -135,6 +135,7 @@ class Mesh:
             return mesh
         expert = cls._axis_of(topology.expert_lines())
         same_experts = cls._axis_of(topology.expert_replicas())
+        # ZeRO and the reduction of experts need a group even for a single rank.
         same_experts = replace(same_experts, group=same_experts.group or group_of_members(same_experts.ranks))
         return replace(mesh, expert=expert, expert_replicas=same_experts)
 

@@ -77,6 +77,7 @@ class ParamSpec:
     def matrices(self) -> list[tuple[int, int]]:
         """Shapes of the whole matrices that this weight [o, i] fuses, or its own shape if it is one matrix."""
         rows, columns = self.full_shape
+        # For example, 96 rows in parts (2, 1, 1) fuse matrices of 48, 24 and 24 rows.
         blocks_per_matrix = self.fused.parts if self.fused else (1,)
         return [(rows // sum(blocks_per_matrix) * blocks, columns) for blocks in blocks_per_matrix]
 
@@ -123,9 +124,9 @@ class ParamSpec:
         if seed is not None and parallel_context().skip_init:
             return
         if seed is not None and draws_each_element(self.init_method):
-            dim, begin, end = self.rows
+            dim, begin, _ = self.rows
             parameter.zero_()
-            part = parameter.view(self.stored_shape).narrow(dim, 0, end - begin)
+            part = self.without_padding(parameter)
             draw_rows(part, begin, dim, self.full_shape, self.init_method, seed)
             return
         whole = torch.empty(self.full_shape, dtype=parameter.dtype, device="cpu")

@@ -43,7 +43,7 @@ def pad_sequence(x: Tensor, filler: int, dim: int = 1, axis: Axis | None = None)
     Returns `x` itself if no padding is needed.
     """
     axis = axis or parallel_context().sequence
-    padding = -x.shape[dim] % axis.size
+    padding = -x.shape[dim] % axis.size  # for example, 7 tokens on 4 ranks: -7 % 4 = 1
     if not padding:
         return x
     shape = list(x.shape)
@@ -80,6 +80,7 @@ class Pending:
         self.block()
         if not self._num_shards:
             return self._result
+        # The result has every rank's values for this rank's shard, one after the other.
         return self._result.view(self._num_shards, -1, *self._result.shape[1:]).sum(0)
 
 
@@ -101,7 +102,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis) -> Pending:
         # gloo's reduce-scatter is a full all-reduce; an all-to-all of the shards moves half as many bytes.
         shards = torch.empty_like(x)
         work = dist.all_to_all_single(shards, x, group=axis.group, async_op=True)
-        return Pending(work, shards, axis.size)
+        return Pending(work, shards, num_shards=axis.size)
     own_shard = x.new_empty(length, *x.shape[1:])
     work = _reduce_scatter(own_shard, x, group=axis.group, async_op=True)
     return Pending(work, own_shard)

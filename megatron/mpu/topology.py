@@ -77,7 +77,7 @@ class Topology(ProcessTopology):
         groups = []
         for ranks in self.lines("data"):
             for expert_rank in range(self.expert):
-                groups.append(ranks[expert_rank :: self.expert])
+                groups.append(ranks[expert_rank :: self.expert])  # every rank with this index in its expert group
         return groups
 
     def world_size(self) -> int:

@@ -23,12 +23,14 @@ def is_traced(axis: Axis) -> bool:
 
 def traced_gather(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     """Return the input [s, ...] of a column-parallel matmul: x, all-gathered from shards [s/t, ...] if `sequence`."""
+    # Each branch is a pair: the communication of the forward pass, and that of the backward pass.
     forward, backward = (all_gather_in_graph, reduce_scatter_in_graph) if sequence else (identity, all_reduce_in_graph)
     return _CollectivePair.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def traced_reduce(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     """All-reduce the results [s, ...] of a row-parallel matmul, or if `sequence` reduce-scatter them to [s/t, ...]."""
+    # Each branch is a pair: the communication of the forward pass, and that of the backward pass.
     forward, backward = (reduce_scatter_in_graph, all_gather_in_graph) if sequence else (all_reduce_in_graph, identity)
     return _CollectivePair.apply(x, axis.name, forward, backward)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -40,6 +42,7 @@ def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = Non
     """
     axis = axis or current_mesh().model
     if is_traced(axis):
+        # The gather along a new first dimension sums the gradients in its backward pass, as for a sequence.
         parts = traced_gather(x.unsqueeze(0), axis, sequence=True)  # [t, ..., n/t]
         return parts.movedim(0, -2).flatten(-2)
     return x if axis.size == 1 else mappings.apply_collective(x, axis, all_gather, _sum_and_split)

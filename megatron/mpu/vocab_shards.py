@@ -25,6 +25,7 @@ NUM_SAMPLED = 32  # number of logits that ranks compare to recognise gathered lo
 
 def _sample_logits(logits: Tensor) -> Tensor:
     """Return NUM_SAMPLED logits at places spread over logits [n, v/t]."""
+    # One sequence of row numbers and one of column numbers, from the first to the last: the diagonal of the matrix.
     indices = [torch.linspace(0, length - 1, NUM_SAMPLED, device=logits.device).long() for length in logits.shape]
     return logits[indices[0], indices[1]]
 
@@ -38,7 +39,8 @@ def max_over_ranks(own_max: Tensor, logits: Tensor, axis: Axis) -> Tensor:
     if axis.size == 1 or not logits.numel():
         return reduce_in_place(own_max.clone(), axis, dist.ReduceOp.MAX)
     sample = _sample_logits(logits).to(own_max.dtype)
-    # One all-reduce returns the maxima of the tokens, and the maximum and minimum of each sampled logit.
+    # One all-reduce returns the maxima of the tokens, and the maximum and minimum of each sampled logit: min(x) is
+    # -max(-x).
     sizes = [own_max.numel(), NUM_SAMPLED, NUM_SAMPLED]
     maxima = reduce_in_place(torch.cat([own_max.flatten(), sample, -sample]), axis, dist.ReduceOp.MAX)
     token_max, sample_max, minus_sample_min = torch.split(maxima, sizes)
@@ -57,13 +59,14 @@ def _check_not_gathered(is_gathered: Tensor, width: int, axis: Axis) -> None:
         assert_on_device(~is_gathered, problem)
     except RuntimeError:
         if not is_gathered.is_cpu:
-            raise
+            raise  # a device reports errors late, so this may be an error of earlier work
         raise ValueError(problem) from None
 
 
 def check_same_tokens(logits: Tensor, target: Tensor) -> None:
     """Raise ValueError unless logits [..., v/t] and target [...] have the same tokens in the same order."""
     token_shape = logits.shape[:-1]
+    # [s, b] targets match [s * b, v/t] logits, and [s * b] targets match [s, b, v/t] logits.
     only_flattened = token_shape.numel() == target.numel() and 1 in (len(token_shape), target.dim())
     if token_shape != target.shape and not only_flattened:
         raise ValueError(
@@ -75,6 +78,7 @@ def check_same_tokens(logits: Tensor, target: Tensor) -> None:
 def padded_vocab_size(vocab_size: int, multiple: int, ranks: int) -> int:
     """Return the number of embedding rows: `vocab_size` rounded up to a multiple of `multiple * ranks`."""
     unit = multiple * ranks
+    # -(-a // b) is a / b rounded up.
     return -(-vocab_size // unit) * unit
 
 
@@ -85,6 +89,7 @@ def check_token_ids(ids: Tensor, vocab_size: int) -> None:
     """
     if torch.compiler.is_compiling():
         return
+    # Fake tensors, which a compiler traces, and meta tensors have no values.
     if type(ids) is not Tensor or ids.is_meta or not ids.numel():
         return
     problem = f"is outside of the vocabulary of {vocab_size}"

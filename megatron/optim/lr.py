@@ -26,7 +26,7 @@ def lr_at(iteration: int, config: Config, samples: tuple[int, int] | None = None
             raise ValueError("the learning rate follows samples: give lr_at the samples of the step")
         completed, next_completed = samples
     warmup = floor_share(o.warmup, total)
-    if completed <= warmup:
+    if completed <= warmup:  # never without a warm-up, because `completed` is at least 1
         return o.lr * completed / warmup
     if o.lr_decay_style == "constant":
         return o.lr

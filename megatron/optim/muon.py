@@ -41,6 +41,7 @@ def orthogonalise(matrix: Tensor, steps: int, options: Options = DEFAULT_OPTIONS
     x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=EPS)  # now all singular values are at most 1
     second_kernel = choose_kernels(x, x, options).output
+    # Each step computes a x + (b G + c G G) x for G = x x^T. `matmul` transposes its second factor; G is symmetric.
     for _ in range(steps):
         gram = matmul(x, x, None, second_kernel)
         if second_kernel:
@@ -97,6 +98,7 @@ class Muon(torch.optim.Optimizer):
             factor = group.get("lr_factor", 1.0) * config.muon_lr_factor
             if muon_params:
                 muon_settings = {"use_muon": True, "lr": config.lr, "lr_factor": factor}
+                # A later entry replaces an earlier one of the same name.
                 muon_groups.append({"weight_decay": 0.0, **group, **muon_settings, "params": muon_params})
             if adamw_params:
                 adamw_groups.append({**group, "params": adamw_params, "use_muon": False})
@@ -136,7 +138,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[p]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(p)
-        tensors = p.detach(), p.grad, state["momentum_buffer"]
+        tensors = p.detach(), p.grad, state["momentum_buffer"]  # the last three fields of `_Piece`
         if not hasattr(p, "pieces"):
             yield _Piece(spec_of(p), *tensors)
             return
@@ -158,14 +160,14 @@ class Muon(torch.optim.Optimizer):
         for (spec, weight, *_), update in zip(pieces, orthogonal_updates, strict=True):
             weight.mul_(1 - lr * weight_decay)
             ratios = _lr_ratios(spec, config.muon_adjust_lr_fn)
-            if isinstance(ratios, float):
+            if isinstance(ratios, float):  # one factor for the whole weight, else one for each row
                 weight.add_(update, alpha=-lr * ratios)
             else:
                 weight.sub_(ratios.to(weight).mul_(lr) * update)
 
 
 def _in_batches(pieces: Iterator[_Piece], model_ranks: int) -> Iterator[list[_Piece]]:
-    """Yield lists of pieces of about BATCH elements, with enough pieces to balance work over tensor-parallel ranks."""
+    """Yield lists of pieces of about BATCH_ELEMENTS elements, and of at least two for each tensor-parallel rank."""
     batch = list[_Piece]()
     num_elements = 0
     for piece in pieces:
@@ -189,13 +191,16 @@ def _lr_ratios(spec: ParamSpec, adjust_lr_fn: str) -> float | Tensor:
     if spec.fused is None:
         return ratios[0]
     block_counts, block_rows, growth = spec.fused
-    if len(set(growth)) > 1:
+    if len(set(growth)) > 1:  # muP scales the fused matrices differently
         divisors = [muon_divisor(factors, shape, adjust_lr_fn) for factors, shape in zip(growth, shapes, strict=True)]
         ratios = [ratio * divisors[0] / divisor for ratio, divisor in zip(ratios, divisors, strict=True)]
     if len(set(ratios)) == 1:
         return ratios[0]
+    # For example, ratios (1, 2, 2) of query, key and value with blocks (2, 1, 1) of 1 row give the pattern 1, 1, 2, 2,
+    # which repeats along the rows of the whole weight.
     pattern = torch.tensor(ratios, dtype=torch.float64).repeat_interleave(torch.tensor(block_counts) * block_rows)
     rows = spec.full_shape[0]
     repeats = rows // len(pattern)
+    # A weight that is split along its columns has all rows on each rank.
     _, begin, end = spec.rows if spec.dim == 0 else (0, 0, rows)
     return pattern.repeat(repeats)[begin:end].unsqueeze(1)

@@ -52,7 +52,7 @@ def group_keys(
         no_decay = not _is_matrix(p) or p in undecayed_matrices
         decay = 0.0 if no_decay else config.weight_decay
         lr_factor = 1.0
-        rule = rules.get(p, ParamRule("*"))
+        rule = rules.get(p, ParamRule("*"))  # by default a rule without settings
         if rule.weight_decay is not None:
             decay = rule.weight_decay
         if rule.lr_factor is not None:

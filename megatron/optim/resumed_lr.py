@@ -17,6 +17,7 @@ def _schedule(config: Config) -> dict[str, Any]:
     if config.lr_decay_samples is not None:
         unit = "samples"
         unused = "iters"
+    # Lengths are kept in the unit that the run uses. Those in the other unit are None, so that they do not count.
     schedule = {"lr": o.lr, "min_lr": o.min_lr, "lr_decay_style": o.lr_decay_style, "warmup": o.warmup}
     schedule |= {f"lr_decay_{unit}": decay_end(config), f"lr_decay_{unused}": None}
     if o.lr_decay_style == "wsd":
@@ -51,13 +52,14 @@ def resolve_lr_schedule(config: Config, saved: Config) -> tuple[Config, str | No
     config: settings from the command line. saved: settings from the checkpoint.
     """
     saved_settings = _schedule(saved)
-    if saved_settings == _schedule(config) or describe(saved, 17) == describe(config, 17):
+    # Different settings can mean the same schedule. 17 digits distinguish any two learning rates.
+    if saved_settings == _schedule(config) or describe(saved, digits=17) == describe(config, digits=17):
         return config, None
     saved_text = describe(saved)
     flag_text = describe(config)
-    if saved_text == flag_text:
-        saved_text = describe(saved, 17)
-        flag_text = describe(config, 17)
+    if saved_text == flag_text:  # the difference shows only in later digits
+        saved_text = describe(saved, digits=17)
+        flag_text = describe(config, digits=17)
     if config.optim.override_lr_schedule:
         note = f"the learning rate follows the flags ({flag_text}), no longer the checkpoint's schedule ({saved_text})"
         return config, note

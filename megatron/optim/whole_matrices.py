@@ -25,8 +25,10 @@ def apply_per_matrix(function: MatrixFunction, whole: Tensor, spec: ParamSpec) -
     if spec.fused is None:
         return function(whole)
     results = torch.empty_like(whole, memory_format=torch.contiguous_format)
+    # `split` gives views [g, part, width, i], as the rows of the fused matrices alternate. `function` needs [o, i].
     for matrix, result in zip(spec.fused.split(whole.contiguous()), spec.fused.split(results), strict=True):
-        result.copy_(function(matrix.reshape(-1, whole.shape[1])).view(result.shape))
+        computed = function(matrix.reshape(-1, whole.shape[1]))
+        result.copy_(computed.view(result.shape))
     return results
 
 
@@ -43,7 +45,7 @@ def apply_to_whole_matrices(
     split_params = []
     for i, spec in enumerate(specs):
         if spec.split:
-            split_params.append(i)
+            split_params.append(i)  # computed below, by one rank for all
         else:
             results[i] = apply_per_matrix(function, shards[i], spec)
     if not split_params:
@@ -53,18 +55,22 @@ def apply_to_whole_matrices(
     costs = [matrix_work(specs[i]) for i in split_params]
     params_by_rank = []  # for each rank, the parameters that it computes
     outgoing = []
-    for rank_items in balance(costs, axis.size):
+    for rank_items in balance(costs, axis.size):  # positions in `split_params` of the parameters of one rank
         rank_params = [split_params[position] for position in rank_items]
         params_by_rank.append(rank_params)
         outgoing.append([shards[i] for i in rank_params])
-    received = _exchange(outgoing, [outgoing[axis.rank]] * axis.size, axis)
+    # The shards of a parameter have the same shape on all ranks, so those that arrive are like the own ones.
+    templates = [outgoing[axis.rank]] * axis.size
+    received = _exchange(outgoing, templates, axis)
     outgoing_results: list[list[Tensor]] = [[] for _ in range(axis.size)]
+    # received[r] lists the shards from rank r, so `parts` are all ranks' shards of parameter i.
     for i, *parts in zip(params_by_rank[axis.rank], *received, strict=True):
-        dim = specs[i].dim or 0
+        dim = specs[i].dim or 0  # `or 0` only tells the type checker that a split parameter has a dimension
         whole = apply_per_matrix(function, torch.cat(parts, dim), specs[i])
         for rank_results, shard in zip(outgoing_results, whole.chunk(axis.size, dim), strict=True):
             rank_results.append(shard)
-    for rank_params, shards_back in zip(params_by_rank, _exchange(outgoing_results, outgoing, axis), strict=True):
+    received_results = _exchange(outgoing_results, outgoing, axis)
+    for rank_params, shards_back in zip(params_by_rank, received_results, strict=True):
         for i, shard in zip(rank_params, shards_back, strict=True):
             results[i] = shard
     return results
@@ -79,8 +85,9 @@ def _exchange(
     """
     flat_outgoing = list(chain.from_iterable(outgoing))
     any_tensor = next(chain(flat_outgoing, *templates))  # for its dtype and device: this rank may send nothing
+    # The empty tensor is there because `cat` refuses an empty list.
     send_buffer = torch.cat([any_tensor.new_empty(0), *(tensor.reshape(-1) for tensor in flat_outgoing)])
-    send_sizes = [sum(map(Tensor.numel, rank_templates)) for rank_templates in outgoing]
+    send_sizes = [sum(map(Tensor.numel, tensors)) for tensors in outgoing]
     receive_sizes = [sum(map(Tensor.numel, rank_templates)) for rank_templates in templates]
     receive_buffer = send_buffer.new_empty(sum(receive_sizes))
     dist.all_to_all_single(receive_buffer, send_buffer, receive_sizes, send_sizes, group=axis.group)

@@ -16,6 +16,7 @@ def may_have_accelerator() -> bool:
     if spec is None or spec.origin is None:
         return True  # torch is missing or broken; its import in `count_accelerators` will raise an error that says so
     build_info = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    # version.py of a CPU build sets these names to None.
     return any(build_info.get(kind) for kind in ("cuda", "hip", "xpu")) or bool(entry_points(group="torch.backends"))
 
 

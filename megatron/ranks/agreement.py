@@ -85,7 +85,7 @@ def require_equal_values(values: Mapping[str, str] | None, only_common: bool = F
     if values is not None:
         digest = hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
     digests = set(gather_objects(digest))
-    if len(digests - {None}) <= 1:
+    if len(digests - {None}) <= 1:  # ranks without values do not count
         return
     values_by_rank = {rank: known for rank, known in enumerate(gather_objects(values)) if known is not None}
     differences = _differences(values_by_rank, only_common)

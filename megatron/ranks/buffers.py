@@ -37,6 +37,7 @@ def fingerprint_buffers(model: nn.Module, savable: Callable[[Tensor], bool]) -> 
     mesh = mpu.get_mesh()
     initial = _initial_fingerprints.get(model, {})
     coord = mesh.pipe.rank, mesh.data.rank, mesh.model.rank
+    # A buffer that was not recorded counts as unchanged.
     return {
         name: BufferCopy(*coord, current, initial.get(name, current) != current)
         for name, current in _fingerprints(model, savable).items()

@@ -50,8 +50,10 @@ def has_fast_bf16(device: torch.device) -> bool:
     """
     if device.type == "cpu":
         return has_amx_tiles()
+    if device.type != "cuda":
+        return True
     # V100 and T4 only emulate bf16, which is slow.
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False)) if device.type == "cuda" else True
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def fp8_problem(device: torch.device) -> str | None:
@@ -63,7 +65,7 @@ def fp8_problem(device: torch.device) -> str | None:
     try:
         x = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
         scales = torch.ones(16, 1, device=device)
-        scaled_matmul(x, x, scales, scales, None)
+        scaled_matmul(x, x, scales, scales, None)  # only to see whether it fails
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         return f"this build of torch has no such kernel for it ({str(error).splitlines()[0]})"
     return None
@@ -127,7 +129,7 @@ def peak_memory_mb(device: torch.device) -> float:
     """Return the peak memory of this process in MB (10^6 bytes): allocated on the accelerator, or resident in RAM."""
     if device.type == "cpu":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6
+        return peak / 1e6 if sys.platform == "darwin" else peak * 1024 / 1e6  # bytes on macOS, KiB on Linux
     return torch.accelerator.max_memory_allocated(device) / 1e6
 
 
@@ -158,9 +160,9 @@ def keep_freed_memory(device: torch.device) -> None:
         return
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim"):  # only glibc has both functions
-        libc.malloc_trim(0)
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.malloc_trim(0)  # give back what the start of the process has left
+        libc.mallopt(_M_MMAP_MAX, 0)  # no allocation by mmap, which is unmapped as soon as it is freed
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)  # keep up to 2 GiB, the largest value, at the end of the heap
 
 
 _M_MMAP_MAX = -4  # constants of mallopt, from malloc.h
@@ -179,4 +181,5 @@ def peak_tflops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
+    # The keys are in such an order that the first match counts, for example "H100 PCIe" before "H100".
     return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)

@@ -33,7 +33,8 @@ def one_line_error(error: BaseException) -> str:
     text = error_text(error)
     worker_error = _WORKER_ERROR.search(text)
     if worker_error:
-        return " ".join(text[worker_error.end() :].split())
+        return " ".join(text[worker_error.end() :].split())  # the worker's message, its line breaks made spaces
+    # Of the frames from the innermost one on, the first outside the libraries decides whose code raised the error.
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if frame.filename.startswith(_OWN_FOLDERS):
             break

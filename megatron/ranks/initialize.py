@@ -37,7 +37,7 @@ def world_size() -> int:
 def ranks_on_machine(world_size: int) -> int | None:
     """Return the number of ranks on this machine, which torchrun and DeepSpeed's launcher set; None if unknown.
 
-    world: number of ranks of the whole run.
+    world_size: number of ranks of the whole run.
     """
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
     if local_world_size:
@@ -51,7 +51,7 @@ def initialize_megatron(config: Config) -> torch.device:
     Raises ConfigError if the grid does not fit the number of ranks, and RunError if the ranks were started with
     different settings or versions.
     """
-    config.parallel.data_parallel_size(world_size())
+    config.parallel.data_parallel_size(world_size())  # raises ConfigError if the grid does not fit
     messages.setting_advice |= ADVISED_FLAGS
     device = _join_ranks(config)
     if dist.get_world_size() > 1:
@@ -69,7 +69,7 @@ def initialize_megatron(config: Config) -> torch.device:
     mpu.initialize_model_parallel(
         p.model_parallel_size, p.stages, seed, options, p.context_parallel_size, p.expert_parallel_size
     )
-    tds.use_rng_tracker(mpu.get_cuda_rng_tracker())
+    tds.use_rng_tracker(mpu.get_cuda_rng_tracker())  # so that recomputation repeats the dropout masks
     return device
 
 
@@ -97,7 +97,7 @@ def _join_ranks(config: Config) -> torch.device:
 def _set_single_rank_env() -> None:
     """Set the variables of a launcher for a process without one, with a free port for its rendezvous."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("127.0.0.1", 0))  # the system chooses a free port for port 0
         port = probe.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -34,6 +34,7 @@ def fingerprint(x: Tensor) -> Tensor:
     odd_factors = 2 * torch.arange(min(CHUNK_ELEMENTS, ints.numel()), device=x.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for chunk in torch.split(ints, CHUNK_ELEMENTS):
+        # An odd constant (Knuth's MMIX generator) makes the hash depend on the order of chunks; int64 wraps at 2^64.
         total = total * 0x5851F42D4C957F2D + (chunk.to(torch.int64) * odd_factors[: chunk.numel()]).sum()
     return total
 
@@ -52,16 +53,20 @@ def check_replicas(engine: Any) -> None:
     model = engine.module
     device = engine.device
     fingerprints = _fingerprints(model, device)
+    # Expert-parallel ranks hold different experts, so only some of the data-parallel ranks hold copies of an expert.
     expert_names = {name for name, p in global_parameters(model) if mpu.replicas_of(p) is not mesh.data}
     expert_weights = {key: value for key, value in fingerprints.items() if key.name in expert_names}
     other_weights = {key: value for key, value in fingerprints.items() if key.name not in expert_names}
     unsplit_weights = {key: value for key, value in fingerprints.items() if key.model_rank is None}
+    # ZeRO 3 shards weights over the data-parallel ranks, which thus hold no copies.
     is_zero_3 = any(key.data_rank is not None for key in fingerprints)
     all_equal = is_zero_3 or _equal_on_ranks(other_weights, mesh.data, device)
+    # The collective comes before `and`, so that all ranks run it, whatever they have found so far.
     all_equal = _equal_on_ranks(expert_weights, mesh.expert_replicas, device) and all_equal
     all_equal = _equal_on_ranks(unsplit_weights, mesh.model, device) and all_equal
     tied = _tied_fingerprints(model, fingerprints)
     all_equal = _ties_are_equal(tied) and all_equal
+    # Only some ranks may have seen the difference, but all of them must raise the error.
     any_differ = torch.tensor([float(not all_equal)], device=device)
     dist.all_reduce(any_differ, op=dist.ReduceOp.MAX)
     if any_differ.item():
@@ -84,7 +89,7 @@ def _fingerprints(model: nn.Module, device: torch.device) -> dict[WeightKey, int
     mesh = mpu.get_mesh()
     fingerprints = {}
     for name, p in global_parameters(model):
-        own_part = local_shard(p)
+        own_part = local_shard(p)  # `p` itself, unless ZeRO 3 shards it
         model_rank = mesh.model.rank if mpu.is_split(p) else None
         data_rank = None if own_part is p else mesh.data.rank
         fingerprints[WeightKey(name, model_rank, data_rank)] = fingerprint(own_part).to(device)
@@ -115,7 +120,7 @@ def _equal_on_ranks(values: Mapping[WeightKey, int], axis: mpu.Axis, device: tor
     if axis.size == 1:
         return True
     text = repr(sorted(values.items(), key=str))
-    # The hash has 62 bits so that its negative is an int64, too. MAX of both shows whether all are equal.
+    # One MAX gives the maximum and, by the negated hash, the minimum. 62 bits of a hash fit into an int64.
     hashed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
     max_and_minus_min = torch.tensor([hashed, -hashed], device=device)
     dist.all_reduce(max_and_minus_min, op=dist.ReduceOp.MAX, group=axis.group)
@@ -128,10 +133,10 @@ def _describe_difference(fingerprints: Mapping[WeightKey, int], tied: Mapping[st
     stage = mpu.get_mesh().pipe.rank
     own_values = {}
     for key, value in fingerprints.items():
-        held_stage = None if key.name in tied else stage
+        held_stage = None if key.name in tied else stage  # copies of a tied weight lie on several stages
         own_values[(key, held_stage)] = value
     values_by_rank = gather_objects(own_values)
-    keys: dict[tuple[WeightKey, int | None], None] = {}
+    keys: dict[tuple[WeightKey, int | None], None] = {}  # an ordered set of all ranks' weights
     for rank_values in values_by_rank:
         keys |= dict.fromkeys(rank_values)
     for weight in keys:

@@ -91,7 +91,7 @@ class StopSignals:
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             if self._read_reports is not None:
-                self._read_reports()
+                self._read_reports()  # wait for the last all-reduce, whose result nobody needs
         elif threading.current_thread() is threading.main_thread():
             # After an error, nothing will be saved and other ranks may have ended. The launcher must be able to end
             # this process.
@@ -130,6 +130,7 @@ class StopSignals:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return request, done
         read_previous = self._read_reports
+        # The maximum of `not done` is 0 if all ranks are done.
         self._read_reports = self._start_max([int(request), int(not done)])
         if read_previous is None:
             return StopSignal.NOTHING, False

@@ -26,6 +26,7 @@ KERNEL_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
+# Beginnings of file names; "<" begins names such as <string> and <frozen importlib>, which are no files.
 _LIBRARIES = (*{sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}, "<")
 
 
@@ -63,7 +64,7 @@ def user_file_hashes() -> dict[str, str]:
     """
     hashes = {}
     for name, module in sorted(sys.modules.items()):
-        file = getattr(module, "__dict__", {}).get("__file__")
+        file = getattr(module, "__dict__", {}).get("__file__")  # not by the module's own `__getattr__`
         if not isinstance(file, str) or not file.endswith(".py") or is_library_file(file):
             continue
         if name.partition(".")[0] in ("megatron", "tds") or not os.path.isfile(file):

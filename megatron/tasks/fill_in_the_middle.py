@@ -13,7 +13,7 @@ def fill_in_the_middle(config: Config, tokenizer: Tokenizer) -> FillInTheMiddle 
     data = config.data
     if not data.fim_rate:
         return None
-    names = data.fim_tokens or ()
+    names = data.fim_tokens or ()  # three names: config/conflicts.py checks this
     missing = [name for name in names if name not in tokenizer.marks]
     if missing:
         raise ValueError(

@@ -68,6 +68,7 @@ def pretrain(
                 raise
             sys.exit(f"{Path(sys.argv[0]).name}: {error}")
     set_own_flags(own_values)
+    # The arguments with which both classes of tasks begin.
     functions = train_valid_test_datasets_provider, model_provider, forward_step
     defaults = args_defaults or {}
     task: Task
@@ -99,8 +100,8 @@ def parse_own_flags(add_args: Callable[[ArgumentParser], Any], argv: Sequence[st
         raise ConfigError(f"extra_args_provider adds a flag that this project has ({error}); rename it") from None
     parser = SettingsParser(add_help=False, allow_abbrev=False)
     add_args(parser)
-    if {"-h", "--help"} & {*argv}:
-        parser.print_help()
+    if not {"-h", "--help"}.isdisjoint(argv):
+        parser.print_help()  # the run prints the help on the other flags later, and exits
     namespace, other_words = parser.parse_known_args(argv)
     return vars(namespace), other_words
 
@@ -146,7 +147,8 @@ class FunctionsTask(Task):
 
     def loss(self, model: Any, batch: Any) -> Tensor:
         """Return the loss that `forward_step` computes, a scalar []. Raises ValueError if it returns no loss."""
-        result: Any = self.forward_step(None if batch is None else _one_batch(batch), model)
+        batches = None if batch is None else _one_batch(batch)  # `forward_step` takes an iterator, as in Megatron-LM
+        result: Any = self.forward_step(batches, model)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise ValueError(
                 f"forward_step returns {describe(result)}: return (loss, anything), for example `return loss, {{}}`"

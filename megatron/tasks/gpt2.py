@@ -94,7 +94,7 @@ class GPT2(LanguageTask):
             sizes["prefixes"] = (b, s)
         tensors, extra_targets = broadcast_batch(data, list(sizes), config, sizes)
         text = tensors["text"]
-        tokens = text[:, :-1].contiguous()
+        tokens = text[:, :-1].contiguous()  # each token but the last; its label is the next token
         labels = text[:, 1:].contiguous()
         document_ids, loss_mask, position_ids = get_ltor_documents_and_position_ids(
             tokens,

@@ -82,19 +82,26 @@ class T5(LanguageTask):
         data = config.data
         seed = config.train.seed
         t5_tokenizer = cast(SentinelTokenizer, tokenizer)
-        lengths = data.enc_seq_length or data.seq_length, data.dec_seq_length
+        encoder_length = data.enc_seq_length or data.seq_length
+        decoder_length = data.dec_seq_length
         specials = Specials(t5_tokenizer.eod, t5_tokenizer.pad, t5_tokenizer.sentinels)
-        if all(map(is_triple, prefixes_of(data.paths))):
+        if all(map(is_triple, prefixes_of(data.paths))):  # corpora whose spans were masked when they were written
             return cpm_triples.build_train_valid_test_datasets(
-                data.paths, data.split, *lengths, specials, seed, t5_tokenizer.base.vocab_size
+                data.paths, data.split, encoder_length, decoder_length, specials, seed, t5_tokenizer.base.vocab_size
             )
-        encoder, decoder = lengths
-        if decoder is None and config.model.position_embedding == "learned":
+        if decoder_length is None and config.model.position_embedding == "learned":
             # Much noise in short spans would give the decoder more tokens than it has positions.
-            decoder = config.positions
+            decoder_length = config.positions
         objective = Objective(config.objective, data.span_convention, data.noise_density, data.mean_span_length)
         return build_train_valid_test_datasets(
-            data.paths, data.split, objective, encoder, decoder, specials, seed, t5_tokenizer.base.vocab_size
+            data.paths,
+            data.split,
+            objective,
+            encoder_length,
+            decoder_length,
+            specials,
+            seed,
+            t5_tokenizer.base.vocab_size,
         )
 
     def model(self, config: Config, tokenizer: Tokenizer | None) -> nn.Module:
@@ -121,10 +128,12 @@ class T5(LanguageTask):
         if data is not None and not config.data.reset_attention_mask:
             data = _drop_needless_ids(data)
         batch, extra_targets = broadcast_batch(data, KEYS, config)
+        # `_drop_needless_ids` empties the ids of a batch without padding; restore them if this method appends some.
         if not batch["encoder_document_ids"].numel() and _needs_document_ids(batch, config):
             for side in ("encoder", "decoder"):
                 batch[f"{side}_document_ids"] = torch.ones_like(batch[side])
-        pad_values = dict.fromkeys(("encoder", "decoder", "labels"), t5_tokenizer.pad)  # 0 for ids and loss mask
+        # Sequence parallelism needs lengths that its ranks can share. Document ids and loss mask are padded with 0.
+        pad_values = dict.fromkeys(("encoder", "decoder", "labels"), t5_tokenizer.pad)
         batch = {key: mpu.pad_sequence(tensor, pad_values.get(key, 0)) for key, tensor in batch.items()}
         labels = batch["labels"]
         loss_mask = batch["loss_mask"].float()

@@ -79,7 +79,7 @@ class Tokenizer(ABC):
         """
         marks = self.marks
         ids = list[int]()
-        for part in filter(None, any_name_pattern(marks).split(text)):
+        for part in filter(None, any_name_pattern(marks).split(text)):  # split() may also return empty parts
             if part in marks:
                 ids.append(marks[part])
             else:
@@ -96,7 +96,7 @@ class Tokenizer(ABC):
 
     def padded_vocab_size(self, multiple: int) -> int:
         """Return the number of rows of the embedding: the vocabulary size rounded up to a multiple of `multiple`."""
-        return -(-self.vocab_size // multiple) * multiple
+        return (self.vocab_size + multiple - 1) // multiple * multiple
 
 
 def fingerprint(kind: str, *contents: bytes) -> str:
@@ -115,6 +115,7 @@ def eod_mismatch(metadata: Mapping[str, Any], tokenizer: Tokenizer, vocab_file: 
     token may come from tokenizer_config.json, which often differs between a base model and its chat model.
     """
     corpus_eod = metadata.get("eod")
+    # Older corpora do not record their token, and without `append_eod` it does not occur.
     if not isinstance(corpus_eod, int) or corpus_eod == tokenizer.eod or not metadata.get("append_eod", True):
         return ""
     names = {i: f" ({name})" for name, i in tokenizer.marks.items()}
@@ -129,7 +130,7 @@ def any_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
     The pattern is a group, so `pattern.split(text)` keeps the names in its result.
     """
     longest_first = sorted(names, key=len, reverse=True)
-    alternatives = "|".join(map(re.escape, longest_first)) or "(?!)"
+    alternatives = "|".join(map(re.escape, longest_first)) or "(?!)"  # (?!) matches nowhere
     return re.compile(f"({alternatives})")
 
 
@@ -138,6 +139,7 @@ def split_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
 
     Cutting the text at the start of each match leaves no part that contains a whole name.
     """
+    # For the name <s>, (?<=<)s> matches s> after a <.
     cuts = [f"(?<={re.escape(name[0])}){re.escape(name[1:])}" for name in names if len(name) > 1]
     return re.compile("|".join(cuts) or "(?!)")
 

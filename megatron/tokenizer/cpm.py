@@ -70,7 +70,7 @@ class _CpmBase(Tokenizer):
         for i, part in enumerate(_RESERVED_CHARS.split(text)):
             if not part:
                 continue
-            is_mark = i % 2 == 1
+            is_mark = i % 2 == 1  # split() puts the matches of the pattern at odd indices
             part_ids = self._encode_mark(part) if is_mark else self._encode_plain(part)
             ids.append(part_ids)
         return np.concatenate(ids)
@@ -82,6 +82,7 @@ class _CpmBase(Tokenizer):
         """Make `_byte_ids` and `_token_bytes` from the vocabulary, name -> id."""
         self._token_bytes = [b""] * self.vocab_size
         for piece, i in pieces.items():
+            # WORD marks only where a word begins, and is no part of the text.
             self._token_bytes[i] = piece.replace(WORD, "").replace(SPACE, " ").replace(NEWLINE, "\n").encode()
         self._byte_ids = []
         if byte_piece(0) in pieces:
@@ -109,7 +110,7 @@ class CpmTokenizer(_CpmBase):
         self._build_tables(pieces)
         self.specials = {piece: i for piece, i in pieces.items() if self._model.is_control(i)}
         for i in self.specials.values():
-            self._token_bytes[i] = b""
+            self._token_bytes[i] = b""  # control tokens have no text
         self.fingerprint = fingerprint(self.name, Path(model_file).read_bytes())
 
     def _encode_plain(self, text: str) -> NDArray[np.int32]:
@@ -133,16 +134,17 @@ class CpmVocabTokenizer(_CpmBase):
             raise TokenizerError(f"{vocab_file} has no end-of-document token {EOD}")
         self.eod = self._vocabulary[EOD]
         self._build_tables(self._vocabulary)
+        # Names such as <eod>, but not those of byte tokens such as <0x0A>.
         self.specials = {t: i for t, i in self._vocabulary.items() if re.fullmatch(r"<(?!0x)\w+>", t)}
         self._ordinary_tokens = {t: i for t, i in self._vocabulary.items() if t not in self.specials}
         self._max_token_length = max(map(len, self._vocabulary))
         self._unknown = self._vocabulary.get("<unk>")
-        self._cached_match = lru_cache(maxsize=1 << 17)(self._match_longest)
+        self._cached_match = lru_cache(maxsize=1 << 17)(self._match_longest)  # most words occur again and again
         self.fingerprint = fingerprint(self.name, content)
 
     def _encode_plain(self, text: str) -> NDArray[np.int32]:
         cut = self._cut(text).replace(" ", SPACE).replace("\n", NEWLINE)
-        words = cut.split(SEPARATOR) if cut else []
+        words = cut.split(SEPARATOR) if cut else []  # "".split(SEPARATOR) would be [""]
         return np.array(list(itertools.chain.from_iterable(map(self._cached_match, words))), dtype=np.int32)
 
     def _match_longest(self, word: str) -> tuple[int, ...]:

@@ -62,7 +62,8 @@ class HFTokenizer(Tokenizer):
     name = "hf"
 
     def __init__(self, path: str) -> None:
-        content = Path(path).read_bytes()
+        file = Path(path)
+        content = file.read_bytes()
         try:
             with convert_panics(path):
                 tokenizer = import_tokenizers().Tokenizer.from_str(content.decode("utf-8"))
@@ -70,12 +71,12 @@ class HFTokenizer(Tokenizer):
             raise
         except Exception as error:  # tokenizers raises Exception itself, no subclass
             raise TokenizerError(f"{path} is not a tokenizer.json ({str(error)[:200]})") from None
-        self._configure(tokenizer, path, [read_token_name(Path(path), "eos_token"), *END_NAMES])
-        _check_sibling_files(Path(path), tokenizer)
-        add_bos_token = read_tokenizer_config(Path(path)).get("add_bos_token")
+        self._configure(tokenizer, path, [read_token_name(file, "eos_token"), *END_NAMES])
+        _check_sibling_files(file, tokenizer)
+        add_bos_token = read_tokenizer_config(file).get("add_bos_token")
         if add_bos_token is not None and bool(add_bos_token) != bool(self.start):
             raise TokenizerError(
-                f"{Path(path).with_name(SETTINGS)} sets add_bos_token to {add_bos_token}, but {Path(path).name} begins "
+                f"{file.with_name(SETTINGS)} sets add_bos_token to {add_bos_token}, but {file.name} begins "
                 f"a text with {list(self.start) or 'no token'}; make the two files agree"
             )
         self.fingerprint = fingerprint(self.name, content)
@@ -93,24 +94,14 @@ class HFTokenizer(Tokenizer):
             raise TokenizerError(f"{path} has no end-of-document token; add one of {', '.join(END_NAMES)}")
         self.eod = vocabulary[end]
         self.bos = vocabulary.get(read_token_name(Path(path), "bos_token"))
-        added_tokens = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-        # Added tokens that are not special are in `marks` only if they look like <name> or [name], or if
-        # tokenizer_config.json lists them, for example as eos_token. Other added tokens, such as the words and white
-        # space of CodeGen and Phi, are plain text.
-        listed_names = {name for name in read_token_names(Path(path)) if name.strip()}
-        self.specials = {}
-        other_marks = {}
-        for name, token in added_tokens.items():
-            if token.special or name == end or SENTINEL.fullmatch(name):
-                self.specials[name] = vocabulary[name]
-            elif name in listed_names or TOKEN_LIKE.fullmatch(name):
-                other_marks[name] = vocabulary[name]
-        self.specials[end] = self.eod
+        self.specials, other_marks = _added_marks(tokenizer, vocabulary, Path(path), end)
+        self.specials[end] = self.eod  # `end` need not be an added token
         self._marks = {**self.specials, **other_marks}
         with convert_panics(path):
             self.start = _start_ids(tokenizer, self.eod)
             self._text_encoder = _PlainTextEncoder(tokenizer, self.specials)
-        # None: encode_content() creates it on first use.
+        # If the names of other marks must be encoded as plain text, too, content needs an encoder of its own, which
+        # `_get_content_encoder` creates on first use.
         self._content_encoder = None if other_marks else self._text_encoder
         self._names_tokenizer: Any = None
 
@@ -144,6 +135,7 @@ class HFTokenizer(Tokenizer):
             tokenizers = import_tokenizers()
             self._names_tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
             known = {token.content for token in self._names_tokenizer.get_added_tokens_decoder().values()}
+            # Tokens of the vocabulary that are special only to this project, such as the end-of-document token.
             missing = [tokenizers.AddedToken(name, normalized=False) for name in self.specials if name not in known]
             self._names_tokenizer.add_special_tokens(missing)
             self._names_tokenizer.encode_special_tokens = False
@@ -155,7 +147,7 @@ class HFTokenizer(Tokenizer):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         ids = []
         for text, encoding in zip(texts, encodings, strict=True):
-            has_names = self._text_encoder.split_pattern.search(text)
+            has_names = self._text_encoder.split_pattern.search(text)  # the batch encoder would recognise these names
             ids.append(np.array(self.encode(text) if has_names else encoding.ids, dtype=np.int32))
         return ids
 
@@ -165,17 +157,41 @@ class HFTokenizer(Tokenizer):
         return text
 
 
+def _added_marks(
+    tokenizer: Any, vocabulary: Mapping[str, int], path: Path, end: str
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the special added tokens, and the other added tokens that belong to `marks`, as name -> id each.
+
+    Added tokens that are not special are in `marks` only if they look like <name> or [name], or if
+    tokenizer_config.json lists them, for example as eos_token. Other added tokens, such as the words and white space of
+    CodeGen and Phi, are plain text.
+    """
+    added_tokens = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    listed_names = {name for name in read_token_names(path) if name.strip()}
+    specials = {}
+    others = {}
+    for name, token in added_tokens.items():
+        if token.special or name == end or SENTINEL.fullmatch(name):
+            specials[name] = vocabulary[name]
+        elif name in listed_names or TOKEN_LIKE.fullmatch(name):
+            others[name] = vocabulary[name]
+    return specials, others
+
+
 class _PlainTextEncoder:
     """Encoder that encodes the names of the tokens in `specials` as plain text, not as these tokens."""
 
     def __init__(self, tokenizer: Any, specials: Mapping[str, int]) -> None:
+        # A tokenizer may prepend a space to a text ("first") or to each part of it ("always"). Text after a special
+        # token gets only the latter, and text that begins inside a cut name gets neither.
         description = tokenizer.to_str()
         self._at_start = tokenizer
         self._after_special = _without_prefix(tokenizer, description, "first")
         self._inside_name = _without_prefix(tokenizer, description, "first", "always")
         # A unigram model also has the names of special tokens as ordinary pieces, so it matches them in a text.
         # `split_pattern` matches such names, so that ids() can cut them.
-        self.split_pattern = split_name_pattern(name for name, i in specials.items() if i in _encode(tokenizer, name))
+        names_to_cut = [name for name, i in specials.items() if i in _encode(tokenizer, name)]
+        self.split_pattern = split_name_pattern(names_to_cut)
 
     def ids(self, text: str, inside: bool) -> list[int]:
         """Return the ids of `text`. The text is cut within names of special tokens, so that no name is recognised.
@@ -230,6 +246,7 @@ def _start_ids(tokenizer: Any, eod: int) -> tuple[int, ...]:
     full_ids = tokenizer.encode("a", add_special_tokens=True).ids
     if full_ids[-1:] == [eod] and plain_ids[-1:] != [eod]:
         full_ids = full_ids[:-1]
+    # Llama 3 encodes "a" to [64], and with its post-processor to [128000, 64], so the result is (128000,).
     num_added = max(len(full_ids) - len(plain_ids), 0)
     return tuple(full_ids[:num_added]) if full_ids[num_added:] == plain_ids else ()
 
@@ -238,16 +255,18 @@ def _check_sibling_files(path: Path, tokenizer: Any) -> None:
     """Raise TokenizerError if tokenizer_config.json or added_tokens.json next to `path` contradict the tokenizer."""
     require_added_tokens(path, tokenizer.token_to_id)
     settings = read_tokenizer_config(path)
-    prefix = _adds_prefix_space(json.loads(tokenizer.to_str())["pre_tokenizer"])
-    if prefix is not None and settings.get("add_prefix_space", prefix) != prefix:
+    pre_tokenizer = json.loads(tokenizer.to_str())["pre_tokenizer"]
+    adds_space = _adds_prefix_space(pre_tokenizer)
+    if adds_space is not None and settings.get("add_prefix_space", adds_space) != adds_space:
         raise TokenizerError(
             f"{path.with_name(SETTINGS)} sets add_prefix_space to {settings['add_prefix_space']}, but {path.name} sets "
-            f"it to {prefix}; make the two files agree"
+            f"it to {adds_space}; make the two files agree"
         )
 
 
 def _adds_prefix_space(part: Any) -> bool | None:
     """Return True if a byte-level pre-tokenizer prepends a space to a text, False if not, None for other kinds."""
+    # `part` is None, a pre-tokenizer, or a sequence of several.
     for each in (part or {}).get("pretokenizers", [part]):
         if each and each["type"] == "ByteLevel":
             return bool(each["add_prefix_space"])
@@ -259,6 +278,7 @@ def _without_prefix(tokenizer: Any, description: str, *schemes: str) -> Any:
 
     description: the tokenizer as JSON. schemes: values of `prepend_scheme` that are replaced by "never".
     """
+    # to_str() writes JSON without white space, so the text of a setting is known exactly.
     without_space = description
     for scheme in schemes:
         without_space = without_space.replace(f'"prepend_scheme":"{scheme}"', '"prepend_scheme":"never"')
@@ -282,8 +302,9 @@ class Gpt2BpeTokenizer(HFTokenizer):
 
     def __init__(self, path: str) -> None:
         tokenizers = import_tokenizers()
-        merges = find_merges(Path(path))
-        named = read_tokenizer_class(Path(path))
+        file = Path(path)
+        merges = find_merges(file)
+        named = read_tokenizer_class(file)
         if named in OTHER_CLASSES:
             raise TokenizerError(
                 f"{path} belongs to a {named}, which splits text into other words than GPT-2's tokenizer; use a "
@@ -297,10 +318,10 @@ class Gpt2BpeTokenizer(HFTokenizer):
             raise TokenizerError(
                 f"{path} and {merges} are not the vocabulary and merges of a GPT-2 tokenizer ({str(error)[:200]})"
             ) from None
-        prefix = bool(read_tokenizer_config(Path(path)).get("add_prefix_space"))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+        adds_space = bool(read_tokenizer_config(file).get("add_prefix_space"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
         self._configure(tokenizer, path, ("<eod>", "<|endoftext|>"))
-        _check_sibling_files(Path(path), tokenizer)
-        kind = f"{self.name}, a space in front" if prefix else self.name
-        self.fingerprint = fingerprint(kind, Path(path).read_bytes(), merges.read_bytes())
+        _check_sibling_files(file, tokenizer)
+        kind = f"{self.name}, a space in front" if adds_space else self.name
+        self.fingerprint = fingerprint(kind, file.read_bytes(), merges.read_bytes())

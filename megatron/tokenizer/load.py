@@ -34,7 +34,9 @@ def load_tokenizer(vocab_file: str, kind: str = "auto") -> Tokenizer:
     if kind not in KINDS:
         raise TokenizerError(f"--tokenizer-type {kind!r} must be one of {', '.join(KINDS)}")
     path = find_vocab_file(vocab_file)
-    name, _, segmenter = (_detect_kind(path) if kind == "auto" else kind).partition("+")
+    if kind == "auto":
+        kind = _detect_kind(path)
+    name, _, segmenter = kind.partition("+")  # `cpm+rjieba` names the segmenter
     module, class_name = _CLASSES[name]
     tokenizer_class = getattr(import_module(f".{module}", __package__), class_name)
     arguments = [segmenter or "jieba"] if module == "cpm" else []
@@ -54,7 +56,7 @@ def find_vocab_file(vocab_file: str) -> Path:
                 f"the folder {vocab_file} has no vocabulary file: it contains none of {', '.join(VOCAB_FILES)}"
             )
         path = files[0]
-    if path.name == VOCAB_FILES[0] and path.is_file():
+    if path.name == "tokenizer.json" and path.is_file():  # it may be a placeholder that names another file
         path = resolve_placeholder(path) or path
     if not path.is_file():
         raise TokenizerError(f"there is no vocabulary file {vocab_file}; tools/train_tokenizer.py makes one")
@@ -103,6 +105,7 @@ def _detect_kind(path: Path) -> str:
 
     if find_merges(path).is_file():
         return "gpt2-bpe"
+    # A tokenizer.json under another name has these keys; a CPM vocabulary maps tokens to ids.
     with open(path, "rb") as file:
         head = file.read(4096)
     return "hf" if b'"model"' in head or b'"added_tokens"' in head else "cpm-vocab"

@@ -14,6 +14,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # SentencePi
 ALGORITHMS = {1: "unigram", 2: "bpe", 3: "word", 4: "char"}  # TrainerSpec.ModelType
 PIECES, TRAINER, NORMALIZER = 1, 2, 3  # fields of ModelProto
 SCORE = 2  # field of SentencePiece
+TYPE = 3  # field of SentencePiece
+MODEL_TYPE = 3  # field of TrainerSpec
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types
 
 
@@ -47,12 +49,12 @@ def read_facts(content: bytes, name: str) -> ModelFacts:
     try:
         for number, value in _fields(content):
             if number == PIECES:
-                facts.types.append(int(dict(_fields(_require_message(value))).get(3, NORMAL)))  # field `type`
+                facts.types.append(int(_fields_of(value).get(TYPE, NORMAL)))
             elif number == TRAINER:
-                algorithm = dict(_fields(_require_message(value))).get(3, 1)  # field `model_type`, by default unigram
+                algorithm = _fields_of(value).get(MODEL_TYPE, 1)  # by default unigram
                 facts.algorithm = ALGORITHMS.get(int(algorithm), f"type {algorithm!r}")
             elif number == NORMALIZER:
-                _set_normalization(facts, dict(_fields(_require_message(value))))
+                _set_normalization(facts, _fields_of(value))
     except (IndexError, TypeError, ValueError):
         raise TokenizerError(f"{name} is not a sentencepiece model") from None
     return facts
@@ -64,13 +66,13 @@ def with_rounded_scores(content: bytes, step: float) -> bytes:
     step: a power of two.
     """
     rounded = bytearray(content)
-    for number, begin, end in _field_spans(content):
-        if number != PIECES:
+    for number, wire, begin, end in _field_spans(content):
+        if number != PIECES or wire == VARINT:
             continue
-        for field_number, value_begin, value_end in _field_spans(content[begin:end]):
-            if field_number == SCORE and value_end - value_begin == 4:
-                score = struct.unpack_from("<f", rounded, begin + value_begin)[0]
-                struct.pack_into("<f", rounded, begin + value_begin, round(score / step) * step)
+        for field_number, field_wire, offset, _ in _field_spans(content[begin:end]):
+            if field_number == SCORE and field_wire == FIXED32:
+                (score,) = struct.unpack_from("<f", rounded, begin + offset)
+                struct.pack_into("<f", rounded, begin + offset, round(score / step) * step)
     return bytes(rounded)
 
 
@@ -89,43 +91,49 @@ def _require_message(value: int | bytes) -> bytes:
     return value
 
 
+def _fields_of(value: int | bytes) -> dict[int, int | bytes]:
+    """Return {field number: value} of the message that a field contains; of a repeated field, the last value."""
+    return dict(_fields(_require_message(value)))
+
+
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield (field number, value) of each field of a protobuf message.
 
     Raises IndexError or ValueError for malformed bytes.
     """
-    for number, begin, end in _field_spans(message):
-        if number < 0:  # `_field_spans` marks varints by a negative number
-            yield -number, _read_varint(message, begin)[0]
+    for number, wire, begin, end in _field_spans(message):
+        if wire == VARINT:
+            value, _ = _read_varint(message, begin)
+            yield number, value
         else:
             yield number, message[begin:end]
 
 
-def _field_spans(message: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield (field number, start of the value, end of the value) of each field; a varint has minus its field number."""
-    at = 0
-    while at < len(message):
-        key, at = _read_varint(message, at)
-        number = key >> 3
-        wire = key & 7
+def _field_spans(message: bytes) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (field number, wire type, start of the value, end of the value) of each field."""
+    end = 0
+    while end < len(message):
+        key, begin = _read_varint(message, end)
+        wire = key & 7  # the lowest three bits; the others are the field number
         if wire == VARINT:
-            begin = at
-            at = _read_varint(message, at)[1]
-            yield -number, begin, at
-            continue
-        if wire not in (FIXED64, BYTES, FIXED32):
-            raise ValueError("unknown wire type")
-        if wire == BYTES:
-            size, at = _read_varint(message, at)
+            _, end = _read_varint(message, begin)
+        elif wire == BYTES:
+            size, begin = _read_varint(message, begin)
+            end = begin + size
+        elif wire in (FIXED64, FIXED32):
+            end = begin + (8 if wire == FIXED64 else 4)
         else:
-            size = 8 if wire == FIXED64 else 4
-        if at + size > len(message):
+            raise ValueError("unknown wire type")
+        if end > len(message):
             raise ValueError("truncated")
-        yield number, at, at + size
-        at += size
+        yield key >> 3, wire, begin, end
 
 
 def _read_varint(message: bytes, at: int) -> tuple[int, int]:
+    """Return the integer at `at` and the place after it.
+
+    A byte holds 7 bits of the integer, the lowest first. Its highest bit is set if another byte follows.
+    """
     value = 0
     shift = 0
     while True:

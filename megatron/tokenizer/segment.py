@@ -46,7 +46,8 @@ def segmenter(kind: str = "jieba") -> Cut:
     """
     if kind not in SEGMENTERS:
         raise TokenizerError(f"there is no segmenter {kind!r}; choose one of {', '.join(SEGMENTERS)}")
-    for name in dict.fromkeys(("jieba", kind)):
+    packages = SEGMENTERS if kind == "rjieba" else ("jieba",)  # with rjieba, jieba still segments doubtful parts
+    for name in packages:
         if not importlib.util.find_spec(name):
             raise TokenizerError(f"this tokenizer needs the package {name} to split words: pip install {name}")
     loaded: list[Cut] = []
@@ -101,7 +102,8 @@ def _find_ties(hmm: Any, margin: float = 1e-6) -> set[str]:
     margin: the maximum difference of the scores.
     """
     single = hmm.emit_P["S"]
-    # Scores of one word minus scores of two, of the first and of the second character.
+    # HMM states: S a word of one character, B the begin and E the end of a longer word.
+    # Scores as two words minus scores as one word, of the first and of the second character.
     first = {char: score - hmm.emit_P["B"][char] for char, score in single.items() if char in hmm.emit_P["B"]}
     second = {char: score - hmm.emit_P["E"][char] for char, score in single.items() if char in hmm.emit_P["E"]}
     chars = np.array(sorted(second, key=second.__getitem__))
@@ -109,6 +111,7 @@ def _find_ties(hmm: Any, margin: float = 1e-6) -> set[str]:
     ties: set[str] = set()
     for gap in _transition_gaps(hmm):
         for char, value in first.items():
+            # The strings with gap + value + second[other] between -margin and margin.
             low, high = values.searchsorted([-gap - value - margin, -gap - value + margin])
             ties.update(char + other for other in chars[low:high])
     return ties
@@ -118,8 +121,10 @@ def _transition_gaps(hmm: Any) -> Iterator[float]:
     """Yield how much better the transitions of two words are than those of one, for all neighbours of the two."""
     trans = hmm.trans_P
     never = hmm.MIN_FLOAT
+    # Before the two characters: the begin of the text, or the state of the last character of a word.
     before = [hmm.start_P["S"] - hmm.start_P["B"]]
     before += [trans[state]["S"] - trans[state]["B"] for state in "ES"]
+    # After them: the end of the text, or the state of the first character of a word.
     after = [0.0]
     after += [trans["S"].get(state, never) - trans["E"].get(state, never) for state in "BS"]
     for left in before:
@@ -137,6 +142,7 @@ class _RjiebaSegmenter:
         self._cut_han = rjieba.cut
         self._cut_doubtful = lru_cache(maxsize=1 << 14)(lambda block: SEPARATOR.join(jieba.cut(block)))
         self._frequency = jieba.dt.FREQ
+        # Dictionary words with a letter, such as C++. jieba counts the prefixes of words as words of frequency 0.
         mixed = [word for word, count in self._frequency.items() if count and len(word) > 1 and _ASCII.search(word)]
         doubtful = sorted({*mixed, *_find_ties(jieba.finalseg)}, key=len, reverse=True)
         self._doubtful = re.compile("|".join(map(re.escape, doubtful)))
@@ -154,7 +160,7 @@ class _RjiebaSegmenter:
         position = 0
         for start, end in doubtful:
             if start < position:
-                continue
+                continue  # the block around the previous span contains this one
             while start > position and self._is_word_char(text[start - 1]):
                 start -= 1
             while end < len(text) and self._is_word_char(text[end]):
@@ -177,9 +183,11 @@ class _RjiebaSegmenter:
             return
         between = parts[::2]
         blocks = parts[1::2]
+        # One call segments all blocks, one per line.
         cut_blocks = SEPARATOR.join(self._cut_han("\n".join(blocks))).split(f"{SEPARATOR}\n{SEPARATOR}")
         doubtful: list[tuple[int, int]] = []
         position = 0
+        # Not strict: `between` also has the text after the last block.
         for cut_block, block, before, after in zip(cut_blocks, blocks, between, between[1:], strict=False):
             position += len(before)
             if self._could_differ(cut_block, before, after):
@@ -203,6 +211,7 @@ class _RjiebaSegmenter:
         """
         first = None
         last = None
+        # A separator after one character: the first word is a single character. Likewise for the last word.
         if cut_block[1:2] == SEPARATOR and before[-1:] in _LETTERS:
             first = _FIRST_SINGLES.search(cut_block)
         if cut_block[-2:-1] == SEPARATOR and after[:1] in _LETTERS:

@@ -75,9 +75,10 @@ class SentencePieceTokenizer(Tokenizer):
             raise TokenizerError(f"{model_file} has no end-of-document token, neither {EOD} nor </s>")
         # A literal U+2581 in a text is encoded as byte tokens, because the token U+2581 would be decoded as a space.
         # With the class LlamaTokenizer, it is encoded as a space, as in transformers.
-        mark_bytes = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
-        has_bytes = self._sp.is_byte(mark_bytes[0])
-        self._mark_ids = np.array(mark_bytes if has_bytes and not self.is_llama else [], dtype=np.int32)
+        byte_ids = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
+        has_bytes = self._sp.is_byte(byte_ids[0])
+        self._mark_ids = np.array(byte_ids if has_bytes and not self.is_llama else [], dtype=np.int32)
+        # The fingerprint includes everything by which the ids differ from those of the `.model` alone.
         differences = []
         if (self.start, self.eod) != file_defaults:
             differences.append(f"from {self.start} to {self.eod}")
@@ -124,10 +125,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _apply_settings(self, path: Path) -> None:
         """Set `eod` and `start` from tokenizer_config.json."""
-        require_added_tokens(path, self._find_id, SENTINEL.fullmatch)
+        require_added_tokens(path, self._find_id, known=SENTINEL.fullmatch)
         if self.settings.get("eos_token"):
             self.eod = self._id_from_settings(path, "eos_token", "</s>")
-        default_name = "<s>" if self.is_llama else None
+        default_name = "<s>" if self.is_llama else None  # as in transformers
         bos = read_token_name(path, "bos_token") or default_name
         if bos is not None:
             self.bos = self._find_id(bos)
@@ -214,6 +215,7 @@ class SentencePieceTokenizer(Tokenizer):
         if not self._name_symbols:
             return super().encode_content(text, inside)
         names = split_name_pattern(self._name_symbols).finditer(text)
+        # Each cut is inside a name, so no part contains a whole name.
         cuts = [0, *(name.start() for name in names), len(text)]
         ids = super().encode_content(text[: cuts[1]], inside)
         for begin, end in itertools.pairwise(cuts[1:]):
@@ -224,7 +226,7 @@ class SentencePieceTokenizer(Tokenizer):
         ids: list[NDArray[np.int32]] = self._sp.encode(list(texts), num_threads=1, return_type="numpy")
         encode = self._encode_as_llama if self.is_llama else self._encode_marked
         for i, text in enumerate(texts):
-            if self._needs_own_encoding(text):
+            if self._needs_own_encoding(text):  # few texts do, so all others are encoded by one call
                 ids[i] = encode(text)
         return ids
 
@@ -245,7 +247,7 @@ class SentencePieceTokenizer(Tokenizer):
     def _encode_as_llama(self, text: str) -> NDArray[np.int32]:
         parts = [part for part in any_name_pattern(self._splitting_symbols).split(text) if part]
         legacy = self.settings.get("legacy")
-        part_ids: list[NDArray[np.int32]] = [np.array([], dtype=np.int32)]
+        part_ids: list[NDArray[np.int32]] = [np.array([], dtype=np.int32)]  # concatenate() needs at least one array
         for i, part in enumerate(parts):
             if part in self._splitting_symbols:
                 part_ids.append(np.array([self._splitting_symbols[part]], dtype=np.int32))
@@ -257,7 +259,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def _encode_marked(self, text: str) -> NDArray[np.int32]:
         part_ids = []
-        for part in re.split(f"({MARK})", text):
+        for part in re.split(f"({MARK})", text):  # with a group, split() also returns the marks
             if part == MARK:
                 part_ids.append(self._mark_ids)
             elif part:

@@ -25,7 +25,7 @@ class SentinelTokenizer(Tokenizer):
         self._prefix = "extra_id_" if convention == "t5" else "s_"
         size = tokenizer.vocab_size
         own_ids = own_sentinels(tokenizer, convention)
-        self.pad = tokenizer.specials.get("<pad>", size)
+        self.pad = tokenizer.specials.get("<pad>", size)  # `size` is the first new id
         size = max(size, self.pad + 1)
         if own_ids and len(own_ids) < count:
             raise ValueError(
@@ -58,6 +58,7 @@ class SentinelTokenizer(Tokenizer):
     def _encode_between(self, text: str, begin: int, end: int) -> list[int]:
         if begin == end:
             return []
+        # Only the text before the first sentinel starts a document.
         return self.base.encode_inside(text[begin:end]) if begin else self.base.encode(text[:end])
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -91,8 +91,9 @@ def make_placeholder(file: str) -> dict[str, Any]:
 def resolve_placeholder(path: Path) -> Path | None:
     """Return the vocabulary file that the placeholder `path` names, or None if `path` is a real tokenizer.json."""
     with open(path, "rb") as file:
-        if f'"{PLACEHOLDER}"'.encode() not in file.read(1024):
+        if f'"{PLACEHOLDER}"'.encode() not in file.read(1024):  # a real tokenizer.json may have many megabytes
             return None
+    # `.name` drops folders, so that a placeholder names only a file next to it.
     return path.with_name(Path(str(read_object(path).get(PLACEHOLDER))).name)
 
 

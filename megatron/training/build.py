@@ -81,7 +81,8 @@ def build_engine(
         feature.model(model, plan)
     with raise_on_all_ranks():
         is_pipeline = check_is_pipeline(model, task, config)
-    if not is_pipeline and config.parallel.pipe_parallel_size:  # 1 stage, for which a plain module is permitted
+    # `check_is_pipeline` accepts a plain module with --pipe-parallel-size 1. It is trained as without a pipeline.
+    if not is_pipeline and config.parallel.pipe_parallel_size:
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
         resolved = resolve(config, dist.get_world_size(), device_module.has_fast_bf16(device_module.current_device()))
     muon = muon_settings(model, config, resolved) if config.optim.optimizer == "muon" else {}
@@ -89,6 +90,7 @@ def build_engine(
     optimizer = build_optimizer(groups, config.optim, config.model.kernels, **muon, width=config.model.width_factor)
     if resolved.distributed_optimizer:
         optimizer = tds.DistributedOptimizer(optimizer, overlap_gather=config.parallel.overlap_param_gather)
+    # The other results are for DeepSpeed's own data loader and learning-rate schedule, which no run uses.
     engine, *_ = tds.initialize(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if is_pipeline else mpu
     )
@@ -97,17 +99,19 @@ def build_engine(
     record_buffers(engine.module)
     if resolved.precision == "fp64":
         zero_state.use_fp64(engine)
+    # DeepSpeed's optimizers must skip a step even if only one copy of a weight has a NaN in its gradient.
     if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:
         zero_state.check_all_copies(engine)
     batch_fn = partial(task.checked_batch, config=config, tokenizer=plan.tokenizer)
     micro_samples = config.train.batch_size * mpu.get_mesh().share.size
+    # Raise now, not in the middle of the run, for a batch size with which the pipeline schedule cannot run.
     for size in config.batches(dist.get_world_size()).sizes:
-        engine.set_micro_batches(size // micro_samples)  # raises if the pipeline schedule cannot run with this number
+        engine.set_micro_batches(size // micro_samples)
     engine.set_micro_batches(config.train.gas)
     if not is_pipeline:
         from ..engines.without_pipeline import NoPipeEngine
 
         return NoPipeEngine(engine, resolved, config.train.gas, task, batch_fn, timers)
-    if not hasattr(model, "_megatron_batch_fn"):
+    if not hasattr(model, "_megatron_batch_fn"):  # a function of the user's model that makes the batches
         engine.set_batch_fn(batch_fn)
     return PipeEngine(engine, timers, resolved.wall_clock_breakdown)

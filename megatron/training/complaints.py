@@ -62,7 +62,7 @@ def _corpus_damage(config: Config | None) -> str | None:
     try:
         for prefix in prefixes_of(config.data.paths):
             if not is_url(prefix):
-                IndexedDataset(prefix)
+                IndexedDataset(prefix)  # raises for damaged files
     except (ValueError, OSError) as error:
         return describe_error(error)
     return None

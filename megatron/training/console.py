@@ -12,7 +12,12 @@ def format_count(number: float) -> str:
         # The thresholds are those from which rounding to three digits gives 1.00, 10.0 and 100.
         if number >= 0.9995 * size:
             value = number / size
-            return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}{letter}"
+            decimals = 0
+            if value < 9.995:
+                decimals = 2
+            elif value < 99.95:
+                decimals = 1
+            return f"{value:.{decimals}f}{letter}"
     return f"{number:.0f}"
 
 
@@ -64,10 +69,11 @@ def training_line(
     The line has no column for a value that the run does not have, such as loss scale or MFU. With experts, it has the
     largest imbalance of all layers, and the number of experts of all layers without tokens if there are any.
     """
-    norm = math.inf if row["grad_norm"] is None else row["grad_norm"]
+    norm = math.inf if row["grad_norm"] is None else row["grad_norm"]  # a file has null for infinity
     layers = row.get("layers", {}).values()
     imbalances = [layer["imbalance"] for layer in layers if layer.get("imbalance") is not None]
     dead_experts = sum(layer.get("dead_experts") or 0 for layer in layers)
+    # Each starred list adds its column only to runs that have the value.
     columns = [
         time.strftime("%m-%d %H:%M:%S" if details else "%H:%M:%S", time.localtime(when)),
         f"iteration {row['iteration']:{len(str(last))}d}/{last}",

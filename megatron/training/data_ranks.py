@@ -52,7 +52,7 @@ def t5_lengths(dataset: Any) -> Lengths | None:
 def reads_data() -> bool:
     """Return True if this rank reads data."""
     mesh = mpu.get_mesh()
-    return mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)
+    return mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)  # stages that need inputs or labels
 
 
 def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
@@ -62,7 +62,7 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
     corpora first. Other ranks that read data skip this check, and only compare the fingerprints of their files with
     those of rank 0.
     """
-    checked: dict[str, bool] = {}
+    checked: dict[str, bool] = {}  # filled by `reuse_checks`
     with raise_on_all_ranks(), reuse_checks(checked):
         if is_rank_0():
             check_tokenizer(config, tokenizer)
@@ -75,17 +75,19 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
         print_notes(notes)
     with raise_on_all_ranks():
         check_stages(datasets[0], config)
+        # None on a rank that opened no corpus, and so has nothing to compare.
         fingerprints = corpus_fingerprints(config) if reads_data() or not task.reads_alone else None
     require_equal_values(fingerprints)
     return datasets
 
 
 def _open_on_reading_ranks(task: Task, config: Config, tokenizer: Tokenizer, checked: dict[str, bool]) -> Datasets:
-    datasets: Any = ()
+    datasets: Any = ()  # until the rank opens its data sets; ranks that read no data keep this
     with raise_on_all_ranks(), reuse_checks(checked):
         if is_rank_0():
             datasets, notes = checked_datasets(task, config, tokenizer)
             print_notes(notes)
+    # Rank 0 makes the placeholders of all ranks, as it has opened the data sets.
     placeholders = tuple(map(_placeholder, datasets))
     checked_on_rank_0, placeholders = broadcast_from_rank_0((checked, placeholders))
     checked.update(checked_on_rank_0)
@@ -120,6 +122,6 @@ def read_batches(
         return None
     t = config.train
     share = mpu.get_mesh().share
-    sampler = ConsecutiveSampler(t.batch_size, gas or t.gas, *share, consumed_samples, should_skip)
+    sampler = ConsecutiveSampler(t.batch_size, gas or t.gas, share.rank, share.size, consumed_samples, should_skip)
     is_remote = any(map(is_url, corpora_of_run(config)))
     return iter(build_loader(dataset, sampler, config.data.num_workers, read_ahead=is_remote))

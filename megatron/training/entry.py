@@ -54,7 +54,7 @@ def run(
             refuse_impossible_ranks()
             check_task(task, "datasets", "model", "batch")
             config = config or parse(argv, task.defaults, world_size(), print_note)
-            substitute = find_substitute(config)
+            substitute = find_substitute(config)  # a feature such as --dry-run
             if substitute:
                 substitute.instead(task, config)
                 return
@@ -67,9 +67,10 @@ def run(
             del ready_run  # so that gc.collect() below deletes its data loaders
         except (RunError, ValueError, OSError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
             is_expected = isinstance(error, RunError) or out_of_memory(error) or describe_worker_end(error)
-            is_bug = isinstance(error, RuntimeError) and not is_expected
+            is_bug = isinstance(error, RuntimeError) and not is_expected  # its traceback is needed
             if is_bug or not exit or os.environ.get("MEGATRON_DEBUG"):
                 raise
+            # All ranks get the same flags, so they find the same mistake.
             has_wrong_flags = exit_code == 2 and not isinstance(error, ImpossibleRanks)
             from .complaints import print_error
 

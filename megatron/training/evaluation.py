@@ -29,7 +29,7 @@ def evaluate(run: Run, part: str) -> float | None:
     iteration = run.state.iteration
     total: defaultdict[str, float] = defaultdict(float)
     rows = []
-    named_sets = dataset.items() if isinstance(dataset, Mapping) else [("", dataset)]
+    named_sets = dataset.items() if isinstance(dataset, Mapping) else [("", dataset)]  # "": a set without a name
     for name, named_set in named_sets:
         sums = _evaluate_dataset(run, named_set)
         for key, value in sums.items():
@@ -40,7 +40,7 @@ def evaluate(run: Run, part: str) -> float | None:
     total_row = _evaluation_row(total, part, iteration)
     for row in [*rows, total_row]:
         run.features.extend(row)
-        if "lm_loss" in row:
+        if "lm_loss" in row:  # a feature may add rows without a loss, which are only logged
             print_rank_0(_format_line(row))
         run.metrics.write(row)
     return float(total_row["lm_loss"])
@@ -48,7 +48,7 @@ def evaluate(run: Run, part: str) -> float | None:
 
 def _evaluate_dataset(run: Run, dataset: Any) -> defaultdict[str, float]:
     """Evaluate a data set; return its summed loss, its number of targets, and the sums of additional values."""
-    batches = read_batches(dataset, run.config, 0)
+    batches = read_batches(dataset, run.config, consumed_samples=0)  # each evaluation starts at the first sample
     sums: defaultdict[str, float] = defaultdict(float)
     for _ in range(run.config.train.eval_iters):
         for name, value in run.engine.eval_batch(batches).items():
@@ -81,6 +81,7 @@ def _format_line(row: Mapping[str, Any]) -> str:
 
 def evaluate_once(run: Run, part: str) -> None:
     """Evaluate `part` on all ranks, unless metrics.jsonl has the result because a finished run was started again."""
+    # Only rank 0 reads metrics.jsonl.
     if broadcast_from_rank_0(run.metrics.has_row(part, run.state.iteration)):
         print_rank_0(
             f"note: {run.run_dir}/metrics.jsonl has the {part} loss of iteration {run.state.iteration} already"
@@ -97,11 +98,12 @@ class Evaluations(Feature):
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         t = self._run.config.train
+        # The last iteration is evaluated by `end`.
         if due(samples.iteration, t.eval_interval) and samples.iteration < t.train_iters:
-            self._run.log.check()
+            self._run.log.check()  # raises if the run must end
             with trace.span("evaluation"):
                 evaluate(self._run, "valid")
-            self._run.log.restart_timer()
+            self._run.log.restart_timer()  # without the time of the evaluation
 
     def end(self) -> None:
         for part in ("valid", "test"):

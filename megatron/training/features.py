@@ -111,6 +111,7 @@ class Features:
 
 
 def _close_feature(feature: Feature, kind: object, error: Any, *_: object) -> None:
+    """Close `feature`. The further arguments are those of `__exit__`: class of the error, error, traceback."""
     feature.close(error)
 
 
@@ -126,7 +127,7 @@ def _check_state(name: str, state: Any) -> None:
 
 def _merge_entries(into: Entries, entries: Mapping[str, Any]) -> None:
     for name, value in entries.items():
-        if isinstance(value, Mapping) and name in into:
+        if isinstance(value, Mapping) and name in into:  # e.g. the layers of two features
             _merge_entries(into[name], value)
         else:
             into[name] = value

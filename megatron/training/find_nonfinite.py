@@ -32,12 +32,6 @@ def explain_fault(run: Run, fault: Fault) -> str:
     If the reason is skipped steps, the last iteration is recomputed to find the rank and the parameter.
     """
     samples = fault.samples
-
-    def recompute() -> None:
-        mpu.get_rng().begin(samples.iteration - 1)
-        batches = read_batches(run.datasets[0], run.config, samples.first_sample, gas=run.micro_batches)
-        run.engine.train_batch(batches, 0.0, run.micro_batches(samples.first_sample))  # with a learning rate of 0
-
     first_skipped = samples.iteration - fault.streak + 1
     advice = f"--skip-iterations {first_skipped}-{samples.iteration} continues past them; {LR_ADVICE} may avoid them"
     if fault.spike:
@@ -45,9 +39,15 @@ def explain_fault(run: Run, fault: Fault) -> str:
             f"{fault.streak} steps in a row were skipped, the last one at {samples}: {fault.spike}; {advice}; a higher "
             "--skip-step-sigma accepts them"
         )
-    if not fault.streak:
+    if not fault.streak:  # the step was taken, with a loss that is not finite
         return f"the loss became {fault.loss} at {samples}, although its gradient is finite; {LR_ADVICE} may help"
     wait_for_weights(run.engine.deepspeed)
+
+    def recompute() -> None:
+        mpu.get_rng().begin(samples.iteration - 1)  # counted from 0 here
+        batches = read_batches(run.datasets[0], run.config, samples.first_sample, gas=run.micro_batches)
+        run.engine.train_batch(batches, 0.0, run.micro_batches(samples.first_sample))  # with a learning rate of 0
+
     findings = gather_findings(run.engine.deepspeed.module, recompute)
     cause = describe_findings(findings, samples.first_sample, samples.samples // mpu.get_mesh().share.size)
     if fault.min_scale is not None:
@@ -63,7 +63,7 @@ def gather_findings(model: nn.Module, recompute: Callable[[], object]) -> list[F
 
     recompute: function that computes the skipped step again.
     """
-    named = list(global_parameters(model))
+    named = list(global_parameters(model))  # pairs (name, parameter)
     weights = [name for name, p in named if not _is_finite(local_shard(p))]
     nonfinite: set[str] = set()
 
@@ -94,7 +94,7 @@ def describe_findings(findings: list[Finding], first_sample: int, replica_sample
     for kind in ("weight", "gradient"):  # a non-finite weight explains all gradients, so weights come first
         failing = [(rank, each) for rank, each in enumerate(findings) if getattr(each, kind)]
         if failing:
-            rank, first = failing[0]
+            rank, first = failing[0]  # the message describes the first rank and counts the others
             begin = first_sample + first.share * replica_samples
             end = begin + replica_samples - 1
             name = f"the weight {first.weight}" if kind == "weight" else f"the gradient of {first.gradient}"

@@ -111,7 +111,7 @@ class Health:
         state: training state after the iteration. `state_to_save` returns it if the last optimizer step before the
         iteration was not skipped.
         """
-        self.read()
+        self.read()  # counts the skipped steps in `_streak`
         if not self._streak:
             self._applied_state = replace(state)
 
@@ -127,24 +127,26 @@ class Health:
         """Return a summary of the steps added since the last call, and set `fault` if the run cannot continue."""
         unread = self._unread
         self._unread = []
-        summary = HealthSummary([], [], 0, [])
+        losses = []
+        norms = []
         skipped = 0
+        spikes: list[Spike] = []
         numbers = _copy_to_host([(step.loss, step.grad_norm) for step, _, _ in unread])
         for (step, samples, state), (loss, norm) in zip(unread, numbers, strict=True):
             is_applied = math.isfinite(norm) and not step.skipped
-            self._update(step, samples, loss, is_applied)
+            self._update_fault(step, samples, loss, is_applied)
             if math.isfinite(loss):
-                summary.losses.append(loss)
+                losses.append(loss)
             if math.isfinite(norm):
-                summary.norms.append(norm)
+                norms.append(norm)
             if is_applied:
                 self._applied_state = state
-                summary.spikes.extend(self._find_spikes(samples, loss))
+                spikes.extend(self._find_spikes(samples, loss))
             else:
                 skipped += 1
-        return summary._replace(skipped=skipped)
+        return HealthSummary(losses, norms, skipped, spikes)
 
-    def _update(self, step: StepResult, samples: SampleRange, loss: float, is_applied: bool) -> None:
+    def _update_fault(self, step: StepResult, samples: SampleRange, loss: float, is_applied: bool) -> None:
         """Count skipped steps, and set `fault` after a step that ends the run."""
         # The scale before the step and the scale after it are both the minimum: no lower scale is left to try.
         is_at_min_scale = self._min_scale is not None and self._scale == step.loss_scale == self._min_scale
@@ -155,15 +157,15 @@ class Health:
         # At first, fp16 skips steps to lower its high initial loss scale; these do not count.
         elif step.spike or not self._lowers_first_scale:
             self._streak += 1
-        if self.fault is not None:
+        if self.fault is not None:  # the first fault is the one to report
             return
         overflowed = not is_applied and step.spike is None
         if overflowed and is_at_min_scale:
             self.fault = Fault(samples, self._streak, loss, self._min_scale, step.spike)
             return
-        diverged = is_applied and not math.isfinite(loss)
+        diverged = is_applied and not math.isfinite(loss)  # a finite gradient, but no finite loss
         if diverged or self._streak >= self._max_skipped:
-            self.fault = Fault(samples, self._streak, loss, None, step.spike)
+            self.fault = Fault(samples, self._streak, loss, min_scale=None, spike=step.spike)
 
     def _find_spikes(self, samples: SampleRange, loss: float) -> list[Spike]:
         """Return [spike] if `loss` exceeds the median of recent losses by much more than their noise, else [].
@@ -204,6 +206,6 @@ class ReplicaChecks(Feature):
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         self._steps += 1
-        is_power_of_two = self._steps.bit_count() == 1
+        is_power_of_two = self._steps.bit_count() == 1  # a single 1 in binary
         if is_power_of_two or due(samples.iteration, self._interval):
             check_replicas(self._engine)

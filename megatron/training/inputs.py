@@ -40,18 +40,19 @@ def require_inputs(task: Task, config: Config) -> None:
     Only rank 0 checks the corpora, because it always reads data. Other machines may lack the corpora if their ranks
     read no data.
     """
-    problems = [*_tokenizer_problems(config)]
+    problems = list(_tokenizer_problems(config))
     if os.environ.get("RANK", "0") == "0":
-        problems += [*_corpus_problems(task, config)]
-        problems += [*_save_problems(config)]
+        problems += _corpus_problems(task, config)
+        problems += _save_problems(config)
     load = config.checkpoint.load
     ds_file = config.train.deepspeed_config
     # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, this folder does not exist.
     own_folders = (config.checkpoint.save, config.log.run_dir)
     if load is not None and load not in own_folders:
         problems += _load_problems(load, config)
-    # If only the file of --deepspeed-config is missing, `resolve` in config/ds_config.py reports this later.
-    if ds_file is not None and not Path(ds_file).exists() and problems:
+    # `resolve` in config/ds_config.py reports a missing file of --deepspeed-config. It is named here only beside other
+    # problems, so that the user sees all of them at once.
+    if problems and ds_file is not None and not Path(ds_file).exists():
         problems.append(f"there is no file {ds_file}, which --deepspeed-config names")
     if problems:
         raise MissingInputs(format_problems(problems, "inputs are missing or cannot be read"))
@@ -135,9 +136,11 @@ def _suggest_prefix(prefix: str) -> str:
     """
     path = to_path(prefix)
     try:
-        matches = sorted(path.parent.glob(f"{path.name}*.idx")) if path.name and path.parent.is_dir() else []
+        if not path.name or not path.parent.is_dir():
+            return ""
+        matches = sorted(path.parent.glob(f"{path.name}*.idx"))
     except StorageError:  # the credentials may allow reading, but not listing
-        matches = []
+        return ""
     return f"; did you mean {matches[0].with_suffix('')}?" if len(matches) == 1 else ""
 
 
@@ -168,7 +171,7 @@ def check_corpora(config: Config) -> None:
     blocks = blocks_at_start(config)
     for prefix in prefixes:
         for problem in find_problems(prefix, made_with(prefix), blocks):
-            raise ValueError(problem)
+            raise ValueError(problem)  # the first problem is enough
 
 
 def blocks_at_start(config: Config) -> int:
@@ -177,7 +180,8 @@ def blocks_at_start(config: Config) -> int:
     `megatron/features/corpus_checks.py` compares the others while the run trains.
     """
     local_corpora = sum(not is_url(prefix) for prefix in corpora_of_run(config))
-    # At least one block of each corpus, and no more in all than those of four corpora if there are many.
+    # At least one block of each corpus, and no more in all than those of four corpora if there are many: 4 for each of
+    # up to 4 corpora, 16 // 8 = 2 for each of 8.
     return min(BLOCKS_AT_START, max(1, 4 * BLOCKS_AT_START // max(local_corpora, 1)))
 
 
@@ -186,6 +190,7 @@ def check_stages(dataset: Any, config: Config) -> None:
     if config.train.batch_size_schedule:
         return  # a resumed run need not know the sizes of earlier batches, so the end of the run is not known here
     total = config.train.train_iters * config.train_batch_size(dist.get_world_size())
+    # The stage at sample 0 is never late, even if the run has no samples.
     late_begins = [begin for begin in getattr(dataset, "begins", ()) if begin and begin >= total]
     if late_begins:
         raise ValueError(
@@ -199,5 +204,8 @@ def corpus_fingerprints(config: Config) -> dict[str, str]:
 
     All nodes see the same object in object storage, so few requests are enough there.
     """
-    functions = {path: corpus_fingerprint if is_url(path) else content_fingerprint for path in corpora_of_run(config)}
-    return {f"the fingerprint of {path}": fingerprint(path) for path, fingerprint in functions.items()}
+    fingerprints = {}
+    for path in corpora_of_run(config):
+        fingerprint = corpus_fingerprint if is_url(path) else content_fingerprint
+        fingerprints[f"the fingerprint of {path}"] = fingerprint(path)
+    return fingerprints

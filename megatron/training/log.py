@@ -39,7 +39,7 @@ class TrainingLog(Feature):
         self.start_time = time.perf_counter()
         self.timed_steps = 0
         self.timed_samples = 0
-        # Reading these timers resets them.
+        # Reading these timers resets them; the results are not needed.
         self.run.engine.busy(self.run.timers.take())
         self.run.engine.times()
 
@@ -104,7 +104,7 @@ class TrainingLog(Feature):
                 f"warning: the loss jumped to {loss:.4f} at {samples}; the median of recent losses is {median:.4f}"
             )
             self.spikes.append({**samples._asdict(), "lm_loss": loss, "median": median})
-        if self.health.fault:
+        if self.health.fault:  # set by `read` above
             from .find_nonfinite import explain_fault
 
             raise RunError(explain_fault(self.run, self.health.fault))
@@ -125,8 +125,7 @@ class TrainingLog(Feature):
         print_rank_0(training_line(row, last, step_seconds, left, run.config.log.log_details))
         if run.resolved.wall_clock_breakdown and self.timed_steps:
             timed_parts |= run.engine.times()
-            # step_seconds / elapsed is 1 / steps: milliseconds per iteration.
-            row["timers_ms"] = {name: 1e3 * spent * step_seconds / elapsed for name, spent in timed_parts.items()}
+            row["timers_ms"] = {name: 1e3 * spent / self.timed_steps for name, spent in timed_parts.items()}
             print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
         for new_row in [row, *run.features.rows(run.state.iteration)]:
             run.features.extend(new_row)

@@ -42,7 +42,8 @@ def train(run: Run) -> None:
     run.log = TrainingLog(run)
     parts, saves = _collect_parts(run)
     bar = _progress_bar(state.iteration, last)
-    batches = _open_batches(run, should_skip) if state.iteration < last else None  # forks before signals change
+    # This starts the data workers, on purpose before `run.signals` changes the signal handlers.
+    batches = _open_batches(run, should_skip) if state.iteration < last else None
     with bar, run.signals, run.features.running(run), saves:
         while state.iteration < last and not run.stop:
             for part in parts:

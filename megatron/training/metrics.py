@@ -26,6 +26,7 @@ def _json_safe(value: Any) -> Any:
 
 def _loggable_values(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a row, those of layers under names such as layers/LAYER/METRIC; texts by their prompt."""
+    # Only the row of samples has texts. It has no numbers besides its iteration.
     numbers = {sample["prompt"]: sample["text"] for sample in row.get("samples", ())}
     for name, value in row.items():
         if isinstance(value, (int, float)) and name != "iteration":
@@ -99,7 +100,8 @@ class MetricsWriter:
             except RowError as error:
                 tqdm.write(f"note: {path}, line {number} is invalid and is removed: {error}")
                 continue
-            # The row with which the previous start ended is dropped, as the run now continues.
+            # `row` is None for a line that a crash cut off. The row with which the previous start ended, of the split
+            # `end`, is dropped, as the run now continues.
             if row is not None and row["iteration"] <= iteration and row.get("split") != "end":
                 kept.append(line + "\n")
                 self._rows_at_start.add((str(row.get("split")), row["iteration"]))
@@ -115,11 +117,11 @@ class MetricsWriter:
             self._unwritten.append(json.dumps(_json_safe(row), allow_nan=False) + "\n")
             self._append_lines(self._path)
         numbers = _loggable_values(row)
-        for writer in list(self._writers):
-            if not numbers or "samples" in row and not getattr(writer, "shows_texts", False):
-                continue
-            self._unsent.setdefault(writer.name, []).append((row.get("split", "train"), row["iteration"], numbers))
-            self._forward(writer)
+        for writer in list(self._writers):  # a copy, as `_forward` removes a writer that fails
+            can_show = "samples" not in row or getattr(writer, "shows_texts", False)
+            if numbers and can_show:
+                self._unsent.setdefault(writer.name, []).append((row.get("split", "train"), row["iteration"], numbers))
+                self._forward(writer)
 
     def _forward(self, writer: Writer) -> None:
         """Give a writer the rows that it does not have yet. It keeps its rows while a disk is full."""
@@ -135,7 +137,7 @@ class MetricsWriter:
                     tqdm.write(
                         f"note: {writer.name} cannot be written ({error.strerror}); its rows are kept until it can"
                     )
-                del unsent[:-MAX_WAITING_LINES]
+                del unsent[:-MAX_WAITING_LINES]  # all but the newest
                 return
             self._writers.remove(writer)
             tqdm.write(f"note: {writer.name} failed at iteration {unsent[0][1]}, so it gets no more metrics: {error}")
@@ -143,7 +145,7 @@ class MetricsWriter:
     def _append_lines(self, path: Path) -> None:
         if self.is_paused:
             return
-        has_kept_lines = len(self._unwritten) > 1
+        has_kept_lines = len(self._unwritten) > 1  # the last line is new; others were kept when a write failed
         try:
             append_or_restore(path, "".join(self._unwritten))
         except OSError as error:
@@ -152,7 +154,7 @@ class MetricsWriter:
                     f"note: {path} cannot be written ({error.strerror}); training continues, and the lines are kept "
                     "in memory until the file can be written"
                 )
-            del self._unwritten[:-MAX_WAITING_LINES]
+            del self._unwritten[:-MAX_WAITING_LINES]  # all but the newest
             return
         if has_kept_lines:
             tqdm.write(f"note: {path} can be written again; it now has the {len(self._unwritten) - 1} kept lines, too")
@@ -172,7 +174,7 @@ class MetricsWriter:
             self._append_lines(self._path)
         if self._unwritten:
             tqdm.write(f"note: the last {len(self._unwritten)} lines of {self._path} were not written")
-        for writer in list(self._writers):
+        for writer in list(self._writers):  # a copy, as `_forward` removes a writer that fails
             if self._unsent.get(writer.name):
                 self._forward(writer)
             if missing := len(self._unsent.get(writer.name, ())):

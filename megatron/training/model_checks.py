@@ -62,6 +62,7 @@ def _is_pipeline(model: nn.Module, config: Config) -> bool:
         )
     ranks = mpu.get_mesh().model.size
     topology = cast(Any, model).topology if is_pipeline else None
+    # The size of an axis that a topology does not have is 0.
     if topology and max(topology().get_dim("model"), 1) != ranks:
         raise ValueError(
             f"the model is a PipelineModule whose topology does not match --model-parallel-size {ranks}: build it "

@@ -42,11 +42,11 @@ def lock(config: Config, run_dir: Path) -> list[RunLock]:
                 f"{save_dir} is not a folder, so it cannot hold checkpoints: move it away, or pass another --save"
             )
         if save_dir.resolve() == run_dir.resolve():
-            return locks
+            return locks  # already locked
         is_in_run_dir = run_dir.resolve() in save_dir.resolve().parents
         try:
             locks.append(RunLock(save_dir, override, CHECKPOINTS))
-        except RunLockedError:
+        except RunLockedError:  # a ValueError, too: another run uses the folder
             raise
         except ValueError:
             # A checkpoint folder inside the run directory needs no lock of its own. If it is not writable, the first

@@ -88,4 +88,6 @@ class Run:
 
     def lr(self, iteration: int, first: int) -> float:
         """Return the learning rate of optimizer step `iteration`, counted from 0, whose first sample is `first`."""
-        return lr_at(iteration, self.config, (self.batches.advance(first, 1), self.batches.advance(first, 2)))
+        after_step = self.batches.advance(first, 1)
+        after_next_step = self.batches.advance(first, 2)
+        return lr_at(iteration, self.config, (after_step, after_next_step))

@@ -24,9 +24,8 @@ class Saves(Feature):
     def __init__(self, run: Run, places: HeldPlaces) -> None:
         self._run = run
         self._places = places
-        # _saved_iteration: of the newest saved state. _save_began: iteration in which its save began; after skipped
-        # steps, it is later than _saved_iteration.
-        self._saved_iteration = self._save_began = run.state.iteration
+        self._saved_iteration = run.state.iteration  # iteration of the newest saved state
+        self._save_began = run.state.iteration  # iteration in which its save began: a later one after skipped steps
 
     def __enter__(self) -> None:
         pass
@@ -103,8 +102,9 @@ class Saves(Feature):
                 f"all steps since iteration {state.iteration} were skipped, so the checkpoint has the state of "
                 f"iteration {state.iteration}"
             )
+        # After a failed save, this state may be missing on the disk.
         if state.iteration != self._saved_iteration or run.saver.failures:
-            run.features.before_save(state.iteration)
+            run.features.before_save(state.iteration)  # a feature may raise to prevent the save
             with trace.span("checkpoint"):
                 run.saver.save(state, must_succeed=is_last)
         if lost:

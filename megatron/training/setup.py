@@ -58,15 +58,15 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         _print_layout(config, resolved, device, locks)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
         start = find_start(config, save_dir)
-        config = with_consumed_data(config, *start, reads_corpora(task))
+        config = with_consumed_data(config, start.path, start.wanted, reads_corpora(task))
         plan = Plan(task, config, resolved, device, tokenizer)
         features.prepare(plan)
         datasets = open_datasets(task, config, tokenizer)
-        with mpu.skip_init() if start.path else nullcontext():
+        with mpu.skip_init() if start.path else nullcontext():  # the checkpoint replaces all initial values
             model = build_model(plan)
         parameters = count_parameters(model)
         with explain_if_deleted(start.path), raise_on_all_ranks():
-            lags = step_lags(*start)
+            lags = step_lags(start.path, start.wanted)
         engine = build_engine(model, plan, features, timers, lags)
         require_equal_code()  # again, because the task may have imported further modules since the start
         if dist.get_world_size() > 1:
@@ -144,7 +144,7 @@ def prepare_settings(task: Task, config: Config, default_run_dir: str) -> tuple[
 
 def _print_layout(config: Config, resolved: Resolved, device: torch.device, locks: Sequence[RunLock]) -> None:
     grid = mpu.get_topology()
-    precision = config.train.precision if config.train.precision == "fp8" else resolved.precision
+    precision = "fp8" if config.train.precision == "fp8" else resolved.precision  # the latter is then bf16
     mode = "no pipeline" if config.parallel.pipe_parallel_size == 0 else "pipeline"
     print_rank_0(
         f"{grid.world_size()} rank{'s' if grid.world_size() > 1 else ''} on {device.type}: {grid} ({mode}), "

@@ -40,6 +40,7 @@ def notes(config: Config, foreign: Container[str], given: set[str], defaults: Ma
     defaults: those of the entry script, which has decided those that are not the usual ones of its family.
     """
     usual = {**_DEFAULTS, **DEFAULTS.get(defaults.get("family", ""), {})}
+    # Values that the script has changed count as given, as the user has chosen the script.
     given = given | {name for name, value in defaults.items() if usual.get(name) != value}
     notes_found = []
     megatron_flag = next((name for name in MEGATRON_FLAGS if name in foreign), None)
@@ -73,6 +74,7 @@ def _undecided(config: Config, foreign: Container[str], given: Container[str]) -
     for section, _, setting in settings():
         name = setting.name
         value = getattr(getattr(config, section), name)
+        # A value other than the default was set by something else, such as a file or another flag.
         if name in megatron_values and name not in given and value == defaults[name] and value != megatron_values[name]:
             undecided[name] = megatron_values[name]
-    return {name: undecided[name] for name in megatron_values if name in undecided}
+    return {name: undecided[name] for name in megatron_values if name in undecided}  # in the order of MEGATRON

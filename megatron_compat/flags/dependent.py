@@ -44,7 +44,7 @@ def rampup(config: Config, words: Any, ranks: int) -> Translated | Refused:
     steps = (last_size - start) // increment
     sizes = {}
     for step in range(steps + 1):
-        begin = -(-step * samples // max(steps, 1))
+        begin = -(-step * samples // max(steps, 1))  # rounded up; without an increment, there is only step 0
         sizes[begin] = start + step * increment
     return Translated({"batch_size_schedule": " ".join(f"{begin}_samples:{size}" for begin, size in sizes.items())})
 
@@ -84,6 +84,7 @@ def warmup_samples(config: Config, warmup: Any, ranks: int) -> Translated | Refu
         return _share_of_decay(warmup, config.lr_decay_samples, "samples")
     batches = config.batches(ranks)
     decay_iters = config.lr_decay_iters
+    # With one batch size, the decay has a known number of samples. Otherwise, count iterations.
     if len(batches.sizes) == 1:
         return _share_of_decay(warmup, decay_iters * batches.sizes[0], "samples")
     return _share_of_decay(batches.iterations_between(0, warmup), decay_iters, "iterations")
@@ -100,6 +101,7 @@ def virtual_pipeline(config: Config, layers: Any, ranks: int) -> Translated | Re
     """Translate the number of layers of a virtual stage to --pipeline-schedule interleaved --virtual-pipeline-size."""
     stages = config.parallel.stages
     total = config.model.num_layers
+    # An interleaved schedule needs at least two virtual stages on each rank.
     if layers < 1 or total % (stages * layers) or total == stages * layers:
         return Refused(
             f"--num-layers {total} must be a multiple of --pipe-parallel-size {stages} x {layers} layers, and larger "
@@ -125,6 +127,7 @@ def _merges_beside(vocab: Path) -> list[Path]:
 def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
     """Accept fp32 gradient accumulation and reduction if --precision and --zero-stage imply them, else refuse."""
     precision = config.train.precision
+    # With bf16 and ZeRO 0 or 1, sums are always in fp32. Without --zero-stage, the stage counts as 0.
     keeps_sums = config.train.dtype == "bf16" and (config.parallel.zero_stage or 0) <= 1
     if precision in ("fp32", "fp64") or keeps_sums:
         return NoEffect(f"--precision {precision} always reduces gradients in fp32 or fp64")
@@ -144,6 +147,7 @@ def gated_width(values: Mapping[str, Any]) -> int | None:
     Returns None if hidden_size is not an int; the validation of settings refuses such a value later.
     """
     hidden_size = values["hidden_size"]
+    # 8/3 of hidden_size, divided by 64, is hidden_size / 24.
     return hidden_size // 24 * 64 if type(hidden_size) is int else None
 
 
@@ -171,6 +175,7 @@ def no_learned_positions(config: Config, _: Any, ranks: int) -> NoEffect | Refus
 
 def window_size(config: Config, sides: Any, ranks: int) -> Translated | Refused:
     """Translate Megatron's --window-size N,0 to --sliding-window N + 1, which also counts the token itself."""
+    # The value may be typed as (N,0) or as N, 0.
     before, _, after = sides.strip("()").replace(" ", "").partition(",")
     if not before.isdigit() or after != "0":
         return Refused(

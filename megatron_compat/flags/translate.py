@@ -30,7 +30,9 @@ class _StoreForeignFlag(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         value_type = FLAGS[self.theirs].value_type
         if value_type in (None, object):
+            # A flag alone is True, but some launchers write `true` or `false` after it.
             values = True if values is None else BOOLEAN_WORDS.get(values.lower(), values)
+        # Only the type `object` allows another value.
         if value_type is None and not isinstance(values, bool):
             parser.error(f"{option_string} takes no value, but was given {values}")
         stored = dict(getattr(namespace, self.dest, {}))
@@ -50,6 +52,7 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
         elif row.value_type is list:
             options = {"nargs": "*"}
         options |= {"action": partial(_StoreForeignFlag, theirs=name), "dest": "foreign", "help": argparse.SUPPRESS}
+        # Both spellings are equal for a flag of one word, and argparse refuses a flag that is added twice.
         for spelling in dict.fromkeys((name, _underlined(name))):
             parser.add_argument(spelling, **options)
 
@@ -80,6 +83,7 @@ def suggest_flag(name: str, ours: Iterable[str], all_foreign: bool = True) -> st
         return f"; did you mean {longer[0]}?"
     candidates = [*ours]
     for theirs in FLAGS:
+        # Without `all_foreign`, only flags whose replacement this tool has.
         if theirs not in ours and (all_foreign or _flags_for(theirs) <= set(ours)):
             candidates.append(theirs)
     matches = difflib.get_close_matches(dashed, candidates, n=1, cutoff=0.7)
@@ -171,10 +175,11 @@ class Translation(Source):
     def translate_all(self, flags: Mapping[str, Any]) -> None:
         """Translate all foreign flags of the source: name -> value."""
         remaining = dict(flags)
+        # These two flags together mean something else than each of them alone.
         translation = with_expert_bias(flags)
         if translation:
             typed = [format_flag(name, remaining.pop(name)) for name in (EXPERT_BIAS, BALANCING) if name in remaining]
-            self._add_outcome(" ".join(typed), True, translation)
+            self._add_outcome(" ".join(typed), value=None, outcome=translation)  # its settings are constants
         for name, value in remaining.items():
             self.add(name, value)
 
@@ -205,6 +210,7 @@ class Translation(Source):
         """
         all_implied: dict[str, Any] = {}
         for typed, new_settings, outcome in self._with_implied:
+            # A later flag or file may have overridden the settings of this flag, which then implies nothing.
             implied: dict[str, Any] = {}
             if all(values.get(setting) == value for setting, value in new_settings.items()):
                 implied = _implied_settings(outcome, values)
@@ -235,6 +241,7 @@ class Translation(Source):
     def _translate(self, name: str, value: Any, outcome: Outcome) -> dict[str, Any]:
         typed = f"{name} False" if value is False else brief(format_flag(name, value), 300)
         if isinstance(outcome, ByValue):
+            # The keys of the table are texts, but a flag without a value has the value True.
             outcome = outcome.values.get(str(value)) or _refusal(outcome)
         return self._add_outcome(typed, value, outcome)
 
@@ -250,6 +257,7 @@ class Translation(Source):
 
     def _add_settings(self, typed: str, value: Any, outcome: Translated) -> dict[str, Any]:
         """Set the settings to which a flag translates and return them; {} if another value is given for one of them."""
+        # A rule is a constant, or a function of the value that the user gave.
         new_settings = {setting: rule(value) if callable(rule) else rule for setting, rule in outcome.settings.items()}
         for setting, new_value in new_settings.items():
             if setting in self.values and self.values[setting] != new_value:
@@ -274,6 +282,7 @@ def _implied_settings(outcome: Translated, values: Mapping[str, Any]) -> dict[st
         default = _DEFAULTS[setting]
         if callable(value):
             value = value({**_DEFAULTS, **values})
+        # The user has not changed the setting, and the implied value is not its default anyway.
         if values.get(setting, default) == default != value:
             implied[setting] = value
     return implied

@@ -39,6 +39,7 @@ def newest_checkpoints(load: str, number: int) -> list[Path]:
     Checkpoints that the run has abandoned, by a resume from an earlier one, are left out.
     """
     newest = find_checkpoint(load)
+    # find_checkpoint also accepts one checkpoint. An older one than the newest of its folder cannot stand for its run.
     if latest_checkpoint(newest.parent) != newest:
         raise ValueError(f"--last needs a run directory or a folder of checkpoints, not the checkpoint --load {load}")
     last_iteration = int(newest.name.removeprefix("iter_"))
@@ -46,6 +47,7 @@ def newest_checkpoints(load: str, number: int) -> list[Path]:
     for iteration, path in numbered_checkpoints(newest.parent).items():
         if iteration <= last_iteration:
             earlier.append(path)
+    # A damaged checkpoint has no record of the run's forks (None), so nothing counts as abandoned.
     known = without_abandoned(earlier, forks_of(newest) or ())
     if not 0 < number <= len(known):
         raise ValueError(f"--last {number} must lie between 1 and {len(known)}, the number of checkpoints of {load}")
@@ -70,6 +72,7 @@ def normalized_weights(number: int, weights: Sequence[float] | None, decay: floa
     total = sum(raw_weights)
     if len(raw_weights) != number:
         raise ValueError(f"--weights gives {len(raw_weights)} numbers for {number} checkpoints; give one for each")
+    # `not all(... >= 0)` also refuses NaN, which a test for negative weights would let pass.
     if not all(weight >= 0 for weight in raw_weights) or not 0 < total < math.inf:
         raise ValueError("--weights must be numbers of at least 0 with a finite sum above 0")
     return [weight / total for weight in raw_weights]
@@ -89,6 +92,7 @@ def _first_difference(first: CheckpointReader, second: CheckpointReader) -> str:
     first_model = plain_config(first).model
     second_model = plain_config(second).model
     for field in fields(ModelConfig):
+        # Mutable settings, such as dropout, may change while a run trains, and do not make another model.
         if not field.metadata["mutable"] and getattr(first_model, field.name) != getattr(second_model, field.name):
             return flag(field.name)
     if _weight_shapes(first) != _weight_shapes(second):
@@ -102,6 +106,7 @@ def _weight_shapes(reader: CheckpointReader) -> dict[str, list[int]]:
 
 def _weighted_mean(readers: Sequence[CheckpointReader], weights: Sequence[float], key: str) -> Tensor:
     """Return the weighted sum of a tensor over checkpoints, in fp64."""
+    # A scalar: the first sum broadcasts it to the shape of the tensor.
     total = torch.zeros((), dtype=torch.float64)
     for reader, weight in zip(readers, weights, strict=True):
         value = reader.read_whole(key).double()
@@ -135,6 +140,7 @@ def _copy_tokenizer(checkpoint: Path, output: Path) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
+    # A folder whose parent has a file `latest` would become one more checkpoint of that run.
     output = Path(args.output)
     if any(output.glob("*")) or (output.parent / "latest").exists():
         raise ValueError(f"{output} is not empty, or lies in a folder of checkpoints; choose another --output")
@@ -143,6 +149,7 @@ def main(args: argparse.Namespace) -> None:
     # One --load needs --last, and several exclude it.
     if (args.last is None) == (len(args.load) == 1):
         raise ValueError("give either one run as --load, with --last, or several checkpoints as --load")
+    # A run may delete a checkpoint meanwhile; then both functions are called once more.
     read_with_retry(lambda: _checkpoints_to_average(args), lambda paths: _write_average(args, output, paths))
 
 
@@ -163,6 +170,7 @@ def _write_average(args: argparse.Namespace, output: Path, paths: Sequence[Path]
         reader.verify()
         iteration = reader.state["iteration"]
         sources.append({"checkpoint": str(reader.path), "iteration": iteration, "weight": weight, "ema": args.ema})
+    # The average takes its settings and its tokenizer from the newest checkpoint, and no optimizer state.
     newest = readers[-1]
     with atomic_folder(output) as folder:
         target = folder / "iter_0000000"

@@ -63,7 +63,7 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
     check_model(reader, config)
     tokenizer = _load_model_tokenizer(reader, config, args.vocab_file)
     vocab_file = str(args.vocab_file or config.data.vocab_file)
-    chat = chat_format_of(config, tokenizer, vocab_file) if tokenizer else ChatFormat(None, None)
+    chat = chat_format_of(config, tokenizer, vocab_file) if tokenizer else ChatFormat(template=None, end_id=None)
     config_json, generation_json = _config_contents(reader, config, tokenizer, vocab_file, chat, args.dtype)
     print_notes(unexported_notes(config.model) if config.model.family == "llama" else logit_scale_notes(config.model))
 
@@ -77,6 +77,7 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
     entries = export_entries(matches.values(), read_weight, shape_of, args.dtype)
 
     with atomic_folder(Path(args.output)) as folder:
+        # --max-shard-size is in GB.
         write_tensors(folder, entries, int(args.max_shard_size * 1e9))
         (folder / "config.json").write_text(json.dumps(config_json, indent=2), encoding="utf-8")
         (folder / GENERATION).write_text(json.dumps(generation_json, indent=2), encoding="utf-8")
@@ -88,6 +89,7 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
         if args.verify:
             if tokenizer:
                 compare_token_ids(tokenizer, folder)
+            # The exported weights are rounded to --dtype, so ours are rounded alike.
             compare_with_hf(
                 config, lambda name: _round_as_exported(matches[name], read_weight(name), DTYPES[args.dtype]), folder
             )
@@ -101,9 +103,11 @@ def _config_contents(
 
     Raises ConfigError if no model class of transformers supports the settings.
     """
+    # Without a tokenizer, a T5 keeps these ids, which T5's own tokenizer has: 0 for padding, 1 for the end.
     start_id = 0
     end_id = 1
     if tokenizer:
+        # `before` holds the ids that precede each text: a start token, or the end-of-document token.
         start_id = tokenizer.before[0]
         end_id = tokenizer.eod
     if config.is_t5:
@@ -114,6 +118,7 @@ def _config_contents(
     else:
         config_json = gpt2_config(config.model, reader.positions, end_id, dtype)
     if tokenizer is None:
+        # A GPT-2 or Llama without a tokenizer gets only the ids that its source folder named.
         trained_roles = config_json if config.is_t5 else {}
         ids, generation_json = roles_without_tokenizer(kept_config_path(reader.path.parent), trained_roles)
         without_ids = {key: value for key, value in config_json.items() if key not in TOKEN_ID_KEYS}
@@ -135,6 +140,7 @@ def _load_model_tokenizer(reader: CheckpointReader, config: Config, vocab_file: 
     Raises ValueError if the tokenizer's file is missing, or if it is not the tokenizer used in training.
     """
     path = vocab_file or config.data.vocab_file
+    # reader.tokenizer is the fingerprint of the tokenizer used in training, empty if there was none.
     if path is None and not reader.tokenizer:
         return None
     if path is None or not Path(path).exists():
@@ -170,10 +176,12 @@ def import_checkpoint(args: argparse.Namespace) -> None:
         compare_with_hf(config, _weight_reader(entries), Path(args.from_hf))
     with atomic_folder(output) as folder:
         write_checkpoint(folder / "iter_0000000", entries, config, fingerprint)
+        # A later export then finds the ids that the source folder named, even though there is no tokenizer.
         if args.from_hf and config.data.vocab_file is None:
             copy_special_tokens(Path(args.from_hf) / "config.json", folder)
         if args.upcycle is not None and config.data.vocab_file and Path(config.data.vocab_file).exists():
             copy_tokenizer(config.data.vocab_file, folder)
+            # The path is made relative to `folder`, which has a temporary name here, and becomes `output`.
             tokenizer_path = Path(kept_tokenizer(folder, config.data.vocab_file) or folder)
             config = with_values(config, {"vocab_file": str(output.resolve() / tokenizer_path.relative_to(folder))})
         _write_settings(folder / "settings.json", config)
@@ -247,6 +255,7 @@ def import_megatron(args: argparse.Namespace) -> tuple[Config, str, list[LazyTen
 
 
 def _megatron_entry(source: RankFiles, name: str, config: Config) -> LazyTensor:
+    # The rows beyond vocab_size are padding. For other tensors, None keeps all rows: tensor[:None] is the whole tensor.
     vocab_rows = config.model.vocab_size if "word_embeddings" in name else None
     shape = (vocab_rows or source.shape(name)[0], *source.shape(name)[1:])
     return LazyTensor(
@@ -268,6 +277,7 @@ def main(args: argparse.Namespace) -> None:
 
 def _check_flags(args: argparse.Namespace, is_export: bool) -> None:
     """Raise ValueError for flags that do not belong together, and set the defaults of the flags of an export."""
+    # Exactly one of the three may be given.
     if sum(map(bool, (args.load, args.from_hf, args.from_megatron))) != 1:
         raise ValueError(
             "give one of --load (a run to export or upcycle), --from-hf and --from-megatron (a folder to import)"
@@ -277,6 +287,7 @@ def _check_flags(args: argparse.Namespace, is_export: bool) -> None:
         "load": ("upcycle", "ema"),
         "upcycle": ("experts_per_token", "moe_layer_frequency"),
     }
+    # A flag that was not given is None, or False for a switch; a given 0 counts as given.
     given = {name for name, value in vars(args).items() if value is not None and value is not False}
     for required, dependents in dependent_flags.items():
         for name in dependents:

@@ -73,6 +73,8 @@ def pad_token_name(tokenizer: Tokenizer, vocab_path: Path) -> str | None:
     # If tokenizer_config.json of the source folder names no padding token, the export does not name one either.
     if read_tokenizer_config(vocab_path):
         return None
+    # Unusable are names that the vocabulary lacks (None), the end token, and the ids of unknown characters, which occur
+    # in texts.
     unusable = {None, tokenizer.eod, *tokenizer.encode(OUT_OF_VOCABULARY)}
     for name in PAD_CANDIDATES:
         if tokenizer.specials.get(name) not in unusable:
@@ -101,6 +103,7 @@ def tokenizer_settings(tokenizer: Tokenizer, vocab_path: Path, positions: int | 
     if read_tokenizer_class(vocab_path).startswith("Llama"):  # other tokenizer classes pad on the right by default
         exported.setdefault("padding_side", "left")
     if positions is not None:
+        # The key may be missing, and a float such as 1e30 means that there is no limit.
         source_length = kept.get("model_max_length")
         exported["model_max_length"] = min(source_length, positions) if type(source_length) is int else positions
     return exported
@@ -111,6 +114,7 @@ def tokenizer_class_entries(vocab_path: Path, model_type: str, is_json: bool) ->
 
     is_json: whether the exported folder has a tokenizer.json.
     """
+    # For these types, AutoTokenizer chooses the class by the model type, unless auto_map names some code.
     needs_placeholder = model_type in ("mistral", "mixtral") and not is_json
     if model_type == "qwen2":
         if is_json and read_tokenizer_class(vocab_path) == "Qwen2Tokenizer" and _splits_like_qwen2(vocab_path):
@@ -147,6 +151,7 @@ def special_token_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, vocab_pa
     source_ids = read_token_ids(vocab_path)
     ids = _trained_ids(trained)
     source_end = source_ids.get("eos_token_id")
+    # The source may list several end ids. Its entry is kept only if it contains the id used in training.
     if source_end == tokenizer.eod or (isinstance(source_end, list) and tokenizer.eod in source_end):
         ids["eos_token_id"] = source_end
     start_id = tokenizer.marks.get(_token_text(special_token_roles(tokenizer, vocab_path).get("bos_token")))
@@ -160,6 +165,7 @@ def special_token_ids(trained: Mapping[str, Any], tokenizer: Tokenizer, vocab_pa
     pad_name = pad_token_name(tokenizer, vocab_path)
     if "pad_token_id" in source_ids:
         ids["pad_token_id"] = source_ids["pad_token_id"]
+    # A source that names ids, but none for padding, has no padding token; then the export names none, either.
     elif not source_ids and pad_name is not None:
         ids["pad_token_id"] = tokenizer.marks[pad_name]
     return ids
@@ -191,6 +197,8 @@ def generation_settings(
         end_ids = [tokenizer.eod]
     if turn_end is not None:
         end_ids.append(turn_end)
+    # Remove repeated ids, and keep their order.
     end_ids = list(dict.fromkeys(end_ids))
+    # A source that lists its end ids gets a list again, even for a single id.
     is_single = len(end_ids) == 1 and not isinstance(source_end, list)
     return {**ids, **read_generation_config(vocab_path), "eos_token_id": end_ids[0] if is_single else end_ids}

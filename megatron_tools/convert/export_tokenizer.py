@@ -45,11 +45,12 @@ def chat_format_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Cha
     If the run was not trained on conversations, return the format of the chat template next to `vocab_file`.
     """
     if config.is_t5:
-        return ChatFormat(None, None)
+        return ChatFormat(template=None, end_id=None)
     template = tokenizer_template(vocab_file)
     notes = _skipped_template_notes(vocab_file)
+    # Only supervised fine-tuning (sft) trains on conversations, so other runs have learned no end of a turn.
     if config.objective != "sft":
-        return ChatFormat(template, None, tuple(notes))
+        return ChatFormat(template, end_id=None, notes=tuple(notes))
     sidecars = [sidecar for _, sidecar in chat_corpora(config)]
     if not sidecars:
         prefixes = prefixes_of(config.data.paths) if config.data.names_corpora else []
@@ -59,7 +60,7 @@ def chat_format_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Cha
             f"{corpora} has no sidecar file with the chat template, so {template_words} is exported and "
             "eos_token_id contains no end-of-turn token"
         )
-        return ChatFormat(template, None, tuple(notes))
+        return ChatFormat(template, end_id=None, notes=tuple(notes))
     first_sidecar = sidecars[0]
     end_id = None
     if any(sidecar["chat_template"] != first_sidecar["chat_template"] for sidecar in sidecars):
@@ -83,6 +84,7 @@ def _skipped_template_notes(vocab_file: str) -> list[str]:
     vocab_path = find_vocab_file(vocab_file)
     templates = read_tokenizer_config(vocab_path).get("chat_template")
     names = []
+    # chat_template is one template, or a list of named templates of which only `default` is exported.
     for template in templates if isinstance(templates, list) else ():
         if template.get("name") != "default":
             names.append(str(template.get("name")))
@@ -103,6 +105,7 @@ def write_tokenizer(
     vocab_path = find_vocab_file(vocab_file)
     hf_tokenizer = to_hf_tokenizer(base_tokenizer)
     if hf_tokenizer is not None:
+        # Only learned positions limit the length of a text that the model can read.
         positions = config.positions if config.model.position_embedding == "learned" else None
         tokenizer_config = tokenizer_settings(base_tokenizer, vocab_path, positions)
         tokenizer_config |= _write_tokenizer_json(folder, tokenizer, vocab_path, hf_tokenizer, tokenizer_config)
@@ -171,6 +174,7 @@ def _write_tokenizer_json(
     entries: dict[str, Any] = {}
     missing_names: list[str] = []
     if isinstance(tokenizer, SentinelTokenizer):
+        # The file lists <extra_id_0>, <extra_id_1>, ... in the order of their ids.
         sentinel_numbers = {id_: i for i, id_ in enumerate(tokenizer.sentinels)}
         sentinels = [f"<extra_id_{sentinel_numbers[id_]}>" for id_ in sorted(sentinel_numbers)]
         tokens = []
@@ -181,6 +185,7 @@ def _write_tokenizer_json(
         hf_tokenizer.add_special_tokens(tokens)
         listed = tokenizer_config.get("extra_special_tokens")
         if isinstance(listed, list):
+            # The source's own tokens come first; a sentinel that is already among them is not repeated.
             sentinels = list(dict.fromkeys([*listed, *sentinels]))
         entries = {"pad_token": "<pad>", "extra_special_tokens": sentinels}
     if vocab_path.name == "tokenizer.json" and not missing_names:
@@ -196,6 +201,7 @@ def _write_template(folder: Path, tokenizer: Tokenizer, chat: ChatFormat) -> lis
     template = chat.template
     if template is None:
         return notes
+    # A corpus records our built-in template by its name; transformers needs the Jinja text.
     if template == ChatML.source:
         if missing := missing_chatml_tokens(ChatML(), tokenizer):
             problem = f"{' and '.join(missing)} are text in this tokenizer, which transformers may tokenize differently"

@@ -54,6 +54,7 @@ def compare_with_hf(config: Config, read_weight: WeightReader, folder: Path) -> 
         logits: Tensor = hf_model.to(dtype)(**inputs).logits
         return logits
 
+    # Both functions still lack the dtype, which _check_logits passes.
     _check_logits(partial(_our_logits, config, read_weight, tokens), hf_logits, folder)
 
 
@@ -99,6 +100,7 @@ def compare_own_models(
 ) -> None:
     """Compare logits of two models of this project like `compare_with_hf`. path: checkpoint of the second model."""
     tokens = _random_tokens(config, max(_tokens_needed(config), _tokens_needed(other_config)))
+    # Both functions still lack the dtype, which _check_logits passes.
     our_logits = partial(_our_logits, config, read_weight, tokens)
     other_logits = partial(_our_logits, other_config, read_other_weight, tokens)
     _check_logits(our_logits, other_logits, path)
@@ -143,6 +145,7 @@ def _our_logits(config: Config, read_weight: WeightReader, tokens: Tensor, dtype
     model = model_class(config, parallel_output=False).eval().to(dtype)
     for name, parameter in global_parameters(model):
         value = read_weight(name)
+        # Our vocabulary may be padded: rows beyond those of `value` stay zero.
         parameter.zero_().narrow(0, 0, len(value)).copy_(value)
     logits: Tensor = model(tokens, tokens) if config.is_t5 else model(tokens)
     return logits
@@ -159,8 +162,9 @@ class _KeepFp64(TorchFunctionMode):
             return func(*args, **keywords)
         if func is Tensor.float:
             return first
-        values = map(_fp64_for_fp32, keywords.values())
-        return func(*map(_fp64_for_fp32, args), **dict(zip(keywords, values, strict=True)))
+        # Arguments such as dtype=torch.float32 of softmax or `to` would cast, too.
+        fp64_keywords = {name: _fp64_for_fp32(value) for name, value in keywords.items()}
+        return func(*map(_fp64_for_fp32, args), **fp64_keywords)
 
 
 def _fp64_for_fp32(value: Any) -> Any:
@@ -170,6 +174,7 @@ def _fp64_for_fp32(value: Any) -> Any:
 
 def _check_logits(our_logits: _LogitsOf, their_logits: _LogitsOf, path: Path) -> None:
     """Print the largest difference of logits; raise ValueError if it is too large in both fp32 and fp64."""
+    # Agreement in one dtype suffices: fp64 is tried only if fp32 differs, perhaps by rounding.
     for dtype in _COMPARED_DTYPES:
         with _KeepFp64() if dtype is torch.float64 else nullcontext():
             logits = our_logits(dtype)
@@ -222,6 +227,7 @@ def compare_imported_ids(tokenizer: Tokenizer, folder: Path) -> str:
         return f"AutoTokenizer gives equal ids for {len(texts)} texts"
     encoders = _file_encoders(tokenizer)
     for difference in differences:
+        # The file itself is right. If one of its encoders gives our ids, only transformers differs from it.
         if all(difference.ours != encode(difference.text) for encode in encoders):
             raise ValueError(f"{folder}: {difference}")
     shortest = min(differences, key=lambda difference: len(difference.text))

@@ -109,7 +109,7 @@ def read_config(content: Values, where: Path) -> dict[str, Any]:
     family = FAMILIES[model_type]
     _check_architectures(content, family, where)
     values = dict(family.defaults)
-    spelling: dict[str, str] = {}
+    spelling: dict[str, str] = {}  # key of the family -> the key or alias in the file that has set it
     for key, value in content.items():
         name = family.aliases.get(key, key)
         if name in values:
@@ -204,6 +204,7 @@ def _t5_activation(values: Values, where: Path) -> str:
     key = "feed_forward_proj"
     if values["dense_act_fn"] is not None:
         key = "dense_act_fn"
+        # An empty dense_act_fn leaves the name of feed_forward_proj.
         name = values[key] or name
     is_gated = values["is_gated_act"]
     if is_gated is None:
@@ -249,6 +250,7 @@ def check_tokenizer(values: Values, given: Values, tokenizer: Any, where: Path) 
     end_ids = values["eos_token_id"]
     if not isinstance(end_ids, list):
         end_ids = [end_ids]
+    # A default that the file does not give, and ids outside the vocabulary, say nothing about the tokenizer.
     valid_ids = [end_id for end_id in end_ids if end_id is not None and end_id < values["vocab_size"]]
     if "eos_token_id" in given and valid_ids and tokenizer.eod not in end_ids:
         raise ValueError(
@@ -257,6 +259,7 @@ def check_tokenizer(values: Values, given: Values, tokenizer: Any, where: Path) 
     notes = []
     if len(end_ids) > 1:
         notes = [f"eos_token_id lists {end_ids}; in this project only {tokenizer.eod} ends a text"]
+    # Only a decoder with an encoder begins with the padding token, so only its ids must agree.
     if not FAMILIES[values["model_type"]].defaults["is_encoder_decoder"]:
         return notes
     if values["pad_token_id"] != tokenizer.pad:

@@ -47,6 +47,7 @@ def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[dict[str, A
         )
     layers_with_experts = _layers_with_experts(values, where)
     if not all(layers_with_experts):
+        # One 0 or 1 for each layer, as --moe-layer-frequency takes them.
         settings["moe_layer_frequency"] = tuple(str(int(has_experts)) for has_experts in layers_with_experts)
     if model_type == "qwen2_moe":
         shared = values["shared_expert_intermediate_size"]
@@ -57,6 +58,9 @@ def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[dict[str, A
                 f"{width}, because in this project shared experts have the width of the other experts"
             )
         settings |= {"num_shared_experts": shared // width, "shared_expert_gate": True}
+    # In transformers, one loss for all layers has the minimum coefficient x experts per token. Here each layer with
+    # experts has a loss with the minimum aux_loss. Equal sums of the minima: aux_loss x layers = coefficient x experts
+    # per token.
     aux_loss = values["router_aux_loss_coef"] * experts_per_token / sum(layers_with_experts)
     notes = []
     if aux_loss and not values["output_router_logits"]:
@@ -106,6 +110,7 @@ def expert_config(m: ModelConfig, model_type: str) -> dict[str, Any]:
     aux_loss = m.router_aux_loss if m.has_aux_loss else 0.0
     entries: dict[str, Any] = {
         "num_experts_per_tok": m.experts_per_token,
+        # The reverse of expert_settings: coefficient x experts per token = our loss x number of layers with experts.
         "router_aux_loss_coef": aux_loss * (m.num_layers - len(dense_layers)) / m.experts_per_token,
         "output_router_logits": False,
     }
@@ -132,6 +137,7 @@ def unexported_notes(m: ModelConfig) -> list[str]:
         flags.append(("--router-jitter", m.router_jitter, "noise for the router alone"))
     notes = []
     for name, value, missing_key in flags:
+        # A setting of 0 changes nothing, so its loss in the export needs no note.
         if value:
             notes.append(f"{name} {value} is not exported: Llama's config.json has no {missing_key}")
     if has_experts and m.has_aux_loss and m.router_aux_loss:

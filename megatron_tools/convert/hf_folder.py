@@ -92,6 +92,7 @@ class HFTensorReader:
                     f"remove the one that is left over from another model (transformers reads model.safetensors)"
                 )
         elif single:
+            # All tensors are in this one file.
             self._file_of = dict.fromkeys(self._open("model.safetensors").keys(), "model.safetensors")
         else:
             _refuse_broken_links(folder / "model.safetensors", index)
@@ -109,8 +110,10 @@ class HFTensorReader:
         """Add the matrices of each expert to the known tensors, and remove `fused_name`, the tensor that holds them."""
         file = self._open(self._file_of[fused_name])
         shape = file.get_slice(fused_name).get_shape() if fused_name in file.keys() else []  # noqa: SIM118
+        # A tensor of another shape is no stack of matrices. It stays as it is, and a later check refuses its name.
         if len(shape) != 3 or 0 in shape:
             return
+        # The rows of gate_up_proj are those of the gate projection, then those of the up projection.
         half = shape[1] // 2
         rows_of = {fused_kind: slice(None)}
         if fused_kind == "gate_up_proj":
@@ -140,6 +143,7 @@ class HFTensorReader:
             for old, replacement in RENAMED_EXPERTS.items():
                 new_name = new_name.replace(old, replacement)
             candidates.append(new_name)
+        # The input embedding may have any of these names, even that of a tied head. The head itself has only one name.
         if name in EMBEDDING_NAMES and name != HEAD_NAME:
             candidates += EMBEDDING_NAMES
         for candidate in candidates:
@@ -199,6 +203,7 @@ class HFTensorReader:
         if expert_rows is None:
             return shape
         _, rows = expert_rows
+        # The stack is [e, rows, columns], and the slice `rows` takes all rows of an expert or half of them.
         return [len(range(shape[1])[rows]), shape[2]]
 
     def read(self, name: str) -> Tensor:
@@ -297,6 +302,7 @@ class HFModelFolder:
 
     def _has_tied_embeddings(self) -> bool:
         """Return whether input and output embedding are tied, judged by the tensors rather than tie_word_embeddings."""
+        # The files may hold several copies of the input embedding, which must be equal.
         contains_head = self.tensors.contains(HEAD_NAME)
         first_name = None
         for name in EMBEDDING_NAMES:
@@ -307,6 +313,7 @@ class HFModelFolder:
                 raise ValueError(
                     f"{self.path}: {name} and {first_name} differ, but this project's models have one input embedding"
                 )
+        # An untied model may still have equal matrices; then they are tied from here on.
         if first_name and contains_head:
             return torch.equal(self.tensors.read(HEAD_NAME), self.tensors.read(first_name))
         if not self.values["tie_word_embeddings"]:
@@ -320,6 +327,7 @@ class HFModelFolder:
         """Raise ValueError unless the files hold all tensors of the model, with the right shapes, and no others."""
         shapes = whole_shapes(self.config)
         for match in self.matches:
+            # Splitting an empty meta tensor gives the shapes of their tensors.
             parts = match.split(torch.empty(*shapes[match.our_name], device="meta"))
             for name, part in zip(match.their_names, parts, strict=True):
                 shape = self.tensors.shape(name)

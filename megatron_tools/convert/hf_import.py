@@ -30,6 +30,7 @@ def import_hf(args: argparse.Namespace) -> tuple[Config, str, list[LazyTensor]]:
     settings, fingerprint = _convert_tokenizer(hf_folder, args.vocab_file)
     config = with_values(hf_folder.config, settings)
     entries = [_joined_entry(match, hf_folder.tensors) for match in hf_folder.matches]
+    # Our routers also have buffers, such as counts of tokens, which their files lack.
     for match in hf_folder.matches:
         if match.our_name.endswith(".router.weight"):
             entries += router_buffers(match.our_name.removesuffix(".weight"), config.model.num_experts or 0)
@@ -56,10 +57,11 @@ def _convert_tokenizer(hf_folder: HFModelFolder, vocab_file: str | None) -> tupl
     settings: dict[str, Any] = {"vocab_file": path}
     tokenizer = base_tokenizer
     if hf_folder.config.is_t5:
-        # A vocabulary without <pad> gets one row for it.
+        # Rows of the embedding that no token uses. A vocabulary without <pad> gets one row for it: True counts as 1.
         unused_rows = (
             hf_folder.values["vocab_size"] - base_tokenizer.vocab_size - ("<pad>" not in base_tokenizer.specials)
         )
+        # A vocabulary that contains its sentinels has as many as it has; else T5Tokenizer adds some.
         num_sentinels = len(own_sentinels(base_tokenizer, "t5")) or _sentinel_count(find_vocab_file(path), unused_rows)
         settings["num_sentinels"] = num_sentinels
         tokenizer = SentinelTokenizer(base_tokenizer, num_sentinels, "t5")
@@ -69,6 +71,7 @@ def _convert_tokenizer(hf_folder: HFModelFolder, vocab_file: str | None) -> tupl
 
 def _refuse_unusual_ids(hf_folder: HFModelFolder) -> None:
     """Raise ValueError if a T5 without a tokenizer has other special-token ids than T5's own."""
+    # T5's own tokenizer pads and starts with 0 and ends with 1; None: the file gives no id.
     usual_ids = {"pad_token_id": (0, None), "eos_token_id": (1, [1], None), "decoder_start_token_id": (0, None)}
     if hf_folder.config.is_t5 and any(hf_folder.values[key] not in ids for key, ids in usual_ids.items()):
         raise ValueError(

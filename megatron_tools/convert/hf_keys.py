@@ -154,11 +154,13 @@ def is_disabled(key: str, value: Any) -> bool:
     """Return whether the value disables the key's feature: it is null, false, zero, empty, or a factor of 1."""
     if key == "layer_types":
         return isinstance(value, list) and set(value) <= {"full_attention"}
+    # True equals 1, but a switch that is on does not disable anything.
     return not value or (NEUTRAL_AT_1.search(key) is not None and value in (1, 1.0) and value is not True)
 
 
 def has_no_effect(key: str) -> bool:
     """Return whether a key has no effect, judged by its name. Call this for keys that the family does not support."""
+    # SUSPECT_KEYS matches names that could change the computation, and UNREAD_KEYS lists its harmless exceptions.
     return UNREAD_KEYS.fullmatch(key) is not None or SUSPECT_KEYS.search(key.lower()) is None
 
 
@@ -166,10 +168,12 @@ def check_type(key: str, value: Any, default: Any, optional: type | None, where:
     """Raise ValueError if the value has another type than the default, or than `optional` if the default is null."""
     wanted = optional if default is None else type(default)
     may_be_null = default is None or optional is not None
+    # Without a default or a listed type, any value passes.
     if wanted is None:
         return
     if value is None and may_be_null:
         return
+    # JSON may write 1.0 as 1, and eos_token_id may list several ids.
     kinds = (float, int) if wanted is float else (wanted,)
     values = value if key == "eos_token_id" and isinstance(value, list) else [value]
     if all(type(each) in kinds for each in values):

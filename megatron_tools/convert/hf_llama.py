@@ -87,7 +87,10 @@ def llama_settings(values: Values, tied: bool, where: Path) -> tuple[dict[str, A
         notes.append(
             f"the model has {positions} positions; settings.json sets --seq-length {MAX_LENGTH} for further training"
         )
-    moe_settings, expert_notes = expert_settings(values, where) if values["model_type"] in EXPERT_DEFAULTS else ({}, [])
+    moe_settings: dict[str, Any] = {}
+    if values["model_type"] in EXPERT_DEFAULTS:
+        moe_settings, expert_notes = expert_settings(values, where)
+        notes += expert_notes
     return {
         **our_settings(LLAMA_NAMES, values), "family": "llama", "seq_length": min(positions, MAX_LENGTH),
         "hidden_dropout": 0.0, "tie_embeddings": tied,
@@ -96,7 +99,7 @@ def llama_settings(values: Values, tied: bool, where: Path) -> tuple[dict[str, A
         "normalization": "rmsnorm", "hidden_bias": hidden_bias, "qkv_bias": qkv_bias,
         "qk_norm": values["model_type"].startswith("qwen3"), "sliding_window": _sliding_window(values, where),
         **rope_settings(values, where), **moe_settings,
-    }, [*notes, *expert_notes]  # fmt: skip
+    }, notes  # fmt: skip
 
 
 def _biases(values: Values, where: Path) -> tuple[bool, bool]:
@@ -106,6 +109,7 @@ def _biases(values: Values, where: Path) -> tuple[bool, bool]:
     attention = values.get("attention_bias", False)
     mlp = values.get("mlp_bias", False)
     if attention != mlp:
+        # A Qwen3 has no key mlp_bias that the message could name.
         other_bias = "" if values["model_type"].startswith("qwen3") else f" and mlp_bias {mlp}"
         raise ValueError(
             f"{where}: attention_bias is {attention}{other_bias}; a model must have biases in all linear layers or in "
@@ -198,6 +202,7 @@ def llama_config(m: ModelConfig, positions: int, bos_id: int, eod_id: int, dtype
         content |= {
             "use_sliding_window": has_window,
             "sliding_window": m.sliding_window,
+            # The first max_window_layers layers of a Qwen2 or Qwen3 have no window.
             "max_window_layers": 0 if has_window else m.num_layers,
         }
     if model_type == "qwen2_moe":

@@ -118,12 +118,16 @@ def _weight_factor(m: ModelConfig, name: str) -> float:
 
     The factor of the logits is that of the norm before them, because the embedding may be tied to the output matrix.
     """
+    # The module of layers.0.attention.dense.weight is `dense`.
     module = name.rsplit(".", 2)[-2]
     if name.startswith(("final_norm.", "decoder.final_norm.")):
+        # Hugging Face's T5 multiplies tied logits by 1 / sqrt(hidden_size).
         hf_factor = m.hidden_size**-0.5 if m.scale_tied_logits else 1.0
         return m.logits_scale / hf_factor
     if module in ("dense", "dense_4h_to_h"):
         return m.decoder_branch_factor if name.startswith("decoder.") else m.branch_factor
+    # Scores are proportional to the queries. A norm of the queries would undo a factor on their projection, so its
+    # weight takes the factor.
     query_modules = ("query_norm",) if m.qk_norm else ("query_key_value", "query")
     if module not in query_modules:
         return 1.0
@@ -136,21 +140,27 @@ def _with_factor(match: Match, factor: float, m: ModelConfig) -> Match:
     """Return `match` with our weight multiplied by `factor`: only its queries, if it also holds keys and values."""
     if abs(factor - 1.0) < 1e-12:
         return match
-
-    def scaled(t: Tensor, scale_factor: float) -> Tensor:
-        if ".query_key_value." not in match.our_name:
-            return t * scale_factor
-        heads = t.reshape(m.key_value_heads, -1, m.head_size, *t.shape[1:])  # queries of a group, its key, its value
-        queries = heads[:, :-2] * scale_factor
-        return torch.cat([queries, heads[:, -2:]], 1).reshape(t.shape)
+    scale = _scale_queries if ".query_key_value." in match.our_name else _scale_all
 
     def split(t: Tensor) -> Parts:
-        return match.split(scaled(t, factor))
+        return match.split(scale(t, factor, m))
 
     def join(ts: Parts) -> Tensor:
-        return scaled(match.join(ts), 1 / factor)
+        return scale(match.join(ts), 1 / factor, m)
 
     return Match(match.our_name, match.their_names, split, join)
+
+
+def _scale_all(t: Tensor, factor: float, _: ModelConfig) -> Tensor:
+    return t * factor
+
+
+def _scale_queries(t: Tensor, factor: float, m: ModelConfig) -> Tensor:
+    """Return our fused tensor of queries, keys and values with only the rows of its queries multiplied."""
+    # Four query heads in two groups: the heads of a group are q0 q1 k0 v0, of which the last two stay as they are.
+    heads = t.reshape(m.key_value_heads, -1, m.head_size, *t.shape[1:])
+    queries = heads[:, :-2] * factor
+    return torch.cat([queries, heads[:, -2:]], 1).reshape(t.shape)
 
 
 def gpt2_matches(m: ModelConfig) -> Matches:
@@ -169,6 +179,7 @@ def gpt2_matches(m: ModelConfig) -> Matches:
             linear += [
                 Match(f"{our_layer}.{ours}.{kind}", (f"{hf_layer}.{theirs}.{kind}",)) for ours, theirs in names.items()
             ]
+            # GPT-2's matrices are transposed. Its biases are vectors and stay as they are.
             yield from map(_transposed, linear) if kind == "weight" else linear
     for kind in ("weight", "bias"):
         yield Match(f"final_norm.norm.{kind}", (f"transformer.ln_f.{kind}",))
@@ -227,6 +238,7 @@ def _mixture_matches(m: ModelConfig, our_mlp: str, hf_layer: str) -> Matches:
     """Yield the matches of a mixture of experts, with the names of Qwen or, for the settings of Mixtral, Mixtral's."""
     hf_moe = f"{hf_layer}.mlp"
     names = ("gate_proj", "up_proj", "down_proj")
+    # Of the exported families, only Mixtral has neither norms of queries and keys nor shared experts.
     if not m.qk_norm and not m.num_shared_experts:
         hf_moe = f"{hf_layer}.block_sparse_moe"
         names = ("w1", "w3", "w2")
@@ -245,6 +257,7 @@ def t5_matches(m: ModelConfig) -> Matches:
     """Yield one Match for each parameter of a T5, mT5 or UMT5."""
     yield Match("embedding.word_embeddings.weight", ("shared.weight",))
     for stack, layers in (("encoder", m.num_layers), ("decoder", m.decoder_layers)):
+        # In a T5 and mT5, layer 0 holds the table of relative positions for all layers; in a UMT5 each layer has one.
         for layer in range(layers if m.relative_attention_per_layer else 1):
             our_bias = f"{stack}.relative_positions"
             if m.relative_attention_per_layer:
@@ -266,6 +279,7 @@ def _t5_layer_matches(m: ModelConfig, stack: str, layer: int) -> Matches:
     norms = ["input_layernorm", "post_attention_layernorm"]
     if stack == "decoder":
         norms.insert(1, "cross_layernorm")
+    # Hugging Face numbers the sublayers: 0 self-attention, 1 cross-attention in a decoder, and last the MLP.
     for sublayer, norm in enumerate(norms):
         yield Match(f"{our_layer}.{norm}.weight", (f"{hf_layer}.{sublayer}.layer_norm.weight",))
     hf_attention = f"{hf_layer}.0.SelfAttention"

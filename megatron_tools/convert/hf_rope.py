@@ -40,6 +40,7 @@ def rope_settings(values: Values, where: Path) -> Settings:
         )
     if rope.get("type", kind) != kind:
         raise ValueError(f"{where}: {source_key} has type {rope['type']!r} but rope_type {kind!r}; they must be equal")
+    # transformers would silently ignore a key that belongs to another scaling type.
     for key in rope:
         if key in SCALING_KEYS and key not in (*COMMON_KEYS, *TYPE_KEYS[kind]) and rope[key] is not None:
             raise ValueError(
@@ -52,6 +53,7 @@ def rope_settings(values: Values, where: Path) -> Settings:
             raise ValueError(f"{where}: {key} of {source_key} is {value!r}, not a number")
         return float(value)
 
+    # A missing key means the supported value.
     for key, supported in (("partial_rotary_factor", 1), ("truncate", True)):
         if rope.get(key, supported) != supported:
             raise ValueError(f"{where}: {key} of {source_key} is {rope[key]}; this project supports only {supported}")
@@ -69,7 +71,7 @@ def rope_settings(values: Values, where: Path) -> Settings:
         settings["rope_low_freq_factor"] = read_number("low_freq_factor")
         settings["rope_high_freq_factor"] = read_number("high_freq_factor")
     if kind == "yarn":
-        # transformers reads a 0 as the default, too.
+        # transformers replaces a 0 by the default, too, so `or` repeats each default.
         settings |= {
             "rope_beta_fast": read_number("beta_fast", 32.0) or 32.0,
             "rope_beta_slow": read_number("beta_slow", 1.0) or 1.0,
@@ -85,12 +87,14 @@ def _rope_and_key(values: Values, where: Path) -> tuple[Settings, str]:
     """
     scaling = values["rope_scaling"] or {}
     parameters = values["rope_parameters"] or {}
+    # Some models have one dict of settings for each type of layer.
     if any(isinstance(value, dict) for value in parameters.values()):
         raise ValueError(f"{where}: rope_parameters differ between layers; such models cannot be converted")
     # With both keys, transformers 5 ignores rope_parameters and other programs ignore rope_scaling, so both must agree.
     if scaling and parameters:
         old = _normalized(scaling, values)
         new = _normalized(parameters, values)
+        # A key that only one of the two has counts as a difference.
         for key in (*old, *new):
             if old.get(key) != new.get(key):
                 raise ValueError(
@@ -133,6 +137,7 @@ def _scaling_factor(
 
     For yarn, a factor of null means max_position_embeddings / `original_length`.
     """
+    # The 0 tells a missing factor from a null; `read_number` refuses a missing one.
     if kind == "yarn" and rope.get("factor", 0) is None:
         return float(values["max_position_embeddings"] / original_length)
     return read_number("factor")

@@ -29,6 +29,7 @@ def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
     Tokenizers that segment words with jieba cannot be converted, nor can sentencepiece models that normalise text,
     except those of mT5. One difference remains: the converted tokenizer treats the character U+2581 as a space.
     """
+    # A tokenizer that we read from a tokenizer.json already wraps one of this library.
     hf_inner = getattr(tokenizer, "_tokenizer", None)
     if hf_inner is not None:
         return import_tokenizers().Tokenizer.from_str(hf_inner.to_str())
@@ -39,6 +40,7 @@ def to_hf_tokenizer(tokenizer: Tokenizer) -> Any | None:
     hf_tokenizer = _from_sentencepiece(tokenizer)
     if hf_tokenizer is None or not _encodes_equally(tokenizer, hf_tokenizer):
         return None
+    # There is at most one start token.
     for start_id in tokenizer.start:
         name = tokenizer._sp.id_to_piece(start_id)
         hf_tokenizer.post_processor = import_tokenizers().processors.TemplateProcessing(
@@ -53,6 +55,7 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     facts = tokenizer.facts
     if facts.algorithm not in ("bpe", "unigram") or facts.ids_of_type(UNUSED):
         return None
+    # A model that normalises text changes at least one of these texts beyond its spaces.
     for text in _PROBE_TEXTS:
         if sp.normalize(text) != text.replace(" ", MARK):
             return None
@@ -62,6 +65,7 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     for i in range(sp.vocab_size()):
         pieces.append(sp.id_to_piece(i))
         scores.append(sp.get_score(i))
+    # Whether the model encodes unknown characters as bytes such as <0x0A>.
     byte_fallback = sp.is_byte(sp.piece_to_id(BYTES[0]))
     if facts.algorithm == "bpe":
         hf_tokenizer = tokenizers.Tokenizer(_bpe_model(tokenizers, pieces, scores, pieces[sp.unk_id()], byte_fallback))
@@ -121,6 +125,7 @@ def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
     )
     hf_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(MARK, prepend_scheme="always", split=False)
     spaces = decoders.Replace(MARK, " ")
+    # The last decoder strips one space at the left, that of Metaspace, and none at the right.
     hf_tokenizer.decoder = decoders.Sequence(
         [spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -159,6 +164,7 @@ def _longest_runs(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
     """Return {character: length of the longest piece that consists only of this character, such as `===`}."""
     pieces = (tokenizer._sp.id_to_piece(i) for i in range(tokenizer.vocab_size))
     runs = [piece for piece in pieces if len(piece) > 1 and len(set(piece)) == 1]
+    # Longer runs come later, and replace the shorter ones of their character.
     return {run[0]: len(run) for run in sorted(runs, key=len)}
 
 
@@ -182,6 +188,7 @@ def _bpe_model(tokenizers: Any, pieces: list[str], scores: list[float], unknown_
     ids = {piece: i for i, piece in enumerate(pieces)}
     by_score: dict[float, list[tuple[str, str]]] = {}
     for piece, i in ids.items():
+        # Sentencepiece uses the pieces of bytes only for unknown characters and never merges to them.
         if piece in BYTES:
             continue
         for cut in range(1, len(piece)):

@@ -43,6 +43,7 @@ class RankFiles:
 
     def __init__(self, folder: Path, version: int | None = None, layers: int | None = None) -> None:
         self.folder = _tracked_folder(folder)
+        # Paths are found by (stage or layer, rank). A name without a rank or stage is that of the first, 0.
         paths = self._find_files(_LAYER_FILE, lambda match: (int(match[1]), int(match[2] or 0)))
         self.is_by_layer = bool(paths)
         rank_paths = self._find_files(_RANK_FILES[0], lambda match: (0, int(match[1])))
@@ -55,6 +56,7 @@ class RankFiles:
             )
         stages = sorted({stage for stage, _ in paths})
         self.ranks = 1 + max(rank for _, rank in paths)
+        # Numbers of layer files have gaps, because some pipeline layers have no weights; stages have none.
         self._refuse_missing(paths, stages if self.is_by_layer else range(stages[-1] + 1))
         headers = list(map(load_plain, paths.values()))
         contents = dict(zip(paths, headers, strict=True))
@@ -63,12 +65,14 @@ class RankFiles:
         block_stages: list[int] = []
         for rank in range(self.ranks):
             files = [(stage, contents[stage, rank], paths[stage, rank]) for stage in stages]
+            # All ranks hold the same layers, so the result of the last rank serves for all.
             block_stages = self._add_rank(rank, files)
         if self.is_by_layer:
             # The settings (args) of files by layer are in DeepSpeed's mp_rank_* files, and reading one suffices.
             headers = list(map(load_plain, list(rank_paths.values())[:1]))
         saved_args = headers[0].get("args") if headers else None
         self.settings: dict[str, Any] = vars(saved_args) if isinstance(saved_args, argparse.Namespace) else {}
+        # A stage's file holds all its layers, but of files by layer the last ones may be missing.
         self._check_layers(layers, not self.is_by_layer or _is_full_cpm_pretrain(stages, block_stages))
         self.version, self.version_source = self._version_of(headers, version)
 
@@ -92,6 +96,7 @@ class RankFiles:
             num_layers = self._add_file(content, path, rank, first_layer)
             if num_layers > first_layer:
                 block_stages.append(stage)
+        # A gap between the numbers of the files with transformer blocks means that a file is missing.
         consecutive = range(min(block_stages, default=0), max(block_stages, default=0) + 1)
         if self.is_by_layer and block_stages != list(consecutive):
             raise ValueError(f"{self.folder} lacks layers: only the files {block_stages} contain transformer blocks")
@@ -171,6 +176,7 @@ class RankFiles:
         num_layers = first_layer
         for name, tensor in _flatten(weights):
             self._foreign_names.add(re.sub(r"^module\.", "", name))
+            # None stands for entries that are not parameters, and an empty name for an unknown tensor.
             target_name = our_name(name, first_layer)
             if target_name is None or not isinstance(tensor, Tensor):
                 continue
@@ -178,6 +184,7 @@ class RankFiles:
                 raise ValueError(f"{path}: the tensor {name} of shape {list(tensor.shape)} is unknown")
             if not tensor.is_floating_point():
                 raise ValueError(f"{path}: {name} has dtype {tensor.dtype}; save it as floating point")
+            # Count the layers: layers.5 shows that there are at least 6.
             layer_match = re.match(r"layers\.(\d+)\.", target_name)
             num_layers = max(num_layers, int(layer_match[1]) + 1) if layer_match else num_layers
             # The last pipeline stage has second copies of both embeddings: it computes the logits with its copy of the
@@ -192,6 +199,7 @@ class RankFiles:
     @property
     def layers(self) -> int:
         """Number of transformer blocks in the files."""
+        # Without any layer the result is 0.
         return 1 + max(
             (int(name.split(".")[1]) for name in self._shards_by_rank if name.startswith("layers.")), default=-1
         )
@@ -258,6 +266,7 @@ def _layer_tensors(content: FileContent) -> dict[str, Any]:
     if set(content) == {"weight", "bias"}:
         prefix = "final_layernorm."
     elif any(name.startswith("input_layernorm.") for name in content):
+        # `our_name` adds the number of the file's first layer.
         prefix = "layers.0."
     return {prefix + name: tensor for name, tensor in content.items()}
 

@@ -43,12 +43,14 @@ def settings_from_megatron(source: RankFiles, given_heads: int | None) -> dict[s
     num_heads = _attention_heads(source, given_heads)
     vocab_rows, hidden = source.shape("embedding.word_embeddings.weight")
     positions = source.shape("position_embedding.weight")[0]
+    # The rows are those of the queries, keys and values of all heads.
     head_size = source.shape("layers.0.attention.query_key_value.weight")[0] // (3 * num_heads)
     return {
         "family": "gpt2",
         "num_layers": source.layers,
         "hidden_size": hidden,
         "num_attention_heads": num_heads,
+        # None: hidden_size / num_attention_heads
         "kv_hidden_size": None if head_size * num_heads == hidden else head_size,
         "ff_hidden_size": source.shape("layers.0.mlp.dense_h_to_4h.weight")[0],
         "max_position_embeddings": positions,
@@ -89,6 +91,7 @@ def _activation(saved_args: Mapping[str, Any], where: str) -> str:
             f"{where}: onnx_safe and bias_gelu_fusion are both set, and versions of Megatron-LM differ in which one "
             f"they follow; save the checkpoint again with only the one that applies"
         )
+    # By default, Megatron-LM fuses bias and GELU in a kernel with tanh. Both flags lead to its GELU with erf.
     return "gelu" if saved_args.get("onnx_safe") or saved_args.get("bias_gelu_fusion") is False else "gelu-tanh"
 
 
@@ -104,6 +107,7 @@ def _saved_number(source: RankFiles, names: tuple[str, ...], default: float) -> 
         saved_values[name] = value
     if len(set(saved_values.values())) > 1:
         raise ValueError(f"{source.folder}: the saved args contradict each other: {saved_values}")
+    # All saved values are equal, so any of them serves.
     return float(saved_values.popitem()[1]) if saved_values else default
 
 
@@ -116,7 +120,8 @@ def check_complete(source: RankFiles, config: Config) -> None:
             raise ValueError(f"{source.folder} {problem} {name}, unlike a GPT with the settings of this checkpoint")
         shape = source.shape(name)
         expected = expected_shapes[name]
-        is_padded = "word_embeddings" in name and shape[:1] > expected[:1]  # padding rows of the vocabulary
+        # Only the vocabulary may have more rows, for padding. Slices, because a damaged tensor may have no dimension.
+        is_padded = "word_embeddings" in name and shape[:1] > expected[:1]
         if shape[1:] != expected[1:] or (shape[:1] != expected[:1] and not is_padded):
             raise ValueError(
                 f"{source.folder}: {name} has shape {list(shape)}, but the other tensors imply {list(expected)}"

@@ -28,6 +28,7 @@ class _Array:
         raise _Refused("numpy.ndarray")
 
     def __setstate__(self, state: Any) -> None:
+        # numpy stores (version 1, shape, dtype, order, bytes). The state is a vector of 4-byte numbers.
         match state:
             case (1, (int(length),), _Dtype(), bool(), bytes(content)) if len(content) == 4 * length:
                 return
@@ -125,6 +126,8 @@ def _globals_of(file: BinaryIO) -> tuple[int, list[str]]:
     names = list[str]()
     strings = list[str]()
     memo: dict[int, str] = {}
+    # PROTO gives the protocol. GLOBAL names an import itself, while STACK_GLOBAL takes module and name from the last
+    # two strings, which may come from the memo.
     for opcode, argument, _ in pickletools.genops(file):
         if opcode.name == "PROTO":
             protocol = int(str(argument))

@@ -64,6 +64,7 @@ def upcycled_entries(reader: CheckpointReader, config: Config) -> Iterator[LazyT
             our_mlp = mlp_match[1]
             weight = mlp_match[3]
             names = [f"{WEIGHT}.{our_mlp}.experts.{expert}.{weight}" for expert in range(experts)]
+            # Every MLP has this weight once, so its router is written once.
             if weight == "dense_h_to_4h.weight":
                 router = f"{our_mlp}.router"
                 shape = (experts, config.model.hidden_size)

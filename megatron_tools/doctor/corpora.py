@@ -116,6 +116,7 @@ def largest_id(dataset: Any) -> int:
     if num_tokens <= MAX_SAMPLED_TOKENS:
         return int(tokens.max())
     length = MAX_SAMPLED_TOKENS // SAMPLE_SLICES
+    # The slices of the sample are spread evenly over the corpus.
     starts = np.linspace(0, num_tokens - length, SAMPLE_SLICES).astype(np.int64)
     return max(int(tokens[start : start + length].max()) for start in starts)
 
@@ -124,12 +125,14 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Findings:
     """Check that the training, validation and test split each have enough tokens for one sample."""
     from megatron.data.splits import PARTS, parse_split, split_documents
 
+    # Only these objectives cut their samples, of --seq-length tokens and one more, from all tokens of a split.
     if not config.data.data_path or config.objective not in ("lm", "prefix-lm"):
         return
     needed = config.data.seq_length + 1
     counts = dict[str, int]()
     shares = parse_split(config.data.split)
     for part, share, documents in zip(PARTS, shares, split_documents(shares, dataset.num_documents), strict=True):
+        # A split with a share of 0 is meant to be empty.
         if share:
             counts[part] = int(dataset.document_sizes(documents).sum())
     sizes = ", ".join(f"{part} {tokens}" for part, tokens in counts.items())

@@ -57,6 +57,8 @@ class Examination:
         yield from self._settings()
         yield from self._machine()
         if self.config is not None and self.has_torch:
+            # A layout for a cluster may be checked elsewhere, before there are any data, so their absence is no
+            # failure.
             if self.args.cluster and not self.config.data.names_corpora and self.config.data.vocab_file is None:
                 yield warning("data", "no corpus and no tokenizer is given", "give --data-path and --vocab-file")
             else:
@@ -73,6 +75,7 @@ class Examination:
         """Number of ranks in the run: --ranks, else the hostfile's slots, else WORLD_SIZE, else one model replica."""
         slots = sum(host.slots for host in self.hosts)
         world = os.environ.get("WORLD_SIZE", "")
+        # The first of these numbers that is given and not 0.
         return int(self.args.ranks or slots or (world.isdecimal() and int(world)) or self._ranks_per_replica)
 
     @property
@@ -81,6 +84,7 @@ class Examination:
         if self.config is None:
             return 1
         p = self.config.parallel
+        # The replicas times the context-parallel ranks must be a multiple of both sizes.
         data_ranks = math.lcm(p.context_parallel_size, p.expert_parallel_size)
         return p.stages * p.model_parallel_size * data_ranks
 
@@ -117,6 +121,7 @@ class Examination:
         yield from machine.check_python()
         yield from machine.check_packages()
         import_findings = list(machine.check_import("torch"))
+        # deepspeed imports torch, so without torch its import would only repeat the failure.
         if import_findings[0].state != FAILED:
             import_findings += machine.check_import("deepspeed")
         self.has_torch = import_findings[-1].state != FAILED
@@ -152,6 +157,7 @@ class Examination:
         if self.run_dir is not None:
             saved_config = self.run_dir / "config.json"
             if flags:
+                # The doctor's own parser has taken --run-dir out of the script's flags.
                 flags += ["--run-dir", str(self.run_dir)]
         if not flags and (saved_config is None or not saved_config.is_file()):
             return
@@ -178,7 +184,7 @@ class Examination:
             workers = self.config.data.num_workers
         yield from machine.check_compiler(uses_compile)
         if not self.args.cluster:
-            yield from machine.check_threads(self.ranks_here or self.ranks, not finds_device)
+            yield from machine.check_threads(self.ranks_here or self.ranks, on_cpu=not finds_device)
         yield from machine.check_open_files()
         yield from machine.check_shared_memory(workers)
 
@@ -212,6 +218,7 @@ class Examination:
                 "give --vocab-file or --vocab-size",
             )
             return
+        # The size of a model depends on its vocabulary, which the tokenizer gives if no flag does.
         full_config = with_values(config, {"vocab_size": vocab_size})
         yield from findings_of("memory", lambda: self._memory(full_config, run_settings._replace(config=full_config)))
         run_folder = self.run_dir
@@ -227,6 +234,7 @@ class Examination:
         from megatron.training.run_folder import save_dir_of
 
         device_bytes = device.total_memory(device.current_device()) if device.has_accelerator() else None
+        # With --cluster, the memory of its devices counts, not that of this machine.
         if self.cluster:
             device_bytes = self.cluster.memory * 1e9 if self.cluster.accelerated else None
         yield from settings.check_memory(run_settings, self.ranks, self.ranks_here, device_bytes)
@@ -245,6 +253,7 @@ class Examination:
         except importlib.metadata.PackageNotFoundError:
             return  # `machine.check_packages` has already reported the missing package
         try:
+            # Other hosts look for a temporary file in the run directory. Without one, only the versions are compared.
             marker_context = run_dir.create_marker(self.run_dir) if self.run_dir is not None else nullcontext()
         except OSError:
             marker_context = nullcontext()

@@ -29,6 +29,7 @@ def version_key(text: str) -> tuple[int, ...]:
     numbers = []
     for part in text.split("+")[0].split("."):
         digits = re.match("[0-9]*", part)
+        # A part such as rc1 begins with no digit and ends the version.
         if not digits or not digits[0]:
             break
         numbers.append(int(digits[0]))
@@ -182,6 +183,7 @@ def check_threads(ranks_here: int, on_cpu: bool) -> Findings:
     omp_threads = os.environ.get("OMP_NUM_THREADS")
     threads_per_rank = 1
     if omp_threads is not None:
+        # 0 stands for an invalid number, which is reported below.
         threads_per_rank = int(omp_threads) if omp_threads.isdecimal() else 0
     total_threads = ranks_here * threads_per_rank
     if threads_per_rank < 1:
@@ -190,7 +192,7 @@ def check_threads(ranks_here: int, on_cpu: bool) -> Findings:
             f"OMP_NUM_THREADS={omp_threads} is not a number of threads",
             "unset OMP_NUM_THREADS, or set it to a positive whole number",
         )
-    elif on_cpu and total_threads > cores and (ranks_here > 1 or omp_threads):
+    elif on_cpu and total_threads > cores:
         words = f"{ranks_here} ranks with {omp_threads or 1} threads each share {cores} cores"
         yield warning("threads", words, "set OMP_NUM_THREADS=1, and use at most one rank per core if speed matters")
     else:

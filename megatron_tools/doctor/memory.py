@@ -15,12 +15,15 @@ def checkpoint_bytes(config: Config) -> float:
     p = config.parallel
     other_experts = count.expert_matrices * (p.expert_parallel_size - 1)  # experts of other ranks
     hidden = (count.hidden + other_experts) * p.model_parallel_size
+    # The counts of one rank that holds the whole model.
     unsharded = Count(count.whole, count.whole, hidden=hidden)
+    # Every weight and every moment has 4 bytes.
     return 4.0 * (count.whole + moment_elements(unsharded, config))
 
 
 def machine_bytes() -> float | None:
     """Return the bytes of memory that a run can use on this machine; None if the system does not report them."""
+    # The limit of a container (cgroup) may be lower than the free memory of the machine.
     limits: list[float] = []
     try:
         with open("/proc/meminfo", encoding="utf-8") as file:

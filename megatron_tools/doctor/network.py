@@ -80,14 +80,16 @@ def check_hosts(
     own_name = socket.gethostname()
     own_names = {"localhost", "127.0.0.1", own_name, own_name.split(".")[0]}
     other_hosts = [host.name for host in hosts if host.name not in own_names]
+    # At most 32 hosts are asked at the same time; the findings keep the order of the hosts.
     with ThreadPoolExecutor(32) as pool:
-        for findings in pool.map(lambda own_name: _check_host(own_name, versions, marker, seconds), other_hosts):
+        for findings in pool.map(lambda name: _check_host(name, versions, marker, seconds), other_hosts):
             yield from findings
 
 
 def _check_host(name: str, versions: Sequence[str], marker: Path | None, seconds: float) -> list[Finding]:
     """Return the findings about one host. The parameters are those of `check_hosts`."""
     test = f"; test -e {shlex.quote(str(marker))} && echo SHARED" if marker else ""
+    # The script ends with `true`, so any other exit code comes from ssh itself.
     script = (
         f"cd {shlex.quote(os.getcwd())} 2>/dev/null; {shlex.quote(sys.executable)} -c {shlex.quote(VERSION_SCRIPT)}"
         f"{test}; true"
@@ -110,6 +112,7 @@ def _check_host(name: str, versions: Sequence[str], marker: Path | None, seconds
         return [failed(f"host {name}", f"the host did not answer within {2 * seconds:g} s", remedy)]
     if process.returncode:
         return [failed(f"host {name}", f"ssh: {(process.stderr.strip().splitlines() or ['no answer'])[-1]}", remedy)]
+    # The shell of the host may print other lines; without a line VERSIONS, Python or a package is missing.
     remote = next((line.split()[1:] for line in process.stdout.splitlines() if line.startswith("VERSIONS")), None)
     findings = []
     if remote is None:
@@ -153,6 +156,7 @@ def check_launcher_variables() -> Findings:
             continue
         if value.isdecimal():
             values[name] = int(value)
+        # A size is at least 1, a rank at least 0. A text that is no number counts as -1.
         minimum = 1 if "WORLD" in name else 0
         if values.get(name, -1) < minimum:
             yield failed(name, f"the environment variable is {value!r}, which is not a valid number", remedy)
@@ -218,6 +222,7 @@ def check_host_names() -> Findings:
         if not name:
             continue
         try:
+            # The address in the first result: [0] is the result, [4] its socket address, and [0] the host of that.
             address = str(socket.getaddrinfo(name, None)[0][4][0])
         except OSError:
             yield failed(source, f"{name} does not resolve", remedy)

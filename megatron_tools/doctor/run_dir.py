@@ -77,6 +77,7 @@ def check_disk(save_dir: Path, run_dir: Path, checkpoint_bytes: float, config: C
         yield ok("disk", "no checkpoint is saved")
         return
     is_remote = isinstance(save_dir, RemotePath)
+    # Files for object storage wait in the run directory for their upload.
     folder = nearest_folder(run_dir if is_remote else save_dir)
     free = shutil.disk_usage(folder).free
     if is_remote:
@@ -87,6 +88,8 @@ def check_disk(save_dir: Path, run_dir: Path, checkpoint_bytes: float, config: C
             yield failed("disk", words, "free space, or give another --run-dir")
         return
     keep_last = config.checkpoint.keep_last
+    # Without --keep-last every checkpoint stays, so space for at least ten is wanted. Else it is enough to hold those
+    # that are kept (at least two) and the new one.
     comfortable_bytes = 10 * checkpoint_bytes if keep_last is None else 0.0
     words = f"{free / 1e9:.1f} GB free, a checkpoint takes {checkpoint_bytes / 1e9:.2g} GB"
     remedy = "free space, set --save to another disk, or keep fewer checkpoints (--keep-last 2)"
@@ -116,9 +119,11 @@ def check_resume(config: Config, run_dir: Path, fingerprint: str | None, quick: 
     load = config.checkpoint.load
     path = None
     try:
+        # The run's own checkpoints come before that of --load, with which a new run starts.
         path = latest_checkpoint(save_dir)
         wanted = Wanted.from_config(config, beside_load=path is not None and bool(load))
-        path = find_checkpoint(load) if path is None and load else path
+        if path is None and load:
+            path = find_checkpoint(load)
         if path is None:
             yield ok("checkpoint", "no checkpoint exists, so the run begins at iteration 0")
             return
@@ -157,6 +162,7 @@ def _check_samples(reader: Any, config: Config, wanted: Any) -> Findings:
 
     saved_config = plain_config(reader)
     consumed_samples = reader.state["consumed_samples"]
+    # Samples matter only if the run continues at its position in the same data.
     if wanted.same_data and wanted.position and consumed_samples:
         compared = {
             "seed": (saved_config.train.seed, config.train.seed),

@@ -46,6 +46,7 @@ def read_settings(flags: Sequence[str], run_config: str | None, ranks: int) -> t
             )
         ]
     words = f"a {config.model.family}" if config.model.family else "a custom model"
+    # The training script in front of the flags, or --family, names the model's family.
     if "--family" not in flags and not flags[0].endswith(".py"):
         words += " (begin with the training script, or give --family, to select another)"
     if run_config and Path(run_config).is_file():
@@ -83,6 +84,7 @@ def resolve_settings(config: Config, ranks: int, cluster: "Cluster | None") -> t
     except ConfigError:
         return RunSettings(config), []  # `check_layout` reports this error
     try:
+        # `--precision auto` chooses bf16 only where it is fast.
         has_fast_bf16 = "bf16" in cluster.peak_tflops if cluster else device.has_fast_bf16(device.current_device())
         resolved_settings = resolve(config, ranks, has_fast_bf16)
     except ConfigError as error:
@@ -111,9 +113,11 @@ def check_memory(run: RunSettings, ranks: int, ranks_here: int | None, device_by
     if any(name.startswith("offload") for name in zero_config):
         yield ok("memory", "the memory was not estimated: the ds_config enables offloading")
         return
+    # Memory is counted as on accelerators if there is a device, else as on CPUs.
     stages = rank_memory(run.config, run.resolved, ranks, device_bytes is not None, stages_of(run.config))
     bytes_by_kind = asdict(max(stages, key=lambda stage: stage.total))
     needed = sum(bytes_by_kind.values())
+    # An unknown number of ranks on this machine is reported below; until then one is assumed.
     free_bytes, capacity_text = _free_memory(device_bytes, ranks_here or 1)
     kind_text = ", ".join(f"{kind} {size / 1e9:.2g}" for kind, size in bytes_by_kind.items())
     model = f"{parameters(run.config) / 1e6:.1f} million parameters"

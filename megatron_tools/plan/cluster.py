@@ -61,10 +61,12 @@ class Cluster:
 
     def ranks_in_a_node(self, ranks: int, stride: int) -> int:
         """Return how many ranks of a group share a node. stride: distance between neighbours in the group."""
+        # With 8 devices a node, 2 neighbours at a stride of 4 share a node; at a stride of 16, each has its own node.
         return min(ranks, max(1, self.devices_per_node // stride))
 
     def slowest_link(self, ranks: int, stride: int) -> Link:
         """Return the slowest link between two neighbours in a group of `ranks` devices that are `stride` apart."""
+        # The first and the last device of the group are (ranks - 1) * stride devices apart.
         return self.inside if (ranks - 1) * stride < self.devices_per_node else self.between
 
     def ring(self, ranks: int, stride: int) -> Link:
@@ -98,6 +100,7 @@ def load_cluster(name: str) -> Cluster:
 
 def _parse_cluster(content: Any) -> Cluster:
     """Return the cluster that a parsed JSON file describes. Raises ValueError, naming the error, if it is invalid."""
+    # sustained is the only key that a file may omit. What is no object is refused in the next line.
     content = {"sustained": 1.0, **content} if isinstance(content, dict) else content
     _check_keys(content, Cluster, "the file")
     if content["kind"] not in ("cpu", "accelerator"):

@@ -7,7 +7,7 @@ which can be replaced by a measured value.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.config import Config
@@ -19,6 +19,7 @@ from tds.schedule import find_schedule
 from tds.timetable import simulate_times
 
 from .cluster import Cluster, Link
+from .step_cost import Cost, Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,69 +53,6 @@ class Efficiency:
 DEFAULT = Efficiency()
 
 
-@dataclass
-class Seconds:
-    """Seconds that a micro-batch's forward and backward pass take on one stage, by kind of work."""
-
-    matmuls: float = 0.0
-    attention: float = 0.0
-    memory: float = 0.0
-    tensor_parallel: float = 0.0
-    context_parallel: float = 0.0
-    expert_parallel: float = 0.0
-    weights: float = 0.0  # ZeRO 3's all-gathers of weights
-    boundary: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """Sum of the seconds of all kinds of work."""
-        return float(sum(getattr(self, f.name) for f in fields(self)))
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Time and work of one step on `devices` devices.
-
-    passes: seconds of all forward and backward passes, with the pipeline's bubble.
-    model_flops: FLOPs of the forward and backward pass on all devices. done_flops: the same with recomputation.
-    """
-
-    step: float
-    passes: float
-    bubble: float
-    stages: tuple[Seconds, ...]
-    gradients: float
-    optimizer: float
-    model_flops: float
-    done_flops: float
-    tokens: int
-    devices: int
-    peak: float
-    boundary_bytes: float
-    gradient_bytes: float
-    collective_bytes: float
-    expert_bytes: float  # that a rank sends in all-to-alls per micro-batch
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Throughput of all devices together."""
-        return self.tokens / self.step
-
-    @property
-    def tflops(self) -> float:
-        """TFLOP/s per device, including recomputation as in most publications."""
-        return self.done_flops / self.step / self.devices / 1e12
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilization (Chowdhery et al. 2022), without recomputation."""
-        return self.model_flops / self.step / self.devices / self.peak
-
-    def days(self, tokens: float) -> float:
-        """Return how many days training on `tokens` tokens takes."""
-        return tokens / self.tokens_per_second / 86400
-
-
 @lru_cache(maxsize=65536)
 def pipeline_units(name: str, extra_warmup: int, chunks: int, stages: int, micros: int, backward: float = 2.0) -> float:
     """Return how long a pipeline step takes, in units of a micro-batch's forward and backward pass on one stage.
@@ -127,11 +65,14 @@ def pipeline_units(name: str, extra_warmup: int, chunks: int, stages: int, micro
         return float(micros)
     schedule = find_schedule({"schedule": name, "extra_warmup": extra_warmup}, chunks)
     simulated = micros
+    # These schedules reach a steady state, in which each further micro-batch adds one unit. A timetable of four times
+    # as many micro-batches as stages contains it, and takes much less time to compute.
     is_steady = name in ("1f1b", "gpipe", "interleaved")
     if is_steady and micros > 6 * stages * (1 + extra_warmup) and micros % stages == 0:
         simulated = 4 * stages * (1 + extra_warmup)
     plan = [list(schedule(stage, stages, simulated)) for stage in range(stages)]
     last_end = max(span.end for span in simulate_times(plan, 1.0, backward))
+    # A forward pass takes 1 and a backward pass `backward`, so one unit is their sum.
     return last_end / (1.0 + backward) + micros - simulated
 
 
@@ -143,6 +84,7 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> fl
     if ranks == 1:
         return 0.0
     sent = 2 * (ranks - 1) / ranks * size
+    # The ring has 2 (n - 1) steps, each with the latency of one message, of which at most 10 us count.
     return sent / (link.gigabytes_per_second * 1e9 * e.link) + 2 * (ranks - 1) * min(link.latency_seconds, 1e-5)
 
 
@@ -155,6 +97,8 @@ def expert_bytes(shapes: Shapes, layer: Layer) -> float:
         return 0.0
     m = shapes.config.model
     ranks = shapes.config.parallel.expert_parallel_size
+    # Each of the layer's tokens on this rank becomes one row for each of its experts. With even use, the experts of the
+    # other ranks get (ranks - 1) / ranks of the rows. shapes.width is the number of bytes of an element.
     rows = shapes.layer_tokens(layer) * m.experts_per_token
     return rows * m.hidden_size * shapes.width * (ranks - 1) / ranks
 
@@ -169,10 +113,12 @@ def _all_to_all_seconds(shapes: Shapes, layer: Layer, cluster: Cluster, e: Effic
         return 0.0
     ranks = shapes.config.parallel.expert_parallel_size
     ranks_in_node = cluster.ranks_in_a_node(ranks, shapes.ranks)
+    # The rows go to ranks - 1 other ranks in equal parts; ranks - ranks_in_node of these are on other nodes.
     bytes_to_other_nodes = sent_bytes * (ranks - ranks_in_node) / (ranks - 1)
     slowest = cluster.slowest_link(ranks, shapes.ranks)
     far_seconds = bytes_to_other_nodes / (cluster.between.gigabytes_per_second * 1e9 * e.link)
     near_seconds = (sent_bytes - bytes_to_other_nodes) / (cluster.inside.gigabytes_per_second * 1e9 * e.link)
+    # Both kinds of links work at the same time. At most 10 us of latency count for each message.
     return max(far_seconds, near_seconds) + (ranks - 1) * min(slowest.latency_seconds, 1e-5)
 
 
@@ -202,6 +148,7 @@ def _memory_traffic(shapes: Shapes, layer: Layer, e: Efficiency) -> float:
 def _narrow_efficiency(shapes: Shapes, e: Efficiency) -> float:
     """Return which fraction of `e.matmul` a rank's matmuls reach. The fraction is smaller for narrower matrices."""
     m = shapes.config.model
+    # The narrowest side of the matrices of attention and MLP on a rank. At e.narrow, half of e.matmul is reached.
     inner = m.expert_ff_size if m.num_experts else m.ff_size
     narrowest = min(m.num_attention_heads * m.head_size / shapes.ranks, m.hidden_size, inner / shapes.ranks)
     return narrowest / (narrowest + e.narrow)
@@ -211,18 +158,21 @@ def layer_flops(shapes: Shapes, layer: Layer) -> tuple[float, float]:
     """Return (matmul FLOPs, attention FLOPs) of a rank's forward pass of a micro-batch through `layer`."""
     c = shapes.config
     m = c.model
+    # Of the layers outside the stack, only the output matrix (head) has a large matmul: 2 FLOPs per weight and token.
     if not layer.repeated:
         if layer.name != "head":
             return 0.0, 0.0
         return 2.0 * shapes.layer_tokens(layer) * m.hidden_size * padded_vocabulary(c, shapes.ranks) / shapes.ranks, 0.0
     encoder, decoder = sample_lengths(c)
     inner = m.num_attention_heads * m.head_size
+    # The multiply-adds of queries with keys, and of scores with values: 2 x length x length x width.
     if _has_cross_attention(layer):
         score_flops = 2 * decoder * decoder * inner + 2 * decoder * encoder * inner
     else:
         score_flops = 2 * encoder * encoder * inner
     batch_size = c.train.batch_size
     shards = shapes.ranks * c.parallel.context_parallel_size
+    # A multiply-add is two FLOPs, and layer.work counts the multiply-adds of both kinds over one sample.
     return 2.0 * batch_size * (layer.work - score_flops) / shards, 2.0 * batch_size * score_flops / shards
 
 
@@ -244,6 +194,7 @@ def stage_seconds(
     seconds = Seconds()
     for layer in stage.layers:
         matmul_flops, score_flops = layer_flops(shapes, layer)
+        # A backward pass is two forward passes of work; recomputation adds one more.
         repeats = 4 if recomputes and layer.repeated else 3
         model_flops += 3 * (matmul_flops + score_flops)
         done_flops += repeats * (matmul_flops + score_flops)
@@ -254,6 +205,7 @@ def stage_seconds(
             seconds.matmuls += qkv_flops / matmul_rate
             _add_layer_seconds(seconds, layer, score_flops, shapes, resolved, cluster, e)
         elif layer.name == "head":
+            # Loss and softmax are taken to read or write the logits and their gradients six times in all.
             logits = 6 * shapes.layer_tokens(layer) * padded_vocabulary(shapes.config, shapes.ranks) / shapes.ranks
             seconds.memory += logits * shapes.width / memory_rate
     if resolved.zero_stage == 3:
@@ -262,6 +214,7 @@ def stage_seconds(
         seconds.weights = all_reduce_seconds(weight_bytes, replicas, cluster.ring(replicas, shapes.ranks), e)
     if p.stages > 1:
         link = cluster.slowest_link(p.stages, shapes.ranks * replicas)
+        # Each chunk of layers sends hidden states forward and receives their gradients.
         message_time = boundary_bytes(stage, shapes) / (link.gigabytes_per_second * 1e9 * e.link) + link.latency_seconds
         seconds.boundary = 2 * message_time * p.virtual_pipeline_size
     return seconds, model_flops, done_flops
@@ -272,6 +225,7 @@ def _recomputed_flops(shapes: Shapes, layer: Layer) -> float:
     m = shapes.config.model
     if "qkv" not in m.recompute_modules:
         return 0.0
+    # The rows of the query, key and value projection; a matmul takes 2 FLOPs for each weight and token.
     heads = m.num_attention_heads + 2 * m.key_value_heads
     return 2.0 * shapes.layer_tokens(layer) * m.hidden_size * heads * m.head_size / shapes.ranks
 
@@ -295,16 +249,20 @@ def _add_layer_seconds(
         attention_passes = 4
         all_reduces = 6
         all_to_alls = 6
+    # A cross-attention adds one all-reduce to the forward pass and one to the backward pass.
     if _has_cross_attention(layer):
         all_reduces += 2
     mlp_bytes = _mlp_activation_bytes(shapes, layer)
+    # Each module of --recompute-modules is taken to read and write hidden states and a third of the MLP's activations.
     times.memory += len(m.recompute_modules) * 2 * (shapes.hidden(tokens) + mlp_bytes / 3) / memory_rate
     times.memory += passes * _memory_traffic(shapes, layer, e) / memory_rate
+    # Attention without a fused kernel (score_passes > 0) consists of matmuls, which are small.
     attention_efficiency = e.matmul / 2 if e.score_passes else e.attention
     times.attention += attention_passes * attn_flops / (peak * attention_efficiency)
     times.expert_parallel += all_to_alls * _all_to_all_seconds(shapes, layer, cluster, e)
     states = tokens * m.hidden_size * shapes.width
     times.tensor_parallel += all_reduces * all_reduce_seconds(states, shapes.ranks, cluster.ring(shapes.ranks, 1), e)
+    # kv_bytes are those of the keys and values of the whole sequence, which all context-parallel ranks share.
     context = p.context_parallel_size
     kv_bytes = 2 * tokens * m.key_value_heads * m.head_size / shapes.ranks * shapes.width * context
     # Both passes gather keys and values and one scatters their gradients, each half of an all-reduce.
@@ -318,6 +276,7 @@ def boundary_bytes(stage: Stage, shapes: Shapes) -> float:
     """
     tokens = shapes.layer_tokens(stage.layers[-1])
     states = tokens
+    # shapes.tokens holds the tokens of encoder and decoder. The stage belongs to the decoder if it has as many.
     if shapes.config.is_t5 and tokens == shapes.tokens[1]:
         states += shapes.tokens[0]
     return states * shapes.config.model.hidden_size * shapes.width / shapes.ranks
@@ -331,8 +290,9 @@ def cost_of(
     gas = config.train.gas
     shapes = Shapes(config, resolved.precision, cluster.accelerated)
     replicas = p.data_parallel_size(world) * p.context_parallel_size
-    schedule = p.pipeline_schedule, p.pipeline_extra_warmup, p.virtual_pipeline_size
-    units = pipeline_units(*schedule, p.stages, gas, e.backward)
+    chunks = p.virtual_pipeline_size
+    units = pipeline_units(p.pipeline_schedule, p.pipeline_extra_warmup, chunks, p.stages, gas, e.backward)
+    # DeepSpeed's ZeRO 2 and 3 reduce gradients in the training dtype; without them they are fp32.
     gradient_width = 4 if resolved.zero_stage <= 1 else shapes.width
     seconds = []
     model_flops = done_flops = reduction_seconds = updated_parameters = max_boundary = all_to_all_bytes = 0.0
@@ -346,23 +306,23 @@ def cost_of(
         reduction_seconds = max(reduction_seconds, stage_reduction)
         updated_parameters = max(updated_parameters, stage_updated)
         max_boundary = max(max_boundary, boundary_bytes(stage, shapes))
+        # Each layer has two all-to-alls in the forward pass and two in the backward pass.
         all_to_all_bytes = max(all_to_all_bytes, 4 * sum(expert_bytes(shapes, layer) for layer in stage.layers))
     slowest = max(each.total for each in seconds)
     average = sum(each.total for each in seconds) / len(seconds)
     held = max(stage.count.held for stage in stages)
+    # A reduction can hide only behind the last backward pass, two thirds of a micro-batch's time.
     overlapped = min(reduction_seconds * e.overlap, slowest * 2 / 3) if p.overlap_grad_reduce else 0.0
     gather_seconds = 0.0
     if resolved.zero_stage >= 2:
-        # DeepSpeed's ZeRO 2 and 3 scatter the sums of gradients, half of an all-reduce, after every micro-batch.
-        # ZeRO 2 gathers the updated weights at the end of the step.
+        # ZeRO 2 and 3 scatter gradients in each micro-batch, half of an all-reduce; ZeRO 2 gathers weights at the end.
         gather_seconds = reduction_seconds / 2 if resolved.zero_stage == 2 else 0.0
         reduction_seconds = reduction_seconds * gas / 2
         overlapped = overlapped * gas / 2
     # Adam reads a gradient, and reads and writes two moments and the fp32 weight: 28 bytes.
     update_seconds = (updated_parameters * 28 + held * 2 * shapes.width) / (cluster.memory_bandwidth * 1e9 * e.memory)
     ranks = shapes.ranks * replicas
-    layers = max(stage.repeated for stage in stages)
-    collective_size = 4.0 * max(shapes.tokens) * config.model.hidden_size * shapes.width * layers
+    # The slowest stage works through all micro-batches; filling and draining visits all stages, so it takes their mean.
     pass_seconds = gas * slowest + (units - gas) * average
     return Cost(
         passes=pass_seconds,
@@ -378,9 +338,17 @@ def cost_of(
         peak=cluster.peak(resolved.precision),
         boundary_bytes=max_boundary if p.stages > 1 else 0.0,
         gradient_bytes=held * float(gradient_width),
-        collective_bytes=collective_size if shapes.ranks > 1 else 0.0,
+        collective_bytes=_all_reduce_bytes(stages, shapes),
         expert_bytes=all_to_all_bytes,
     )
+
+
+def _all_reduce_bytes(stages: Sequence[Stage], shapes: Shapes) -> float:
+    """Return the bytes of a rank's model-parallel all-reduces per micro-batch: four for each transformer layer."""
+    if shapes.ranks == 1:
+        return 0.0
+    layers = max(stage.repeated for stage in stages)
+    return 4.0 * max(shapes.tokens) * shapes.config.model.hidden_size * shapes.width * layers
 
 
 def _gradient_costs(
@@ -394,6 +362,7 @@ def _gradient_costs(
     updated_parameters = 0.0
     for count, replicas in parts:
         reduction_seconds += all_reduce_seconds(count.held * width, replicas, cluster.ring(replicas, shapes.ranks), e)
+        # With ZeRO, each replica updates only its share.
         shards = replicas if resolved.zero_stage else 1
         updated_parameters += count.held / shards
     return reduction_seconds, updated_parameters

@@ -14,7 +14,8 @@ from megatron.estimate.per_rank import Memory, rank_memory
 from megatron.estimate.sizes import Shapes, Stage, format_count, parameters, stages_of
 
 from .cluster import Cluster
-from .cost import DEFAULT, Cost, Efficiency, cost_of
+from .cost import DEFAULT, Efficiency, cost_of
+from .step_cost import Cost
 
 USABLE_MEMORY = 0.9  # usable fraction of a device's memory; driver, libraries and fragmentation take the rest
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -48,6 +49,7 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
         raise ValueError("give two of --global-batch-size, --micro-batch-size and --gas, which determine the third")
     if min(replicas, *given) < 1:
         raise ValueError("--global-batch-size, --micro-batch-size and --gas must be at least 1")
+    # The size that is missing counts as 1 here: the global batch must then be a multiple of the others.
     step_samples = (micro or 1) * (gas or 1) * replicas
     if total is None:
         total = step_samples
@@ -55,6 +57,7 @@ def solve_batch(replicas: int, total: int | None = None, micro: int | None = Non
     if len(given) == 3:
         divides = total == step_samples
     if not divides:
+        # Without --gas, the message says: is not --micro-batch-size 4 x --gas x 2 replicas.
         known = f"--gas {gas} x --micro-batch-size" if micro is None else f"--micro-batch-size {micro} x --gas"
         near = max(round(total / step_samples), 1) * step_samples
         raise ValueError(
@@ -128,6 +131,7 @@ def _search_space(request: SearchRequest) -> dict[str, list[Any]]:
     if c.is_t5:
         num_layers += c.model.decoder_layers
     tp_sizes = []
+    # No pipeline (0) stands for a single stage.
     pp_sizes = [0]
     ep_sizes = []
     for size in range(1, request.devices + 1):
@@ -151,6 +155,7 @@ def _search_space(request: SearchRequest) -> dict[str, list[Any]]:
         value = getattr(c.parallel, name)
         if name in request.fixed and value is not None:
             space[name] = [value]
+    # Pairs of (--checkpoint-activations, --recompute-modules): nothing, some modules or whole layers.
     space["recomputation"] = [(False, ()), (False, RECOMPUTED_MODULES), (True, ())]
     if request.fixed & {"checkpoint_activations", "recompute_modules"}:
         space["recomputation"] = [(c.parallel.checkpoint_activations, c.model.recompute_modules)]
@@ -161,10 +166,12 @@ def candidates(request: SearchRequest) -> Iterator[Config]:
     """Yield the settings of every valid layout that the search considers."""
     space = _search_space(request)
     c = request.config
+    # The values come in the order of the keys of `space`.
     for tp, pp, chunks, zero, ep, (whole_layers, modules) in product(*space.values()):
         ranks_per_replica = tp * max(pp, 1) * c.parallel.context_parallel_size
         replicas = request.devices // ranks_per_replica
         shards = replicas * c.parallel.context_parallel_size
+        # Experts are divided over some of the ranks that hold different samples or parts of them.
         if request.devices % ranks_per_replica or shards % ep:
             continue
         # ZeRO 2 and 3 support neither pipelines nor expert parallelism. Without replicas ZeRO has nothing to shard, so
@@ -182,6 +189,7 @@ def candidates(request: SearchRequest) -> Iterator[Config]:
         if "sequence_parallel" not in request.fixed:
             values["sequence_parallel"] = tp > 1 and request.cluster.accelerated
         for batch in _batch_sizes(request, replicas):
+            # An interleaved schedule needs a multiple of the stages as number of micro-batches.
             if chunks > 1 and batch.gas % pp:
                 continue
             with suppress(ConfigError):
@@ -190,6 +198,7 @@ def candidates(request: SearchRequest) -> Iterator[Config]:
 
 def _batch_sizes(request: SearchRequest, replicas: int) -> Iterator[Batch]:
     micros: Sequence[int | None] = [request.micro]
+    # If the global batch and gas are given, the micro-batch follows from them; else several sizes are tried.
     if request.micro is None and (request.gas is None or request.total is None):
         micros = MICRO_BATCHES
     for micro in micros:
@@ -211,6 +220,7 @@ def search(request: SearchRequest, e: Efficiency = DEFAULT) -> list[Layout]:
     leanest: Layout | None = None
     for config in candidates(request):
         try:
+            # Only layouts that fit in memory are timed, because most do not fit and timing is slow.
             layout = evaluate(config, request.devices, request.cluster, e, timed=False)
         except ConfigError:
             continue
@@ -228,6 +238,7 @@ def search(request: SearchRequest, e: Efficiency = DEFAULT) -> list[Layout]:
 
 def _sort_key(layout: Layout) -> tuple[float, float]:
     assert layout.cost is not None
+    # Speeds with equal first three digits count as equal. The minus sorts the fastest first.
     return -float(f"{layout.cost.tokens_per_second:.2e}"), layout.peak_memory.total
 
 
@@ -255,8 +266,10 @@ def _devices_for(request: SearchRequest, leanest: Layout) -> int:
     total_bytes = 0.0
     for stage in leanest.memory:
         total_bytes += stage.weights + stage.gradients + stage.optimizer
+    # leanest.memory has one rank of each stage, and each stage has devices / stages ranks.
     state_bytes = total_bytes * leanest.devices / len(leanest.memory)
     memory = request.cluster.memory * 1e9
+    # Even if activations fill the device, a quarter is taken to be free, so that the loop ends.
     room = max(USABLE_MEMORY * memory - leanest.peak_memory.activations, 0.25 * memory)
     devices = request.devices * 2
     while devices * room < state_bytes:
@@ -270,6 +283,7 @@ def _explain_no_layout(request: SearchRequest) -> str:
     If the user's own settings already raise an error, that error's message is returned.
     """
     c = request.config
+    # solve_batch needs two sizes. If only the global batch is given, it is tried with one sample per micro-batch.
     micro = request.micro or (None if request.gas else 1)
     try:
         replicas = c.parallel.data_parallel_size(request.devices)

@@ -55,6 +55,7 @@ def _family_of(argv: list[str]) -> str:
     family = ""
     for path in parsed.config:
         content = read_json(str(presets.find_preset(path, "models")))
+        # A file may hold its settings flat or by section. A later file overrides an earlier one.
         family = content.get("family") or content.get("model", {}).get("family") or family
     return str(parsed.family or family)
 
@@ -63,7 +64,8 @@ def _virtual_pipeline_size(flags: list[str]) -> int:
     """Return the value of --virtual-pipeline-size, or 1 if it is missing or not a number."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--virtual-pipeline-size", default="1")
-    size = str(parser.parse_known_args(flags)[0].virtual_pipeline_size)
+    parsed, _ = parser.parse_known_args(flags)
+    size = str(parsed.virtual_pipeline_size)
     return int(size) if size.isdecimal() else 1
 
 
@@ -82,13 +84,15 @@ def run_settings(args: argparse.Namespace, cluster: Cluster) -> Config:
             "a plan has one global batch size: leave --batch-size-schedule out, and give its largest size as "
             "--global-batch-size"
         )
+    # Several chunks of layers need the schedule `interleaved`, which is chosen unless the user names one.
     if (
         "--virtual-pipeline-size" in flag_names
         and "--pipeline-schedule" not in flag_names
         and _virtual_pipeline_size(args.flags) > 1
     ):
         argv += ["--pipeline-schedule", "interleaved"]
-    config = parse(argv, DEFAULTS.get(_family_of(argv)), args.devices, _print_note)
+    family_defaults = DEFAULTS.get(_family_of(argv))
+    config = parse(argv, family_defaults, ranks=args.devices, notify=_print_note)
     values: dict[str, Any] = {}
     if config.model.vocab_size is None:
         values["vocab_size"] = DEFAULT_VOCABULARIES.get(config.model.family or "gpt2", 50257)
@@ -109,6 +113,7 @@ def _fastest_precision(cluster: Cluster) -> str:
 
 def _print_note(note: str) -> None:
     """Print a note on a flag, unless it depends on the layout, which the plan has yet to find."""
+    # A note begins with its flag: --no-sequence-parallel names the setting sequence_parallel.
     setting = note.split()[0].removeprefix("--").removeprefix("no-").replace("-", "_")
     if setting not in SECTIONS["parallel"].__dataclass_fields__:
         print(f"note: {note}")
@@ -135,10 +140,10 @@ def main(args: argparse.Namespace) -> None:
         config,
         cluster,
         args.devices,
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.gas,
-        fixed_settings(args.flags),
+        total=args.global_batch_size,
+        micro=args.micro_batch_size,
+        gas=args.gas,
+        fixed=fixed_settings(args.flags),
     )
     layouts = search(request)
     print(
@@ -163,6 +168,7 @@ def _check_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for missing and impossible flags of the hardware and the output."""
     if None in (args.devices, args.cluster):
         raise ValueError("give --cluster and --devices, which describe the hardware; --help shows examples")
+    # A missing --tokens is checked as 1, which passes.
     tokens = 1.0 if args.tokens is None else args.tokens
     problems = problems_where(
         (args.devices < 1, f"--devices {args.devices} must be at least 1"),
@@ -175,6 +181,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _check_nodes(devices: int, cluster: Cluster) -> None:
     """Raise ValueError for several nodes of which one is used in part: links and launches need equal nodes."""
     each = cluster.devices_per_node
+    # A single node may be used in part.
     if devices > each and devices % each:
         fewer = devices // each * each
         raise ValueError(

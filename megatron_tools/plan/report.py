@@ -11,8 +11,8 @@ from tds.schedule import find_schedule
 from tds.timetable import max_in_flight
 
 from .cluster import Cluster
-from .cost import Cost
 from .layouts import USABLE_MEMORY, Layout, shapes_of_layout
+from .step_cost import Cost
 
 Lines = Iterator[str]
 MEMORY_KINDS = tuple(f.name for f in fields(Memory))
@@ -21,6 +21,7 @@ MEMORY_KINDS = tuple(f.name for f in fields(Memory))
 def as_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
     """Yield the lines of Markdown tables with aligned columns, one table for each part that fits the terminal."""
     separator: list[str] = []
+    # Each part is the row of heads and the rows below it, with as many columns as fit.
     for head, *block in split_columns([heads, *rows], gap=3):
         yield from separator
         yield from _as_markdown(head, block)
@@ -88,6 +89,7 @@ def _layout_cells(layout: Layout, has_experts: bool) -> dict[str, str]:
         "GB": f"{peak.total / 1e9:.3g}",
     }
     for kind in MEMORY_KINDS:
+        # Heads are shortened, as in `weigh.`.
         cells[f"{kind[:5]}."] = f"{getattr(peak, kind) / 1e9:.3g}"
     cells |= {
         "bubble": f"{cost.bubble:.1%}",
@@ -113,7 +115,7 @@ def explain_layout(layout: Layout, cluster: Cluster, tokens: float | None) -> Li
     grid = f"{replicas} replicas x {p.stages} stages x {p.model_parallel_size} model-parallel{context}"
     yield f"{layout.devices} devices = {grid}"
     yield f"global batch {batch:,} = micro-batch {train.batch_size} x gas {train.gas} x {replicas} replicas"
-    lengths = " + ".join(f"{n:,}" for n in sample_lengths(config) if n)
+    lengths = " + ".join(f"{n:,}" for n in sample_lengths(config) if n)  # no decoder: 0
     yield f"tokens per step: {batch:,} x ({lengths}) = {cost.tokens:,}"
     yield f"parameters: {parameters(config):,} ({format_count(parameters(config))})"
     yield ""
@@ -121,6 +123,7 @@ def explain_layout(layout: Layout, cluster: Cluster, tokens: float | None) -> Li
     schedule = find_schedule(
         {"schedule": p.pipeline_schedule, "extra_warmup": p.pipeline_extra_warmup}, p.virtual_pipeline_size
     )
+    # A larger schedule would take too long to write out.
     if p.stages > 1 and train.gas * p.stages <= 1 << 16:
         kept = [
             max_in_flight(list(schedule(s, p.stages, train.gas))) / p.virtual_pipeline_size for s in range(p.stages)
@@ -184,6 +187,7 @@ def stage_table(layout: Layout) -> Lines:
     for index, (stage, memory) in enumerate(zip(layout.stages, layout.memory, strict=True)):
         row = [f"{stage.repeated} of {len(stage.layers)}", f"{stage.count.held:,}", f"{memory.total / 1e9:.4g}"]
         row += [f"{getattr(memory, kind) / 1e9:.3g}" for kind in MEMORY_KINDS]
+        # Equal to the row above but for its number: that row then stands for stages such as 1-3.
         if rows and rows[-1][1:] == row:
             rows[-1][0] = f"{first_stage}-{index}"
             continue

@@ -27,6 +27,7 @@ def write_files(layout: Layout, cluster: Cluster, folder: str, tokens: float | N
     target_dir = Path(folder)
     target_dir.mkdir(parents=True, exist_ok=True)
     assert layout.cost is not None
+    # layout.cost.tokens is the number of tokens of one step.
     steps = max(round(tokens / layout.cost.tokens), 1) if tokens else None
     texts = {
         target_dir / "config.json": _config_json(layout.config, steps),
@@ -41,6 +42,7 @@ def write_files(layout: Layout, cluster: Cluster, folder: str, tokens: float | N
 
 def doctor_command(layout: Layout, cluster: str, folder: str) -> str:
     """Return the command that checks the files in `folder` before a launch. cluster: value of --cluster."""
+    # A package that pip installed has no folder tools, but commands on PATH.
     command = "python tools/doctor.py" if (CHECKOUT / "tools/launch.py").is_file() else "megatron-doctor"
     script = f"pretrain_{layout.config.model.family}.py"
     settings = shlex.quote(f"{folder}/config.json")

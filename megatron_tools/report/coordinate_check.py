@@ -79,6 +79,7 @@ def config_of_width(width: int, base: Config, grow: str, mup: bool) -> Config:
     else:
         values["kv_hidden_size"] = m.head_size * growth
     if not mup:
+        # muP is off if its base sizes are None.
         return with_values(base, values | dict.fromkeys(BASE_SIZES))
     values["mup_base_hidden_size"] = m.hidden_size
     if grow == "head-size":
@@ -105,11 +106,12 @@ def activation_changes(config: Config, steps: int) -> Sizes:
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
     _register_hooks(model, outputs)
     first_outputs: dict[str, list[Tensor]] = {}
+    # The last round measures the trained model and updates nothing.
     for step in range(steps + 1):
         outputs.clear()
         logits = model(*inputs)
         outputs["logits"].append(logits.detach())
-        first_outputs = first_outputs or dict(outputs)  # those of the first step, once
+        first_outputs = first_outputs or dict(outputs)  # a copy, made in the first round only
         if step < steps:
             optimizer.zero_grad()
             F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()  # type: ignore[no-untyped-call]
@@ -172,6 +174,7 @@ def growth_exponent(widths: Sequence[int], sizes: Sequence[float]) -> float:
     log_sizes = list(map(math.log, sizes))
     mean_width = sum(log_widths) / len(log_widths)
     mean_size = sum(log_sizes) / len(log_sizes)
+    # The slope of log size over log width: covariance / variance.
     products = 0.0
     squares = 0.0
     for log_width, log_size in zip(log_widths, log_sizes, strict=True):

@@ -35,7 +35,7 @@ class Chart(NamedTuple):
 
 
 def thin_out(points: Sequence[Point]) -> list[Point]:
-    """Reduce the points of a line to about MOST.
+    """Reduce the points of a line to about MAX_POINTS.
 
     The line is cut into ranges. From each range, the first, the last, the lowest and the highest point are kept.
     """
@@ -45,6 +45,7 @@ def thin_out(points: Sequence[Point]) -> list[Point]:
     def value_at(i: int) -> float:
         return points[i][1] or 0.0
 
+    # Up to four points of each range are kept, so there are MAX_POINTS / 4 ranges.
     size = math.ceil(4 * len(points) / MAX_POINTS)
     kept = []
     for begin in range(0, len(points), size):
@@ -99,6 +100,7 @@ def _loss_charts(runs: Runs) -> list[Chart]:
         loss.append(chart_line(index, "test", "squares", _points(run.rows_of("test"), "lm_loss")))
         perplexity.append(chart_line(index, "training", "raw", _points(train, "lm_loss", _perplexity)))
         perplexity.append(chart_line(index, "validation", "dots", _points(valid, "lm_loss", _perplexity)))
+        # The factor 100 turns shares into percentages.
         accuracy.append(chart_line(index, "accuracy", "dots", _points(valid, "text_accuracy", partial(mul, 100))))
         for text_name, nats in run.baselines.items():
             levels.append({"run": index, "label": f"unigram entropy of the {text_name}", "y": round(nats, 4)})
@@ -110,11 +112,12 @@ def _loss_charts(runs: Runs) -> list[Chart]:
     shared = _merge_shared_levels(levels, len(runs))
     ppl_levels = [{**level, "y": float(f"{math.exp(level['y']):.5g}")} for level in shared]
     return [
+        # name, title, unit, whether the axis is logarithmic, lines, levels, marks
         Chart("loss", "Loss", "nats per token", False, loss, shared, marks),
         Chart("corpora", "Loss by corpus", "nats per token", False, by_corpus, [], []),
-        Chart("tasks", "Accuracy on --eval-tasks", "%", False, tasks, [], [], True),
+        Chart("tasks", "Accuracy on --eval-tasks", "%", False, tasks, [], [], zero=True),
         Chart("ppl", "Perplexity", "", True, perplexity, ppl_levels, []),
-        Chart("accuracy", "Accuracy on masked text", "%", False, accuracy, [], [], True),
+        Chart("accuracy", "Accuracy on masked text", "%", False, accuracy, [], [], zero=True),
     ]
 
 
@@ -153,9 +156,11 @@ def _merge_shared_levels(levels: list[Shape], runs: int) -> list[Shape]:
     """Return the horizontal lines `levels`. A line that all runs have in common appears once, with None as its run."""
     groups: dict[tuple[str, float], list[Shape]] = {}
     for level in levels:
+        # Levels with equal text and value are the same line.
         groups.setdefault((level["label"], level["y"]), []).append(level)
     merged: list[Shape] = []
     for group in groups.values():
+        # There are several runs, and each has this level.
         if len(group) == runs > 1:
             merged.append({**group[0], "run": None})
         else:
@@ -181,17 +186,18 @@ SHOWN_IF_ZERO = {"lr", "grad_norm", "tokens_per_second", "memory_mb"}
 
 
 def _training_charts(runs: Runs) -> list[Chart]:
-    """Return the charts of OF_TRAINING that have values other than zero."""
+    """Return the charts of TRAINING_METRICS that have values other than zero."""
     charts = []
     for key, title, unit, log, factor in TRAINING_METRICS:
         lines = []
+        # Other metrics, such as the z-loss, are 0 in runs that do not use them, and then have no chart.
         shown = key in SHOWN_IF_ZERO
         for index, run in enumerate(runs):
             line = chart_line(index, title.lower(), "plain", _points(run.rows_of("train"), key, partial(mul, factor)))
             lines.append(line)
             shown = shown or any(line["y"])
         if shown:
-            charts.append(Chart(key, title, unit, log, lines, [], [], not log))
+            charts.append(Chart(key, title, unit, log, lines, [], [], zero=not log))
     return charts
 
 
@@ -208,7 +214,7 @@ def _timer_charts(runs: Runs) -> list[Chart]:
             points = [(row["iteration"], row["timers_ms"].get(name)) for row in rows]
             lines.append(chart_line(index, name, "parts", points))
         title = title_with_run("Parts of an iteration", run.name, runs)
-        charts.append(Chart(f"timers{index}", title, "ms", False, lines, [], [], True))
+        charts.append(Chart(f"timers{index}", title, "ms", False, lines, [], [], zero=True))
     return charts
 
 
@@ -232,6 +238,7 @@ def all_charts(runs: Runs) -> list[Chart]:
     """Return all charts that have values to show."""
     shown = []
     for chart in [*_loss_charts(runs), *_training_charts(runs), *_layer_charts(runs), *_timer_charts(runs)]:
+        # Keep the lines that have at least one value.
         lines = [metric_line for metric_line in chart.lines if set(metric_line["y"]) - {None}]
         if lines:
             shown.append(chart._replace(lines=lines))

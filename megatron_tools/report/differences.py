@@ -36,6 +36,7 @@ def compare_settings(configs: Sequence[Config]) -> list[Setting]:
             for run_settings in settings_of_runs:
                 value = run_settings[section][name]
                 texts.append(_format_value(value))
+                # Both remain True after the first run for which they hold.
                 differs |= value != first and name not in RUN_PATHS
                 changed |= value != default
             settings.append(Setting(section, flag(name), texts, differs, changed))

@@ -32,7 +32,9 @@ def as_text(spans: list[Span], stages: int, unit: float) -> str:
         end_column = round(span.end / unit)
         kind = span.kind
         if chunked:
+            # There are at most 8 chunks: Fa is a forward pass of the first.
             kind += "abcdefgh"[span.chunk]
+        # A pass of 2 units in cells of 3 characters is shown as `B0--- `.
         label = f"{kind}{span.micro}".ljust(cell_width * (end_column - begin_column) - 1, "-") + " "
         rows[span.stage] = rows[span.stage].ljust(cell_width * begin_column) + label
     return "\n".join(f"stage {stage} | {row.rstrip()}" for stage, row in enumerate(rows))

@@ -38,6 +38,7 @@ def last_end(rows: Rows) -> float:
 
 def axis_ticks(end: float) -> list[float]:
     """Return at most nine round numbers from 0 to `end`, for the time axis."""
+    # For an end of 70, the step is at least 8.75: of 1, 2, 5 and 10, the first that suffices is 10.
     min_step = end / 8
     power = 10 ** math.floor(math.log10(min_step))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= min_step)
@@ -68,6 +69,7 @@ def as_svg(rows: Rows, stages: int, unit: str = "") -> str:
     y = row_height * len(rows) + 6
     factor = 1e3 if unit == "ms" else 1.0
     for tick in axis_ticks(last_end(rows) * factor):
+        # scale is pixels per unit of the passes' times, and ticks may be milliseconds.
         x = LEFT + tick / factor * scale
         elements.append(
             f'<path d="M{x:.1f} {y}v4" stroke="#777"/><text x="{x:.1f}" y="{y + 16}" text-anchor="middle" '
@@ -95,6 +97,7 @@ def _bar(span: Span, scale: float, y: int) -> str:
 def write_png(path: str | Path, rows: Rows, stages: int, unit: str) -> None:
     """Write the figure as PNG. Raises ValueError without matplotlib."""
     factor = 1e3 if unit == "ms" else 1.0
+    # 80 pixels make one inch. 10 pixels separate timetables, and 60 are for axis and legend.
     size = (WIDTH / 80, (len(rows) * (stages * HEIGHT + HEAD + 10) + 60) / 80)
     figure = new_figure("--png", figsize=size, layout="constrained")
     all_axes = figure.subplots(len(rows), sharex=True, squeeze=False)
@@ -112,6 +115,7 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str) -> None:
                 edgecolor="white",
                 linewidth=0.6,
             )
+            # A narrower bar has no room for its number.
             if duration > 0.012 * last_end(rows) * factor:
                 axes.text(begin + duration / 2, span.stage, str(span.micro), ha="center", va="center", fontsize=9)
         axes.set_yticks(range(stages), [f"stage {s}" for s in range(stages)])

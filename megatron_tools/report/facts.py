@@ -27,6 +27,7 @@ def result_facts(run: RunData) -> Facts:
         first = valid[0]
         last = valid[-1]
         best = min(valid, key=lambda row: float(row["lm_loss"]))
+        # ppl is the perplexity.
         best_at = f"at iteration {best['iteration']} (perplexity {best['ppl']:.1f})"
         facts += [
             ("validation loss, first and last", f"{first['lm_loss']:.3f}, {last['lm_loss']:.3f} nats/token"),
@@ -116,7 +117,7 @@ def facts_table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
     Facts keep the order of the first run in which they occur.
     """
     columns = list(map(dict, runs))
-    names: dict[str, None] = {}
+    names: dict[str, None] = {}  # a set that keeps its order
     for column in columns:
         names |= dict.fromkeys(column)
     rows = []
@@ -133,10 +134,12 @@ def as_text(names: Sequence[str], runs: Sequence[Facts]) -> list[str]:
     rows = [[name, *values] for name, values in facts_table(runs)]
     if len(runs) > 1:
         rows.insert(0, ["", *names])
+    # Each part has the names and as many runs as fit the terminal. If that needs several parts, turn the table.
     parts = list(split_columns(rows, gap=2))
     if len(parts) > 1:
         parts = list(split_columns(list(zip(*rows, strict=True)), gap=2))
     lines: list[str] = []
     for part in parts:
         lines += ["", *align_columns(part)]
+    # An empty line stands before each part, also before the first.
     return lines[1:]

@@ -39,6 +39,7 @@ def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
     for rank in ranks:
         if rank.metadata["replica"] == replica and rank.metadata["model"] == 0:
             stages[rank.metadata["stage"]] = rank
+    # Every rank recorded the number of stages.
     count = next(iter(stages.values())).metadata["stages"] if stages else 1
     missing = set(range(count)) - stages.keys()
     if missing:
@@ -69,6 +70,7 @@ def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
     for event in rank.spans(iteration, ["part"]):
         name = event["name"]
         if name in ("forward", "backward"):
+            # The events get the form of those of a pipeline, such as Forward with micro-batch 0 of chunk 0.
             passes.append({**event, "name": name.title(), "args": {"micro": counts[name], "chunk": 0}})
             counts[name] += 1
     return passes
@@ -76,6 +78,7 @@ def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:
 
 def _iteration(number: int, steps: dict[int, dict[str, Any]], stages: dict[int, RankTrace]) -> Iteration:
     """Return the timeline of one iteration. steps: stage -> event of its training step."""
+    # ts and dur are the begin and the duration of an event in microseconds.
     step_begin = min(step["ts"] for step in steps.values())
     step_end = max(step["ts"] + step["dur"] for step in steps.values())
     stage_passes = []

@@ -48,7 +48,7 @@ def layer_values(run: RunData) -> list[LayerValues]:
     """Return the values of each metric that the run logged by layer."""
     layer_rows = []
     iterations = []
-    names: dict[str, None] = {}
+    names: dict[str, None] = {}  # a set that keeps its order
     for row in run.rows_of("train"):
         layers = row.get("layers")
         if layers:
@@ -60,6 +60,7 @@ def layer_values(run: RunData) -> list[LayerValues]:
         values_by_layer = {}
         for name in names:
             values = [layers.get(name, {}).get(metric) for layers in layer_rows]
+            # The layer has at least one value of this metric.
             if set(values) - {None}:
                 values_by_layer[name] = values
         if values_by_layer:
@@ -75,6 +76,7 @@ def expert_shares(run: RunData) -> LayerValues | None:
     """
     token_counts: dict[str, list[int]] = {}
     for row in run.rows_of("train"):
+        # The last row that has counts remains.
         token_counts = row.get("expert_tokens") or token_counts
     shares: Lines = {}
     for name, tokens in token_counts.items():
@@ -95,6 +97,7 @@ def heat_map(values: LayerValues) -> str:
     The scale of its colours follows the SVG. Colours are logarithmic, except for the metrics in `LINEAR_METRICS`.
     Experts are columns, too, and all of them are shown.
     """
+    # With more than MAX_COLUMNS iterations, only every `step`-th is a column.
     step = 1
     if values.axis == "iteration":
         step = math.ceil(len(values.iterations) / MAX_COLUMNS)
@@ -106,6 +109,7 @@ def heat_map(values: LayerValues) -> str:
         scaled_by_layer[name] = scaled
         finite += [value for value in scaled if value is not None]
     lowest = min(finite, default=0.0)
+    # Not 0 for equal values, because colours divide by the range.
     value_range = max(max(finite, default=0.0) - lowest, 1e-12)
     wide = (WIDTH - LEFT) / len(columns)
     tall = HEIGHT * len(scaled_by_layer) + 22
@@ -165,6 +169,7 @@ def _scale_html(metric: str, low: float, high: float) -> str:
 
 
 def _colour_of(share: float) -> str:
+    # A share of 0.75 lies halfway between the middle colour and the highest: 0.75 * 2 - 1 = 0.5.
     half = min(int(share * 2), 1)  # 0 below the middle colour, 1 above
     channels = (
         low + (high - low) * (share * 2 - half)

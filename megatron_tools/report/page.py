@@ -93,6 +93,7 @@ def _cards(runs: Runs) -> str:
         state, share = facts.progress(run)
         dot = _dot(index) if len(runs) > 1 else ""
         loss = "–"
+        # The last row, if there is any.
         for row in run.rows_of("train")[-1:]:
             loss = f"training loss {row['lm_loss']:.3f}"
         cards.append(
@@ -128,6 +129,7 @@ def _figures(runs: Runs, charts: Sequence[Chart]) -> str:
     axes = []
     for run in runs:
         names.append(run.name)
+        # The places of a run's iterations on each horizontal axis that the page offers.
         axes.append(run.axes())
     figures = ""
     for chart in charts:
@@ -164,6 +166,7 @@ def _samples(runs: Runs) -> str:
     for i, run in enumerate(runs):
         for row in run.rows_of("samples"):
             for sample in row["samples"]:
+                # A row of texts, one for each run, begins empty.
                 texts = texts_by_prompt.setdefault(sample["prompt"], {}).setdefault(row["iteration"], [""] * len(runs))
                 texts[i] = sample["text"]
     names = [run.name for run in runs]
@@ -196,6 +199,7 @@ def _settings(runs: Runs, rows: Sequence[Setting]) -> str:
         if row.differs:
             differing.append((row.flag, row.values))
         elif row.changed:
+            # The value is equal in all runs, so one column shows it.
             changed.append((row.flag, row.values[:1]))
     changed_title = "Settings that are not defaults"
     parts = []

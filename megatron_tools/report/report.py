@@ -43,6 +43,7 @@ def unigram_baselines(run_dir: Path, config: Row, train: list[Row]) -> dict[str,
         return {} if entropy is None else {"validation text": entropy}
     if not train:
         return {}
+    # Samples of one iteration times the iterations of an evaluation.
     samples = train[-1]["consumed_samples"] // train[-1]["iteration"] * config["train"]["eval_iters"]
     settings = from_file(str(run_dir / "config.json"))
     entropies = target_entropies(relocated(settings, run_dir), samples)
@@ -59,6 +60,7 @@ def stage_starts(run: RunData) -> list[float]:
         consumed_key = f"consumed_{stage.unit}"
         for row in run.rows_of("train"):
             if row[consumed_key] >= stage.begin:
+                # Rows are some iterations apart; in between, the samples or tokens are taken to grow evenly.
                 starts.append(row["iteration"] * stage.begin / row[consumed_key])
                 break
     return starts
@@ -79,6 +81,7 @@ def draw_losses(rows: Sequence[Row], baselines: dict[str, float], path: Path, st
                 iterations.append(row["iteration"])
                 losses.append(row[key])
         if iterations:
+            # The training curve of a single corpus, such as train/web, has many points.
             is_thin = "/" in split and marker is None
             axes.plot(
                 iterations,
@@ -92,6 +95,7 @@ def draw_losses(rows: Sequence[Row], baselines: dict[str, float], path: Path, st
     for iteration in stages:
         axes.axvline(iteration, color="#525252", linestyle=":", linewidth=1.0)
     styles = (":", "--") if len(baselines) > 1 else ("--",)
+    # strict=False, because there may be no baseline.
     for (text_name, nats), style in zip(baselines.items(), styles, strict=False):
         axes.axhline(nats, color="#525252", linestyle=style, linewidth=1.2, label=f"unigram entropy of the {text_name}")
     axes.set_xlabel("iteration")
@@ -146,6 +150,7 @@ def main(args: argparse.Namespace) -> None:
         run_paths.append(args.run_dir)
     if not run_paths:
         raise ValueError("give the folders of one or more runs")
+    # A folder that is given twice is read once.
     folders = [Path(path) for path in dict.fromkeys(run_paths)]
     names = short_names(folders)
     runs = [_read_with_baselines(folder, name) for folder, name in zip(folders, names, strict=True)]

@@ -90,12 +90,14 @@ class RunData:
         train = self.rows_of("train")
         if self.config.train.batch_size_schedule:
             return max(self.config.batches(1).sizes)
+        # Without a schedule of batch sizes, all iterations have equally many samples.
         return train[-1]["consumed_samples"] // train[-1]["iteration"] if train else None
 
     @property
     def reason(self) -> str:
         """The error in the row that the end of a run writes, "" if there is none; Ctrl-C is no error."""
         last_row = self.rows[-1] if self.rows else {}
+        # The row of the end has the split `end`. A run that was killed has none.
         reason = str(last_row.get("reason")) if last_row.get("split") == "end" else ""
         return "" if reason.startswith("interrupted") else reason
 
@@ -130,12 +132,14 @@ class RunData:
         for row in self.rows_of("train"):
             tokens = float(row["consumed_tokens"])
             speed = row.get("tokens_per_second")
+            # A row gives the speed since the row before it.
             hours = (tokens - values_by_axis["tokens"][-1]) / speed / 3600 if speed else 0.0
             values_by_axis["iteration"].append(row["iteration"])
             values_by_axis["tokens"].append(tokens)
             values_by_axis["hours"].append(values_by_axis["hours"][-1] + hours)
         last_index = len(values_by_axis["iteration"]) - 1
         step = max(1, math.ceil((last_index + 1) / MAX_AXIS_POINTS))
+        # Every step-th index, and always the last.
         kept_indices = sorted({*range(0, last_index + 1, step), last_index})
         thinned = {}
         for name, values in values_by_axis.items():
@@ -147,6 +151,7 @@ def read_run(folder: Path, name: str | None = None, baselines: Mapping[str, floa
     """Return the run in `folder`. Raises ValueError if the folder holds no run."""
     rows = read_metrics(folder)
     saved_config = from_file(str(folder / "config.json"))
+    # If the folder was moved, saved paths into it, such as that of the tokenizer, are changed to its new place.
     config = relocated(saved_config, folder)
     metrics_time = (folder / "metrics.jsonl").stat().st_mtime
     name = name or folder.resolve().name
@@ -157,6 +162,7 @@ def short_names(folders: Sequence[Path]) -> list[str]:
     """Return short unique names of folders: the last parts of their paths, as many as necessary."""
     path_parts = [folder.resolve().parts for folder in folders]
     most_parts = max(map(len, path_parts), default=0)
+    # runs/a/x and runs/b/x both end in x, so they need two parts: a/x and b/x.
     for count in range(1, most_parts + 1):
         names = ["/".join(parts[-count:]) for parts in path_parts]
         if len(set(names)) == len(names):

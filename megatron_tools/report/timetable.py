@@ -90,10 +90,12 @@ def ideal_spans(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
         durations.setdefault(key, []).append(span.end - span.begin)
 
     def median_duration(kind: Any, stage: int, chunk: int) -> float:
+        # PASSES gives the letter of a pass, such as F for Forward. A pass that was not traced takes no time.
         key = (PASSES[kind], stage, chunk)
         return statistics.median(durations.get(key, [0.0]))
 
     ideal = simulate_times(plan, seconds=median_duration)
+    # Shift all passes so that the first one begins at 0.
     first_begin = min(span.begin for span in ideal)
     shifted = []
     for span in ideal:

@@ -42,6 +42,7 @@ def count_tokens(data_path: list[str] | None, split: str, vocab_size: int) -> tu
     document_ends = np.concatenate([[0], indexed.document_ends()])
 
     def counts(part: range) -> Counts:
+        # The tokens of the part's documents, which are contiguous.
         tokens = indexed.tokens[document_ends[part.start] : document_ends[part.stop]][:MAX_COUNTED_TOKENS]
         return np.bincount(tokens, minlength=vocab_size)
 
@@ -59,6 +60,7 @@ def text_entropy(config: dict[str, Any]) -> float | None:
     train, valid_counts = counts
     if not valid_counts.sum():
         return None
+    # Add-one smoothing, so that no token has the probability 0.
     smoothed = train + 1
     nats = -np.log(smoothed / smoothed.sum())
     return float((valid_counts * nats).sum() / valid_counts.sum())
@@ -84,6 +86,7 @@ def target_entropies(config: Config, samples: int) -> TargetEntropies | None:
         label_counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
         for index in range(count):
             sample = dataset[index]
+            # Only labels with a loss mask above 0 count in the loss.
             scored = sample["labels"][sample["loss_mask"] > 0].numpy()
             label_counts += np.bincount(scored, minlength=len(label_counts))
         return label_counts
@@ -91,6 +94,7 @@ def target_entropies(config: Config, samples: int) -> TargetEntropies | None:
     is_text = np.ones(tokenizer.vocab_size, dtype=bool)
     is_text[[tokenizer.eod, tokenizer.pad, *tokenizer.sentinels]] = False
     text_probabilities = np.zeros(tokenizer.vocab_size)
+    # counts[0] holds those of the training text. The 1 is the add-one smoothing.
     text_probabilities[is_text] = (counts[0] + 1)[is_text]
     text_probabilities[is_text] /= text_probabilities[is_text].sum()
     # The probability of sentinels and end tokens is their frequency in the targets of training samples. The other

@@ -127,6 +127,7 @@ class Comparison:
 
     def _network_order(self, parameter: str) -> tuple[int, str]:
         """Return the key that sorts parameters in network order: (position of its module, its name)."""
+        # The module of layers.0.mlp.weight is layers.0.mlp, or the next outer one that returned an output.
         name = parameter
         while name := name.rpartition(".")[0]:
             if name in self._module_order:
@@ -140,7 +141,7 @@ class Comparison:
     def _compare_losses(self, verdict: Verdict) -> None:
         verdict.loss_error = 0.0
         for step, (expected, loss) in enumerate(zip(self.reference.losses, self.run.losses, strict=True), start=1):
-            error = abs(expected - loss) / max(abs(expected), 1e-30)
+            error = abs(expected - loss) / max(abs(expected), 1e-30)  # a loss may be 0
             if math.isnan(error):
                 error = math.inf
             verdict.loss_error = max(verdict.loss_error, error)
@@ -149,7 +150,7 @@ class Comparison:
 
     def _compare_initial_values(self, verdict: Verdict) -> None:
         """Find the first parameter whose initial values differ."""
-        expected = self.reference.initial_values()
+        expected = self.reference.initial_values()  # lists of one tensor, because one process holds one copy
         values = self.run.initial_values()
         for name in sorted(expected, key=self._network_order):
             error, description = _largest_error(expected[name][0], values.get(name), "its initial value")
@@ -182,6 +183,7 @@ class Comparison:
                 differing.append(key)
                 if is_layer:
                     differing_layers.append(key)
+        # If all layers agree, a module that differs counts only if the loss of step 1 differs, too.
         if not differing_layers and (verdict.loss_differs_at != 1 or not differing):
             return
         first = differing[0]
@@ -218,6 +220,7 @@ class Comparison:
                     not_joinable[key.name] = None
                 continue
             error = max(relative_error(output, expected) for output in joined)
+            # Parts that include padding may have been joined in a wrong way, so their difference proves nothing.
             if error > self.tolerance and not is_exact_split(parts, expected):
                 not_joinable[key.name] = None
             else:
@@ -252,9 +255,10 @@ class Comparison:
         """Find the last parameter, in network order, whose gradient differs."""
         expected = self.reference.gradients()
         gradients = self.run.gradients()
+        # Gradients far smaller than the RMS of all gradients may consist of rounding errors; floor is that limit.
         squares = 0.0
         count = 0
-        for gradient, *_ in expected.values():  # one process holds one copy
+        for gradient, *_ in expected.values():  # lists of one tensor, because one process holds one copy
             squares += gradient.double().square().sum().item()
             count += gradient.numel()
         floor = GRADIENT_FLOOR * (squares / max(count, 1)) ** 0.5
@@ -280,7 +284,7 @@ class Comparison:
         expected = self.reference.buffers()
         buffers = self.run.buffers()
         for name in sorted(expected, key=self._network_order):
-            expected_buffer = expected[name][0]
+            expected_buffer = expected[name][0]  # one process holds one copy
             largest = math.inf
             description = "a buffer is missing in this layout"
             if name in buffers:
@@ -335,7 +339,7 @@ def _list_shapes(parts: Sequence[Tensor]) -> str:
 
 def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
     """Return a table with a row for each layout, followed by explanations of the differences."""
-    rows = [("layout", "losses", "outputs", "gradients", "")]
+    rows = [["layout", "losses", "outputs", "gradients", ""]]
     explanations = [f"largest relative differences from the run in one process (tolerance: {tolerance:g})"]
     for v in verdicts:
         result = "DIFFERS"
@@ -343,15 +347,8 @@ def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
             result = "agrees"
         elif v.run_error:
             result = "DID NOT RUN"
-        rows.append(
-            (
-                v.layout,
-                _format_error(v.loss_error),
-                _format_error(v.forward_error),
-                _format_error(v.gradient_error),
-                result,
-            )
-        )
+        errors = map(_format_error, (v.loss_error, v.forward_error, v.gradient_error))
+        rows.append([v.layout, *errors, result])
         for explanation in explanations_of(v):
             explanations.append(f"{v.layout}: {explanation}")
     return "\n".join([*align_columns(rows), *explanations])

@@ -83,6 +83,8 @@ class Fuzzer:
         common_flags = [*RUN_FLAGS.split(), "--precision", precision, "--adam-eps", ADAM_EPSILON[precision]]
         reference = reference_flags(case, config.train.batch_size) + common_flags
         layout_flags = [*case.flags, *case.layout.flags(case.micros), *common_flags]
+        # Both runs work at the same time, on ranks of their own. The last run in one process is kept, because shrinking
+        # a failure often repeats it.
         layout_dir = self._start("layout", case.layout.ranks, layout_flags)
         if tuple(reference) not in self._reference_runs:
             reference_dir = self._start("one", 1, reference)
@@ -104,7 +106,8 @@ class Fuzzer:
         # Ranks work in `folder`, this process does not.
         arguments = [str(self.folder / GROUPS_FILE) if argument == GROUPS_FILE else argument for argument in arguments]
         config = parse(arguments, TASKS[family].defaults, world).with_batches(world)
-        resolve(config, world, False)
+        # Called only for the errors that it raises. Without fast bf16, as on a CPU.
+        resolve(config, world, fast_bf16=False)
         return config
 
     def close(self) -> None:
@@ -146,11 +149,12 @@ def reference_flags(case: Case, batch_size: int) -> list[str]:
     is_kept = True
     for word in case.flags:
         if word.startswith("--"):
+            # The words after a flag are its values and are kept or dropped with it.
             is_kept = word.replace("--no-", "--") not in neutral
         if is_kept:
             flags.append(word)
     return [
-        *flags, *ONE_PROCESS.flags(1), "--batch-size", str(batch_size * case.micros),
+        *flags, *ONE_PROCESS.flags(micros=1), "--batch-size", str(batch_size * case.micros),
         "--reference-ops", *OPERATIONS.split(),
     ]  # fmt: skip
 
@@ -168,6 +172,7 @@ def read_run(run_dir: Path) -> Values:
     reader = CheckpointReader(checkpoint)
     values["checkpoint iteration"] = torch.tensor(float(reader.state["iteration"]))
     for key, entry in reader.tensors.items():
+        # All rows, along the dimension `dim` in which the tensor is stored in pieces.
         values[key] = reader.read(key, entry["dim"], 0, entry["shape"][entry["dim"]])
     return values
 
@@ -195,6 +200,7 @@ def compare_values(expected: Values, values: Values, tolerance: float) -> CaseRe
     """
     floors = _error_floors(expected)
     errors: dict[str, float] = {}
+    # The names of both; a name that one of them lacks stays infinite.
     for name in expected | values:
         errors[name] = math.inf
         if name in expected and name in values:

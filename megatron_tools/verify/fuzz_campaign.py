@@ -61,6 +61,8 @@ class Campaign:
         if args.flags:
             for text in args.layouts:
                 layout = read_layout(text)
+                # No drawn values (None): the given flags cannot be shrunk. By default, each replica gets two
+                # micro-batches.
                 self._run_case(str(layout), Case(layout, args.micros or 2 * layout.dp, tuple(args.flags)), None)
         else:
             for number in range(args.draw, args.draw + args.fuzz):
@@ -72,6 +74,7 @@ class Campaign:
     def draw_accepted(self, number: int) -> Chosen:
         """Return the values of a draw. Those that the project refuses are drawn again; ValueError if it refuses all."""
         for attempt in range(MAX_ATTEMPTS):
+            # The generator depends on seed, draw and attempt only, so a draw can be repeated.
             chosen = draw(random.Random(f"{self.seed} {number} {attempt}"), few=number % 2 == 0)
             if self._is_accepted(chosen):
                 return chosen
@@ -142,9 +145,11 @@ def shrink(fuzzer: Fuzzer, chosen: Chosen, result: CaseResult) -> tuple[Chosen, 
         for start in range(0, len(names), group_size):
             reduced = {name: value for name, value in smallest.items() if name not in names[start : start + group_size]}
             smallest, result = _keep_if_failing(fuzzer, reduced, smallest, result)
+        # Halve the groups after each round. Rounds with single values are repeated until one resets nothing.
         if group_size > 1 or len(smallest) == count_before:
             group_size //= 2
     for name, setting_range in ranges_of(smallest.get("--family", "llama")).items():
+        # The values before the chosen one are simpler. They are tried from the nearest to the simplest.
         alternatives = list(setting_range.alternatives)
         simpler = alternatives[: alternatives.index(smallest[name])] if smallest.get(name) in alternatives else []
         for value in reversed(simpler):
@@ -160,6 +165,7 @@ def _keep_if_failing(fuzzer: Fuzzer, values: Chosen, current: Chosen, result: Ca
 
 def failure_kind(result: CaseResult) -> str:
     """Return the kind of a result; for a crash also the type of the exception."""
+    # A traceback ends with a line such as `ValueError: ...`, whose first word is the type.
     last_line = result.outcome.message.strip().rpartition("\n")[2]
     return f"{result.outcome.kind} {last_line.partition(':')[0] if result.outcome.kind == 'crash' else ''}"
 

@@ -58,6 +58,7 @@ class Ranks:
 
     def start(self, family: str, argv: Sequence[str], rendezvous_file: Path) -> None:
         """Start a run. rendezvous_file: path of a file that does not exist yet, at which the ranks of the run meet."""
+        # Also true before the first run.
         if self._runs % MAX_RUNS == 0:
             self.close()
             self._open()
@@ -117,6 +118,7 @@ def _serve_runs(rank: int, world: int, folder: str, job_pipe: Any, prepare: Call
     os.chdir(folder)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", CUDA_VISIBLE_DEVICES="")
+    # Hide what the run prints: 1 and 2 are standard output and standard error.
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, 1)
     os.dup2(devnull, 2)
@@ -152,6 +154,7 @@ def _train(rank: int, world: int, family: str, argv: list[str], rendezvous_file:
         run(TASKS[family](), argv, exit=False)
     except ConfigError as error:
         return Outcome("refused", describe_error(error))
+    # Also SystemExit, with which a run may end.
     except BaseException:
         return Outcome("crash", traceback.format_exc())
     return OK

@@ -41,6 +41,7 @@ class Range:
         """
         if value is None:
             return []
+        # A range such as `rotary` is no flag itself; its values are words such as `--rope-theta 50`.
         return format_flag(self.name, value).split() if self.name.startswith("--") else str(value).split()
 
 
@@ -162,8 +163,9 @@ def neutral_flags() -> set[str]:
     """Return all flags of settings that may not change any number, each without its form --no-X."""
     flags: list[str] = []
     for setting_range in RANGES:
-        for value in setting_range.alternatives if setting_range.neutral else ():
-            flags += setting_range.to_flags(value)
+        if setting_range.neutral:
+            for value in setting_range.alternatives:
+                flags += setting_range.to_flags(value)
     return {flag.replace("--no-", "--") for flag in flags if flag.startswith("--")}
 
 
@@ -177,6 +179,7 @@ class Case(NamedTuple):
     @property
     def command(self) -> str:
         """Flags of tools/verify_layout.py that run this case."""
+        # The text of this layout is `one process`, which --layouts cannot read.
         layout = "pp 0" if self.layout == Layout() else str(self.layout)
         arguments = ["--fuzz", "1", "--layouts", layout, "--micros", str(self.micros), "--", *self.flags]
         return shlex.join(arguments)
@@ -208,13 +211,15 @@ def draw(rng: random.Random, few: bool) -> dict[str, Any]:
     family = rng.choice(("gpt2", "llama", "llama", "t5", "t5"))
     chosen = {"--family": family, **_draw_layout(rng, family)}
     ranges = ranges_of(family)
-    # Sampling without replacement with weights 3 and 1 (Efraimidis and Spirakis 2006).
+    # Sampling without replacement (Efraimidis and Spirakis 2006): the largest keys random() ** (1 / weight) win. The
+    # weights are 1 for settings that are drawn often and 1/3 for others.
     ordered = sorted(ranges.values(), key=lambda each: rng.random() ** (1 if each.often else 3), reverse=True)
     share = rng.choice((0.2, 0.4, 0.6))
     count = rng.randint(0, 3) if few else round(share * len(ordered))
     for each in ordered[:count]:
         if few:
             needed = [ranges[name] for name in each.needs if name in ranges]
+            # Values that are already chosen override those drawn here.
             chosen = {needed_range.name: rng.choice(needed_range.alternatives) for needed_range in needed} | chosen
         chosen.setdefault(each.name, rng.choice(each.alternatives))
     return chosen
@@ -236,6 +241,7 @@ def _draw_layout(rng: random.Random, family: str) -> dict[str, Any]:
         chosen |= {"vpp": 2, "--num-layers": 4}
     if "ep" in chosen:
         chosen["--num-experts"] = 4
+    # Chance alone would hardly draw this combination.
     if family == "t5" and "pp" in chosen and rng.random() < 0.2:
         chosen |= CUT_BEFORE_A_LAYER
     return chosen

@@ -73,6 +73,7 @@ def read_layout(text: str) -> Layout:
             values["sp"] = True
         elif name == "schedule" and value in BUILT_IN:
             values["schedule"] = value
+        # The first seven keys take a number. Only pp (no pipeline) and zero (no ZeRO) may be 0.
         elif name in LAYOUT_KEYS[:7] and value.isdecimal() and (int(value) or name in ("pp", "zero")):
             values[name] = int(value)
         else:

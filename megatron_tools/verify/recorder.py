@@ -102,6 +102,7 @@ class Recorder:
                 hook = parameter.register_hook(partial(self._add_gradient, name))  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
         self._initial_buffers = _copy_buffers(self._model)
+        # Passes and steps are recorded by methods that replace those of the engine and call them.
         self._track_passes(engine)
         self._original_train_batch = engine.train_batch
         engine.train_batch = self._train_batch  # type: ignore[method-assign]
@@ -138,6 +139,7 @@ class Recorder:
         self._current_pass = None
         is_recorded_step = self._model.training and not self.losses  # the first step has no loss yet
         if is_recorded_step and (self.records_all_micros or micro == 0):
+            # While this is set, the hook `_leave_module` of each module records the module's outputs.
             self._current_pass = (micro, chunk)
         try:
             return run()
@@ -154,6 +156,7 @@ class Recorder:
         if self._current_pass is None or self._output_bytes > MAX_OUTPUT_BYTES:
             return
         micro, chunk = self._current_pass
+        # A module may be called several times in a pass, such as a tied embedding.
         call_index = self._call_counts[micro, chunk, name]
         self._call_counts[micro, chunk, name] += 1
         for index, tensor in enumerate(_tensors_in(outputs)):
@@ -164,6 +167,7 @@ class Recorder:
             )
 
     def _add_gradient(self, name: str, gradient: Tensor) -> None:
+        # The first step has no loss yet. Its micro-batches add up, as do all uses of a tied parameter.
         if not self.losses:
             value = gradient.detach().double().cpu()
             self.gradients[name] = self.gradients[name] + value if name in self.gradients else value.clone()
@@ -174,6 +178,8 @@ class Recorder:
             step = self._original_train_batch(batches, lr, gas)
         except Exception:
             if self._running_modules:
+                # The error left the module's forward, so the module is still in the list; its name helps to find the
+                # cause.
                 write_text(self.folder / f"stopped{dist.get_rank()}", self._running_modules[-1])
             raise
         self.losses.append(float(step.loss))
@@ -211,6 +217,7 @@ def _sharding_of(parameter: nn.Parameter) -> dict[str, Any]:
         "dim": spec.dim,
         "full": spec.full_shape,
         "local": spec.local_shape,
+        # (dim, begin, end) in the full tensor; a scalar is treated like a vector of one element.
         "rows": tuple(spec.rows) if spec.local_shape else (0, 0, 1),
     }
 

@@ -67,6 +67,7 @@ class Records:
         The list holds one joined tensor [full] per replica and stage for a parameter that is split over ranks, and one
         tensor per rank for any other parameter. Stages that hold a tied parameter but do not use it are left out.
         """
+        # Only a stage that uses a parameter computes a gradient for it. A name without any gradient is frozen.
         used_names = set[str]()
         for rank in self.ranks:
             used_names.update(rank["gradients"])
@@ -92,6 +93,7 @@ class Records:
             for name, value in rank["gradients"].items():
                 sums_by_rank = sums[name]
                 spec = rank["specs"][name]
+                # `scale` is the factor on the losses that makes up for averaging over replicas.
                 total = value / rank["scale"]
                 if rank["model"] in sums_by_rank:
                     spec, earlier = sums_by_rank[rank["model"]]
@@ -108,7 +110,10 @@ class Records:
         for rank in self.ranks:
             for name in rank["gradients"]:
                 spec = rank["specs"][name]
+                # Ranks hold copies of a replicated parameter; of a split one, only ranks with the same shard do.
                 shard_index = None if spec["dim"] is None else rank["model"]
+                # `trained` has a fingerprint of the bits of each weight after the last step. Equal copies add one,
+                # others more.
                 fingerprints[name, shard_index].add(rank["trained"][name])
         return list(dict.fromkeys(name for (name, _), values in fingerprints.items() if len(values) > 1))
 
@@ -118,6 +123,7 @@ class Records:
         Buffers of a PipelineModule itself or of its loss are on every stage, but only some stages may use them. The
         result therefore has only the copies of ranks that changed the buffer, or all copies if no rank changed it.
         """
+        # Names of the buffers that at least one rank changed.
         changed = set[str]()
         for rank in self.ranks:
             changed.update(rank["changed"])
@@ -135,6 +141,7 @@ class Records:
         for rank in sorted(self.ranks, key=lambda rank: int(rank["pipe"])):
             pipelines[rank["share"][0], rank["model"]].append(rank)
         parts_by_key: dict[OutputKey, dict[int, Tensor]] = defaultdict(dict)
+        # share: index of the replica. model: tensor-parallel rank. Each pair is one pipeline of stages.
         for share, model in sorted(pipelines):
             for key, value in self._outputs_of(pipelines[share, model]):
                 parts_by_key[key][model] = value
@@ -152,10 +159,13 @@ class Records:
             for output in rank["outputs"]:
                 outputs.append((output["chunk"], rank["pipe"], output))
         calls_by_rank: dict[tuple[int, str], dict[tuple[int, int], int]] = defaultdict(dict)
+        # Sort by chunk, then by stage: the order of the layers.
         for chunk, pipe, output in sorted(outputs, key=lambda item: item[:2]):
             micro = first_micro + output["micro"]
             call = output["call"]
             calls = calls_by_rank[micro, output["name"]]
+            # Count the calls on each stage. Those on earlier stages come before the calls on this one: after two calls
+            # on stage 0, the first call on stage 1 has the index 2.
             calls[chunk, pipe] = max(calls.get((chunk, pipe), 0), call + 1)
             earlier_calls = sum(calls.values()) - calls[chunk, pipe]
             yield OutputKey(micro, output["name"], earlier_calls + call, output["number"]), output["value"]

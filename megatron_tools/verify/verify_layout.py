@@ -55,6 +55,7 @@ def train_in_layout(args: argparse.Namespace, layout: Layout, micros: int, folde
         process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         return f"did not finish within {timeout:g} s (--timeout)"
+    # Each rank writes its file after the last step, so the exit code does not matter.
     if len(list(folder.glob("rank*.pt"))) == layout.ranks:
         return None
     return describe_failure(folder, process.returncode, process.stderr)
@@ -63,6 +64,7 @@ def train_in_layout(args: argparse.Namespace, layout: Layout, micros: int, folde
 def describe_failure(folder: Path, code: int, stderr: str) -> str:
     """Return why a run wrote no records and, if known, in which module it stopped."""
     lines = list(filter(str.strip, stderr.splitlines()))
+    # The first line that belongs to no traceback or warning often names the cause; the last one is the error itself.
     messages = []
     for line in lines:
         if not line.startswith(("Traceback", " ", "warning", "W0", "W1")):
@@ -139,6 +141,7 @@ def print_identity(script: str, source: str) -> None:
 
 def refuse_layout_flags(flags: Sequence[str]) -> None:
     """Raise ValueError if the script's flags contain a flag that each layout sets."""
+    # cp is 2, so that its flag is among those of the layout.
     layout_flags = {"--global-batch-size", "--sequence-parallel", *Layout(cp=2).flags(micros=1)}
     for flag in flags:
         if flag.startswith("--") and flag.partition("=")[0] in layout_flags:

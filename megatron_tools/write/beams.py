@@ -49,6 +49,7 @@ class Beam:
         self.sequences = [
             [*self.sequences[parent], token] for parent, token in zip(kept_parents, kept_tokens, strict=True)
         ]
+        # Even the worst of enough finished texts scores at least as high as the best unfinished one at this length.
         cannot_improve = len(self.finished) == self.num_beams and self.finished[-1][0] >= kept_totals[0] / length_norm
         if length == self.max_new_tokens or cannot_improve:
             self.is_over = True

@@ -68,6 +68,7 @@ def page_contents(
     rows: list[list[int]] = [[] for _ in range(args.num_samples)]
     bars: list[tuple[str, float]] = []
     for new_tokens, logits in writer.steps([question], extended_args, stepper):
+        # The bars show the first sample; after its end they stay.
         if question.end_id not in rows[0]:
             model_logits = stepper.model_logits if isinstance(stepper, PoemStepper) else logits
             bars = likeliest(writer.tokenizer, model_logits[0])

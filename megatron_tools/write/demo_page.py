@@ -81,7 +81,8 @@ def _add_poem_tab() -> tuple[Any, list[Any], Callable[..., Iterator[PageContent]
 
 
 def _add_settings(args: argparse.Namespace) -> list[Any]:
-    """Add the settings of sampling; return them in the order of SETTINGS."""
+    """Add the settings of sampling; return them in the order of SETTING_TYPES."""
+    # A slider gets its minimum, its maximum and its first value, which a flag may set beyond the usual maximum.
     with gr.Row():
         samples = gr.Slider(1, max(4, args.num_samples), args.num_samples, step=1, label="Samples 份数")
         tokens = gr.Slider(1, max(512, args.max_new_tokens), args.max_new_tokens, step=1, label="Tokens 词元数")
@@ -105,7 +106,7 @@ def _click_handler(
             settings[name] = convert(value)
         try:
             for content in stream(writer, *values[:num_inputs], with_settings(args, settings)):
-                yield text_cards(content, stream is not stream_text), probability_bars(content)
+                yield text_cards(content, poems=stream is not stream_text), probability_bars(content)
         except ValueError as error:
             raise gr.Error(str(error)) from None
 

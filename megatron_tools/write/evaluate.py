@@ -42,7 +42,7 @@ def load_subject(args: argparse.Namespace) -> Subject:
     """Return the model of --load, a run or a Hugging Face folder, built with this project's model classes."""
     if is_hf_folder(Path(args.load)):
         return _build_subject(args, HFModelFolder(Path(args.load)), Path(args.load))
-    return read_newest(args.load, lambda path: _build_subject(args, None, path))
+    return read_newest(args.load, lambda path: _build_subject(args, hf_folder=None, path=path))
 
 
 def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, path: Path) -> Subject:
@@ -115,6 +115,7 @@ def measure_perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, 
     stride = args.stride or max(subject.max_length // 2, 1)
     documents = read_texts(args.input, args.json_key)
     for text in Progress(documents, desc="scoring", unit=" documents", disable=args.quiet):
+        # `before` gives the first token of the text a context.
         ids = [*tokenizer.before, *tokenizer.encode(text), tokenizer.eod]
         token_losses = token_nats(ids, subject.logits_of, window_length, stride, subject.device)
         score += Score(sum(token_losses), len(token_losses), len(text), len(text.encode()))
@@ -152,10 +153,12 @@ def run_tasks(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(args: argparse.Namespace) -> None:
+    # Exactly one of the two may be given.
     if bool(args.load) == bool(args.hf):
         raise ValueError("give either --load (a run) or --hf (a Hugging Face folder)")
     if args.ema and args.hf:
         raise ValueError("--ema needs --load, a run with --ema-decay; leave it out with --hf")
+    # Exactly one of the three may be given.
     if sum(map(bool, (args.input, args.cloze, args.tasks))) != 1:
         raise ValueError("give one of --input (text to score), --cloze (questions) and --tasks (tasks of lm-eval)")
     subject = load_subject(args) if args.load else load_hf_subject(args)

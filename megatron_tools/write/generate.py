@@ -54,7 +54,8 @@ EXAMPLES = """\
 def load_writer(args: argparse.Namespace) -> Writer:
     """Load the model of --load with its tokenizer. Every rank must call this function."""
     if is_hf_folder(Path(args.load)):
-        return _load_checkpoint(args, None)
+        return _load_checkpoint(args, path=None)
+    # Several ranks could not agree to try again after one of them has lost its checkpoint.
     is_one_process = args.model_parallel_size == 1 and args.pipe_parallel_size <= 1
     return read_newest(args.load, partial(_load_checkpoint, args), may_retry=is_one_process)
 
@@ -126,6 +127,7 @@ def token_printer(tokenizer: Tokenizer, question: Question) -> OnTokens:
 
 def print_texts(writer: Writer, args: argparse.Namespace) -> None:
     """Print the generated texts of each prompt after they are complete."""
+    # Other prompts come one by one, and each is answered before the next is read.
     batch_size = args.batch_size if args.input else 1
     for prompt, texts in write_all(writer, read_prompts(args), args, batch_size):
         if is_rank_0():
@@ -170,6 +172,7 @@ def stream_texts(writer: Writer, args: argparse.Namespace) -> None:
         if is_first_rank:
             print(question.text_after, flush=True)
         if isinstance(prompt, Conversation) and args.interactive:
+            # The next prompt continues this conversation.
             earlier_messages = with_answer(prompt, text)
 
 
@@ -226,6 +229,7 @@ def main(args: argparse.Namespace) -> None:
         stream_texts(writer, args)
     else:
         print_texts(writer, args)
+    # No rank ends while others still need it.
     if dist.is_initialized():
         dist.barrier()
         exit_now(0)

@@ -84,6 +84,7 @@ class Stages:
         is_source = stage == self.group.rank
         tensors = list(outputs) if isinstance(outputs, tuple) else [outputs]
         shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        # The other stages do not know what `stage` computed, so it sends shapes and dtypes first.
         header: list[Any] = [(shapes, isinstance(outputs, tuple)) if is_source else None]
         dist.broadcast_object_list(header, source_rank, group)
         shapes, is_tuple = header[0]
@@ -167,23 +168,26 @@ class GPT2Stepper(_Stepper):
         return self._logits(self.tokens)
 
     def _logits(self, new: Tensor) -> Tensor:
-        """Return the logits [b, v] after the tokens `new_tokens`, which `self.tokens` already contains."""
+        """Return the logits [b, v] after the tokens `new`, which `self.tokens` already contains."""
         length = self.tokens.shape[1]
         visible = self.tokens[:, -self.positions :]
         if not self.uses_cache:
             return self.model(visible, None, self._documents(visible))[:, -1]  # type: ignore[no-any-return]
+        # The window has moved, so every token has another position and the cache is of no use.
         if length > self.positions:
             self.caches = _empty_caches(self.model)
             new = visible
             length = new.shape[1]
         seen = length - new.shape[1]
         positions = torch.arange(seen, length, device=new.device).expand_as(new)
+        # Only the first call reads the prompt, which may be bidirectional.
         documents = no_documents(new.device) if seen else self._documents(new)
         layer_outputs = self._run_on_stages((new, positions, documents), seen)
         return _last_logits(self.model, layer_outputs)
 
     def _documents(self, visible: Tensor) -> Tensor:
         """Return document ids of `visible` [b, s] for `bidirectional_prompt`, else an empty tensor."""
+        # The prompt's tokens that are still in the window: its length minus those that have left.
         prefix_length = len(self.prompts[0]) - self.tokens.shape[1] + visible.shape[1]
         return (
             prefix_document_ids(visible, prefix_length) if self.bidirectional_prompt else no_documents(visible.device)
@@ -251,7 +255,7 @@ class T5Stepper(_Stepper):
         return self._logits(self.tokens)
 
     def _logits(self, new: Tensor) -> Tensor:
-        """Return the logits [b, v] after the tokens `new_tokens`, which `self.tokens` already contains."""
+        """Return the logits [b, v] after the tokens `new`, which `self.tokens` already contains."""
         if not self.uses_cache:
             logits: Tensor = self.model(self.encoder_tokens, self.tokens)[:, -1]
             return logits
@@ -263,6 +267,7 @@ class T5Stepper(_Stepper):
 
 def _as_prompt_list(prompt: Prompts) -> list[Ids]:
     """Return one or more prompts as a list. Raises ValueError unless they have equal length."""
+    # If no row is left, the prompt is a single list of ids.
     rows = [list(row) for row in prompt if not isinstance(row, int)] or [[i for i in prompt if isinstance(i, int)]]
     if len({len(row) for row in rows}) > 1:
         raise ValueError(f"prompts of one batch must have equal length, not {[len(row) for row in rows]} tokens")
@@ -324,6 +329,7 @@ def sample_steps(
     has_ended = torch.zeros(count, dtype=torch.bool)
     for step in range(1, max_new_tokens + 1):
         device = logits.device
+        # Random numbers are drawn on the CPU, where they are equal on all kinds of devices.
         logits = logits.float().cpu()
         chosen = []
         for prompt_logits, generator in zip(logits.chunk(len(generators)), generators, strict=True):

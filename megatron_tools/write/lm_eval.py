@@ -41,9 +41,11 @@ class Harness(Subject, LogLikelihoods):
                 raise ValueError("this lm-eval task needs sampling, but only greedy decoding is supported")
             max_new_tokens = options.get("max_gen_toks", 256)
             ids = encode_with_start(self.tokenizer, context) or [prefix_id(self.tokenizer)]
-            # lm-eval leaves room for the longest answer. Where there is none, which it refuses, the window slides.
-            if max_new_tokens < self.max_length:
-                ids = ids[max_new_tokens - self.max_length :]
+            # Like lm-eval's own models, keep the last tokens that leave room for the longest answer. If an answer may
+            # fill the whole window, which those models refuse, all tokens stay and the window slides.
+            kept_length = self.max_length - max_new_tokens
+            if kept_length > 0:
+                ids = ids[-kept_length:]
             texts.append(self._continue(ids, stop_words, max_new_tokens))
         return texts
 

@@ -28,6 +28,7 @@ def title_question(writer: Writer, title: str) -> Question:
         raise ValueError("the title is empty; write one, such as 春江花月夜")
     question = writer.question(f"{title}\n")
     eod = writer.tokenizer.eod
+    # In training, a poem follows the end of another document.
     tokens = question.tokens if question.tokens[0] == eod else [eod, *question.tokens]
     return question._replace(tokens=tokens, end_id=eod)
 
@@ -76,6 +77,7 @@ class PoemStepper:
     def _allowed_at(self, position: int) -> list[int]:
         """Return the tokens that fit at a place of the form."""
         if position not in self.allowed_at:
+            # Which tokens fit at a place is computed once, and after the form only the end token fits.
             fitting = [token for token, text in enumerate(self.token_texts) if self._fits(text, position)]
             self.allowed_at[position] = fitting if position < len(self.form) else [self.end_id]
         return self.allowed_at[position]

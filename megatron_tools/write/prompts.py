@@ -129,6 +129,7 @@ def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tu
 
 def _fim_marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) -> FIMTokens | None:
     """Return the fill-in-the-middle tokens of --fim-tokens, else those of the run, or None."""
+    # A run with fim_rate puts bos inside, and with fim_spm_rate 1 always the suffix first. Other models do neither.
     is_trained = bool(config.data.fim_rate)
     names = names or list(config.data.fim_tokens or ())
     if not names:
@@ -160,6 +161,7 @@ def read_prompts(args: argparse.Namespace) -> Iterator[Prompt]:
     elif args.interactive:
         while line := _read_line():
             text = line.rstrip("\n")
+            # An empty line is no message of a chat, but a GPT-2 can begin a text with nothing.
             if text or not args.chat:
                 yield _as_prompt(text, args.chat)
     elif args.suffix is not None:
@@ -187,6 +189,7 @@ def _parse_input_line(line: str, chat: bool, where: str) -> Prompt:
     """Return the prompt in a line of --input: text, or JSON with "prompt", "text" or, with --chat, "messages"."""
     if not line.startswith("{"):
         return _as_prompt(line.rstrip("\n"), chat)
+    # The first of these keys that the line has gives the prompt.
     keys = ["prompt", "text"]
     wanted_keys = '"prompt"'
     if chat:
@@ -194,6 +197,7 @@ def _parse_input_line(line: str, chat: bool, where: str) -> Prompt:
         wanted_keys = '"messages" or a "prompt"'
     try:
         content = parse_json(line, where, dict)
+    # Valid JSON that is too deep or repeats a key keeps its own message; for other errors, that below serves.
     except JsonBoundError:
         raise
     except ValueError:

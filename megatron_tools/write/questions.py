@@ -93,6 +93,7 @@ class PromptEncoder:
         # special; names of special tokens become tokens only if `self.encodes_names` is True.
         encoded = tokenizer.encode_names(prompt) if self.encodes_names else tokenizer.encode(prompt)
         tokens = [*tokenizer.start, *encoded]
+        # Without any token, the text begins like a new document, after eod.
         return Question(prompt, tokens or [tokenizer.eod], tokenizer.eod, prompt)
 
     def _encode_conversation(self, conversation: Conversation) -> Question:
@@ -143,10 +144,12 @@ def _t5_question(prompt: str, tokenizer: SentinelTokenizer, continues_text: bool
         needed = "a text to continue" if continues_text else "a text with masked spans, such as <s_0>"
         raise ValueError(f"the prompt is empty; this T5 needs {needed}")
     if continues_text:
+        # In the CPM convention an answer ends with the next sentinel: <s_1> for one continuation, which <s_0> begins.
         return Question(prompt, source, tokenizer.sentinels[1], shown_before)
     spans = sum(token in tokenizer.sentinels for token in source)
     if spans >= tokenizer.count:
         raise ValueError(f"the prompt has {spans} masked spans, but this model supports at most {tokenizer.count - 1}")
+    # Three spans have the sentinels 0 to 2, so the answer ends with sentinel 3.
     return Question(prompt, source, tokenizer.sentinels[spans])
 
 
@@ -170,4 +173,5 @@ def _decode_shown(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) 
         prompt_tokens = prompt_tokens[:-1]
     prompt_text = tokenizer.decode(prompt_tokens)
     full_text = tokenizer.decode([*prompt_tokens, *shown_ids])
+    # If the answer changed the prompt's own text, for instance by joining bytes to a character, decode it alone.
     return full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else tokenizer.decode(shown_ids)

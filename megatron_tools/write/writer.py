@@ -100,6 +100,7 @@ class Writer:
         stepper = self.stepper([question.tokens])
         tokenizer = self.tokenizer
         logits = stepper.first(1)
+        # The output of such a T5 begins with the first sentinel; the candidates are the tokens after it.
         if (
             isinstance(tokenizer, SentinelTokenizer)
             and tokenizer.convention == "t5"
@@ -113,6 +114,7 @@ class Writer:
         scores = probabilities
         counts = count_tokens(list(self.config.data.data_path or []), self.config.data.split, logits.shape[-1])
         if counts is not None:
+            # counts[0] is that of the training text. The 1 is the add-one smoothing.
             token_counts = counts[0]
             frequencies = torch.from_numpy(token_counts[: len(probabilities)] + 1) / (
                 token_counts.sum() + len(probabilities)
@@ -130,6 +132,7 @@ class Writer:
         """Return the text to print for the generated `ids`: an answer in a chat, else the prompt and its completion."""
         if not isinstance(self.tokenizer, SentinelTokenizer):
             return question.text_before + decode_answer(self.tokenizer, question, ids) + question.text_after
+        # The slice is empty, and differs, if there are no ids.
         if ids[-1:] == [question.end_id]:
             ids = ids[:-1]
         if self.prompt_encoder.continues_text:
@@ -152,6 +155,7 @@ def write_all(
 ) -> Iterator[tuple[Prompt, list[str]]]:
     """Yield each prompt with its generated texts, in the order of the prompts."""
     stream = iter(prompts)
+    # Without batches, a prompt is answered before the next is read, as --interactive needs.
     window_size = size * WINDOW_BATCHES if size > 1 else 1
     while questions := [writer.question(prompt) for prompt in itertools.islice(stream, window_size)]:
         texts: dict[int, list[str]] = {}
@@ -164,6 +168,7 @@ def write_all(
 
 def fill_spans(prompt: str, tokenizer: SentinelTokenizer, ids: Ids) -> str:
     """Return the prompt with each sentinel replaced by the T5's output for it. Sentinels without output stay."""
+    # The output of a CPM T5 lacks the first sentinel, which the decoder got as its start.
     if tokenizer.convention == "cpm":
         ids = [tokenizer.sentinels[0], *ids]
     ids_by_sentinel: dict[int, Ids] = {}
