@@ -259,9 +259,9 @@ class _Output:
         """Write the sidecars, give all files their final names, and print a summary."""
         for builder in self.builders:
             builder.prepare()
-        for prefix in self.prefixes:
-            # The pairs of one corpus share a sidecar.
-            builders = [builder for builder in self.builders if builder.prefix.startswith(prefix)]
+        pairs = len(self.builders) // len(self.prefixes)  # number of pairs of a corpus, which share a sidecar
+        for number, prefix in enumerate(self.prefixes):
+            builders = self.builders[number * pairs : (number + 1) * pairs]
             _write_sidecar(prefix, self.tokenizer, self.args, builders, self.counts)
         for builder in self.builders:
             builder.publish()

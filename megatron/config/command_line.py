@@ -116,9 +116,7 @@ def _command_line_problems(config: Config, script_family: str | None) -> list[st
     optim = config.optim
     if optim.min_lr > optim.lr and optim.lr_decay_style != "constant":
         problems.append(f"--min-lr {optim.min_lr:g} exceeds --lr {optim.lr:g}, the peak; give a smaller --min-lr")
-    else:
-        problems += location_problems(config)
-    return problems
+    return [*problems, *location_problems(config)]
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:

@@ -1,6 +1,5 @@
 """`--help` of the training scripts: the flags that people use first, those of one section, one flag, or all."""
 
-import os
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -110,7 +109,7 @@ class _Help:
     def __init__(self, script: str, family: str | None) -> None:
         self.script = script
         self.family = family
-        columns = int(os.environ.get("COLUMNS", 0)) or shutil.get_terminal_size().columns
+        columns = shutil.get_terminal_size().columns  # COLUMNS, if it is set to a number
         self.width = min(columns, MAX_WIDTH)
         self.sections: dict[str, list[_FlagHelp]] = {}
         self.flags: dict[str, _FlagHelp] = {}

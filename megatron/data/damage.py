@@ -114,8 +114,9 @@ def find_holes(indexed: IndexedDataset, eod: int | None, max_blocks: int | None 
                 runs[-1][1] = first_token + end
             else:
                 runs.append([first_token + begin, first_token + end, token])
+    shortest = min(MIN_RUN_LENGTH, indexed.num_tokens)
     for begin, end, token in runs:
-        if token != eod:
+        if token != eod and end - begin >= shortest:
             yield from _describe_hole(indexed, begin, end, token)
 
 
@@ -136,15 +137,17 @@ def _describe_hole(indexed: IndexedDataset, begin: int, end: int, token: int) ->
 
 
 def _find_runs(tokens: Any) -> Iterator[tuple[int, int, int]]:
-    """Yield (begin, end, id) of each run of one id with at least `MIN_RUN_LENGTH` tokens.
+    """Yield (begin, end, id) of each run of one id with at least `MIN_RUN_LENGTH` tokens, and of those at both ends.
 
-    If there are fewer tokens, yield them if all are equal. The last block of a corpus may be so short.
+    A run at an end may continue in the next block.
     """
     # Tokens 7 7 7 4 have one change, at 3, so the bounds are 0 3 4 and the lengths 3 1.
     changes = np.flatnonzero(tokens[1:] != tokens[:-1]) + 1
     bounds = np.concatenate([[0], changes, [len(tokens)]])
     lengths = np.diff(bounds)
-    for index in np.flatnonzero(lengths >= min(MIN_RUN_LENGTH, len(tokens))).tolist():
+    is_candidate = lengths >= MIN_RUN_LENGTH
+    is_candidate[[0, -1]] = True
+    for index in np.flatnonzero(is_candidate).tolist():
         yield int(bounds[index]), int(bounds[index + 1]), int(tokens[bounds[index]])
 
 

@@ -112,7 +112,7 @@ def _communication(
     if config.parallel.stages > 1:
         num_received = num_in_flight if stage.number else 0  # the first stage receives no activations
         # Besides received inputs and sent outputs of the passes in flight, allow for 3 messages in transit.
-        total += (num_received + num_in_flight + 3) * _boundary_bytes(stage, config, shapes)
+        total += (num_received + num_in_flight + 3) * _boundary_bytes(stage, shapes)
     return total
 
 
@@ -139,14 +139,14 @@ def _bucket_bytes(resolved: Resolved, width: int) -> float:
     return width * float(resolved.deepspeed["zero_optimization"].get("reduce_bucket_size", DEEPSPEED_BUCKET))
 
 
-def _boundary_bytes(stage: Stage, config: Config, shapes: Shapes) -> float:
+def _boundary_bytes(stage: Stage, shapes: Shapes) -> float:
     """Return the bytes that a stage sends to the next stage for each micro-batch.
 
     A stage sends its hidden states. A stage in the decoder of T5 also sends the output of the encoder.
     """
-    tokens = shapes.layer_tokens(stage.layers[-1])
-    sent = shapes.hidden(tokens)
-    if config.is_t5 and tokens == shapes.tokens[1]:  # as many tokens as the decoder's: the stage ends in the decoder
+    last_layer = stage.layers[-1]
+    sent = shapes.hidden(shapes.layer_tokens(last_layer))
+    if shapes.in_decoder(last_layer):
         sent += shapes.hidden(shapes.tokens[0])
     return sent
 

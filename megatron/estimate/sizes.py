@@ -374,8 +374,11 @@ class Shapes:
     def layer_tokens(self, layer: Layer) -> int:
         """Return the number of tokens in a micro-batch that `layer` processes on one rank."""
         encoder, decoder = self.tokens
-        in_decoder = self.config.is_t5 and (layer.name.startswith("decoder.") or layer.name == "head")
-        return decoder if in_decoder else encoder
+        return decoder if self.in_decoder(layer) else encoder
+
+    def in_decoder(self, layer: Layer) -> bool:
+        """Return whether the layer belongs to the decoder of a T5."""
+        return self.config.is_t5 and (layer.name.startswith("decoder.") or layer.name == "head")
 
     @property
     def mask(self) -> float:

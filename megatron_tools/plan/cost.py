@@ -274,10 +274,9 @@ def boundary_bytes(stage: Stage, shapes: Shapes) -> float:
 
     A rank sends its shard of the hidden states. In a T5 decoder, it also sends its shard of the encoder's output.
     """
-    tokens = shapes.layer_tokens(stage.layers[-1])
-    states = tokens
-    # shapes.tokens holds the tokens of encoder and decoder. The stage belongs to the decoder if it has as many.
-    if shapes.config.is_t5 and tokens == shapes.tokens[1]:
+    last_layer = stage.layers[-1]
+    states = shapes.layer_tokens(last_layer)
+    if shapes.in_decoder(last_layer):
         states += shapes.tokens[0]
     return states * shapes.config.model.hidden_size * shapes.width / shapes.ranks
 

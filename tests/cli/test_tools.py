@@ -197,6 +197,18 @@ def test_several_keys_sentences_and_formats(tmp_path: Path, vocab_file: str) -> 
         assert tokenizer.decode(titles[29].tolist()) == "标题29"
 
 
+def test_a_key_whose_name_begins_like_another_pair(tmp_path: Path, vocab_file: str) -> None:
+    """The sidecar of each corpus describes its own files only."""
+    records = [{"q": f"问题{i}", "q_document": f"第{i}个长一些的文档"} for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    preprocess(tmp_path / "o", vocab_file, tmp_path / "a.jsonl", more=("--keys", "q", "q_document"))
+    for key in ("q", "q_document"):
+        prefix = tmp_path / f"o_{key}_document"
+        sidecar = json.loads(prefix.with_suffix(".json").read_text())
+        assert list(sidecar["sha256"]) == [prefix.name]
+        assert sidecar["tokens"] == IndexedDataset(prefix).num_tokens
+
+
 def test_weights_and_globs(tmp_path: Path, vocab_file: str) -> None:
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name}{i}"}) + "\n" for i in range(400)))

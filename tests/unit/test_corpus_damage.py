@@ -13,6 +13,7 @@ from data_utils import inspect_data
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.checkpointing import consumed, data_plan
 from megatron.config.command_line import parse
+from megatron.data import damage
 from megatron.data.damage import find_damage, find_holes, find_problems, sidecar_sums
 from megatron.data.fingerprints import content_fingerprint, corpus_fingerprint
 from megatron.data.indexed_dataset import IndexedDataset
@@ -109,6 +110,19 @@ def test_a_hole_is_named_by_file_and_place(token: int, most: int | None, tmp_pat
     overwrite(prefix, 40_000, [token] * 220_000)
     (problem,) = find_holes(IndexedDataset(prefix), EOD, most)
     assert f"{prefix}.bin" in problem and "80000 to 520000" in problem and f"id {token} " in problem
+
+
+def test_a_hole_across_two_blocks_is_found(tmp_path: Path) -> None:
+    """Each block has less of the hole than the shortest run that counts."""
+    prefix = str(tmp_path / "x")
+    dice = np.random.default_rng(0)
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(11_000):
+            builder.add_document([*dice.integers(1, 400, 99).tolist(), EOD])
+    begin = damage.TOKENS_AT_ONCE - 750
+    overwrite(prefix, begin, [0] * 1500)
+    (problem,) = find_holes(IndexedDataset(prefix), EOD)
+    assert f"{2 * begin} to {2 * (begin + 1500)}" in problem
 
 
 def test_long_runs_that_are_no_holes(tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from megatron.config.ds_config import resolve
 from megatron.config.families import parse_any_family
 from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import in_flight, rank_memory, state_bytes
-from megatron.estimate.sizes import count_layers, layers_of, parameters, stages_of
+from megatron.estimate.sizes import Shapes, count_layers, layers_of, parameters, stages_of
 from megatron.model import GPT2Model, T5Model
 from megatron.model.parameter_counts import count_parameters
 from megatron_tools.doctor import doctor
 from megatron_tools.plan import plan, scripts
 from megatron_tools.plan.cluster import load_cluster
-from megatron_tools.plan.cost import DEFAULT, pipeline_units
+from megatron_tools.plan.cost import DEFAULT, boundary_bytes, pipeline_units
 from megatron_tools.plan.layouts import Batch, Layout, SearchRequest, candidates, evaluate, search, solve_batch
 from megatron_tools.plan.report import explain_layout
 from tds.schedule import BUILT_IN, find_schedule
@@ -464,3 +464,13 @@ def test_measured_runs_of_random_settings_are_predicted(tmp_path: Path) -> None:
     close = [error for error in errors if abs(error) <= 0.1]
     assert len(close) / len(errors) >= 0.99
     assert min(errors) > -0.1
+
+
+def test_only_stages_of_a_decoder_send_the_output_of_the_encoder() -> None:
+    """Also if encoder and decoder have equally many tokens."""
+    flags = "--family t5 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 100 --batch-size 3 "
+    config = parse([*flags.split(), "--enc-seq-length", "32", "--dec-seq-length", "32", "--pipe-parallel-size", "4"])
+    shapes = Shapes(config, "fp32", False)
+    sent = [boundary_bytes(stage, shapes) for stage in stages_of(config)]
+    states = 4.0 * 3 * 32 * 16
+    assert sent == [states, states, 2 * states, 2 * states]

@@ -14,11 +14,11 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
-    "tds": (62_660, 1),
-    "megatron": (205_260, 15),
-    "megatron_compat": (13_610, 2),
-    "data_utils": (36_880, 1),
-    "megatron_tools": (85_050, 7),
+    "tds": (62_750, 1),
+    "megatron": (205_500, 15),
+    "megatron_compat": (13_620, 2),
+    "data_utils": (36_920, 1),
+    "megatron_tools": (85_130, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit
 LAYOUT = {
