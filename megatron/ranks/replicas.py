@@ -145,8 +145,8 @@ def _describe_difference(fingerprints: Mapping[WeightKey, int], tied: Mapping[st
         if other_ranks:
             return (
                 f"the weight {weight[0].name} on {describe_ranks(other_ranks)} differs from its copy on rank "
-                f"{first_rank}, although copies must be equal: the hardware is faulty, or a layer "
-                "draws other random numbers or skips a reduction on some ranks; nothing was saved or deleted. If the "
-                "weight is split over tensor-parallel ranks, call mpu.declare(weight, init, dim=0) where it is made"
+                f"{first_rank}, although copies must be equal: a layer skips a reduction or draws other random numbers "
+                "on some ranks, or the hardware is faulty; nothing was saved or deleted. If the weight is split over "
+                "tensor-parallel ranks, call mpu.declare(weight, init, dim=0) where it is made"
             )
     return "copies of weights differed between ranks, but were equal when compared again: the hardware is faulty"
