@@ -40,7 +40,7 @@ def main() -> None:
         trace.stop()
 
     found = alternate({"without": step, "with": traced}, args.rounds)
-    spans = len(tracer.pieces()[-1][1])
+    spans = len(tracer.spans()[-1][1])
     begin = time.perf_counter()
     trace.start(tracer)
     tracer.iteration(2)

@@ -84,7 +84,7 @@ def results(folder, poems, poet):
     run = read_run(Path(folder))
     bits = poet.nats(poems) / math.log(2)
     flops = flops_per_token(count_parameters(poet.model), poet.config, poet.config.data.seq_length)
-    tokens = run.part("train")[-1]["consumed_tokens"]
+    tokens = run.rows_of("train")[-1]["consumed_tokens"]
     return {
         "poems": len(poems),
         "bits": bits / sum(map(len, poems)),

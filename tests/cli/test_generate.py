@@ -46,7 +46,7 @@ def _write(layout: str) -> list[Any]:
         initialize_megatron(config)
         layers: Any = (gpt2_layers if kind not in ("cpm", "t5") else t5_layers)(config, 50)
         stages = Stages(layers) if config.parallel.pipe_parallel_size else None
-        own = stages.own if stages else None
+        own = stages.own_layers if stages else None
         if kind not in ("cpm", "t5"):
             gpt2 = GPT2Model(config, parallel_output=False, own=own).eval()
             stepper: Stepper = GPT2Stepper(gpt2, PROMPT, 24, stages=stages)

@@ -59,7 +59,7 @@ class Parts:
         for module in model.modules():
             module.register_forward_hook(self._watch)
             if isinstance(module, ModelStart) and module.weight is not None:
-                module.vectors = partial(self._positions, module, module.vectors)  # type: ignore[method-assign]
+                module.look_up_positions = partial(self._positions, module, module.look_up_positions)  # type: ignore[method-assign]
             if isinstance(module, WordEmbedding):
                 words = module.word_embeddings
                 words.logits = partial(self._logits, words, words.logits)  # type: ignore[method-assign]

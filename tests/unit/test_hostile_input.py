@@ -15,7 +15,7 @@ from data_utils import jinja_sandbox as sandbox
 from data_utils.chat_templates import Message, template_from
 from data_utils.documents import InputError, read_texts
 from data_utils.tokenizer_training import train_byte_bpe
-from megatron.checkpointing import schema, slow, survey
+from megatron.checkpointing import schema, share, slow
 from megatron.checkpointing.checksums import SHA256
 from megatron.config.command_line import read_json
 from megatron.config.fields import ConfigError
@@ -202,8 +202,8 @@ def test_a_save_that_hangs_is_named(
     monkeypatch.setattr(slow, "SLOW_SECONDS", 0.05)
     buffers: Any = SimpleNamespace(write=lambda *_: None)
     for name, seconds in (("iter_0000002", 0.5), ("iter_0000004", 0.0)):
-        monkeypatch.setattr(survey, "write_share", lambda *_, seconds=seconds: time.sleep(seconds))
-        survey.Share(tmp_path / f"{name}.tmp" / "share.safetensors", [], buffers, SHA256, {}).write([])
+        monkeypatch.setattr(share, "write_share", lambda *_, seconds=seconds: time.sleep(seconds))
+        share.Share(tmp_path / f"{name}.tmp" / "share.safetensors", [], buffers, SHA256, {}).write([])
     time.sleep(0.2)
     said = capsys.readouterr().out
     assert "rank 0" in said and "iter_0000002.tmp" in said and "iter_0000004" not in said
