@@ -1,6 +1,6 @@
-"""DeepSpeed's engine, extended for DistributedOptimizer; it trains models without a pipeline.
+"""DeepSpeed's engine, extended for DistributedOptimizer: the base class of tds's PipelineEngine.
 
-tds's PipelineEngine is a subclass of this engine.
+Models without a pipeline are trained by this class itself.
 """
 
 from collections.abc import Iterator, Sequence

@@ -395,6 +395,6 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         return end is not None
 
     def _read(self) -> Any:
-        """Return the next micro-batch of this rank's data."""
+        """Return the next micro-batch of this rank's data, by DeepSpeed's method, which calls the `batch_fn`."""
         with self.observers.around("Read"):
             return self._next_batch()

@@ -101,6 +101,7 @@ class Reduction:
 
     def reduce_over_replicas(self) -> None:
         """Let DeepSpeed, or a user's function in place of DeepSpeed's, sum the gradients over the replicas."""
+        # DeepSpeed's method ends in `PipelineHooks.buffered_allreduce_fallback`.
         instruction_handler(self._engine, "ReduceGrads", "_exec_reduce_grads")()
 
     def finish(self) -> None:

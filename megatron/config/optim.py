@@ -1,4 +1,4 @@
-"""Settings of the optimizer and learning rate; the other sections are in `sections.py`."""
+"""Settings of the optimizer and learning rate. Each section has such a file; `sections.py` joins the sections."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
