@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
-from tests.support import RankFailure, command, covering, on_ranks
+from tests.support import FULL, RankFailure, command, covering, on_ranks
 
 from .runs import Start, losses_of, run_all
 
@@ -42,7 +42,7 @@ def shares(run_dir: Path) -> dict[str, dict[int, float]]:
     return found
 
 
-@pytest.mark.parametrize("model", ["gpt2", "t5-v1.1"])
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("t5-v1.1", marks=FULL)])
 def test_a_run_resumed_in_other_layouts_equals_one_without_a_break(
     model: str, tmp_path: Path, corpora: dict[str, str], vocab_file: str
 ) -> None:

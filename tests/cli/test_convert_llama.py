@@ -335,7 +335,7 @@ def test_a_tokenizer_that_becomes_theirs_keeps_what_begins_a_text(tmp_path: Path
     assert after(TEXT)["input_ids"] == before(TEXT)["input_ids"] == [1, *ours.encode(TEXT)]
 
 
-@pytest.mark.parametrize("kind", ["hf", "sentencepiece"])
+@pytest.mark.parametrize("kind", [pytest.param("hf", marks=FULL), "sentencepiece"])
 def test_what_was_learned_of_conversations_is_exported(kind: str, tmp_path: Path) -> None:
     """A chat model's exported template gives the token ids of training, and <|im_end|> is an exported end token."""
     pytest.importorskip("jinja2")

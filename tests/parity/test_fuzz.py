@@ -31,7 +31,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         each.close()
 
 
-@pytest.mark.parametrize("draws", [6, pytest.param(500, marks=[FULL, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("draws", [4, pytest.param(500, marks=[FULL, pytest.mark.timeout(3600)])])
 def test_draws_agree_with_one_process(draws: int, start: Start, capsys: pytest.CaptureFixture[str]) -> None:
     campaign = Campaign(start(None), 0, verbose=False)
     args = build_parser().parse_args(["--fuzz", str(draws)])

@@ -14,7 +14,7 @@ from .layouts import LAYOUTS, Layout, ours, plain
 # fp64 is for ZeRO stage 0 only.
 CASES = [(layout, "fp32") for layout in (*LAYOUTS, Layout(2, 2, 1, zero=1))]
 CASES += [(layout, "fp64") for layout in LAYOUTS if not layout.zero]
-IN_CI = [(Layout(2, 1, 1, schedule="zb-h1"), "fp64"), (Layout(2, 2, 1, zero=1), "fp32")]
+IN_CI = [(Layout(2, 1, 1, schedule="zb-h1"), "fp64")]
 
 
 @pytest.mark.parametrize(("layout", "precision"), covering(CASES, IN_CI.__contains__, several=True), ids=str)

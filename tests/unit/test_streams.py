@@ -107,7 +107,7 @@ def _head(argv: list[str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(["bash", "-c", script, "bash", *argv], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("how", [_full_stdout, _closed, pytest.param(_head, marks=FULL)])
+@pytest.mark.parametrize("how", [_closed, *(pytest.param(each, marks=FULL) for each in (_full_stdout, _head))])
 def test_a_run_trains_and_saves(
     tmp_path: Path, tiny_data: str, vocab_file: str, how: "Callable[[list[str]], subprocess.CompletedProcess[str]]"
 ) -> None:
