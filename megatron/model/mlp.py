@@ -79,8 +79,8 @@ def build_mlp(config: ModelConfig, name: str, branches: int, decoder: bool) -> n
 
     branches: number of residual branches of the whole stack. decoder: whether the layer is one of a T5's decoder.
     """
-    layer_number = int(name.rpartition(".")[2])  # 3 for layers.3
-    has_experts = config.num_experts is not None and config.has_experts(layer_number)
+    # The last part of the name is the number of the layer, 3 for layers.3. A layer without experts may have any name.
+    has_experts = config.num_experts is not None and config.has_experts(int(name.rpartition(".")[2]))
     if not has_experts:
         return ParallelMLP(config, config.output_std(branches, config.ff_growth, decoder))
     from .mixture import Mixture

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tds import store_host
-from tds.diagnose import Watchdog
+from tds.diagnose import Activity, Watchdog
 from tds.fault_board import POLL_SECONDS, ticks_between_queries
 from tds.store_host import prepare_store_host, raise_open_files
 
@@ -80,10 +80,10 @@ def test_a_rank_that_waits_too_long_reports_it_at_once() -> None:
     watchdog.timeout, watchdog._exit_lock = 5.0, SimpleNamespace(acquire=lambda blocking: False)
     tick = 0
 
-    def poll() -> Iterator[tuple[str, float]]:
+    def poll() -> Iterator[Activity]:
         nonlocal tick
         for tick in range(3):
-            yield "waits", time.monotonic() - 10.0 * (tick == 1)
+            yield Activity("waits", time.monotonic() - 10.0 * (tick == 1))
 
     watchdog._poll = poll
     watchdog._watch_faults()
