@@ -46,9 +46,9 @@ def _listening() -> Iterator[list[str]]:
     said: list[str] = []
 
     def telling(name: str, call: Any) -> Any:
-        def told(*args: Any) -> Any:
+        def told(*args: Any, **kwargs: Any) -> Any:
             said.append(name)
-            return call(*args)
+            return call(*args, **kwargs)
 
         return told
 
