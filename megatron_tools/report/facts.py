@@ -26,7 +26,7 @@ def result_facts(run: RunData) -> Facts:
     if valid:
         first = valid[0]
         last = valid[-1]
-        best = min(valid, key=lambda row: float(row["lm_loss"]))
+        best = min(valid, key=lambda row: (math.isnan(row["lm_loss"]), row["lm_loss"]))  # NaN only if all are NaN
         # ppl is the perplexity.
         best_at = f"at iteration {best['iteration']} (perplexity {best['ppl']:.1f})"
         facts += [

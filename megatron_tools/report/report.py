@@ -18,7 +18,7 @@ from megatron.estimate.sizes import parameters
 
 from . import facts
 from .page import page
-from .runs import Row, RunData, named_splits, read_run, short_names
+from .runs import Row, RunData, named_splits, read_run, samples_per_iteration, short_names
 from .timetable import read_timetable
 from .unigram import target_entropies, text_entropy
 
@@ -44,7 +44,7 @@ def unigram_baselines(run_dir: Path, config: Row, train: list[Row]) -> dict[str,
     if not train:
         return {}
     # Samples of one iteration times the iterations of an evaluation.
-    samples = train[-1]["consumed_samples"] // train[-1]["iteration"] * config["train"]["eval_iters"]
+    samples = samples_per_iteration(train) * config["train"]["eval_iters"]
     settings = from_file(str(run_dir / "config.json"))
     entropies = target_entropies(relocated(settings, run_dir), samples)
     return {} if entropies is None else {"targets": entropies.targets, "masked text": entropies.text}
@@ -58,11 +58,14 @@ def stage_starts(run: RunData) -> list[float]:
     starts = []
     for stage in parse_stages(stages)[1:]:
         consumed_key = f"consumed_{stage.unit}"
+        before = {"iteration": 0, consumed_key: 0}
         for row in run.rows_of("train"):
             if row[consumed_key] >= stage.begin:
                 # Rows are some iterations apart; in between, the samples or tokens are taken to grow evenly.
-                starts.append(row["iteration"] * stage.begin / row[consumed_key])
+                share = (stage.begin - before[consumed_key]) / (row[consumed_key] - before[consumed_key])
+                starts.append(before["iteration"] + share * (row["iteration"] - before["iteration"]))
                 break
+            before = row
     return starts
 
 

@@ -13,6 +13,8 @@ from megatron.config.command_line import from_file
 from megatron.locks.run_lock import LOCK_FILE, Holder, read_holder
 from megatron.rows import RowError, parse_row
 
+LOSS_KEYS = ("lm_loss", "ppl", "text_loss", "text_accuracy")  # numbers of a row that are NaN if the loss is
+
 Row = dict[str, Any]
 MAX_AXIS_POINTS = 400  # number of points on the axes of a page
 QUIET_SECONDS = 300.0  # a run of another machine without a new row for this many seconds counts as stopped
@@ -38,10 +40,20 @@ def read_metrics(run_dir: Path) -> list[Row]:
         raise ValueError(f"{path} does not exist: {run_dir} is not a run directory")
     rows = _read_rows(path)
     for row in rows:
-        # metrics.jsonl contains null for a loss that is NaN.
-        if row.get("lm_loss", 0) is None:
-            row["lm_loss"] = math.nan
+        # metrics.jsonl contains null for a number that is NaN.
+        for key in LOSS_KEYS:
+            if row.get(key, 0) is None:
+                row[key] = math.nan
     return rows
+
+
+def samples_per_iteration(train: Sequence[Row]) -> int:
+    """Return the number of samples in each of the last iterations, from the training rows; a resume may change it."""
+    last = train[-1]
+    before = train[-2] if len(train) > 1 else {"consumed_samples": 0, "iteration": 0}
+    samples: int = last["consumed_samples"] - before["consumed_samples"]
+    iterations: int = last["iteration"] - before["iteration"]
+    return samples // iterations
 
 
 def named_splits(rows: Sequence[Row], *parts: str) -> list[str]:
@@ -90,8 +102,7 @@ class RunData:
         train = self.rows_of("train")
         if self.config.train.batch_size_schedule:
             return max(self.config.batches(1).sizes)
-        # Without a schedule of batch sizes, all iterations have equally many samples.
-        return train[-1]["consumed_samples"] // train[-1]["iteration"] if train else None
+        return samples_per_iteration(train) if train else None
 
     @property
     def reason(self) -> str:

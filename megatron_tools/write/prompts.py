@@ -22,7 +22,7 @@ from data_utils.cli import local_path
 from data_utils.sidecars import chat_corpora
 from megatron.config import Config
 from megatron.config.fields import problems_where, raise_first_problem
-from megatron.json_text import JsonBoundError, parse_json
+from megatron.json_text import JsonBoundError, format_value, parse_json
 from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import Tokenizer
 
@@ -155,7 +155,7 @@ def _fim_marks(names: list[str] | None, config: Config, tokenizer: Tokenizer) ->
 def read_prompts(args: argparse.Namespace) -> Iterator[Prompt]:
     """Yield the prompts one after another. All ranks get the same prompts."""
     if args.input:
-        with open(args.input, encoding="utf-8") as file:
+        with open(args.input, encoding="utf-8-sig") as file:
             for line_number, line in enumerate(file, 1):
                 yield _parse_input_line(line, args.chat, f"{args.input}, line {line_number}")
     elif args.interactive:
@@ -208,9 +208,11 @@ def _parse_input_line(line: str, chat: bool, where: str) -> Prompt:
     value = values[0]
     if chat and not isinstance(value, str):
         return _conversation(value, where)
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: the prompt must be text, not {format_value(value)}")
     if isinstance(content.get("suffix"), str) and not chat:
-        return Infill(str(value), str(content["suffix"]))
-    return _as_prompt(str(value), chat)
+        return Infill(value, content["suffix"])
+    return _as_prompt(value, chat)
 
 
 def _conversation(messages: object, where: str) -> Conversation:

@@ -108,8 +108,6 @@ class Writer:
         ):
             logits = stepper.next(torch.tensor([tokenizer.sentinels[0]], device=logits.device))
         probabilities = logits[0].double().softmax(-1).cpu()[: tokenizer.vocab_size]
-        # Special tokens are no candidates.
-        probabilities[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = 0
         frequencies = None
         scores = probabilities
         counts = count_tokens(list(self.config.data.data_path or []), self.config.data.split, logits.shape[-1])
@@ -120,8 +118,12 @@ class Writer:
                 token_counts.sum() + len(probabilities)
             )
             scores = torch.special.xlogy(probabilities, probabilities / frequencies)
+        ordinary = torch.ones_like(scores, dtype=torch.bool)
+        ordinary[[*tokenizer.specials.values(), *getattr(tokenizer, "sentinels", [])]] = False
+        candidates = ordinary.nonzero().flatten()
+        best = scores[candidates].topk(min(count, len(candidates))).indices
         entries = []
-        for token in scores.topk(count).indices.tolist():
+        for token in candidates[best].tolist():
             entry = f"{tokenizer.decode([token])!r} {probabilities[token]:.1%}"
             if frequencies is not None:
                 entry += f" ({probabilities[token] / frequencies[token]:.1f} times its share)"

@@ -229,6 +229,7 @@ def test_what_the_model_puts_above_its_share(tool: Any, run: str) -> None:
     best = sorted(text, key=lambda i: -p[i] * np.log(p[i] / share[i]))[:3]
     words = [f"{writer.tokenizer.decode([i])!r} {p[i]:.1%} ({p[i] / share[i]:.1f} times its share)" for i in best]
     assert writer.top_lift(question, 3) == "top lift: " + ", ".join(words)
+    assert writer.top_lift(question, 10**6).count("times its share") == len(text), "all tokens but the special ones"
 
 
 @FULL

@@ -244,6 +244,11 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     assert next(lines) == Infill("a", "b")
     with pytest.raises(ValueError, match=SENTENCES["line_2_is_not_a_json"]):
         next(lines)
+    path.write_text('{"prompt": "a"}\n{"prompt": null}\n', encoding="utf-8-sig")
+    lines = asking.read_prompts(flags("--input", str(path)))
+    assert next(lines) == "a", "a byte-order mark is no part of the first prompt"
+    with pytest.raises(ValueError, match="line 2"):
+        next(lines)
     path.write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=SENTENCES["line_1_the_conversation_must_end"]):
         next(asking.read_prompts(flags("--chat", "--input", str(path))))

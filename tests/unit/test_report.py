@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.command_line import parse
+from megatron.config.command_line import parse, with_values
 from megatron.locks.run_lock import Holder, RunLock
 from megatron_tools.report import report
 from megatron_tools.report.curves import all_charts, thin_out
@@ -18,6 +18,8 @@ from megatron_tools.report.facts import as_text, layout_label, progress, result_
 from megatron_tools.report.layers import expert_shares, heat_map, layer_values
 from megatron_tools.report.page import as_data
 from megatron_tools.report.runs import read_run, short_names
+from megatron_tools.report.timetable import ideal_spans
+from tds.timetable import Span
 from tests.sentences import SENTENCES
 
 FLAGS = (
@@ -77,6 +79,65 @@ def test_facts_are_those_of_the_lines(tmp_path: Path) -> None:
     axes = run.axes()
     assert (axes["iteration"], axes["tokens"]) == ([0, 10, 20], [0, 10_000, 20_000])
     assert axes["hours"] == pytest.approx([0, 20 / 3600, 40 / 3600])
+
+
+def _with_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write a run directory with these rows, completed by values that do not matter; return its path."""
+    run = made(folder)
+    template = read_run(run).rows_of("train")[0]
+    lines = [json.dumps({**(template if row["split"] == "train" else {}), **row}) + "\n" for row in rows]
+    (run / "metrics.jsonl").write_text("".join(lines))
+    return run
+
+
+def test_a_run_whose_validation_was_nan_has_a_report(tmp_path: Path) -> None:
+    """metrics.jsonl has null for a loss that is NaN, and for what is computed from it."""
+    bad = {"split": "valid", "lm_loss": None, "ppl": None, "text_loss": None, "text_accuracy": None}
+    good = {"split": "valid", "lm_loss": 3.0, "ppl": 20.0, "text_loss": 3.0, "text_accuracy": 0.1}
+    train = {"split": "train", "iteration": 10}
+    for name, first, last, best in (("first", bad, good, 20), ("last", good, bad, 10)):
+        run = _with_rows(tmp_path / name, [train, {**first, "iteration": 10}, {**last, "iteration": 20}])
+        facts = dict(result_facts(read_run(run)))
+        assert facts["best validation loss"] == f"3.000 at iteration {best} (perplexity 20.0)"
+        assert "nan" in facts["validation loss, first and last"]
+    run = _with_rows(tmp_path / "both", [train, {**bad, "iteration": 10}])
+    assert dict(result_facts(read_run(run)))["best validation loss"] == "nan at iteration 10 (perplexity nan)"
+
+
+def test_the_number_of_replicas_is_that_of_the_last_iterations(tmp_path: Path) -> None:
+    """A run that was resumed with another --gas has other samples in an iteration."""
+    rows = [
+        {"split": "train", "iteration": iteration, "consumed_samples": samples}
+        for iteration, samples in ((10, 640), (20, 1280), (30, 1360), (40, 1440))
+    ]
+    run = read_run(_with_rows(tmp_path / "a", rows))
+    assert run.global_batch == 8
+    assert layout_label(run) == "no pipeline x data 2 x model 1"
+
+
+def test_a_stage_begins_between_the_rows_around_it(tmp_path: Path) -> None:
+    """8 samples in each of 100 iterations, then 64: the stage at sample 4000 begins at iteration 150."""
+    rows = [
+        {"split": "train", "iteration": iteration, "consumed_samples": samples}
+        for iteration, samples in ((100, 800), (200, 7200))
+    ]
+    run = read_run(_with_rows(tmp_path / "a", rows))
+    staged = replace(run, config=with_values(run.config, {"data_stages": ("0: a; 4000: b",)}))
+    assert report.stage_starts(staged) == [150.0]
+
+
+def test_the_ideal_timetable_has_the_micro_batches_of_its_iteration() -> None:
+    """The trace names those of the largest batch; an iteration with a schedule of batch sizes may have fewer."""
+    about = {"stages": 2, "chunks": 1, "schedule": "1f1b", "micros": 8, "extra_warmup": 0}
+    spans = [
+        Span(stage, micro, 0, kind, float(micro), micro + length)
+        for stage in range(2)
+        for micro in range(2)
+        for kind, length in (("F", 1.0), ("B", 2.0))
+    ]
+    ideal = ideal_spans(about, spans)
+    assert {span.micro for span in ideal} == {0, 1}
+    assert max(span.end for span in ideal) == 2 * 3.0 + 3.0  # two micro-batches of 3 s, and 3 s to fill and drain
 
 
 def test_a_wide_table_has_the_runs_as_rows(monkeypatch: pytest.MonkeyPatch) -> None:
