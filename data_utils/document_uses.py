@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.config import Config
 from megatron.data.corpora import corpus_names, prefixes_of
 from megatron.data.corpus_paths import is_triple
 from megatron.data.indexed_dataset import IndexedDataset
@@ -91,11 +90,14 @@ def print_uses(args: argparse.Namespace) -> None:
     config = load_config(args.run_dir)
     _, (dataset, *_) = load_datasets(config)  # the training data set
     members = corpus_datasets(dataset)
-    matching = [i for i, each in enumerate(members) if _names_corpus(each.prefix, args.path, config)]
+    trained = list(dict.fromkeys(member.prefix for member in members))
+    path = args.path or (trained[0] if len(trained) == 1 else "")  # by default, the only corpus
+    short_names = dict(zip(prefixes_of(config.data.paths), corpus_names(config.data.paths), strict=True))
+    matching = [i for i, each in enumerate(members) if path in (each.prefix, short_names.get(each.prefix))]
     if not matching:
         raise ValueError(
             f"the training data of {args.run_dir} have no corpus {args.path or ''}; give --path with one of "
-            f"{', '.join(prefixes_of(config.data.paths))}"
+            f"{', '.join(trained)}"
         )
     prefix = members[matching[0]].prefix
     used = members[matching[0]].documents
@@ -121,14 +123,6 @@ def print_uses(args: argparse.Namespace) -> None:
     )
 
 
-def _names_corpus(prefix: str, path: str | None, config: Config) -> bool:
-    """Return whether `path` names the corpus `prefix`, by its prefix or short name; None names the only corpus."""
-    names = dict(zip(prefixes_of(config.data.paths), corpus_names(config.data.paths), strict=True))
-    if path is None:
-        return len(names) == 1
-    return path in (prefix, names.get(prefix))
-
-
 def _iteration_state(iteration: int, iterations: Iterations) -> str:
     if iterations.is_skipped(iteration):
         return "skipped"
@@ -143,7 +137,7 @@ def print_iteration(args: argparse.Namespace) -> None:
     tokenizer, (dataset, *_) = load_datasets(config)
     iterations = Iterations(config, Path(args.run_dir))
     prefixes = [member.prefix for member in corpus_datasets(dataset)]
-    texts = list(map(_open_tokens, prefixes))
+    texts = [_open_tokens(prefix, config.is_t5) for prefix in prefixes]
     rows = []
     for n in iterations.samples(args.iteration):
         for use in uses_in_sample(dataset, n):
@@ -161,9 +155,9 @@ def print_iteration(args: argparse.Namespace) -> None:
         print(line)
 
 
-def _open_tokens(prefix: str) -> IndexedDataset:
+def _open_tokens(prefix: str, is_t5: bool) -> IndexedDataset:
     """Open the tokens of a corpus; a CPM corpus for T5 is shown by its contexts."""
-    return IndexedDataset(f"{prefix}_context" if is_triple(prefix) else prefix)
+    return IndexedDataset(f"{prefix}_context" if is_t5 and is_triple(prefix) else prefix)
 
 
 def _format_range(numbers: range) -> str:

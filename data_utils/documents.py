@@ -30,6 +30,7 @@ SKIPPED_BYTES = 1 << 26  # an overlong document is skipped in steps of this many
 # A blank line may contain spaces, including U+3000 of Chinese text. A line may end with \n, \r\n or \r.
 _SPACES = rb"(?:[ \t\x0b\x0c]|\xe3\x80\x80|\xc2\xa0|\xef\xbb\xbf)*"
 _BLANK_LINE = re.compile(rb"(?>\r\n|\r|\n)(?:" + _SPACES + rb"(?>\r\n|\r|\n))+")
+_DELIMITER_BYTES = b" \t\r\n\x0b\x0c\xe3\x80\xc2\xa0\xef\xbb\xbf"  # all bytes that delimiters consist of
 _LINE_END = re.compile(rb"\n")
 _BLANK = re.compile(rb"(?:[\s]|\xe3\x80\x80|\xc2\xa0|\xef\xbb\xbf)*")
 
@@ -182,7 +183,7 @@ def _next_boundary(file: BinaryIO, path: str, at_least: int, total: int, largest
             return offset - len(carry) + match.end()
         offset += len(new_bytes)
         # A delimiter may lie across two reads, so the white space at the end is searched again with the next bytes.
-        carry = block[len(block.rstrip(b" \t\r\n\x0b\x0c\xe3\x80\xc2\xa0\xef\xbb\xbf")) :]
+        carry = block[len(block.rstrip(_DELIMITER_BYTES)) :]
         if offset - at_least > largest:
             return None
     return total
@@ -224,8 +225,8 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         elif ends:
             cut = ends[-1]
         elif skipping or len(held) > largest:
-            # Discard an overlong document except its final line breaks, which may be the first part of a delimiter.
-            cut = len(held.rstrip(b" \t\r\n"))
+            # Discard an overlong document except the blanks at its end, which may be the first part of a delimiter.
+            cut = len(held.rstrip(_DELIMITER_BYTES))
             if not skipping:
                 bad = ((0, _overlong_document(source.path, line, largest)),)
             skipping = True

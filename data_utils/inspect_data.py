@@ -187,13 +187,16 @@ def sample(args: argparse.Namespace) -> None:
 
     config = load_config(args.run_dir)
     tokenizer, datasets = load_datasets(config)
-    dataset = datasets[PARTS.index(args.part)]
-    if dataset is None:
+    part = datasets[PARTS.index(args.part)]
+    if part is None:
         raise ValueError(f"the {args.part} part of the run is empty; choose another --part")
+    sets = part if isinstance(part, dict) else {"": part}
+    if args.set not in sets:
+        raise ValueError(f"the {args.part} part of the run has no data set {args.set!r}; set --set to one of {[*sets]}")
     view = sample_view.t5_view if config.is_t5 else sample_view.gpt2_view
     if config.objective == "sft":
         view = sample_view.sft_view
-    tables, masks = view(dataset[args.number], tokenizer, config)
+    tables, masks = view(sets[args.set][args.number], tokenizer, config)
     title = f"sample {args.number} of the {args.part} part of {args.run_dir}"
     print(f"{title}\n{sample_view.as_text(tables)}")
     if args.png:
@@ -242,6 +245,7 @@ def build_parser() -> Parser:
     cmd.add_argument("number", type=int, help="sample number, from 0, counted over all epochs")
     cmd.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
     cmd.add_argument("--part", choices=PARTS, default="train", help="part of the data (default: train)")
+    cmd.add_argument("--set", default="", help="name of the data set, if the part has several, as in web=PREFIX")
     cmd.add_argument("--png", type=local_path, help="PNG file for a plot of the attention masks")
     cmd = command("stages", stages, "show what each corpus gives in each data stage of a run")
     cmd.add_argument("--run-dir", type=local_path, help="folder of the run")

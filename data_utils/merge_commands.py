@@ -8,13 +8,13 @@ from typing import Any
 from megatron.config.data import corpus_prefixes
 from megatron.data.indexed_dataset import LOSS_SUFFIX, IndexedDataset
 from megatron.data.splits import PARTS, parse_split, split_documents
-from megatron.storage import is_url, to_path
+from megatron.storage import is_url
 
 from .chat_templates import has_unrecorded_date
 from .cli import write_json
 from .indexed_writer import IndexedDatasetBuilder
 from .merge_split import drop, merge, split
-from .sidecars import KEPT_ENTRIES, pair_prefixes, read_sidecar
+from .sidecars import KEPT_ENTRIES, check_output, pair_prefixes, read_sidecar
 
 
 def merge_pairs(args: argparse.Namespace) -> None:
@@ -35,6 +35,7 @@ def merge_pairs(args: argparse.Namespace) -> None:
         )
     if dates and any(map(has_unrecorded_date, sidecars)):
         print(f"note: some pairs record no date of the chat template; the new sidecar records the date {dates[-1]}")
+    check_output(args.output, prefixes)
     builders = []
     # For pairs [[a, a_loss], [b, b_loss]], merge a and b, then a_loss and b_loss.
     for sources in zip(*pairs, strict=True):
@@ -48,21 +49,18 @@ def _check_mergeable(names: str, sidecars: Sequence[dict[str, Any]], pairs: Sequ
 
     names: their prefixes, for messages. sidecars: their sidecars. pairs: the prefixes of each corpus's pairs.
     """
-    tokenizers = set()
-    eod_ids = set()
-    templates = set()
+    tokenizers = {metadata["fingerprint"] for metadata in sidecars}
+    templates = {metadata.get("chat_template") for metadata in sidecars}
+    endings = set()
     for metadata in sidecars:
-        tokenizers.add(metadata["fingerprint"])
-        templates.add(metadata.get("chat_template"))
-        # The token matters only if documents end with it.
-        if "eod" in metadata and metadata.get("append_eod", True):
-            eod_ids.add(metadata["eod"])
+        if "eod" in metadata:
+            endings.add(str(metadata["eod"]) if metadata.get("append_eod", True) else "none")
     if len(tokenizers) > 1:
         raise ValueError(f"{names} were made with different tokenizers; preprocess them again with the same tokenizer")
-    if len(eod_ids) > 1:
+    if len(endings) > 1:
         raise ValueError(
-            f"{names} end their documents with different tokens ({', '.join(map(str, sorted(eod_ids)))}); "
-            f"preprocess them again with the same tokenizer"
+            f"{names} end their documents with different tokens ({', '.join(sorted(endings))}); "
+            f"preprocess them again with the same tokenizer, all with --append-eod or all with --no-append-eod"
         )
     if len(set(map(len, pairs))) > 1:
         raise ValueError(
@@ -85,6 +83,8 @@ def split_pair(args: argparse.Namespace) -> None:
         if len(documents):
             ranges.append(documents)
             outputs.append(f"{args.output or args.prefix}_{name}")
+    for output in outputs:
+        check_output(output, [args.prefix])
     builders_of_pairs = []
     for prefix in pair_prefixes(args.prefix):
         suffix = prefix.removeprefix(args.prefix)  # "" for the tokens, LOSS_SUFFIX for the loss mask
@@ -96,8 +96,7 @@ def split_pair(args: argparse.Namespace) -> None:
 
 def drop_documents(args: argparse.Namespace) -> None:
     """Run the command `drop`: write a .bin/.idx pair without some documents, and its loss mask if there is one."""
-    if Path(args.output).resolve() == to_path(args.prefix).resolve():
-        raise ValueError(f"--output {args.output} is the given pair; choose another name")
+    check_output(args.output, [args.prefix])
     sources = pair_prefixes(args.prefix)
     builders = [drop(source, args.documents, args.output + source.removeprefix(args.prefix)) for source in sources]
     _finish_corpus(builders, read_sidecar(args.prefix))
@@ -111,4 +110,6 @@ def _finish_corpus(builders: Sequence[IndexedDatasetBuilder], metadata: dict[str
         content |= {"documents": builder.documents, "sequences": builder.sequences, "tokens": builder.num_tokens}
         content["sha256"] = {Path(each.prefix).name: each.checksums for each in builders}
         write_json(f"{builder.prefix}.json", content)
+    else:
+        Path(f"{builder.prefix}.json").unlink(missing_ok=True)  # a sidecar of the corpus that was overwritten
     print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {builder.prefix}.bin")

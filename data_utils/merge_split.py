@@ -2,14 +2,12 @@
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.pages import document_ranges
-from megatron.storage import to_path
 
 TOKENS_AT_ONCE = 1 << 22  # tokens copied at once
 
@@ -27,8 +25,6 @@ def merge(prefixes: Sequence[str], output: str) -> IndexedDatasetBuilder:
                 f"{each.prefix}.bin contains {each.dtype}, but {first.prefix}.bin contains {first.dtype}; "
                 f"preprocess one of the two corpora again"
             )
-    if Path(output).resolve() in {to_path(prefix).resolve() for prefix in prefixes}:
-        raise DatasetError(f"--output {output} is one of the pairs to be merged; choose another name")
     with IndexedDatasetBuilder(output, first.dtype) as builder:
         for each in opened:
             copy(each, range(each.num_documents), builder)

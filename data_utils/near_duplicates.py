@@ -57,6 +57,14 @@ def min_estimate(similarity: float) -> float:
     return similarity - DEVIATIONS * math.sqrt(similarity * (1 - similarity) / HASHES)
 
 
+def first_slots(keys: Hashes, num_slots: int) -> NDArray[Any]:
+    """Return the slots, [n], at which the search for `keys` [n] begins in a table of 2**16 slots or more."""
+    extra_bits = num_slots.bit_length() - 33
+    if extra_bits > 0:  # a key has 32 bits, so these slots lie 2**extra_bits apart
+        return keys.astype(np.int64) << extra_bits
+    return keys & (num_slots - 1)
+
+
 class BandTable:
     """Hash table from keys of bands to numbers of texts, with linear probing. A key may occur several times.
 
@@ -76,7 +84,7 @@ class BandTable:
     def find(self, keys: Hashes) -> tuple[Hashes, NDArray[np.int64]]:
         """Return the numbers of the texts that have one of `keys` [b], and how many texts each key has, [b]."""
         mask = len(self._keys) - 1  # the number of slots is a power of two
-        slots = keys & mask
+        slots = first_slots(keys, len(self._keys))
         active = np.arange(len(keys))
         counts = np.zeros(len(keys), dtype=np.int64)
         found = []
@@ -108,7 +116,7 @@ class BandTable:
     def _insert(self, keys: Hashes, texts: Hashes) -> None:
         """Put pairs of keys and texts, [n] each, into empty slots."""
         mask = len(self._keys) - 1  # the number of slots is a power of two
-        slots = keys & mask
+        slots = first_slots(keys, len(self._keys))
         waiting = np.arange(len(keys))
         while len(waiting):
             # The first of several pairs that want the same empty slot gets it.

@@ -42,6 +42,7 @@ from .journal import Journal
 from .parallel import ordered_map
 from .progress import Progress
 from .records import newly_read_columns
+from .sidecars import check_output
 from .streams import InputError
 
 EXAMPLES = """\
@@ -177,6 +178,8 @@ class _Output:
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
         self.args = args
         self.tokenizer = tokenizer
+        # Tokens around a document. They may come from files that the tokenizer's fingerprint does not cover.
+        self._added = [*tokenizer.start, tokenizer.eod]
         self.sft = args.objective == "sft"
         level = "sentence" if args.split_sentences else "document"
         self.prefixes = [f"{args.output_prefix}_{key}_{level}" for key in args.keys]
@@ -192,6 +195,7 @@ class _Output:
             for ending, dtype in dtypes.items():
                 self.names.append(prefix + ending)
                 pair_dtypes.append(dtype)
+            check_output(prefix, endings=dtypes)
         if not self._is_usable(state):
             state = {}
         states = state.get("builders", [None] * len(self.names))
@@ -206,10 +210,15 @@ class _Output:
     def _is_usable(self, state: dict[str, Any]) -> bool:
         """Return whether the earlier run left all files; False if it was killed while it renamed them.
 
-        Raises ValueError if a file was deleted.
+        Raises ValueError if a file was deleted, or if its tokenizer began or ended documents with other tokens.
         """
         if not state:
             return False
+        if state.get("added", self._added) != self._added:  # journals of earlier versions lack this entry
+            raise ValueError(
+                f"{self.args.output_prefix}.part.json belongs to a run whose tokenizer begins or ends documents with "
+                f"other tokens; use that tokenizer, or delete this file to start again"
+            )
         for name in self.names:
             if os.path.exists(f"{name}.bin.part"):
                 continue
@@ -239,7 +248,7 @@ class _Output:
 
     def save(self, journal: Journal) -> None:
         state = {"builders": [builder.state() for builder in self.builders], "count": self.counts}
-        journal.write({**state, "chat_date": self.args.chat_date, "draw": self.args.draw})
+        journal.write({**state, "chat_date": self.args.chat_date, "draw": self.args.draw, "added": self._added})
         self._num_journaled = self.counts["documents"]
 
     def save_and_close(self, journal: Journal) -> int:

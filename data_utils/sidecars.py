@@ -1,10 +1,14 @@
 """Sidecars of corpora: the PREFIX.json that the preprocessor writes beside the .bin/.idx pairs of a corpus."""
 
+import itertools
+import os
 import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
-from megatron.data.corpora import prefixes_of as corpora_of
+from megatron.data.corpus_paths import prefixes_of as corpora_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import LOSS_SUFFIX
 from megatron.json_text import read_json
@@ -34,6 +38,28 @@ def read_sidecar(prefix: str) -> dict[str, Any]:
             content: dict[str, Any] = read_json(path, dict)
             return content
     return {}
+
+
+def check_output(prefix: str, sources: Sequence[str] = (), endings: Iterable[str] = ("", LOSS_SUFFIX)) -> None:
+    """Raise ValueError if a new corpus would overwrite files that are not an older corpus of the same kind.
+
+    sources: prefixes of the corpora from which it is made. endings: of the pairs of the new corpus.
+    """
+    names = [prefix + ending for ending in endings]
+    given = [to_path(pair).resolve() for pair in itertools.chain(*map(pair_prefixes, sources))]
+    for name in names:
+        if Path(name).resolve() in given:
+            raise ValueError(f"{name} is one of the given pairs; choose another --output")
+    # A masked corpus for T5 and an ordinary one of the same prefix would have the same sidecar.
+    for other in (prefix, f"{prefix}_context"):
+        if other not in names and os.path.exists(f"{other}.idx"):
+            raise ValueError(f"{other}.idx is of another corpus with the sidecar {prefix}.json; choose another name")
+    path = f"{prefix}.json"
+    if os.path.isfile(path):
+        # The file may be a large text corpus, so read only its beginning. Every sidecar begins with such an entry.
+        with open(path, "rb") as file:
+            if b'"fingerprint"' not in file.read(4096):
+                raise ValueError(f"{path} would be overwritten, but is no sidecar of a corpus; choose another name")
 
 
 def chat_corpora(config: Config) -> list[tuple[str, dict[str, Any]]]:

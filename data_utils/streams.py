@@ -244,7 +244,9 @@ def _likely_encoding(raw: bytes) -> str:
         is_little_endian = raw[1::2].count(0) > raw[::2].count(0)
         return "utf-16-le" if is_little_endian else "utf-16-be"
     # Text that is mostly valid UTF-8 gets no hint, although its bytes may also decode in other encodings by chance.
-    non_ascii = [char for char in raw.decode("utf-8", "replace") if char > "\x7f"]
+    # The last character may be incomplete, and an incremental decoder leaves it out.
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(raw)
+    non_ascii = [char for char in text if char > "\x7f"]
     if not non_ascii or non_ascii.count("\ufffd") * 4 < len(non_ascii):
         return ""
     for name in ("gb18030", "utf-16-le", "utf-16-be"):

@@ -24,14 +24,14 @@ CONSTANTS: dict[str, Any] = {
 }
 ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
     "args": lambda args: args,  # CPM-Pretrain's tutorial uses args.args.hidden_size
-    "bf16": lambda args: args.config.train.dtype == "bf16",
+    "bf16": lambda args: args.number_format == "bf16",
     "checkpoint_in_cpu": lambda args: args.offload_activations,
     "deepspeed_activation_checkpointing": lambda args: args.checkpoint_activations,
     "distributed_backend": lambda args: "nccl" if _on_cuda() else "gloo",
     "do_test": lambda args: args.config.train.eval_iters > 0,
     "do_train": lambda args: args.config.train.train_iters > 0,
     "do_valid": lambda args: args.config.train.eval_iters > 0,
-    "fp16": lambda args: args.config.train.precision == "fp16",
+    "fp16": lambda args: args.number_format == "fp16",
     "local_rank": lambda args: int(os.environ.get("LOCAL_RANK", "0")),
     "openai_gelu": lambda args: args.activation == "gelu-tanh",
     "override_lr_scheduler": lambda args: args.override_lr_schedule,
@@ -55,18 +55,23 @@ class Args:
 
     The attributes in CONSTANTS and ATTRIBUTES, which CPM-Pretrain's scripts read, are also available. `config` is the
     whole configuration. The tokenizer and the process groups exist only after start-up: use `get_tokenizer()` and
-    `torch.distributed`. own: values of the script's own flags.
+    `torch.distributed`. own: values of the script's own flags. number_format: the format of the weights, to which the
+    run has resolved --precision auto; None for that of --precision.
     """
 
     config: Config
     own: Mapping[str, Any]
+    number_format: str
 
-    def __init__(self, config: Config, own: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, config: Config, own: Mapping[str, Any] | None = None, number_format: str | None = None) -> None:
         # The `__setattr__` of this class refuses every change, so the fields are set by that of `object`.
         object.__setattr__(self, "config", config)
         object.__setattr__(self, "own", own or {})
+        object.__setattr__(self, "number_format", number_format or config.train.dtype)
 
     def __getattr__(self, name: str) -> Any:
+        if name in Args.__annotations__:  # a copy has no fields until `copy` or `pickle` has set them
+            raise AttributeError(name)
         if name in self.own:
             return self.own[name]
         name = RENAMED.get(name, name)
@@ -99,11 +104,11 @@ def _on_cuda() -> bool:
 
 
 def _params_dtype(args: Args) -> Any:
-    """Return the dtype of the weights in the forward pass, as --precision sets it."""
+    """Return the dtype of the weights in the forward pass."""
     import torch
 
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-    return dtypes.get(args.config.train.dtype, torch.float32)
+    return dtypes.get(args.number_format, torch.float32)
 
 
 def _padded_vocab_size(args: Args) -> int:

@@ -12,7 +12,7 @@ from megatron.config import Config
 from megatron.config.defaults import DEFAULTS
 from megatron.data.blend import BlendedDataset
 from megatron.data.gpt2_dataset import GPT2Dataset
-from megatron.tasks.functions import ForwardStep, FunctionsTask
+from megatron.tasks.functions import ForwardStep, FunctionsTask, TokenizerProvider
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
 from megatron.training.global_vars import get_tokenizer
 from megatron.training.task import Batch, Datasets
@@ -73,15 +73,19 @@ class ScriptTask(FunctionsTask):
         forward_step: ForwardStep | None,
         defaults: Mapping[str, Any],
         name: str,
+        tokenizer_provider: TokenizerProvider | None = None,
     ) -> None:
         self.family = FAMILIES.get(defaults.get("tokenizer_type", ""))
         # Defaults of the script take precedence over those of its family.
         fallback = DEFAULTS[self.family] if self.family else {}
-        super().__init__(datasets_provider, model_provider, forward_step, {**fallback, **defaults}, self.family or name)
+        values = {**fallback, **defaults}
+        task_name = self.family or name
+        super().__init__(datasets_provider, model_provider, forward_step, values, task_name, None, tokenizer_provider)
         self._count_batch: Callable[[Batch, Config], Tensor] | None = None
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
-        """Return the tokenizer; for the family t5, padding and sentinel tokens are added to it."""
+        """Return the provider's tokenizer; for the family t5, padding and sentinel tokens are added to it."""
+        tokenizer = super().extended(config, tokenizer)
         if self.family != "t5":
             return tokenizer
         return ScriptTokenizer(tokenizer, config.data.num_sentinels, config.data.span_convention)

@@ -376,7 +376,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         if data_ended or not is_last:
             return  # only the last stage computes losses; if the data ended, stage 0 will inform all stages
         if compute_loss and getattr(self.module.loss_fn, "count_targets", None) is not None:
-            self._count_targets(micros)
+            self._count_targets()
         self._step.scale = self.loss_factor / self._losses.divisor
 
     def _start_reading(self, batches: Batches) -> bool:

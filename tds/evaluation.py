@@ -41,14 +41,19 @@ def _mean_outputs(engine: Any) -> Any:
     for tensors in zip(*outputs, strict=False):
         if any(t.shape != tensors[0].shape for t in tensors):
             _raise_different_shapes()
-        sums.append(torch.stack(tensors).sum(0))
+        wide = torch.promote_types(tensors[0].dtype, torch.float32)  # a sum in fp16 may overflow
+        sums.append(torch.stack(tensors).sum(0, dtype=wide))
     if any(len(each) != len(sums) for each in outputs):
         _raise_different_shapes()
     count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=engine.device)
     if engine.dp_world_size > 1:  # replicas may have different numbers of micro-batches
         for each in [*sums, count]:
             dist.all_reduce(each, group=engine.grid.get_data_parallel_group())
-    return unwrap(tuple(each / count.to(each.dtype) for each in sums))
+    means = []
+    for total, output in zip(sums, outputs[0], strict=True):
+        dtype = torch.result_type(output, 1.0)  # that of the outputs, or fp32 if these are integers
+        means.append((total / count).to(dtype))
+    return unwrap(tuple(means))
 
 
 def _raise_different_shapes() -> NoReturn:

@@ -68,12 +68,18 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the global batch size of the next steps by changing the number of micro-batches. Call it between steps.
 
-        Raises ScheduleError if steps of this number of micro-batches could deadlock.
+        Raises ScheduleError if steps of this number of micro-batches could deadlock; the size then stays as it was.
         """
+        old_size = self.train_batch_size()
         super().set_train_batch_size(train_batch_size)
-        if self.micro_batches not in self._proven_micro_batches:
+        if self.micro_batches in self._proven_micro_batches:
+            return
+        try:
             prove_no_deadlock(self.schedule, self, self._chunks)
-            self._proven_micro_batches.add(self.micro_batches)
+        except Exception:  # a schedule of the user may raise any
+            super().set_train_batch_size(old_size)
+            raise
+        self._proven_micro_batches.add(self.micro_batches)
 
     @property
     def loss_factor(self) -> int:
@@ -151,13 +157,13 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
             self.clip_fp32_gradients()
         super()._take_model_step(lr_kwargs)
 
-    def _count_targets(self, micros: int) -> None:
+    def _count_targets(self) -> None:
         """Count the targets of the whole step, by which the losses are divided."""
         self.observers.waiting("counting the targets of its micro-batches")
         loss_fn = self.module.loss_fn
         self._losses.count(loss_fn.count_targets, self._step.batches.all_labels(), self._replicas)
         if hasattr(loss_fn, "mean_targets"):
-            loss_fn.mean_targets = self._losses.counts / (micros * self.dp_world_size)
+            loss_fn.mean_targets = self._losses.mean_counts
 
     def _share_losses(self, squared_norm: Tensor | None = None) -> Losses:
         """Sum the losses over the replicas and broadcast them to all stages.
@@ -188,8 +194,10 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         if self.global_rank != 0 or not self.monitor.enabled:
             return
         named = {name: loss}
+        prefix = name.removesuffix("loss").removeprefix("train_")  # "eval_" in an evaluation
         if len(self._losses.all_means) > 1:
-            named |= self._losses.all_means
+            for key, value in self._losses.all_means.items():
+                named.setdefault(prefix + key, value)
         events = []
         for key, value in named.items():
             events.append((f"Train/Samples/{key}", value.item(), self.global_samples))
@@ -203,7 +211,7 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
     def save_checkpoint(self, save_dir: Any, tag: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Save DeepSpeed's checkpoint, the partition of the layers, and state outside the layers (see saving.py)."""
         refuse_url(save_dir)
-        tag = str(tag or f"global_step{self.global_steps}")
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._saved_state.save(Path(save_dir, tag))
         return super().save_checkpoint(save_dir, tag, *args, **kwargs)
 

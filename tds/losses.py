@@ -50,7 +50,7 @@ class Losses:
         self.device = device
         self._last_means: dict[LossKey, Tensor] = {}  # losses of the last step, after the division
         self._last_keys: tuple[LossKey, ...] = ((TRAINED, "loss"),)  # keys of the last step, equal on all ranks
-        self.counts: Tensor | None = None  # sum of what `count_targets` returned, at least 1 each
+        self.mean_counts: Tensor | None = None  # mean over micro-batches of what `count_targets` returned
         # fp64 vector that the ranks reduce together. Its elements, in order: number of targets and of micro-batches of
         # all replicas; 1 if a loss has a new name; 1 if losses are fp64; for each of `_last_keys`, 1 if a replica has
         # this loss; the mean of each of these losses; the number that `share` sums, if it was called.
@@ -81,9 +81,12 @@ class Losses:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for each in labels:
             total = total + count_targets(each)
-        dist.all_reduce(total, group=replicas)
-        self.counts = total.clamp(min=1.0)
-        self._divisor = self.counts.view(-1)[0]  # the first element of a vector is the number of targets
+        # Replicas may evaluate different numbers of micro-batches, so these are summed, too.
+        numbers = torch.cat([total.reshape(-1), total.new_full((1,), self._micro_batches)])
+        dist.all_reduce(numbers, group=replicas)
+        counts = numbers[:-1].clamp(min=1.0)
+        self._divisor = counts[0]  # the first element of a vector is the number of targets
+        self.mean_counts = (counts / numbers[-1]).view(total.shape)
 
     @property
     def divisor(self) -> Tensor:

@@ -32,6 +32,8 @@ class Progress(Observer):
         self.breakdown = breakdown
         self._seconds: dict[str, float] = defaultdict(float)  # by kind of instruction, since the last progress line
         self._last_line_at = time.perf_counter()
+        self._steps = 0  # since the last line, as `_samples`
+        self._samples = 0
         self._on_cpu = device.type == "cpu"
         self._event_pairs: deque[tuple[str, torch.Event, torch.Event]] = deque()  # not accumulated yet
         self.busy = 0.0
@@ -84,18 +86,23 @@ class Progress(Observer):
     def step(self, steps: int, samples: int, losses: Mapping[str, Tensor]) -> str | None:
         """Return the progress line after every `every` steps, else None.
 
-        steps: optimizer steps so far. samples: samples in each step.
+        steps: optimizer steps so far. samples: samples in this step.
         """
         self._accumulate_events(wait=False)
+        self._steps += 1
+        self._samples += samples
         if not self.every or steps % self.every:
             return None
-        step_seconds = (time.perf_counter() - self._last_line_at) / self.every
+        seconds = time.perf_counter() - self._last_line_at
         named = " ".join(f"{name}: {value.item():.4f}" for name, value in losses.items())
-        line = f"steps: {steps} {named} iter time (s): {step_seconds:.3f} samples/sec: {samples / step_seconds:.3f}"
-        if seconds := self.take():  # empty without `breakdown`
-            parts = " | ".join(f"{name}: {1e3 * spent / self.every:.2f}" for name, spent in seconds.items())
+        line = f"steps: {steps} {named} iter time (s): {seconds / self._steps:.3f} "
+        line += f"samples/sec: {self._samples / seconds:.3f}"
+        if spent_by_name := self.take():  # empty without `breakdown`
+            parts = " | ".join(f"{name}: {1e3 * spent / self._steps:.2f}" for name, spent in spent_by_name.items())
             line += f"\ntime (ms) of rank 0 in a step | {parts}"
         self._last_line_at = time.perf_counter()
+        self._steps = 0
+        self._samples = 0
         return line
 
     def take(self) -> dict[str, float]:

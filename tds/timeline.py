@@ -112,19 +112,24 @@ def name_events(rank: int, name: str) -> list[Event]:
 
 
 def _arrows(ranks: Sequence[RankTrace]) -> Iterator[Event]:
-    """Yield flow events from the start of each send to the end of its receive."""
-    receives: dict[tuple[Any, ...], Event] = {}
+    """Yield flow events from the start of each send to the end of its receive.
+
+    An iteration may have several messages with the same key: of training, and of each evaluation after it. They arrive
+    in the order in which they were sent.
+    """
+    receives: dict[tuple[Any, ...], list[Event]] = {}
     for rank in ranks:
         for event in rank.events:
             if event["cat"] == "message" and event["name"].startswith("Recv"):
-                receives[_message_key(rank, event, event["name"], 0)] = event
+                receives.setdefault(_message_key(rank, event, event["name"], 0), []).append(event)
     for rank in ranks:
         for event in rank.events:
             if event["name"] not in RECEIVE_OF:
                 continue
-            receive = receives.get(_message_key(rank, event, *RECEIVE_OF[event["name"]]))
-            if receive is None:
+            same_key = receives.get(_message_key(rank, event, *RECEIVE_OF[event["name"]]))
+            if not same_key:
                 continue
+            receive = same_key.pop(0)
             common = {"name": "message", "cat": "flow", "id": f"{event['pid']}-{event['ts']}"}
             yield {**common, "ph": "s", "pid": event["pid"], "tid": event["tid"], "ts": event["ts"]}
             end = receive["ts"] + 0.99 * receive["dur"]  # viewers drop an arrow that ends outside of its span

@@ -70,9 +70,14 @@ def refuse_unsupported(engine: Any, optimizer: Any) -> None:
 
 
 def load_arguments(engine: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of `load_checkpoint` by name, changed so that `load_module_only` works in every stage."""
+    """Return the arguments of `load_checkpoint` by name, changed so that `load_module_only` works in every stage.
+
+    A tag becomes a string, as DeepSpeed makes it only in `save_checkpoint`.
+    """
     arguments = inspect.signature(DeepSpeedEngine.load_checkpoint).bind(engine, *args, **kwargs).arguments
     del arguments["self"]
+    if arguments.get("tag") is not None:
+        arguments["tag"] = str(arguments["tag"])
     if arguments.get("load_module_only") and engine.zero_optimization_stage() == 3:
         # Otherwise DeepSpeed would load no weights: the shards of ZeRO 3 are in the files of the optimizer states.
         arguments["load_optimizer_states"] = False

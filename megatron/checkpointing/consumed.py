@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.data_stages import prefixes_in
-from megatron.data.fingerprints import content_fingerprint, corpus_fingerprint
+from megatron.data.fingerprints import FORMER_FINGERPRINTS, content_fingerprint
 from megatron.data.sample_hash import extend_hash
 from megatron.ranks.rank_0 import print_rank_0
 
@@ -63,13 +63,16 @@ def hash_samples(
 def _old_hashes(config: Config, dataset: Any, samples: int) -> Iterator[int]:
     """Yield the hashes of the first `samples` samples by which earlier versions would describe `dataset`.
 
-    The initial value was a hash of the ends of the corpora only, and before that 0.
+    The initial value was a hash of other fingerprints of the corpora, and before that 0.
     """
     from megatron.data.staged import StagedDataset
 
-    old_dataset = dataset.with_former_ids() if isinstance(dataset, StagedDataset) else dataset
-    for initial_value in (initial_hash(config, corpus_fingerprint), 0):
-        yield extend_hash(initial_value, old_dataset, 0, samples)
+    old_dataset = dataset
+    for fingerprint in FORMER_FINGERPRINTS:
+        if isinstance(dataset, StagedDataset):
+            old_dataset = dataset.with_former_ids(fingerprint)
+        yield extend_hash(initial_hash(config, fingerprint), old_dataset, 0, samples)
+    yield extend_hash(0, old_dataset, 0, samples)  # these ids are those of the oldest fingerprint
 
 
 def _split_selects_others(saved: Config, config: Config) -> bool:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megatron.config import Config
 from megatron.config.data_stages import Stage, StagedCorpora, parse_stages, prefixes_in, stages_as_json
+from megatron.config.fields import ConfigError
 from megatron.data.corpus_paths import parse_blend
 from megatron.data.fingerprints import content_fingerprint
 from megatron.ranks.agreement import raise_on_all_ranks
@@ -90,6 +91,9 @@ def join_stages(saved: Config, config: Config, samples: int, tokens: int, overri
         return stages_as_json(plans.saved), ""
     if not override:  # the comparison of the sample hashes refuses this start later
         return "", ""
+    for stage in current_split.future:
+        if _names_twice(stage):  # a stage, unlike --data-path, names each corpus once
+            raise ConfigError(f"{stage.name} names a corpus twice; name it once, with the sum of its weights")
     words = " ".join(current_split.future[0].words)
     text = stages_as_json(saved_split.past + current_split.future)
     return text, f"--override-data: a stage with {words} begins at sample {samples}"
@@ -106,14 +110,11 @@ def _stage_plans(saved: Config, config: Config, tokens: int) -> _StagePlans:
     """Return the stages of both settings, which begin at samples of `tokens` tokens.
 
     They name each corpus by one prefix, even if it has several prefixes, such as `a` and `./a`: by the first one in
-    `config`. Copies of a corpus have the same content, so they count as one corpus.
+    `config`. Copies of a corpus have the same content, so they count as one corpus, unless one stage reads several.
     """
     current = training_stages(config)
     saved_stages = training_stages(saved)
-    first_prefix: dict[str, str] = {}  # identity of a corpus -> its first prefix
-    canonical = {}
-    for prefix in prefixes_in([*current, *saved_stages]):
-        canonical[prefix] = first_prefix.setdefault(_corpus_identity(prefix), prefix)
+    canonical = _one_prefix_each([*current, *saved_stages])
 
     def normalise(stages: Stages) -> Stages:
         return [stage.in_samples(tokens).replace_prefixes(canonical.__getitem__) for stage in stages]
@@ -121,8 +122,25 @@ def _stage_plans(saved: Config, config: Config, tokens: int) -> _StagePlans:
     return _StagePlans(normalise(saved_stages), normalise(current))
 
 
+def _one_prefix_each(stages: Stages) -> dict[str, str]:
+    """Return prefix -> first prefix of the same corpus; copies that share a stage keep different prefixes."""
+    copies: dict[str, list[str]] = {}  # identity of a corpus -> prefixes in use for it
+    canonical: dict[str, str] = {}
+    for prefix in prefixes_in(stages):
+        names = copies.setdefault(_corpus_identity(prefix), [])
+        beside: set[str | None] = set()  # prefixes of the other corpora of its stages
+        for stage in stages:
+            members = prefixes_in([stage])
+            if prefix in members:
+                beside.update(map(canonical.get, members))
+        if beside.issuperset(names):
+            names.append(prefix)
+        canonical[prefix] = next(name for name in names if name not in beside)
+    return canonical
+
+
 def _corpus_identity(prefix: str) -> str:
-    return content_fingerprint(prefix) if to_path(f"{prefix}.idx").is_file() else prefix
+    return content_fingerprint(prefix) if _corpus_exists(prefix) else prefix
 
 
 def _corpus_exists(prefix: str) -> bool:
@@ -136,10 +154,11 @@ def _corpus_exists(prefix: str) -> bool:
 
 def _is_unreadable(stage: Stage) -> bool:
     """Return whether a run cannot read on after this stage: a corpus is gone, or is in the blend twice."""
-    prefixes = [prefix for _, prefix in stage.blend]
-    if len(set(prefixes)) < len(prefixes):
-        return True
-    return not all(map(_corpus_exists, prefixes))
+    return _names_twice(stage) or not all(map(_corpus_exists, prefixes_in([stage])))
+
+
+def _names_twice(stage: Stage) -> bool:
+    return len(prefixes_in([stage])) < len(stage.blend)
 
 
 def describe_difference(saved: Config, config: Config, samples: int, tokens: int) -> str:

@@ -1,11 +1,12 @@
 """Lookup of the newest checkpoint in a folder or a run directory."""
 
+import os
 import re
 from pathlib import Path
 
 from ..atomic import why_missing
 from ..json_text import read_json
-from ..storage import RemotePath, to_path
+from ..storage import RemotePath, is_url, to_path
 from .checksums import BLAKE3, SHA256
 from .files import INDEX, CheckpointError, is_checkpoint, sums_file
 
@@ -91,12 +92,22 @@ def _refuse_missing_pointer(pointer: Path) -> None:
 
 
 def save_folder_of(run_dir: Path) -> Path | None:
-    """Return the place of --save that the settings in a run directory name; None without --save or settings."""
+    """Return the place of --save that the settings in a run directory name; None without --save or settings.
+
+    If it was inside a run directory that has moved, it has moved, too.
+    """
     if isinstance(run_dir, RemotePath):
         return None
     try:
-        saved = read_json(run_dir / "config.json", dict)["checkpoint"]["save"]
-        return to_path(saved) if saved else None
+        settings = read_json(run_dir / "config.json", dict)
+        saved = settings["checkpoint"]["save"]
+        if not saved:
+            return None
+        old_run_dir = settings.get("log", {}).get("run_dir")
+        if old_run_dir and not is_url(saved):
+            inside = os.path.relpath(saved, old_run_dir)  # begins with .. if it is not inside
+            return to_path(saved) if inside.startswith("..") else run_dir / inside
+        return to_path(saved)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -104,17 +115,14 @@ def save_folder_of(run_dir: Path) -> Path | None:
 def find_checkpoint(load: str) -> Path:
     """Return the checkpoint at `load`, or the newest checkpoint if `load` is a run directory or a checkpoint folder.
 
-    The checkpoints of a run directory may lie elsewhere, where the run's --save put them.
+    The checkpoints of a run directory may lie elsewhere, where the run's --save put them. Older ones that an earlier
+    start without --save has left in the run directory then do not count.
     """
     base = to_path(load)
-    folders = [base / "checkpoints", base]
-    save_folder = save_folder_of(base)
-    if save_folder:
-        folders.append(save_folder)
-    for folder in folders:
-        if sums_file(folder).is_file() or (folder / INDEX).is_file():  # --load names the checkpoint itself
-            return folder
-        path = latest_checkpoint(folder)
+    if sums_file(base).is_file() or (base / INDEX).is_file():  # --load names the checkpoint itself
+        return base
+    for folder in (save_folder_of(base), base / "checkpoints", base):
+        path = latest_checkpoint(folder) if folder else None
         if path:
             return path
     raise CheckpointError(f"--load {load} holds no checkpoint")

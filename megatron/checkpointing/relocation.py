@@ -10,14 +10,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..atomic import atomic_file, atomic_folder, copy_file
+from ..atomic import atomic_file, atomic_folder, copy_file, remove
 from ..config import Config
 from ..config.data_stages import replace_prefixes
 from ..data.corpora import renamed
 from ..storage import RemotePath, is_url
-from ..tokenizer.load import find_vocab_file, has_vocab_file
+from ..tokenizer.load import VOCAB_FILES, find_vocab_file, has_vocab_file
 from ..tokenizer.sibling_files import (
     GENERATION,
     MORE_TEMPLATES,
@@ -36,11 +37,18 @@ COMPANION_FILES = ("merges.txt", "gpt2-merges.txt", SETTINGS, *TOKEN_FILES, TEMP
 def copy_tokenizer(vocab_file: str, home: Path) -> None:
     """Copy a tokenizer's files into `home`/tokenizer, with chat templates, special token ids and generation settings.
 
+    If the folder has another tokenizer, all of its files are replaced.
     Raises OSError, and ValueError if a JSON file of the tokenizer is invalid.
     """
     source = find_vocab_file(vocab_file)
     folder = home / TOKENIZER_FOLDER
     if folder.resolve() == source.resolve().parent:  # the run already uses the copy
+        return
+    if folder.exists() and not holds_only(source, folder):
+        with TemporaryDirectory(prefix="tokenizer.", suffix=".tmp", dir=home) as fresh:
+            copy_tokenizer(vocab_file, Path(fresh))
+            remove(folder)
+            (Path(fresh) / TOKENIZER_FOLDER).rename(folder)
         return
     folder.mkdir(exist_ok=True)
     for path in (source, *(source.with_name(name) for name in COMPANION_FILES)):
@@ -52,6 +60,15 @@ def copy_tokenizer(vocab_file: str, home: Path) -> None:
     for path in templates:
         copy_file(path, folder / MORE_TEMPLATES / path.name)
     copy_special_tokens(source, home)
+
+
+def holds_only(source: Path, folder: Path) -> bool:
+    """Return whether a folder has a copy of the tokenizer's file `source`, and no file of another tokenizer."""
+    for name in VOCAB_FILES:
+        if name != source.name and (folder / name).is_file():
+            return False
+    kept = folder / source.name
+    return kept.is_file() and kept.read_bytes() == source.read_bytes()
 
 
 def copy_folder(source: Path, target: Path) -> None:

@@ -6,6 +6,8 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
+from math import isinf
 from typing import NamedTuple
 
 _NUMBER = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:e\d+)?)(?P<suffix>[kmbt]?)(?P<unit>_samples|_tokens)?", re.IGNORECASE)
@@ -43,14 +45,18 @@ def parse_entries(text: str) -> list[Entry]:
 
 
 def _parse_count(match: "re.Match[str]") -> int:
-    return int(float(match["number"]) * _SUFFIXES[match["suffix"].lower()])
+    number = match["number"]
+    if isinf(float(number)):  # such as 1e400, or an exponent that no memory could hold as an integer
+        raise ValueError(f"{number} is too large")
+    # As a float, 4.1 x 10**6 would lie just below 4,100,000.
+    return int(Decimal(number) * _SUFFIXES[match["suffix"].lower()])
 
 
 def schedule_problem(text: str) -> str | None:
     """Return an error text if `text` is not a schedule of the global batch size, else None."""
     try:
         parse_entries(text)
-    except (ValueError, OverflowError):  # such as 1e400
+    except ValueError:
         return INVALID_SCHEDULE
     return None
 

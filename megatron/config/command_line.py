@@ -5,6 +5,7 @@ Precedence: defaults < `--config FILE` < flags. If a flag is given several times
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import Field, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -36,7 +37,8 @@ def parse(
     """Return the configuration that the arguments `argv` describe.
 
     defaults: settings whose defaults the entry script overrides, with their values.
-    ranks: world size, on which the translation of some flags of other frameworks depends; --dry-run replaces it.
+    ranks: world size, on which the translation of some flags of other frameworks depends; --dry-run replaces it. 0 if
+    it is unknown: the run is taken to have one replica.
     notify: function that is called with each note, e.g. on how a flag of another framework was translated.
     Raises ConfigError with one sentence, or one line per invalid argument.
     """
@@ -48,13 +50,15 @@ def parse(
     cli = new_source(flags.settings, flags.foreign)
     cli.translate_all(flags.foreign)
     values, dropped_notes = merge(sources, cli)
-    ranks = values.get("dry_run") or ranks
     problems = unknown_arguments(flags.unknown)
     for source in sources:
         notes += [f"{source.where}: {note}" for note in source.notes]
         problems += [f"{source.where}: {problem}" for problem in source.problems]
     try:
-        config = cli.apply_deferred(with_values(Config(), values), ranks, with_values)
+        # Deferred flags may complete a valid combination of settings, so it is checked after them.
+        config = with_values(Config(), values, checked=False)
+        ranks = values.get("dry_run") or ranks or config.parallel.fewest_ranks
+        config = replace(cli.apply_deferred(config, ranks, partial(with_values, checked=False)))
         config = config.with_batches(ranks)
         cli.problems += _command_line_problems(config, (defaults or {}).get("family"))
     except ConfigError as error:
@@ -119,13 +123,20 @@ def _command_line_problems(config: Config, script_family: str | None) -> list[st
     return [*problems, *location_problems(config)]
 
 
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return a copy of `config` with the given values; `values` maps names of settings, without section, to values."""
+def with_values(config: Config, values: Mapping[str, Any], checked: bool = True) -> Config:
+    """Return a copy of `config` with the given values; `values` maps names of settings, without section, to values.
+
+    checked: check combinations of settings of several sections, and raise ConfigError.
+    """
     by_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         by_section.setdefault(HOME[name], {})[name] = value
     changed = {name: replace(getattr(config, name), **section_values) for name, section_values in by_section.items()}
-    return replace(config, **changed)
+    if checked:
+        return replace(config, **changed)
+    result = copy(config)
+    vars(result).update(changed)
+    return result
 
 
 def from_file(path: str) -> Config:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 import tds
 
 from .conflicts import compile_conflicts, own_reduction_conflicts, zero_conflicts
-from .ds_file import PASSED_KEYS, REDUCTION_KEYS, batch_sizes, read_file, reconcile_values
+from .ds_file import PASSED_KEYS, REDUCTION_KEYS, batch_sizes, enabled_formats, read_file, reconcile_values
 from .fields import raise_first_problem
 from .sections import Config
 
 if TYPE_CHECKING:
     from .param_groups import ParamRule
+
+__all__ = ["Resolved", "batch_sizes", "enabled_formats", "read_file", "resolve"]
 
 
 @dataclass(frozen=True)

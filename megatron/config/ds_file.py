@@ -121,9 +121,7 @@ def _normalize_section(key: str, value: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         example = SECTION_EXAMPLES.get(key, ENABLED_EXAMPLE)
         raise ConfigError(f"{path}: {key!r} must be an object, such as {example}, not {format_value(value)}")
-    section = {name: setting for name, setting in value.items() if setting is not None}
-    if section.get("enabled") == "auto":
-        del section["enabled"]
+    section = {name: setting for name, setting in value.items() if setting not in ("auto", None)}
     if not isinstance(section.get("enabled", False), bool):
         raise ConfigError(f"{path}: in {key!r}, 'enabled' must be true or false")
     return section
@@ -150,7 +148,7 @@ def reconcile_values(config: Config, content: dict[str, Any], world_size: int) -
     """Return the values of the file with the content `content`. Raises ConfigError if a flag contradicts one."""
     path = ds_file_path(config)
     notes = _note_batch_sizes(config, content, world_size)
-    enabled = [name for name in ("fp16", "bf16") if content.get(name, {}).get("enabled") is True]
+    enabled = enabled_formats(content)
     if len(enabled) == 2:
         raise ConfigError(f"{path} enables both fp16 and bf16; keep one")
     precision = enabled[0] if enabled else None
@@ -159,8 +157,6 @@ def reconcile_values(config: Config, content: dict[str, Any], world_size: int) -
             f"{path} enables {precision}, but --precision is {config.train.precision}; change one of them"
         )
     zero_stage = content.get("zero_optimization", {}).get("stage")
-    if zero_stage == "auto":
-        zero_stage = None
     _require_equal("ZeRO stage", zero_stage, "--zero-stage", config.parallel.zero_stage, path)
     clip_grad = content.get("gradient_clipping")
     # The first argument begins the message "FILE sets gradient_clipping = 1.0, but --clip-grad is 0.5".
@@ -170,6 +166,16 @@ def reconcile_values(config: Config, content: dict[str, Any], world_size: int) -
     if log_interval is not None and interval not in (None, log_interval):
         notes.append(f"{path} sets steps_per_print = {interval}, but --log-interval {log_interval} overrides it")
     return FileValues(precision, zero_stage, clip_grad, interval, notes)
+
+
+def enabled_formats(content: Mapping[str, Any]) -> list[str]:
+    """Return the 16-bit number formats that a file with the content `content` enables."""
+    enabled = []
+    for name in ("fp16", "bf16"):
+        section = content.get(name)
+        if section is True or (isinstance(section, dict) and section.get("enabled") is True):
+            enabled.append(name)
+    return enabled
 
 
 def ds_file_path(config: Config) -> str:

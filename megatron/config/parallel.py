@@ -1,5 +1,6 @@
 """Settings of the parallel layout; the other sections are in `sections.py`."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,18 @@ class ParallelConfig(Section):
     def stages(self) -> int:
         """Number of pipeline stages; 1 without a pipeline."""
         return max(self.pipe_parallel_size, 1)
+
+    @property
+    def chunks(self) -> int:
+        """Number of groups of layers on each stage; a single stage has nothing to interleave."""
+        return self.virtual_pipeline_size if self.stages > 1 else 1
+
+    @property
+    def fewest_ranks(self) -> int:
+        """Number of ranks of one replica of the model, the smallest number with which a run can start."""
+        # The replicas times the context-parallel ranks must be a multiple of both sizes.
+        data_ranks = math.lcm(self.context_parallel_size, self.expert_parallel_size)
+        return self.stages * self.model_parallel_size * data_ranks
 
     def data_parallel_size(self, world_size: int) -> int:
         """Return the number of data-parallel replicas.

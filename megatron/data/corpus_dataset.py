@@ -1,5 +1,6 @@
 """Base classes of data sets: samples of one corpus in a certain order, and a wrapper around another data set."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -7,9 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from .sample_order import Piece, SampleOrder
+from .sample_order import RELEASE_INTERVAL, Piece, SampleOrder
 
 if TYPE_CHECKING:
+    from .indexed_dataset import IndexedDataset
     from .packing import PackedOrder
 
 
@@ -23,6 +25,7 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
     prefix = ""
     documents: range
     order: "SampleOrder | PackedOrder"
+    _documents_read = 0  # documents read since the last refresh
 
     @property
     def samples_per_epoch(self) -> int:
@@ -37,6 +40,14 @@ class CorpusDataset(Dataset[dict[str, Tensor]]):
         """Return (document, first token, last token + 1) of each document in sample n, in order."""
         first = self.documents.start
         return [(first + document, start, stop) for document, start, stop in self.order.pieces(int(n))]
+
+    def refresh_after(self, documents: int, files: "Iterable[IndexedDataset]") -> None:
+        """Count `documents` documents as read; refresh `files` after every RELEASE_INTERVAL documents."""
+        self._documents_read += documents
+        if self._documents_read > RELEASE_INTERVAL:
+            self._documents_read = 0
+            for each in files:
+                each.refresh()
 
     def containing(self, documents: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         """Return the numbers of the samples of an epoch that contain tokens of `documents`, in ascending order."""

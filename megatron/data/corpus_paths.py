@@ -1,12 +1,14 @@
 """The words of --data-path and related flags: blends of corpora, and named validation and test sets."""
 
+import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ..config.data_stages import Stage, StagedCorpora, prefixes_in
-from ..storage import to_path
+from ..storage import is_url, to_path
 from .indexed_dataset import DatasetError
 from .splits import PARTS
 
@@ -33,10 +35,25 @@ def parse_blend(words: str | Words) -> list[tuple[str | None, str]]:
         return [(None, part) for part in parts]
     weights = parts[::2]
     prefixes = parts[1::2]
-    are_positive = all(_is_number(weight) and float(weight) > 0 for weight in weights)
+    are_positive = all(_is_number(weight) and 0 < float(weight) < math.inf for weight in weights)
     if len(weights) != len(prefixes) or not are_positive:
-        raise DatasetError(f"{argument} must be pairs of a positive weight and a prefix, as in 0.7 a 0.3 b")
+        raise DatasetError(f"{argument} must be pairs of a positive, finite weight and a prefix, as in 0.7 a 0.3 b")
     return list(zip(weights, prefixes, strict=True))
+
+
+def _parse_distinct(words: str | Words) -> list[tuple[str | None, str]]:
+    """Return `parse_blend(words)`. Raises DatasetError if a corpus occurs twice: each sample would come twice.
+
+    `parse_blend` accepts such a blend because old checkpoints may contain it.
+    """
+    blend = parse_blend(words)
+    seen: set[str] = set()
+    for _, prefix in blend:
+        path = prefix if is_url(prefix) else os.path.normpath(prefix)
+        if path in seen:
+            raise DatasetError(f"the blend names {prefix} twice; name it once, with the sum of its weights")
+        seen.add(path)
+    return blend
 
 
 def renamed(word: str, change: Callable[[str], str]) -> str:
@@ -116,7 +133,7 @@ def corpus_uses(paths: Paths) -> Iterator[CorpusUse]:
         # Each stage has weights of its own.
         yield CorpusUse(("train",), "", None, prefix, is_split=isinstance(paths, StagedCorpora))
     if isinstance(paths, StagedCorpora):
-        for weight, prefix in parse_blend(paths.held_out or ()):  # they give validation and test data
+        for weight, prefix in _parse_distinct(paths.held_out or ()):  # they give validation and test data
             yield CorpusUse(PARTS[1:], "", weight, prefix, is_split=True)
     elif isinstance(paths, Mapping):
         for part in PARTS:
@@ -124,13 +141,13 @@ def corpus_uses(paths: Paths) -> Iterator[CorpusUse]:
             if not isinstance(words, StagedCorpora):  # the corpora of stages are already done
                 yield from _uses_of_part(words, part)
     else:
-        for weight, prefix in parse_blend(paths):
+        for weight, prefix in _parse_distinct(paths):
             yield CorpusUse(PARTS, "", weight, prefix, is_split=True)
 
 
 def _uses_of_part(words: Words, part: str) -> Iterator[CorpusUse]:
     for name, blend in parse_named_sets(words, part).items():
-        for weight, prefix in parse_blend(blend):
+        for weight, prefix in _parse_distinct(blend):
             yield CorpusUse((part,), name, weight, prefix, is_split=False)
 
 

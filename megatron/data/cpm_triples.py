@@ -48,6 +48,20 @@ class CPMTripleDataset(T5Samples):
         contexts = self.parts["context"]
         sizes = partial(contexts.document_sizes, documents)
         self.order = SampleOrder(sizes, encoder, seed, part, overlap=0, folder=contexts.orders_folder)
+        self._check_sentinels(prefix)
+
+    def _check_sentinels(self, prefix: str) -> None:
+        """Raise DatasetError if the sentinels of the first document do not begin at the size of the vocabulary."""
+        context = self._document_part("context", self.documents.start)
+        found_sentinels = context[context >= self.first_id]
+        num_spans = len(self._document_part("target_offset", self.documents.start)) // 2
+        # A document with a span has its sentinel, so at least one sentinel is expected.
+        num_expected = min(num_spans, max(len(found_sentinels), 1))
+        if not np.array_equal(found_sentinels, self.first_id + np.arange(num_expected)):
+            raise DatasetError(
+                f"{prefix}_context was masked with another tokenizer: its sentinels do not begin at {self.first_id}, "
+                f"the size of this tokenizer; pass the tokenizer of the corpus or preprocess again"
+            )
 
     def _document_part(self, name: str, document: int) -> Ids:
         begin, end = self.starts[name][document : document + 2]
@@ -60,7 +74,9 @@ class CPMTripleDataset(T5Samples):
         """
         for part in self.parts.values():
             part.check_not_shrunk()
-        for number, (document, start, end) in enumerate(self.pieces(n), 1):
+        pieces = self.pieces(n)
+        self.refresh_after(len(pieces), self.parts.values())
+        for number, (document, start, end) in enumerate(pieces, 1):
             target_tokens = self._document_part("target", document)
             offsets = self._document_part("target_offset", document).reshape(-1, 2)
             for token in self._document_part("context", document)[start:end].tolist():

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from ..storage import RemotePath, to_path
+from .cpm_masking import PARTS
 from .indexed_dataset import LOSS_SUFFIX
 
 END_BYTES = 1 << 16  # number of bytes hashed at the start and at the end of a file
@@ -21,8 +22,31 @@ def corpus_fingerprint(prefix: str) -> str:
 
     The hash covers the size, start and end of each .bin and .idx file of the corpus and of its loss mask, if any.
     """
+    return _hash_ends(_files_of(prefix, prefix + LOSS_SUFFIX))
+
+
+def content_fingerprint(prefix: str) -> str:
+    """Return a hash that identifies the corpus `prefix`, also if only its middle differs from another corpus.
+
+    The hash covers size, start, end and evenly spaced blocks of each file of the corpus and of its loss mask, if any.
+    If there is no such file, it covers those of the three pairs of a corpus that was masked during preprocessing.
+    """
+    files = _files_of(prefix, prefix + LOSS_SUFFIX) or _files_of(*(f"{prefix}_{part}" for part in PARTS))
+    return _hash_content(files)
+
+
+def former_content_fingerprint(prefix: str) -> str:
+    """Return the `content_fingerprint` of earlier versions, which is the same for all corpora of three pairs."""
+    return _hash_content(_files_of(prefix, prefix + LOSS_SUFFIX))
+
+
+# Checkpoints of earlier versions contain hashes with these fingerprints, the newest first.
+FORMER_FINGERPRINTS = (former_content_fingerprint, corpus_fingerprint)
+
+
+def _hash_ends(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for path in _files_of(prefix):
+    for path in files:
         size = path.stat().st_size
         with path.open("rb") as file:
             digest.update(f"{path.suffix} {size} ".encode() + file.read(END_BYTES))
@@ -31,13 +55,9 @@ def corpus_fingerprint(prefix: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def content_fingerprint(prefix: str) -> str:
-    """Return a hash that identifies the corpus `prefix`, also if only its middle differs from another corpus.
-
-    The hash covers what `corpus_fingerprint` covers, and evenly spaced blocks of each file.
-    """
-    digest = hashlib.sha256(corpus_fingerprint(prefix).encode())
-    for path in _files_of(prefix):
+def _hash_content(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256(_hash_ends(files).encode())
+    for path in files:
         last_start = max(path.stat().st_size - BLOCK_BYTES, 0)
         starts = np.linspace(0, last_start, BLOCK_COUNT).astype(np.int64)
         for block in _read_blocks(path, np.unique(starts).tolist()):
@@ -45,13 +65,10 @@ def content_fingerprint(prefix: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def _files_of(prefix: str) -> Iterator[Path]:
-    """Yield the .bin and .idx files of a corpus and of its loss mask that exist."""
-    for pair in (prefix, prefix + LOSS_SUFFIX):
-        for ending in (".bin", ".idx"):
-            path = to_path(pair + ending)
-            if path.is_file():
-                yield path
+def _files_of(*pairs: str) -> list[Path]:
+    """Return the .bin and .idx files of these pairs that exist."""
+    paths = [to_path(pair + ending) for pair in pairs for ending in (".bin", ".idx")]
+    return [path for path in paths if path.is_file()]
 
 
 def _read_blocks(path: Path, starts: Sequence[int]) -> Iterator[bytes]:

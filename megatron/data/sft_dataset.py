@@ -67,6 +67,7 @@ class Records:
             ends = starts + np.minimum(sizes, max_tokens)
             position = run.start - documents.start
             counts[position : position + len(run)] = targets_before[ends] - targets_before[np.minimum(starts + 1, ends)]
+            self.loss_flags.refresh()
         return counts
 
 
@@ -114,7 +115,9 @@ class SftDataset(CorpusDataset):
         corpus.tokens.check_not_shrunk()
         corpus.loss_flags.check_not_shrunk()
         filled = 0
-        for number, record in enumerate(self.order.records(int(n)).tolist(), start=1):
+        records = self.order.records(int(n)).tolist()
+        self.refresh_after(len(records), (corpus.tokens, corpus.loss_flags))
+        for number, record in enumerate(records, start=1):
             document = self.documents[record]
             start = corpus.tokens.document_start(document)
             size = int(corpus.tokens.document_sizes(range(document, document + 1))[0])

@@ -7,7 +7,7 @@ up to n.
 
 import copy
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from ..config.data_stages import Stage
 from .blend import BlendedDataset
-from .fingerprints import content_fingerprint, corpus_fingerprint
+from .fingerprints import content_fingerprint
 from .indexed_dataset import DatasetError
 
 Ints = NDArray[np.int64]
@@ -44,7 +44,7 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
     stages: for each stage the number of its first sample, and index of a corpus -> weight.
     begins: number of the first sample of each stage.
     salts: for each corpus a number that `sample_ids` mixes into the ids of later stages, such as a hash of its content.
-    former_salts: those numbers of earlier versions, for `with_former_ids`.
+    prefixes: prefix of each corpus, for `with_former_ids`.
     Raises ValueError if the stages are not in order.
     """
 
@@ -53,10 +53,10 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
         datasets: Sequence[Any],
         stages: Sequence[tuple[int, dict[int, str]]],
         salts: Sequence[int] | None = None,
-        former_salts: Sequence[int] | None = None,
+        prefixes: Sequence[str] = (),
     ) -> None:
         self.datasets = list(datasets)
-        self._former_salts = former_salts
+        self._prefixes = prefixes
         # A salt may use all 64 bits, but ids are int64, so its bits are read as a signed number.
         self._salts = np.array(salts or [0] * len(datasets), np.uint64).astype(np.int64)
         self.plan = getattr(datasets[0], "plan", None)  # T5 only: sequence lengths, the same for all data sets
@@ -74,11 +74,14 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
             blend = BlendedDataset([self.datasets[i] for i in members], list(weights.values()))
             self._stages.append(_StageBlend(begin, members, blend, read_before))
 
-    def with_former_ids(self) -> "StagedDataset":
-        """Return a copy whose `sample_ids` are those of earlier versions, whose checkpoints contain hashes of them."""
+    def with_former_ids(self, fingerprint: Callable[[str], str]) -> "StagedDataset":
+        """Return a copy whose `sample_ids` are those of an earlier version, whose checkpoints contain hashes of them.
+
+        fingerprint: function by which that version made the salts; one of FORMER_FINGERPRINTS.
+        """
         former = copy.copy(self)
-        if self._former_salts is not None:
-            former._salts = np.array(self._former_salts, np.uint64).astype(np.int64)
+        if self._prefixes:
+            former._salts = np.array(_salts_of(self._prefixes, fingerprint), np.uint64).astype(np.int64)
         return former
 
     def _stage_index(self, n: int) -> int:
@@ -139,6 +142,10 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
         return self._stages[0].blend.samples_per_epoch
 
 
+def _salts_of(prefixes: Sequence[str], fingerprint: Callable[[str], str]) -> list[int]:
+    return [int(fingerprint(prefix), 16) for prefix in prefixes]
+
+
 def build_staged(trained: Mapping[str, Any], stages: Sequence[Stage], tokens: int) -> StagedDataset:
     """Return the training data set of `stages`.
 
@@ -153,9 +160,9 @@ def build_staged(trained: Mapping[str, Any], stages: Sequence[Stage], tokens: in
             # Without weights, the corpora are mixed in proportion to their sizes.
             weights[index_of[prefix]] = weight or str(trained[prefix].samples_per_epoch)
         blends.append((stage.in_samples(tokens).begin, weights))
-    salts = [int(content_fingerprint(prefix), 16) for prefix in trained]
-    former_salts = [int(corpus_fingerprint(prefix), 16) for prefix in trained]
+    prefixes = list(trained)
+    salts = _salts_of(prefixes, content_fingerprint)
     try:
-        return StagedDataset(list(trained.values()), blends, salts, former_salts)
+        return StagedDataset(list(trained.values()), blends, salts, prefixes)
     except ValueError as error:
         raise DatasetError(f"--data-stages: {error}; a sample has {tokens} tokens") from None

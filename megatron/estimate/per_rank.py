@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 
 from tds.bucket_launch import BUCKET_BYTES, BYTES_PER_REPLICA
 from tds.schedule import BackwardInput, Forward
@@ -165,13 +166,13 @@ class _StepMemory:
         gas = config.train.gas
         # Without a pipeline, a backward pass follows each forward pass, as in 1f1b on a single stage.
         name = p.pipeline_schedule if p.pipe_parallel_size else "1f1b"
-        schedule = name, p.pipeline_extra_warmup, p.virtual_pipeline_size, stage.number, p.stages, gas
+        schedule = name, p.pipeline_extra_warmup, p.chunks, stage.number, p.stages, gas
         num_in_flight = in_flight(*schedule)
         self.weights, self.gradients, self.optimizer = state_bytes(stage.count, config, resolved, replicas)
-        self.has_earlier_gradients = gas > num_in_flight / p.virtual_pipeline_size
+        self.has_earlier_gradients = gas > num_in_flight / p.chunks
         self.held_gradients = self.gradients if self.has_earlier_gradients or self._gradients_stay() else 0.0
         micro_batch_bytes = kept_bytes(self.shapes, self.layers)
-        self.kept_activations = num_in_flight * micro_batch_bytes / p.virtual_pipeline_size
+        self.kept_activations = num_in_flight * micro_batch_bytes / p.chunks
         self.kept_activations += shared_table_bytes(self.shapes, self.layers)
         deferred_grads = deferred_grad_bytes(self.shapes, self.layers)
         _, num_deferred_early = peak_in_flight(Forward, *schedule)
@@ -180,7 +181,7 @@ class _StepMemory:
         deferred_in_flight, num_deferred = peak_in_flight(BackwardInput, *schedule) if stage.number else (0, 0)
         self.deferred_activations = deferred_in_flight * micro_batch_bytes + num_deferred * deferred_grads
         self.communication = _communication(stage, config, resolved, replicas, self.shapes, num_in_flight)
-        passes = in_flight(*schedule, chunk=p.virtual_pipeline_size - 1)  # of the last chunk, which has the head
+        passes = in_flight(*schedule, chunk=p.chunks - 1)  # of the last chunk, which has the head
         self.has_head = self.layers[-1].name == "head"
         self.logits, self.loss_temporaries = logits_bytes(self.shapes) if self.has_head else (0.0, 0.0)
         # The passes before the last one wait for their backward passes. Logits in chunks have left only gradients.
@@ -375,15 +376,16 @@ def stage_memory(stage: Stage, config: Config, resolved: Resolved, replicas: int
 
 
 def _turning_points(layers: Sequence[Layer]) -> list[int]:
-    """Return the indices of the first and the last layer of each run of equal transformer layers.
+    """Return the ends of the first and the last run of each kind of transformer layers (with experts or without).
 
-    Between them, activations and gradients change steadily, so memory peaks at one of them.
+    In a run of equal layers, activations and gradients change steadily, so memory peaks at one of its ends.
     """
-    indices_by_class: dict[type, list[int]] = {}
-    for index, layer in enumerate(layers):
-        if layer.repeated:
-            indices_by_class.setdefault(layer.cls, []).append(index)
-    return [index for indices in indices_by_class.values() for index in (indices[0], indices[-1])]
+    ends_by_kind: dict[tuple[type, bool], list[int]] = {}
+    for kind, indices in groupby(range(len(layers)), key=lambda index: (layers[index].cls, layers[index].routes)):
+        run = list(indices)
+        if layers[run[0]].repeated:
+            ends_by_kind.setdefault(kind, []).extend((run[0], run[-1]))
+    return sorted({index for ends in ends_by_kind.values() for index in (*ends[:2], *ends[-2:])})
 
 
 def rank_memory(

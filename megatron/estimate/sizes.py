@@ -11,7 +11,7 @@ from tds.timetable import max_in_flight
 from ..config import Config, ModelConfig
 from ..config.fields import ConfigError
 from ..config.parallel import uses_sequence_parallel
-from ..model.cuts import balanced_cuts
+from ..model.cuts import balanced_cuts, listed_cuts
 from ..model.gpt2_layers import gpt2_layers, vocab_size_of
 from ..model.layers import Layer
 from ..model.work import sample_lengths
@@ -237,7 +237,7 @@ def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
     built model.
     """
     p = config.parallel
-    num_chunks = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1
+    num_chunks = p.stages * p.chunks
     if num_chunks == 1:
         return [0, len(layers)]
     if num_chunks > len(layers):
@@ -248,8 +248,9 @@ def cuts_of(layers: Sequence[Layer], config: Config) -> list[int]:
     if p.partition_method == "balanced":
         works = tuple((layer.work, layer.repeated) for layer in layers)
         return list(_balanced_cuts(works, num_chunks, bool(config.recomputed_layers)))
-    if p.partition_method.replace(",", "").isdigit():  # a list such as 0,4,8
-        return [*map(int, p.partition_method.split(",")), len(layers)]
+    cuts = listed_cuts(p.partition_method, num_chunks, len(layers))
+    if cuts:
+        return cuts
     raise ValueError(
         f"--partition-method {p.partition_method} needs the built model; for an estimate, use balanced or list the "
         "first layer of each stage, such as 0,4,8"

@@ -5,6 +5,8 @@ can be compared between tokenizers.
 """
 
 import math
+import sys
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ..ranks.rank_0 import is_rank_0
@@ -19,7 +21,9 @@ class BitsPerByte(Feature):
 
     def start(self, run: "Run") -> None:
         self._run = run
-        self._bytes_per_target: dict[str, dict[str, float]] = {}  # by data set, see `bytes_per_target`
+        self._first_sample = run.state.consumed_samples
+        # (data set, first sample of a stage) -> result of `bytes_per_target`
+        self._bytes_per_target: dict[tuple[str, int], dict[str, float]] = {}
 
     def extend(self, row: dict[str, Any]) -> None:
         """Add `bits_per_byte` to a row with a loss, if the samples of its data set show the bytes of their targets."""
@@ -27,11 +31,22 @@ class BitsPerByte(Feature):
             return
         # The split is `train`, or `train/wiki` for the corpus wiki. The name "" stands for the whole data set.
         part, _, name = row["split"].partition("/")
-        if part not in self._bytes_per_target:
-            from .target_bytes import bytes_per_target
-
-            self._bytes_per_target[part] = bytes_per_target(self._run, part)
-        target_bytes = self._bytes_per_target[part].get(name)
+        target_bytes = self._known_bytes(part).get(name)
         if target_bytes:
             # From nats per target to bits per target to bits per byte.
             row["bits_per_byte"] = row["lm_loss"] / math.log(2) / target_bytes
+
+    def _known_bytes(self, part: str) -> dict[str, float]:
+        """Return the bytes of a target by name, in the data stages that this run has read; the last stage wins."""
+        from .target_bytes import bytes_per_target
+
+        begins = getattr(self._run.datasets[0], "begins", [0]) if part == "train" else [0]
+        known: dict[str, float] = {}
+        for begin, end in pairwise([*begins, sys.maxsize]):
+            if end <= self._first_sample or 0 < begin >= self._run.state.consumed_samples:
+                continue
+            if (part, begin) not in self._bytes_per_target:
+                self._bytes_per_target[part, begin] = bytes_per_target(self._run, part, range(begin, end))
+            # A row may still have the loss of a corpus that only an earlier stage reads.
+            known |= self._bytes_per_target[part, begin]
+        return known

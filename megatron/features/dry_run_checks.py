@@ -57,7 +57,7 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
     initialize_megatron(local_config)
     config, tokenizer, run_dir = prepare_settings(task, config, f"runs/{task.name}")
     local_config = with_values(local_config, {"vocab_size": config.model.vocab_size})
-    publish(local_config, tokenizer, Timers(device))
+    publish(local_config, tokenizer, Timers(device), resolved.precision)
     layout = config.parallel
     print_rank_0(
         f"dry run of {ranks:,} ranks: data {replicas} x pipe {layout.stages} x model {layout.model_parallel_size} x "

@@ -128,8 +128,8 @@ def local_tasks(path: Path) -> list[str]:
     Raises ValueError if there is none, and OSError.
     """
     files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
-    # The name after `task:`, without quotes and without a comment that follows it.
-    lines = [re.search(r"^task:\s*[\"']?([^\s\"'#]+)", file.read_text(encoding="utf-8"), re.M) for file in files]
+    # The name after `task:`, without quotes and without a comment that follows it. A group has a list there instead.
+    lines = [re.search(r"^task:[ \t]*[\"']?([^\s\"'#\[]+)", file.read_text(encoding="utf-8"), re.M) for file in files]
     names = [line.group(1) for line in lines if line]
     if not names:
         raise ValueError(f"{path} has no lm-eval task: a YAML file of a task has a line `task: NAME`")

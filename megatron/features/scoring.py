@@ -5,7 +5,6 @@ Each token is scored once. A text that is longer than the context window is scor
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -125,7 +124,8 @@ def read_cloze(path: str, tokenizer: Tokenizer, max_length: int) -> list[Request
     """
     requests = []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        with open(path, encoding="utf-8") as file:  # `splitlines` would also split at U+2028, which a text may contain
+            lines = file.readlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is {why_unreadable(error)}") from None
     for number, line in enumerate(lines, start=1):

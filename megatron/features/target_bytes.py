@@ -20,9 +20,10 @@ MAX_SAMPLES = 5_000
 Counts = defaultdict[str, list[int]]  # name -> [bytes, targets]
 
 
-def bytes_per_target(run: Run, part: str) -> dict[str, float]:
+def bytes_per_target(run: Run, part: str, samples: range) -> dict[str, float]:
     """Return the mean bytes of a target of `train`, `valid` or `test`, under "", and of each named set or corpus.
 
+    samples: numbers of the samples of each data set, of which the first ones are counted.
     The result is empty if there is no such data set, or if its samples have a form that is not known.
     """
     dataset = run.datasets[PARTS.index(part)] if part in PARTS else None
@@ -35,7 +36,7 @@ def bytes_per_target(run: Run, part: str) -> dict[str, float]:
     counts: Counts = defaultdict(lambda: [0, 0])
     with keep_random_state():
         for name, each in named.items():
-            _count_dataset(each, name, corpora, run.tokenizer, counts)
+            _count_samples(_samples(each, samples), name, corpora, run.tokenizer, counts)
     means = {}
     for name, (size, targets) in counts.items():
         if targets:
@@ -43,13 +44,15 @@ def bytes_per_target(run: Run, part: str) -> dict[str, float]:
     return means
 
 
-def _count_dataset(dataset: Any, name: str | None, corpora: list[str], tokenizer: Tokenizer, counts: Counts) -> None:
+def _count_samples(
+    samples: Iterator[Mapping[str, Any]], name: str | None, corpora: list[str], tokenizer: Tokenizer, counts: Counts
+) -> None:
     """Add the bytes and targets of the first samples to counts[""], and to those of the set or of each corpus.
 
     name: of a named data set, else None. corpora: names by the number that a sample of several corpora has.
     """
     seen = 0
-    for sample in _samples(dataset):
+    for sample in samples:
         size, targets = bytes_of_targets(sample, tokenizer)
         corpus = name
         if corpus is None and CORPUS_KEY in sample:
@@ -63,9 +66,9 @@ def _count_dataset(dataset: Any, name: str | None, corpora: list[str], tokenizer
             return
 
 
-def _samples(dataset: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the first samples of a data set, which may be endless; none if they are not mappings."""
-    for index in range(MAX_SAMPLES):
+def _samples(dataset: Any, samples: range) -> Iterator[Mapping[str, Any]]:
+    """Yield the first of the numbered samples of a data set, which may be endless; none if they are not mappings."""
+    for index in samples[:MAX_SAMPLES]:
         try:
             sample = dataset[index]
         except IndexError:

@@ -74,16 +74,19 @@ def is_local(path: Path) -> bool:
     file_system = ""
     most_parts = -1
     try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        with open("/proc/self/mountinfo", "rb") as file:
+            lines = file.readlines()
     except OSError:
         return False
     for line in lines:
         # For example `36 35 98:0 / /mnt/data rw - ext4 /dev/sda1 rw`: the mount point, and after the dash the type.
-        mount_fields, _, type_fields = line.partition(" - ")
-        mount = Path(mount_fields.split()[4].encode().decode("unicode_escape"))  # mountinfo escapes a space as \040
+        mount_fields, _, type_fields = line.partition(b" - ")
+        # mountinfo escapes a space as \040. The other bytes of a name, such as those of Chinese characters, stay.
+        name = mount_fields.split(b" ")[4].decode("unicode_escape").encode("latin-1")
+        mount = Path(os.fsdecode(name))
         # The innermost mount counts; of two at the same place, the later one hides the other.
         if (mount == target or mount in target.parents) and len(mount.parts) >= most_parts:
-            file_system = type_fields.split()[0]
+            file_system = type_fields.split()[0].decode()
             most_parts = len(mount.parts)
     return file_system in LOCAL
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.fields import ConfigError
 from tds.layer_times import cut_by_time
 
 from .layers import Layer
@@ -18,10 +19,31 @@ def partition_method(layers: Sequence[Layer], config: Config) -> Any:
     p = config.parallel
     if p.partition_method == "measured":
         return "balanced"  # the name that tds has for this method
-    num_ranges = p.stages * p.virtual_pipeline_size if p.stages > 1 else 1  # chunks need a pipeline
+    num_ranges = p.stages * p.chunks
     if p.partition_method == "balanced" and len(layers) >= num_ranges:
         return balanced_cuts(layers, num_ranges, bool(config.recomputed_layers))
-    return p.partition_method
+    return listed_cuts(p.partition_method, num_ranges, len(layers)) or p.partition_method
+
+
+def listed_cuts(text: str, num_ranges: int, num_layers: int) -> list[int] | None:
+    """Return the start of each range, followed by the number of layers, from a list of --partition-method.
+
+    The list, such as 0,4 or 0,4,8, may omit the number of layers. Returns None if `text` is the name of a method.
+    Raises ConfigError for a list that does not divide the layers into `num_ranges` ranges.
+    """
+    if not text.replace(",", "").replace(" ", "").isdecimal():
+        return None
+    cuts = [int(word) for word in text.split(",") if word.strip()]
+    if num_ranges == 1:
+        cuts = [0]  # there is nothing to divide
+    if len(cuts) == num_ranges:
+        cuts.append(num_layers)
+    if len(cuts) != num_ranges + 1 or cuts[0] != 0 or cuts[-1] != num_layers or cuts != sorted(cuts):
+        raise ConfigError(
+            f"--partition-method {text} does not divide {num_layers} layers into {num_ranges} ranges: list the first "
+            f"layer of each range, {num_ranges} ascending numbers from 0"
+        )
+    return cuts
 
 
 def balanced_cuts(layers: Sequence[Layer], num_ranges: int, recomputed: bool) -> list[int]:

@@ -65,8 +65,20 @@ Steps = Sequence[tuple[Layer, Callable[[Any], Any]]]  # (layer, function that ca
 
 
 def global_names(layers: Sequence[Layer]) -> list[str]:
-    """Return the global name of each layer's module; layers that share a module have the name of the first of them."""
+    """Return the global name of each layer's module; layers that share a module have the name of the first of them.
+
+    Raises ValueError if two modules have the same name.
+    """
     first_names = {layer.tied: layer.name for layer in reversed(layers)}  # reversed: the first layer overwrites others
+    owners: dict[str, str | None] = {}  # global name -> key of the tied layers that have it, None for a single layer
+    for layer in layers:
+        name = first_names[layer.tied] if layer.tied else layer.name
+        key = layer.tied or None
+        if name in owners and (key is None or owners[name] != key):
+            raise ValueError(
+                f"two layers have the name {name!r}: rename one, or give both the same key tied= to share a module"
+            )
+        owners[name] = key
     return [first_names[layer.tied] if layer.tied else layer.name for layer in layers]
 
 

@@ -62,6 +62,8 @@ def _losses_over_ranks(logits: Tensor, real_rows: int, target: Tensor, axis: Axi
         own_max = real_logits.amax(dim=-1).to(dtype)
         for chunk in token_chunks(real_logits):
             max_prob[chunk] = torch.softmax(real_logits[chunk], dim=-1, dtype=dtype).amax(dim=-1)
+    # A rank may hold only masked logits of a token, minus infinity. Their softmax is NaN, but they contribute nothing.
+    max_prob.masked_fill_(own_max == -torch.inf, 1.0)
 
     max_logit = max_over_ranks(own_max, logits, axis)
     # max_prob is 1 / sum of exp(logit - own_max). So this is the rank's sum of exp(logit - max_logit).
@@ -138,6 +140,8 @@ def compute_losses(
         loss, log_z = _losses_on_one_rank(logits[:, :real_rows], local_ids, dtype)
     else:
         share, loss, log_z = _losses_over_ranks(logits, real_rows, ids_or_minus_1, axis)
+    # The logit of a target outside the vocabulary counts as 0, so that its loss is the same in every layout.
+    loss = torch.where((target >= 0) & (target < vocab_size), loss, log_z)
     if z_loss:
         share = share * (1 + 2 * z_loss * log_z)  # the gradient of (log Z)^2 is 2 log Z times the probabilities
     return loss, z_loss * log_z**2, LossState(share, max_logit, log_sum, local_ids, is_local, real_rows)
@@ -164,6 +168,10 @@ def logits_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: b
         softmax_out = result[chunk, :real_rows] if writes_directly else None
         chunk_grad = torch.softmax(logits[chunk, :real_rows], dim=-1, dtype=grad.dtype, out=softmax_out)
         chunk_grad *= (grad[chunk] * state.share[chunk]).unsqueeze(-1)
+        # Rows without a share may be NaN, see `_losses_over_ranks`. A mask would read all logits; finding the few rows
+        # that it selects would let the host wait for an accelerator.
+        no_share = state.share[chunk] == 0.0
+        chunk_grad[no_share.nonzero().squeeze(-1) if no_share.is_cpu else no_share] = 0.0
         target_grad = -(state.is_local[chunk] * grad[chunk])
         chunk_grad.scatter_add_(-1, state.target[chunk].unsqueeze(-1), target_grad.unsqueeze(-1))
         if not writes_directly:
@@ -208,7 +216,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of each token in nats, [...] in fp32 (fp64 for fp64 logits).
 
-    logits: [..., v/t], any float dtype, left unchanged. target: [...] ids < vocab_size.
+    logits: [..., v/t], any float dtype, left unchanged. target: [...] ids < vocab_size. The logit of a target outside
+    the vocabulary, such as -100, counts as 0: its loss is log Z in every layout. Give such tokens the weight 0.
     vocab_size: number of rows without padding; by default no row is padding.
     label_smoothing: weight of the uniform distribution over the vocabulary (Szegedy et al. 2016).
     Raises ValueError if logits and targets have different shapes, or if every rank has the logits of the whole

@@ -44,6 +44,8 @@ def fused_losses(logits: Tensor, real_rows: int, target: Tensor, axis: Axis) -> 
         # A rank that holds only padding must not raise the maximum: its largest logit is minus infinity.
         own_max = max_logit if real_rows else max_logit - torch.inf
         max_logit = max_over_ranks(own_max, logits, axis)
+        # The log sum of a token all of whose logits on this rank are minus infinity is NaN; they contribute nothing.
+        log_sum = log_sum.masked_fill(own_max == -torch.inf, 0.0)
         # Adding own_max - max_logit makes this rank's log sum relative to the maximum over all ranks.
         log_sum = reduce_in_place((own_max - max_logit + log_sum).exp(), axis).log()
     return loss_from_log_sum(real_logits, target, max_logit, log_sum, axis), max_logit, log_sum

@@ -22,7 +22,10 @@ def _schedule(config: Config) -> dict[str, Any]:
     schedule |= {f"lr_decay_{unit}": decay_end(config), f"lr_decay_{unused}": None}
     if o.lr_decay_style == "wsd":
         schedule["lr_wsd_decay_style"] = o.lr_wsd_decay_style
-        schedule |= {f"lr_wsd_decay_{unit}": wsd_decay_length(config), f"lr_wsd_decay_{unused}": None}
+        # A default decay that is longer than the rest of the schedule begins with the end of the warm-up.
+        longest = decay_end(config) - floor_share(o.warmup, decay_end(config))
+        length = min(wsd_decay_length(config), longest)
+        schedule |= {f"lr_wsd_decay_{unit}": length or None, f"lr_wsd_decay_{unused}": None}
     return schedule
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import resource
 import sys
 from collections.abc import Callable, Sequence
@@ -89,8 +90,10 @@ def use_flash_attention(impl: str, device: torch.device) -> None:
 
 
 def precision_note(device: torch.device, precision: str) -> str | None:
-    """Return a note for the user if fp32 matmuls on this CUDA device run without TF32, else None."""
+    """Return a note for the user if fp32 matmuls run without the TF32 that this CUDA device has, else None."""
     if precision != "fp32" or device.type != "cuda" or torch.backends.cuda.matmul.allow_tf32:
+        return None
+    if not has_fast_bf16(device):  # such devices, before Ampere, do not have TF32 either
         return None
     return (
         "fp32 matmuls run without TF32, which would be several times as fast; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 turns "
@@ -168,11 +171,12 @@ def keep_freed_memory(device: torch.device) -> None:
 _M_MMAP_MAX = -4  # constants of mallopt, from malloc.h
 _M_TRIM_THRESHOLD = -1
 
-# Part of the device's name -> peak dense bf16 TFLOP/s (V100: fp16) from the vendors' data sheets. The first part that
-# occurs in the name counts. On other devices, no MFU is reported.
+# Words of the device's name -> peak dense bf16 TFLOP/s (V100: fp16) from the vendors' data sheets, None if unknown. The
+# first words that occur in the name count. On other devices, no MFU is reported.
 PEAK_TFLOPS = {
-    "H100 PCIe": 756.0, "H100 NVL": 835.0, "GB200": 2500.0, "B200": 2250.0, "H200": 989.0, "H100": 989.0,
-    "A100": 312.0, "A800": 312.0, "H800": 989.0, "V100": 125.0,
+    "MIG": None, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H200 NVL": 835.0, "H800 PCIe": 756.0, "H800 NVL": None,
+    "V100-PCIE": 112.0, "V100-FHHL": None, "GB200": 2500.0, "B200": 2250.0, "GH200": 989.0, "H200": 989.0,
+    "H100": 989.0, "A100": 312.0, "A800": 312.0, "H800": 989.0, "V100S": 130.0, "V100": 125.0,
 }  # fmt: skip
 
 
@@ -182,4 +186,4 @@ def peak_tflops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     # The keys are in such an order that the first match counts, for example "H100 PCIe" before "H100".
-    return next((peak for key, peak in PEAK_TFLOPS.items() if key in name), None)
+    return next((peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), None)

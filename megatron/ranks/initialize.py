@@ -30,8 +30,17 @@ ADVISED_FLAGS = {  # error messages of `tds` advise these flags instead of the k
 
 
 def world_size() -> int:
-    """Return the number of ranks that the launcher has set in WORLD_SIZE; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Return the number of ranks that the launcher has set in WORLD_SIZE; 1 without a launcher.
+
+    Raises ConfigError for several ranks without the variable RANK, as each process would train alone.
+    """
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and "RANK" not in os.environ:
+        raise ConfigError(
+            f"WORLD_SIZE={ranks} is in the environment, but RANK is not: set RANK for each process (under srun "
+            "RANK=$SLURM_PROCID), use a launcher, or unset WORLD_SIZE"
+        )
+    return ranks
 
 
 def ranks_on_machine(world_size: int) -> int | None:

@@ -54,7 +54,8 @@ def pretrain(
     features: optional parts of your own, see `megatron.training.Feature`.
 
     As in CPM-Pretrain, the data-set provider may take the numbers of samples as an argument. Then `forward_step` must
-    return the mean over the target tokens of a micro-batch, see `ScriptTask` of `megatron_compat`.
+    return the mean over the target tokens of a micro-batch, see `ScriptTask` of `megatron_compat`; ValueError if
+    `count_targets` is given.
     extra_args_provider(parser) adds the script's own flags to an argparse parser; `get_args()` has their values. They
     are not saved with the run, so a resumed run needs them again.
     """
@@ -72,8 +73,13 @@ def pretrain(
     functions = train_valid_test_datasets_provider, model_provider, forward_step
     defaults = args_defaults or {}
     task: Task
-    if count_targets is None and tokenizer_provider is None and _wants_counts(train_valid_test_datasets_provider):
-        task = compat("script").ScriptTask(*functions, defaults, name)
+    if _wants_counts(train_valid_test_datasets_provider):
+        if count_targets is not None:
+            raise ValueError(
+                "pretrain() has count_targets, but its data-set provider takes the numbers of samples, with which "
+                "forward_step returns a mean: leave count_targets out, or let the provider take no argument"
+            )
+        task = compat("script").ScriptTask(*functions, defaults, name, tokenizer_provider)
     else:
         task = FunctionsTask(*functions, defaults, name, count_targets, tokenizer_provider)
     run(task, words, exit, features=features)
@@ -101,7 +107,8 @@ def parse_own_flags(add_args: Callable[[ArgumentParser], Any], argv: Sequence[st
     parser = SettingsParser(add_help=False, allow_abbrev=False)
     add_args(parser)
     if not {"-h", "--help"}.isdisjoint(argv):
-        parser.print_help()  # the run prints the help on the other flags later, and exits
+        parser.print_help()
+        return {}, list(argv)  # the run prints the help on the other flags later, and exits
     namespace, other_words = parser.parse_known_args(argv)
     return vars(namespace), other_words
 

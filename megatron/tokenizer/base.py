@@ -92,7 +92,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, omitting `eod`. Ids that form an incomplete UTF-8 character become U+FFFD."""
+        """Return the text of `ids`, omitting `eod` and ids beyond the vocabulary, for which --vocab-size leaves room.
+
+        Ids that form an incomplete UTF-8 character become U+FFFD.
+        """
 
     def padded_vocab_size(self, multiple: int) -> int:
         """Return the number of rows of the embedding: the vocabulary size rounded up to a multiple of `multiple`."""

@@ -61,7 +61,8 @@ class _CpmBase(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         token_bytes = self._token_bytes
         eod = self.eod
-        return b"".join(token_bytes[i] for i in ids if i != eod).decode("utf-8", errors="replace")
+        size = self.vocab_size
+        return b"".join(token_bytes[i] for i in ids if i != eod and i < size).decode("utf-8", errors="replace")
 
     def _encode_ids(self, text: str) -> NDArray[np.int32]:
         if not self._byte_ids or not _RESERVED_CHARS.search(text):

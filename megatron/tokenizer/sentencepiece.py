@@ -268,4 +268,5 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         model = self._no_prefix_model if self.is_llama and not self._adds_prefix_space else self._sp
-        return model.decode([int(i) for i in ids if i != self.eod])  # type: ignore[no-any-return]
+        size = self.vocab_size
+        return model.decode([int(i) for i in ids if i != self.eod and i < size])  # type: ignore[no-any-return]

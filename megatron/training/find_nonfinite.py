@@ -39,7 +39,8 @@ def explain_fault(run: Run, fault: Fault) -> str:
             f"{fault.streak} steps in a row were skipped, the last one at {samples}: {fault.spike}; {advice}; a higher "
             "--skip-step-sigma accepts them"
         )
-    if not fault.streak:  # the step was taken, with a loss that is not finite
+    # The step was taken, with a loss that is not finite. Skipped steps that lower the first loss scale do not count.
+    if not fault.streak and fault.min_scale is None:
         return f"the loss became {fault.loss} at {samples}, although its gradient is finite; {LR_ADVICE} may help"
     wait_for_weights(run.engine.deepspeed)
 

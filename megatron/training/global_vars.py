@@ -16,15 +16,20 @@ T = TypeVar("T")
 
 class _Current:
     config: Config | None = None
+    number_format: str | None = None
     args: Any = None
     tokenizer: Tokenizer | None = None
     timers: Timers | None = None
     own_flags: Mapping[str, Any] = {}  # values of the script's own flags, which `get_args()` has, too
 
 
-def publish(config: Config, tokenizer: Tokenizer | None, timers: Timers) -> None:
-    """Set the objects that `get_args()`, `get_tokenizer()` and `get_timers()` return."""
+def publish(config: Config, tokenizer: Tokenizer | None, timers: Timers, number_format: str) -> None:
+    """Set the objects that `get_args()`, `get_tokenizer()` and `get_timers()` return.
+
+    number_format: the number format of the weights, which --precision auto leaves open.
+    """
     _Current.config = config
+    _Current.number_format = number_format
     _Current.args = None
     _Current.tokenizer = tokenizer
     _Current.timers = timers
@@ -44,7 +49,8 @@ def _require_published(value: T | None, what: str) -> T:
 def get_args() -> Any:
     """Return the settings of this run as one flat, read-only object: `args.hidden_size`."""
     if _Current.args is None:
-        _Current.args = compat("args").Args(_require_published(_Current.config, "settings"), _Current.own_flags)
+        config = _require_published(_Current.config, "settings")
+        _Current.args = compat("args").Args(config, _Current.own_flags, _Current.number_format)
     return _Current.args
 
 

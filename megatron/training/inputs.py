@@ -46,9 +46,7 @@ def require_inputs(task: Task, config: Config) -> None:
         problems += _save_problems(config)
     load = config.checkpoint.load
     ds_file = config.train.deepspeed_config
-    # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, this folder does not exist.
-    own_folders = (config.checkpoint.save, config.log.run_dir)
-    if load is not None and load not in own_folders:
+    if load is not None:
         problems += _load_problems(load, config)
     # `resolve` in config/ds_config.py reports a missing file of --deepspeed-config. It is named here only beside other
     # problems, so that the user sees all of them at once.
@@ -64,7 +62,14 @@ def reads_corpora(task: Task) -> bool:
 
 
 def _load_problems(load: str, config: Config) -> Iterator[str]:
+    run_dir = config.log.run_dir
+    # Scripts for Megatron-LM pass the same folder to --save and --load. At the first start, this folder does not exist.
+    own_folders = [to_path(run_dir).resolve(), save_dir_of(config, Path(run_dir)).resolve()] if run_dir else []
+    if config.checkpoint.save:
+        own_folders.append(to_path(config.checkpoint.save).resolve())
     try:
+        if to_path(load).resolve() in own_folders:
+            return
         if not to_path(load).exists() and not _has_begun(config):
             yield f"--load {load} holds no checkpoint: there is no such folder"
     except StorageError as error:
@@ -138,7 +143,8 @@ def _suggest_prefix(prefix: str) -> str:
     try:
         if not path.name or not path.parent.is_dir():
             return ""
-        matches = sorted(path.parent.glob(f"{path.name}*.idx"))
+        # `prefix` itself is no suggestion: its .idx may exist without its .bin.
+        matches = sorted(path.parent.glob(f"{path.name}?*.idx"))
     except StorageError:  # the credentials may allow reading, but not listing
         return ""
     return f"; did you mean {matches[0].with_suffix('')}?" if len(matches) == 1 else ""

@@ -10,11 +10,12 @@ from tds import timeline
 from ..atomic import write_text
 from ..checkpointing.lookup import latest_name, save_folder_of
 from ..checkpointing.relocation import TOKENIZER_FOLDER as TOKENIZER
-from ..checkpointing.relocation import copy_tokenizer
+from ..checkpointing.relocation import copy_tokenizer, holds_only
 from ..config import Config
 from ..config.fields import describe_error
 from ..locks.run_lock import CHECKPOINTS, RunLock, RunLockedError
 from ..storage import RemotePath, to_path
+from ..tokenizer.load import find_vocab_file
 
 SETTINGS, METRICS = "config.json", "metrics.jsonl"
 OUTPUTS = METRICS, "tensorboard", "mlflow", "wandb", "swanlab", timeline.FOLDER, "profile"
@@ -103,6 +104,17 @@ def _refuse_links(run_dir: Path) -> None:
             )
 
 
+def _upload_tokenizer(folder: Path, copy: RemotePath, vocab_file: str) -> None:
+    """Copy the files of a tokenizer into object storage, and delete those of another tokenizer there."""
+    is_same = holds_only(find_vocab_file(vocab_file), copy)
+    for path in folder.iterdir():
+        if path.is_file():
+            (copy / path.name).upload(path)
+    for path in () if is_same else copy.glob("*"):
+        if path.is_file() and not (folder / path.name).exists():
+            path.unlink()
+
+
 def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str]:
     """Write the settings and the tokenizer of a run that starts at `iteration`; return notes about renamed files.
 
@@ -115,9 +127,7 @@ def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str
         copy_tokenizer(str(config.data.vocab_file), run_dir)
         save_dir = save_dir_of(config, run_dir)
         if isinstance(save_dir, RemotePath):
-            for path in (run_dir / TOKENIZER).iterdir():
-                if path.is_file():
-                    (save_dir / TOKENIZER / path.name).upload(path)
+            _upload_tokenizer(run_dir / TOKENIZER, save_dir / TOKENIZER, str(config.data.vocab_file))
         elif run_dir.resolve() not in save_dir.resolve().parents:
             copy_tokenizer(str(config.data.vocab_file), save_dir)
         metrics = run_dir / METRICS

@@ -50,7 +50,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     with raise_on_all_ranks():
         config, tokenizer, run_dir = prepare_settings(task, config, default_run_dir)
     require_equal_values({"--precision": resolved.precision, **tokenizer_identity(tokenizer)})
-    publish(config, tokenizer, timers)
+    publish(config, tokenizer, timers, resolved.precision)
     with raise_on_all_ranks():
         features = Features(config, own_features)
         locks = run_folder.lock(config, run_dir) if is_rank_0() else []
@@ -80,7 +80,8 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     except BaseException:
         run_folder.release(locks)
         raise
-    publish(config, tokenizer, timers)  # second call: the checkpoint may have set the learning-rate schedule
+    # A second call, because the checkpoint may have set the learning-rate schedule.
+    publish(config, tokenizer, timers, resolved.precision)
     use_step_timeout(config)
     return Run(
         config,

@@ -138,11 +138,10 @@ def settings_for(key: str) -> list[str]:
 def _is_switch(name: str) -> bool:
     """Return whether a foreign flag needs no value and only sets settings of this project to True."""
     row = FLAGS[name]
-    return (
-        row.value_type in (None, object)
-        and isinstance(row.outcome, Translated)
-        and {*row.outcome.settings.values()} == {True}
-    )
+    if row.value_type not in (None, object) or not isinstance(row.outcome, Translated):
+        return False
+    values = row.outcome.settings.values()
+    return bool(values) and all(value is True for value in values)  # not 1, which equals True
 
 
 class Translation(Source):

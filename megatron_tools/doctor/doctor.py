@@ -7,7 +7,6 @@ settings. The exit code is 1 if any check failed.
 import argparse
 import importlib.metadata
 import json
-import math
 import os
 import sys
 from collections import Counter
@@ -72,21 +71,16 @@ class Examination:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks in the run: --ranks, else the hostfile's slots, else WORLD_SIZE, else one model replica."""
+        """Number of ranks in the run: the known number, else that of one model replica."""
+        return self._known_ranks or (self.config.parallel.fewest_ranks if self.config else 1)
+
+    @property
+    def _known_ranks(self) -> int:
+        """Number of ranks: --ranks, else the hostfile's slots, else WORLD_SIZE, else 0."""
         slots = sum(host.slots for host in self.hosts)
         world = os.environ.get("WORLD_SIZE", "")
         # The first of these numbers that is given and not 0.
-        return int(self.args.ranks or slots or (world.isdecimal() and int(world)) or self._ranks_per_replica)
-
-    @property
-    def _ranks_per_replica(self) -> int:
-        """Number of ranks in one replica of the model, the smallest number with which a run can start."""
-        if self.config is None:
-            return 1
-        p = self.config.parallel
-        # The replicas times the context-parallel ranks must be a multiple of both sizes.
-        data_ranks = math.lcm(p.context_parallel_size, p.expert_parallel_size)
-        return p.stages * p.model_parallel_size * data_ranks
+        return int(self.args.ranks or slots or (world.isdecimal() and int(world)))
 
     @property
     def cluster(self) -> "Cluster | None":
@@ -161,7 +155,9 @@ class Examination:
                 flags += ["--run-dir", str(self.run_dir)]
         if not flags and (saved_config is None or not saved_config.is_file()):
             return
-        self.config, findings = settings.read_settings(flags, str(saved_config) if saved_config else None, self.ranks)
+        self.config, findings = settings.read_settings(
+            flags, str(saved_config) if saved_config else None, self._known_ranks
+        )
         yield from findings
         if self.config is not None:
             yield from settings.check_layout(self.config, self.ranks)

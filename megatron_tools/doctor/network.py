@@ -247,12 +247,14 @@ def check_interfaces() -> Findings:
     """Check that GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name existing interfaces."""
     existing = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        for wanted in filter(None, os.environ.get(variable, "").split(",")):
-            is_known = wanted in existing
-            if variable.startswith("NCCL"):
-                # The variable may also contain a prefix of the name, =name (exactly this one) or ^name (all others).
-                prefix = wanted.lstrip("^=")
-                is_known = wanted.startswith("^") or any(name.startswith(prefix) for name in existing)
+        value = os.environ.get(variable, "")
+        if variable.startswith("NCCL") and value.startswith("^"):  # interfaces that NCCL must not use
+            yield ok("interface", f"{variable}={value}")
+            continue
+        exact = value.startswith("=") or not variable.startswith("NCCL")
+        for wanted in filter(None, value.removeprefix("=").split(",")):
+            # NCCL takes the names for prefixes, unless the list begins with =.
+            is_known = wanted in existing if exact else any(name.startswith(wanted) for name in existing)
             if is_known:
                 yield ok("interface", f"{variable}={wanted}")
             else:

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.storage import RemotePath
 
-from .finding import Findings, failed, ok, warning
+from .finding import FAILED, Finding, Findings, failed, ok, warning
 
 
 def nearest_folder(path: Path) -> Path:
@@ -36,7 +36,7 @@ def check_writable(run_dir: Path) -> Findings:
 
 def check_lock(run_dir: Path, config: Config | None = None) -> Findings:
     """Check that no other run holds the lock of the run directory or of the checkpoint folder."""
-    from megatron.locks.run_lock import LOCK_FILE, Holder, read_holder
+    from megatron.locks.run_lock import LOCK_FILE
     from megatron.training.run_folder import save_dir_of
 
     folder = save_dir_of(config, run_dir) if config else run_dir / "checkpoints"
@@ -47,24 +47,30 @@ def check_lock(run_dir: Path, config: Config | None = None) -> Findings:
     if not held:
         yield ok("run lock", "not held")
         return
-    path = held[0]
+    findings = [_check_held_lock(path, "--run-dir" if path.parent == run_dir else "--save") for path in held]
+    # A run holds both locks, so one line is enough: that of a lock which would stop the next run, if there is one.
+    yield next((each for each in findings if each.state == FAILED), findings[0])
+
+
+def _check_held_lock(path: Path, flag: str) -> Finding:
+    """Return the finding about a lock file. flag: the flag that names its folder."""
+    from megatron.locks.run_lock import Holder, read_holder
+
     holder = read_holder(path)
     if holder is None:
-        yield failed("run lock", f"{path} is damaged", "delete the lock file if no run uses the directory")
-    elif holder.is_gone(Holder.here(), path):
-        yield warning(
+        return failed("run lock", f"{path} is damaged", "delete the lock file if no run uses the directory")
+    if holder.is_gone(Holder.here(), path):
+        return warning(
             "run lock",
             f"{path} was left by {holder}, which has ended",
             "ignore this warning: the next run takes the lock over",
         )
-    else:
-        flag = "--run-dir" if path.parent == run_dir else "--save"
-        yield failed(
-            "run lock",
-            f"{path.parent} is in use by {holder}",
-            f"end that process, or give another {flag}; if it ran on another machine and has ended, pass "
-            f"--override-lock (or delete {path})",
-        )
+    return failed(
+        "run lock",
+        f"{path.parent} is in use by {holder}",
+        f"end that process, or give another {flag}; if it ran on another machine and has ended, pass "
+        f"--override-lock (or delete {path})",
+    )
 
 
 def check_disk(save_dir: Path, run_dir: Path, checkpoint_bytes: float, config: Config) -> Findings:

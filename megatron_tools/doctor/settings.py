@@ -33,7 +33,7 @@ class RunSettings(NamedTuple):
 def read_settings(flags: Sequence[str], run_config: str | None, ranks: int) -> tuple[Config | None, list[Finding]]:
     """Return (settings, or None after an error; findings).
 
-    Without `flags`, the settings are those saved in the file `run_config`.
+    Without `flags`, the settings are those saved in the file `run_config`. ranks: 0 if it is unknown, see `parse`.
     """
     try:
         if run_config and not flags:

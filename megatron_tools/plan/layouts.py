@@ -20,11 +20,11 @@ from .step_cost import Cost
 USABLE_MEMORY = 0.9  # usable fraction of a device's memory; driver, libraries and fragmentation take the rest
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 RECOMPUTED_MODULES = ("norm", "qkv", "activation")
-LAYOUT_SETTINGS = {
+LAYOUT_SETTINGS = frozenset((
     "model_parallel_size", "pipe_parallel_size", "context_parallel_size", "expert_parallel_size",
     "virtual_pipeline_size", "pipeline_schedule", "zero_stage",
     "checkpoint_activations", "recompute_modules", "sequence_parallel",
-}  # fmt: skip
+))  # fmt: skip
 
 
 @dataclass(frozen=True)

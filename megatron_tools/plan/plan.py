@@ -14,9 +14,12 @@ from typing import Any
 from data_utils.cli import Parser, local_path, new_figure, run
 from megatron import presets
 from megatron.config import SECTIONS, Config
-from megatron.config.command_line import parse, read_json, with_values
+from megatron.config.command_line import parse, read_flags, read_json, with_values
 from megatron.config.defaults import DEFAULTS
+from megatron.config.ds_config import enabled_formats
 from megatron.config.fields import problems_where, raise_first_problem
+from megatron.config.names import replace_renamed_flags
+from megatron.config.source import new_source
 from megatron.estimate.sizes import format_count, parameters
 
 from .cluster import Cluster, load_cluster
@@ -98,7 +101,9 @@ def run_settings(args: argparse.Namespace, cluster: Cluster) -> Config:
         values["vocab_size"] = DEFAULT_VOCABULARIES.get(config.model.family or "gpt2", 50257)
         print(f"note: assuming a vocabulary of {values['vocab_size']:,} tokens; set --vocab-size for another size")
     if config.train.precision == "auto":
-        values["precision"] = _fastest_precision(cluster)
+        ds_config = config.train.deepspeed_config
+        enabled = enabled_formats(read_json(ds_config)) if ds_config else []
+        values["precision"] = enabled[0] if enabled else _fastest_precision(cluster)
     return with_values(config, values)
 
 
@@ -119,14 +124,17 @@ def _print_note(note: str) -> None:
         print(f"note: {note}")
 
 
-def fixed_settings(flags: list[str]) -> frozenset[str]:
-    """Return the names of the layout settings that were given as flags, such as zero_stage."""
-    names = set()
-    for word in flags:
-        if word.startswith("--"):
-            name = word.split("=")[0].removeprefix("--").removeprefix("no-")
-            names.add(name.replace("-", "_"))
-    return frozenset(names & LAYOUT_SETTINGS)
+def fixed_settings(flags: list[str], config: Config, ranks: int) -> frozenset[str]:
+    """Return the names of the layout settings that were given as flags of this project or of another framework.
+
+    config: the settings to which the flags lead.
+    """
+    words, _ = replace_renamed_flags(flags)
+    given = read_flags(words)
+    source = new_source(given.settings, given.foreign)
+    source.translate_all(given.foreign)
+    source.apply_deferred(config, ranks, with_values)
+    return LAYOUT_SETTINGS & source.values.keys()
 
 
 def main(args: argparse.Namespace) -> None:
@@ -143,7 +151,7 @@ def main(args: argparse.Namespace) -> None:
         total=args.global_batch_size,
         micro=args.micro_batch_size,
         gas=args.gas,
-        fixed=fixed_settings(args.flags),
+        fixed=fixed_settings(args.flags, config, args.devices),
     )
     layouts = search(request)
     print(

@@ -3,12 +3,12 @@
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 from megatron.atomic import write_text
 from megatron.config import Config
-from megatron.config.command_line import read_json, with_values
+from megatron.config.command_line import with_values
 from megatron.config.defaults import DEFAULTS
+from megatron.config.ds_config import batch_sizes, read_file
 
 from .cluster import Cluster
 from .layouts import Layout
@@ -81,20 +81,16 @@ def _config_json(config: Config, steps: int | None) -> str:
 
 
 def _ds_config(layout: Layout) -> str:
-    train = layout.config.train
-    content: dict[str, Any] = {}
-    if train.deepspeed_config:
-        content |= read_json(train.deepspeed_config)
-    content |= {
-        "train_batch_size": layout.config.train_batch_size(layout.devices),
-        "train_micro_batch_size_per_gpu": train.batch_size,
-        "gradient_accumulation_steps": train.gas,
-        "steps_per_print": "auto",
-        "gradient_clipping": "auto",
-    }
+    """Return the content of ds_config.json: the settings of the user's file, with the batch sizes of the layout."""
+    # `resolve` has already checked the sections of the file.
+    content = read_file(layout.config, lambda key, section: None)
+    content |= batch_sizes(layout.config, layout.devices)
+    content.setdefault("steps_per_print", "auto")
+    content.setdefault("gradient_clipping", "auto")
     content["zero_optimization"] = {**content.get("zero_optimization", {}), "stage": layout.resolved.zero_stage}
-    if layout.resolved.precision in ("bf16", "fp16"):
-        content[layout.resolved.precision] = {"enabled": True}
+    precision = layout.resolved.precision
+    if precision in ("bf16", "fp16"):
+        content[precision] = {**content.get(precision, {}), "enabled": True}
     return json.dumps(content, indent=2) + "\n"
 
 

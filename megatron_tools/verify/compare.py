@@ -79,20 +79,31 @@ class Verdict:
 
 
 def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Return the RMS difference of two tensors [...], relative to the larger of the RMS of `expected` and `floor`."""
+    """Return the RMS difference of two tensors [...], relative to the larger of the RMS of `expected` and `floor`.
+
+    Infinite values, such as those of a causal mask, differ by 0 if they are equal, and do not count in the RMS.
+    """
     if value.shape != expected.shape:
         return math.inf
     if not expected.numel():
         return 0.0
-    actual = value.double()
-    reference = expected.double()
-    reference_rms = reference.square().mean().sqrt().item()
-    difference_rms = (actual - reference).square().mean().sqrt().item()
+    actual = _as_real(value).double()
+    reference = _as_real(expected).double()
+    reference_rms = _rms(reference.masked_fill(reference.isinf(), 0.0))
+    difference_rms = _rms((actual - reference).masked_fill(actual == reference, 0.0))
     if difference_rms == 0.0:
         return 0.0
     scale = max(reference_rms, floor)
     relative = difference_rms / scale if scale else math.inf
     return math.inf if math.isnan(relative) else relative
+
+
+def _rms(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def _as_real(x: Tensor) -> Tensor:
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
 class Comparison:
@@ -259,7 +270,7 @@ class Comparison:
         squares = 0.0
         count = 0
         for gradient, *_ in expected.values():  # lists of one tensor, because one process holds one copy
-            squares += gradient.double().square().sum().item()
+            squares += _as_real(gradient).square().sum().item()
             count += gradient.numel()
         floor = GRADIENT_FLOOR * (squares / max(count, 1)) ** 0.5
         descriptions = {}
@@ -288,7 +299,7 @@ class Comparison:
             largest = math.inf
             description = "a buffer is missing in this layout"
             if name in buffers:
-                largest = max(relative_error(_as_real(copy), _as_real(expected_buffer)) for copy in buffers[name])
+                largest = max(relative_error(copy, expected_buffer) for copy in buffers[name])
                 description = f"the buffer {name} differs by {largest:.1e} after the last step"
             if largest > self.tolerance:
                 description += "; all-reduce its inputs over the replicas or model-parallel ranks"
@@ -301,10 +312,6 @@ class Comparison:
         if unequal and verdict.agrees:
             words = "the copies of this parameter were equal, but differ after the last step; all-reduce its gradient"
             verdict.state = self._make_difference(unequal[0], math.inf, f"{words} over the ranks that hold a copy")
-
-
-def _as_real(buffer: Tensor) -> Tensor:
-    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
 def _largest_error(

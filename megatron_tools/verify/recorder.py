@@ -74,7 +74,7 @@ class Recorder:
         self.gradients: dict[str, Tensor] = {}
         self._current_pass: tuple[int, int] | None = None  # (micro-batch, chunk) during a recorded forward pass
         self._call_counts: Counter[Any] = Counter()
-        self._running_modules: list[str] = []  # names of the modules whose forward is running
+        self._running_modules: list[str] = []  # names of the modules whose forward is running in this pass
         self._output_bytes = 0
         self._hooks = list[Any]()
 
@@ -135,7 +135,9 @@ class Recorder:
         self.record["scale"] = engine.factor(1)
 
     def _run_pass(self, micro: int, chunk: int, run: Callable[[], Any]) -> Any:
-        """Run a forward pass, and record its outputs if they are wanted."""
+        """Run a forward pass, and record its outputs if they are wanted; write the module in which it fails."""
+        # A backward pass that recomputes a module may end within it, so that the module's name stays in the list.
+        self._running_modules.clear()
         self._current_pass = None
         is_recorded_step = self._model.training and not self.losses  # the first step has no loss yet
         if is_recorded_step and (self.records_all_micros or micro == 0):
@@ -143,6 +145,12 @@ class Recorder:
             self._current_pass = (micro, chunk)
         try:
             return run()
+        except Exception:
+            if self._running_modules:
+                # The error left the module's forward, so the module is still in the list; its name helps to find the
+                # cause.
+                write_text(self.folder / f"stopped{dist.get_rank()}", self._running_modules[-1])
+            raise
         finally:
             self._current_pass = None
 
@@ -169,19 +177,13 @@ class Recorder:
     def _add_gradient(self, name: str, gradient: Tensor) -> None:
         # The first step has no loss yet. Its micro-batches add up, as do all uses of a tied parameter.
         if not self.losses:
-            value = gradient.detach().double().cpu()
+            dtype = torch.promote_types(gradient.dtype, torch.float64)  # fp64, or complex128 for complex gradients
+            value = gradient.detach().to(dtype).cpu()
             self.gradients[name] = self.gradients[name] + value if name in self.gradients else value.clone()
 
     def _train_batch(self, batches: Batches | None, lr: float, gas: int | None = None) -> StepResult:
         """Run a training step and record its loss; write everything after the last step."""
-        try:
-            step = self._original_train_batch(batches, lr, gas)
-        except Exception:
-            if self._running_modules:
-                # The error left the module's forward, so the module is still in the list; its name helps to find the
-                # cause.
-                write_text(self.folder / f"stopped{dist.get_rank()}", self._running_modules[-1])
-            raise
+        step = self._original_train_batch(batches, lr, gas)
         self.losses.append(float(step.loss))
         if len(self.losses) == self.steps:
             self._write()

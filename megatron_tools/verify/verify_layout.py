@@ -148,8 +148,24 @@ def refuse_layout_flags(flags: Sequence[str]) -> None:
             raise ValueError(f"{flag}: each layout sets this flag; before --, use --layouts or --micros instead")
 
 
+def refuse_ignored_arguments(args: argparse.Namespace) -> None:
+    """Raise ValueError for an argument that has no effect on the draws of --fuzz, or on the given case of --fuzz 1."""
+    default_of = build_parser().get_default
+    names = ["script", "reference", "steps", "precision", "tolerance", "keep_dropout"]
+    names += ["draw"] if args.flags else ["layouts", "micros"]
+    ignored = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != default_of(name)]
+    if ignored:
+        given = ", ".join(ignored).replace("--script", f"the script {args.script}")
+        raise ValueError(f"--fuzz ignores {given}: leave these arguments out")
+    if args.flags and args.fuzz > 1:
+        raise ValueError(f"--fuzz {args.fuzz}: the flags after -- are compared once in each layout; give --fuzz 1")
+    if args.micros is not None and args.micros < 1:
+        raise ValueError(f"--micros {args.micros} must be at least 1")
+
+
 def main(args: argparse.Namespace) -> None:
     if args.fuzz is not None:
+        refuse_ignored_arguments(args)
         from .fuzz_campaign import fuzz as compare
     elif args.script is None:
         raise ValueError("give the entry script to run, or --fuzz")

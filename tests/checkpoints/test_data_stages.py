@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.data import corpus_paths
 from tests.support import FULL, RankFailure, command, covering, on_ranks
 
 from .runs import Start, losses_of, run_all
@@ -182,9 +183,19 @@ def test_changed_content_of_a_later_stage_is_refused(tmp_path: Path, corpora: di
         go(1, tmp_path / "run", f"{stages} --train-iters 4", vocab_file)
 
 
+def accept_a_corpus_twice(start: Start, vocab_file: str) -> None:
+    """Run `start` as earlier versions did, which did not refuse a corpus that is twice in a blend."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus_paths, "_parse_distinct", corpus_paths.parse_blend)
+        run_all([start], None, vocab_file)
+
+
 def test_a_blend_with_a_corpus_twice_can_be_replaced(tmp_path: Path, corpora: dict[str, str], vocab_file: str) -> None:
-    """Such a blend cannot be continued as stages, so a note says that samples may be skipped and repeated."""
+    """Earlier versions accepted it. It cannot be continued as stages: a note says that samples may be repeated."""
     twice = "--data-path 0.3 {a} 0.3 {b} 0.4 {a}".format(**corpora)
-    go(1, tmp_path, f"{twice} --train-iters 2", vocab_file)
+    start = Start("gpt2", tmp_path, f"{BASE} {twice} --train-iters 2")
+    on_ranks(1, accept_a_corpus_twice, start, vocab_file)
+    with pytest.raises(RankFailure, match=f"{corpora['a']} twice"):
+        go(1, tmp_path, f"{twice} --train-iters 3", vocab_file)
     go(1, tmp_path, f"--data-path {corpora['b']} --override-data --train-iters 3", vocab_file)
     assert len(losses_of(tmp_path)) == 3

@@ -1,17 +1,22 @@
 """`tools/inspect_data.py when` and `which` agree on the documents of a run."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data_utils import inspect_data
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.config.command_line import parse
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.tokenizer import load_tokenizer
 from tests.support import command, on_ranks
 
 from .runs import Start, run_all
 
+Tool = Callable[..., str]
 BASE = "--batch-size 2 --gas 2 --precision fp64 --save-interval 1"
 
 
@@ -78,3 +83,36 @@ def test_the_tool_shows_text_and_refuses_what_the_run_lacks(
     }.items():
         done = command(*tool, *argv, *where)
         assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def tool(tmp_path: Path, corpora: dict[str, str], vocab_file: str, capsys: pytest.CaptureFixture[str]) -> Tool:
+    """Function that returns what a command prints about a run that trains on a and validates on other corpora."""
+
+    def said(flags: list[str], *words: str) -> str:
+        data = ["--train-data-path", corpora["a"], "--valid-data-path", *flags]
+        config = parse([*data, "--vocab-file", vocab_file, "--seq-length", "16", "--train-iters", "40"], {})
+        (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+        args = inspect_data.build_parser().parse_args([*words, "--run-dir", str(tmp_path)])
+        args.function(args)
+        return capsys.readouterr().out
+
+    return said
+
+
+def test_the_only_training_corpus_needs_no_name(tool: Tool, corpora: dict[str, str]) -> None:
+    named = tool([corpora["b"]], "when", "--document", "3", "--path", corpora["a"])
+    assert tool([corpora["b"]], "when", "--document", "3") == named
+    assert len(named.splitlines()) > 2
+
+
+def test_a_sample_of_each_named_validation_set(tool: Tool, corpora: dict[str, str]) -> None:
+    """Ids of a are below 140, those of b begin with 140."""
+    sets = [f"web={corpora['a']}", f"books={corpora['b']}"]
+    for name, ids in {"web": range(40, 80), "books": range(140, 180)}.items():
+        lines = tool(sets, "sample", "1", "--part", "valid", "--set", name).splitlines()
+        rows = [line.split() for line in lines if line.split()[0].isdigit()]
+        assert len(rows) == 16 and all(int(row[1]) in ids for row in rows)
+    for wrong in (["sample", "1", "--part", "valid"], ["sample", "1", "--set", "web"]):
+        with pytest.raises(ValueError):
+            tool(sets, *wrong)

@@ -214,3 +214,31 @@ def test_another_corpus_with_documents_as_long(before: Path, tmp_path: Path, tin
     go(tmp_path / "new", more, str(tmp_path / "same"), vocab_file)
     with pytest.raises(RankFailure, match="6 samples .* --override-data"):
         go(tmp_path / "refused", more, str(tmp_path / "other"), vocab_file)
+
+
+def test_a_first_start_may_spell_its_own_folder_in_any_way(
+    tmp_path: Path, tiny_data: str, vocab_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts for Megatron-LM pass one folder to --save and --load, which does not exist yet."""
+    monkeypatch.chdir(tmp_path)
+    task = TASKS["gpt2"]()
+    inputs = ["--data-path", tiny_data, "--vocab-file", vocab_file]
+    for load in ("ck", "ck/", "./ck", str(tmp_path / "ck")):
+        require_inputs(task, parse(["--save", "ck", "--load", load, *inputs]))
+    require_inputs(task, parse(["--run-dir", "run", "--load", "run/checkpoints/", *inputs]))
+    with pytest.raises(MissingInputs):
+        require_inputs(task, parse(["--save", "ck", "--load", "other", *inputs]))
+
+
+def test_a_corpus_without_its_bin_file_is_not_suggested_for_itself(
+    tmp_path: Path, vocab_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("zh.idx").touch()
+    config = parse(["--data-path", "zh", "--vocab-file", vocab_file])
+    with pytest.raises(MissingInputs) as found:
+        require_inputs(TASKS["gpt2"](), config)
+    assert "zh.bin" in str(found.value) and "zh?" not in str(found.value)
+    Path("zh_text_document.idx").touch()
+    with pytest.raises(MissingInputs, match=r"zh_text_document\?"):
+        require_inputs(TASKS["gpt2"](), config)

@@ -318,7 +318,7 @@ def test_inspecting(tmp_path: Path, vocab_file: str, corpus: Path) -> None:
     assert [m[i].tolist() for i in range(80)] == 2 * [a[i].tolist() for i in range(40)]
     assert [each[i].tolist() for each in (t, v) for i in range(40)] == [m[i].tolist() for i in range(80)]
     assert "documents 0 to 39, but no document 40" in fails(tool, "decode", pair, "40", "--vocab-file", vocab_file)
-    assert "is one of the pairs to be merged" in fails(tool, "merge", pair, "--output", pair)
+    assert "is one of the given pairs" in fails(tool, "merge", pair, "--output", pair)
     damaged = bytearray((tmp_path / "m.bin").read_bytes())
     damaged[100:102] = b"\xff\xff"
     (tmp_path / "m.bin").write_bytes(damaged)

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,10 @@ import pytest
 
 from data_utils.documents import read_texts
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from megatron.checkpointing import TrainState
+from megatron.config.command_line import parse
+from megatron.features.bits_per_byte import BitsPerByte
+from megatron.tasks.gpt2 import GPT2
 from megatron.tokenizer import load_tokenizer
 from tests.materials import SAMPLE
 from tests.support import train_gpt2, train_t5
@@ -82,3 +87,31 @@ def test_targets_of_t5_are_its_masked_spans(tmp_path: Path, vocab_file: str) -> 
     assert 0.6 * size < found < 0.85 * size
     printed = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert printed["bits_per_byte"] > 0
+
+
+def test_each_data_stage_has_its_own_bytes(tmp_path: Path, vocab_file: str) -> None:
+    """A row of training has the bytes of the stage before it; a corpus of a later stage has bytes, too."""
+    texts = list(read_texts([str(SAMPLE)]))
+    chinese = [text for text in texts if len(text.encode()) > 2 * len(text)]
+    english = [text for text in texts if len(text.encode()) < 1.1 * len(text)]
+    first, first_size = corpus_of(english, tmp_path / "en", vocab_file)
+    second, second_size = corpus_of(chinese, tmp_path / "zh", vocab_file)
+    tokenizer = load_tokenizer(vocab_file)
+    flags = "--seq-length 64 --split 1,0,0 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --batch-size 2 "
+    stages = ["--data-stages", f"0: {first}; 6000: {second}"]
+    config = parse([*flags.split(), "--vocab-file", vocab_file, *stages], GPT2.defaults, 1)
+    datasets, _ = GPT2().datasets(config, tokenizer)
+    state = TrainState()
+    feature = BitsPerByte()
+    feature.start(SimpleNamespace(datasets=datasets, tokenizer=tokenizer, config=config, state=state))  # type: ignore[arg-type]
+
+    def size_of(split: str, samples: int) -> float:
+        state.consumed_samples = samples
+        row: dict[str, Any] = {"split": split, "lm_loss": math.log(2)}
+        feature.extend(row)
+        return 1 / float(row["bits_per_byte"])
+
+    assert size_of("train", 6000) == pytest.approx(first_size, rel=0.02)
+    assert size_of("train", 6002) == pytest.approx(second_size, rel=0.02)
+    assert size_of("train/zh", 6002) == pytest.approx(second_size, rel=0.02)
+    assert size_of("train/en", 6002) == pytest.approx(first_size, rel=0.02), "steps before the change are in this row"

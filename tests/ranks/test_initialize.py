@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron import mpu
 from megatron.config.command_line import parse
+from megatron.config.fields import ConfigError
 from megatron.engines.watch import StepWatch
 from megatron.features.memory_estimate import memory_advice
 from megatron.ranks import initialize
@@ -122,6 +123,19 @@ def test_why_ranks_did_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     assert initialize.describe_rendezvous_error(missing.value).startswith(
         "the 4 ranks did not all meet at node1:6000 (Timed out after"
     )
+
+
+def test_several_ranks_without_a_rank_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without RANK, each process would take itself for the only one."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2.* RANK "):
+        initialize.world_size()
+    monkeypatch.setenv("RANK", "0")
+    assert initialize.world_size() == 2
+    monkeypatch.delenv("RANK")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert initialize.world_size() == 1
 
 
 def test_want_of_memory_has_a_sentence() -> None:

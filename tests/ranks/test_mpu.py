@@ -190,6 +190,45 @@ def test_cross_entropy_equals_torch(ranks: int, smoothing: float, fused: bool) -
     on_ranks(ranks, _cross_entropy, ranks, smoothing, fused)
 
 
+def _losses_and_gradient(ranks: int, fused: bool, whole: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the losses of the tokens and the gradient of their sum with respect to this rank's logits."""
+    axis = start(ranks)
+    _choose_functions(fused)
+    logits = local_part(whole, axis).clone().requires_grad_()
+    loss = mpu.vocab_parallel_cross_entropy(logits, target)
+    loss.sum().backward()
+    return loss.detach(), logits.grad
+
+
+@RANKS
+@FUSED
+def test_a_rank_whose_logits_are_all_masked_contributes_nothing(ranks: int, fused: bool) -> None:
+    whole = draw(4, 16)
+    whole[:3, 8:] = -torch.inf
+    target = torch.tensor([0, 3, 7, 12])
+    plain = whole.clone().requires_grad_()
+    expected = F.cross_entropy(plain, target, reduction="none")
+    expected.sum().backward()
+    found = on_ranks(ranks, _losses_and_gradient, ranks, fused, whole, target)
+    for loss, _ in found:
+        torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in found], -1), plain.grad)
+
+
+@RANKS
+@FUSED
+def test_the_loss_of_a_target_outside_the_vocabulary_is_log_z_in_every_layout(ranks: int, fused: bool) -> None:
+    whole = draw(4, 16)
+    found = on_ranks(ranks, _losses_and_gradient, ranks, fused, whole, torch.tensor([-100, 16, -1, 3]))
+    expected = whole.logsumexp(-1)
+    expected[3] -= whole[3, 3]
+    expected_gradient = whole.softmax(-1)
+    expected_gradient[3, 3] -= 1.0
+    for loss, _ in found:
+        torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in found], -1), expected_gradient)
+
+
 def _overwritten(ranks: int, dtype: torch.dtype, fused: bool) -> None:
     """Check that the logits' gradient equals torch's and is stored in the logits' memory.
 

@@ -1,5 +1,6 @@
 """Average losses are right if replicas return losses of different names, or evaluate different micro-batch counts."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,3 +100,76 @@ def test_replicas_that_evaluate_more_or_fewer_micro_batches() -> None:
     for stages in (1, 2):
         for loss, distance in on_ranks(2 * stages, _evaluated, stages):
             assert loss == 8.5 and distance < 1e-6
+
+
+class _Sum:
+    """A loss that sums over the targets and records the `mean_targets` that the engine sets."""
+
+    mean_targets: Any = None
+
+    def __call__(self, out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return out.sum()
+
+    def count_targets(self, labels: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([float(labels.numel()), 1.0 + labels[0, 0]])
+
+
+def _mean_targets() -> tuple[list[float], list[float]]:
+    """Return `mean_targets` of an evaluation with 1 and 3 micro-batches on the replicas, and of a training step."""
+    loss_fn = _Sum()
+    engine = _engine(loss_fn, 1)
+    replica = engine.grid.data_parallel_id
+    batch = (torch.ones(1, 2), torch.full((1, 2), float(replica)))
+    engine.eval_batch(iter([batch] * 3), num_micro_batches=1 + 2 * replica)
+    evaluated = loss_fn.mean_targets.tolist()
+    engine.train_batch(iter([batch] * 2))
+    return evaluated, loss_fn.mean_targets.tolist()
+
+
+def test_mean_targets_are_those_of_the_micro_batches_of_all_replicas() -> None:
+    """Micro-batches have 2 targets; of the second count, 1 on the first replica and 2 on the other."""
+    right = ([2.0, (1 + 3 * 2) / 4], [2.0, (2 * 1 + 2 * 2) / 4])
+    assert on_ranks(2, _mean_targets) == [right, right]
+
+
+def _half_mean() -> tuple[str, list[list[float]]]:
+    torch.manual_seed(0)
+    net = tds.PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=_label)
+    config = {**CONFIG, "fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+    engine = tds.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters(), lr=0.0), config=config)[0]
+    with torch.no_grad():
+        engine.module.forward_funcs[0].weight.fill_(0)
+        engine.module.forward_funcs[0].bias.fill_(30_000.0)
+    batch = (torch.ones(1, 2).half(), torch.zeros(1, 2).half())
+    mean = engine.eval_batch(iter([batch] * 3), num_micro_batches=3, compute_loss=False)
+    return str(mean.dtype), mean.float().tolist()
+
+
+def test_the_mean_of_fp16_outputs_is_finite_if_their_sum_is_not() -> None:
+    """Three outputs of 30000 have a sum above 65504, the largest number of fp16."""
+    assert on_ranks(1, _half_mean) == [("torch.float16", [[30_000.0, 30_000.0]])]
+
+
+def _monitored(folder: str) -> None:
+    def loss_fn(out: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"text": 0 * out.sum() + labels.mean(), "aux": 0 * out.sum() + 1.0}
+
+    net = tds.PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=loss_fn)
+    config = {**CONFIG, "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
+    engine = tds.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config)[0]
+    for _ in range(2):
+        engine.train_batch(iter([(torch.ones(1, 2), torch.full((1, 2), 3.0))] * 2))
+        engine.eval_batch(iter([(torch.ones(1, 2), torch.full((1, 2), 50.0))] * 2))
+
+
+def test_the_named_losses_of_training_and_evaluation_are_monitored_apart(tmp_path: Path) -> None:
+    on_ranks(1, _monitored, str(tmp_path))
+    values = {}
+    for path in tmp_path.rglob("Train_Samples_*.csv"):
+        lines = path.read_text().splitlines()[1:]
+        values[path.stem.removeprefix("Train_Samples_")] = [float(line.split(",")[1]) for line in lines]
+    assert values["train_loss"] == [4.0, 4.0]
+    assert values["text"] == [3.0, 3.0]
+    assert values["eval_loss"] == [51.0, 51.0]
+    assert values["eval_text"] == [50.0, 50.0]
+    assert values["aux"] == values["eval_aux"] == [1.0, 1.0]

@@ -88,6 +88,28 @@ def test_the_number_of_micro_batches_may_change_if_the_schedule_allows() -> None
         assert "stage 1" in words
 
 
+def _keeps_size() -> tuple[int, int, int]:
+    """Return the batch size after a refused one, and the micro-batches that the next step leaves, and its number."""
+    engine = build(1)
+    original = engine.schedule
+
+    def even(stage: int, stages: int, micros: int) -> Any:
+        if micros % 2:
+            raise ArithmeticError("an odd number of micro-batches")
+        return original(stage, stages, micros)
+
+    engine.schedule = even
+    with pytest.raises(ArithmeticError):
+        engine.set_train_batch_size(4 * (MICROS + 1))
+    data = iter(list(itertools.islice(batches(), 2 * MICROS)))
+    engine.train_batch(data)
+    return engine.train_batch_size(), len(list(data)), engine.micro_batches
+
+
+def test_a_refused_batch_size_leaves_the_old_one() -> None:
+    assert on_ranks(1, _keeps_size) == [(4 * MICROS, MICROS, MICROS)]
+
+
 # ------------------------------------------------------------- replicas
 
 
@@ -619,6 +641,26 @@ def _checkpoint(folder: str, chunks: int) -> tuple[list[float], list[float]]:
 def test_deepspeeds_own_checkpoints(tmp_path: Path, chunks: int) -> None:
     for expected, found in on_ranks(2, _checkpoint, str(tmp_path), chunks):
         assert found == expected
+
+
+def _numbered(folder: str) -> tuple[list[str], list[float]]:
+    """Return the folders of checkpoints with the tags 0 and 1, and the change of a weight that tag 0 loads."""
+    engine = build(1)
+    weight = next(engine.module.parameters())
+    kept = []
+    for epoch in range(2):
+        engine.train_batch(batches())
+        engine.save_checkpoint(folder, epoch)
+        kept.append(weight.detach().clone())
+    engine.load_checkpoint(folder, 0)
+    distances = [(weight - each).abs().max().item() for each in kept]
+    return sorted(each.name for each in Path(folder).iterdir() if each.is_dir()), distances
+
+
+def test_an_epoch_number_is_a_tag_also_if_it_is_0(tmp_path: Path) -> None:
+    (folders, (to_first, to_second)) = on_ranks(1, _numbered, str(tmp_path))[0]
+    assert folders == ["0", "1"]
+    assert to_first == 0 < to_second
 
 
 def _evaluate() -> Any:

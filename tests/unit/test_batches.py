@@ -11,7 +11,7 @@ import pytest
 
 from megatron.checkpointing import resume
 from megatron.config import Config
-from megatron.config.batches import BatchSchedule
+from megatron.config.batches import BatchSchedule, parse_entries
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.config.sections import TrainConfig
@@ -214,3 +214,11 @@ def test_tools_take_the_largest_size() -> None:
     assert "data 2" in layout_label(RunData("a", Path(), config, config, [row]))
     with pytest.raises(ValueError, match="--batch-size-schedule.*--global-batch-size"):
         plan.run_settings(argparse.Namespace(model=[], flags=["--batch-size-schedule", "0:8"], devices=2), None)  # type: ignore[arg-type]
+
+
+def test_decimal_starts_are_exact() -> None:
+    """As floats, 4.1 x 10**6 and 0.29 x 10**3 lie just below the whole number."""
+    entries = parse_entries("0:1 0.29k:2 4.1M:3 1.001B:4 9007199254740993:5")
+    assert [entry.start for entry in entries] == [0, 290, 4_100_000, 1_001_000_000, 9007199254740993]
+    with pytest.raises(ValueError):
+        parse_entries("0:1 1e999999999:2")

@@ -1,5 +1,6 @@
 """After any number of samples, a blend has the right share of each corpus; a hash identifies the samples read."""
 
+import re
 from fractions import Fraction
 from pathlib import Path
 
@@ -185,10 +186,24 @@ def test_paths(tmp_path: Path) -> None:
     assert valid is not None and int(valid[0]["text"].min()) >= 1000
 
 
-@pytest.mark.parametrize("words", [["0.7", "a", "0.3"], ["a", "0.5"], ["-1", "a", "2", "b"], ["0", "a", "1", "b"]])
+BAD_BLENDS = ["0.7 a 0.3", "-1 a 2 b", "0 a 1 b", "0.5 a inf b", "inf a 1 b", "1e999 a 1 b"]
+
+
+@pytest.mark.parametrize("words", [["a", "0.5"], *map(str.split, BAD_BLENDS)])
 def test_bad_blends_are_refused(words: list[str]) -> None:
     with pytest.raises(DatasetError, match="as in 0.7 a 0.3 b"):
         parse_blend(words)
+
+
+@pytest.mark.parametrize("words", ["{a} {a}", "0.5 {a} 0.5 {a}", "0.5 {a} 0.3 {b} 0.2 {same}"])
+@pytest.mark.parametrize("part", ["all", "train", "valid"])
+def test_a_corpus_that_is_twice_in_a_blend_is_refused(words: str, part: str, tmp_path: Path) -> None:
+    a = corpus(tmp_path / "a", 0, 100)
+    b = corpus(tmp_path / "b", 0, 100)
+    blend = words.format(a=a, b=b, same=f"{tmp_path}/./a").split()
+    paths = blend if part == "all" else {"train": [b], "valid": [b], part: blend}
+    with pytest.raises(DatasetError, match=re.escape(str(tmp_path))):
+        build_train_valid_test_datasets(paths, "8,2", 16, seed=1)
 
 
 def test_nothing_for_training() -> None:

@@ -1,11 +1,15 @@
 """CPM-Pretrain's imports work or name a counterpart; its attention masks become document ids or are refused."""
 
+import copy
 import importlib
 import importlib.util
+import pickle
 import subprocess
 import sys
 from argparse import ArgumentParser
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +20,10 @@ from torch import Tensor
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.model.masks import document_mask, no_documents
+from megatron.tasks import functions
 from megatron.tasks.functions import parse_own_flags
+from megatron.timers import Timers
+from megatron.training.global_vars import get_args, publish
 from megatron.utils import get_ltor_masks_and_position_ids
 from megatron_compat import names
 from megatron_compat.args import WITHOUT_VALUE, Args
@@ -262,7 +269,49 @@ def test_flags_of_the_script_are_attributes_of_args() -> None:
         parse_own_flags(_add, ["--head-scale", "two"])
 
 
+def test_help_is_printed_although_a_required_flag_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    own, rest = parse_own_flags(lambda parser: parser.add_argument("--teacher", required=True), ["--help", "data"])
+    assert own == {}
+    assert rest == ["--help", "data"]
+    assert "--teacher" in capsys.readouterr().out
+
+
+def test_a_provider_of_numbers_of_samples_may_come_with_one_of_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks: list[Any] = []
+    monkeypatch.setattr(functions, "run", lambda task, *_, **__: tasks.append(task))
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+
+    def provide(train_valid_test_num_samples: list[int]) -> Any:
+        return tuple(train_valid_test_num_samples)
+
+    def count(batch: Any) -> Tensor:
+        return torch.tensor(1)
+
+    functions.pretrain(provide, torch.nn.Identity, argv=[], tokenizer_provider=lambda _, tokenizer: f"own {tokenizer}")
+    words = "--train-iters 10 --batch-size 4 --gas 1 --eval-interval 5 --eval-iters 2"
+    config = parse(words.split(), {}, 2)
+    # 2 replicas: 8 samples a batch. 10 batches, (10 / 5 + 1) evaluations of 2 batches, and 2 batches.
+    assert tasks[0].datasets(config, None)[0] == (80, 48, 16)
+    assert tasks[0].extended(config, "tokenizer") == "own tokenizer"
+    with pytest.raises(ValueError, match="count_targets"):
+        functions.pretrain(provide, torch.nn.Identity, argv=[], count_targets=count)
+
+
 @pytest.mark.parametrize("taken", ["--hidden-size", "--bf16", "--sequence-parallel"])
 def test_a_flag_that_this_project_has_is_refused(taken: str) -> None:
     with pytest.raises(ConfigError, match=taken):
         parse_own_flags(lambda parser: parser.add_argument(taken), [])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_args_have_the_format_to_which_the_run_has_resolved_its_precision(precision: str) -> None:
+    publish(parse(["--precision", "auto"]), None, Timers(torch.device("cpu")), precision)
+    args = get_args()
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    assert (args.bf16, args.fp16, args.params_dtype) == (precision == "bf16", precision == "fp16", dtypes[precision])
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda args: pickle.loads(pickle.dumps(args))])
+def test_args_can_be_copied(copied: Callable[[Args], Args]) -> None:
+    args = copied(Args(parse(["--hidden-size", "24"]), {"head_scale": 2.0}, "bf16"))
+    assert (args.hidden_size, args.head_scale, args.bf16) == (24, 2.0, True)

@@ -14,6 +14,7 @@ from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.checkpointing import consumed, data_plan
 from megatron.config.command_line import parse
 from megatron.data import damage
+from megatron.data.cpm_masking import PARTS
 from megatron.data.damage import find_damage, find_holes, find_problems, sidecar_sums
 from megatron.data.fingerprints import content_fingerprint, corpus_fingerprint
 from megatron.data.indexed_dataset import IndexedDataset
@@ -163,7 +164,7 @@ def test_checkpoints_of_earlier_versions_still_fit(tmp_path: Path, monkeypatch: 
     stages = [(0, {0: "1"}), (50, {0: "1", 1: "1"})]
     ends = [int(corpus_fingerprint(prefix), 16) for prefix in prefixes]
     salts = [int(content_fingerprint(prefix), 16) for prefix in prefixes]
-    dataset = StagedDataset([Samples(), Samples()], stages, salts, ends)
+    dataset = StagedDataset([Samples(), Samples()], stages, salts, prefixes)
     config = parse(["--data-stages", f"0: {prefixes[0]}; 50_samples: 1 {prefixes[0]} 1 {prefixes[1]}"])
     begin = int.from_bytes(hashlib.sha256(corpus_fingerprint(prefixes[0]).encode()).digest()[:8])
     then = extend_hash(begin, StagedDataset([Samples(), Samples()], stages, ends), 0, 80)
@@ -177,3 +178,46 @@ def test_checkpoints_of_earlier_versions_still_fit(tmp_path: Path, monkeypatch: 
     assert resumed(then) == resumed(now) == now != then
     with pytest.raises(ValueError, match="--override-data"):
         resumed(then + 1)
+
+
+def triple(prefix: Path, seed: int) -> str:
+    """Write the three pairs of a corpus that was masked during preprocessing, with any tokens."""
+    for number, part in enumerate(PARTS):
+        corpus(Path(f"{prefix}_{part}"), 5000, 10 * seed + number)
+    return str(prefix)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_pair_of_a_masked_corpus_is_part_of_its_fingerprint(part: str, tmp_path: Path) -> None:
+    prefix = triple(tmp_path / "x", seed=1)
+    before = content_fingerprint(prefix)
+    overwrite(f"{prefix}_{part}", 10, [1])
+    assert content_fingerprint(prefix) != before
+    corpus(tmp_path / "x", 5000)  # a plain corpus beside them has the fingerprint that it has alone
+    assert content_fingerprint(prefix) == content_fingerprint(corpus(tmp_path / "y", 5000))
+
+
+@pytest.mark.parametrize("version", ["blocks", "ends"])
+def test_a_masked_corpus_resumes_the_runs_of_versions_that_did_not_read_its_files(
+    version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their fingerprint was the SHA-256 of nothing, or since `content_fingerprint` the SHA-256 of that."""
+    monkeypatch.setattr(data_plan, "describe_difference", lambda *_: "")
+    former = hashlib.sha256().hexdigest()[:12]
+    if version == "blocks":
+        former = hashlib.sha256(former.encode()).hexdigest()[:12]
+    prefixes = [triple(tmp_path / "a", seed=1), triple(tmp_path / "b", seed=2)]
+    stages = [(0, {0: "1"}), (50, {0: "1", 1: "1"})]
+    salts = [int(content_fingerprint(prefix), 16) for prefix in prefixes]
+    dataset = StagedDataset([Samples(), Samples()], stages, salts, prefixes)
+    config = parse(["--data-stages", f"0: {prefixes[0]}; 50: 1 {prefixes[0]} 1 {prefixes[1]}"])
+    begin = int.from_bytes(hashlib.sha256(former.encode()).digest()[:8])
+    then = extend_hash(begin, StagedDataset([Samples(), Samples()], stages, [int(former, 16)] * 2), 0, 80)
+    state: Any = SimpleNamespace(sample_hash=then, consumed_samples=80, consumed_tokens=0)
+    wanted: Any = SimpleNamespace(same_data=True)
+    now = extend_hash(consumed.initial_hash(config), dataset, 0, 80)
+    assert consumed.hash_samples(consumed.initial_hash(config), state, config, config, dataset, wanted) == now != then
+    state.sample_hash = now
+    overwrite(f"{prefixes[0]}_target", 10, [1])
+    with pytest.raises(ValueError, match="--override-data"):  # the run began with the present version
+        consumed.hash_samples(consumed.initial_hash(config), state, config, config, dataset, wanted)

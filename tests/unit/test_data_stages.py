@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.checkpointing.consumed import _split_selects_others
-from megatron.checkpointing.data_plan import describe_difference
+from megatron.checkpointing.data_plan import describe_difference, join_stages
 from megatron.config import Config
 from megatron.config.command_line import parse
 from megatron.config.data_stages import Stage, parse_stages, stages_as_json
@@ -166,3 +166,26 @@ def test_the_difference_is_not_the_spelling_of_a_path(tmp_path: Path, monkeypatc
 
 def test_a_script_without_corpora_may_change_its_split() -> None:
     assert not _split_selects_others(_config("--split", "8,2"), _config("--split", "9,1"))
+
+
+def test_copies_of_a_corpus_keep_their_weights_in_a_new_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, token in (("a", 1), ("copy", 1), ("moved", 1), ("b", 2)):
+        with IndexedDatasetBuilder(name, np.uint16) as builder:
+            builder.add_document(np.full(9, token))
+    first = _config("--data-path", "0.5", "a", "0.5", "b")
+    second = _config("--data-path", "0.3", "a", "0.3", "copy", "0.4", "b")
+    text, _ = join_stages(first, second, 10, 8, override=True)
+    later = (("0.3", "a"), ("0.3", "copy"), ("0.4", "b"))
+    assert parse_stages([text]) == (
+        Stage(0, "samples", (("0.5", "a"), ("0.5", "b"))),
+        Stage(10, "samples", later),
+    )
+    # The same command resumes in the new stage.
+    resumed, _ = join_stages(_config("--data-stages", text), second, 20, 8, override=False)
+    assert parse_stages([resumed])[1].blend == later
+    # A copy in place of the corpus reads on in it.
+    text, _ = join_stages(first, _config("--data-path", "0.9", "moved", "0.1", "b"), 10, 8, override=True)
+    assert [stage.blend[0] for stage in parse_stages([text])] == [("0.5", "moved"), ("0.9", "moved")]
+    with pytest.raises(ConfigError):
+        join_stages(first, _config("--data-path", "0.3", "a", "0.3", "a", "0.4", "b"), 10, 8, override=True)

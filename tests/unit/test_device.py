@@ -39,9 +39,17 @@ def test_cudnn_gets_no_mask() -> None:
 
 def test_tf32_is_spoken_of_where_it_could_be_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1" in (device.precision_note(CUDA, "fp32") or "")
     assert device.precision_note(CUDA, "bf16") is None and device.precision_note(CPU, "fp32") is None
     torch.backends.cuda.matmul.allow_tf32 = True
+    assert device.precision_note(CUDA, "fp32") is None
+
+
+def test_a_device_before_ampere_is_not_advised_to_use_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V100 and T4 have neither TF32 nor bf16; torch reports bf16 there only with emulation."""
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(allow_tf32=False))
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert device.precision_note(CUDA, "fp32") is None
 
 
@@ -87,6 +95,17 @@ def test_timers_take_what_the_device_noted(monkeypatch: pytest.MonkeyPatch) -> N
         ("NVIDIA B200", 2250.0),
         ("NVIDIA GB200", 2500.0),
         ("NVIDIA L4", None),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA GH200 480GB", 989.0),
+        ("NVIDIA H200 NVL", 835.0),
+        ("NVIDIA H800 PCIe", 756.0),
+        ("NVIDIA H800 NVL", None),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA RTX A1000", None),
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("Tesla V100-PCIE-16GB", 112.0),
+        ("Tesla V100S-PCIE-32GB", 130.0),
     ],
 )
 def test_the_peak_is_that_of_the_device_and_its_form(

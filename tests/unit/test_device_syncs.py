@@ -50,6 +50,20 @@ def test_a_breakdown_waits_for_the_device_only_between_steps(monkeypatch: pytest
     assert found.take() == {"Forward": 6.0} and not Event.waited
 
 
+def test_a_progress_line_counts_the_steps_and_samples_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a resume between two lines, the first line has fewer steps; batch sizes may differ."""
+    now = [0.0]
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    found = progress.Progress(torch.device("cpu"), 10, breakdown=False)
+    lines = []
+    for step in range(1008, 1021):
+        now[0] += 0.1
+        lines.append(found.step(step, 80 if step == 1020 else 8, {}))
+    assert lines[2] and "iter time (s): 0.100 samples/sec: 80.000" in lines[2]
+    assert lines[12] and "iter time (s): 0.100 samples/sec: 152.000" in lines[12]  # (9 x 8 + 80) samples in 1 second
+    assert lines.count(None) == 11
+
+
 def test_each_rank_may_be_shown_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_deepspeed, "on_cpu", lambda: False)
     monkeypatch.setenv("LOCAL_RANK", "3")

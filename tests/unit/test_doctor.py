@@ -442,3 +442,35 @@ def test_the_family_of_a_config_file_decides(tmp_path: Path) -> None:
     flags = [*MODEL, "--config", str(tmp_path / "one.json"), "--config", str(tmp_path / "two.json")]
     config, found = settings.read_settings(flags, None, 1)
     assert config is not None and config.model.family == "llama" and config.model.normalization == "rmsnorm"
+
+
+def test_a_stale_lock_does_not_hide_one_that_is_held(tmp_path: Path) -> None:
+    held = RunLock(tmp_path / "save")
+    gone = replace(Holder.here(), started="another start")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.lock").write_text(json.dumps(gone.__dict__))
+    found = only(run_dir.check_lock(tmp_path / "run", parse(["--save", str(tmp_path / "save")])), "run lock")
+    assert found.state == "failed" and str(tmp_path / "save") in found.words and "--save" in found.remedy
+    held.release()
+
+
+@pytest.mark.parametrize(
+    ("value", "states"),
+    [
+        ("^lo,docker0", ["ok"]), ("lo,nowhere7", ["ok", "failed"]), ("l", ["ok"]), ("=l", ["failed"]),
+        ("=nowhere7,lo", ["failed", "ok"]),
+    ],
+)  # fmt: skip
+def test_a_sign_of_nccl_holds_for_the_whole_list(
+    value: str, states: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0")])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
+    assert [each.state for each in network.check_interfaces()] == states
+
+
+@pytest.mark.parametrize("flags", ["--train-samples 1000", "--batch-size-schedule 0:8", "--micro-batch-size 4"])
+def test_without_ranks_the_smallest_run_of_a_layout_is_examined(flags: str, examined: Callable[..., Any]) -> None:
+    found = examined("--model-parallel-size", "2", *flags.split())
+    assert found["settings"].state == "ok" and "2 ranks" in found["layout"].words

@@ -121,9 +121,13 @@ def test_positions_and_tokens_are_those_of_the_sample(tmp_path: Path) -> None:
             assert [text[p] for p in use.positions] == expected
 
 
-def drop(*words: str) -> None:
-    args = inspect_data.build_parser().parse_args(["drop", *words])
+def run(*words: str) -> None:
+    args = inspect_data.build_parser().parse_args(words)
     args.function(args)
+
+
+def drop(*words: str) -> None:
+    run("drop", *words)
 
 
 def test_a_corpus_without_documents_has_all_others_and_their_loss_mask(tmp_path: Path) -> None:
@@ -157,6 +161,45 @@ def test_a_corpus_is_not_overwritten_by_its_rest(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", 1, [3] * 7)
     with pytest.raises(ValueError, match="--output"):
         drop(prefix, "1", "--output", prefix)
+
+
+def test_no_part_of_a_corpus_overwrites_the_corpus(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a_train", 1, [3] * 8)
+    with pytest.raises(ValueError):
+        run("split", prefix, "--split", "50,50", "--output", str(tmp_path / "a"))
+    assert IndexedDataset(prefix).num_documents == 8
+    with pytest.raises(ValueError):
+        run("merge", write(tmp_path / "b", 2, [3]), prefix, "--output", f"{prefix}_loss")
+    assert IndexedDataset(f"{prefix}_loss").num_documents == 8
+
+
+def test_a_merged_corpus_replaces_neither_text_nor_keeps_an_old_sidecar(tmp_path: Path) -> None:
+    pairs = [write(tmp_path / "a", 1, [3] * 4), write(tmp_path / "b", 2, [5] * 2)]
+    output = str(tmp_path / "ab")
+    sidecar = tmp_path / "ab.json"
+    sidecar.write_text('[{"text": "raw"}]')
+    with pytest.raises(ValueError):
+        run("merge", *pairs, "--output", output)
+    assert sidecar.read_text() == '[{"text": "raw"}]'
+    sidecar.write_text(json.dumps({"fingerprint": "0123", "tokens": 7, "sha256": {"ab": {"bin": ["0"], "idx": ["0"]}}}))
+    run("merge", *pairs, "--output", output)
+    run("verify", output)
+    assert IndexedDataset(output).num_tokens == 22 and not sidecar.exists()
+
+
+@pytest.mark.parametrize(("second", "fits"), [({}, True), ({"append_eod": False}, False), ({"eod": 6}, False)])
+def test_documents_of_a_merged_corpus_end_alike(tmp_path: Path, second: dict[str, Any], fits: bool) -> None:
+    pairs = [write(tmp_path / "a", 1, [3] * 4), write(tmp_path / "b", 2, [5] * 2)]
+    for name, entries in {"a": {}, "b": second}.items():
+        sidecar = {"fingerprint": "0123", "eod": 5, "append_eod": True, **entries}
+        (tmp_path / f"{name}.json").write_text(json.dumps(sidecar))
+    if fits:
+        run("merge", *pairs, "--output", str(tmp_path / "ab"))
+        assert json.loads((tmp_path / "ab.json").read_text())["append_eod"]
+        return
+    with pytest.raises(ValueError):
+        run("merge", *pairs, "--output", str(tmp_path / "ab"))
+    assert not list(tmp_path.glob("ab*"))
 
 
 def test_iterations_and_samples(tmp_path: Path) -> None:

@@ -197,3 +197,12 @@ def test_muon_is_refused_where_deepspeed_shards_weights(tmp_path: Path, more: st
     file = {"zero_optimization": {"stage": 1, "overlap_comm": True}}
     with pytest.raises(ConfigError, match="--optimizer muon.*--deepspeed-config"):
         settle(tmp_path, file, "--optimizer", "muon", "--precision", "fp32")
+
+
+def test_values_that_are_auto_count_as_absent(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    zero = {"stage": "auto", "reduce_bucket_size": "auto", "overlap_comm": False}
+    path.write_text(json.dumps({"zero_optimization": zero, "fp16": {"enabled": True, "loss_scale": "auto"}}))
+    resolved = resolve(parse(["--deepspeed-config", str(path)]), 1, False)
+    assert resolved.deepspeed["zero_optimization"] == {"stage": 1, "overlap_comm": False}
+    assert resolved.deepspeed["fp16"] == {"enabled": True}

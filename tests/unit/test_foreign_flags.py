@@ -489,3 +489,18 @@ def test_words_of_other_frameworks_are_translated_without_any_flag_of_theirs(set
     config = parse(["--vocab-size", "64", "--train-iters", "8"], {**more, setting: word}, 1, notes.append)
     flat = {name: value for section in config.to_dict().values() for name, value in section.items()}
     assert flat[setting] == VALUES[setting][word]
+
+
+def test_a_setting_may_need_a_flag_that_is_translated_later() -> None:
+    """--lr-wsd-decay-samples needs --train-samples, which follows from --train-tokens and --seq-length."""
+    flags = "--seq-length 128 --train-tokens 128000 --lr-decay-style WSD --lr-wsd-decay-samples 100"
+    config = parse(flags.split())
+    assert (config.train.train_samples, config.optim.lr_wsd_decay_samples) == (1000, 100)
+    with pytest.raises(ConfigError, match="--lr-wsd-decay-samples"):
+        parse(flags.replace("--train-tokens 128000", "--train-tokens 1280").split())  # 10 samples
+
+
+@pytest.mark.parametrize("stage", ["", "--zero-stage 2 --bf16"])
+def test_a_flag_that_is_false_sets_no_number(stage: str) -> None:
+    config = parse(f"--use-distributed-optimizer false {stage}".split())
+    assert config.parallel.zero_stage == (2 if stage else None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from data_utils.tokenizer_training import train_byte_bpe
-from megatron.features.harness import evaluate_tasks
+from megatron.features.harness import evaluate_tasks, local_tasks
 from megatron.tokenizer import load_tokenizer
 from megatron_tools.write.lm_eval import Harness
 from tests.sentences import SENTENCES
@@ -213,3 +213,11 @@ def test_a_task_of_our_own(tmp_path: Path) -> None:
     assert found["letters"]["acc,none"] == 0.75
     with pytest.raises(ValueError, match=SENTENCES["no_task_nothing"]):
         evaluate_tasks(harness(), ["nothing"], None, [str(tmp_path)])
+
+
+@pytest.mark.parametrize("members", ["\n  - one\n  - two", " [one, two]", "  # both\n  - one"])
+def test_a_group_of_tasks_names_no_task_of_its_own(members: str, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n")
+    (tmp_path / "group.yaml").write_text(f"group: both\ntask:{members}\n")
+    assert local_tasks(tmp_path) == ["one", "two"]

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.checkpointing import TrainState
 from megatron.data.sampler import ConsecutiveSampler
 from megatron.data.skips import Skips, parse_ranges
 from megatron.engines.engine import StepResult
+from megatron.training import find_nonfinite
 from megatron.training.health import Health, SampleRange
 from megatron.training.metrics import MetricsWriter
 from tds.optimizers import skip_unless_finite
@@ -121,3 +123,18 @@ def test_an_optimizer_is_told_to_change_nothing(kind: str) -> None:
     assert step(NAN) == first
     assert step(INF) == first
     assert step(1.0) != first
+
+
+def test_a_first_scale_that_falls_to_its_minimum_is_explained_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step of the run succeeds, so none of the skipped steps counts; the reason is the scale, not the loss."""
+    health = Health(TrainState(), 9, 2.0, 1.0)
+    feed(health, [INF] * 2, [1.0, 1.0], losses=[NAN] * 2)
+    health.read()
+    assert health.fault is not None
+    assert (health.fault.streak, health.fault.min_scale) == (0, 1.0)
+    monkeypatch.setattr(find_nonfinite, "wait_for_weights", lambda engine: None)
+    monkeypatch.setattr(find_nonfinite, "gather_findings", lambda *_: [find_nonfinite.Finding(0, "layer.weight", None)])
+    monkeypatch.setattr(find_nonfinite.mpu, "get_mesh", lambda: SimpleNamespace(share=SimpleNamespace(size=1)))
+    engine = SimpleNamespace(deepspeed=SimpleNamespace(module=None))
+    message = find_nonfinite.explain_fault(SimpleNamespace(engine=engine), health.fault)  # type: ignore[arg-type]
+    assert "layer.weight" in message and "--precision bf16" in message

@@ -7,6 +7,7 @@ import pytest
 
 from data_utils.documents import chunks, documents
 from data_utils.files import Source, find_files
+from data_utils.streams import BadLine, detect_encoding
 
 MARK = "\ufeff"
 
@@ -57,3 +58,24 @@ def test_auto_finds_the_encoding_of_each_file(tmp_path: Path, compressed: bool) 
     for source in sources[:-1]:
         found = [each for chunk in chunks(source, 1 << 20) for (each,) in documents(chunk)]  # type: ignore[misc]
         assert found == [text, "plain English text", long]
+
+
+def test_a_character_that_the_first_megabyte_cuts_does_not_change_the_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    path.write_bytes(b"plain English text ".ljust(2**20 - 2, b"a") + "\u2014 end\n".encode())
+    assert detect_encoding(str(path)) == "utf-8"
+
+
+@pytest.mark.parametrize("blank", ["\u3000", "\f", "\u00a0", MARK, " \t"])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_no_document_after_an_overlong_one_is_lost(tmp_path: Path, compressed: bool, blank: str) -> None:
+    """The blank line between them is cut at each of its bytes by the end of a block."""
+    path = tmp_path / ("x.txt.gz" if compressed else "x.txt")
+    for shift in range(len(blank.encode()) + 3):
+        content = b"x" * (4096 - shift) + f"\n{blank}\nsecond\n\nthird".encode()
+        path.write_bytes(gzip.compress(content) if compressed else content)
+        found = []
+        for chunk in chunks(Source(str(path)), 1024, 2048):
+            found += list(documents(chunk, largest=2048))
+        assert isinstance(found[0], BadLine)
+        assert found[1:] == [("second",), ("third",)]

@@ -117,3 +117,12 @@ def test_the_sides_of_a_note_differ() -> None:
     assert config.optim.lr == 1e-3 and note
     there, here = re.findall(r"\((.*?)\)", note)
     assert there != here
+
+
+@pytest.mark.parametrize("warmup", ["0.95", "1"])
+def test_a_schedule_whose_warmup_reaches_into_the_decay_stays_after_a_resume(warmup: str) -> None:
+    flags = ["--lr", "1e-3", "--lr-decay-style", "wsd", "--warmup", warmup]
+    saved = parse(["--train-iters", "100", *flags])
+    kept, note = resolve_lr_schedule(parse(["--train-iters", "200", *flags]), saved)
+    assert note and [lr_at(n, kept) for n in range(120)] == [lr_at(n, saved) for n in range(120)]
+    assert resolve_lr_schedule(kept, saved) == (kept, None)

@@ -6,8 +6,8 @@ import torch
 
 from megatron.config import Config
 from megatron.config.command_line import parse
-from megatron.model import GPT2Model, global_parameters
-from megatron.model.layers import init_weights
+from megatron.model import GPT2Model, Layer, LayerStack, global_parameters
+from megatron.model.layers import global_names, init_weights
 from megatron.utils import get_ltor_documents_and_position_ids, get_ltor_masks_and_position_ids
 from tests.parity import reference
 from tests.sentences import SENTENCES
@@ -198,3 +198,12 @@ def test_init_can_be_repeated() -> None:
     randomize(model)
     init_weights(model, 1234)
     assert all(torch.equal(p, before[name]) for name, p in global_parameters(model))
+
+
+def test_two_modules_with_one_name_are_refused() -> None:
+    first = Layer("step", torch.nn.Identity)
+    shared = Layer("step", torch.nn.Identity, tied="key")
+    for layers in ([first, Layer("step", torch.nn.Flatten)], [shared, first], [first, shared]):
+        with pytest.raises(ValueError, match="'step'"):
+            LayerStack(layers, 1)
+    assert global_names([shared, Layer("end", torch.nn.Identity, tied="key"), shared]) == ["step"] * 3

@@ -7,10 +7,12 @@ import pytest
 
 from data_utils.dedup import shingles
 from data_utils.near_duplicates import (
+    EMPTY,
     HASHES,
     MAX_PER_BAND,
     BandTable,
     NearDuplicates,
+    first_slots,
     min_estimate,
     minhash_signature,
     rows_per_band,
@@ -86,6 +88,20 @@ def test_the_table_finds_every_text_of_a_key_after_it_has_grown() -> None:
         found, counts = table.find(np.array([key * 80_001 % 2**32], dtype=np.uint32))
         assert {*found.tolist()} == kept.get(key * 80_001 % 2**32, set())
         assert counts[0] >= len(found)
+
+
+def test_a_table_may_have_more_slots_than_there_are_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys have 32 bits. In 2**33 slots, each key has two slots of its own, so key k begins at slot 2 k."""
+    keys = np.array([0, 5, 2**32 - 1], dtype=np.uint32)
+    assert first_slots(keys, 2**33).tolist() == [0, 10, 2**33 - 2]
+    assert first_slots(keys, 2**32).tolist() == [0, 5, 2**32 - 1]
+    assert first_slots(keys, 2**16).tolist() == [0, 5, 2**16 - 1]
+    table = BandTable()
+    # Empty slots that take no memory.
+    monkeypatch.setattr(table, "_texts", np.broadcast_to(EMPTY, 2**33))
+    monkeypatch.setattr(table, "_keys", np.broadcast_to(np.uint32(0), 2**33))
+    found, counts = table.find(keys)
+    assert found.tolist() == [] and counts.tolist() == [0, 0, 0]
 
 
 @FULL

@@ -18,9 +18,10 @@ from megatron.config.command_line import parse, with_values
 from megatron.config.ds_config import resolve
 from megatron.config.families import parse_any_family
 from megatron.config.fields import ConfigError
-from megatron.estimate.per_rank import in_flight, rank_memory, state_bytes
+from megatron.estimate.per_rank import _StepMemory, in_flight, rank_memory, state_bytes
 from megatron.estimate.sizes import Shapes, count_layers, layers_of, parameters, stages_of
 from megatron.model import GPT2Model, T5Model
+from megatron.model.cuts import partition_method
 from megatron.model.parameter_counts import count_parameters
 from megatron_tools.doctor import doctor
 from megatron_tools.plan import plan, scripts
@@ -474,3 +475,86 @@ def test_only_stages_of_a_decoder_send_the_output_of_the_encoder() -> None:
     sent = [boundary_bytes(stage, shapes) for stage in stages_of(config)]
     states = 4.0 * 3 * 32 * 16
     assert sent == [states, states, 2 * states, 2 * states]
+
+
+def test_written_files_keep_the_settings_of_the_users_ds_config(tmp_path: Path) -> None:
+    given = tmp_path / "given.json"
+    flags = "--cluster v100 --devices 8 --global-batch-size 64 --top 1"
+    words = [*TINY.replace("fp32", "fp16").split(), *flags.split(), "--deepspeed-config", str(given)]
+    content: dict[str, Any] = {"gradient_clipping": 0.25, "steps_per_print": 7, "zero_optimization": True}
+    folder = tmp_path / "out"
+    files = ["--config", str(folder / "config.json"), "--deepspeed-config", str(folder / "ds_config.json")]
+    for more in ({"fp16": {"enabled": "auto", "initial_scale_power": 12}}, {"zero_optimization": "auto"}):
+        content |= more
+        given.write_text(json.dumps(content))
+        plan.main(plan.build_parser().parse_args([*words, "--write", str(folder)]))
+        resolved = resolve(parse_any_family(files, 8), 8, False)
+        assert (resolved.clip_grad, resolved.log_interval, resolved.zero_stage) == (0.25, 7, 1)
+        assert resolved.deepspeed["fp16"]["initial_scale_power"] == 12
+
+
+def test_layout_flags_of_other_frameworks_are_kept_by_the_search() -> None:
+    def fixed(flags: str) -> frozenset[str]:
+        words = f"{TINY} {flags}".split()
+        return plan.fixed_settings(words, parse(words, None, 8), 8)
+
+    assert fixed("--tensor-model-parallel-size 4 --recompute-granularity full") == {
+        "model_parallel_size",
+        "checkpoint_activations",
+    }
+    assert fixed("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --gas 4") == {
+        "pipe_parallel_size",
+        "virtual_pipeline_size",
+        "pipeline_schedule",
+    }
+    assert fixed("--no-sequence-parallel --zero-stage=1") == {"sequence_parallel", "zero_stage"}
+
+
+def test_the_planner_takes_the_number_format_of_a_ds_config(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    words = f"{TINY.removesuffix('--precision fp32')} --cluster a100 --devices 8 --deepspeed-config {path}".split()
+    cases: list[tuple[Any, str]] = [(True, "fp16"), ({"enabled": True}, "fp16"), ({"enabled": False}, "bf16")]
+    for section, precision in cases:
+        path.write_text(json.dumps({"fp16": section}))
+        config = plan.run_settings(plan.build_parser().parse_args(words), load_cluster("a100"))
+        assert config.train.precision == precision
+
+
+def test_groups_of_layers_have_no_effect_on_an_estimate_without_a_pipeline() -> None:
+    def peak(flags: str) -> Any:
+        config = parse([*TINY.split(), "--gas", "4", *flags.split()])
+        return rank_memory(config, resolve(config, 1, False), 1, False, stages_of(config))
+
+    for stages in ("", " --pipe-parallel-size 1"):
+        assert peak(f"--pipeline-schedule interleaved --virtual-pipeline-size 2{stages}") == peak(stages)
+
+
+@pytest.mark.parametrize("cuts", ["0,4", "0,2,4,5", "0,5,3,6", "1,2,3,4", "0,2,4,30", "0,2,2,6"])
+def test_a_list_that_does_not_divide_the_layers_is_refused(cuts: str) -> None:
+    """The model has 8 layers in 3 stages: 4 transformer layers, and those before and after them."""
+    config = parse([*TINY.split(), "--pipe-parallel-size", "3", "--partition-method", cuts])
+    assert len(layers_of(config)) == 8
+    with pytest.raises(ConfigError, match="--partition-method"):
+        stages_of(config)
+    with pytest.raises(ConfigError, match="--partition-method"):
+        partition_method(layers_of(config), config)
+
+
+def test_a_list_of_cuts_may_omit_the_number_of_layers() -> None:
+    for cuts in ("0,2,4,6", "0,2,4,6,8", "0, 2, 4, 6,"):
+        config = parse([*TINY.split(), "--pipe-parallel-size", "4", "--partition-method", cuts])
+        assert [len(stage.layers) for stage in stages_of(config)] == [2, 2, 2, 2]
+        assert partition_method(layers_of(config), config) == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("pattern", ["0 1 1 0", "0 1 0 1", "1 0 0 0 1 1"])
+def test_the_peak_of_dense_and_expert_layers_is_that_of_all_layers(pattern: str) -> None:
+    flags = "--family llama --hidden-size 1024 --num-attention-heads 16 --seq-length 2048 --vocab-size 8000 --gas 1"
+    flags += f" --num-layers {len(pattern.split())} --num-experts 16 --experts-per-token 8 --checkpoint-activations"
+    flags += f" --batch-size 4 --precision bf16 --zero-stage 1 --moe-layer-frequency {pattern}"
+    config = parse_any_family(flags.split(), 8)
+    resolved = resolve(config, 8, True)
+    (stage,) = stages_of(config)
+    step = _StepMemory(stage, config, resolved, 8, True)
+    peaks = [step.backward(index).total for index, layer in enumerate(stage.layers) if layer.repeated]
+    assert rank_memory(config, resolved, 8, True, [stage])[0].total == max(peaks)

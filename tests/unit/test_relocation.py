@@ -100,3 +100,25 @@ def test_corpora_that_were_made_apart_look_apart(tmp_path: Path) -> None:
     long = b"a" * 3 * END_BYTES
     assert pair("x", long) == pair("y", long)
     assert len({pair("x", long), pair("y", long + b"a"), pair("z", long[:-1] + b"b"), pair("w", b"b" + long[1:])}) == 4
+
+
+def test_nothing_of_an_earlier_tokenizer_stays(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    first = ("tokenizer.json", "chat_template.jinja", "special_tokens_map.json")
+    for folder, names in (("a", first), ("b", ("tokenizer.model",)), ("c", ("tokenizer.json",))):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text(f"{folder} {name}")
+
+    def kept(folder: str) -> list[str]:
+        copy_tokenizer(str(tmp_path / folder), home)
+        return sorted(path.read_text() for path in (home / "tokenizer").iterdir())
+
+    assert kept("a") == sorted(f"a {name}" for name in first)
+    assert kept("c") == ["c tokenizer.json"]  # a file of the same name, but another tokenizer
+    kept("a")
+    assert kept("b") == ["b tokenizer.model"]
+    (home / "tokenizer" / "chat_template.jinja").write_text("the user's")
+    assert kept("b") == ["b tokenizer.model", "the user's"], "the same tokenizer keeps what a user has added"
+    assert [path.name for path in home.iterdir()] == ["tokenizer"]

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from data_utils.tokenizer_training import train_byte_bpe
+from megatron.data.indexed_dataset import IndexedDataset
 from tests.sentences import SENTENCES
 from tests.support import FULL
 
@@ -208,3 +210,42 @@ def test_a_disk_without_room_for_the_journal_promises_nothing(
             start("b")
     start("b")
     assert written(tmp_path, "b") == written(tmp_path, "a")
+
+
+def test_documents_of_a_resumed_run_end_with_one_token(start: Callable[..., None], tmp_path: Path) -> None:
+    """Two tokenizers with the same vocabulary may end documents with different tokens."""
+    (tmp_path / "x.jsonl").write_text("".join([*LINES[:BAD], "bad\n", *LINES[BAD:]]))
+    for name, eod in {"base": "<|endoftext|>", "chat": "<|im_end|>"}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        train_byte_bpe(["春眠不觉晓"], str(folder / "tokenizer.json"), 262, "hf", ["<|im_end|>"])
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eod}))
+    with pytest.raises(RuntimeError):
+        start("b", "--vocab-file", str(tmp_path / "base"))
+    with pytest.raises(ValueError):
+        start("b", "--vocab-file", str(tmp_path / "chat"), "--on-error", "skip")
+    kept(tmp_path)
+    start("b", "--vocab-file", str(tmp_path / "base"), "--on-error", "skip")
+    found = IndexedDataset(tmp_path / "b_text_document")
+    assert {int(found[n][-1]) for n in range(len(LINES))} == {0}
+
+
+@pytest.mark.parametrize(("first", "second"), [("text", "cpm-t5"), ("cpm-t5", "text")])
+def test_a_masked_and_an_ordinary_corpus_do_not_share_a_sidecar(
+    start: Callable[..., None], tmp_path: Path, first: str, second: str
+) -> None:
+    start("b", "--objective", first)
+    before = written(tmp_path, "b")
+    with pytest.raises(ValueError):
+        start("b", "--objective", second)
+    assert written(tmp_path, "b") == before
+    start("b", "--objective", first)  # the same corpus may be written again
+    assert written(tmp_path, "b") == before
+
+
+def test_a_text_file_with_the_name_of_the_sidecar_is_kept(start: Callable[..., None], tmp_path: Path) -> None:
+    raw = tmp_path / "b_text_document.json"
+    raw.write_text('[{"text": "one"}]')
+    with pytest.raises(ValueError):
+        start("b")
+    assert raw.read_text() == '[{"text": "one"}]'

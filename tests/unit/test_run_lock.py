@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -16,9 +17,11 @@ from typing import Any
 
 import pytest
 
+from megatron.checkpointing import find_checkpoint
 from megatron.config.command_line import parse
 from megatron.locks import run_lock
 from megatron.locks.run_lock import Holder, RunLock, RunLockedError
+from megatron.storage import to_path
 from megatron.training.run_folder import keep, lock, refuse_other_checkpoints, release, write_first_files
 from tests.sentences import SENTENCES
 from tests.support import ROOT
@@ -363,3 +366,49 @@ def test_a_run_that_begins_again_keeps_the_lines_of_the_one_before(tmp_path: Pat
     (tmp_path / "metrics.jsonl").write_text("3")
     assert write_first_files(config, tmp_path, 5) == []
     assert (tmp_path / "metrics.jsonl").read_text() == "3"
+
+
+def test_nothing_of_an_earlier_tokenizer_stays_in_object_storage(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    save = f"memory://bucket/{tmp_path.name}"
+    for folder, names in (("old", ("tokenizer.json", "merges.txt")), ("new", ("tokenizer.model",))):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text(name)
+    for run, folder in (("first", "old"), ("second", "new")):
+        (tmp_path / run).mkdir()
+        flags = ["--vocab-file", str(tmp_path / folder), "--save", save, "--run-dir", str(tmp_path / run)]
+        write_first_files(parse(flags), tmp_path / run, 0)
+    assert [path.name for path in to_path(f"{save}/tokenizer").glob("*")] == ["tokenizer.model"]
+
+
+@pytest.mark.parametrize("name", ["data", "my data", "数据", "全角　空格", "nel\x85", "back\\slash"])
+def test_the_file_system_of_a_mount_with_any_name_is_known(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel escapes only blanks, tabs, line feeds, backslashes and number signs of a mount point."""
+    mount = str(tmp_path / name).replace("\\", "\\134").replace(" ", "\\040")
+    table = (
+        f"21 1 8:1 / / rw - ext4 /dev/sda1 rw\n36 21 0:50 / {mount} rw shared:1 - nfs4 server:/x rw,local_lock=all\n"
+    )
+    monkeypatch.setattr(run_lock.advisory, "open", lambda *_: io.BytesIO(table.encode()), raising=False)
+    assert not run_lock.advisory.is_local(tmp_path / name / "run" / run_lock.LOCK_FILE)
+    assert run_lock.advisory.is_local(tmp_path / "beside")
+
+
+def test_the_checkpoints_of_the_last_save_folder_are_the_newest(tmp_path: Path) -> None:
+    """A run that began without --save and went on with it has its newest checkpoint in the folder of --save."""
+    run, save = tmp_path / "run", tmp_path / "save"
+    for folder, name in ((run / "checkpoints", "iter_0000100"), (save, "iter_0000200"), (run / "own", "iter_0000300")):
+        (folder / name).mkdir(parents=True)
+        (folder / "latest").write_text(f"{name}\n")
+
+    def newest(*flags: str) -> Path:
+        (run / "config.json").write_text(json.dumps(parse(list(flags)).to_dict()))
+        return find_checkpoint(str(run))
+
+    assert newest().name == "iter_0000100"
+    assert newest("--save", str(tmp_path / "nothing")).name == "iter_0000100", "no checkpoint was saved there yet"
+    assert newest("--save", str(save), "--run-dir", str(run)).name == "iter_0000200"
+    before = tmp_path / "before"  # where the run directory was once
+    assert newest("--save", str(before / "own"), "--run-dir", str(before)) == run / "own" / "iter_0000300"

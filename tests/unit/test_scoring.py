@@ -1,10 +1,13 @@
+import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.features.scoring import Request, score_one, token_nats, windows
+from megatron.features.scoring import Request, read_cloze, score_one, token_nats, windows
 
 CPU = torch.device("cpu")
 
@@ -48,3 +51,13 @@ def test_completion() -> None:
     chain = [start, best[start], best[best[start]]]
     assert score_one(Request(chain, 2), table, CPU).greedy
     assert not score_one(Request([*chain[:2], (chain[2] + 1) % 11], 2), table, CPU).greedy
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85"])
+def test_a_line_of_cloze_questions_ends_only_at_a_line_feed(separator: str, tmp_path: Path) -> None:
+    questions = [{"context": f"a{separator}b", "target": "c"}, {"context": "d", "target": "e"}]
+    text = "".join(json.dumps(each, ensure_ascii=False) + "\r\n" for each in questions)
+    (tmp_path / "cloze.jsonl").write_text(text, encoding="utf-8", newline="")
+    tokenizer = SimpleNamespace(before=[0], encode=lambda text: [ord(c) for c in text])
+    found = read_cloze(str(tmp_path / "cloze.jsonl"), tokenizer, 9)  # type: ignore[arg-type]
+    assert found == [Request([0, ord("a"), ord(separator), ord("b"), ord("c")], 1), Request([0, ord("d"), ord("e")], 1)]

@@ -339,6 +339,14 @@ def test_triples_that_cannot_be_read_are_refused(prefix: str, tmp_path: Path) ->
         cpm_triples.build_train_valid_test_datasets(path, "1", 100, 60, CPM, 1, TEXT)
 
 
+@pytest.mark.parametrize("size", [TEXT - 100, TEXT + 100])
+def test_triples_of_a_tokenizer_of_another_size_are_refused(prefix: str, tmp_path: Path, size: int) -> None:
+    path = write_triple(prefix, tmp_path)
+    specials = Specials(EOD, size, tuple(range(size + 1, size + COUNT + 1)))
+    with pytest.raises(DatasetError, match=f"{size}"):
+        cpm_triples.build_train_valid_test_datasets(path, "1", 100, 60, specials, 1, size)
+
+
 @pytest.mark.parametrize("position_embedding", ["learned", "relative"])
 def test_the_decoder_has_no_more_tokens_than_learned_positions(
     position_embedding: str, tiny_data: str, vocab_file: str

@@ -67,6 +67,14 @@ def test_nothing_is_lost(tokenizers: dict[str, Tokenizer], kind: str, text: str)
     check(tokenizers[kind], text)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_for_which_vocab_size_only_leaves_room_have_no_text(tokenizers: dict[str, Tokenizer], kind: str) -> None:
+    """With --vocab-size 4000, a model may write ids beyond the 2,000 tokens."""
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode("你好")
+    assert tokenizer.decode([*ids, tokenizer.vocab_size, 3999]) == "你好"
+
+
 UNICODE = st.text(st.characters(exclude_categories=["Cs"]))
 CHINESE = st.text(
     st.sampled_from("的一是在不了有和人这中大为上个国我以要他\u2581\u2582\u2583 \n\tabcC+9.%T恤，。"), max_size=60

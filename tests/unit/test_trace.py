@@ -131,6 +131,23 @@ def test_a_reader_finds_the_step_again(tmp_path: Path, capsys: pytest.CaptureFix
         iterations(timeline.read(folder))
 
 
+def test_an_arrow_ends_at_the_receive_of_its_own_step_or_evaluation(tmp_path: Path) -> None:
+    """A step and two evaluations of one iteration send micro-batch 0 over the same boundary."""
+    for stage, kind in enumerate(("SendActivation", "RecvActivation")):
+        tracer = trace.Tracer(CPU, tmp_path / timeline.trace_file_name(stage), about(stage))
+        tracer.iteration(1)
+        for begin_ms in (0, 20, 40):
+            begin = (begin_ms + stage) * 1_000_000
+            tracer._current_spans.append(trace.RecordedSpan(begin, begin + 1_000_000, 0, kind, "message", 0, 0, 0))
+        tracer.clock = [(0, 0.0, 0.0)]
+        tracer.write()
+    events = json.loads(timeline.merge(tmp_path).path.read_text())["traceEvents"]
+    begins = [e["ts"] for e in events if e["ph"] == "s"]
+    ends = [e["ts"] for e in events if e["ph"] == "f"]
+    assert begins == [0.0, 20_000.0, 40_000.0]
+    assert ends == [1_990.0, 21_990.0, 41_990.0]  # 99 % into the receive, which begins 1 ms after the send
+
+
 def test_settings() -> None:
     assert parse(["--trace", "--trace-iterations", "3-9"]).log.trace_range == (3, 9)
     assert parse(["--trace"]).log.trace_range is None
