@@ -35,7 +35,7 @@ WORDS = {
     "tokenizer_type", "fim_tokens", "batch_size_schedule", "skip_iterations", "skip_samples", "trace_iterations",
     "profile_iterations", "encoding", "max_document_mb", "json_key", "ray", "tasks", "prompt", "suffix",
     "sample_prompt", "host", "special_tokens", "keys", "chat_date", "params", "layouts", "reference", "flags",
-    "documents",
+    "documents", "set",
 }  # fmt: skip
 
 
