@@ -91,7 +91,7 @@ def print_uses(args: argparse.Namespace) -> None:
     _, (dataset, *_) = load_datasets(config)  # the training data set
     members = corpus_datasets(dataset)
     trained = list(dict.fromkeys(member.prefix for member in members))
-    path = args.path or (trained[0] if len(trained) == 1 else "")  # by default, the only corpus
+    path = args.path or (trained[0] if len(trained) == 1 else "")  # the only corpus needs no --path
     short_names = dict(zip(prefixes_of(config.data.paths), corpus_names(config.data.paths), strict=True))
     matching = [i for i, each in enumerate(members) if path in (each.prefix, short_names.get(each.prefix))]
     if not matching:

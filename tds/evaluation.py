@@ -51,7 +51,7 @@ def _mean_outputs(engine: Any) -> Any:
             dist.all_reduce(each, group=engine.grid.get_data_parallel_group())
     means = []
     for total, output in zip(sums, outputs[0], strict=True):
-        dtype = torch.result_type(output, 1.0)  # that of the outputs, or fp32 if these are integers
+        dtype = torch.result_type(output, 1.0)  # the mean of integers is fp32
         means.append((total / count).to(dtype))
     return unwrap(tuple(means))
 

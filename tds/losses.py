@@ -159,7 +159,7 @@ class Losses:
         if self._numbers_on_host is not None:
             return self.total
         numbers = self._numbers_on_host = self._numbers.tolist()
-        # As described in __init__: 4 numbers, then a flag for each key, then a mean for each key.
+        # The vector described in __init__: 4 numbers, then a flag for each key, then a mean for each key.
         self.targets, micros, has_new_key, is_fp64 = numbers[:4]
         first_mean = 4 + len(self._last_keys)
         self.dtype = torch.float64 if is_fp64 else torch.float32

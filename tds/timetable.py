@@ -152,7 +152,7 @@ def simulate_times(
                     hop, send_kind = SENDER_OF[kind]
                     arrivals = in_transit[virtual_stage + hop, send_kind]
                     if not arrivals:
-                        break  # not sent yet: go on with the next stage
+                        break  # not sent yet: continue with the next stage
                     clock[stage] = max(clock[stage], arrivals.popleft())
                 elif kind in PASSES:
                     begin = clock[stage]

@@ -180,7 +180,7 @@ class Tracer:
             return span
         event, reference_ns = self._reference
         span.end.synchronize()
-        begin = reference_ns + int(event.elapsed_time(span.begin) * 1e6)  # from ms to ns
+        begin = reference_ns + int(event.elapsed_time(span.begin) * 1e6)  # convert ms to ns
         return span._replace(begin=begin, end=begin + int(span.begin.elapsed_time(span.end) * 1e6))
 
     def try_to_write(self, wait: bool = True) -> None:

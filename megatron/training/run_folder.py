@@ -110,7 +110,9 @@ def _upload_tokenizer(folder: Path, copy: RemotePath, vocab_file: str) -> None:
     for path in folder.iterdir():
         if path.is_file():
             (copy / path.name).upload(path)
-    for path in () if is_same else copy.glob("*"):
+    if is_same:
+        return
+    for path in copy.glob("*"):
         if path.is_file() and not (folder / path.name).exists():
             path.unlink()
 

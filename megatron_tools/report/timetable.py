@@ -83,7 +83,7 @@ def ideal_spans(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
     """
     stages = int(about["stages"])
     chunks = int(about["chunks"]) if stages > 1 else 1
-    micros = 1 + max(span.micro for span in spans)  # with a schedule of batch sizes, fewer than --gas says
+    micros = 1 + max(span.micro for span in spans)  # a schedule of batch sizes may need fewer than --gas
     plan = instructions_of(str(about["schedule"]), stages, micros, chunks, int(about["extra_warmup"]))
     durations: dict[tuple[str, int, int], list[float]] = {}
     for span in spans:
