@@ -7,6 +7,9 @@ from megatron.tokenizer.base import Tokenizer, any_name_pattern
 
 from .chat_templates import BEGIN, END, JinjaTemplate, Message, Piece, Template
 
+# The characters that added tokens with the flags lstrip and rstrip absorb: \s in the regular expressions of tokenizers
+WHITE_SPACE = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+
 
 class _TokenBuffer:
     """Token ids and loss mask of a conversation, while it is encoded part by part."""
@@ -17,31 +20,55 @@ class _TokenBuffer:
         self.loss_mask: list[int] = []
         self._text = ""
         self._in_loss = bytearray()  # for each character of `_text`: 1 if it counts in the loss
+        self._cuts: list[int] = []  # places in `_text` that no token may lie across
+        self._follows_text = False  # whether the last of `ids` is a token of text
 
     def add_token(self, token: int, in_loss: bool) -> None:
-        """Add a token that the text names."""
+        """Add a token that the text names. It counts in the loss if white space that it absorbs does."""
+        if token in self._tokenizer.lstrip_ids:
+            kept = len(self._text.rstrip(WHITE_SPACE))
+            in_loss = in_loss or any(self._in_loss[kept:])
+            self._text = self._text[:kept]
+            del self._in_loss[kept:]
         self.flush()
         self.ids.append(token)
         self.loss_mask.append(int(in_loss))
+        self._follows_text = False
 
     def add_text(self, text: str, in_loss: bool) -> None:
         """Add text, which is encoded together with the text that is added next."""
+        follows_token = self.ids and not self._text and not self._follows_text
+        if follows_token and self.ids[-1] in self._tokenizer.rstrip_ids:
+            rest = text.lstrip(WHITE_SPACE)
+            if in_loss and rest != text:
+                self.loss_mask[-1] = 1
+            text = rest
         self._text += text
         self._in_loss += bytes([in_loss]) * len(text)
+
+    def cut(self) -> None:
+        """Encode the text before this place and the text after it separately."""
+        self._cuts.append(len(self._text))
 
     def flush(self) -> None:
         """Encode the text that was added since the last call."""
         text = self._text
         in_loss = self._in_loss
+        edges = [0, *self._cuts, len(text)]
         self._text = ""
         self._in_loss = bytearray()
-        if not text:
-            return
+        self._cuts = []
+        for begin, end in itertools.pairwise(edges):
+            if text[begin:end]:
+                self._encode(text[begin:end], in_loss[begin:end])
+
+    def _encode(self, text: str, in_loss: bytearray) -> None:
         # Text that counts as a whole, or not at all, needs no places of its tokens.
         spans = None
         if 0 < in_loss.count(1) < len(text):
-            spans = self._tokenizer.content_spans(text, inside=bool(self.ids))
+            spans = self._tokenizer.content_spans(text, bool(self.ids), self._follows_text)
         if spans is not None:
+            self._follows_text = True
             for token, begin, end in spans:
                 # A token without characters of its own, such as a byte of a character, counts as the one at `begin`.
                 covered = in_loss[begin : max(end, begin + 1)]
@@ -51,7 +78,8 @@ class _TokenBuffer:
         start = 0
         for counted, characters in itertools.groupby(in_loss):
             end = start + len(list(characters))
-            ids = self._tokenizer.encode_content(text[start:end], inside=bool(self.ids))
+            ids = self._tokenizer.encode_content(text[start:end], bool(self.ids), self._follows_text)
+            self._follows_text = True
             self.ids += ids
             self.loss_mask += [counted] * len(ids)
             start = end
@@ -90,7 +118,7 @@ class ChatEncoder:
         in_loss = False
         for piece in pieces:
             if piece.in_loss != in_loss and not piece.joins_previous:
-                buffer.flush()
+                buffer.cut()
             in_loss = piece.in_loss
             self._add(buffer, piece)
         buffer.flush()
@@ -136,10 +164,14 @@ def turn_end(template: Template, tokenizer: Tokenizer) -> int | None:
     """Return the id of the token that ends an assistant's turn, or None if plain text ends the turn."""
     conversation = [Message("user", "a"), Message("assistant", "a")]
     # Blocks may leave out the token that ends the turn.
-    pieces = template.turns(conversation) if isinstance(template, JinjaTemplate) else template.pieces(conversation)
+    if isinstance(template, JinjaTemplate):
+        pieces = template.turns(conversation)
+    else:
+        pieces = template.pieces(conversation)
     ids, loss_mask = ChatEncoder(tokenizer, append_eod=False).encode(pieces)
-    answer_ids = [token for token, counted in zip(ids, loss_mask, strict=True) if counted]
+    answer_ids = []
+    for token, is_counted in zip(ids, loss_mask, strict=True):
+        if is_counted:
+            answer_ids.append(token)
     last = answer_ids[-1]
-    if last in tokenizer.marks.values():
-        return last
-    return None
+    return last if last in tokenizer.marks.values() else None

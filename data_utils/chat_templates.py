@@ -19,23 +19,37 @@ from typing import Any, NamedTuple, Protocol
 
 from megatron.tokenizer.base import Tokenizer, TokenizerError, any_name_pattern
 from megatron.tokenizer.load import find_vocab_file
-from megatron.tokenizer.sibling_files import TEMPLATE, read_token_name, read_tokenizer_config
+from megatron.tokenizer.sibling_files import TEMPLATE, read_tokenizer_config, special_token_names
 
-from .document_text import check_surrogates
+from .document_text import check_surrogates, texts_in
 from .jinja_sandbox import GenerationBlocks, TemplateLimitError, sandbox_environment, time_limit
 
 DATE_FUNCTION = "strftime_now"  # function with which a Jinja template renders the current date
 ROLES = ("system", "user", "assistant")
 BEGIN, END = "<|im_start|>", "<|im_end|>"  # ChatML's tokens around a turn
-# Keys of tokenizer_config.json whose token names a template may use as variables.
+# Roles of special tokens whose names a template may use as variables.
 TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Message(NamedTuple):
-    """One turn of a conversation. role: who speaks, one of `ROLES`. content: the text of the turn."""
+    """One turn of a conversation.
+
+    role: who speaks, one of `ROLES`. content: the text of the turn. entry: the turn in its record, which may have
+    further keys, such as tool_calls; {} for a turn with role and content only.
+    """
 
     role: str
     content: str
+    entry: Mapping[str, Any] = {}
+
+    @property
+    def further(self) -> dict[str, Any]:
+        """Keys of the turn besides `role` and `content`, with their values."""
+        return {key: value for key, value in self.entry.items() if key not in ("role", "content")}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the turn as an object with all its keys, in the order of its record."""
+        return {**self.entry, "role": self.role, "content": self.content}
 
 
 class Piece(NamedTuple):
@@ -109,7 +123,8 @@ def parse_messages(turns: object) -> tuple[Message, ...]:
         raise ValueError("'messages' is not a list of objects with 'role' and 'content'")
     messages = []
     for turn in turns:
-        message = Message(turn.get("role", ""), turn.get("content", ""))
+        is_plain = list(turn) == ["role", "content"]
+        message = Message(turn.get("role", ""), turn.get("content", ""), {} if is_plain else turn)
         _check_message(message)
         messages.append(message)
     return tuple(messages)
@@ -120,7 +135,8 @@ def _check_message(message: Message) -> None:
         raise ValueError(f"the role {message.role!r} is not one of {', '.join(ROLES)}")
     if not isinstance(message.content, str) or not message.content:
         raise ValueError(f"a {message.role} message has no text")
-    check_surrogates(message.content)
+    for text in texts_in([message.content, message.further]):
+        check_surrogates(text)
 
 
 class ChatML:
@@ -134,11 +150,18 @@ class ChatML:
     )  # this template as Jinja source, for exported tokenizers
 
     def pieces(self, messages: Messages) -> Pieces:
-        """Return the rendered conversation in pieces; the assistant's content and <|im_end|> count in the loss."""
+        """Return the rendered conversation in pieces; the assistant's content and <|im_end|> count in the loss.
+
+        Raises ValueError for a message with another key than role and content, unless its value is null or empty.
+        """
         pieces: list[Piece] = []
-        for role, content in messages:
-            is_assistant = role == "assistant"
-            pieces += [Piece(f"{BEGIN}{role}\n"), Piece(content, is_assistant, is_markup=False)]
+        for message in messages:
+            unrendered = [key for key, value in message.further.items() if value not in (None, "", [], {})]
+            if unrendered:
+                key = unrendered[0]
+                raise ValueError(f"chatml does not render {key!r} of a message; set --chat-template or remove this key")
+            is_assistant = message.role == "assistant"
+            pieces += [Piece(f"{BEGIN}{message.role}\n"), Piece(message.content, is_assistant, is_markup=False)]
             pieces += [Piece(END, is_assistant), Piece("\n")]
         return tuple(pieces)
 
@@ -187,13 +210,13 @@ class JinjaTemplate:
         """Return the rendered conversation in pieces.
 
         Raises ValueError if a template without `{% generation %}` changes the text of earlier turns in a later turn,
-        or if a template with such blocks renders none of them.
+        or if a template with such blocks renders none of them, or renders them at unknown places.
         """
         if not self.has_blocks:
             return self.turns(messages)
         self._refuse_names(messages)
         whole = self.render(messages, add_generation_prompt=False)
-        return self._marked(messages, whole, self._blocks.ranges)
+        return self._marked(messages, whole, self._blocks.ranges_in(whole))
 
     def turns(self, messages: Messages) -> Pieces:
         """Return the rendered conversation in pieces of which those of the assistant count, whatever blocks mark.
@@ -209,7 +232,8 @@ class JinjaTemplate:
                 continue
             before = self.render(messages[:number], add_generation_prompt=True)
             after = self.render(messages[: number + 1], add_generation_prompt=False)
-            if not after.startswith(before) or not whole.startswith(after) or len(before) < start:
+            extends_earlier_text = after.startswith(before) and whole.startswith(after) and len(before) >= start
+            if not extends_earlier_text:
                 raise ValueError("the chat template does not allow training: a turn changes the text of earlier turns")
             answer = after[len(before) :]
             # White space after the markup that ends the turn is not trained on. If the text without it is longer than
@@ -261,8 +285,9 @@ class JinjaTemplate:
         return (Piece(self.render(messages, add_generation_prompt=True)),)
 
     def _refuse_names(self, messages: Messages) -> None:
-        for message in messages:
-            if match := self._forbidden_names.search(message.content):
+        for text in texts_in([[message.content, message.further] for message in messages]):
+            match = self._forbidden_names.search(text)
+            if match:
                 kind = "a special token" if match[0] in self._tokenizer.specials else "a token that delimits turns"
                 raise ValueError(f"a message contains {match[0]}, which is {kind}")
 
@@ -297,10 +322,13 @@ class JinjaTemplate:
 
     def render(self, messages: Messages, add_generation_prompt: bool) -> str:
         """Return the rendered conversation; add_generation_prompt: end it where the assistant's next answer begins."""
-        turns = [message._asdict() for message in messages]
+        values = {
+            "messages": [message.as_dict() for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            **self._variables,
+        }
         try:
             with time_limit():
-                values = {"messages": turns, "add_generation_prompt": add_generation_prompt, **self._variables}
                 return self._blocks.render(self._template, values)
         except (self._template_error, TypeError, RecursionError, ArithmeticError, MemoryError) as error:
             raise ValueError(f"the chat template cannot render the conversation: {error}") from None
@@ -355,8 +383,7 @@ def _build_template(source: str, tokenizer: Tokenizer, vocab_file: str, now: dat
     if source == ChatML.source:
         return ChatML()
     path = find_vocab_file(vocab_file)
-    variables = {key: token for key in TOKEN_KEYS if (token := read_token_name(path, key)) is not None}
-    return JinjaTemplate(source, tokenizer, variables, now)
+    return JinjaTemplate(source, tokenizer, special_token_names(tokenizer, path, TOKEN_KEYS), now)
 
 
 def tokenizer_template(vocab_file: str) -> str | None:
@@ -369,6 +396,4 @@ def tokenizer_template(vocab_file: str) -> str | None:
         # A tokenizer may have several templates by name, for example one for tool calls.
         named = {each["name"]: each["template"] for each in template}
         template = named.get("default")
-    if isinstance(template, str):
-        return template
-    return None
+    return template if isinstance(template, str) else None

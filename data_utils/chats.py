@@ -39,9 +39,10 @@ def with_chat_date(args: argparse.Namespace, state: Mapping[str, Any]) -> argpar
 
 def check_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that contradict each other and for an invalid --chat-date."""
-    if args.objective == "sft" and (args.split_sentences or args.keys != ["text"]):
+    is_sft = args.objective == "sft"
+    if is_sft and (args.split_sentences or args.keys != ["text"]):
         raise ValueError("--objective sft reads whole conversations; remove --split-sentences and --keys")
-    if args.objective != "sft" and (args.chat_template != "chatml" or args.chat_date is not None):
+    if not is_sft and (args.chat_template != "chatml" or args.chat_date is not None):
         raise ValueError("--chat-template and --chat-date require --objective sft")
     if args.chat_date is None:
         return
@@ -75,7 +76,8 @@ def print_notes(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
             "note: the chat template ignores add_generation_prompt, so prompts end before the assistant header, "
             "and the model must generate this header"
         )
-    if missing := missing_chatml_tokens(template, tokenizer):
+    missing = missing_chatml_tokens(template, tokenizer)
+    if missing:
         print(
             f"note: the tokenizer has no special token {' or '.join(missing)}, so each is encoded as several text "
             f"tokens; tools/train_tokenizer.py --special-tokens trains a tokenizer that has them"

@@ -58,7 +58,8 @@ def start_worker(args: argparse.Namespace) -> None:
     _Worker.args = args
     _Worker.tokenizer = tokenizer
     _Worker.start = np.array(tokenizer.start, dtype=np.int32)
-    _Worker.eod = np.array([tokenizer.eod] if args.append_eod else [], dtype=np.int32)
+    end_ids = [tokenizer.eod] if args.append_eod else []
+    _Worker.eod = np.array(end_ids, dtype=np.int32)
     _Worker.keys = args.keys
     if args.objective == "sft":
         template = chats.template_of(args, tokenizer)
@@ -114,7 +115,8 @@ def _encode_texts(texts: list[str]) -> PairTokens:
     if len(_Worker.start):
         for first in ends - counts:
             encoded[first] = np.append(_Worker.start, encoded[first])
-    return _concatenate(encoded, best_dtype(_Worker.tokenizer.vocab_size), counts)
+    dtype = best_dtype(_Worker.tokenizer.vocab_size)
+    return _concatenate(encoded, dtype, counts)
 
 
 def _concatenate(sequences: list[NDArray[Any]], dtype: DTypeLike, counts: Sequence[int]) -> PairTokens:
@@ -137,11 +139,13 @@ def _mask_spans(chunk: Chunk, texts: list[str]) -> list[PairTokens]:
     args = _Worker.args
     vocab_size = _Worker.tokenizer.vocab_size
     columns: tuple[list[NDArray[np.int64]], ...] = ([], [], [])
-    for number, ids in enumerate(_Worker.tokenizer.encode_batch(texts)):
+    encoded = _Worker.tokenizer.encode_batch(texts)
+    for number, ids in enumerate(encoded):
         seed = (args.seed, chunk.source.number, chunk.start, number)
         whole = np.append(ids, _Worker.eod)
         masked = mask_document(whole, vocab_size, args.noise_density, args.mean_span_length, seed)
-        for part, piece in zip(columns, masked, strict=True):
-            part.append(piece)
+        for column, piece in zip(columns, masked, strict=True):
+            column.append(piece)
+    counts = [1] * len(texts)
     # Sentinel ids follow the vocabulary, and a document may have any number of spans, so ids need int32.
-    return [_concatenate(pieces, np.int32, [1] * len(texts)) for pieces in columns]
+    return [_concatenate(pieces, np.int32, counts) for pieces in columns]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.packages import pip_install
+
 from .quality import (
     broken_characters,
     collapse_lines,
@@ -142,9 +144,10 @@ def script(text: str, limits: Limits) -> str:
     try:
         import regex
     except ImportError:
-        raise ValueError("--min-script needs the package regex: pip install regex") from None
+        raise ValueError(f"--min-script needs the package regex: {pip_install('regex')}") from None
     try:
-        wanted = len(regex.findall(rf"\p{{Script={limits.script}}}", text))
+        # Marks such as vowel signs belong to a script, but are no letters.
+        wanted = len(regex.findall(rf"(?=\p{{L}})\p{{Script={limits.script}}}", text))
     except regex.error:
         raise ValueError(f"--script {limits.script!r} is not a Unicode script") from None
     # The letters of all scripts; 1 for a text without letters, which is then dropped.

@@ -15,7 +15,7 @@ from megatron.atomic import atomic_file, name_in_errors, write_text
 from .clean import DEFAULT_RULES, RULES, Limits, Outcome, clean
 from .cli import Parser, add_input_flags, add_worker_flags, local_path, max_document_bytes, run, unreadable_error
 from .dedup import ExactDuplicates, Fingerprints, fingerprint, shingles
-from .documents import Chunk, chunks, documents
+from .documents import Chunk, chunks, counted_documents
 from .files import REPORT_SUFFIX, check_outputs, find_files
 from .near_duplicates import NearDuplicates, minhash_signature
 from .parallel import ordered_map
@@ -30,10 +30,19 @@ EXAMPLES = """\
   python tools/clean_corpus.py --input poems.txt --output clean.jsonl --off repeated length --on nfkc"""
 
 
+class CleanedDocument(NamedTuple):
+    """A document after the rules. copies: how many times it is used, by the weight of its file."""
+
+    original: str
+    outcome: Outcome
+    fingerprints: Fingerprints
+    copies: int
+
+
 class Cleaned(NamedTuple):
     """The cleaned documents of one chunk, as a worker process returns them."""
 
-    outcomes: list[tuple[str, Outcome, Fingerprints]]  # for each document: original text, outcome, fingerprints
+    documents: list[CleanedDocument]
     bad: list[BadLine]
     source_bytes: int
 
@@ -60,26 +69,25 @@ def _fingerprints_of(text: str | None) -> Fingerprints:
 
     Worker processes compute the fingerprints, to relieve the main process, which compares them.
     """
-    exact = 0
-    near = None
-    if text is not None and _Worker.exact:
-        exact = fingerprint(text)
-    if text is not None and _Worker.near:
-        near = minhash_signature(shingles(text))
+    if text is None:
+        return Fingerprints()
+    exact = fingerprint(text) if _Worker.exact else 0
+    near = minhash_signature(shingles(text)) if _Worker.near else None
     return Fingerprints(exact, near)
 
 
 def clean_chunk(chunk: Chunk) -> Cleaned:
     """Clean each document of a chunk in a worker process."""
-    outcomes = []
+    cleaned = []
     bad = []
-    for document in documents(chunk, (_Worker.key,), _Worker.seed, _Worker.max_bytes):
+    for document, copies in counted_documents(chunk, (_Worker.key,), _Worker.seed, _Worker.max_bytes):
         if isinstance(document, BadLine):
             bad.append(document)
-        else:
-            outcome = clean(document[0], _Worker.rules, _Worker.limits)
-            outcomes.append((document[0], outcome, _fingerprints_of(outcome.text)))
-    return Cleaned(outcomes, bad, chunk.length)
+        elif copies:
+            text = document[0]
+            outcome = clean(text, _Worker.rules, _Worker.limits)
+            cleaned.append(CleanedDocument(text, outcome, _fingerprints_of(outcome.text), copies))
+    return Cleaned(cleaned, bad, chunk.length)
 
 
 class Report:
@@ -145,11 +153,24 @@ def _all_chunks(args: argparse.Namespace) -> Iterator[Chunk]:
         yield from chunks(source, largest=max_document_bytes(args))
 
 
+def _duplicate_reason(prints: Fingerprints, exact: ExactDuplicates | None, near: NearDuplicates | None) -> str:
+    """Return why a document is dropped as a duplicate of an earlier one, or "" for a new one, which is then stored."""
+    if exact and exact.check_and_add(prints.exact):
+        return "exact duplicate"
+    if near and near.check_and_add(prints.near):
+        return "near duplicate"
+    return ""
+
+
 def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
     """Clean and deduplicate the input, yield each kept document as a line of JSON, and count documents in `report`."""
     exact = None if "exact-duplicates" in args.off else ExactDuplicates()
     near = NearDuplicates(args.similarity) if args.near_duplicates else None
-    settings = {**_worker_settings(args), "exact": exact is not None, "near": near is not None}
+    settings = {
+        **_worker_settings(args),
+        "exact": exact is not None,
+        "near": near is not None,
+    }
     pending = _all_chunks(args)
     progress = Progress[bytes](unit="B", unit_scale=True, desc="cleaning", disable=args.quiet)
     with progress:
@@ -158,19 +179,20 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
                 if args.on_error == "stop":
                     raise unreadable_error(bad)
                 report.record_dropped("unreadable", str(bad))
-            for original, outcome, prints in cleaned.outcomes:
-                report.count_read(original)
-                report.changed.update(outcome.changed)
-                if outcome.text is None:
-                    report.record_dropped(outcome.reason, original)
-                elif exact and exact.check_and_add(prints.exact):
-                    report.record_dropped("exact duplicate", original)
-                elif near and near.check_and_add(prints.near):
-                    report.record_dropped("near duplicate", original)
-                else:
-                    report.count_kept(outcome.text)
-                    line = json.dumps({"text": outcome.text}, ensure_ascii=False)
-                    yield line.encode() + b"\n"
+            for original, outcome, prints, copies in cleaned.documents:
+                reason = outcome.reason
+                if outcome.text is not None:
+                    # The copies that FILE@2 asks for are no duplicates of each other.
+                    reason = _duplicate_reason(prints, exact, near)
+                for _ in range(copies):
+                    report.count_read(original)
+                    report.changed.update(outcome.changed)
+                    if reason or outcome.text is None:
+                        report.record_dropped(reason, original)
+                    else:
+                        report.count_kept(outcome.text)
+                        line = json.dumps({"text": outcome.text}, ensure_ascii=False)
+                        yield line.encode() + b"\n"
             progress.update(cleaned.source_bytes)
 
 
@@ -203,14 +225,16 @@ def main(args: argparse.Namespace) -> None:
                 lines = shuffled(lines, args.seed, str(output.parent))
             for line in lines:
                 file.write(line)
+        content = report.content()
         if not report.kept:  # an error here leaves an existing output unchanged
-            raise InputError(f"every document of {', '.join(args.input)} was dropped: {report.content()['dropped']}")
-    write_text(f"{output}{REPORT_SUFFIX}", json.dumps(report.content(), indent=2, ensure_ascii=False))
+            raise InputError(f"every document of {', '.join(args.input)} was dropped: {content['dropped']}")
+    report_text = json.dumps(content, indent=2, ensure_ascii=False)
+    write_text(f"{output}{REPORT_SUFFIX}", report_text)
     print("\n".join([*report.lines(), f"-> {output}"]))
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+    parser = Parser(__doc__, EXAMPLES)
     add = parser.add_argument
     limits = Limits()
     add_input_flags(parser)

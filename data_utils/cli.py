@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 from megatron.atomic import atomic_file, write_text
 from megatron.config.data import corpus_prefix
-from megatron.config.fields import describe_error, format_problems
+from megatron.config.messages import describe_error, format_problems
+from megatron.packages import pip_install
 from megatron.storage import PathError, check_location, require_local
 from megatron.streams import NAMES, NamedStdout, guard_streams
 from megatron_compat.flags.translate import suggest_flag
@@ -79,7 +80,7 @@ def _wrap_example(line: str, width: int) -> str:
 class Parser(argparse.ArgumentParser):
     """An argument parser with one-sentence errors and `--debug` for tracebacks."""
 
-    def __init__(self, description: str, examples: str, **kwargs: Any) -> None:
+    def __init__(self, description: str | None, examples: str, **kwargs: Any) -> None:
         super().__init__(
             description=description,
             epilog=f"examples:\n{examples}",
@@ -94,7 +95,10 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             # The other unknown words may be the values of unknown flags, so they are reported only without such flags.
-            flags = [word for word in unknown if word.startswith("-") and not is_number(word)]
+            flags = []
+            for word in unknown:
+                if word.startswith("-") and not is_number(word):
+                    flags.append(word)
             known = re.findall(r"--[a-z0-9][\w-]*", parsed.usages)
             problems = []
             for word in flags or unknown[:1]:
@@ -254,7 +258,7 @@ def new_figure(feature: str, **kwargs: Any) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"{feature} needs the package matplotlib: pip install matplotlib") from None
+        raise ValueError(f"{feature} needs the package matplotlib: {pip_install('matplotlib')}") from None
     return Figure(**kwargs)
 
 
@@ -270,7 +274,8 @@ def align_columns(rows: Sequence[Sequence[Any]], left: int | None = None) -> lis
     for number, column in enumerate(zip(*rows, strict=True)):
         cells = list(map(str, column))
         width = max(map(len, cells))
-        pad = str.ljust if left is None or number < left else str.rjust
+        aligns_left = left is None or number < left
+        pad = str.ljust if aligns_left else str.rjust
         columns.append([pad(cell, width) for cell in cells])
     lines = []
     for row in zip(*columns, strict=True):

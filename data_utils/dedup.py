@@ -58,10 +58,6 @@ class ExactDuplicates:
     def __init__(self) -> None:
         self._seen: set[int] = set()
 
-    def check_and_add_text(self, text: str) -> bool:
-        """Return True if the set contains an equal text; add the text otherwise."""
-        return self.check_and_add(fingerprint(text))
-
     def check_and_add(self, key: int) -> bool:
         """Return True if the set contains a text with the fingerprint `key`; add the fingerprint otherwise."""
         if key in self._seen:

@@ -2,11 +2,11 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .files import Source, format_suffix
-from .streams import encoding_hint, is_utf8
+from .streams import decode_error_place, encoding_hint, is_utf8
 
 _LINE_BREAK = re.compile("\r\n?")
 _OUTER_BLANK_LINES = re.compile("^(?:[^\\S\n]*\n)+|(?:\n[^\\S\n]*)+$")  # blank lines before and after a text
@@ -57,8 +57,7 @@ def _decode(raw: bytes, encoding: str) -> str:
     except UnicodeDecodeError as error:
         if not is_utf8(encoding):
             raise ValueError(f"the text is not {encoding}") from None
-        place = f"byte {error.start + 1} is 0x{raw[error.start]:02x}"
-        raise ValueError(f"the text is not UTF-8 ({place}){encoding_hint(raw)}") from None
+        raise ValueError(f"the text is not UTF-8 ({decode_error_place(error)}){encoding_hint(raw)}") from None
     # More than a fifth of zero bytes means UTF-16 or binary data.
     if raw.count(0) * 5 > len(raw):
         raise ValueError(f"the document is not text but mostly zero bytes{encoding_hint(raw)}")
@@ -71,3 +70,16 @@ def check_surrogates(value: str) -> None:
         value.encode("utf-8")
     except UnicodeEncodeError:
         raise ValueError("the text contains half of a surrogate pair, which is not valid Unicode") from None
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Yield all strings in a JSON value, also the keys of objects."""
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict):
+            pending += [*each.keys(), *each.values()]
+        elif isinstance(each, list):
+            pending += each

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.data.corpora import corpus_names, prefixes_of
-from megatron.data.corpus_paths import is_triple
+from megatron.data.corpus_paths import corpus_names, is_triple, prefixes_of
 from megatron.data.indexed_dataset import IndexedDataset
 
 from .cli import align_columns
@@ -39,8 +38,9 @@ def uses_in_sample(dataset: Any, sample: int) -> list[Use]:
     uses = []
     position = 0
     for document, start, stop in corpus_datasets(dataset)[corpus].pieces(index):
-        uses.append(Use(sample, range(position, position + stop - start), range(start, stop), document, corpus))
-        position += stop - start
+        end = position + stop - start
+        uses.append(Use(sample, range(position, end), range(start, stop), document, corpus))
+        position = end
     return uses
 
 
@@ -54,7 +54,9 @@ def uses_of_document(dataset: Any, corpus: int, document: int, samples: int) -> 
         sample_numbers.update(_samples_with(dataset, corpus, document, epoch, samples))
     uses = []
     for sample in sorted(sample_numbers):
-        uses += [use for use in uses_in_sample(dataset, sample) if use.document == document]
+        for use in uses_in_sample(dataset, sample):
+            if use.document == document:
+                uses.append(use)
     return uses
 
 
@@ -65,11 +67,15 @@ def _num_consumed(dataset: Any, corpus: int, samples: int) -> int:
 
 def _samples_with(dataset: Any, corpus: int, document: int, epoch: int, samples: int) -> Iterator[int]:
     """Yield the samples of the run, below `samples`, that read the document from an epoch of its corpus."""
+
+    def num_consumed(n: int) -> int:
+        return _num_consumed(dataset, corpus, n)
+
     indices = corpus_datasets(dataset)[corpus].containing(np.array([document]), epoch)
     for index in indices.tolist():
         # The smallest n for which more than `index` of the first n samples come from the corpus: with index 2, the n
         # at which there are 3. The last of these n samples is the one that reads place `index` of the corpus.
-        n = bisect_right(range(samples + 1), index, key=lambda n: _num_consumed(dataset, corpus, n))
+        n = bisect_right(range(samples + 1), index, key=num_consumed)
         if n <= samples:
             yield n - 1
 
@@ -91,16 +97,24 @@ def print_uses(args: argparse.Namespace) -> None:
     _, (dataset, *_) = load_datasets(config)  # the training data set
     members = corpus_datasets(dataset)
     trained = list(dict.fromkeys(member.prefix for member in members))
-    path = args.path or (trained[0] if len(trained) == 1 else "")  # the only corpus needs no --path
-    short_names = dict(zip(prefixes_of(config.data.paths), corpus_names(config.data.paths), strict=True))
-    matching = [i for i, each in enumerate(members) if path in (each.prefix, short_names.get(each.prefix))]
+    path = args.path or ""
+    # The only corpus needs no --path.
+    if not path and len(trained) == 1:
+        path = trained[0]
+    paths = config.data.paths
+    short_names = dict(zip(prefixes_of(paths), corpus_names(paths), strict=True))
+    matching = []
+    for index, member in enumerate(members):
+        if path in (member.prefix, short_names.get(member.prefix)):
+            matching.append(index)
     if not matching:
         raise ValueError(
             f"the training data of {args.run_dir} have no corpus {args.path or ''}; give --path with one of "
             f"{', '.join(trained)}"
         )
-    prefix = members[matching[0]].prefix
-    used = members[matching[0]].documents
+    first_match = members[matching[0]]
+    prefix = first_match.prefix
+    used = first_match.documents
     if args.document not in used:
         raise ValueError(
             f"document {args.document} of {prefix} is not a training document of {args.run_dir}; "
@@ -114,8 +128,10 @@ def print_uses(args: argparse.Namespace) -> None:
             iteration = iterations.of_sample(use.sample)
             state = _iteration_state(iteration, iterations)
             num_done += state == "done"
-            rows.append((iteration, state, use.sample, _format_range(use.positions), _format_range(use.tokens)))
-    for line in align_columns([("iteration", "state", "sample", "positions", "tokens of the document"), *rows]):
+            positions = _format_range(use.positions)
+            rows.append((iteration, state, use.sample, positions, _format_range(use.tokens)))
+    header = ("iteration", "state", "sample", "positions", "tokens of the document")
+    for line in align_columns([header, *rows]):
         print(line)
     print(
         f"document {args.document} of {prefix}: {len(rows)} samples contain it, {num_done} of them up to "
@@ -137,27 +153,29 @@ def print_iteration(args: argparse.Namespace) -> None:
     tokenizer, (dataset, *_) = load_datasets(config)
     iterations = Iterations(config, Path(args.run_dir))
     prefixes = [member.prefix for member in corpus_datasets(dataset)]
-    texts = [_open_tokens(prefix, config.is_t5) for prefix in prefixes]
+    corpora = []
+    for prefix in prefixes:
+        # A CPM corpus for T5 is shown by its contexts.
+        is_masked = config.is_t5 and is_triple(prefix)
+        corpora.append(IndexedDataset(f"{prefix}_context" if is_masked else prefix))
     rows = []
     for n in iterations.samples(args.iteration):
         for use in uses_in_sample(dataset, n):
-            prefix = prefixes[use.corpus]
+            corpus = corpora[use.corpus]
             # `use.tokens` counts from the first token of the document, the file from the first of all documents.
-            begin = texts[use.corpus].document_start(use.document)
-            ids = texts[use.corpus].tokens[begin + use.tokens.start : begin + use.tokens.stop]
-            text = " ".join(tokenizer.decode(ids.tolist()).split())
+            begin = corpus.document_start(use.document)
+            ids = corpus.tokens[begin + use.tokens.start : begin + use.tokens.stop]
+            text = tokenizer.decode(ids.tolist())
+            text = " ".join(text.split())
             if len(text) > PREVIEW and not args.full:
                 text = text[:PREVIEW] + "..."
-            rows.append((n, prefix, use.document, _format_range(use.positions), _format_range(use.tokens), text))
+            positions = _format_range(use.positions)
+            rows.append((n, prefixes[use.corpus], use.document, positions, _format_range(use.tokens), text))
     if iterations.is_skipped(args.iteration):
         print(f"a --skip-* flag skips iteration {args.iteration}")
-    for line in align_columns([("sample", "corpus", "document", "positions", "tokens of the document", "text"), *rows]):
+    header = ("sample", "corpus", "document", "positions", "tokens of the document", "text")
+    for line in align_columns([header, *rows]):
         print(line)
-
-
-def _open_tokens(prefix: str, is_t5: bool) -> IndexedDataset:
-    """Open the tokens of a corpus; a CPM corpus for T5 is shown by its contexts."""
-    return IndexedDataset(f"{prefix}_context" if is_t5 and is_triple(prefix) else prefix)
 
 
 def _format_range(numbers: range) -> str:

@@ -291,15 +291,24 @@ def documents(
     record.
     seed, draw: seed and function of the random selection of documents from a file with a fractional weight.
     """
+    for document, copies in counted_documents(chunk, keys, seed, largest, draw):
+        for _ in range(copies):
+            yield document
+
+
+def counted_documents(
+    chunk: Chunk, keys: Sequence[str] | ExtractTexts, seed: int, largest: int, draw: Draw = uniform
+) -> Iterator[tuple[tuple[Any, ...] | BadLine, int]]:
+    """Yield each result of `documents` once, with the number of its copies, which the weight of the file implies."""
     content = chunk.read()
     bad = dict(chunk.bad)  # offset in `content` of a document -> error found when the file was cut into chunks
     for start, end in _document_ranges(_delimiter(chunk.path), content):
         if start in bad:
-            yield bad[start]
+            yield bad[start], 1
             continue
         if end - start > largest:
             hint = encoding_hint(content[start : start + 4096])
-            yield _overlong_document(chunk.path, chunk.line_number(start), largest, hint)
+            yield _overlong_document(chunk.path, chunk.line_number(start), largest, hint), 1
             continue
         raw = content[start:end]
         if _BLANK.fullmatch(raw):
@@ -308,11 +317,10 @@ def documents(
         try:
             document = parse_document(raw, chunk.source, keys, is_first)
         except ValueError as error:
-            yield BadLine(chunk.path, chunk.line_number(start), f"{error}{_unread_columns_hint(chunk.path, keys)}")
+            reason = f"{error}{_unread_columns_hint(chunk.path, keys)}"
+            yield BadLine(chunk.path, chunk.line_number(start), reason), 1
             continue
-        # The weight of the file says how often each of its documents is used.
-        for _ in range(_num_copies(chunk, start, seed, draw)):
-            yield document
+        yield document, _num_copies(chunk, start, seed, draw)
 
 
 def _unread_columns_hint(path: str, keys: Sequence[str] | ExtractTexts) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,7 @@ class IndexedDatasetBuilder:
         self._tokens = _ChecksummedFile(self._names["bin"], sizes[0], digests[0])
         self._sizes = _ChecksummedFile(self._names["sizes"], sizes[1], digests[1])
         self._documents = _ChecksummedFile(self._names["documents"], sizes[2], digests[2])
+        self._logs = (self._tokens, self._sizes, self._documents)
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +90,8 @@ class IndexedDatasetBuilder:
             if longest > np.iinfo(np.int32).max or int(lengths.min()) < 0:
                 raise ValueError(f"a sequence of {longest} tokens is too long for the format; split it")
         ends = self.sequences + np.cumsum(sequences_per_document, dtype=np.int64)
-        self._tokens.write(little_endian_bytes(cast_ids(ids, self.dtype, f"{self.prefix}.bin")))
+        stored_ids = cast_ids(ids, self.dtype, f"{self.prefix}.bin")
+        self._tokens.write(little_endian_bytes(stored_ids))
         self._sizes.write(little_endian_bytes(lengths.astype(np.int32)))
         self._documents.write(little_endian_bytes(ends))
         self.sequences += sequences
@@ -97,11 +99,14 @@ class IndexedDatasetBuilder:
 
     def state(self) -> dict[str, Any]:
         """Flush everything to disk and return the state from which a later writer can resume."""
-        logs = (self._tokens, self._sizes, self._documents)
-        for log in logs:
+        for log in self._logs:
             log.sync()
-        counts = {"bytes": self._tokens.size, "sequences": self.sequences, "documents": self.documents}
-        return {**counts, "digests": [log.digest() for log in logs]}
+        return {
+            "bytes": self._tokens.size,
+            "sequences": self.sequences,
+            "documents": self.documents,
+            "digests": [log.digest() for log in self._logs],
+        }
 
     def finalize(self) -> None:
         """Write the index, then rename both temporary files to their final names."""
@@ -112,7 +117,8 @@ class IndexedDatasetBuilder:
         """Write the index under a temporary name, so that a full disk causes an error before any file is renamed."""
         self.state()  # flushes all files to disk
         index = _ChecksummedFile(self._names["idx"])
-        index.write(HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], self.sequences, self.documents + 1))
+        header = HEADER.pack(MAGIC, VERSION, DTYPE_CODES[self.dtype], self.sequences, self.documents + 1)
+        index.write(header)
         for block in self._sizes.blocks():
             index.write(block)
         end = 0
@@ -129,21 +135,21 @@ class IndexedDatasetBuilder:
             index.write(block)
         index.sync()
         self.checksums = {"block": BLOCK, "bin": self._tokens.checksums(), "idx": index.checksums()}
-        for log in (self._tokens, self._sizes, self._documents, index):
-            log.close()
+        self.close()
+        index.close()
 
     def publish(self) -> None:
         """Rename the prepared files to their final names."""
         # An old .idx must never exist next to a new .bin.
         Path(self.prefix + ".idx").unlink(missing_ok=True)
-        os.replace(self._names["bin"], self.prefix + ".bin")
-        os.replace(self._names["idx"], self.prefix + ".idx")
+        for part in ("bin", "idx"):
+            os.replace(self._names[part], f"{self.prefix}.{part}")
         for part in ("sizes", "documents"):
             Path(self._names[part]).unlink()
 
     def close(self) -> None:
         """Close the temporary files but keep them for a later writer, which resumes from them."""
-        for log in (self._tokens, self._sizes, self._documents):
+        for log in self._logs:
             log.close()
 
     def abort(self) -> None:
@@ -170,13 +176,17 @@ class _ChecksummedFile:
     """
 
     def __init__(self, path: str, size: int | None = None, digest: str | None = None) -> None:
-        if size is not None and os.path.getsize(path) < size:
+        mode = "w+b"
+        if size is not None:
+            mode = "r+b"
+            actual_size = os.path.getsize(path)
             # truncate() would extend the file with zeros, which are valid tokens.
-            raise ValueError(f"{path} has {os.path.getsize(path)} bytes, but {size} were written: it is truncated")
+            if actual_size < size:
+                raise ValueError(f"{path} has {actual_size} bytes, but {size} were written: it is truncated")
         self.path = path
         self.size = size or 0
         self._position = 0  # bytes covered by the checksums
-        self._file: BinaryIO = open(path, "r+b" if size is not None else "w+b")  # noqa: SIM115  # closed in close()
+        self._file: IO[bytes] = open(path, mode)  # noqa: SIM115  # closed in close()
         self._file.truncate(self.size)
         self._full_blocks: list[str] = []
         self._digest = hashlib.sha256()
@@ -210,8 +220,11 @@ class _ChecksummedFile:
         self._position = position
 
     def checksums(self) -> list[str]:
+        checksums = list(self._full_blocks)
         # The last block may be shorter than the others.
-        return [*self._full_blocks, self._digest.hexdigest()] if self._position % BLOCK else list(self._full_blocks)
+        if self._position % BLOCK:
+            checksums.append(self._digest.hexdigest())
+        return checksums
 
     def digest(self) -> str:
         """Return one hash over all block checksums."""

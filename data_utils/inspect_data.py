@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.corpus_paths import has_loss_mask
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.damage import find_damage, find_holes, sidecar_sums
 from megatron.data.indexed_dataset import LOSS_SUFFIX, DatasetError, IndexedDataset
@@ -16,6 +17,8 @@ from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.base import eod_mismatch
 
 from .cli import Parser, any_path, any_prefix, local_path, run
+from .document_uses import print_iteration, print_uses
+from .iterations import Iterations
 from .merge_commands import drop_documents, merge_pairs, split_pair
 from .run_data import load_config, load_datasets
 from .sidecars import KEPT_ENTRIES, pair_prefixes, read_sidecar
@@ -81,8 +84,8 @@ def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
     """Return the problems found in a pair; print a confirmation if there are none."""
     indexed = IndexedDataset(prefix)
     metadata = read_sidecar(prefix)
-    is_loss = prefix.endswith(LOSS_SUFFIX)
-    is_masked = prefix.endswith(_PARTS_OF_TRIPLE)
+    is_loss = prefix.endswith(LOSS_SUFFIX) and has_loss_mask(prefix.removesuffix(LOSS_SUFFIX))
+    is_masked = _is_part_of_triple(prefix)
     vocab_size = metadata.get("vocab_size")
     problems: list[str] = []
     checked = ["lengths", "boundaries"]
@@ -117,6 +120,15 @@ def _verify_pair(prefix: str, args: argparse.Namespace) -> list[str]:
             f"({', '.join(checked)}){checksum_note}"
         )
     return problems
+
+
+def _is_part_of_triple(prefix: str) -> bool:
+    """Return True for a pair of a CPM corpus for T5, which needs all three; other corpora may have similar names."""
+    for part in _PARTS_OF_TRIPLE:
+        if prefix.endswith(part):
+            stem = prefix.removesuffix(part)
+            return all(to_path(f"{stem}{each}.idx").is_file() for each in _PARTS_OF_TRIPLE)
+    return False
 
 
 def _find_bad_ids(indexed: IndexedDataset, vocab_size: int | None) -> list[str]:
@@ -157,7 +169,6 @@ def stages(args: argparse.Namespace) -> None:
     from megatron.config.families import parse_any_family
 
     from . import stage_plan
-    from .iterations import Iterations
 
     if bool(args.run_dir) == bool(args.flags):  # both or neither
         raise ValueError("give either --run-dir, or -- and the flags of a training command")
@@ -204,22 +215,8 @@ def sample(args: argparse.Namespace) -> None:
         print(f"-> {args.png}")
 
 
-def when(args: argparse.Namespace) -> None:
-    """Run the command `print_uses`: print the iterations, samples and positions at which a run trains on a document."""
-    from . import document_uses
-
-    document_uses.print_uses(args)
-
-
-def which(args: argparse.Namespace) -> None:
-    """Run the command `print_iteration`: print the documents on which an iteration of a run trains, with their text."""
-    from . import document_uses
-
-    document_uses.print_iteration(args)
-
-
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+    parser = Parser(__doc__, EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, function: Any, help: str, pair: bool = False) -> argparse.ArgumentParser:
@@ -233,6 +230,9 @@ def build_parser() -> Parser:
         cmd.add_argument("--vocab-file", type=local_path, required=required, help="tokenizer file or folder")
         cmd.add_argument("--tokenizer-type", default="auto", help="tokenizer type (default: detected from the file)")
 
+    def add_run_dir(cmd: argparse.ArgumentParser) -> None:
+        cmd.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
+
     cmd = command("info", info, "summarise a pair", pair=True)
     cmd = command("verify", verify, "check lengths, boundaries, checksums and ids", pair=True)
     tokenizer_of(cmd, required=False)
@@ -243,7 +243,7 @@ def build_parser() -> Parser:
     _add_writers(command)
     cmd = command("sample", sample, "show a sample as a training run reads it")
     cmd.add_argument("number", type=int, help="sample number, from 0, counted over all epochs")
-    cmd.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
+    add_run_dir(cmd)
     cmd.add_argument("--part", choices=PARTS, default="train", help="part of the data (default: train)")
     cmd.add_argument("--set", default="", help="name of the data set, if the part has several, as in web=PREFIX")
     cmd.add_argument("--png", type=local_path, help="PNG file for a plot of the attention masks")
@@ -252,13 +252,13 @@ def build_parser() -> Parser:
     cmd.add_argument("--samples", type=int, help="number of samples (default: from the run's metrics and settings)")
     cmd.add_argument("--png", type=local_path, help="PNG file for a plot")
     cmd.add_argument("flags", nargs="*", help="after --: flags of a training command, instead of --run-dir")
-    cmd = command("when", when, "show the iterations, samples and positions at which a run trains on a document")
+    cmd = command("when", print_uses, "show the iterations, samples and positions at which a run trains on a document")
     cmd.add_argument("--document", type=int, required=True, help="document number, from 0")
     cmd.add_argument("--path", type=any_prefix, help="prefix or short name of its corpus (default: the only corpus)")
-    cmd.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
-    cmd = command("which", which, "show the documents on which an iteration of a run trains, with their text")
+    add_run_dir(cmd)
+    cmd = command("which", print_iteration, "show the documents on which an iteration of a run trains, with their text")
     cmd.add_argument("--iteration", type=int, required=True, help="iteration number, from 1")
-    cmd.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
+    add_run_dir(cmd)
     cmd.add_argument("--full", action="store_true", help="print the whole text")
     return parser
 

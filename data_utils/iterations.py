@@ -31,13 +31,19 @@ class Iterations:
         train = config.train
         self.logged = rows[-1][0]
         self._anchors: list[_Anchor] = []
-        batches = config.batches(1)  # those of one replica, unless rows show how many samples an iteration takes
+        schedule = config.batches(1)  # that of one replica, unless rows show how many samples an iteration takes
+        is_scheduled = train.batch_size_schedule is not None
+        batches = schedule
         for (iteration, samples), (next_iteration, next_samples) in pairwise(rows):
-            if not train.batch_size_schedule:
-                # Without a schedule, the rows show the global batch size of the start of the run that wrote them.
-                size = (next_samples - samples) // (next_iteration - iteration)
-                batches = BatchSchedule((0,), (max(size, 1),))
+            batches = schedule
+            done = next_iteration - iteration
+            # Rows of an earlier start may have other sizes: a resume may change --gas, or leave out the past sizes.
+            if not is_scheduled or schedule.advance(samples, done) != next_samples:
+                mean_size = (next_samples - samples) // done
+                batches = BatchSchedule((0,), (max(mean_size, 1),))
             self._anchors.append(_Anchor(iteration, samples, batches))
+        if is_scheduled:
+            batches = schedule
         last = _Anchor(*rows[-1], batches)
         self._anchors.append(last)
         remaining = max(train.train_iters - last.iteration, 0)

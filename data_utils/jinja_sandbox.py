@@ -10,6 +10,7 @@ from datetime import datetime
 from types import FrameType
 from typing import Any
 
+from megatron.packages import pip_install
 from megatron.tokenizer.base import TokenizerError
 
 TIME_LIMIT = 10.0
@@ -71,17 +72,17 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
 class GenerationBlocks:
     """Places of the `{% generation %}` blocks in a rendered text.
 
-    exist: whether the template has such blocks. ranges: first character and end of each block of the last rendering.
+    exist: whether the template has such blocks.
     """
 
     def __init__(self) -> None:
         self.exist = False
-        self.ranges: list[tuple[int, int]] = []
+        self._blocks: list[tuple[int, str]] = []  # first character and text of each block of the last rendering
         self._length = 0
 
     def render(self, template: Any, values: dict[str, Any]) -> str:
         """Render `template` and record the places of its blocks."""
-        self.ranges = []
+        self._blocks = []
         self._length = 0
         parts = []
         for part in template.generate(values):
@@ -91,7 +92,24 @@ class GenerationBlocks:
 
     def record(self, text: str) -> None:
         """Record a block that begins after the text rendered so far."""
-        self.ranges.append((self._length, self._length + len(text)))
+        self._blocks.append((self._length, text))
+
+    def ranges_in(self, whole: str) -> list[tuple[int, int]]:
+        """Return the first character and the end of each block of the last rendering, whose result is `whole`.
+
+        Raises ValueError if a block is not where it was recorded, because Jinja renders the body of a tag such as
+        `{% set %}` apart from the text around it.
+        """
+        ranges = []
+        for begin, text in self._blocks:
+            end = begin + len(text)
+            if whole[begin:end] != text:
+                raise ValueError(
+                    "the chat template has a {% generation %} block whose place in the text is unknown, as in a "
+                    "{% set %} or a macro; move the block out of the enclosing tag"
+                )
+            ranges.append((begin, end))
+        return ranges
 
 
 def sandbox_environment(now: datetime | None, blocks: GenerationBlocks) -> Any:
@@ -105,7 +123,7 @@ def sandbox_environment(now: datetime | None, blocks: GenerationBlocks) -> Any:
         import jinja2.ext
         import jinja2.sandbox
     except ImportError:
-        raise TokenizerError("Jinja chat templates need the package jinja2: pip install jinja2") from None
+        raise TokenizerError(f"Jinja chat templates need the package jinja2: {pip_install('jinja2')}") from None
 
     class Generation(jinja2.ext.Extension):
         """Jinja extension that renders `{% generation %}` blocks as their content and records their places."""

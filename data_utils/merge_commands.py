@@ -19,7 +19,7 @@ from .sidecars import KEPT_ENTRIES, check_output, pair_prefixes, read_sidecar
 
 def merge_pairs(args: argparse.Namespace) -> None:
     """Run the command `merge`: concatenate several .bin/.idx pairs into one."""
-    prefixes = [*corpus_prefixes(args.prefixes)]
+    prefixes = list(corpus_prefixes(args.prefixes))
     sidecars = list(map(read_sidecar, prefixes))
     present = list(filter(None, sidecars))
     pairs = list(map(pair_prefixes, prefixes))
@@ -79,7 +79,8 @@ def split_pair(args: argparse.Namespace) -> None:
     indexed = IndexedDataset(args.prefix)
     ranges = []
     outputs = []
-    for documents, name in zip(split_documents(parse_split(args.split), indexed.num_documents), PARTS, strict=True):
+    parts = split_documents(parse_split(args.split), indexed.num_documents)
+    for documents, name in zip(parts, PARTS, strict=True):
         if len(documents):
             ranges.append(documents)
             outputs.append(f"{args.output or args.prefix}_{name}")
@@ -88,7 +89,8 @@ def split_pair(args: argparse.Namespace) -> None:
     builders_of_pairs = []
     for prefix in pair_prefixes(args.prefix):
         suffix = prefix.removeprefix(args.prefix)  # "" for the tokens, LOSS_SUFFIX for the loss mask
-        builders_of_pairs.append(split(prefix, ranges, [output + suffix for output in outputs]))
+        pair_outputs = [output + suffix for output in outputs]
+        builders_of_pairs.append(split(prefix, ranges, pair_outputs))
     # From the parts of each pair to the pairs of each part, which share a sidecar.
     for builders in zip(*builders_of_pairs, strict=True):
         _finish_corpus(builders, read_sidecar(args.prefix))
@@ -98,7 +100,10 @@ def drop_documents(args: argparse.Namespace) -> None:
     """Run the command `drop`: write a .bin/.idx pair without some documents, and its loss mask if there is one."""
     check_output(args.output, [args.prefix])
     sources = pair_prefixes(args.prefix)
-    builders = [drop(source, args.documents, args.output + source.removeprefix(args.prefix)) for source in sources]
+    builders = []
+    for source in sources:
+        output = args.output + source.removeprefix(args.prefix)
+        builders.append(drop(source, args.documents, output))
     _finish_corpus(builders, read_sidecar(args.prefix))
 
 
@@ -106,10 +111,15 @@ def _finish_corpus(builders: Sequence[IndexedDatasetBuilder], metadata: dict[str
     """Write one sidecar for all .bin/.idx pairs of a corpus, such as the tokens and their loss mask; report them."""
     builder = builders[0]
     content = {key: metadata[key] for key in KEPT_ENTRIES if key in metadata}
+    path = f"{builder.prefix}.json"
     if content:
-        content |= {"documents": builder.documents, "sequences": builder.sequences, "tokens": builder.num_tokens}
-        content["sha256"] = {Path(each.prefix).name: each.checksums for each in builders}
-        write_json(f"{builder.prefix}.json", content)
+        content |= {
+            "documents": builder.documents,
+            "sequences": builder.sequences,
+            "tokens": builder.num_tokens,
+            "sha256": {Path(each.prefix).name: each.checksums for each in builders},
+        }
+        write_json(path, content)
     else:
-        Path(f"{builder.prefix}.json").unlink(missing_ok=True)  # a sidecar of the corpus that was overwritten
+        Path(path).unlink(missing_ok=True)  # a sidecar of the corpus that was overwritten
     print(f"{builder.documents} documents, {builder.num_tokens} tokens -> {builder.prefix}.bin")

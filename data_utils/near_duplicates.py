@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.packages import pip_install
+
 HASHES = 128
 MIN_RECALL = 0.99  # smallest probability with which a text of exactly the wanted similarity becomes a candidate
 DEVIATIONS = 1.75  # standard deviations by which an estimate may fall short of the wanted similarity
@@ -36,7 +38,7 @@ def minhash_signature(shingles: list[str]) -> Hashes:
     try:
         import rensa
     except ImportError:
-        raise ValueError("--near-duplicates needs the package rensa: pip install 'rensa>=0.5,<0.6'") from None
+        raise ValueError(f"--near-duplicates needs the package rensa: {pip_install('rensa>=0.5,<0.6')}") from None
     minhash: Any = rensa.RMinHash(num_perm=HASHES, seed=1)
     minhash.update(shingles)
     return np.array(minhash.digest(), dtype=np.uint32)
@@ -145,7 +147,9 @@ class NearDuplicates:
         self._table = BandTable()
         self._blocks: list[NDArray[np.uint16]] = []
         self._num_texts = 0
-        self._factors = np.random.default_rng(1).integers(0, 1 << 63, (self._bands, self._rows), np.uint64) | 1
+        rng = np.random.default_rng(1)
+        factors = rng.integers(0, 1 << 63, (self._bands, self._rows), np.uint64)
+        self._factors = factors | 1  # odd numbers
 
     @property
     def nbytes(self) -> int:

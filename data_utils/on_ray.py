@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron.packages import pip_install
+
 from .streams import InputError
 
 Item = TypeVar("Item")
@@ -46,7 +48,7 @@ def connect(address: str) -> Any:
     try:
         import ray
     except ImportError:
-        raise InputError("--ray needs the package ray: pip install ray") from None
+        raise InputError(f"--ray needs the package ray: {pip_install('ray')}") from None
     # Ray starts worker processes before it knows which code they will run, so the import path is set for all of them.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}
@@ -79,12 +81,16 @@ def ordered_map_on_ray(
     # The processes must import a running script by its file, as `__main__` is another module there.
     script = sys.modules["__main__"].__file__ if work.__module__ == "__main__" else None
     module = Path(script).stem if script else work.__module__
-    process = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=MAX_RETRIES)(_Process)
-    processes = [process.remote(os.getcwd(), module, start.__name__, settings) for _ in range(max(workers, 1))]
+    as_remote = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=MAX_RETRIES)
+    process = as_remote(_Process)
+    processes = []
+    for _ in range(max(workers, 1)):
+        processes.append(process.remote(os.getcwd(), module, start.__name__, settings))
     pending: deque[Any] = deque()
     try:
         for number, item in enumerate(items):
-            pending.append(processes[number % len(processes)].call.remote(work.__name__, item))
+            next_process = processes[number % len(processes)]
+            pending.append(next_process.call.remote(work.__name__, item))
             # The oldest item first, so that results come in the order of the items.
             if len(pending) >= len(processes) * ITEMS_PER_PROCESS:
                 yield ray.get(pending.popleft())

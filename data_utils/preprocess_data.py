@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
-from megatron.config.fields import describe_error
+from megatron.config.messages import describe_error
 from megatron.data.cpm_masking import PARTS
 from megatron.data.indexed_dataset import LOSS_SUFFIX, best_dtype
 from megatron.tokenizer import Tokenizer, load_tokenizer
+from megatron.tokenizer.fast_bpe import SWITCH_AFTER
 from megatron.tokenizer.load import KINDS
 
 from . import chats
@@ -65,6 +66,7 @@ def main(args: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(args.vocab_file, args.tokenizer_type)
     chats.print_notes(args, tokenizer)
     sources = find_files(args.input, args.encoding)
+    _print_tokenizer_note(args, tokenizer, sources)
     journal = Journal(f"{args.output_prefix}.part.json", _job_description(args, sources, tokenizer))
     args = chats.with_chat_date(args, journal.state or {})
     args.draw = draw_of(journal.state)
@@ -94,11 +96,23 @@ def main(args: argparse.Namespace) -> None:
     journal.remove()
 
 
+def _print_tokenizer_note(args: argparse.Namespace, tokenizer: Tokenizer, sources: list[Source]) -> None:
+    """Print why a large corpus is not encoded by tiktoken, if its tokenizer is a byte-level BPE."""
+    size = sum(os.stat(source.path).st_size for source in sources)
+    # The parts of conversations are too short for tiktoken to gain much, so they are never encoded by it.
+    if args.objective == "sft" or size < SWITCH_AFTER:
+        return
+    reason = tokenizer.slow_reason()
+    if reason:
+        print(f"note: {args.vocab_file} is encoded by tokenizers and not by the faster tiktoken: {reason}")
+
+
 def _check_flags(args: argparse.Namespace) -> None:
     """Raise ValueError for flags that contradict each other."""
-    if args.objective == "cpm-t5" and not args.append_eod:
+    is_cpm_t5 = args.objective == "cpm-t5"
+    if is_cpm_t5 and not args.append_eod:
         raise ValueError("--objective cpm-t5 needs an end-of-document token in every document; remove --no-append-eod")
-    if args.objective == "cpm-t5" and args.split_sentences:
+    if is_cpm_t5 and args.split_sentences:
         raise ValueError("--objective cpm-t5 masks spans of documents, not of sentences; remove --split-sentences")
     chats.check_flags(args)
     if len(set(args.keys)) != len(args.keys):
@@ -116,13 +130,19 @@ def _job_description(args: argparse.Namespace, sources: list[Source], tokenizer:
         files.append((*source, status.st_size, status.st_mtime_ns))
         if format_suffix(source.path) == ".parquet":
             columns[source.path] = newly_read_columns(source.path)
-    ignored = ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error")
-    settings = {name: value for name, value in vars(args).items() if name not in ignored}
+    settings = dict(vars(args))
+    for ignored in ("input", "workers", "ray", "quiet", "debug", "vocab_file", "on_error"):
+        settings.pop(ignored, None)
     settings |= chats.sidecar_entries(args, tokenizer)
     settings.pop("chat_date")  # a job may be resumed on another day, so the default date must not identify it
     if args.chat_date:
         settings["chat_date"] = args.chat_date
-    job = {"files": files, "tokenizer": tokenizer.fingerprint, "chunk": CHUNK_BYTES, "settings": settings}
+    job = {
+        "files": files,
+        "tokenizer": tokenizer.fingerprint,
+        "chunk": CHUNK_BYTES,
+        "settings": settings,
+    }
     # A chunk contains only the columns that are read, so the choice of columns determines where chunks end.
     if any(columns.values()):
         job["columns"] = columns
@@ -176,6 +196,8 @@ class _Output:
     """Writer of all output pairs, with counts of what was read and written."""
 
     def __init__(self, args: argparse.Namespace, tokenizer: Tokenizer, state: dict[str, Any]) -> None:
+        if not state:
+            tokenizer.refuse_contradiction()
         self.args = args
         self.tokenizer = tokenizer
         # Tokens around a document. They may come from files that the tokenizer's fingerprint does not cover.
@@ -234,16 +256,18 @@ class _Output:
         self._is_consistent = False
         for builder, part in zip(self.builders, tokens.parts, strict=True):
             builder.add_batch(*part)
+        counts = self.counts
         counted = tokens.parts
         if self.sft:
             counted = tokens.parts[:1]  # without the loss mask
-            self.counts["targets"] += int(tokens.parts[1].ids.sum())
-        self.counts["chunks"] += 1
-        self.counts["source_bytes"] += tokens.source_bytes
-        self.counts["documents"] += len(tokens.parts[0].sequences)
-        self.counts["tokens"] += sum(len(part.ids) for part in counted)
-        self.counts["bad_lines"] += len(tokens.bad)
-        self.counts["empty"] += tokens.empty
+            counts["targets"] += int(tokens.parts[1].ids.sum())
+        for part in counted:
+            counts["tokens"] += len(part.ids)
+        counts["chunks"] += 1
+        counts["source_bytes"] += tokens.source_bytes
+        counts["documents"] += len(tokens.parts[0].sequences)
+        counts["bad_lines"] += len(tokens.bad)
+        counts["empty"] += tokens.empty
         self._is_consistent = True
 
     def save(self, journal: Journal) -> None:
@@ -274,13 +298,18 @@ class _Output:
             _write_sidecar(prefix, self.tokenizer, self.args, builders, self.counts)
         for builder in self.builders:
             builder.publish()
-        summary = f"{self.counts['documents']} documents, {self.counts['tokens']} tokens"
+        counts = self.counts
+        summary = f"{counts['documents']} documents, {counts['tokens']} tokens"
         if self.sft:
-            summary += f", {self.counts['targets']} of which count in the loss"
-        summary += " -> " + ", ".join(f"{name}.bin" for name in self.names)
-        if self.counts["bad_lines"] or self.counts["empty"]:
-            summary += f", {self.counts['bad_lines']} unreadable and {self.counts['empty']} empty documents skipped"
+            summary += f", {counts['targets']} of which count in the loss"
+        files = ", ".join(f"{name}.bin" for name in self.names)
+        summary += f" -> {files}"
+        if counts["bad_lines"] or counts["empty"]:
+            summary += f", {counts['bad_lines']} unreadable and {counts['empty']} empty documents skipped"
         print(summary)
+        name = str(self.args.input[0])
+        if counts["documents"] == 1 and format_suffix(name) == ".txt":
+            print(f"note: {name} is a single document: in .txt files, a blank line separates documents")
 
     def abort(self) -> None:
         for builder in self.builders:
@@ -316,7 +345,7 @@ def _write_sidecar(
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+    parser = Parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add_input_flags(parser)
     add("--output-prefix", type=local_path, required=True, help="path prefix of the output files, such as data/corpus")

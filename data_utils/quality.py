@@ -27,8 +27,9 @@ _TWO_BYTES = re.compile("[\u0100-\u07ff]")
 _SCRIPTS = "\u0100\u0180\u0250\u0370\u0400\u0530\u0590\u0600\u0700\u0800"
 MAX_EXAMINED = 600  # non-ASCII characters examined to detect a wrong encoding
 MIN_TAGS = 5  # smallest number of tags that counts as markup; texts about HTML may contain a few tags
-PROBE = 8  # length of the substrings whose occurrences are counted to detect repetition
-MIN_REPEATS = 10
+MIN_REPEATS = 10  # a phrase that occurs so often in a row is reduced to one copy
+LONGEST_PHRASE = 200  # characters
+PROBE = 8  # length of the substrings that are searched for again to detect repetition, and their distance
 
 
 def broken_characters(text: str) -> int:
@@ -123,25 +124,49 @@ def url_characters(text: str) -> int:
 
 def collapse_phrases(line: str) -> str:
     """Reduce each phrase that occurs ten or more times in a row to one copy; return the line."""
-    if len(line) < PROBE * MIN_REPEATS:
-        return line
-    for quarter in (1, 2, 3):
-        start = quarter * len(line) // 4
-        # A phrase that fills a large part of the line covers one of these places. Counting is cheaper than a search.
-        probe = line[start : start + PROBE]
-        if line.count(probe) >= MIN_REPEATS // 2:
-            return _REPEATED_PHRASE.sub(_keep_one_copy, line)
-    return line
+    kept = ""
+    done = 0
+    for place in range(0, len(line) - PROBE, PROBE):
+        # Most lines repeat nothing: this search finds that out without a call of a function.
+        if line.find(line[place : place + PROBE], place + 2, place + LONGEST_PHRASE + PROBE) < 0:
+            continue
+        # The regular expression is slow, so it is tried only where such a row may begin.
+        start = max(place - PROBE, done)
+        while start <= place and _may_repeat(line, place):
+            match = _REPEATED_PHRASE.match(line, start)
+            if match is None:
+                start += 1
+                continue
+            kept += line[done:start] + _keep_one_copy(match)
+            done = match.end()
+            start = done
+    return kept + line[done:]
+
+
+def _may_repeat(line: str, place: int) -> bool:
+    """Return False if `place` is not among the first PROBE places of ten copies of a phrase that has letters.
+
+    Ten copies of n characters are 10 n characters. From such a place on, the next 9 n - PROBE + 1 characters equal
+    those that are n characters later.
+    """
+    probe = line[place : place + PROBE]
+    end = place + LONGEST_PHRASE + PROBE
+    copy = line.find(probe, place + 2, end)
+    while copy >= 0 and _has_letters(line[place:end]):
+        size = (MIN_REPEATS - 1) * (copy - place) - PROBE + 1
+        if line[place : place + size] == line[copy : copy + size] and _has_letters(line[place:copy]):
+            return True
+        copy = line.find(probe, copy + 1, end)
+    return False
 
 
 def _keep_one_copy(match: re.Match[str]) -> str:
-    """Return one copy of a repeated phrase, or the whole match if the phrase draws a line."""
-    return match[0] if _is_ruler(match[1]) else match[1]
+    """Return one copy of a repeated phrase. A phrase without letters, such as a horizontal rule, stays repeated."""
+    return match[1] if _has_letters(match[1]) else match[0]
 
 
-def _is_ruler(phrase: str) -> bool:
-    """Return True for a phrase without letters, such as a horizontal rule, a table row or dot leaders."""
-    return not any(map(str.isalpha, phrase))
+def _has_letters(text: str) -> bool:
+    return any(map(str.isalpha, text))
 
 
 def looks_like_code(lines: Sequence[str]) -> bool:

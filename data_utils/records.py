@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
-from .streams import BadLine, InputError, open_text, read_blocks
+from megatron.packages import pip_install
+
+from .streams import BadLine, InputError, decode_error_place, open_text, read_blocks
 
 Record = tuple[int, bytes]  # (number of the record's first line or, for parquet, of its row, from 1; record as JSON)
 BLOCK = 1 << 20
@@ -122,12 +124,12 @@ def _pyarrow(path: str) -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise InputError(f"reading {path} needs the package pyarrow: pip install pyarrow") from None
+        raise InputError(f"reading {path} needs the package pyarrow: {pip_install('pyarrow')}") from None
     return pyarrow
 
 
-def _parquet_rows(path: str) -> Iterator[Record]:
-    """Yield the rows of a parquet file as JSON.
+def _parquet_rows(path: str) -> Iterator[Record | BadLine]:
+    """Yield the rows of a parquet file as JSON, with a BadLine for each row that contains invalid UTF-8.
 
     Only columns of text, or of lists or structs that contain text, are included (see `_is_readable`).
     """
@@ -137,13 +139,29 @@ def _parquet_rows(path: str) -> Iterator[Record]:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = [f.name for f in file.schema_arrow if _is_readable(pyarrow.types, f.type)]
             for batch in file.iter_batches(256, columns=columns):
-                for row in batch.to_pylist():
+                for row in _rows_of(batch):
                     number += 1
-                    yield number, json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
+                    if isinstance(row, UnicodeDecodeError):
+                        yield BadLine(path, number, f"the text is not UTF-8 ({decode_error_place(row)})")
+                    else:
+                        yield number, json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
     except (pyarrow.ArrowException, OSError) as error:
         raise InputError(
             f"{path}, after row {number}: damaged parquet ({' '.join(str(error).split())[:200]})"
         ) from None
+
+
+def _rows_of(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
+    """Return the rows of an Arrow batch, with an error in place of each row that contains invalid UTF-8."""
+    try:
+        rows: list[dict[str, Any] | UnicodeDecodeError] = batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return [error]
+        rows = []
+        for number in range(batch.num_rows):  # the error does not name its row
+            rows += _rows_of(batch.slice(number, 1))
+    return rows
 
 
 def _is_readable(types: Any, column: Any) -> bool:

@@ -134,22 +134,29 @@ def draw(tables: dict[str, Columns], masks: Sample, title: str, path: Path) -> N
     """
     figure = new_figure("--png", figsize=(1.5 + 4.8 * len(masks), 6.4), layout="constrained")
     axes = figure.subplots(3, len(masks), squeeze=False, height_ratios=[16, 1, 1])
-    table_of_mask = {"attention": "tokens", "encoder": "encoder", "decoder": "decoder", "decoder to encoder": "encoder"}
+    table_of_mask = {
+        "attention": "tokens",
+        "encoder": "encoder",
+        "decoder": "decoder",
+        "decoder to encoder": "encoder",
+    }
+    image_style = {"interpolation": "nearest", "aspect": "auto"}
+    label_style = {"rotation": 0, "ha": "right", "va": "center", "fontsize": 8}
     for i, (name, mask) in enumerate(masks.items()):
         top, strip, loss = axes[:, i]
         # A maximum above 1 makes the color of the mask lighter.
-        top.imshow(mask.int(), cmap="Blues", vmin=0, vmax=1.4, interpolation="nearest", aspect="auto")
+        top.imshow(mask.int(), cmap="Blues", vmin=0, vmax=1.4, **image_style)
         top.set_title(f"{name}: query (row) attends to key (column)", fontsize=10)
         top.set_ylabel("query index")
         top.set_xticks([])
         table = tables[table_of_mask[name]]
         lowest = strip
-        strip.imshow([table["document"]], cmap="tab20", interpolation="nearest", aspect="auto")
-        strip.set_ylabel("document", rotation=0, ha="right", va="center", fontsize=8)
+        strip.imshow([table["document"]], cmap="tab20", **image_style)
+        strip.set_ylabel("document", **label_style)
         if "loss" in table:
             lowest = loss
-            loss.imshow([table["loss"]], cmap="Greens", vmin=0, vmax=1.4, interpolation="nearest", aspect="auto")
-            loss.set_ylabel("loss", rotation=0, ha="right", va="center", fontsize=8)
+            loss.imshow([table["loss"]], cmap="Greens", vmin=0, vmax=1.4, **image_style)
+            loss.set_ylabel("loss", **label_style)
             strip.set_xticks([])
         else:
             loss.set_visible(False)

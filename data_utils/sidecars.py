@@ -1,6 +1,5 @@
 """Sidecars of corpora: the PREFIX.json that the preprocessor writes beside the .bin/.idx pairs of a corpus."""
 
-import itertools
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
+from megatron.data.corpus_paths import has_loss_mask
 from megatron.data.corpus_paths import prefixes_of as corpora_of
 from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import LOSS_SUFFIX
@@ -46,7 +46,9 @@ def check_output(prefix: str, sources: Sequence[str] = (), endings: Iterable[str
     sources: prefixes of the corpora from which it is made. endings: of the pairs of the new corpus.
     """
     names = [prefix + ending for ending in endings]
-    given = [to_path(pair).resolve() for pair in itertools.chain(*map(pair_prefixes, sources))]
+    given = []
+    for source in sources:
+        given += [to_path(pair).resolve() for pair in pair_prefixes(source)]
     for name in names:
         if Path(name).resolve() in given:
             raise ValueError(f"{name} is one of the given pairs; choose another --output")
@@ -80,4 +82,4 @@ def chat_corpora(config: Config) -> list[tuple[str, dict[str, Any]]]:
 
 def pair_prefixes(prefix: str) -> list[str]:
     """Return the prefix of a pair and, if it exists, the prefix of the pair that holds its loss mask."""
-    return [prefix, prefix + LOSS_SUFFIX] if to_path(f"{prefix}{LOSS_SUFFIX}.idx").is_file() else [prefix]
+    return [prefix, prefix + LOSS_SUFFIX] if has_loss_mask(prefix) else [prefix]

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.config import Config
-from megatron.data.corpora import corpus_names, tokens_of
+from megatron.data.blend import tokens_of
+from megatron.data.corpus_paths import corpus_names
 
 from .cli import align_columns, new_figure, save_figure
 
@@ -87,7 +88,8 @@ def draw(plan: Plan, path: Path) -> None:
     """
     edges = plan.edges
     samples = edges[-1]
-    points = sorted({*edges, *(samples * i // 60 for i in range(61))})  # the edges and 61 evenly spaced points
+    even_points = [samples * i // 60 for i in range(61)]
+    points = sorted({*edges, *even_points})
     epochs = list(map(plan.epochs, points))
     counts = list(map(plan.consumed, edges))
     figure = new_figure("--png", figsize=(7.6, 5.4), dpi=150, layout="constrained")

@@ -10,6 +10,8 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
+from megatron.packages import pip_install
+
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 MAX_BYTES = 1 << 20  # maximum number of decompressed bytes in memory per file
 XZ_MEMORY_LIMIT = 1 << 30  # memory limit of the .xz decompressor in bytes; an .xz header may request a huge dictionary
@@ -127,7 +129,7 @@ def _open_zstd(path: str) -> _CompressedFile:
     try:
         import zstandard
     except ImportError:
-        raise InputError(f"reading {path} needs the package zstandard: pip install zstandard") from None
+        raise InputError(f"reading {path} needs the package zstandard: {pip_install('zstandard')}") from None
     return _CompressedFile(path, lambda: _ZstdAdapter(zstandard.ZstdDecompressor().decompressobj), read_size=1 << 8)
 
 
@@ -162,8 +164,8 @@ def is_utf8(encoding: str) -> bool:
 def read_blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes]:
     """Yield a file's content as UTF-8 in blocks of about `size` bytes; invalid input becomes INVALID_BYTE.
 
-    Raises InputError for damaged compressed data, and for a file in UTF-8 or ASCII although `encoding` is another
-    encoding.
+    Raises InputError for damaged compressed data, for a file in UTF-8 or ASCII although `encoding` is another
+    encoding, and for a file that its decoder refuses as a whole, such as UTF-16 without a byte-order mark.
     """
     pieces = _raw_blocks(path, size)
     if is_utf8(encoding):
@@ -177,7 +179,12 @@ def read_blocks(path: str, size: int, encoding: str = "utf-8") -> Iterator[bytes
         if is_first and (actual := _actual_encoding(piece, encoding)):
             raise InputError(f"{path} is {actual}, not {encoding}; read it separately, without --encoding")
         is_first = False
-        yield decoder.decode(piece).encode("utf-8", "surrogateescape")
+        try:
+            text = decoder.decode(piece)
+        except UnicodeError as error:
+            hint = encoding_hint(piece[:4096]) or "; read it separately, with its own --encoding"
+            raise InputError(f"{path} is not {encoding} ({error}){hint}") from None
+        yield text.encode("utf-8", "surrogateescape")
     yield decoder.decode(b"", True).encode("utf-8", "surrogateescape")
 
 
@@ -229,6 +236,11 @@ def detect_encoding(path: str) -> str:
     return _likely_encoding(next(_raw_blocks(path, 2**20), b"")) or "utf-8"
 
 
+def decode_error_place(error: UnicodeDecodeError) -> str:
+    """Return the place of the first byte that is not UTF-8, for a message."""
+    return f"byte {error.start + 1} is 0x{error.object[error.start]:02x}"
+
+
 def encoding_hint(raw: bytes) -> str:
     """Return the hint `; it looks like ...` if the bytes are plausible in an encoding other than UTF-8, else ""."""
     encoding = _likely_encoding(raw)
@@ -247,7 +259,8 @@ def _likely_encoding(raw: bytes) -> str:
     # The last character may be incomplete, and an incremental decoder leaves it out.
     text = codecs.getincrementaldecoder("utf-8")("replace").decode(raw)
     non_ascii = [char for char in text if char > "\x7f"]
-    if not non_ascii or non_ascii.count("\ufffd") * 4 < len(non_ascii):
+    is_mostly_utf8 = not non_ascii or non_ascii.count("\ufffd") * 4 < len(non_ascii)
+    if is_mostly_utf8:
         return ""
     for name in ("gb18030", "utf-16-le", "utf-16-be"):
         if _is_chinese(raw, name):

@@ -28,12 +28,6 @@ STEP = 1 / 16
 BYTES = [byte_piece(b) for b in range(256)]
 
 
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        for line in text.split("\n"):
-            yield from _split_text(line, LONGEST_LINE)
-
-
 def _split_text(text: str, length: int) -> Iterator[str]:
     """Yield consecutive parts of a text of at most `length` characters."""
     for at in range(0, len(text), length):
@@ -56,7 +50,10 @@ def train_sentencepiece(
     need the segmenter. specials: names of special tokens besides <eod>.
     Raises TokenizerError if the text is too small for `vocab_size`.
     """
-    lines = list(_lines(texts))
+    lines: list[str] = []
+    for text in texts:
+        for line in text.split("\n"):
+            lines += _split_text(line, LONGEST_LINE)
     training_lines = lines
     options: dict[str, Any] = {"add_dummy_prefix": False, "user_defined_symbols": ["\n"], "split_digits": True}
     options["control_symbols"] = [EOD, *specials]
@@ -77,15 +74,14 @@ def train_sentencepiece(
 def train_cpm(texts: Iterable[str], model_file: str, vocab_size: int, model_type: str = "unigram") -> None:
     """Train a sentencepiece model with byte fallback on text that jieba splits into words, as in CPM-1."""
     segment = segmenter()
-    lines = [join_words(segment(text))[:LONGEST_LINE] for text in _short_texts(texts)]
+    lines = []
+    for text in texts:
+        # The parts are so short that the trainer's line length suffices for their words joined by spaces.
+        for part in _split_text(text, LONGEST_LINE // 2):
+            words = join_words(segment(part))
+            lines.append(words[:LONGEST_LINE])
     options = {"required_chars": SPACE + NEWLINE, "split_digits": True, "control_symbols": [EOD]}
     _write(model_file, _train_model(lines, lines, vocab_size, model_type, options))
-
-
-def _short_texts(texts: Iterable[str]) -> Iterator[str]:
-    """Cut the texts into pieces so short that the trainer's line length suffices for their words joined by spaces."""
-    for text in texts:
-        yield from _split_text(text, LONGEST_LINE // 2)
 
 
 def _train_model(
@@ -122,9 +118,11 @@ def _train_model(
 def _training_error(vocab_size: int, error: str) -> str:
     """Convert an error of sentencepiece's trainer to a message that says how to change --vocab-size."""
     where = "--vocab-size, or VOCAB_SIZE= of run_*.sh,"
-    if needed := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+    needed = re.search(r"smaller than required_chars\. \d+ vs (\d+)", error)
+    if needed:
         return f"{vocab_size} tokens are too few for the characters of this text; raise {where} to at least {needed[1]}"
-    if possible := re.search(r"set it to a value <= (\d+)", error):
+    possible = re.search(r"set it to a value <= (\d+)", error)
+    if possible:
         return f"this text is too small for {vocab_size} tokens; lower {where} to at most {possible[1]}"
     return f"cannot train {vocab_size} tokens on this text ({error[:200]}); change {where} or the text"
 
@@ -153,14 +151,18 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
     words: Counter[str] = Counter()
     for text in texts:
         # The segmenter writes SEPARATOR between words, so spaces and newlines of the text get characters of their own.
-        words.update(segment(text).replace(" ", SPACE).replace("\n", NEWLINE).split(SEPARATOR))
+        marked = segment(text).replace(" ", SPACE).replace("\n", NEWLINE)
+        words.update(marked.split(SEPARATOR))
     characters: Counter[str] = Counter()
     for word, count in words.items():
         for char in word:
             characters[char] += count
     fixed = ["<unk>", EOD, *BYTES, SPACE, NEWLINE]
     free_slots = vocab_size - len(fixed)
-    frequent = [char for char in _by_count(characters) if char not in (SPACE, NEWLINE) and char.isprintable()]
+    frequent = []
+    for char in _by_count(characters):
+        if char not in (SPACE, NEWLINE) and char.isprintable():
+            frequent.append(char)
     # Characters get at most half of the free slots, so that words get the rest. The dict is an ordered set.
     chosen = dict.fromkeys(frequent[: free_slots // 2])
     for word in _by_count(words):
@@ -174,7 +176,8 @@ def train_cpm_vocab(texts: Iterable[str], vocab_file: str, vocab_size: int) -> N
             f"this text is too small for {vocab_size} tokens; lower --vocab-size, or VOCAB_SIZE= of run_*.sh, "
             f"to at most {len(chosen) + len(fixed)}"
         )
-    _write(vocab_file, ("\n".join([*fixed, *list(chosen)[:free_slots]]) + "\n").encode())
+    tokens = [*fixed, *list(chosen)[:free_slots]]
+    _write(vocab_file, ("\n".join(tokens) + "\n").encode())
 
 
 def _by_count(counter: Counter[str]) -> list[str]:

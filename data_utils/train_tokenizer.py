@@ -88,32 +88,27 @@ def main(args: argparse.Namespace) -> None:
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+    parser = Parser(__doc__, EXAMPLES)
+    add = parser.add_argument
     add_input_flags(parser)
-    parser.add_argument(
-        "--output", type=local_path, required=True, help="output file (.model, .txt or .json); for gpt2-bpe a folder"
-    )
-    parser.add_argument("--vocab-size", type=int, default=8000, help="number of tokens (default: 8000)")
-    parser.add_argument(
-        "--tokenizer-type", choices=TYPES, default="sentencepiece", help="tokenizer type (default: sentencepiece)"
-    )
-    parser.add_argument(
+    add("--output", type=local_path, required=True, help="output file (.model, .txt or .json); for gpt2-bpe a folder")
+    add("--vocab-size", type=int, default=8000, help="number of tokens (default: 8000)")
+    add("--tokenizer-type", choices=TYPES, default="sentencepiece", help="tokenizer type (default: sentencepiece)")
+    add(
         "--model-type",
         choices=("bpe", "unigram"),
         help="sentencepiece algorithm (default: bpe for sentencepiece, unigram for cpm)",
     )
-    parser.add_argument("--word-borders", choices=SEGMENTERS, help="segmenter whose word boundaries no token may cross")
-    parser.add_argument(
+    add("--word-borders", choices=SEGMENTERS, help="segmenter whose word boundaries no token may cross")
+    add(
         "--special-tokens", nargs="+", default=[], metavar="NAME",
         help="names of special tokens to add, such as '<|im_start|>' '<|im_end|>' for chats or '<fim_prefix>'; a text "
         "that contains such a name is still encoded as plain text. Only for --tokenizer-type sentencepiece and hf",
     )  # fmt: skip
-    parser.add_argument("--json-key", default="text", help="key of the text in a record (default: text)")
-    parser.add_argument(
-        "--max-mb", type=int, default=50, help="amount of text to sample from the input, in MB (default: 50)"
-    )
-    parser.add_argument("--seed", type=int, default=1234, help="seed of the sample (default: 1234)")
-    parser.add_argument("--quiet", action="store_true", help="show no progress bar")
+    add("--json-key", default="text", help="key of the text in a record (default: text)")
+    add("--max-mb", type=int, default=50, help="amount of text to sample from the input, in MB (default: 50)")
+    add("--seed", type=int, default=1234, help="seed of the sample (default: 1234)")
+    add("--quiet", action="store_true", help="show no progress bar")
     return parser
 
 

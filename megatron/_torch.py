@@ -59,9 +59,11 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Call this only if `onednn_is_there()`. For fp32, torch's public functions use MKL instead of oneDNN.
     """
+    rows = x.flatten(0, -2)
     # "none", [], "": no activation function after the matmul.
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x.flatten(0, -2), weight, bias, "none", [], "")
-    return reshape_to_base(out, (*x.shape[:-1], out.shape[-1]))
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    shape = (*x.shape[:-1], out.shape[-1])
+    return reshape_to_base(out, shape)
 
 
 def emulates_matmul(dtype: torch.dtype) -> bool:
@@ -138,7 +140,18 @@ def flash_on_cpu_backward(
     """
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     # 0.0: no dropout, as in `flash_on_cpu`.
-    return kernel(grad, query, key, value, out, sums, 0.0, causal, attn_mask=added, scale=scale)  # type: ignore[no-any-return]
+    return kernel(  # type: ignore[no-any-return]
+        grad,
+        query,
+        key,
+        value,
+        out,
+        sums,
+        0.0,
+        causal,
+        attn_mask=added,
+        scale=scale,
+    )
 
 
 def assert_on_device(condition: Tensor, words: str) -> None:

@@ -73,8 +73,11 @@ def parse_row(line: str) -> dict[str, Any] | None:
         raise RowError('"expert_tokens" is not an object of lists of whole numbers')
     if not _is_sample_list(row.get("samples", [])):
         raise RowError('"samples" is not a list of objects with the texts "prompt" and "text"')
-    if row.get("split") == "train":
-        missing = next((name for name in ("consumed_samples", "consumed_tokens") if row.get(name) is None), None)
-        if missing or not iteration:  # the first training row has iteration 1
-            raise RowError(f"a training row lacks {missing or 'an iteration'}")
+    if row.get("split") != "train":
+        return row
+    for name in ("consumed_samples", "consumed_tokens"):
+        if row.get(name) is None:
+            raise RowError(f"a training row lacks {name}")
+    if not iteration:  # the first training row has iteration 1
+        raise RowError("a training row lacks an iteration")
     return row

@@ -16,6 +16,8 @@ from pathlib import Path, PosixPath
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from .packages import pip_install
+
 T = TypeVar("T")
 # Attempts of a request. A server that is overloaded (503) is asked less often and after longer waits.
 ATTEMPTS = 4
@@ -270,10 +272,12 @@ class _RemoteFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read bytes into `buffer`; return their number, 0 at the end of the object."""
-        data = self._path.read_range(self._position, min(self._position + len(buffer), self._size))
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+        end = min(self._position + len(buffer), self._size)
+        data = self._path.read_range(self._position, end)
+        size = len(data)
+        buffer[:size] = data
+        self._position += size
+        return size
 
 
 @functools.cache
@@ -283,7 +287,7 @@ def _file_system(protocol: str, process: int) -> Any:
         import fsspec
         from fsspec.config import conf
     except ImportError:
-        raise ImportError("this needs the package fsspec: pip install fsspec") from None
+        raise ImportError(f"this needs the package fsspec: {pip_install('fsspec')}") from None
     # Other processes may change the storage at any time, so no listing may come from a cache.
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if PACKAGES.get(protocol) == "s3fs":
@@ -297,7 +301,7 @@ def _file_system(protocol: str, process: int) -> Any:
         return file_system
     except ImportError:
         package = PACKAGES.get(protocol, f"for {protocol}:// that fsspec names")
-        raise ImportError(f"{protocol}:// needs the package {package}: pip install {package}") from None
+        raise ImportError(f"{protocol}:// needs the package {package}: {pip_install(package)}") from None
 
 
 def _check_size(data: bytes, size: int) -> bytes:

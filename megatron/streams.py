@@ -58,9 +58,10 @@ class GuardedStream:
             return  # only the first failure is reported
         # The ValueError of a closed stream has no short text.
         words = (isinstance(error, OSError) and error.strerror) or "it is closed"
-        other = getattr(sys, "stderr" if self._name == "stdout" else "stdout")
+        note = f"note: {NAMES[self._name]} cannot be written ({words}); {self._consequence}"
+        other = sys.stderr if self._name == "stdout" else sys.stdout
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            print(f"note: {NAMES[self._name]} cannot be written ({words}); {self._consequence}", file=other, flush=True)
+            print(note, file=other, flush=True)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

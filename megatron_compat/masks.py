@@ -47,8 +47,9 @@ def get_masks_and_position_ids_for_t5(
     Raises ValueError if `reset_attention_mask` is set and the decoder has more documents than the encoder.
     """
     is_end = targets == tokenizer.eod_id
+    has_label = labels != tokenizer.pad_id
     encoder_ids = _document_ids(ctx_eod_mask != 0, contexts == tokenizer.pad_id)
-    decoder_ids = _document_ids(is_end, (labels == tokenizer.pad_id) & (targets == tokenizer.pad_id))
+    decoder_ids = _document_ids(is_end, ~has_label & (targets == tokenizer.pad_id))
     if reset_attention_mask and bool((encoder_ids.amax(1) < decoder_ids.amax(1)).any()):
         raise ValueError(
             "--reset-attention-mask: the decoder has more documents than the encoder; mask the corpus with "
@@ -62,7 +63,7 @@ def get_masks_and_position_ids_for_t5(
     positions_of = positions_in_documents if reset_position_ids else _sequence_positions
     encoder_positions = positions_of(encoder_ids)
     decoder_positions = positions_of(decoder_ids)
-    loss_mask = (~is_end & (labels != tokenizer.pad_id)).float()
+    loss_mask = (~is_end & has_label).float()
     encoder, decoder, cross = (mask.float() for mask in masks)
     return encoder, encoder_positions, decoder, decoder_positions, cross, loss_mask
 

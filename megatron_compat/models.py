@@ -81,8 +81,9 @@ class GPT2Model(gpt2.GPT2Model):
         """
         if document_ids is not None and document_ids.dim() == 4:
             document_ids = decoder_documents(document_ids, tokens)
+        result = super().forward(tokens, position_ids, document_ids, labels, loss_mask, **others)
         # CPM-Pretrain's scripts flatten the token losses by view(-1), which requires contiguous memory.
-        return super().forward(tokens, position_ids, document_ids, labels, loss_mask, **others).contiguous()
+        return result.contiguous()
 
 
 class T5Model(t5.T5Model):

@@ -159,7 +159,7 @@ _COUNTERPARTS = {
         "setup_deepspeed_random_and_activation_checkpointing": "--checkpoint-activations",
     },
     "megatron.learning_rates": {
-        "AnnealingLR": "--lr-decay-style, --warmup and --min-lr; megatron.optim.lr",
+        "AnnealingLR": "--lr-decay-style, --warmup and --min-lr; megatron.optim.lr_at",
     },
     "megatron.model": {
         "BertModel": _BERT,
@@ -234,6 +234,7 @@ COUNTERPARTS = {
 }
 _REMOVED = {tuple(name.rsplit(".", 1)) for name in GONE_MODULES}  # (package, module)
 _SUBMODULES = {tuple(name.rsplit(".", 1)) for name in MODULES}  # (package, module)
+_KNOWN = {*HOMES, *COUNTERPARTS, *_REMOVED, *_SUBMODULES}
 _OWNERS = {module for module, _ in (*HOMES, *COUNTERPARTS, *_REMOVED, *_SUBMODULES)}
 _EXTENDED = _OWNERS - MODULES.keys() - {"megatron"}
 
@@ -345,7 +346,7 @@ class _ExtendedLoader(Loader):
 
         def get_attribute(name: str) -> Any:
             # A module's own __getattr__ answers for all names that are in none of the tables.
-            if own_getattr is None or (module.__name__, name) in {*HOMES, *COUNTERPARTS, *_REMOVED, *_SUBMODULES}:
+            if own_getattr is None or (module.__name__, name) in _KNOWN:
                 return resolve_name(module.__name__, name)
             return own_getattr(name)
 

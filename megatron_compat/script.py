@@ -31,7 +31,8 @@ def numbers_of_samples(config: Config, ranks: int) -> list[int]:
     train_samples = config.batches(ranks).advance(0, train.train_iters)
     # 1 more: the evaluation after the last iteration
     evaluations = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
-    return [train_samples, evaluations * train.eval_iters * batch_size, train.eval_iters * batch_size]
+    eval_samples = train.eval_iters * batch_size
+    return [train_samples, evaluations * eval_samples, eval_samples]
 
 
 class ScriptTokenizer(SentinelTokenizer):
@@ -80,7 +81,15 @@ class ScriptTask(FunctionsTask):
         fallback = DEFAULTS[self.family] if self.family else {}
         values = {**fallback, **defaults}
         task_name = self.family or name
-        super().__init__(datasets_provider, model_provider, forward_step, values, task_name, None, tokenizer_provider)
+        super().__init__(
+            datasets_provider,
+            model_provider,
+            forward_step,
+            values,
+            task_name,
+            None,
+            tokenizer_provider,
+        )
         self._count_batch: Callable[[Batch, Config], Tensor] | None = None
 
     def extended(self, config: Config, tokenizer: Tokenizer) -> Tokenizer:
@@ -105,7 +114,10 @@ class ScriptTask(FunctionsTask):
         if self._count_batch is None:
             return data
         # Ranks that read no data get the number from the rank that does.
-        num_targets = None if data is None else {"targets": self._count_batch(data, config).long().view(1)}
+        num_targets = None
+        if data is not None:
+            count = self._count_batch(data, config)
+            num_targets = {"targets": count.long().view(1)}
         broadcast = mpu.broadcast_data(["targets"], num_targets, torch.int64, sizes={"targets": (1,)})
         return _CountedBatch(data, broadcast["targets"].view(()).double())
 

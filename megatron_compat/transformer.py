@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron import mpu
-from megatron.model.mlp import ParallelMLP as _ParallelMLP
+from megatron.model.block import ParallelMLP as _ParallelMLP
 from megatron.mpu import LayerNorm
 from megatron.training.global_vars import get_args
 
@@ -35,7 +35,8 @@ class ParallelMLP(MegatronModule):
         super().__init__()
         model = get_args().config.model
         # Attention and MLP of each layer both add to the hidden states, so there are 2 x num_layers additions.
-        inner = _ParallelMLP(model, model.output_std(2 * model.num_layers, model.ff_growth))
+        output_std = model.output_std(2 * model.num_layers, model.ff_growth)
+        inner = _ParallelMLP(model, output_std)
         self.dense_h_to_4h = inner.dense_h_to_4h
         self.dense_4h_to_h = inner.dense_4h_to_h
         self._forward = inner.forward
@@ -43,7 +44,8 @@ class ParallelMLP(MegatronModule):
         for layer, init in ((self.dense_h_to_4h, init_method), (self.dense_4h_to_h, output_layer_init_method)):
             if init is not None:
                 spec = mpu.spec_of(layer.weight)
-                mpu.declare(layer.weight, init, dim=spec.dim, full_size=spec.full_shape[spec.dim or 0], axis=layer.axis)
+                full_size = spec.full_shape[spec.dim or 0]
+                mpu.declare(layer.weight, init, dim=spec.dim, full_size=full_size, axis=layer.axis)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
         """Apply the MLP: [s, b, h] -> ([s, b, h], bias [h], which the caller must add)."""

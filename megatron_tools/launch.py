@@ -75,14 +75,11 @@ class Signals:
 
     def install_handlers(self) -> None:
         """Install the launcher's signal handlers. Called after the rank processes have started."""
-        signal.signal(signal.SIGUSR1, lambda *_: self._forward(signal.SIGUSR1))
+        signal.signal(signal.SIGUSR1, lambda *_: self._send_to_ranks(os.kill, signal.SIGUSR1))
         for number in STOP_SIGNALS:
             # Keep ignoring a signal that was ignored before the launch, such as SIGHUP under nohup.
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._request_stop)
-
-    def _forward(self, number: int) -> None:
-        self._send_to_ranks(os.kill, number)
 
     def _send_to_ranks(self, send: Callable[[int, int], None], number: int) -> None:
         # The newest group; there is none before the first start.
@@ -106,7 +103,7 @@ class Signals:
             f"{name}: the ranks have {self.shutdown_seconds:g} s to save and exit (--shutdown-timeout); "
             f"send it again to kill them at once"
         )
-        self._forward(signal.SIGTERM)
+        self._send_to_ranks(os.kill, signal.SIGTERM)
         timer = threading.Timer(self.shutdown_seconds, self._kill_after_timeout)
         timer.daemon = True
         timer.start()
@@ -167,9 +164,8 @@ def prepare_rendezvous(args: Any) -> None:
     if not _spans_nodes(args) or args.rdzv_backend != "static":
         return
     if "timeout=" not in args.rdzv_conf:
-        seconds = _startup_timeout(args.training_script_args)
-        if seconds is not None:
-            args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"timeout={seconds}"]))
+        timeout = f"timeout={_startup_timeout(args.training_script_args)}"
+        args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, timeout]))
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         # Python's own handler of Ctrl-C would only run after torch's socket has timed out.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -182,18 +178,26 @@ def prepare_rendezvous(args: Any) -> None:
         print_message(f"the host {host} does not resolve on this machine yet; check {flag}")
 
 
-def _startup_timeout(arguments: Sequence[str]) -> int | None:
-    """Return --startup-timeout-minutes of a training command in seconds, None if it is missing or not a number."""
-    for index, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name.replace("_", "-") != "--startup-timeout-minutes":
-            continue
-        if argument == name:
-            # The value is the next word, or empty at the end of the command.
-            value = "".join(arguments[index + 1 : index + 2])
-        with contextlib.suppress(ValueError):
-            return max(int(float(value) * 60), 1)
-    return None
+def _startup_timeout(arguments: Sequence[str]) -> int:
+    """Return --startup-timeout-minutes of a training command, or of its --config files, in seconds.
+
+    The default replaces an invalid value, which the ranks will refuse.
+    """
+    from megatron.config import ParallelConfig
+    from megatron.config.command_line import config_file_paths, read_json
+    from megatron.config.flags import read_flags
+    from megatron.config.settings_files import parse_settings
+
+    name = "startup_timeout_minutes"
+    default = ParallelConfig.startup_timeout_minutes
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        flags = read_flags(arguments)
+        values = flags.settings
+        if name not in values:
+            for path in config_file_paths(flags.files):
+                values |= parse_settings(read_json(path), path).values
+        return max(int(float(values.get(name, default)) * 60), 1)
+    return int(default * 60)
 
 
 def describe_rendezvous_error(error: Exception, args: Any) -> str:
@@ -240,9 +244,9 @@ def main(argv: list[str]) -> int:
 
     from megatron import _torch
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for name in ["torch.distributed", *logging.root.manager.loggerDict]:
+        if name.startswith("torch.distributed"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     args = parse_args(argv)  # type: ignore[no-untyped-call]
     if int(args.max_restarts) and _spans_nodes(args):
         # Without this variable, restarted ranks would reuse the launcher's TCP store, which still lists the ranks of

@@ -10,7 +10,7 @@ from megatron.checkpointing.files import INDEX, WEIGHT, CheckpointError
 from megatron.checkpointing.reader import CheckpointReader, plain_config
 from megatron.config import Config
 from megatron.config.command_line import with_values
-from megatron.config.fields import shorten_list
+from megatron.config.messages import shorten_list
 from megatron.model import GPT2Model, T5Model
 from megatron.model.layers import global_parameters
 
@@ -56,7 +56,8 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
             raise CheckpointError(
                 f"{where}: the weight {name} has shape {list(stored[name])}, but the saved settings imply {list(shape)}"
             )
-    if extra := sorted(stored.keys() - shapes.keys()):
+    extra = sorted(stored.keys() - shapes.keys())
+    if extra:
         raise CheckpointError(
             f"{where} lists weights that do not belong to the model in the saved settings: {shorten_list(extra, 3)}"
         )

@@ -131,4 +131,5 @@ show_results() {
     echo "loss curve   $RUN_DIR/loss.png and report.html"
     echo "checkpoints  $RUN_DIR/checkpoints"
     echo "more text    ${AT}.venv/bin/python ${AT}tools/generate.py --load $RUN_DIR --prompt '...'"
+    echo "on a page    ${AT}.venv/bin/python ${AT}tools/demo.py --load $RUN_DIR"
 }

@@ -87,6 +87,7 @@ settings=(
 )
 PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} python -m megatron.config.check "$NAME" "$WORLD_SIZE" "${settings[@]}"
 if [ "$NODE_RANK" = 0 ]; then
+    [ "$POET_SIZE" = laptop ] && echo "$ME: this takes about 14 minutes on two idle cores; a poem appears about every minute"
     prepare_poems
 else
     until [ -f "$RUN_DIR/poems/valid_text_document.idx" ]; do sleep 1; done
@@ -94,8 +95,10 @@ fi
 launch "${AT}pretrain_llama.py" "${settings[@]}"
 [ "$NODE_RANK" = 0 ] || exit 0
 echo
+echo "$ME: scoring each poem for validation, from its beginning to its end"
 python "${AT}examples/poet/poet.py" "$RUN_DIR"
 echo
 echo "report       ${AT}.venv/bin/python ${AT}tools/report.py --run-dir $RUN_DIR"
 echo "more poems   ${AT}.venv/bin/python ${AT}examples/poet/poet.py $RUN_DIR --title 春江花月夜 --samples 3"
-echo "on a page    ${AT}.venv/bin/python ${AT}tools/demo.py --load $RUN_DIR --poem    (pip install 'gradio>=6,<7')"
+echo "on a page    ${AT}.venv/bin/python ${AT}tools/demo.py --load $RUN_DIR --poem"
+echo "             the page needs gradio: ${AT}.venv/bin/python -m pip install 'gradio>=6,<7'"

@@ -23,7 +23,8 @@ zero_reductions.py sums of the gradients of DeepSpeed's ZeRO optimizers
 flat_matrices.py places weights in buckets, sharded anywhere or stepped as wholes
 distributed_optimizer.py steps the weights in these buckets, sharded over the replicas
 engine_classes.py the engines that deepspeed.initialize may choose
-base_engine.py the engine for models without a pipeline
+base_engine.py the engine for models without a pipeline, and what a pipeline engine has besides its schedule
+evaluation.py eval_batch of a pipeline engine
 zero3_partition.py sharding of each layer over the replicas while a model is built (ZeRO-3)
 trace.py      recorder of a rank's timeline; align.py compares the ranks' clocks, timeline.py merges timelines
 timetable.py  checks a schedule before it runs and predicts its timeline

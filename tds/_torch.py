@@ -189,7 +189,8 @@ def _norm_by_rows(tensor: Tensor) -> Tensor:
     rows_numel = flat.numel() // ROW * ROW  # elements in complete rows
     squares: Tensor = torch.linalg.vector_norm(flat[rows_numel:]).double().square()
     if rows_numel:
-        squares = squares + torch.linalg.vector_norm(flat[:rows_numel].view(-1, ROW), dim=1).double().square().sum()
+        row_norms = torch.linalg.vector_norm(flat[:rows_numel].view(-1, ROW), dim=1)
+        squares = squares + row_norms.double().square().sum()
     return squares.sqrt()
 
 

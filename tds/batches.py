@@ -1,7 +1,9 @@
 """The micro-batches of a step, copied into separate memory when they are read."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +36,8 @@ class Batches:
     read: function that returns the next micro-batch, or raises StopIteration at the end of the data.
     needs_inputs, needs_labels: whether this stage uses inputs and labels; unused ones are dropped.
 
-    The iterator may reuse its tensors for the next micro-batch (pinned or numpy buffers), so each batch is copied
-    when it is read. The copy is moved to the device when it is used; on a host with an accelerator it lies in pinned
-    memory, so that the host need not wait for the move.
+    The iterator may reuse its buffers for the next micro-batch, so each batch is copied when it is read. The copy is
+    moved to the device when it is used. For an accelerator it lies in pinned memory, so the host need not wait.
     """
 
     read: Callable[[], Any]
@@ -67,10 +68,6 @@ class Batches:
         """Return the labels of a micro-batch on the device, and drop this reader's copy."""
         self.read_to(micro + 1)
         return map_tensors(self._labels.pop(micro), lambda t: t.to(self.device, non_blocking=True))
-
-    def read_ahead(self) -> None:
-        """Read all micro-batches of the step; if the data end, the pass that lacks its micro-batch raises the error."""
-        self.read_to(needed=0, wanted=self.total)
 
     def all_labels(self) -> Sequence[Any]:
         """Read all micro-batches of the step and return their labels.
@@ -140,5 +137,17 @@ class Batches:
             self._inputs[micro] = tuple(host_copy(t, self.device) for t in inputs)
         if self.needs_labels:
             labels = batch[1] if len(batch) > 1 else None
-            self._labels[micro] = map_tensors(labels, lambda t: host_copy(t, self.device))
+            copy_object = partial(_copy_object, f"stage {self.stage}, labels of micro-batch {micro}")
+            self._labels[micro] = map_tensors(labels, lambda t: host_copy(t, self.device), copy_object)
         self._layouts.append(tuple((t.dtype, t.shape) for t in inputs if isinstance(t, Tensor)))
+
+
+def _copy_object(location: str, value: Any) -> Any:
+    """Return a copy of a label that is not a tensor, such as an array. Raises BoundaryError if it cannot be copied."""
+    try:
+        return deepcopy(value)
+    except Exception as error:  # any class may define how its objects are copied
+        raise BoundaryError(
+            f"{location}: a {type(value).__name__} cannot be copied ({error}); give tensors or arrays, or tuples or "
+            f"dicts of them"
+        ) from error

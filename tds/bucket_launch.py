@@ -12,12 +12,14 @@ from .messages import setting_advice
 
 BUCKET_BYTES = 25 * 2**20  # minimum bytes of gradients in a bucket
 BYTES_PER_REPLICA = 4 * 2**20  # minimum bytes of a bucket per replica, so that each replica's share stays large
+Weights = list[nn.Parameter]
+ChunkOf = Mapping[nn.Parameter, int]  # weight -> index of the chunk of layers that contains it
 
 
 class ReducibleBucket(Protocol):
     """Gradients that are reduced together, in an order that is equal on all replicas."""
 
-    parameters: list[nn.Parameter]
+    parameters: Weights
     launched: bool  # whether the reduction of this step's gradients has started
 
     def add(self, parameter: nn.Parameter) -> None:
@@ -37,10 +39,10 @@ def pack_buckets(
     parameters: Iterable[nn.Parameter],
     group: Any,
     bucket_bytes: int | None = None,
-    chunk_of: Mapping[nn.Parameter, int] | None = None,
+    chunk_of: ChunkOf | None = None,
     separate: Iterable[nn.Parameter] = (),
-    is_enough: Callable[[list[nn.Parameter]], bool] | None = None,
-) -> list[list[nn.Parameter]]:
+    is_enough: Callable[[Weights], bool] | None = None,
+) -> list[Weights]:
     """Group parameters into buckets, last layer first, which is roughly the order in which their gradients arrive.
 
     bucket_bytes: minimum bytes of gradients in a bucket; None: depends on the number of replicas.
@@ -48,7 +50,7 @@ def pack_buckets(
     separate: weights that each get a separate bucket. is_enough: returns whether weights of `bucket_bytes` or more may
     be a bucket, or need more weights.
     """
-    packed: list[list[nn.Parameter]] = []
+    packed: list[Weights] = []
     capacity = bucket_bytes or max(BUCKET_BYTES, BYTES_PER_REPLICA * dist.get_world_size(group))
     free_bytes = capacity
     last_kind = None
@@ -68,14 +70,20 @@ def pack_buckets(
     return packed
 
 
-def sort_buckets(buckets: list[Any], parameters: Iterable[nn.Parameter], chunk_of: Mapping[nn.Parameter, int]) -> None:
+def sort_buckets(buckets: list[Any], parameters: Iterable[nn.Parameter], chunk_of: ChunkOf) -> None:
     """Sort buckets by the order in which their last gradients come: last chunk first, and in it last layer first.
 
     parameters: all parameters, in the order of layers.
     """
     position = {p: index for index, p in enumerate(parameters)}
-    # The last gradient of a bucket is that of its first layer.
-    buckets.sort(key=lambda b: (-chunk_of.get(b.parameters[0], 0), -min(position[p] for p in b.parameters)))
+
+    def order(bucket: Any) -> tuple[int, int]:
+        weights = bucket.parameters
+        chunk = chunk_of.get(weights[0], 0)
+        first_position = min(position[p] for p in weights)  # the gradient of the first layer comes last
+        return -chunk, -first_position
+
+    buckets.sort(key=order)
 
 
 class BucketLauncher:
@@ -88,7 +96,7 @@ class BucketLauncher:
     0 by default.
     """
 
-    def __init__(self, buckets: Sequence[ReducibleBucket], chunk_of: Mapping[nn.Parameter, int] | None = None) -> None:
+    def __init__(self, buckets: Sequence[ReducibleBucket], chunk_of: ChunkOf | None = None) -> None:
         self._buckets = buckets
         self._chunk_of = dict(chunk_of or {})
         self._bucket_of: dict[nn.Parameter, ReducibleBucket] = {}
@@ -163,10 +171,13 @@ class BucketLauncher:
         """
         if self._chunk_of.get(bucket.parameters[0], 0) not in self._armed_chunks:
             return False
-        # If hooks were added or removed, the expected count is wrong, so the bucket also waits for `finish`.
-        return all(
-            0 < self._expected[p] <= self._counts[p] and has_hooks(p) == (p in self._hooked) for p in bucket.parameters
-        )
+        for p in bucket.parameters:
+            if not 0 < self._expected[p] <= self._counts[p]:
+                return False
+            # If hooks were added or removed, the expected count is wrong, so the bucket also waits for `finish`.
+            if has_hooks(p) != (p in self._hooked):
+                return False
+        return True
 
     def _reduce_next(self) -> None:
         bucket = self._buckets[self._next_bucket]

@@ -112,15 +112,16 @@ class Bucket:
         if storage_use_count(self.weights) != self._num_views - len(replaced):
             return False
         for parameter in replaced:
-            self.view_of[parameter].copy_(parameter.detach())
-            parameter.data = self.view_of[parameter]
+            view = self.view_of[parameter]
+            view.copy_(parameter.detach())
+            parameter.data = view
         return True
 
     def add(self, parameter: nn.Parameter) -> None:
         """Accumulate `parameter.grad` into the bucket, and set it to None."""
-        assert parameter.grad is not None
-        grad_sum = self._grad_of[parameter]
         grad = parameter.grad
+        assert grad is not None
+        grad_sum = self._grad_of[parameter]
         if parameter in self._arrived:
             grad_sum.add_(grad.to(grad_sum.dtype) if grad.is_sparse else grad)
         elif grad.is_sparse:
@@ -145,9 +146,11 @@ class Bucket:
         The matmul is added to the gradient sum without a half-precision copy.
         """
         grad_sum = self._grad_of[parameter]
-        add: Any = torch.addmm if left.dtype is grad_sum.dtype else partial(torch.addmm, out_dtype=grad_sum.dtype)
-        # beta 0 overwrites the sum of the last step; beta 1 adds to the sum of this step.
-        add(grad_sum, left, right, beta=int(parameter in self._arrived), out=grad_sum)
+        add: Any = torch.addmm
+        if left.dtype is not grad_sum.dtype:
+            add = partial(add, out_dtype=grad_sum.dtype)
+        beta = int(parameter in self._arrived)  # 0 overwrites the sum of the last step; 1 adds to the sum of this step
+        add(grad_sum, left, right, beta=beta, out=grad_sum)
         self._arrived.add(parameter)
 
     def reduce(self) -> None:
@@ -163,10 +166,11 @@ class Bucket:
 
     def gather(self) -> None:
         """Start the all-gather of the updated weights."""
+        own_weights = self.weights[self.begin : self.end]
         if self.has_master_copy:
-            self.weights[self.begin : self.end].copy_(self.share.detach())
+            own_weights.copy_(self.share.detach())
         if self.replicas > 1:
-            self.pending_work = gather_shares(self.weights, self.weights[self.begin : self.end], self.group)
+            self.pending_work = gather_shares(self.weights, own_weights, self.group)
 
     def pull_weights(self) -> None:
         """Copy the model's weights into this replica's share."""

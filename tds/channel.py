@@ -2,10 +2,9 @@
 
 A header precedes the first activation of a step. The header contains the layout of the activation (shapes, dtypes,
 flags) and the number of consecutive micro-batches that have this layout, called a run. Later micro-batches of the run
-need no header, so the receiver can post their receives before it computes. Another header precedes the next run. With
-data-dependent shapes, every activation has a header. A gradient needs no header, because it has the shapes of the
-activations of the same micro-batch. Headers go from host to host, so that no host waits for its device to read one.
-neighbours.py describes which messages share a queue.
+need no header, so the receiver can post their receives before it computes. With data-dependent shapes, every activation
+has a header. A gradient needs none, because it has the shapes of the activations of the same micro-batch. Headers go
+from host to host, so that no host waits for its device. neighbours.py describes which messages share a queue.
 """
 
 import json
@@ -254,7 +253,11 @@ class Receiver:
     def take(self, micro_chunk: MicroChunk) -> list[BoundaryTensor]:
         """Wait for the message of `micro_chunk`. Raises RuntimeError if another message comes first."""
         self._post(min_pending=1)  # the receive of this message
-        message = self._wait_for_oldest()
+        message = self._posted[0]
+        if message.work is not None:
+            message.work.wait()
+        self._posted.popleft()
+        self._post(self._ahead)
         if message.micro_chunk != micro_chunk:
             raise RuntimeError(f"message {micro_chunk} was requested, but {message.micro_chunk} comes first")
         tensors = []
@@ -300,15 +303,6 @@ class Receiver:
         layout = self._posted[0].layout if self._posted else ()
         tensors = ", ".join(f"{dtype} {list(shape)}" for dtype, _, shape in _layout_as_json(layout))
         return f"from rank {self.link.peer}{tensors and ': '}{tensors}"
-
-    def _wait_for_oldest(self) -> PostedReceive:
-        """Wait for the oldest posted receive."""
-        first = self._posted[0]
-        if first.work is not None:
-            first.work.wait()
-        self._posted.popleft()
-        self._post(self._ahead)
-        return first
 
     def _is_due(self, micro_chunk: MicroChunk) -> bool:
         return micro_chunk in self._post_after and self._post_after[micro_chunk] <= self._passes

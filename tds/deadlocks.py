@@ -27,6 +27,8 @@ from .schedule import (
     SendGrad,
 )
 
+LinkEnd = tuple[Any, bool]  # (link, True for its sender)
+
 
 def queue_of(boundary: int, stages: int, to_next: bool) -> Hashable:
     """Return a key of the process group that transports a message: its boundary's parity, and its direction.
@@ -75,7 +77,7 @@ class Graph:
         """Raise ScheduleError, which names the cycle, if some events wait for each other."""
         # Take away events that wait for nothing, again and again (Kahn 1962). What is left contains a cycle.
         followers = self._followers()
-        num_awaited = [len(awaited) for awaited in self.waits_for]  # events that each event still waits for
+        num_awaited = list(map(len, self.waits_for))  # events that each event still waits for
         ready = [event for event, count in enumerate(num_awaited) if not count]
         while ready:
             for each in followers[ready.pop()]:
@@ -103,8 +105,9 @@ class Graph:
             event = next(each for each in self.waits_for[event] if num_awaited[each])
         names = []
         for each in path[path.index(event) :]:
-            if self.names[each] not in names:
-                names.append(self.names[each])
+            name = self.names[each]
+            if name not in names:
+                names.append(name)
         if len(names) > 8:
             names[7:] = ["..."]
         return "messages would deadlock: " + ", which waits for ".join(names)
@@ -120,10 +123,9 @@ class StageGraph:
         self.stages = stages
         self._post_after = post_after
         self._passes = 0
-        # Keys: (link, True if this stage is the sender). `ends`: start event and end event of a message. `headers`:
-        # event of a header.
-        self.ends: dict[tuple[Any, bool], tuple[int, int]] = {}
-        self.headers: dict[tuple[Any, bool], int] = {}
+        # `ends`: start event and end event of a message. `headers`: event of a header.
+        self.ends: dict[LinkEnd, tuple[int, int]] = {}
+        self.headers: dict[LinkEnd, int] = {}
         # Each int below is the number of an event in the graph.
         self._last_in_queue: dict[Hashable, int] = {}  # for each queue, the event at which its last message ends
         self._computation: int | None = None  # the event that the next computation must wait for
@@ -158,11 +160,12 @@ class StageGraph:
     def _receive_header(self, each: Instruction) -> None:
         """Let the host wait for a header, from which it knows the layout of the message, or of all of this chunk."""
         self._host = self._add_header(RecvActivation, each.micro_chunk)
+        known = self._known[RecvActivation]
         if self.rules.dynamic:
-            self._known[RecvActivation].add(each.micro_chunk)
+            known.add(each.micro_chunk)
         else:
             agenda = self._agenda[RecvActivation]
-            self._known[RecvActivation].update(micro_chunk for micro_chunk in agenda if micro_chunk.chunk == each.chunk)
+            known.update(micro_chunk for micro_chunk in agenda if micro_chunk.chunk == each.chunk)
 
     def _has_header(self, each: Instruction) -> bool:
         return self.rules.dynamic or each.micro == 0
@@ -226,14 +229,16 @@ class StageGraph:
 
     def _receive(self, kind: Kind) -> None:
         """Make the device, not the host, wait for the next message of this kind."""
-        if not self._posted[kind]:
+        posted = self._posted[kind]
+        if not posted:
             self._synchronize(f"the buffer for {kind.__name__} of stage {self.stage}")
             self._post(kind, min_pending=1)
-        if not self._posted[kind]:
+        if not posted:
             raise ScheduleError(f"stage {self.stage}: {kind.__name__} comes before the SendActivation that it answers")
         # Later computation waits for the start of this operation, and the operation starts when the message has ended.
-        message_end = self._posted[kind].popleft()
-        self._computation = self._submit(f"what stage {self.stage} computes after {kind.__name__}", message_end)[0]
+        message_end = posted.popleft()
+        start, _ = self._submit(f"what stage {self.stage} computes after {kind.__name__}", message_end)
+        self._computation = start
 
     def _post(self, kind: Kind, min_pending: int = 0) -> None:
         """Post receives of known layout: all that are due, then others until `min_pending` or `ahead` are pending."""
@@ -257,8 +262,8 @@ def refuse_deadlocks(plan: Plan, rules: Rules | None = None) -> None:
     post_after: Sequence[PostAfter] = [{}] * len(plan)
     if rules.ahead is None:
         post_after = simulate_posting(plan, rules.dynamic)
-    ends = dict[tuple[Any, bool], tuple[int, int]]()
-    headers = dict[tuple[Any, bool], int]()
+    ends = dict[LinkEnd, tuple[int, int]]()
+    headers = dict[LinkEnd, int]()
     for number, instructions in enumerate(plan):
         stage = StageGraph(graph, rules, number, len(plan), post_after[number])
         stage.run(instructions)

@@ -242,21 +242,21 @@ class Watchdog(Observer):
 
     def _watch_faults(self) -> None:
         """End this rank, with a report, if a rank has announced a fault or an activity takes too long."""
-        rank = name_this_rank(self._board.rank)
-        for tick, activity in enumerate(self._poll(), self._board.rank):  # ranks take turns
+        board = self._board
+        rank = name_this_rank(board.rank)
+        for tick, activity in enumerate(self._poll(), board.rank):  # ranks take turns
             is_late = activity is not None and time.monotonic() - activity.since > self.timeout
-            if tick % self._board.poll_ticks and not is_late:  # it is not this rank's turn
+            if tick % board.poll_ticks and not is_late:  # it is not this rank's turn
                 continue
             try:
-                fault = self._board.has_fault()
+                fault = board.has_fault()
             except Exception:
                 if activity is not None:  # a rank without activity may simply be exiting
                     self.exit_with_stack(f"{rank} lost the connection to the {describe_store()}")
                 return
             self._answered = time.monotonic()
             if is_late:
-                name = self._board.name
-                self._board.announce(f"{rank} exceeded the {name}'s timeout: {self.timeout:g} s in one operation")
+                board.announce(f"{rank} exceeded the {board.name}'s timeout: {self.timeout:g} s in one operation")
             if (is_late or fault) and self._exit_lock.acquire(blocking=False):
                 _exit(self._report(self._stack()) or 1)  # 1 if the fault has no exit code
 

@@ -7,7 +7,7 @@ only starts after the last gradient.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
-from .bucket_launch import BucketLauncher, pack_buckets, sort_buckets
+from .bucket_launch import BucketLauncher, ChunkOf, pack_buckets, sort_buckets
 from .buckets import Bucket
 from .clip import counted_squared_norm, is_unique_param
 from .flat_matrices import Work, has_little_padding
@@ -96,7 +96,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self,
         module: nn.Module,
         group: Any,
-        chunk_of: Mapping[nn.Parameter, int] | None = None,
+        chunk_of: ChunkOf | None = None,
         apart: Iterable[nn.Parameter] = (),
     ) -> None:
         """Move the weights of `module`, already on their device and in their dtype, into flat memory.
@@ -118,9 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if bucket.accumulates_matmuls:  # a layer may add its weight gradient in one kernel
                 self._accept_matmuls(bucket)
 
-    def _make_buckets(
-        self, module: nn.Module, chunk_of: Mapping[nn.Parameter, int], separate: Iterable[nn.Parameter]
-    ) -> None:
+    def _make_buckets(self, module: nn.Module, chunk_of: ChunkOf, separate: Iterable[nn.Parameter]) -> None:
         """Put the trainable weights of `module` into buckets, and let the wrapped optimizer step their shares."""
         trainable = {p for p in module.parameters() if p.requires_grad}
         for param_group in self.param_groups:

@@ -1,7 +1,7 @@
 """The pipeline engine: an interpreter of schedules with one short method per instruction.
 
 Optimizer wrappers, gradient reduction, checkpoints and monitors come from DeepSpeed's engine; this file replaces
-`train_batch` and `eval_batch`.
+`train_batch`. evaluation.py has `eval_batch`, and split_backward.py the handlers of a backward pass in two halves.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,16 @@ import torch.distributed as dist
 from deepspeed import checkpointing
 from torch import Tensor
 
-from . import evaluation, schedule
+from . import schedule
 from ._deepspeed import TRAIN_BATCH_TIMER, autocast, disable_timer_sync, patch_deepspeed, quietly
+from .base_engine import PipelineHooks
 from .batches import Batches, DataEnded
 from .boundary import check_tensors
 from .channel import BoundaryTensor, layout_of
 from .diagnose import Watchdog, describe_activity
 from .engine_classes import DeepSpeedMethods
+from .evaluation import PipelineEvaluation
 from .groups import host_group
-from .hooks import PipelineHooks
 from .losses import Losses
 from .measure import check_factor
 from .memory import non_leaf_view, pop_grad
@@ -34,19 +35,19 @@ from .nested import as_tuple, in_full, unwrap
 from .observers import Observers
 from .patches import instruction_handler, is_reduction_replaced, refuse_patches
 from .posting import PASS_COST, SENDS, StagePlan, StagePlans
-from .progress import MAX_TIMED_STEPS, Progress
+from .progress import MAX_TIMED_STEPS, Progress, report_losses
 from .queues import has_message_queues
 from .recompute import choose_checkpoint_function, views_requiring_grad
 from .reducer import OverlappedReduction, choose_reduction
 from .saving import PipelineState
 from .schedule import Instruction
-from .split_backward import backward_input
+from .split_backward import SplitBackward
 from .start import checked_schedule, exchange_declarations, refuse_idle_stages
 from .step import Step
 from .ties import tie_all_weights
 
 
-class PipelineEngine(DeepSpeedMethods, PipelineHooks):
+class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
     """Engine that trains a `PipelineModule`; made by `tds.initialize`.
 
     The loss of a step is the mean over its micro-batches and replicas of what `loss_fn(outputs, labels)` returns:
@@ -56,10 +57,6 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
     the micro-batches and replicas. If `loss_fn` also has an attribute `mean_targets`, each step sets it to the mean
     number of targets of its micro-batches, or the vector of means if `count_targets` returns a vector of counts.
     """
-
-    data_iterator: Any
-    outputs: Any
-    _step: Step  # the current or the last step
 
     forward = PipelineHooks.forward
     backward = PipelineHooks.backward
@@ -109,8 +106,6 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
 
             self._untied = warn_of_untied(self)
 
-    # ---------------------------------------------------------------- public
-
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`.
 
@@ -133,7 +128,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
                 self._train_step()
         finally:
             timer.stop()
-        self._report("train_loss", self.agg_train_loss)
+        report_losses(self, "train_loss", self.agg_train_loss)
         line = self.progress.step(self.global_steps, self.train_batch_size(), self._losses.all_means)
         if line:
             timer.elapsed(reset=True)
@@ -165,47 +160,6 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
         self.agg_additional_losses = self._losses.additional or None
         self.total_loss = self._losses.local_sum if self._is_last_stage else None
 
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any],
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """Return the loss over `num_micro_batches` (default: as in training), without training.
-
-        Shapes may differ from those in training.
-        return_logits: return `(result, outputs of the last micro-batch)`; the outputs are None except on the last
-            stage.
-        compute_loss: if False, return the outputs instead of the loss; other stages than the last get None.
-        reduce_output: "avg" for the mean over micro-batches and replicas; None for the list over micro-batches, on
-            the last stage only.
-        bcast_loss: if False, only the last stage gets the loss.
-
-        Raises ValueError for another `reduce_output`.
-        """
-        micros = self.micro_batches if num_micro_batches is None else num_micro_batches
-        evaluation.check_arguments(reduce_output, micros)
-        train_iterator = self.data_iterator
-        self.data_iterator = data_iter
-        self.module.eval()
-        try:
-            # Message buffers allocated in inference mode could not be reused for training.
-            with torch.inference_mode(False), torch.no_grad(), self._watched(), self.observers.around("eval_batch"):
-                self._begin(micros, compute_loss)
-                self._run(self._plans.plan(self._eval_schedule, micros))
-                loss = self._share_losses().read() if compute_loss else None
-                result = evaluation.eval_result(self, loss, reduce_output, bcast_loss)
-                logits = in_full(self.outputs) if return_logits else None
-        finally:
-            self.data_iterator = train_iterator
-            self.outputs = None
-        if loss is not None:
-            self._report("eval_loss", loss)
-        return (result, logits) if return_logits else result
-
     # ---------------------------------------------------------- instructions
 
     def _run(self, plan: StagePlan) -> None:
@@ -230,8 +184,10 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
     def _inputs_of(self, instruction: Instruction) -> Any:
         """Return the inputs of a chunk's layers, which the layers may modify in place."""
         if self._neighbours.has_previous(instruction.chunk):
-            microbatch = self._step.microbatch(instruction.micro_chunk)  # in training, SendGrad needs `received` later
-            received = microbatch.received if self.module.training else microbatch.take_received()
+            microbatch = self._step.microbatch(instruction.micro_chunk)
+            received = microbatch.received
+            if not self.module.training:  # in training, SendGrad needs `received` later
+                microbatch.received = []
             return unwrap(tuple(non_leaf_view(each.tensor) for each in received))
         inputs = self._step.batches.inputs(instruction.micro)
         if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
@@ -283,26 +239,12 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
             with self._reduction.accumulating(instruction):
                 torch.autograd.backward(roots, grads or None)  # a loss has no received gradient
 
-    def _backward_input(self, instruction: Instruction) -> None:
-        microbatch = self._step.microbatch(instruction.micro_chunk)
-        roots, grads = microbatch.take_roots()
-        if roots:
-            inputs = [each.tensor for each in microbatch.inputs_with_grad]
-            with self._reduction.accumulating(instruction):
-                microbatch.deferred = backward_input(roots, grads or [None], inputs)
-
-    def _backward_weight(self, instruction: Instruction) -> None:
-        microbatch = self._step.microbatch(instruction.micro_chunk)
-        deferred = microbatch.deferred
-        microbatch.deferred = None
-        if deferred:
-            with self._reduction.accumulating(instruction):
-                deferred.run()
-
     def _send_activation(self, instruction: Instruction) -> None:
         micro_chunk = instruction.micro_chunk
         neighbours = self._neighbours
-        outputs = self._step.microbatch(micro_chunk).take_to_send()
+        microbatch = self._step.microbatch(micro_chunk)
+        outputs = microbatch.to_send
+        microbatch.to_send = []
         if self.dynamic_shape:  # each output has its own header
             run_end = micro_chunk.micro + 1
         elif neighbours.has_previous(micro_chunk.chunk):  # the outputs keep their layout while the inputs do
@@ -391,7 +333,8 @@ class PipelineEngine(DeepSpeedMethods, PipelineHooks):
             self._announce_data_end(end)
             raise end
         if not end and self.num_stages > 1:
-            batches.read_ahead()
+            # If the data end, the pass that lacks its micro-batch raises the error.
+            batches.read_to(needed=0, wanted=batches.total)
         return end is not None
 
     def _read(self) -> Any:

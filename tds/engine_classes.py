@@ -5,10 +5,17 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
-from ._deepspeed import DeepSpeedEngine, StockPipelineModule, deepspeed
+import torch
+import torch.distributed as dist
+
+from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, StockPipelineModule, deepspeed
+from .layout import flattened_for_broadcast, flattened_scalars
 from .messages import say
 from .optimizer_state import wait_for_weights
+from .param_replicas import group_by_holders, holder_group
 from .patches import PACKAGE, foreign_name
+from .saving import refuse_url, warn_of_copies
+from .zero_settings import load_arguments
 
 
 @contextmanager
@@ -105,3 +112,65 @@ class DeepSpeedMethods:
         """Return the state of this stage's module, which the PipelineEngine writes to files instead."""
         wait_for_weights(self)
         return DeepSpeedEngine.module_state_dict(self, *args, **kwargs)
+
+
+class ExtendedEngine(DeepSpeedEngine):  # type: ignore[misc]
+    """DeepSpeed's engine with sums in fp64, weights that only some replicas hold, and checkpoints of whole weights."""
+
+    _has_compared_buffers = False  # whether the first save has compared the replicas' buffers
+
+    def _sum_gradients_in_fp64(self) -> None:
+        """Sum fp64 gradients over replicas in fp64: DeepSpeed sums in fp32 unless communication_data_type is given."""
+        if self.has_wrapped_optimizer or self._config.communication_data_type is not None:
+            return
+        if any(p.dtype is torch.float64 for p in self.module.parameters()):
+            self._config.communication_data_type = torch.float64
+
+    def _broadcast_model(self) -> None:
+        """Broadcast the first replica's weights, but weights that only some replicas hold only among these."""
+        replicas = self.seq_data_parallel_group
+        with flattened_for_broadcast(self.module):
+            if len(group_by_holders(self.module.parameters(), replicas)) == 1:  # all replicas hold all weights
+                super()._broadcast_model()
+                return
+            for p in self.module.parameters():
+                group = holder_group(p, replicas)
+                dist.broadcast(p.data, dist.get_process_group_ranks(group)[0], group=group)
+
+    def clip_fp32_gradients(self) -> None:
+        """Clip the gradients as DeepSpeed does, those of weights of dimension 0, too."""
+        with flattened_scalars(self.module):
+            super().clip_fp32_gradients()
+
+    def buffered_allreduce_fallback(self, grads: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Reduce gradients as DeepSpeed does, but leave a weight's `.grad` None if no replica has a gradient for it."""
+        # DeepSpeed replaces a missing `.grad` by zeros. Its bf16 optimizer does not: it reduces its own fp32 gradients.
+        if grads is not None or isinstance(self.optimizer, BF16_Optimizer):
+            super().buffered_allreduce_fallback(grads, *args, **kwargs)
+            return
+        from .zero_reductions import keep_missing_grads
+
+        with keep_missing_grads(self.module, self.seq_data_parallel_group):
+            super().buffered_allreduce_fallback(grads, *args, **kwargs)
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state as DeepSpeed does, with the complete weights of the last step."""
+        wait_for_weights(self)
+        return super().module_state_dict(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load as DeepSpeed does, after the last step's gathers, which would otherwise overwrite what is loaded."""
+        wait_for_weights(self)
+        return super().load_checkpoint(**load_arguments(self, *args, **kwargs))
+
+    def save_checkpoint(self, save_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save as DeepSpeed does; at the first save, also warn of buffers whose copies differ.
+
+        Raises ValueError for a URL.
+        """
+        refuse_url(save_dir)
+        wait_for_weights(self)
+        if not self._has_compared_buffers:
+            self._has_compared_buffers = True
+            warn_of_copies(self.module, self.seq_data_parallel_group)
+        return super().save_checkpoint(save_dir, *args, **kwargs)

@@ -1,12 +1,63 @@
-"""Results of `eval_batch` for DeepSpeed's arguments `reduce_output`, `bcast_loss` and `compute_loss`."""
+"""Evaluation by a pipeline engine: forward passes only, and results for DeepSpeed's arguments of `eval_batch`."""
 
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .nested import as_tuple, unwrap
+from .base_engine import PipelineHooks
+from .nested import as_tuple, in_full, unwrap
+from .progress import report_losses
+
+
+class PipelineEvaluation(PipelineHooks):
+    """A pipeline engine's part that evaluates; PipelineEngine runs the instructions of `_eval_schedule`."""
+
+    data_iterator: Any
+    outputs: Any
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Return the loss over `num_micro_batches` (default: as in training), without training.
+
+        Shapes may differ from those in training.
+        return_logits: return `(result, outputs of the last micro-batch)`; the outputs are None except on the last
+            stage.
+        compute_loss: if False, return the outputs instead of the loss; other stages than the last get None.
+        reduce_output: "avg" for the mean over micro-batches and replicas; None for the list over micro-batches, on
+            the last stage only.
+        bcast_loss: if False, only the last stage gets the loss.
+
+        Raises ValueError for another `reduce_output`.
+        """
+        micros = self.micro_batches if num_micro_batches is None else num_micro_batches
+        check_arguments(reduce_output, micros)
+        train_iterator = self.data_iterator
+        self.data_iterator = data_iter
+        self.module.eval()
+        try:
+            # Message buffers allocated in inference mode could not be reused for training.
+            with torch.inference_mode(False), torch.no_grad(), self._watched(), self.observers.around("eval_batch"):
+                self._begin(micros, compute_loss)
+                self._run(self._plans.plan(self._eval_schedule, micros))
+                loss = self._share_losses().read() if compute_loss else None
+                result = eval_result(self, loss, reduce_output, bcast_loss)
+                logits = in_full(self.outputs) if return_logits else None
+        finally:
+            self.data_iterator = train_iterator
+            self.outputs = None
+        if loss is not None:
+            report_losses(self, "eval_loss", loss)
+        return (result, logits) if return_logits else result
 
 
 def check_arguments(reduce_output: str | None, micros: int) -> None:
@@ -39,11 +90,12 @@ def _mean_outputs(engine: Any) -> Any:
     sums = []
     # outputs[micro] has the tensors of a micro-batch. If some have fewer than others, the second check raises.
     for tensors in zip(*outputs, strict=False):
-        if any(t.shape != tensors[0].shape for t in tensors):
+        shapes = {t.shape for t in tensors}
+        if len(shapes) > 1:
             _raise_different_shapes()
         wide = torch.promote_types(tensors[0].dtype, torch.float32)  # a sum in fp16 may overflow
         sums.append(torch.stack(tensors).sum(0, dtype=wide))
-    if any(len(each) != len(sums) for each in outputs):
+    if max(map(len, outputs)) > len(sums):
         _raise_different_shapes()
     count = torch.tensor(float(len(outputs)), dtype=torch.float64, device=engine.device)
     if engine.dp_world_size > 1:  # replicas may have different numbers of micro-batches

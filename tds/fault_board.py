@@ -141,29 +141,34 @@ class FaultBoard:
         report has all stacks.
         """
         if not self.has_fault():
-            self._store.set(FAULT_KEY, json.dumps([fault, code]))
+            content = json.dumps([fault, code])
+            self._store.set(FAULT_KEY, content)
 
     def report(self, report: dict[str, Any]) -> int:
         """Write this rank's report, wait until rank 0 has printed all reports, and return the announced exit code.
 
         report: the rank's activity `what`, its duration `since` in seconds, its `stack`, and further lines, `more`.
         """
-        fault, code = json.loads(self._store.get(FAULT_KEY))
-        self._store.set(f"tds/report/{self.rank}", json.dumps(report))
+        store = self._store
+        fault, code = json.loads(store.get(FAULT_KEY))
+        store.set(f"tds/report/{self.rank}", json.dumps(report))
         if self.rank == 0:
             self._print(fault, with_stacks=not code)
         else:
-            self._store.wait([PRINTED_KEY], timedelta(seconds=2 * self.collect_seconds))
-            self._store.set(f"tds/left/{self.rank}", "1")
+            store.wait([PRINTED_KEY], timedelta(seconds=2 * self.collect_seconds))
+            store.set(f"tds/left/{self.rank}", "1")
         return int(code)
 
     def _print(self, fault: str, with_stacks: bool) -> None:
-        answered = self._collect("tds/report", set(range(self.world)))
-        dead = sorted(set(range(self.world)) - answered)
+        ranks = set(range(self.world))
+        answered = self._collect("tds/report", ranks)
+        dead = sorted(ranks - answered)
         hosts = self.host_names()
         lines = [f"{self.name} stopped: {_name_dead_ranks(fault, dead, hosts)}"]
         if with_stacks:
-            reports = {rank: json.loads(self._store.get(f"tds/report/{rank}")) for rank in sorted(answered)}
+            reports = {}
+            for rank in sorted(answered):
+                reports[rank] = json.loads(self._store.get(f"tds/report/{rank}"))
             lines += format_reports(reports, self.world, hosts)
         say("\n".join(lines), error=True)
         self._store.set(PRINTED_KEY, "1")

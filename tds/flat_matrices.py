@@ -39,9 +39,10 @@ def place_weights(
         share = round_up(-(-_total_numel(parameters) // replicas))
     else:
         owned = []
-        for indices in balance([work(p) or 0 for p in parameters], replicas):
+        costs = [work(p) or 0 for p in parameters]
+        for indices in balance(costs, replicas):
             owned.append([parameters[index] for index in indices])
-        share = round_up(max(_total_numel(weights) for weights in owned))
+        share = round_up(max(map(_total_numel, owned)))
     ordered = list[nn.Parameter]()
     offsets = list[int]()
     for replica, weights in enumerate(owned):

@@ -41,7 +41,9 @@ class DeferredGathers:
             for p in layer.parameters():
                 first_layer.setdefault(p, index)
         # Bucket -> index of the first layer that uses it; -1 if it has weights that no layer in `layers` has.
-        self._first_layer = {bucket: min(first_layer.get(p, -1) for p in bucket.parameters) for bucket in buckets}
+        self._first_layer = {}
+        for bucket in buckets:
+            self._first_layer[bucket] = min(first_layer.get(p, -1) for p in bucket.parameters)
         self._pending: deque[Bucket] = deque()
         for index, layer in enumerate(layers):
             hook = exclude_from_compile(partial(self._wait_before, index), layer)

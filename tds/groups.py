@@ -109,9 +109,11 @@ def max_with_nan(x: Tensor) -> Tensor:
     The MAX of gloo and of NCCL loses a NaN of another rank.
     """
     is_nan = x.isnan()
-    maxima = torch.stack([x.masked_fill(is_nan, -math.inf), is_nan.to(x.dtype)])
+    without_nan = x.masked_fill(is_nan, -math.inf)
+    maxima = torch.stack([without_nan, is_nan.to(x.dtype)])
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-    return maxima[0].masked_fill(maxima[1] > 0, math.nan)
+    maximum, any_nan = maxima.unbind()
+    return maximum.masked_fill(any_nan > 0, math.nan)
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:

@@ -71,12 +71,14 @@ def _enable_keepalive(connection: socket.socket, seconds: float) -> None:
     # For example, 45 s: a first probe after 15 s of silence, then one every 5 s, and the end when 7 have no answer.
     idle = max(1, int(seconds / 3))  # seconds before the first probe
     interval = max(1, int(seconds / 9))  # seconds between two probes
+    probes = 1 + int((seconds - idle) / interval)
+    tcp = socket.IPPROTO_TCP
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 1 + int((seconds - idle) / interval))
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+    connection.setsockopt(tcp, socket.TCP_KEEPIDLE, idle)
+    connection.setsockopt(tcp, socket.TCP_KEEPINTVL, interval)
+    connection.setsockopt(tcp, socket.TCP_KEEPCNT, probes)
+    connection.setsockopt(tcp, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
 
 
 def _watch_connections(listener: socket.socket, seconds: float) -> None:

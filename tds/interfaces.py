@@ -65,7 +65,8 @@ def _own_addresses() -> Iterator[tuple[str, str]]:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no IPv4 address
                 # The kernel's struct ifreq: a name of at most 15 bytes, then space for the answer.
-                answer = fcntl.ioctl(udp_socket.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(udp_socket.fileno(), SIOCGIFADDR, request)
                 yield socket.inet_ntoa(answer[20:24]), name  # after the name and the port
     with contextlib.suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():

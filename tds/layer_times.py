@@ -1,8 +1,9 @@
-"""Measurement of each layer's time, and partitions in which all stages take similar time."""
+"""Partition of a PipelineModule into groups of layers, and measured times of the layers for balanced partitions."""
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from ._deepspeed import synchronize
+from ._deepspeed import partition_balanced, partition_uniform, synchronize, this_device
 from .memory import non_leaf_view
 from .nested import as_tuple, in_full, map_tensors, to_device
 
@@ -22,13 +23,15 @@ ROUNDS = 4  # measured passes per layer, after a warm-up
 def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> list[float]:
     """Return for each layer the seconds of its forward plus backward pass on the slowest rank.
 
-    The result is equal on every rank. Layers are built one at a time and discarded. All ranks measure the same layer at
-    the same time, so a layer can communicate with its tensor-parallel peers. example: an input of the first layer.
+    The result is equal on every rank. Layers are built one at a time and discarded. A layer that is given as a module
+    keeps its buffers. All ranks measure the same layer at the same time, so a layer can communicate with its
+    tensor-parallel peers. example: an input of the first layer.
     """
     seconds = []
     inputs = to_device(example, device)
     # Building and measuring layers must not change the random numbers of the run.
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type):
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type):
         for layer in layers:
             module = layer.build() if isinstance(layer, LayerSpec) else layer
             if isinstance(module, nn.Module):
@@ -36,10 +39,14 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
             function = module
             if isinstance(layer, TiedLayerSpec) and layer.forward_fn is not None:
                 function = partial(layer.forward_fn, module)
-            _time_layer(function, inputs, device)  # warm-up
-            rounds = [_time_layer(function, inputs, device) for _ in range(ROUNDS)]
-            seconds.append(statistics.median(elapsed for elapsed, _ in rounds))
-            inputs = rounds[-1][1]  # the outputs of this layer
+            with _unchanged_buffers(module):
+                _, outputs = _time_layer(function, inputs, device)  # warm-up
+                rounds = []
+                for _ in range(ROUNDS):
+                    elapsed, outputs = _time_layer(function, inputs, device)
+                    rounds.append(elapsed)
+            seconds.append(statistics.median(rounds))
+            inputs = outputs
             if isinstance(module, nn.Module):
                 module.zero_grad(set_to_none=True)
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
@@ -47,17 +54,40 @@ def layer_times(layers: Sequence[Any], example: Any, device: torch.device) -> li
     return slowest.tolist()  # type: ignore[no-any-return]
 
 
+@contextmanager
+def _unchanged_buffers(layer: Any) -> Iterator[None]:
+    """Restore the buffers of `layer` at the end, such as the statistics of a BatchNorm. A plain function has none."""
+    saved = []
+    for module in layer.modules() if isinstance(layer, nn.Module) else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            saved.append((module, name, buffer, buffer.detach().clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in saved:
+                setattr(module, name, buffer)  # the forward pass may have assigned another tensor
+                if not torch.equal(buffer, value):  # an expanded buffer cannot be written
+                    buffer.copy_(value)
+
+
 def _time_layer(function: Any, inputs: Any, device: torch.device) -> tuple[float, Any]:
     """Return the seconds of a forward and backward pass, and the detached outputs."""
-    inputs = map_tensors(inputs, lambda t: non_leaf_view(t.detach().clone().requires_grad_(t.is_floating_point())))
+
+    def fresh(t: Tensor) -> Tensor:
+        leaf = t.detach().clone()
+        return non_leaf_view(leaf.requires_grad_(t.is_floating_point()))
+
+    inputs = map_tensors(inputs, fresh)
     synchronize(device)
     begin = time.perf_counter()
     outputs = in_full(function(inputs))
     roots = [t for t in as_tuple(outputs) if t.requires_grad]
     if roots:
-        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        torch.autograd.backward(roots, list(map(torch.ones_like, roots)))
     synchronize(device)
-    return time.perf_counter() - begin, map_tensors(outputs, Tensor.detach)
+    elapsed = time.perf_counter() - begin
+    return elapsed, map_tensors(outputs, Tensor.detach)
 
 
 def cut_by_time(seconds: Sequence[float], groups: int) -> list[int]:
@@ -68,9 +98,14 @@ def cut_by_time(seconds: Sequence[float], groups: int) -> list[int]:
     """
     # The cost of a partition is at first the time of its slowest group. Then, among the partitions in which no group is
     # slower than that, the cost is the sum of the squared times, which is lowest if the times are most even.
-    slowest = _best_cuts(seconds, groups, lambda cost, last: max(cost, last))[0]
+    slowest, _ = _best_cuts(seconds, groups, max)
     limit = slowest * (1 + 1e-9)  # the tolerance is for rounding errors of the sums
-    return _best_cuts(seconds, groups, lambda cost, last: cost + (last * last if last <= limit else float("inf")))[1]
+
+    def add_square(cost: float, last: float) -> float:
+        return cost + last * last if last <= limit else float("inf")
+
+    _, cuts = _best_cuts(seconds, groups, add_square)
+    return cuts
 
 
 def _best_cuts(seconds: Sequence[float], groups: int, add: Callable[[float, float], float]) -> tuple[float, list[int]]:
@@ -88,7 +123,47 @@ def _best_cuts(seconds: Sequence[float], groups: int, add: Callable[[float, floa
             options = []
             for start, (cost, cuts) in best.items():
                 if start < end:
-                    options.append((add(cost, seconds_before[end] - seconds_before[start]), [*cuts, end]))
+                    last = seconds_before[end] - seconds_before[start]
+                    options.append((add(cost, last), [*cuts, end]))
             longer[end] = min(options)
         best = longer
     return best[count]
+
+
+def choose_cuts(module: Any, method: str | Sequence[int]) -> list[int]:
+    """Return the index of each group's first layer, followed by the number of layers. module: a PipelineModule."""
+    count = len(module._layer_specs)
+    groups = module.num_stages * module.chunks
+    if count < groups:
+        raise ValueError(f"{count} layers cannot be cut into {groups} groups: use fewer stages or chunks")
+    if method == "balanced":
+        if module._example is None:
+            raise ValueError("partition_method 'balanced' measures the layers: give `example`, an input of layer 0")
+        return cut_by_time(layer_times(module._layer_specs, module._example, this_device()), groups)
+    text = method if isinstance(method, str) else ",".join(map(str, method))
+    if not text.replace(",", "").replace(" ", "").isdigit():  # a name, not cuts such as "0,3,7"
+        return _named_cuts(module, text, groups)
+    cuts = [int(part) for part in text.split(",")]
+    if len(cuts) != groups + 1 or cuts[0] != 0 or cuts[-1] != count or sorted(cuts) != cuts:
+        raise ValueError(
+            f"the cuts {cuts} do not divide {count} layers into {groups} groups: give "
+            f"{groups + 1} rising numbers from 0 to {count}"
+        )
+    return cuts
+
+
+def _named_cuts(module: Any, method: str, groups: int) -> list[int]:
+    """Return the cuts of one of DeepSpeed's partition methods."""
+    count = len(module._layer_specs)
+    if method.lower() == "uniform":
+        return list(map(int, partition_uniform(count, groups)))
+    if method.lower() == "parameters":
+        # Numbers of numpy would be no valid seeds of `seed_layers`.
+        return list(map(int, partition_balanced(module._count_layer_params(), groups)))
+    if method.lower().startswith("type:"):
+        matching = set(module._find_layer_type(method.split(":", 1)[1]))
+        weights = [int(i in matching) for i in range(count)]  # 1 for a matching layer, 0 for any other
+        return list(map(int, partition_balanced(weights, groups)))
+    raise ValueError(
+        f"there is no partition_method {method!r}; use uniform, parameters, type:REGEX, balanced or a list of cuts"
+    )

@@ -20,9 +20,10 @@ def flattened_for_broadcast(module: nn.Module) -> Iterator[None]:
     """Replace the data of weights that cannot be broadcast by flat views or copies in this block."""
     replaced: list[tuple[nn.Parameter, Tensor]] = []
     for p in module.parameters():
-        if not _can_broadcast(p.data):
-            replaced.append((p, p.data))
-            p.data = p.data.contiguous().view(-1)
+        data = p.data
+        if not _can_broadcast(data):
+            replaced.append((p, data))
+            p.data = data.contiguous().view(-1)
     yield
     for p, data in replaced:
         if p.data.data_ptr() != data.data_ptr():  # `contiguous` has copied

@@ -11,22 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._torch import to_device
-from .groups import gather_objects
+from .mistakes import refuse_non_scalars
 
 LossByName = dict[str, Tensor]
 TRAINED, ADDITIONAL = 0, 1  # kinds of losses
 LossKey = tuple[int, str]  # kind (TRAINED or ADDITIONAL) and name of a loss
-
-
-def _refuse_non_scalars(named: Mapping[str, Any]) -> None:
-    """Raise TypeError unless `loss_fn` returned at least one loss and all of them are scalars."""
-    if not named:
-        raise TypeError("loss_fn returns an empty dict: return at least one loss")
-    for name, value in named.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            continue
-        actual = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"loss_fn returns {actual} for {name!r}: return a scalar tensor, or a dict of scalar tensors")
 
 
 class SumToShare(NamedTuple):
@@ -84,7 +73,8 @@ class Losses:
         # Replicas may evaluate different numbers of micro-batches, so these are summed, too.
         numbers = torch.cat([total.reshape(-1), total.new_full((1,), self._micro_batches)])
         dist.all_reduce(numbers, group=replicas)
-        counts = numbers[:-1].clamp(min=1.0)
+        counts = numbers[:-1]
+        counts[0] += counts[0] == 0  # a batch without targets counts as one target, since 0 / 0 would be NaN
         self._divisor = counts[0]  # the first element of a vector is the number of targets
         self.mean_counts = (counts / numbers[-1]).view(total.shape)
 
@@ -98,7 +88,7 @@ class Losses:
     def add(self, loss: Any, additional: Mapping[str, Any]) -> Tensor:
         """Add the losses of a micro-batch, a scalar or a dict of scalars, and return the scalar to train on."""
         named = loss if isinstance(loss, Mapping) else {"loss": loss}
-        _refuse_non_scalars(named)
+        refuse_non_scalars(named)
         for name, value in named.items():
             self._add(TRAINED, name, value)
             if value.dtype is torch.float64:
@@ -107,9 +97,10 @@ class Losses:
             self._add(ADDITIONAL, name, value)
         return sum(named.values())  # type: ignore[return-value]
 
-    def _add(self, kind: int, name: str, value: Tensor) -> None:
+    def _add(self, kind: int, name: str, value: Any) -> None:
         total = self._sums.get((kind, name), 0.0)
-        self._sums[kind, name] = total + value.detach().double().sum()
+        tensor = torch.as_tensor(value, device=self.device)  # an additional loss may be a number
+        self._sums[kind, name] = total + tensor.detach().double().sum()
 
     def reduce(self, replicas: Any) -> None:
         """Sum the losses by name over the replicas, on the last stage.
@@ -164,7 +155,9 @@ class Losses:
         first_mean = 4 + len(self._last_keys)
         self.dtype = torch.float64 if is_fp64 else torch.float32
         if has_new_key:
-            means = self._exchange_means(micros)
+            from .new_losses import exchange_means
+
+            means = exchange_means(self, {TRAINED: self.targets, ADDITIONAL: micros})
         else:
             present = numbers[4:first_mean]
             values = self._numbers[first_mean:]  # the sum of `share` may follow the means, so zip is not strict
@@ -172,30 +165,6 @@ class Losses:
         self._last_keys = tuple(means)
         self._last_means = means
         return self.total
-
-    def _exchange_means(self, micros: float) -> dict[LossKey, Tensor]:
-        """Return the losses of all replicas, which the last stages exchange by name and send to the other stages."""
-        local_means = self._means_by_name(micros) if self._reduced else {}
-        payload = [local_means]
-        if dist.get_world_size(self._stages) > 1:
-            dist.broadcast_object_list(payload, self._source, group=self._stages)
-        means = {}
-        for key, mean in payload[0].items():
-            means[key] = torch.tensor(mean, dtype=torch.float64, device=self.device)
-        return means
-
-    def _means_by_name(self, micros: float) -> dict[LossKey, float]:
-        """Return the mean of each loss over all replicas, trained losses first. Collective over the replicas."""
-        local_sums = {key: total.item() for key, total in self._sums.items()}
-        totals: dict[LossKey, float] = {}
-        for replica_sums in gather_objects(local_sums, self._replicas):
-            for key, value in replica_sums.items():
-                totals[key] = totals.get(key, 0.0) + value
-        means = {}
-        for key in sorted(totals, key=lambda key: key[0]):
-            divisor = self.targets if key[0] == TRAINED else micros
-            means[key] = totals[key] / divisor
-        return means
 
     @property
     def shared_sum(self) -> Tensor:

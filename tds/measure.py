@@ -196,7 +196,9 @@ def check_scale(engine: Any, untested: bool) -> None:
     that is, with a release that tds was not tested with.
     """
     # A DistributedOptimizer scales no gradients, and without `param_groups` there is no optimizer that steps.
-    if isinstance(engine, StockPipelineEngine) or engine.distributed or not hasattr(engine.optimizer, "param_groups"):
+    if isinstance(engine, StockPipelineEngine) or engine.distributed:
+        return
+    if not hasattr(engine.optimizer, "param_groups"):
         return
     if untested or isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
         replicas = dist.get_world_size(engine.seq_data_parallel_group) if engine.gradient_average else 1

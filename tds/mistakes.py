@@ -87,3 +87,31 @@ def _runs_forward_of(kind: type[nn.Module], module: nn.Module) -> bool:
         if code is not None and "__class__" not in code.co_freevars:  # a method that calls super() has this variable
             return False
     return False
+
+
+def refuse_non_scalars(named: Mapping[str, Any]) -> None:
+    """Raise TypeError unless `loss_fn` returned at least one loss and all of them are scalars."""
+    if not named:
+        raise TypeError("loss_fn returns an empty dict: return at least one loss")
+    for name, value in named.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            continue
+        actual = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"loss_fn returns {actual} for {name!r}: return a scalar tensor, or a dict of scalar tensors")
+
+
+def refuse_untrained(weight: nn.Parameter, name: str, stage: int, is_only_elsewhere: bool) -> None:
+    """Raise RuntimeError if a tied weight that another stage trains is not trained on this stage.
+
+    is_only_elsewhere: whether only the optimizers of other stages have the weight.
+    """
+    if not weight.requires_grad:
+        raise RuntimeError(
+            f"the tied weight {name} is frozen on stage {stage} but trained on another stage: freeze it on all of its "
+            f"stages or on none"
+        )
+    if is_only_elsewhere:
+        raise RuntimeError(
+            f"the tied weight {name} is in the optimizer of another stage but not in that of stage {stage}: pass the "
+            f"weight to the optimizers of both stages"
+        )

@@ -16,16 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from .channel import Link, Receiver, Sender
 from .groups import host_group, new_groups
 from .memory import BufferPool
 from .posting import PostAfter
-from .queues import boundary_parity, has_message_queues, receives_ahead
+from .queues import NEXT, PREVIOUS, boundary_parity, has_message_queues, open_connections, receives_ahead
 from .schedule import Instruction, RecvActivation, RecvGrad
-
-PREVIOUS, NEXT = "previous", "next"
 
 
 @dataclass(frozen=True)
@@ -130,27 +127,5 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
     if previous < boundaries:
         parity = boundary_parity(previous, stages) % len(down_groups)
         connect(PREVIOUS, grid.stage_to_global(stage_id=previous), up_groups[parity], down_groups[parity])
-    _open_connections(neighbours, device, parities)
+    open_connections(neighbours, device, parities)
     return neighbours
-
-
-def _open_connections(neighbours: Neighbours, device: torch.device, parities: int) -> None:
-    """Send one byte each way over every stage boundary, one parity after the other.
-
-    Some libraries connect two ranks at their first message, and the first rank blocks until its peer arrives. This
-    function connects the ranks before the first step. The order of parities prevents a deadlock, because a stage has at
-    most one boundary of each parity.
-    """
-    stage = neighbours.stage
-    # Boundary b is between stages b and b + 1. In a ring, stage 0 receives from the last stage over boundary -1.
-    transfers = (
-        (neighbours.senders.get(NEXT), stage, dist.send),
-        (neighbours.receivers.get(PREVIOUS), stage - 1, dist.recv),
-        (neighbours.receivers.get(NEXT), stage, dist.recv),
-        (neighbours.senders.get(PREVIOUS), stage - 1, dist.send),
-    )
-    for parity in range(parities):
-        for channel, boundary, transfer in transfers:
-            if channel and boundary_parity(boundary % neighbours.stages, neighbours.stages) == parity:
-                byte = torch.zeros(1, dtype=torch.uint8, device=device)
-                transfer(byte, channel.link.peer, group=channel.link.group)

@@ -17,13 +17,18 @@ def unwrap(values: tuple[Tensor, ...]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return `value` with `function` applied to every tensor in it."""
+def map_tensors(value: Any, function: Callable[[Tensor], Any], on_others: Callable[[Any], Any] | None = None) -> Any:
+    """Return `value` with `function` applied to every tensor in it, and `on_others`, if given, to every other object.
+
+    Tuples, lists and dicts are structure; the items of any other object, such as a dataclass, are not looked at.
+    """
     if isinstance(value, (tuple, list)):
-        return tuple(map_tensors(each, function) for each in value)
+        return tuple(map_tensors(each, function, on_others) for each in value)
     if isinstance(value, dict):
-        return {key: map_tensors(each, function) for key, each in value.items()}
-    return function(value) if isinstance(value, Tensor) else value
+        return {key: map_tensors(each, function, on_others) for key, each in value.items()}
+    if isinstance(value, Tensor):
+        return function(value)
+    return on_others(value) if on_others else value
 
 
 def in_full(value: Any) -> Any:

@@ -150,7 +150,8 @@ def moments_of(engine: Any, parameter: nn.Parameter, names: Sequence[str]) -> li
     """
     if not parameter.requires_grad:
         average = engine.weight_average
-        return [name for name in names if name == AVERAGE and average is not None and parameter in average.held]
+        has_average = average is not None and parameter in average.held
+        return [AVERAGE] if has_average and AVERAGE in names else []
     if not (_is_wrapped(parameter) or parameter in torch_optimizer_of(engine).state):
         return []
     return _moment_names_of(engine, parameter, names)
@@ -229,14 +230,17 @@ def make_moments(
         count = counts.get(owner, step)
         if count is None and not returns_copies(engine):  # never had a gradient; a shard of weights gets state anyway
             continue
-        state: dict[str, Any] = {name: torch.zeros_like(owner) for name in _moment_names_of(engine, owner, names)}
+        state = dict[str, Any]()
+        for name in _moment_names_of(engine, owner, names):
+            state[name] = torch.zeros_like(owner)
         if isinstance(adam, torch.optim.AdamW) and "exp_avg" in state:
             device = owner.device if on_device else None
             state["step"] = torch.tensor(float(count or 0), dtype=torch.float32, device=device)
         inner.state[owner] = state
     if not isinstance(adam, (torch.optim.AdamW, torch.optim.SGD)):  # apex's Adam counts steps by group
         for group in inner.param_groups:
-            group["step"] = max((counts.get(owner, step) or 0 for owner in group["params"]), default=step)
+            steps = [counts.get(owner, step) or 0 for owner in group["params"]]
+            group["step"] = max(steps, default=step)
     _link_moments(engine)
 
 
@@ -271,9 +275,10 @@ def was_skipped(engine: Any) -> bool:
 
 def drop_skipped_gradients(engine: Any) -> None:
     """Drop the gradients of a skipped step. With offload_optimizer, DeepSpeed 0.19 adds the next step's to them."""
-    if isinstance(engine.optimizer, Zero12Optimizer) and engine.optimizer.overflow:
-        # `fromkeys` sets the gradients of each parameter group to None.
-        engine.optimizer.averaged_gradients.update(dict.fromkeys(engine.optimizer.averaged_gradients))
+    optimizer = engine.optimizer
+    if isinstance(optimizer, Zero12Optimizer) and optimizer.overflow:
+        gradients = optimizer.averaged_gradients
+        gradients.update(dict.fromkeys(gradients))  # sets the gradients of each parameter group to None
 
 
 def loss_scale(engine: Any) -> float | None:

@@ -74,7 +74,9 @@ def _torch_settings(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Translate settings of DeepSpeed's Adam to torch's Adam; the default weight decay stays 0, as in DeepSpeed."""
     if not settings.get("bias_correction", True):
         raise ValueError(f'optimizer {name}: "bias_correction": false is for GPUs only; leave it out on a CPU')
-    torch_settings = {key: value for key, value in settings.items() if key not in ("bias_correction", *KERNEL_OPTIONS)}
+    torch_settings = dict(settings)
+    for key in ("bias_correction", *KERNEL_OPTIONS):
+        torch_settings.pop(key, None)
     if name.lower() == "muon":
         return {**torch_settings, "torch_adam": True}  # Muon is not fused and has its own weight decay
     return {"weight_decay": 0.0, **torch_settings, "torch_adam": True, "fused": True}
@@ -87,7 +89,8 @@ def clip_in_step(optimizer: torch.optim.Optimizer, gradients: Sequence[Tensor], 
     gradients in fp64 are clipped here. If `norm`, the current global norm, is not finite, the step is a no-op.
     """
     skip_unless_finite(optimizer, norm)
-    clips_in_kernel = limit > 0 and is_fused(optimizer) and all(g.dtype is not torch.float64 for g in gradients)
+    has_fp64 = any(g.dtype is torch.float64 for g in gradients)
+    clips_in_kernel = limit > 0 and is_fused(optimizer) and not has_fp64
     divisor = ((norm + 1e-6) / limit).clamp(min=1.0).float() if clips_in_kernel else None
     # torch's fused kernels divide the gradients by this attribute, unless it is None.
     optimizer.grad_scale = divisor  # type: ignore[attr-defined]

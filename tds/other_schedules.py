@@ -23,8 +23,9 @@ def gpipe(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
         stage 1 |    F0 F1 F2 F3       B0 B1 B2 B3
         stage 2 |       F0 F1 F2 F3 B0 B1 B2 B3
     """
-    order: list[Instruction] = [Forward(i) for i in range(micros)]
-    order += [Backward(i) for i in range(micros)]
+    order: list[Instruction] = []
+    order += map(Forward, range(micros))
+    order += map(Backward, range(micros))
     return with_messages(order, stage, stages)
 
 
@@ -36,14 +37,17 @@ def interleaved(stage: int, stages: int, micros: int, chunks: int = 2) -> Iterat
     at the start and end of a step is 1/chunks of that in 1F1B. The price is `chunks` times as many messages. If
     `stages` does not divide the number of micro-batches, the groups are larger and a stage keeps more activations.
     """
-    forward = forward_order(stages, micros, chunks)
-    # In the backward passes, each group goes through the last chunk first.
-    backward = [(micro, chunks - 1 - chunk) for micro, chunk in forward]
+    forward = []
+    backward = []
+    for micro, chunk in forward_order(stages, micros, chunks):
+        forward.append(Forward(micro, chunk))
+        # In the backward passes, each group goes through the last chunk first.
+        backward.append(Backward(micro, chunks - 1 - chunk))
     # The warm-up is that of Megatron-LM: twice as long as in 1F1B, and one group for each further chunk.
     num_groups = max(micros // stages, 1)
     group_size = -(-micros // num_groups)  # of the largest group: 11 micro-batches on 4 stages form groups of 5 and 6
-    warmup = min((stages - 1 - stage) * 2 + (chunks - 1) * group_size, micros * chunks)
-    order = alternate([Forward(*each) for each in forward], [Backward(*each) for each in backward], warmup)
+    warmup = (stages - 1 - stage) * 2 + (chunks - 1) * group_size
+    order = alternate(forward, backward, min(warmup, micros * chunks))
     return with_messages(order, stage, stages, chunks)
 
 
@@ -59,12 +63,12 @@ def zero_bubble(stage: int, stages: int, micros: int) -> Iterator[Instruction]:
     from (stages - 1)(F + B + W) to (stages - 1)(F + B - W), where F, B and W are the times of the passes.
     """
     warmup = min(stages - 1 - stage, micros)
-    forward = [Forward(i) for i in range(micros)]
-    backward = [BackwardInput(i) for i in range(micros)]
+    forward = list(map(Forward, range(micros)))
+    backward = list(map(BackwardInput, range(micros)))
     order: list[Instruction] = []
     for each in alternate(forward, backward, warmup):
         order.append(each)
         if isinstance(each, BackwardInput) and each.micro >= stage:
             order.append(BackwardWeight(each.micro - stage))
-    order += [BackwardWeight(i) for i in range(max(micros - stage, 0), micros)]
+    order += map(BackwardWeight, range(max(micros - stage, 0), micros))
     return with_messages(order, stage, stages)

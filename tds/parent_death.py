@@ -88,9 +88,10 @@ def _read_number(name: str, minimum: int) -> int | None:
 
 def spans_hosts() -> bool:
     """Return whether some ranks of this run may be on other hosts."""
-    world = os.environ.get("WORLD_SIZE", "1")
-    local_world = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-    master = os.environ.get("MASTER_ADDR", "localhost")
+    env = os.environ
+    world = env.get("WORLD_SIZE", "1")
+    local_world = env.get("LOCAL_WORLD_SIZE") or env.get("LOCAL_SIZE") or "1"
+    master = env.get("MASTER_ADDR", "localhost")
     return world != local_world and world != "1" and master != "localhost" and not is_loopback(master)
 
 

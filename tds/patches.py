@@ -177,18 +177,19 @@ def _value_in_use(point: PatchPoint, engine_class: type, attributes: Mapping[str
 
     None if tds, or the user's subclass of its class, runs a replacement in DeepSpeed's class.
     """
+    name = point.name
+    in_deepspeed = vars(point.place).get(name)
     # These two classes have subclasses in tds, or the user's. A patch of any other class or module is found in itself.
     owner = {StockPipelineEngine: engine_class, StockPipelineModule: module}.get(point.place)
     if owner is None:
-        return vars(point.place).get(point.name)
-    if point.name[0].isupper():  # the class of an instruction
-        return _instruction_map(engine_class).get(point.name)
-    value = getattr(owner, point.name, None)
-    if point.name in OVERRIDDEN:
+        return in_deepspeed
+    if name[0].isupper():  # the class of an instruction
+        return _instruction_map(engine_class).get(name)
+    value = getattr(owner, name, None)
+    if name in OVERRIDDEN:
         # tds has its own method, so a patch of DeepSpeed's class runs only if a subclass has taken it over.
-        in_deepspeed = vars(point.place).get(point.name)
         return None if value is in_deepspeed else in_deepspeed
-    own_value = attributes.get(point.name) if owner is engine_class else None  # set on the engine itself
+    own_value = attributes.get(name) if owner is engine_class else None  # set on the engine itself
     return own_value or value
 
 

@@ -4,21 +4,13 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ._deepspeed import (
-    StockPipelineModule,
-    partition_balanced,
-    partition_uniform,
-    quietly,
-    this_device,
-)
+from ._deepspeed import StockPipelineModule, quietly
 from .groups import share_deepspeed_groups
-from .layer_times import cut_by_time, layer_times
-from .nested import as_tuple
-from .sequential import SequentialModule, run_layers, seeded_layers
+from .layer_times import choose_cuts
+from .sequential import SequentialModule, run_chunk, seeded_layers
 from .start import raise_if_any_failed
 from .ties import tie_all_weights
 
@@ -51,17 +43,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         """Run the layers of one chunk of this stage."""
         if self.chunks == 1:
             return super().forward(inputs)
-        first, end = self.chunk_slices[chunk]
-        funcs = self.forward_funcs[first:end]
-        interval = self.activation_checkpoint_interval
-        length = interval or len(funcs) or 1  # an empty chunk would give range() a step of 0
-        for start in range(0, len(funcs), length):
-            part = funcs[start : start + length]
-            if interval and torch.is_grad_enabled() and self._is_checkpointable(part):
-                inputs = self.activation_checkpoint_func(lambda *x, part=part: run_layers(part, x), *as_tuple(inputs))
-            else:
-                inputs = run_layers(part, inputs)
-        return inputs
+        return run_chunk(self, inputs, chunk)
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the stage of this layer."""
@@ -82,7 +64,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
     def _partition_layers(self, method: str | Sequence[int] = "uniform") -> None:
         if self.num_stages == 1:
             self.chunks = 1  # a single stage has nothing to interleave
-        self.cuts = self._choose_cuts(method)
+        self.cuts = choose_cuts(self, method)
         bounds_of_groups = list(pairwise(self.cuts))
         self.bounds = bounds_of_groups[self.stage_id :: self.num_stages]  # e.g. groups 1, 5 and 9 on stage 1 of 4
         self.indices: list[int] = []
@@ -93,43 +75,6 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
             self.chunk_slices.append((begin, len(self.indices)))
         self.parts = self.cuts  # the name by which DeepSpeed reads the cuts
         self._set_bounds(*self.bounds[0])  # DeepSpeed knows one range of layers; `_build` builds the other chunks
-
-    def _choose_cuts(self, method: str | Sequence[int]) -> list[int]:
-        """Return the index of each group's first layer, followed by the number of layers."""
-        count = len(self._layer_specs)
-        groups = self.num_stages * self.chunks
-        if count < groups:
-            raise ValueError(f"{count} layers cannot be cut into {groups} groups: use fewer stages or chunks")
-        if method == "balanced":
-            if self._example is None:
-                raise ValueError("partition_method 'balanced' measures the layers: give `example`, an input of layer 0")
-            return cut_by_time(layer_times(self._layer_specs, self._example, this_device()), groups)
-        text = method if isinstance(method, str) else ",".join(map(str, method))
-        if not text.replace(",", "").replace(" ", "").isdigit():  # a name, not cuts such as "0,3,7"
-            return self._named_cuts(text, groups)
-        cuts = [int(part) for part in text.split(",")]
-        if len(cuts) != groups + 1 or cuts[0] != 0 or cuts[-1] != count or sorted(cuts) != cuts:
-            raise ValueError(
-                f"the cuts {cuts} do not divide {count} layers into {groups} groups: give "
-                f"{groups + 1} rising numbers from 0 to {count}"
-            )
-        return cuts
-
-    def _named_cuts(self, method: str, groups: int) -> list[int]:
-        """Return the cuts of one of DeepSpeed's partition methods."""
-        count = len(self._layer_specs)
-        if method.lower() == "uniform":
-            return list(map(int, partition_uniform(count, groups)))
-        if method.lower() == "parameters":
-            # Numbers of numpy would be no valid seeds of `seed_layers`.
-            return list(map(int, partition_balanced(self._count_layer_params(), groups)))
-        if method.lower().startswith("type:"):
-            matching = set(self._find_layer_type(method.split(":", 1)[1]))
-            weights = [int(i in matching) for i in range(count)]  # 1 for a matching layer, 0 for any other
-            return list(map(int, partition_balanced(weights, groups)))
-        raise ValueError(
-            f"there is no partition_method {method!r}; use uniform, parameters, type:REGEX, balanced or a list of cuts"
-        )
 
     def _build(self) -> None:
         """Build the layers of this stage; if a layer fails on any rank, raise an error on every rank."""
@@ -167,19 +112,6 @@ def ties(model: Any) -> Iterator[tuple[str, Any, dict[str, nn.Parameter]]]:
     for key, comm in getattr(model, "tied_comms", {}).items():
         module = model.tied_modules[key]
         yield key, comm["group"], {name: model._recursive_getattr(module, name) for name in comm["weight_attr"]}
-
-
-def chunk_of_weights(module: Any) -> dict[Any, int]:
-    """Return the chunk of a pipeline stage that uses each parameter.
-
-    If several chunks use a parameter, this is the first of them, whose backward pass comes last.
-    """
-    chunk_of: dict[Any, int] = {}
-    for chunk, (begin, end) in reversed(list(enumerate(getattr(module, "chunk_slices", ())))):  # the first remains
-        for layer in module.forward_funcs[begin:end]:
-            for parameter in getattr(layer, "parameters", list)():  # a plain function has none
-                chunk_of[parameter] = chunk
-    return chunk_of
 
 
 __all__ = ["LayerSpec", "PipelineModule", "SequentialModule", "StockPipelineModule", "TiedLayerSpec", "seeded_layers"]

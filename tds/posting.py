@@ -69,19 +69,20 @@ class _Simulation:
 
     def run(self) -> None:
         """Run all stages to their ends. Raises ScheduleError if they deadlock."""
-        stage_indices = range(len(self.stages))
+        stages = self.stages
+        stage_indices = range(len(stages))
         while True:
             while any([self._run_until_blocked(number) for number in stage_indices]):  # a list, so that each stage runs
                 pass
-            ends = [stage.busy_until for stage in self.stages if stage.busy_until is not None]
+            ends = [stage.busy_until for stage in stages if stage.busy_until is not None]
             if not ends:
                 break
             self.now = min(ends)
-            for stage in self.stages:
+            for stage in stages:
                 if stage.busy_until == self.now:
                     stage.busy_until = None
                     stage.passes += 1
-        for number, stage in enumerate(self.stages):
+        for number, stage in enumerate(stages):
             if stage.todo:
                 head = stage.todo[0]
                 raise ScheduleError(
@@ -120,10 +121,12 @@ class _Simulation:
     def _send(self, number: int, send: Instruction) -> None:
         down = isinstance(send, SendActivation)
         # An activation goes to the next virtual stage, a gradient to the previous one.
-        virtual_stage = send.chunk * len(self.stages) + number + (1 if down else -1)
-        chunk, receiver = divmod(virtual_stage, len(self.stages))
-        self.stages[receiver].sent[RecvActivation if down else RecvGrad][MicroChunk(send.micro, chunk)] = number
-        self.stages[number].unanswered += 1
+        hop = 1 if down else -1
+        stages = self.stages
+        chunk, receiver = divmod(send.chunk * len(stages) + number + hop, len(stages))
+        kind = RecvActivation if down else RecvGrad
+        stages[receiver].sent[kind][MicroChunk(send.micro, chunk)] = number
+        stages[number].unanswered += 1
 
     def _post(self, stage: _Stage, reader: Instruction | None = None) -> bool:
         """Post the receives of all messages sent to a stage; return whether there are any.

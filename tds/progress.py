@@ -1,4 +1,4 @@
-"""The progress line every few steps, and the time spent in each part of a step."""
+"""The progress line every few steps, the time spent in each part of a step, and the losses for DeepSpeed's monitors."""
 
 import time
 from collections import defaultdict, deque
@@ -111,3 +111,18 @@ class Progress(Observer):
         seconds = dict(self._seconds)
         self._seconds.clear()
         return seconds
+
+
+def report_losses(engine: Any, name: str, loss: Tensor) -> None:
+    """Write the loss, and named losses if there are several, to DeepSpeed's monitors. engine: of a pipeline."""
+    if engine.global_rank != 0 or not engine.monitor.enabled:
+        return
+    named = {name: loss}
+    prefix = name.removesuffix("loss").removeprefix("train_")  # "eval_" in an evaluation
+    if len(engine._losses.all_means) > 1:
+        for key, value in engine._losses.all_means.items():
+            named.setdefault(prefix + key, value)
+    events = []
+    for key, value in named.items():
+        events.append((f"Train/Samples/{key}", value.item(), engine.global_samples))
+    engine.monitor.write_events(events)

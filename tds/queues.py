@@ -6,8 +6,12 @@ if it was created with its device, as DeepSpeed creates it. A send ends only whe
 all messages behind it in its group wait too. deadlocks.py proves that a schedule ends nevertheless.
 """
 
-import torch
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+PREVIOUS, NEXT = "previous", "next"  # sides of a stage
 POSTED_AHEAD = 2  # number of receives posted in advance by a channel on CPUs
 
 
@@ -36,3 +40,25 @@ def receives_ahead(device: torch.device) -> int | None:
     1 sends gradient 0 only after its own forward 1, for which stage 0 has not sent the input yet.
     """
     return None if has_message_queues(device) else POSTED_AHEAD
+
+
+def open_connections(neighbours: Any, device: torch.device, parities: int) -> None:
+    """Send one byte each way over every stage boundary, one parity after the other.
+
+    Some libraries connect two ranks at their first message, and the first rank blocks until its peer arrives. This
+    function connects the ranks before the first step. The order of parities prevents a deadlock, because a stage has at
+    most one boundary of each parity. neighbours: see neighbours.py.
+    """
+    stage = neighbours.stage
+    # Boundary b is between stages b and b + 1. In a ring, stage 0 receives from the last stage over boundary -1.
+    transfers = (
+        (neighbours.senders.get(NEXT), stage, dist.send),
+        (neighbours.receivers.get(PREVIOUS), stage - 1, dist.recv),
+        (neighbours.receivers.get(NEXT), stage, dist.recv),
+        (neighbours.senders.get(PREVIOUS), stage - 1, dist.send),
+    )
+    for parity in range(parities):
+        for channel, boundary, transfer in transfers:
+            if channel and boundary_parity(boundary % neighbours.stages, neighbours.stages) == parity:
+                byte = torch.zeros(1, dtype=torch.uint8, device=device)
+                transfer(byte, channel.link.peer, group=channel.link.group)

@@ -30,8 +30,10 @@ def pending_collectives() -> list[str]:
     """Describe the collectives that this rank has started and that have not ended, oldest first."""
     # torch may mark a finished collective late, so look again until none is pending or MARK_DELAY is over.
     deadline = time.monotonic() + MARK_DELAY
-    while (pending := _find_pending()) and time.monotonic() < deadline:
+    pending = _find_pending()
+    while pending and time.monotonic() < deadline:
         time.sleep(0.05)
+        pending = _find_pending()
     lines = [_describe(each) for each in pending[:MAX_SHOWN]]
     if len(pending) > MAX_SHOWN:
         lines.append(f"and {len(pending) - MAX_SHOWN} more")
@@ -44,12 +46,11 @@ def _find_pending() -> list[dict[str, Any]]:
 
 def _describe(entry: dict[str, Any]) -> str:
     count = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
-    tensors = ", ".join(
-        f"{dtype} {shape}".lower()
-        for dtype, shape in zip(entry.get("input_dtypes", []), entry.get("input_sizes", []), strict=False)
-    )
+    dtypes = entry.get("input_dtypes", [])
+    sizes = entry.get("input_sizes", [])
+    tensors = [f"{dtype} {size}".lower() for dtype, size in zip(dtypes, sizes, strict=False)]
     group = (entry.get("process_group") or ["?"])[-1]  # the last item describes the group
-    return f"{entry.get('profiling_name')} number {count} of the group {group} ({tensors})"
+    return f"{entry.get('profiling_name')} number {count} of the group {group} ({', '.join(tensors)})"
 
 
 def allocation_retries(device: torch.device) -> str | None:

@@ -4,7 +4,7 @@ This follows torch's DistributedDataParallel (Li et al. 2020). DeepSpeed without
 all gradients exist.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .bucket_launch import BucketLauncher, pack_buckets, sort_buckets
+from .bucket_launch import BucketLauncher, ChunkOf, pack_buckets, sort_buckets
 from .distributed_optimizer import DistributedOptimizer
 from .param_replicas import group_by_holders
 from .patches import is_reduction_replaced
-from .pipe import chunk_of_weights
 from .reductions import Reduction, reduce_tied_grads
 from .schedule import Backward, BackwardWeight, Instruction
+from .sequential import chunk_of_weights
 from .sparse import sparse_weights, sum_sparse
 
 
@@ -47,7 +47,8 @@ class _GradBucket:
         present = self._present
         if not all(has_grad):
             present = present * present.new_tensor(has_grad)
-        flat = torch.cat([*(grad.reshape(-1) for grad in grads), present])
+        flat_grads = [grad.reshape(-1) for grad in grads]
+        flat = torch.cat([*flat_grads, present])
         self._work = dist.all_reduce(flat, group=self.group, async_op=True)
         counts = flat[-len(grads) :]  # how many replicas have a gradient of each weight
         self._missing = []
@@ -74,9 +75,10 @@ class _GradBucket:
 
 def _dense_gradient(p: nn.Parameter) -> Tensor:
     """Return the gradient of `p`, zeros if it has none. `F.embedding(..., sparse=True)` gives sparse gradients."""
-    if p.grad is None:
+    grad = p.grad
+    if grad is None:
         return torch.zeros_like(p)
-    return p.grad.to_dense() if p.grad.is_sparse else p.grad
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 class GradReducer:
@@ -94,7 +96,7 @@ class GradReducer:
         module: nn.Module,
         group: Any,
         bucket_bytes: int | None = None,
-        chunk_of: Mapping[nn.Parameter, int] | None = None,
+        chunk_of: ChunkOf | None = None,
     ) -> None:
         self._module = module
         self._group = group
@@ -111,10 +113,11 @@ class GradReducer:
         sparse = set(self._sparse)
         trainable = [p for p in self._module.parameters() if p.requires_grad and p not in sparse]
         signature = [(id(p), p.dtype, p.device, p.shape) for p in trainable]
-        if self._launcher is not None and signature == self._signature:
-            return self._launcher
-        if self._launcher is not None:
-            self._launcher.close()
+        launcher = self._launcher
+        if launcher is not None:
+            if signature == self._signature:
+                return launcher
+            launcher.close()
         self._signature = signature
         buckets = []
         for group, held in group_by_holders(trainable, self._group):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._deepspeed import this_device
+from .mistakes import refuse_untrained
 from .patches import instruction_handler
 from .pipe import ties
 from .schedule import Instruction
@@ -46,30 +47,13 @@ def reduce_tied_grads(module: Any, stage: int, gradient_of: GradientOf | None = 
             if not is_trained:
                 continue
             is_only_elsewhere = grad is None and gradient_of is not None
-            _refuse_untrained(weight, f"{key}.{name}", stage, is_only_elsewhere)
+            refuse_untrained(weight, f"{key}.{name}", stage, is_only_elsewhere)
             if weight in sparse:
                 sum_sparse([weight], group)
                 continue
             if grad is None:
                 grad = weight.grad = torch.zeros_like(weight)
             dist.all_reduce(grad, group=group)
-
-
-def _refuse_untrained(weight: nn.Parameter, name: str, stage: int, is_only_elsewhere: bool) -> None:
-    """Raise RuntimeError if a tied weight that another stage trains is not trained on this stage.
-
-    is_only_elsewhere: whether only the optimizers of other stages have the weight.
-    """
-    if not weight.requires_grad:
-        raise RuntimeError(
-            f"the tied weight {name} is frozen on stage {stage} but trained on another stage: freeze it on all of its "
-            f"stages or on none"
-        )
-    if is_only_elsewhere:
-        raise RuntimeError(
-            f"the tied weight {name} is in the optimizer of another stage but not in that of stage {stage}: pass the "
-            f"weight to the optimizers of both stages"
-        )
 
 
 class Reduction:
@@ -79,9 +63,8 @@ class Reduction:
     over the replicas after the last backward pass (fp32 without ZeRO); its subclasses, of which some are in
     zero_reductions.py, reduce in other ways.
 
-    Summing over replicas first makes all copies of a tied weight bitwise equal. DeepSpeed sums over stages first. In
-    that order, the rounding of a sum over three or more replicas depends on the weight's position in a message, which
-    differs between stages.
+    Summing over replicas first makes all copies of a tied weight bitwise equal. DeepSpeed sums over stages first; then
+    the rounding of a sum over replicas depends on the weight's position in a message, which differs between stages.
     """
 
     averages = True  # whether gradients are averaged over the replicas, not summed

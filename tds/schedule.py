@@ -88,12 +88,10 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
         stage 2 |       F0 B0 F1 B1 F2 B2 F3 B3
 
     A stage begins with `stages - 1 - stage` forward passes, the warm-up. Then one forward and one backward pass
-    alternate, until only backward passes are left. With extra_warmup n, the warm-up is 1 + n times as long, but at
-    most `micros` passes ("eager" 1F1B for n = 1, Zhuang et al. 2023).
+    alternate, until only backward passes are left. Stage s keeps the activations of stages - s micro-batches.
 
-    In classic 1F1B every stage waits for a message that has only just been sent. With more micro-batches in flight,
-    the next message has already arrived. The price is memory: stage s keeps the activations of
-    (stages - 1 - s)(1 + n) + 1 micro-batches, or of all micro-batches if a step has fewer.
+    With extra_warmup n, the warm-up is 1 + n times as long, but at most `micros` passes ("eager" 1F1B for n = 1, Zhuang
+    et al. 2023). Then the message for which a stage would wait has already arrived, and more activations are kept.
     """
     warmup = min((stages - 1 - stage) * (1 + extra_warmup), micros)
     forward = [Forward(i) for i in range(micros)]
@@ -119,11 +117,9 @@ def forward_only(stage: int, stages: int, micros: int, chunks: int = 1) -> Itera
 def forward_order(stages: int, micros: int, chunks: int) -> list[tuple[int, int]]:
     """Return the (micro, chunk) pairs in the order of the forward passes, which is the same on every stage.
 
-    Micro-batches go through the chunks in groups of `stages` or slightly more (fewer only if the whole step has fewer).
-    In a smaller group, the first stage would finish chunk 0 before the first micro-batch arrives from the last stage,
-    and would have to wait.
+    Micro-batches go through the chunks in groups of `stages` or slightly more. With a smaller group, the first stage
+    would wait for micro-batches from the last. For example, 5 of them on 2 stages form the groups (0, 1) and (2, 3, 4).
     """
-    # For example, 5 micro-batches on 2 stages form the groups (0, 1) and (2, 3, 4).
     order = []
     num_groups = max(micros // stages, 1)
     for index in range(num_groups):

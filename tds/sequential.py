@@ -93,3 +93,32 @@ def run_layers(funcs: Sequence[Any], inputs: Any) -> Any:
     for func in funcs:
         inputs = func(inputs)
     return inputs
+
+
+def run_chunk(module: Any, inputs: Any, chunk: int) -> Any:
+    """Return the output of one chunk of a stage, whose layers may be recomputed. module: a PipelineModule."""
+    first, end = module.chunk_slices[chunk]
+    funcs = module.forward_funcs[first:end]
+    interval = module.activation_checkpoint_interval
+    length = interval or len(funcs) or 1  # an empty chunk would give range() a step of 0
+    for start in range(0, len(funcs), length):
+        part = funcs[start : start + length]
+        if interval and torch.is_grad_enabled() and module._is_checkpointable(part):
+            inputs = module.activation_checkpoint_func(lambda *x, part=part: run_layers(part, x), *as_tuple(inputs))
+        else:
+            inputs = run_layers(part, inputs)
+    return inputs
+
+
+def chunk_of_weights(module: Any) -> dict[Any, int]:
+    """Return the chunk of a pipeline stage that uses each parameter.
+
+    If several chunks use a parameter, this is the first of them, whose backward pass comes last.
+    """
+    chunk_of: dict[Any, int] = {}
+    slices = getattr(module, "chunk_slices", ())
+    for chunk, (begin, end) in reversed(list(enumerate(slices))):  # the first remains
+        for layer in module.forward_funcs[begin:end]:
+            for parameter in getattr(layer, "parameters", list)():  # a plain function has none
+                chunk_of[parameter] = chunk
+    return chunk_of

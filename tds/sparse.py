@@ -22,11 +22,12 @@ def sparse_weights(module: nn.Module) -> list[nn.Parameter]:
 def refuse_sparse(module: nn.Module, optimizer: object) -> None:
     """Raise ValueError if a weight has sparse gradients, which `optimizer`, a torch optimizer, does not support."""
     weights = sparse_weights(module)
-    is_supported = type(optimizer) in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
-    if weights and not is_supported and type(optimizer).__module__.startswith("torch.optim."):
+    kind = type(optimizer)
+    is_supported = kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+    if weights and not is_supported and kind.__module__.startswith("torch.optim."):
         name = next(name for name, p in module.named_parameters() if p is weights[0])
         raise ValueError(
-            f"the weight {name} has sparse gradients, which torch's {type(optimizer).__name__} does not support: build "
+            f"the weight {name} has sparse gradients, which torch's {kind.__name__} does not support: build "
             "the embedding with sparse=False, or use SGD, Adagrad, SparseAdam, or ZeRO stage 1"
         )
 
@@ -37,9 +38,10 @@ def grad_values(parameter: nn.Parameter) -> Tensor:
     In-place changes of the result change the gradient.
     """
     assert parameter.grad is not None
-    if not parameter.grad.is_sparse:
-        return parameter.grad.detach()
-    parameter.grad = parameter.grad.detach().coalesce()  # sums the gradients of a row that was looked up more than once
+    grad = parameter.grad.detach()
+    if not grad.is_sparse:
+        return grad
+    parameter.grad = grad.coalesce()  # sums the gradients of a row that was looked up more than once
     return parameter.grad.values()
 
 
@@ -96,11 +98,13 @@ def _sum_of_rows(grad: Tensor, counts: Sequence[int], group: object) -> Tensor:
     """Return the sparse sum over the group. counts: number of rows on each rank."""
     # For example, counts = [2, 1]: both ranks send 2 rows; the second row of rank 1 is padding, which is cut off.
     grad = grad.coalesce()
-    num_padding = max(counts) - grad.indices().shape[1]
-    indices = torch.cat([grad.indices()[0], grad.indices().new_zeros(num_padding)])
-    values = torch.cat([grad.values(), grad.values().new_zeros(num_padding, *grad.shape[1:])])
-    all_indices = _first_rows(_gather(indices, group), counts)
-    all_values = _first_rows(_gather(values, group), counts)
+    indices = grad.indices()[0]
+    values = grad.values()
+    num_padding = max(counts) - len(indices)
+    padded_indices = torch.cat([indices, indices.new_zeros(num_padding)])
+    padded_values = torch.cat([values, values.new_zeros(num_padding, *grad.shape[1:])])
+    all_indices = _first_rows(_gather(padded_indices, group), counts)
+    all_values = _first_rows(_gather(padded_values, group), counts)
     return torch.sparse_coo_tensor(all_indices[None], all_values, grad.shape).coalesce()
 
 

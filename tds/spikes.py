@@ -79,13 +79,16 @@ class SpikeGuard:
         """
         # The maximum makes the numbers bitwise equal on all ranks, on which all decisions depend.
         loss = self._loss.detach().double()
-        numbers = torch.stack([loss, torch.as_tensor(norm, dtype=torch.float64, device=loss.device)])
+        wide_norm = torch.as_tensor(norm, dtype=torch.float64, device=loss.device)
+        numbers = torch.stack([loss, wide_norm])
         global_loss, self.norm = max_with_nan(numbers).tolist()
         self._is_norm_checked = True
         if math.isfinite(global_loss) and math.isfinite(self.norm):
-            self.spike = self._find_spike("loss", global_loss, [loss for loss, _ in self.recent])
+            losses = [each for each, _ in self.recent]
+            self.spike = self._find_spike("loss", global_loss, losses)
             if self.spike is None:
-                self.spike = self._find_spike("gradient norm", self.norm, [norm for _, norm in self.recent])
+                norms = [each for _, each in self.recent]
+                self.spike = self._find_spike("gradient norm", self.norm, norms)
             if self.spike is None:
                 self.recent.append((global_loss, self.norm))
         if self.spike is None:

@@ -16,13 +16,14 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Grads = Sequence[Tensor | None]
+Weights = dict[int, Tensor]  # by id
 COMPILED, REENTRANT = "CompiledFunctionBackward", "CheckpointFunctionBackward"  # names of autograd's nodes
 
 
@@ -112,45 +113,47 @@ def _forks(roots: Sequence[Node], inputs: Sequence[Tensor], order: Sequence[Node
     """
     nodes_to_inputs, weights_below = _find_paths(inputs, order)
     uses: Counter[int] = Counter()  # id of a weight -> number of forks that lead to it
-    weights: dict[int, Tensor] = {}
-    for node in order:
-        if node in nodes_to_inputs:
-            uses.update(weights_below[node].keys())
-            weights |= weights_below[node]
+    weights = Weights()
     # No fork leads to the weights of outputs that do not depend on the inputs, and a compiled layer is no fork.
     undeferred = [node for node in roots if node not in nodes_to_inputs]
-    undeferred += [node for node in order if node in nodes_to_inputs and node.name().startswith(COMPILED)]
+    possible_forks = [node for node in order if node in nodes_to_inputs]
+    for node in possible_forks:
+        uses.update(weights_below[node].keys())
+        weights |= weights_below[node]
+        if node.name().startswith(COMPILED):
+            undeferred.append(node)
     for node in undeferred:
         uses.update(dict.fromkeys(weights_below[node], 2))  # as if several forks led to them
         weights |= weights_below[node]
     forks = []
-    for node in order:
+    for node in possible_forks:
         fork_weights = [weight for key, weight in weights_below[node].items() if uses[key] == 1]
-        if node in nodes_to_inputs and fork_weights:
+        if fork_weights:
             forks.append(Fork(node, fork_weights))
     return forks, [weight for key, weight in weights.items() if uses[key] > 1]
 
 
-def _find_paths(inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[set[Node], dict[Node, dict[int, Tensor]]]:
+def _find_paths(inputs: Sequence[Tensor], order: Sequence[Node]) -> tuple[set[Node], dict[Node, Weights]]:
     """Return the nodes from which a path leads to the inputs, and the weights below each node, by id.
 
     The weights below a node are those to which it leads without passing a node that leads to the inputs.
     """
     input_ids = {id(t) for t in inputs}
     nodes_to_inputs = set[Node]()
-    weights_below: dict[Node, dict[int, Tensor]] = {}
+    weights_below = dict[Node, Weights]()
     for node in order:
         leaf = getattr(node, "variable", None)
-        weights_below[node] = {}
+        weights = Weights()
         if id(leaf) in input_ids:
             nodes_to_inputs.add(node)
         elif leaf is not None:
-            weights_below[node][id(leaf)] = leaf
+            weights[id(leaf)] = leaf
         for child, _ in node.next_functions:
             if child in nodes_to_inputs:
                 nodes_to_inputs.add(node)
             elif child is not None:
-                weights_below[node] |= weights_below[child]
+                weights |= weights_below[child]
+        weights_below[node] = weights
     return nodes_to_inputs, weights_below
 
 
@@ -171,3 +174,26 @@ def _children_first(roots: Sequence[Node]) -> list[Node]:
                 if child is not None and child not in seen:
                     stack.append((child, False))
     return order
+
+
+class SplitBackward:
+    """The handlers of a pipeline engine for the two halves of a split backward pass."""
+
+    _step: Any
+    _reduction: Any
+
+    def _backward_input(self, instruction: Any) -> None:
+        microbatch = self._step.microbatch(instruction.micro_chunk)
+        roots, grads = microbatch.take_roots()
+        if roots:
+            inputs = [each.tensor for each in microbatch.inputs_with_grad]
+            with self._reduction.accumulating(instruction):
+                microbatch.deferred = backward_input(roots, grads or [None], inputs)
+
+    def _backward_weight(self, instruction: Any) -> None:
+        microbatch = self._step.microbatch(instruction.micro_chunk)
+        deferred = microbatch.deferred
+        microbatch.deferred = None
+        if deferred:
+            with self._reduction.accumulating(instruction):
+                deferred.run()

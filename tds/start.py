@@ -38,7 +38,9 @@ def raise_if_any_failed(error: Exception | None) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    message = None if error is None else error_text(error) or type(error).__name__  # never empty
+    message = None
+    if error is not None:
+        message = error_text(error) or type(error).__name__  # never empty
     for rank, other_message in enumerate(gather_objects(message)):
         if other_message is not None and error is None:
             raise ValueError(f"rank {rank} could not build its layers: {other_message}")
@@ -151,9 +153,14 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
 
 def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:
     """Exchange the boundary declarations of all stages. Raises BoundaryError on every rank if they do not match."""
-    shared = {key: settings.get(key) for key in ("schedule", "extra_warmup")}
-    shared |= {"gradient_accumulation_steps": engine.micro_batches, "chunks": chunks}
-    contract = read_contract(engine.module, chunks, shared | {"dynamic_shape": engine.dynamic_shape})
+    shared = {
+        "schedule": settings.get("schedule"),
+        "extra_warmup": settings.get("extra_warmup"),
+        "gradient_accumulation_steps": engine.micro_batches,
+        "chunks": chunks,
+        "dynamic_shape": engine.dynamic_shape,
+    }
+    contract = read_contract(engine.module, chunks, shared)
     if engine.num_stages > 1:
         check_match(gather_objects(contract, engine.grid.get_pipe_parallel_group()))
     return contract

@@ -59,18 +59,6 @@ class Microbatch:
             if has_grad:
                 self.edges.append(get_gradient_edge(output))
 
-    def take_received(self) -> list[BoundaryTensor]:
-        """Return the inputs and drop this object's references to them."""
-        received = self.received
-        self.received = []
-        return received
-
-    def take_to_send(self) -> list[BoundaryTensor]:
-        """Return the outputs and drop this object's references to them."""
-        to_send = self.to_send
-        self.to_send = []
-        return to_send
-
     def take_roots(self) -> tuple[list[Tensor] | list[GradientEdge], list[Tensor]]:
         """Return the roots of the backward pass, and their received gradients (an empty list if the root is a loss)."""
         if self.loss is not None:

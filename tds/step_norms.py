@@ -64,12 +64,16 @@ class StepNorms:
         The gradients may be scaled, each by the same factor: they are what the optimizer got, clipped or not.
         """
         assert self._slices is not None, "begin() comes first"
-        weights = self._sums([(each.layer, each.narrow(each.owner)) for each in self._slices])
+        stepped = [(each.layer, each.narrow(each.owner)) for each in self._slices]
+        weights = self._sums(stepped)
         # The optimizer does not step frozen weights. Of copies on the replicas, one counts; ZeRO-3 has no copies.
         frozen = []
         for p, layer in self._layers.items():
-            if not p.requires_grad and (hasattr(p, "ds_id") or is_first_holder(p, self._is_first_replica)):
-                frozen.append((layer, local_shard(p).detach().view(-1)[: _unpadded_numel(p)]))
+            if p.requires_grad:
+                continue
+            if hasattr(p, "ds_id") or is_first_holder(p, self._is_first_replica):
+                elements = local_shard(p).detach().view(-1)
+                frozen.append((layer, elements[: _unpadded_numel(p)]))
         weights += self._sums(frozen)
         self._slices = None
         return torch.stack([weights, self._gradients, self._updates])
@@ -107,7 +111,8 @@ class StepNorms:
                 if mapping is not None:  # else no element of it is in this rank's shards
                     # `hp_fragment`, the weight's elements in fp32, views the memory of one of the stepped shards.
                     owner = by_storage[mapping.hp_fragment.untyped_storage().data_ptr()]
-                    yield _Slice(owner, mapping.hp_fragment_address.start, mapping.hp_fragment_address.numel, index)
+                    address = mapping.hp_fragment_address
+                    yield _Slice(owner, address.start, address.numel, index)
             elif is_first_holder(parameter, self._is_first_replica):
                 yield _Slice(parameter, 0, parameter.numel(), index)
 
@@ -115,9 +120,14 @@ class StepNorms:
         if self._slices is None:
             return
         stepped = {p for p in weights_of(inner) if p.grad is not None}
-        slices = [each for each in self._slices if each.owner in stepped]
-        self._gradients += self._sums([(each.layer, each.narrow(_to_dense(each.owner.grad))) for each in slices])
-        self._weights_before = {each.owner: each.owner.detach().clone() for each in slices}
+        gradients = []
+        self._weights_before = {}
+        for each in self._slices:
+            owner = each.owner
+            if owner in stepped:
+                gradients.append((each.layer, each.narrow(_to_dense(owner.grad))))
+                self._weights_before[owner] = owner.detach().clone()
+        self._gradients += self._sums(gradients)
 
     @torch.no_grad()
     def _after_step(self) -> None:

@@ -84,15 +84,16 @@ def merge(folder: Path, ranks: Sequence[RankTrace] | None = None) -> Merged:
     """
     ranks = ranks or read(folder)
     path = folder / MERGED
-    name_records = []
+    records = []
     spans: list[Event] = []
     for rank in ranks:
         metadata = rank.metadata
-        name_records += name_events(metadata["rank"], metadata["name"])
+        records += name_events(metadata["rank"], metadata["name"])
         spans += rank.events
     zero = min((event["ts"] for event in spans), default=0.0)  # the merged timeline begins at 0
-    events = [{**event, "ts": round(event["ts"] - zero, 3)} for event in [*spans, *_arrows(ranks)]]
-    write_events(path, [*name_records, *events])
+    for event in [*spans, *_arrows(ranks)]:
+        records.append({**event, "ts": round(event["ts"] - zero, 3)})
+    write_events(path, records)
     return Merged(path, len(ranks), max(r.error_us for r in ranks))
 
 
@@ -120,13 +121,17 @@ def _arrows(ranks: Sequence[RankTrace]) -> Iterator[Event]:
     receives: dict[tuple[Any, ...], list[Event]] = {}
     for rank in ranks:
         for event in rank.events:
-            if event["cat"] == "message" and event["name"].startswith("Recv"):
-                receives.setdefault(_message_key(rank, event, event["name"], 0), []).append(event)
+            name = event["name"]
+            if event["cat"] == "message" and name.startswith("Recv"):
+                key = _message_key(rank, event, name, 0)
+                receives.setdefault(key, []).append(event)
     for rank in ranks:
         for event in rank.events:
-            if event["name"] not in RECEIVE_OF:
+            name = event["name"]
+            if name not in RECEIVE_OF:
                 continue
-            same_key = receives.get(_message_key(rank, event, *RECEIVE_OF[event["name"]]))
+            key = _message_key(rank, event, *RECEIVE_OF[name])
+            same_key = receives.get(key)
             if not same_key:
                 continue
             receive = same_key.pop(0)
@@ -144,4 +149,11 @@ def _message_key(rank: RankTrace, event: Event, name: str, hop: int) -> tuple[An
     metadata = rank.metadata
     args = event["args"]
     stage = args["chunk"] * metadata["stages"] + metadata["stage"] + hop
-    return args["iteration"], metadata["replica"], metadata["model"], name, stage, args["micro"]
+    return (
+        args["iteration"],
+        metadata["replica"],
+        metadata["model"],
+        name,
+        stage,
+        args["micro"],
+    )

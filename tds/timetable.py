@@ -156,8 +156,9 @@ def simulate_times(
                     clock[stage] = max(clock[stage], arrivals.popleft())
                 elif kind in PASSES:
                     begin = clock[stage]
-                    clock[stage] += seconds(kind, stage, instruction.chunk)
-                    spans.append(Span(stage, instruction.micro, instruction.chunk, PASSES[kind], begin, clock[stage]))
+                    end = begin + seconds(kind, stage, instruction.chunk)
+                    spans.append(Span(stage, instruction.micro, instruction.chunk, PASSES[kind], begin, end))
+                    clock[stage] = end
                 else:
                     in_transit[virtual_stage, kind].append(clock[stage] + message)
                 instructions.popleft()

@@ -193,13 +193,14 @@ class Tracer:
     def write(self, wait: bool = True) -> None:
         """Write the file of this rank atomically. wait: wait for the device; otherwise unfinished spans are omitted."""
         self._since_write = 0
-        rank = self.metadata.get("rank", 0)
-        name = self.metadata.get("name", f"rank {rank}")
+        metadata = self.metadata
+        rank = metadata.get("rank", 0)
+        name = metadata.get("name", f"rank {rank}")
         events = name_events(rank, name)
         for number, spans in self.spans(wait):
             events += [_event(each, rank, number) for each in spans]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_events(self.path, events, otherData={**self.metadata, "clock": self.clock})
+        write_events(self.path, events, otherData={**metadata, "clock": self.clock})
 
 
 TRACKS = {"step": 0, "part": 1, "pass": 2, "message": 2, "collective": 3}  # kind of span -> row in Perfetto
@@ -213,8 +214,16 @@ def _event(span: RecordedSpan, rank: int, iteration: int) -> dict[str, Any]:
         args["chunk"] = span.chunk
     if span.size:
         args["bytes"] = span.size
-    event = {"ph": "X", "name": span.name, "cat": span.kind, "pid": rank, "tid": TRACKS[span.kind]}
-    event |= {"ts": span.begin / 1e3, "dur": (span.end - span.begin) / 1e3, "args": args}
+    event = {
+        "ph": "X",
+        "name": span.name,
+        "cat": span.kind,
+        "pid": rank,
+        "tid": TRACKS[span.kind],
+        "ts": span.begin / 1e3,
+        "dur": (span.end - span.begin) / 1e3,
+        "args": args,
+    }
     if span.work >= 0:
         event["tdur"] = span.work / 1e3
     return event
@@ -281,10 +290,9 @@ def _traced(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(collective)
     def traced(*args: Any, **kwargs: Any) -> Any:
         mark = None if torch.compiler.is_compiling() else begin()  # torch.compile cannot trace the recorder
-        if mark is None:
-            return collective(*args, **kwargs)
         result = collective(*args, **kwargs)
-        end(mark, f"{name}, begun" if kwargs.get("async_op") else name, "collective")
+        if mark is not None:
+            end(mark, f"{name}, begun" if kwargs.get("async_op") else name, "collective")
         return result
 
     traced.untraced = collective  # type: ignore[attr-defined]

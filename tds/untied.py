@@ -11,6 +11,7 @@ from .groups import gather_objects
 from .pipe import ties
 
 MAX_NAMED = 3  # weights that one warning names
+NamesByLayers = dict[tuple[int, ...], list[str]]  # indices of layers -> names of the weights that they share
 
 
 class Holder(NamedTuple):
@@ -46,9 +47,9 @@ def untied_weights(module: Any, group: Any) -> list[str]:
     return [_describe_untied(module, layers, names) for layers, names in _group_by_layers(module, holders).items()]
 
 
-def _group_by_layers(module: Any, holders: Mapping[str, Sequence[Holder]]) -> dict[tuple[int, ...], list[str]]:
+def _group_by_layers(module: Any, holders: Mapping[str, Sequence[Holder]]) -> NamesByLayers:
     """Return the weights that stages train apart, by the layers that hold them."""
-    weights: dict[tuple[int, ...], list[str]] = {}
+    weights = NamesByLayers()
     for name, weight_holders in holders.items():
         if _is_trained_apart(module, weight_holders):
             layers = tuple(sorted(each.layer for each in weight_holders))
@@ -84,8 +85,9 @@ def _find_holders(module: Any) -> list[Holder]:
     holders = []
     for index, layer in _built_layers(module):
         for weight in layer.parameters():
-            if weight.requires_grad and id(weight) in names:
-                holders.append(Holder(names[id(weight)], index, tie_of.get(id(weight))))
+            weight_id = id(weight)
+            if weight.requires_grad and weight_id in names:
+                holders.append(Holder(names[weight_id], index, tie_of.get(weight_id)))
     return holders
 
 

@@ -70,7 +70,8 @@ class Bf16Reduction(Reduction):
         reduce_tied_grads(self._module, self._engine.stage_id, lambda w: sums[w].gradient if w in sums else None)
         for _, group, weights in ties(self._module):
             tied = [sums[weight] for weight in weights.values() if weight in sums]
-            has_grad = any_over_ranks([each.flags[each.position] for each in tied], group)
+            flags = [each.flags[each.position] for each in tied]
+            has_grad = any_over_ranks(flags, group)
             # A weight with a gradient on one stage must be counted and clipped on all of its stages.
             for grad_sum, is_set in zip(tied, has_grad, strict=True):
                 grad_sum.flags[grad_sum.position] = is_set
@@ -87,16 +88,17 @@ class ZeroReduction(Reduction):
 
     def finish(self) -> None:
         tied = tied_weights(self._module)
-        sums_first = dist.get_world_size(self._replicas) > 2  # a sum over two replicas rounds equally in any order
+        replicas = self._replicas
+        sums_first = dist.get_world_size(replicas) > 2  # a sum over two replicas rounds equally in any order
         if sums_first:
-            for weight in fill_missing_grads(tied, self._replicas):
-                dist.all_reduce(weight.grad, group=self._replicas)
+            for weight in fill_missing_grads(tied, replicas):
+                dist.all_reduce(weight.grad, group=replicas)
         reduce_tied_grads(self._module, self._engine.stage_id)
-        if sums_first and dist.get_rank(self._replicas):
+        if sums_first and dist.get_rank(replicas):
             for weight in tied:
                 if weight.grad is not None:
                     weight.grad.zero_()
-        fill_missing_grads(_trainable(self._module), self._replicas)
+        fill_missing_grads(_trainable(self._module), replicas)
         self.reduce_over_replicas()
 
 

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 import types
 import warnings
 from collections.abc import Mapping, Sequence
@@ -95,7 +94,7 @@ def run_script(argv: list[str]) -> int:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # the project replaces it
     with contextlib.suppress(Exception):
         atexit._run_exitfuncs()
     with contextlib.suppress(OSError):

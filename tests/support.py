@@ -270,8 +270,33 @@ def _forked(argv: Sequence[str], env: dict[str, str], timeout: float) -> subproc
         return subprocess.CompletedProcess(list(argv), process.exitcode or 0, out, err)
 
 
-def _script_main(argv: list[str], env: dict[str, str], folder: str) -> None:
-    """Act as `python argv...`, with stdout and stderr in files of `folder`."""
+def ends_of_script(world: int, folder: Path, *argv: str, timeout: float = TIMEOUT) -> list[tuple[int | None, str]]:
+    """Run the script argv[0] in `folder` on ranks that no launcher started; return (exit code, stderr) of each.
+
+    The ranks are forks of a process that has imported torch, so that they start in a fraction of a second.
+    """
+    rendezvous = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    for rank in range(world):
+        output = folder / f"rank{rank}"
+        output.mkdir()
+        env = {**os.environ, **rendezvous, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        process = _context.Process(target=_script_main, args=(list(argv), env, str(output), str(folder)), daemon=True)
+        process.start()
+        ranks.append(process)
+    deadline = time.monotonic() + timeout
+    ends = []
+    for rank, process in enumerate(ranks):
+        process.join(max(deadline - time.monotonic(), 0))
+        code = process.exitcode
+        process.kill()
+        process.join()
+        ends.append((code, (folder / f"rank{rank}" / "stderr").read_text()))
+    return ends
+
+
+def _script_main(argv: list[str], env: dict[str, str], folder: str, directory: str = str(ROOT)) -> None:
+    """Act as `python argv...` in `directory`, with stdout and stderr in files of `folder`."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     for number, name in ((0, os.devnull), (1, f"{folder}/stdout"), (2, f"{folder}/stderr")):
         file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -279,7 +304,7 @@ def _script_main(argv: list[str], env: dict[str, str], folder: str) -> None:
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in ((0, "r"), (1, "w"), (2, "w")))
     os.environ.clear()
     os.environ.update(env)
-    os.chdir(ROOT)
+    os.chdir(directory)
     if Path(argv[0]).name == "launch.py":
         fork_ranks()
     _end(run_script(argv))

@@ -38,7 +38,7 @@ CHINESE = {
     "pretrain(...), or megatron.training.start_engine in a "
     "custom loop": "pretrain(...)；自己的循环里用 megatron.training.start_engine",
     "--lr-decay-style, --warmup and --min-lr; "
-    "megatron.optim.lr": "--lr-decay-style、--warmup 和 --min-lr；megatron.optim.lr",
+    "megatron.optim.lr_at": "--lr-decay-style、--warmup 和 --min-lr；megatron.optim.lr_at",
     "megatron.model.block.Block is one transformer "
     "layer; gpt2_layers and t5_layers list the layers of a model": "megatron.model.block.Block 是一个 Transformer "
     "层；gpt2_layers 和 t5_layers 列出模型的各层",

@@ -134,7 +134,7 @@ def read(source: Path, counts: Counter[str]) -> dict[tuple[str, ...], Poem]:
             if poem is None:
                 counts["of another form"] += 1
             elif poem.lines in found:
-                counts["equal to another one"] += 1
+                counts["copies"] += 1
             else:
                 found[poem.lines] = poem
     return found
@@ -176,7 +176,7 @@ def main(args: Namespace) -> None:
         if is_held_out(poem):
             continue
         if poem in known:
-            counts["like one for validation"] += 1
+            counts["similar to a poem for validation"] += 1
         else:
             training.append(poem)
     folder = Path(args.output)

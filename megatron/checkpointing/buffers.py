@@ -38,7 +38,8 @@ class SavedBuffers:
         for name, copies in copies_of.items():
             # Of the saving stage, the first data-parallel and model-parallel rank writes the buffer.
             if name in local_buffers and coordinates == (_saving_stage(name, copies), 0, 0):
-                self.copies[f"{BUFFER}.{name}"] = as_stored(local_buffers[name].detach()).to("cpu", copy=True)
+                stored = as_stored(local_buffers[name].detach())
+                self.copies[f"{BUFFER}.{name}"] = stored.to("cpu", copy=True)
             self.warnings += _conflict_warnings(name, copies)
         self.warnings += _unsavable_warnings(model)
 
@@ -95,23 +96,31 @@ def _saving_stage(name: str, copies: Sequence[BufferCopy]) -> int:
     Buffers of the loss function are saved by the last stage. Any other buffer is saved by the first stage on which its
     value has changed. If the value has changed on no stage, the first stage that holds the buffer saves it.
     """
-    stages = sorted({each.pipe for each in copies})
+    stages = [each.pipe for each in copies]
     if name.startswith("loss_fn."):
-        return stages[-1]
-    return min((each.pipe for each in copies if each.changed), default=stages[0])
+        return max(stages)
+    changed = [each.pipe for each in copies if each.changed]
+    return min(changed or stages)
 
 
 def _conflict_warnings(name: str, copies: Sequence[BufferCopy]) -> Iterator[str]:
     """Yield a warning if the copies of a buffer differ between ranks, as a checkpoint stores only one copy."""
     saving_stage = _saving_stage(name, copies)
-    saved_copies = [each for each in copies if each.pipe == saving_stage]
-    # Each list varies one coordinate of the grid of ranks; the other coordinates are fixed.
-    replicas = [each for each in saved_copies if each.model == 0]
-    shards = [each for each in saved_copies if each.data == 0]
-    stages = [each for each in copies if each.changed and each.data == 0 and each.model == 0]
+    # Each set has the fingerprints along one axis of the grid of ranks; the other coordinates are fixed.
+    replicas = set()
+    shards = set()
+    stages = set()
+    for each in copies:
+        is_saved = each.pipe == saving_stage
+        if is_saved and each.model == 0:
+            replicas.add(each.fingerprint)
+        if is_saved and each.data == 0:
+            shards.add(each.fingerprint)
+        if each.changed and each.data == 0 and each.model == 0:
+            stages.add(each.fingerprint)
     if name.startswith("loss_fn."):  # the last stage saves it, whatever other stages do with their copies
-        stages = []
-    for compared, axis, advice in (
+        stages.clear()
+    for fingerprints, axis, advice in (
         (replicas, "data-parallel replicas", "reduce it over mpu.get_data_parallel_group()"),
         (
             shards,
@@ -120,7 +129,7 @@ def _conflict_warnings(name: str, copies: Sequence[BufferCopy]) -> Iterator[str]
         ),
         (stages, "pipeline stages", "keep it in the layer that changes it"),
     ):
-        if len({each.fingerprint for each in compared}) > 1:
+        if len(fingerprints) > 1:
             yield (
                 f"warning: the buffer {name} differs between {axis}, but a checkpoint holds only the first copy "
                 f"(stage {saving_stage}); {advice}, or set persistent=False if it need not be saved"

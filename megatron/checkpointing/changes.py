@@ -1,10 +1,11 @@
-"""Notes on what a resumed run changes: buffers, frozen weights and the average of the weights."""
+"""Notes on what a resumed run changes: settings, buffers, frozen weights and the average of the weights."""
 
 from typing import Any
 
 from torch import nn
 
-from megatron.config.fields import shorten_list
+from megatron.config import Config
+from megatron.config.messages import shorten_list
 from megatron.model.layers import global_parameters
 from megatron.ranks.agreement import raise_on_all_ranks
 from megatron.ranks.buffers import record_buffers
@@ -12,9 +13,21 @@ from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import print_rank_0
 from tds.average import AVERAGE
 
+from .contradictions import describe_differences
 from .files import BUFFER
 from .reader import CheckpointReader, load_buffers
 from .share import local_parts
+from .state import TrainState
+
+# Section of the settings -> settings that change what a step computes. The learning rate and the data have messages of
+# their own, and other settings of the model cannot change.
+SETTINGS_OF_STEPS = {
+    "model": "hidden_dropout attention_dropout router_aux_loss router_bias_rate router_z_loss router_jitter",
+    "data": "reset_position_ids reset_attention_mask eod_mask_loss",
+    "train": "precision z_loss",
+    "optim": "weight_decay embedding_weight_decay param_groups clip_grad adam_beta1 adam_beta2 adam_eps muon_momentum "
+    "muon_nesterov muon_ns_steps muon_adjust_lr_fn muon_lr_factor",
+}
 
 
 def restore_buffers(reader: CheckpointReader, model: nn.Module) -> None:
@@ -38,13 +51,42 @@ def _warn_about_buffers(reader: CheckpointReader, buffers: set[str], problem: st
         print_rank_0(f"warning: {reader.path}: the buffers {shorten_list(sorted(buffers))} {problem}")
 
 
+def training_notes(saved: Config, config: Config, state: TrainState, world_size: int) -> list[str]:
+    """Return notes on what changes the losses from now on, besides the learning rate and the data.
+
+    saved: settings of the checkpoint. state: position in training.
+    """
+    notes = []
+    differences = describe_differences(_settings_of_steps(saved), _settings_of_steps(config))
+    if differences:
+        notes.append(f"this run does not train as before: {differences}")
+    has_schedule = saved.train.batch_size_schedule or config.train.batch_size_schedule
+    if not has_schedule and not config.train.skip_samples:
+        size = config.train_batch_size(world_size)
+        # Checkpoints do not have the number of replicas, from which the former size would follow.
+        former_size = state.consumed_samples / state.iteration
+        if size != former_size:
+            notes.append(f"an iteration has {size} samples from now on; until now it had {former_size:g} on average")
+    return notes
+
+
+def _settings_of_steps(config: Config) -> dict[str, Any]:
+    """Return the settings that change what a step computes, and may change when a run resumes."""
+    values = {}
+    for section, names in SETTINGS_OF_STEPS.items():
+        for name in names.split():
+            values[name] = getattr(getattr(config, section), name)
+    return values
+
+
 def print_freezing_changes(reader: CheckpointReader, engine: Any) -> None:
     """Print which weights are frozen in the checkpoint but not in this run, and vice versa. All ranks must call this.
 
     Older checkpoints do not list frozen weights.
     """
-    is_trained: dict[str, bool] = {}  # name -> whether the run trains the parameter, of all ranks
-    for rank_parameters in gather_objects({name: p.requires_grad for name, p in global_parameters(engine.module)}):
+    own_parameters = {name: p.requires_grad for name, p in global_parameters(engine.module)}
+    is_trained = dict[str, bool]()  # name -> whether the run trains the parameter, of all ranks
+    for rank_parameters in gather_objects(own_parameters):
         is_trained |= rank_parameters
     frozen_before = reader.optimizer.get("frozen")
     if frozen_before is None:  # an older checkpoint

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.batches import Consumed
 from megatron.config.data_stages import prefixes_in
 from megatron.data.fingerprints import FORMER_FINGERPRINTS, content_fingerprint
 from megatron.data.sample_hash import extend_hash
@@ -46,14 +47,13 @@ def hash_samples(
     current_hash = extend_hash(initial_value, dataset, 0, samples)
     # Besides the present hash, those that earlier versions would have stored for these samples are accepted.
     is_known = state.sample_hash == current_hash or state.sample_hash in _old_hashes(config, dataset, samples)
-    if is_known and not (samples and _split_selects_others(saved, config)):
+    if is_known and not (samples and split_selects_others(saved, config)):
         return current_hash
     problem = f"the {samples} samples consumed so far differ from what this data, --split and --seed produce"
     if wanted.same_data:
         from .data_plan import describe_difference
 
-        sample_tokens = state.consumed_tokens // max(samples, 1)
-        change = describe_difference(saved, config, samples, sample_tokens)
+        change = describe_difference(saved, config, Consumed(samples, state.consumed_tokens))
         where = f" ({change})" if change else ""
         raise CheckpointError(f"{problem}{where}; pass --override-data to continue")
     print_rank_0(f"note: --override-data: {problem}, so samples may be skipped and repeated")
@@ -75,7 +75,7 @@ def _old_hashes(config: Config, dataset: Any, samples: int) -> Iterator[int]:
     yield extend_hash(0, old_dataset, 0, samples)  # these ids are those of the oldest fingerprint
 
 
-def _split_selects_others(saved: Config, config: Config) -> bool:
+def split_selects_others(saved: Config, config: Config) -> bool:
     """Return whether --split selects other training documents than in the checkpoint.
 
     The sample hash alone can miss a changed split: of the split, only the number of samples in an epoch enters the
@@ -95,7 +95,7 @@ def _split_selects_others(saved: Config, config: Config) -> bool:
 
 def _training_documents_differ(saved: Config, config: Config) -> bool:
     """Return whether the --split of the checkpoint and that of this run give other training documents."""
-    from megatron.data.corpora import prefixes_of
+    from megatron.data.corpus_paths import prefixes_of
     from megatron.data.indexed_dataset import DatasetError, IndexedDataset
     from megatron.data.splits import parse_split, split_documents
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.command_line import refuse_removed
-from megatron.config.fields import ConfigError, flag, shorten_list
+from megatron.config.fields import ConfigError, flag
+from megatron.config.messages import shorten_list
 from megatron.model.layers import global_parameters
 from megatron.ranks.objects import gather_objects
 from megatron.ranks.rank_0 import print_rank_0
@@ -34,7 +35,7 @@ def refuse_contradictions(
     The message shows the value in the checkpoint and the value in this run.
     """
     saved = plain_config(reader)
-    _refuse_other_model(reader, saved, config)
+    _refuse_other_model(reader, saved, config, wanted)
     if wanted.same_tokenizer:
         advice = "; pass --override-tokenizer to continue with this run's tokenizer"
         reader.check_tokenizer(fingerprint, advice, vocab_file=config.data.vocab_file)
@@ -50,18 +51,23 @@ def refuse_contradictions(
         _refuse_other_samples(reader, saved, config)
 
 
-def _refuse_other_model(reader: CheckpointReader, saved: Config, config: Config) -> None:
+def _refuse_other_model(reader: CheckpointReader, saved: Config, config: Config, wanted: Wanted) -> None:
     """Raise CheckpointError if the checkpoint holds another model; --finetune may change the reach of attention."""
     saved_model = _architecture(saved, reader.positions)
     current_model = _architecture(config, config.positions)
     if saved_model["family"] is None or current_model["family"] is None:
         # A custom model has no known family, so do not compare families.
         saved_model["family"] = current_model["family"]
-    differences = _describe_differences(saved_model, current_model)
+    differences = describe_differences(saved_model, current_model)
     is_extension = _differ_only_in_reach(saved_model, current_model)
-    if not differences or (config.checkpoint.finetune and is_extension):
+    # A run that resumes from its own checkpoint ignores --finetune, so its model must stay the same.
+    if not differences or (is_extension and not wanted.position):
         return
-    advice = "; pass --finetune to continue with this run's values" if is_extension else ""
+    advice = ""
+    if is_extension and config.checkpoint.finetune:
+        advice = "; --finetune has no effect on a run's own checkpoint, so give another --run-dir for a new run"
+    elif is_extension:
+        advice = "; pass --finetune to continue with this run's values"
     settings = Path(reader.path).parent / "settings.json"
     if settings.is_file():
         advice += f"; --config {settings} sets the checkpoint's values"
@@ -76,7 +82,7 @@ def _refuse_other_samples(reader: CheckpointReader, saved: Config, config: Confi
         refuse_removed(reader.config, reader.path / INDEX)
     except ConfigError as error:
         raise CheckpointError(f"{error}; {advice}") from None
-    differences = _describe_differences(sample_settings(saved), sample_settings(config))
+    differences = describe_differences(sample_settings(saved), sample_settings(config))
     if differences:
         raise CheckpointError(f"{reader.path} was trained on samples made with other settings: {differences}; {advice}")
 
@@ -85,6 +91,8 @@ def sample_settings(config: Config) -> Values:
     """Return the settings that decide how a sample is made from a corpus."""
     values = {name: getattr(config.data, name) for name in SAMPLE_SETTINGS}
     values["objective"] = config.objective
+    if config.is_t5 and config.data.enc_seq_length is not None:
+        values["seq_length"] = None  # it sets no length of such a T5's samples
     return values
 
 
@@ -140,7 +148,8 @@ def _differ_only_in_reach(saved: Values, current: Values) -> bool:
     return all(name.startswith("rope_") or name == "sliding_window" for name in differing)
 
 
-def _describe_differences(saved: Values, current: Values) -> str:
+def describe_differences(saved: Values, current: Values) -> str:
+    """Return the settings with other values in this run than in the checkpoint, for messages; "" if there are none."""
     differences = []
     for name, value in saved.items():
         if value != current[name]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config import Config
+from megatron.config.batches import Consumed, schedule_in_samples
 from megatron.config.data_stages import Stage, StagedCorpora, parse_stages, prefixes_in, stages_as_json
 from megatron.config.fields import ConfigError
 from megatron.data.corpus_paths import parse_blend
@@ -27,41 +28,74 @@ from .wanted import Wanted
 Stages = list[Stage]
 
 
+class _Changes(NamedTuple):
+    """Settings that a checkpoint changes: texts of --data-stages and --batch-size-schedule, "" to keep those given.
+
+    note: "" for none.
+    """
+
+    stages: str = ""
+    schedule: str = ""
+    note: str = ""
+
+
 def with_consumed_data(config: Config, path: Path | None, wanted: Wanted, reads_corpora: bool) -> Config:
     """Return `config` with the stages that the checkpoint `path` has consumed, and after them those of `config`.
 
     The stages of `config` stay unchanged if they agree with the consumed ones, or if --override-data is needed but not
-    given. All ranks must call this. If rank 0 fails, every rank raises RunError.
+    given. If the consumed samples had another length, stages and batch sizes that begin at a number of tokens get the
+    number of the sample. All ranks must call this. If rank 0 fails, every rank raises RunError.
     reads_corpora: whether the task reads the corpora of --data-path itself; else stages stay unchanged.
     """
     if path is None or not wanted.position:
         return config
-    text_and_note = "", ""  # keep the stages of `config`, and print no note
+    changes = _Changes()
     with raise_on_all_ranks():
-        if is_rank_0() and reads_corpora:
-            text_and_note = _join_with_checkpoint(path, config, override=not wanted.same_data)
-    text, note = broadcast_from_rank_0(text_and_note)
+        if is_rank_0() and (reads_corpora or config.train.batch_size_schedule):
+            changes = _changes_by_checkpoint(path, config, not wanted.same_data, reads_corpora)
+    stages, schedule, note = broadcast_from_rank_0(changes)
     if note:
         print_rank_0(f"note: {note}")
-    if not text:
+    if schedule:
+        config = replace(config, train=replace(config.train, batch_size_schedule=schedule))
+    if not stages:
         return config
     data = config.data
     # Stages without --valid-data-path hold out documents of the first stage for validation; () prevents that.
     is_separate = data.train_data_path is not None and data.valid_data_path is None and data.test_data_path is None
     valid = () if is_separate else data.valid_data_path
-    staged = replace(data, data_stages=(text,), train_data_path=None, valid_data_path=valid)
+    staged = replace(data, data_stages=(stages,), train_data_path=None, valid_data_path=valid)
     return replace(config, data=staged)
 
 
-def _join_with_checkpoint(path: Path, config: Config, override: bool) -> tuple[str, str]:
-    """Return the result of `join_stages` for the checkpoint `path`."""
+def _changes_by_checkpoint(path: Path, config: Config, override: bool, reads_corpora: bool) -> _Changes:
+    """Return what the checkpoint `path` changes in `config`; see `with_consumed_data`."""
     reader = CheckpointReader(path)
     saved = plain_config(reader)
-    samples = reader.state["consumed_samples"]
-    if not samples or not keeps_sample_order(saved, config):
-        return "", ""  # keep the stages of `config`
-    tokens = reader.state["consumed_tokens"] // samples
-    return join_stages(saved, config, samples, tokens, override)
+    consumed = Consumed(reader.state["consumed_samples"], reader.state.get("consumed_tokens", 0))
+    stages = note = ""
+    if reads_corpora and consumed.samples and keeps_sample_order(saved, config):
+        stages, note = join_stages(saved, config, consumed, override)
+    if _has_own_lengths(config) or consumed.is_uniform(config.data.seq_length):
+        return _Changes(stages, note=note)
+    if not stages and reads_corpora and config.data.data_stages:
+        stages = stages_as_json([_in_samples(stage, config, consumed) for stage in training_stages(config)])
+    given = config.train.batch_size_schedule
+    schedule = schedule_in_samples(given, config.data.seq_length, consumed) if given else ""
+    return _Changes(stages, schedule, note)
+
+
+def _has_own_lengths(config: Config) -> bool:
+    """Return whether the tokens of a sample may differ from --seq-length: those of a T5, or of a custom model."""
+    return config.is_t5 or config.model.family is None
+
+
+def _in_samples(stage: Stage, config: Config, consumed: Consumed) -> Stage:
+    """Return a stage of `config` with its begin in samples."""
+    tokens = config.data.seq_length
+    if _has_own_lengths(config) and consumed.tokens:
+        tokens = consumed.tokens // consumed.samples  # only the data tell the length, so it is that of the past
+    return stage.in_samples(tokens, consumed)
 
 
 def keeps_sample_order(saved: Config, config: Config) -> bool:
@@ -73,13 +107,13 @@ def keeps_sample_order(saved: Config, config: Config) -> bool:
     return sample_settings(saved) == sample_settings(config)
 
 
-def join_stages(saved: Config, config: Config, samples: int, tokens: int, override: bool) -> tuple[str, str]:
+def join_stages(saved: Config, config: Config, consumed: Consumed, override: bool) -> tuple[str, str]:
     """Return (stages to use as text, or "" for those of `config`; a note, or "").
 
-    saved: settings of the checkpoint. samples: number of samples that it has consumed. tokens: tokens of a sample.
-    override: whether --override-data is given.
+    saved: settings of the checkpoint. consumed: what it has consumed. override: whether --override-data is given.
     """
-    plans = _stage_plans(saved, config, tokens)
+    plans = _stage_plans(saved, config, consumed)
+    samples = consumed.samples
     saved_split = _split_at(plans.saved, samples)
     current_split = _split_at(plans.current, samples)
     if any(_is_unreadable(stage) for stage in saved_split.past):
@@ -106,18 +140,18 @@ class _StagePlans(NamedTuple):
     current: Stages
 
 
-def _stage_plans(saved: Config, config: Config, tokens: int) -> _StagePlans:
-    """Return the stages of both settings, which begin at samples of `tokens` tokens.
+def _stage_plans(saved: Config, config: Config, consumed: Consumed) -> _StagePlans:
+    """Return the stages of both settings, with begins in samples.
 
     They name each corpus by one prefix, even if it has several prefixes, such as `a` and `./a`: by the first one in
     `config`. Copies of a corpus have the same content, so they count as one corpus, unless one stage reads several.
     """
-    current = training_stages(config)
-    saved_stages = training_stages(saved)
+    current = [_in_samples(stage, config, consumed) for stage in training_stages(config)]
+    saved_stages = [_in_samples(stage, saved, consumed) for stage in training_stages(saved)]
     canonical = _one_prefix_each([*current, *saved_stages])
 
     def normalise(stages: Stages) -> Stages:
-        return [stage.in_samples(tokens).replace_prefixes(canonical.__getitem__) for stage in stages]
+        return [stage.replace_prefixes(canonical.__getitem__) for stage in stages]
 
     return _StagePlans(normalise(saved_stages), normalise(current))
 
@@ -161,21 +195,23 @@ def _names_twice(stage: Stage) -> bool:
     return len(prefixes_in([stage])) < len(stage.blend)
 
 
-def describe_difference(saved: Config, config: Config, samples: int, tokens: int) -> str:
+def describe_difference(saved: Config, config: Config, consumed: Consumed) -> str:
     """Return a sentence on how the stages of `config` differ from the ones that the checkpoint has consumed, or ""."""
     if not saved.data.names_corpora or not config.data.names_corpora:
         return ""
-    plans = _stage_plans(saved, config, tokens)
-    past_saved = _split_at(plans.saved, samples).past
-    past_current = _split_at(plans.current, samples).past
+    plans = _stage_plans(saved, config, consumed)
+    past_saved = _split_at(plans.saved, consumed.samples).past
+    past_current = _split_at(plans.current, consumed.samples).past
     # One of the lists may be longer; its additional stages are described after the loop.
     for old_stage, new_stage in zip(past_saved, past_current, strict=False):
         if old_stage != new_stage:
             return f"{old_stage.name} was {' '.join(old_stage.words)} and is now {' '.join(new_stage.words)}"
-    if len(past_saved) > len(past_current):
-        return f"{past_saved[len(past_current)].name} is only in the checkpoint"
-    if len(past_saved) < len(past_current):
-        return f"{past_current[len(past_saved)].name} is only in this run"
+    num_saved = len(past_saved)
+    num_current = len(past_current)
+    if num_saved > num_current:
+        return f"{past_saved[num_current].name} is only in the checkpoint"
+    if num_saved < num_current:
+        return f"{past_current[num_saved].name} is only in this run"
     return ""
 
 

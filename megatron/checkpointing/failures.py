@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron.config.fields import describe_error
+from megatron.config.messages import describe_error
 from megatron.ranks.agreement import raise_on_all_ranks
 from megatron.ranks.errors import RunError
 from megatron.ranks.objects import gather_objects

@@ -1,12 +1,9 @@
 """The files of a checkpoint, and their atomic publication."""
 
+import contextlib
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from ..atomic import write_text
 from ..storage import RemotePath
@@ -41,26 +38,26 @@ def publish(final: Path, temporary: Path, index: str, checksum: Checksum, sums: 
     """Turn the folder `temporary` of written tensors into the checkpoint `final`, and make `latest` name `final`.
 
     If an earlier checkpoint exists, a crash at any moment leaves at least one complete checkpoint, and `latest` names
-    it. There is one exception: if this iteration had been saved before, a crash between the two renames leaves that
-    checkpoint under a temporary name, and a crash after them leaves `latest` with its checksum; `restore_replaced`
-    repairs both. index: text of checkpoint.json.
-    sums: the checksum of each tensor file in `temporary`, by name.
+    it. Only if this iteration had been saved before, a crash may leave that checkpoint under a temporary name, or
+    `latest` with its checksum; `restore_replaced` repairs both.
+    index: text of checkpoint.json. sums: the checksum of each tensor file in `temporary`, by name.
     """
     write_text(temporary / INDEX, index, synced=True)
     all_sums = {INDEX: checksum.hash_file(temporary / INDEX), **sums}
     write_text(temporary / checksum.sums_name, format_sums(all_sums), synced=True)
     fsync_path(temporary)
     old_save = old_save_path(final)
-    from .foreign import keep_foreign
+    from .foreign import delete_own_files, keep_foreign
 
     keep_foreign(final)
     if final.exists():  # there is an earlier save of this iteration
-        shutil.rmtree(old_save, ignore_errors=True)
+        delete_own_files(old_save)
         final.rename(old_save)
     temporary.rename(final)
     fsync_path(final.parent)
     point_latest_to(final)
-    shutil.rmtree(old_save, ignore_errors=True)
+    with contextlib.suppress(OSError):  # the next start tries again
+        delete_own_files(old_save)
 
 
 def format_sums(sums: Mapping[str, str]) -> str:
@@ -84,34 +81,6 @@ def sums_file(checkpoint: Path) -> Path:
     return checkpoint / checksum_algorithm(checkpoint).sums_name
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Return whether a folder is a checkpoint; in object storage, the index shows that the upload has finished."""
-    return path.name[5:].isdigit() and sums_file(path).is_file() and (path / INDEX).is_file()  # [5:]: without "iter_"
-
-
 def old_save_path(checkpoint: Path) -> Path:
     """Return the name under which an earlier save of the same iteration waits until the new one is published."""
     return checkpoint.with_name(checkpoint.name + ".old.tmp")
-
-
-def open_tensors(path: Path) -> Any:
-    """Open a safetensors file for reading tensors by name. Raises CheckpointError."""
-    try:
-        if not isinstance(path, RemotePath):
-            return safe_open(str(path), framework="pt")
-        from .remote import RemoteTensors
-
-        return RemoteTensors(path)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        if _begins_with(path, b"version https://git-lfs"):
-            raise CheckpointError(
-                f"{path} is a Git LFS pointer instead of the file's content: run git lfs pull in its folder"
-            ) from None
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-
-
-def _begins_with(path: Path, head: bytes) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return bool(file.read(len(head)) == head)

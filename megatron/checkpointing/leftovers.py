@@ -52,7 +52,7 @@ def restore_replaced(folder: Path) -> None:
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Delete the half-written checkpoints and small files that a crash has left; a file of such a name is renamed."""
+    """Delete the half-written checkpoints and small files that a crash has left; rename what no save has written."""
     if isinstance(folder, RemotePath):
         from .remote import delete_incomplete
 
@@ -60,10 +60,12 @@ def delete_leftovers(folder: Path) -> None:
         return
     for leftover in [*folder.glob("iter_*.tmp"), *folder.glob(f"{PROBE_PREFIX}*"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it
-            is_file = leftover.is_file() and not leftover.is_symlink()
-            if is_file and leftover.name.startswith("iter_"):  # a save writes folders of such names only
-                from .foreign import keep_foreign
+            if leftover.is_symlink() or not leftover.name.startswith("iter_"):
+                remove(leftover)
+                continue
+            from .foreign import delete_own_files, keep_foreign
 
+            if leftover.is_file():  # a save writes folders of such names only
                 keep_foreign(leftover)
             else:
-                remove(leftover)
+                delete_own_files(leftover)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import Config
 from megatron.model.layers import global_parameters
+from megatron.ranks.accelerators import ranks_on_machine
 from megatron.ranks.agreement import raise_on_all_ranks, require_equal_values
-from megatron.ranks.initialize import ranks_on_machine
 from tds import optimizer_state as zero_state
 from tds.average import AVERAGE
 
@@ -24,6 +23,7 @@ from .contradictions import refuse_contradictions, refuse_unread_weights, unread
 from .files import WEIGHT, sums_file
 from .reader import CheckpointReader
 from .state import TrainState
+from .stream import stored_dtype
 from .wanted import LOAD_ALL, Wanted
 
 TensorKey = tuple[str, str, nn.Parameter]  # kind ("weight" or a moment's name), global name of the parameter, parameter
@@ -57,8 +57,7 @@ def load_checkpoint(path: Path, engine: Any, config: Config, fingerprint: str, w
     restore_buffers(reader, engine.module)
     if wanted.rng and reader.rng_seed is not None:
         mpu.get_rng().seed = reader.rng_seed
-    state = TrainState.from_dict(reader.state) if wanted.position else TrainState()
-    return state if wanted.optimizer else replace(state, features={})
+    return TrainState.from_dict(reader.state) if wanted.position else TrainState()
 
 
 def step_lags(path: Path | None, wanted: Wanted) -> dict[str, int]:
@@ -82,7 +81,8 @@ def _load_tensors(reader: CheckpointReader, engine: Any, wanted: Wanted) -> None
     if AVERAGE in moments:
         keep_stored_averages(reader, engine)
     if moments:
-        zero_state.make_moments(engine, moments, reader.optimizer["step"], _step_counts(reader, engine, moments))
+        counts = _step_counts(reader, engine, moments)
+        zero_state.make_moments(engine, moments, reader.optimizer["step"], counts)
     keys = list(_needed_keys(reader, engine, moments))
     for kind, parameter, value in _read_and_broadcast(reader, keys, engine.device):
         if kind == WEIGHT:
@@ -129,7 +129,7 @@ def _needed_keys(reader: CheckpointReader, engine: Any, moments: Sequence[str]) 
 def _read_and_broadcast(
     reader: CheckpointReader, keys: Sequence[TensorKey], device: torch.device
 ) -> Iterator[LoadedTensor]:
-    """Yield (kind, parameter, value) for each key; a value is this rank's shard, in fp32 or fp64.
+    """Yield (kind, parameter, value) for each key; a value is this rank's shard, in the dtype of checkpoints.
 
     The data-parallel ranks that hold a parameter divide the keys: each value is read by one rank, which broadcasts the
     value to the other ranks. A rank that cannot read a value still takes part in all broadcasts, so that no other rank
@@ -177,7 +177,7 @@ def _read_in_turn(
                 value = own_value
             else:  # the broadcast replaces these zeros; a rank that could not read its own value sends them
                 shape = mpu.spec_of(parameter).local_shape
-                value = torch.zeros(shape, dtype=_state_dtype(parameter), device=device)
+                value = torch.zeros(shape, dtype=stored_dtype(parameter), device=device)
             if axis.group is not None:  # None: no other rank holds these parameters
                 dist.broadcast(value, axis.ranks[reader_rank], group=axis.group)
             yield kind, parameter, value
@@ -189,9 +189,4 @@ def _read_shard(reader: CheckpointReader, key: TensorKey, device: torch.device) 
     stored_key = f"{kind}.{name}"
     if kind == AVERAGE and stored_key not in reader.tensors:
         stored_key = f"{WEIGHT}.{name}"
-    return reader.read_shard(stored_key, parameter).to(device, _state_dtype(parameter))
-
-
-def _state_dtype(parameter: nn.Parameter) -> torch.dtype:
-    """Return the dtype in which the optimizer keeps a parameter's values and moments."""
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return reader.read_shard(stored_key, parameter).to(device, stored_dtype(parameter))

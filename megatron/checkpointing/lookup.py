@@ -8,9 +8,14 @@ from ..atomic import why_missing
 from ..json_text import read_json
 from ..storage import RemotePath, is_url, to_path
 from .checksums import BLAKE3, SHA256
-from .files import INDEX, CheckpointError, is_checkpoint, sums_file
+from .files import INDEX, CheckpointError, sums_file
 
 _LATEST = re.compile(r"(?P<name>[^\n/]+)(\n(?P<sums>[0-9a-f]{64})?\n?)?")
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint; in object storage, the index shows that the upload has finished."""
+    return path.name[5:].isdigit() and sums_file(path).is_file() and (path / INDEX).is_file()  # [5:]: without "iter_"
 
 
 def latest_name(folder: Path) -> str | None:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import Config, with_family
 from megatron.config.command_line import HOME, RENAMED, with_values
-from megatron.config.fields import ConfigError, describe_error
+from megatron.config.fields import ConfigError
+from megatron.config.messages import describe_error
 from megatron.model.layers import global_buffers, global_parameters
 from megatron.storage import RemotePath
 from tds.average import AVERAGE
@@ -18,8 +19,8 @@ from tds.average import AVERAGE
 from . import schema
 from .bounds import refuse_absurd_sizes
 from .checksums import checksum_algorithm
-from .files import BUFFER, FORMAT, INDEX, WEIGHT, CheckpointError, open_tensors
-from .stream import DTYPE_CODES, FLOAT_CODES, as_stored
+from .files import BUFFER, FORMAT, INDEX, WEIGHT, CheckpointError
+from .stream import DTYPE_CODES, FLOAT_CODES, as_stored, open_tensors
 from .sums import check_file, read_sums, unreadable_error
 
 
@@ -64,14 +65,17 @@ class CheckpointReader:
         In object storage, of files with tensors only the header and the size are checked, so that no rank reads
         tensors that it does not need.
         """
-        used = {piece["file"] for entry in self.tensors.values() for piece in entry["pieces"]}
+        used = set[str]()
+        for entry in self.tensors.values():
+            used.update(piece["file"] for piece in entry["pieces"])
         for name in sorted(used - self.sums.keys()):  # of several missing names, the error has the first one
             raise unreadable_error(self.path / self._checksum.sums_name, f"is damaged: it does not list {name}")
         for name in sorted(self.sums)[rank::ranks]:
-            if isinstance(self.path, RemotePath) and name.endswith(".safetensors"):
-                open_tensors(self.path / name)
-                continue
-            check_file(self.path / name, self._checksum, self.sums[name])
+            path = self.path / name
+            if isinstance(path, RemotePath) and name.endswith(".safetensors"):
+                open_tensors(path)
+            else:
+                check_file(path, self._checksum, self.sums[name])
 
     def read(self, key: str, dim: int, begin: int, end: int) -> Tensor:
         """Return rows `begin` to `end` along `dim` of tensor `key`, concatenated from the stored pieces."""
@@ -87,12 +91,14 @@ class CheckpointReader:
             return torch.empty(shape, dtype=self.dtype(key))
         parts = []
         for piece in sorted(entry["pieces"], key=lambda piece: int(piece["begin"])):
-            first = max(begin, piece["begin"])
+            piece_begin = piece["begin"]
+            first = max(begin, piece_begin)
             last = min(end, piece["end"])
             if first < last:
-                rows = slice(first - piece["begin"], last - piece["begin"])
+                rows = slice(first - piece_begin, last - piece_begin)
                 # For dimension 2, the index is [:, :, rows].
-                parts.append(self._open_piece(key, piece)[(slice(None),) * dim + (rows,)])
+                index = (slice(None),) * dim + (rows,)
+                parts.append(self._open_piece(key, piece)[index])
         if sum(part.shape[dim] for part in parts) != end - begin:
             raise CheckpointError(f"{self.path}: rows {begin} to {end} of {key!r} are incomplete")
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
@@ -115,7 +121,8 @@ class CheckpointReader:
         if key not in file.keys():  # noqa: SIM118  # it is no dict
             raise CheckpointError(f"{self.path / piece['file']} does not hold {key!r}")
         part = file.get_slice(key)
-        allowed_codes = DTYPE_CODES if key.startswith(f"{BUFFER}.") else FLOAT_CODES
+        is_moment = not key.startswith((f"{WEIGHT}.", f"{BUFFER}."))
+        allowed_codes = FLOAT_CODES if is_moment else DTYPE_CODES
         if part.get_shape() != shape or part.get_dtype() not in allowed_codes.values():
             raise CheckpointError(
                 f"{self.path / piece['file']} holds {key!r} as {part.get_dtype()} {part.get_shape()}, but {INDEX} "

@@ -16,7 +16,7 @@ from typing import Any
 from ..atomic import atomic_file, atomic_folder, copy_file, remove
 from ..config import Config
 from ..config.data_stages import replace_prefixes
-from ..data.corpora import renamed
+from ..data.corpus_paths import renamed
 from ..storage import RemotePath, is_url
 from ..tokenizer.load import VOCAB_FILES, find_vocab_file, has_vocab_file
 from ..tokenizer.sibling_files import (
@@ -101,7 +101,8 @@ def copy_special_tokens(source: Path, home: Path) -> None:
     """
     ids = read_token_ids(source)
     tokenizer_class = read_tokenizer_class(source)
-    if ids and tokenizer_class:
+    # Chat templates need the class, which may follow from the model's type alone, even if the file names no ids.
+    if tokenizer_class and source.with_name("config.json").is_file():
         ids["tokenizer_class"] = tokenizer_class
     for name, content in ((GENERATION, read_generation_config(source)), ("config.json", ids)):
         if content:
@@ -117,8 +118,10 @@ def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
     home: a run directory, or its folder of checkpoints. vocab_file: --vocab-file of the run that made the copy.
     """
     folder = home / TOKENIZER_FOLDER
-    if vocab_file is not None and (folder / Path(vocab_file).name).is_file():
-        return str(folder / Path(vocab_file).name)
+    if vocab_file is not None:
+        kept_file = folder / Path(vocab_file).name
+        if kept_file.is_file():
+            return str(kept_file)
     return str(folder) if has_vocab_file(folder) else None
 
 
@@ -178,4 +181,5 @@ def relocated(config: Config, run_dir: Path) -> Config:
     if data.data_stages:
         paths["data_stages"] = (replace_prefixes(data.data_stages[0], new_path),)
     new_data = replace(data, vocab_file=vocab_file, **paths)
-    return replace(config, data=new_data, log=replace(config.log, run_dir=str(run_dir)))
+    new_log = replace(config.log, run_dir=str(run_dir))
+    return replace(config, data=new_data, log=new_log)

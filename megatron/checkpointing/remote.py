@@ -40,7 +40,9 @@ class RemoteSlice:
         rows, *other_slices = index  # a slice for each dimension
         first_row, end_row, _ = rows.indices(shape[0])
         row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize  # bytes of a row
-        data = self._path.read_range(self._data_begin + first_row * row_bytes, self._data_begin + end_row * row_bytes)
+        begin = self._data_begin + first_row * row_bytes
+        end = self._data_begin + end_row * row_bytes
+        data = self._path.read_range(begin, end)
         tensor = torch.empty(0, dtype=dtype)
         if data:
             tensor = torch.frombuffer(bytearray(data), dtype=dtype)

@@ -13,6 +13,7 @@ from megatron.ranks.objects import broadcast_from_rank_0
 from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
 from megatron.storage import to_path
 
+from .changes import training_notes
 from .consumed import hash_samples, initial_hash
 from .leftovers import restore_replaced
 from .load import load_checkpoint
@@ -27,6 +28,16 @@ class Start(NamedTuple):
 
     path: Path | None
     wanted: Wanted
+
+
+def may_load_nothing(load: str, config: Config, save_dir: str | Path) -> bool:
+    """Return whether a run with --load may begin with new weights if it finds no checkpoint.
+
+    It may if `load` is a folder of this run itself, because one command then starts and resumes the run, but not with
+    --exit-on-missing-checkpoint.
+    """
+    own_folders = {to_path(each).resolve() for each in (save_dir, config.log.run_dir) if each}
+    return to_path(load).resolve() in own_folders and not config.checkpoint.exit_on_missing_checkpoint
 
 
 def find_start(config: Config, save_dir: str) -> Start:
@@ -48,17 +59,28 @@ def find_start(config: Config, save_dir: str) -> Start:
     wanted = Wanted.from_config(config, beside_load=path is not None and bool(load))
     if not load:
         return Start(path, wanted)
-    # A command that always names the run's own folder as --load also starts the run for the first time.
-    own_folders = {to_path(each).resolve() for each in (save_dir, config.log.run_dir) if each}
     if path is not None:
         print_rank_0(f"--load {load} is ignored: this run resumes from its own checkpoint {path}")
-    elif to_path(load).resolve() in own_folders:
+    elif may_load_nothing(load, config, save_dir):
         print_rank_0(f"note: --load {load} holds no checkpoint yet: the run begins with new weights")
     else:
         with raise_on_all_ranks():
             path = find_checkpoint(load) if is_rank_0() else None
         path = broadcast_from_rank_0(path)
     return Start(path, wanted)
+
+
+def resumed_position(start: Start) -> tuple[int, int]:
+    """Return the (iteration, consumed samples) from which the run continues, (0, 0) for a new one.
+
+    All ranks must call this.
+    """
+    position = 0, 0
+    with raise_on_all_ranks():
+        if is_rank_0() and start.path is not None and start.wanted.position:
+            state = CheckpointReader(start.path).state
+            position = state["iteration"], state["consumed_samples"]
+    return broadcast_from_rank_0(position)
 
 
 def start_or_resume(
@@ -89,6 +111,7 @@ def start_or_resume(
     if state.iteration:
         config, note = resolve_lr_schedule(config, saved)
         notes = [note, _batch_schedule_note(saved, config, state.consumed_samples)]
+        notes += training_notes(saved, config, state, dist.get_world_size())
         print_notes(each for each in notes if each)
     with raise_on_all_ranks():
         if is_rank_0():
@@ -110,7 +133,12 @@ def _batch_schedule_note(saved: Config, config: Config, consumed: int) -> str | 
     schedule = config.train.batch_size_schedule
     if saved_schedule == schedule:
         return None
-    samples = config.batches(dist.get_world_size()).size_at(consumed)
+    ranks = dist.get_world_size()
+    ahead = config.batches(ranks).after(consumed)
+    # The past may be given otherwise, in tokens or without the sizes that are over.
+    if saved_schedule and schedule and saved.batches(ranks).after(consumed) == ahead:
+        return None
+    samples = ahead.sizes[0]
     return (
         f"--batch-size-schedule is {schedule or 'not given'}, but was {saved_schedule or 'not given'} in the "
         f"checkpoint; only the position in samples counts: from sample {consumed} on, an iteration has {samples} "

@@ -1,9 +1,10 @@
 """Deletion of old checkpoints, except those that --keep-last and --keep-every protect and the one to resume from."""
 
-import shutil
+import math
+from itertools import pairwise
 from pathlib import Path
 
-from megatron.config.fields import describe_error
+from megatron.config.messages import describe_error
 from megatron.storage import RemotePath
 
 from .files import INDEX, old_save_path
@@ -12,7 +13,9 @@ from .lookup import latest_name, numbered_checkpoints
 from .whole import is_complete
 
 
-def prune(folder: Path, keep_last: int | None, keep_every: int | None, forks: Forks = ()) -> list[str]:
+def prune(
+    folder: Path, keep_last: int | None, keep_every: int | None, forks: Forks = (), save_interval: int = 0
+) -> list[str]:
     """Delete old checkpoints; return a note for each checkpoint that could not be deleted.
 
     The checkpoint that the file `latest` names is never deleted. If it is damaged, the newest complete checkpoint
@@ -21,12 +24,14 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None, forks: Fo
     `latest` has passed them, they are deleted without being counted. Each checkpoint is renamed before deletion, so
     that a crash leaves no partial checkpoint under a valid name.
     keep_last: number of newest checkpoints to keep; None keeps all.
-    keep_every: also keep checkpoints whose iteration is divisible by this number. forks: those of the run's state.
+    keep_every: also keep checkpoints that were saved at an iteration divisible by this number.
+    forks: those of the run's state. save_interval: iterations between the saves of the run; 0 for irregular saves.
     """
     if keep_last is None:
         return []
     try:
-        notes = [_delete(folder / name) for name in _names_to_delete(folder, keep_last, keep_every, forks)]
+        names = _names_to_delete(folder, keep_last, keep_every, forks, save_interval)
+        notes = [_delete(folder / name) for name in names]
     except OSError as error:
         return [
             f"old checkpoints in {folder} could not be deleted ({describe_error(error)}); the next save tries again"
@@ -34,12 +39,17 @@ def prune(folder: Path, keep_last: int | None, keep_every: int | None, forks: Fo
     return [note for note in notes if note]
 
 
-def _names_to_delete(folder: Path, keep_last: int, keep_every: int | None, forks: Forks) -> list[str]:
+def _names_to_delete(
+    folder: Path, keep_last: int, keep_every: int | None, forks: Forks, save_interval: int
+) -> list[str]:
     """Return the names of the checkpoints to delete; see `prune`."""
     latest = latest_name(folder)
     numbered = _checkpoints_up_to(latest, folder)
-    own_branch = [path.name for path in without_abandoned([folder / name for name in numbered], forks)]
+    paths = [folder / name for name in numbered]
+    own_branch = [path.name for path in without_abandoned(paths, forks)]
     protected = {latest, *own_branch[-keep_last:]}
+    if keep_every and save_interval:
+        protected.update(_saved_at_multiples(own_branch, math.lcm(keep_every, save_interval)))
     to_delete = []
     for name, number in numbered.items():
         is_permanent = keep_every is not None and number % keep_every == 0
@@ -51,6 +61,21 @@ def _names_to_delete(folder: Path, keep_last: int, keep_every: int | None, forks
         if newest_complete in to_delete:
             to_delete.remove(newest_complete)
     return to_delete
+
+
+def _saved_at_multiples(names: list[str], step: int) -> list[str]:
+    """Return those checkpoints that were the newest at a multiple of `step`.
+
+    A save has the number of the last step that was not skipped. So the save at iteration 12 is iter_0000011 if step 12
+    was skipped, and iter_0000008 if there was nothing new to save.
+    """
+    found = []
+    for name, next_name in pairwise(names):
+        first = int(name[5:])  # without "iter_"
+        end = int(next_name[5:])
+        if (end - 1) // step > (first - 1) // step:  # a multiple is in range(first, end)
+            found.append(name)
+    return found
 
 
 def _newest_complete(folder: Path, names: list[str]) -> str | None:
@@ -83,11 +108,15 @@ def _delete(checkpoint: Path) -> str | None:
 
         delete_checkpoint(checkpoint, INDEX)
         return None
+    from .foreign import delete_own_files
+
     renamed = old_save_path(checkpoint)
-    shutil.rmtree(renamed, ignore_errors=True)
+    remaining = checkpoint
     try:
+        delete_own_files(renamed)  # an earlier attempt may have left it
         checkpoint.rename(renamed)
-        shutil.rmtree(renamed)
+        remaining = renamed
+        delete_own_files(renamed)
     except OSError as error:
-        return f"the old checkpoint {checkpoint} could not be deleted ({describe_error(error)}): delete it by hand"
+        return f"the old checkpoint {remaining} could not be deleted ({describe_error(error)}): delete it by hand"
     return None

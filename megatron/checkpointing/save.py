@@ -1,10 +1,11 @@
-"""Saving of checkpoints: every rank writes its share of the tensors, and rank 0 publishes the checkpoint."""
+"""Saving of checkpoints: every rank writes its share of the tensors; rank 0 writes checkpoint.json and publishes it."""
 
+import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,13 +20,21 @@ from tds import optimizer_state as zero_state
 
 from .buffers import SavedBuffers
 from .failures import discard_on_failure
-from .files import publish, temporary_folder
-from .index import index_text, merge_reports
-from .share import Report, Share, differing_steps, local_parts, share_file_name, written_values
+from .files import FORMAT, publish, temporary_folder
+from .share import Report, Share, local_parts, share_file_name, written_values
 from .slow import warn_if_slow
 from .state import TrainState
-from .survey import collect_facts, common_checksum, gather_on_rank_0, optimizer_entry
+from .survey import (
+    add_moment_lists,
+    collect_facts,
+    common_checksum,
+    differing_steps,
+    gather_on_rank_0,
+    optimizer_entry,
+)
 from .whole import check_complete
+
+JsonObject = dict[str, Any]  # an object of checkpoint.json, or of a report
 
 
 @dataclass
@@ -170,7 +179,8 @@ class Saver:
         if settings.keep_last is not None and is_rank_0():
             from .retention import prune
 
-            print_notes(prune(self.folder, settings.keep_last, settings.keep_every, pending.state.forks))
+            forks = pending.state.forks
+            print_notes(prune(self.folder, settings.keep_last, settings.keep_every, forks, settings.save_interval))
         return pending.final
 
     def _publish(self, pending: _PendingSave, reports: Sequence[Report]) -> None:
@@ -188,6 +198,83 @@ class Saver:
                 publish_remote(final, text, checksum, merged.sums)
             else:
                 publish(final, temporary_folder(final), text, checksum, merged.sums)
+
+
+def index_text(
+    state: TrainState,
+    config: Config,
+    fingerprint: str,
+    tensors: JsonObject,
+    optimizer: JsonObject | None = None,
+    rng_seed: int | None = None,
+    average_of: list[JsonObject] | None = None,
+) -> str:
+    """Return the text of checkpoint.json. average_of: the checkpoints whose average the weights are."""
+    content = {
+        "format": FORMAT,
+        "state": state.to_dict(),
+        "rng_seed": rng_seed,
+        "optimizer": optimizer or {"step": 0, "moments": [], "loss_scaler": {}},  # imported weights have no such state
+        "tokenizer": fingerprint,
+        "positions": config.positions,
+        "config": config.to_dict(),
+        "tensors": tensors,
+    }
+    if average_of:
+        content["average_of"] = average_of
+    return json.dumps(content, indent=1)
+
+
+class MergedReports(NamedTuple):
+    """The reports of all ranks, merged.
+
+    tensors: key -> full shape, split dimension and pieces. expected: key -> shape that must exist. optimizer: entry
+    `optimizer` of checkpoint.json. sums: checksum of each file, by name.
+    """
+
+    tensors: JsonObject
+    expected: dict[str, list[int]]
+    optimizer: JsonObject
+    sums: dict[str, str]
+
+
+def merge_reports(reports: Sequence[Report], optimizer: Mapping[str, Any]) -> MergedReports:
+    """Merge the reports of all ranks. optimizer: what is known of the optimizer's entry."""
+    files: list[JsonObject] = []
+    expected: dict[str, list[int]] = {}
+    steps: dict[str, int] = {}
+    for report in reports:
+        files += report.files
+        expected |= report.expected
+        steps |= report.steps
+    tensors = _merge_tensors(files)
+    entry = dict(optimizer)
+    if steps:
+        entry["steps"] = steps
+    add_moment_lists(entry, files, tensors)
+    sums = {file["file"]: file["sum"] for file in files}
+    return MergedReports(tensors, expected, entry, sums)
+
+
+def _merge_tensors(files: Sequence[Mapping[str, Any]]) -> JsonObject:
+    """Return key -> full shape, split dimension and pieces of each tensor in the reports `files`.
+
+    Several stages hold and write the parameters of the PipelineModule itself, and those parameters of a tied module
+    that are not tied. For such a parameter, the result names the file of the stage on which it gets gradients.
+    """
+    tensors: JsonObject = {}
+    pieces: dict[str, dict[int, Any]] = {}  # key -> first row -> piece
+    for file in files:
+        for key, placement in file["tensors"].items():
+            begin = placement["begin"]
+            name = key.split(".", 1)[1]
+            tensors.setdefault(key, {"shape": placement["shape"], "dim": placement["dim"]})
+            known_pieces = pieces.setdefault(key, {})
+            if begin not in known_pieces or name in file["learns"]:  # a stage with gradients replaces another one
+                known_pieces[begin] = {"file": file["file"], "begin": begin, "end": placement["end"]}
+    for key, known_pieces in pieces.items():
+        tensors[key]["pieces"] = list(known_pieces.values())
+    return tensors
 
 
 def save_checkpoint(folder: str, engine: Any, state: TrainState, config: Config, fingerprint: str) -> Path:

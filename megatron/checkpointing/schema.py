@@ -168,12 +168,14 @@ def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
     that should have only some of them.
     """
     prefix = f"{WEIGHT}."
-    weights = [key.removeprefix(prefix) for key in tensors if key.startswith(prefix)]
     moments = optimizer["moments"]
     without_moments = optimizer.get("without_moments")
     moments_of = optimizer.get("moments_of", {})
     has_first = False  # whether any weight has the first moment
-    for name in weights:
+    for key in tensors:
+        if not key.startswith(prefix):
+            continue
+        name = key.removeprefix(prefix)
         expected = moments_of.get(name, moments)
         missing = [moment for moment in expected if f"{moment}.{name}" not in tensors]
         # A weight may lack all its moments; older checkpoints do not list these weights.
@@ -196,14 +198,16 @@ def _check_tensor(where: str, entry: Any, files: Collection[str]) -> None:
     is_valid = is_count(dim) and dim < len(shape)
     _require(is_valid, f"{where}.dim", f"the index of one of the {len(shape)} dimensions", dim)
     _require(isinstance(pieces, list) and bool(pieces), f"{where}.pieces", "a list", pieces)
+    row_ranges = []
     for piece in pieces:
         is_valid = isinstance(piece, dict) and is_count(piece.get("begin")) and is_count(piece.get("end"))
         _require(is_valid, f"each of {where}.pieces", "an object with file, begin and end", piece)
         name = piece.get("file")
         is_valid = isinstance(name, str) and name in files
         _require(is_valid, f"each file in {where}.pieces", "in the list of checksums", name)
+        row_ranges.append((piece["begin"], piece["end"]))
     next_row = 0
-    for begin, end in sorted((piece["begin"], piece["end"]) for piece in pieces):
+    for begin, end in sorted(row_ranges):
         if begin != next_row or end < next_row:
             raise SchemaError(f"{where}.pieces: expected a piece from row {next_row} on, found rows {begin} to {end}")
         next_row = end

@@ -20,7 +20,7 @@ from .checksums import Checksum
 from .failures import as_user_error
 from .files import WEIGHT
 from .slow import warn_if_slow
-from .stream import Slot, StreamWriter
+from .stream import Slot, StreamWriter, stored_dtype
 
 
 class Part(NamedTuple):
@@ -98,20 +98,6 @@ def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
     return shapes
 
 
-def differing_steps(engine: Any, parts: list[Part], common_step: int) -> dict[str, int]:
-    """Return name -> step count of each parameter that this rank writes and whose step count is not `common_step`.
-
-    common_step: the optimizer's step count, the largest of all parameters.
-    """
-    counts = zero_state.step_counts(engine)
-    steps = {}
-    for part in parts:
-        step = counts.get(part.parameter, common_step)
-        if part.is_written_here and step != common_step:
-            steps[part.name] = step
-    return steps
-
-
 def written_values(engine: Any, parts: list[Part]) -> Iterator[tuple[str, Tensor]]:
     """Yield the key and value of each tensor that this rank writes.
 
@@ -169,7 +155,7 @@ def _file_layout(parts: Iterable[Part]) -> Iterator[tuple[Slot, dict[str, Any]]]
         dim, begin, end = spec.rows
         shape = list(spec.stored_shape)
         shape[dim] = end - begin
-        dtype = torch.float64 if part.parameter.dtype == torch.float64 else torch.float32
+        dtype = stored_dtype(part.parameter)
         for kind in part.kinds:
             placement = {"dim": dim, "begin": begin, "end": end, "shape": list(spec.full_shape)}
             yield Slot(f"{kind}.{part.name}", tuple(shape), dtype), placement

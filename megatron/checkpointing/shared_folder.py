@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.config.fields import describe_error
+from megatron.config.messages import describe_error
 from megatron.ranks.errors import RunError
 from megatron.ranks.objects import broadcast_from_rank_0, gather_objects
 from megatron.ranks.rank_0 import is_rank_0, print_notes

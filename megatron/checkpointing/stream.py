@@ -1,4 +1,4 @@
-"""Writing of safetensors files tensor by tensor, so that only one tensor needs to be in memory."""
+"""Writing of safetensors files tensor by tensor, so that one at a time is in memory; opening of such files."""
 
 import json
 import os
@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..storage import RemotePath
 from .checksums import Checksum
+from .files import CheckpointError
 
-# Dtype names of safetensors: FLOAT_CODES are the dtypes of weights and moments, DTYPE_CODES those of buffers.
+# Dtype names of safetensors: FLOAT_CODES are the dtypes of moments, DTYPE_CODES those of weights and buffers.
 FLOAT_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPE_CODES = FLOAT_CODES | {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -26,6 +29,17 @@ def as_stored(buffer: Tensor) -> Tensor:
     """Return a view of `buffer` as stored in a file: a scalar as [1], a complex tensor as real numbers [..., 2]."""
     real = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     return real if real.dim() else real.view(1)
+
+
+def stored_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype in which a checkpoint holds a weight: fp64 or fp32, or the weight's own if it holds integers."""
+    is_kept = weight.dtype == torch.float64 or not weight.is_floating_point()
+    return weight.dtype if is_kept else torch.float32
+
+
+def is_storable(weight: Tensor) -> bool:
+    """Return whether a checkpoint can hold a weight of this dtype."""
+    return stored_dtype(weight) in DTYPE_CODES
 
 
 @dataclass(frozen=True)
@@ -137,3 +151,26 @@ def write_tensor_file(path: Path, entries: Iterable[LazyTensor], checksum: Check
         for entry in entries:
             writer.add(entry.name, entry.build())
     return writer.checksum
+
+
+def open_tensors(path: Path) -> Any:
+    """Open a safetensors file for reading tensors by name. Raises CheckpointError."""
+    try:
+        if not isinstance(path, RemotePath):
+            return safe_open(str(path), framework="pt")
+        from .remote import RemoteTensors
+
+        return RemoteTensors(path)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        if _begins_with(path, b"version https://git-lfs"):
+            raise CheckpointError(
+                f"{path} is a Git LFS pointer instead of the file's content: run git lfs pull in its folder"
+            ) from None
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _begins_with(path: Path, head: bytes) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return bool(file.read(len(head)) == head)

@@ -1,4 +1,4 @@
-"""Messages between ranks during a save: facts before they write, and reports of the written files."""
+"""Messages between ranks during a save, facts and reports; what checkpoint.json says of the optimizer."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,10 +8,12 @@ import torch.distributed as dist
 from megatron.ranks.buffers import BufferCopy, fingerprint_buffers
 from megatron.ranks.rank_0 import is_rank_0
 from tds import optimizer_state as zero_state
+from tds.average import AVERAGE
 
 from .buffers import is_savable
 from .checksums import SHA256, Checksum, preferred_checksum
-from .share import Report
+from .files import WEIGHT
+from .share import Part, Report
 
 
 class RankFacts(NamedTuple):
@@ -56,3 +58,45 @@ def gather_on_rank_0(report: Report) -> list[Report]:
     if world > 1:
         dist.gather_object(report, reports or None)  # which requires None on other ranks
     return reports
+
+
+def differing_steps(engine: Any, parts: list[Part], common_step: int) -> dict[str, int]:
+    """Return name -> step count of each parameter that this rank writes and whose step count is not `common_step`.
+
+    common_step: the optimizer's step count, the largest of all parameters.
+    """
+    counts = zero_state.step_counts(engine)
+    steps = {}
+    for part in parts:
+        step = counts.get(part.parameter, common_step)
+        if part.is_written_here and step != common_step:
+            steps[part.name] = step
+    return steps
+
+
+def add_moment_lists(entry: dict[str, Any], files: Sequence[Mapping[str, Any]], tensors: Mapping[str, Any]) -> None:
+    """Add to the optimizer's `entry` which weights lack some of its moments.
+
+    without_moments: names of the weights that have none, because they are frozen or never had a gradient; a frozen
+    weight may still have an average, which `moments_of` lists. frozen: names of the weights that are not trained.
+    moments_of: name -> moments of each weight that has some of them, as with Muon.
+    """
+    moments = entry["moments"]
+    without_moments = []
+    partial_moments = {}
+    for key in tensors:
+        kind, name = key.split(".", 1)
+        if kind != WEIGHT:
+            continue
+        stored_moments = [moment for moment in moments if f"{moment}.{name}" in tensors]
+        if 0 < len(stored_moments) < len(moments):  # as with Muon
+            partial_moments[name] = stored_moments
+        if moments and set(stored_moments) <= {AVERAGE}:  # no moment of the optimizer is stored
+            without_moments.append(name)
+    frozen = set[str]()
+    for file in files:
+        frozen.update(file.get("frozen", ()))
+    entry["without_moments"] = sorted(without_moments)
+    entry["frozen"] = sorted(frozen)
+    if partial_moments:
+        entry["moments_of"] = partial_moments

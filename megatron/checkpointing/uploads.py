@@ -11,8 +11,8 @@ from megatron.ranks.rank_0 import is_rank_0
 from megatron.storage import RemotePath
 
 from .checksums import Checksum
-from .files import INDEX, format_sums, is_checkpoint, point_latest_to
-from .lookup import latest_name
+from .files import INDEX, format_sums, point_latest_to
+from .lookup import is_checkpoint, latest_name
 from .remote import delete_checkpoint, upload_files
 from .share import Share
 from .slow import warn_if_slow

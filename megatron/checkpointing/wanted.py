@@ -26,11 +26,12 @@ class Wanted:
         # the run's own checkpoint would discard the progress of the run.
         if beside_load:
             return cls(same_data=not settings.override_data, same_tokenizer=not settings.override_tokenizer)
+        finetune = settings.finetune
         return cls(
-            position=not settings.finetune,
-            optimizer=settings.load_optim and not settings.finetune,
-            rng=settings.load_rng and not settings.finetune,
-            same_data=not (settings.finetune or settings.override_data),
+            position=not finetune,
+            optimizer=settings.load_optim and not finetune,
+            rng=settings.load_rng and not finetune,
+            same_data=not (finetune or settings.override_data),
             same_tokenizer=not settings.override_tokenizer,
         )
 

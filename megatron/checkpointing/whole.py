@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .files import CheckpointError, open_tensors
+from .files import CheckpointError
 from .reader import CheckpointReader
+from .stream import open_tensors
 
 
 def check_complete(

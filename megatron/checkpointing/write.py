@@ -10,7 +10,7 @@ from megatron.config import Config
 
 from .checksums import preferred_checksum
 from .files import publish, temporary_folder
-from .index import index_text
+from .save import index_text
 from .state import TrainState
 from .stream import LazyTensor, write_tensor_file
 

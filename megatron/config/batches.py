@@ -1,18 +1,45 @@
 """Schedule of the global batch size: the samples of each iteration, as a pure function of the consumed samples."""
 
 import itertools
+import math
 import re
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
-from math import isinf
+from fractions import Fraction
 from typing import NamedTuple
 
 _NUMBER = re.compile(r"(?P<number>\d+(?:\.\d*)?(?:e\d+)?)(?P<suffix>[kmbt]?)(?P<unit>_samples|_tokens)?", re.IGNORECASE)
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 INVALID_SCHEDULE = "must be a list of START:SIZE such as 0:256 500M:512, with starts from 0 on in ascending order"
+
+
+class Consumed(NamedTuple):
+    """The samples that a run has consumed, and their tokens; a resume may have changed the length of a sample.
+
+    tokens: 0 if unknown, as in the checkpoints of other programs.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+
+    def is_uniform(self, sample_tokens: int) -> bool:
+        """Return whether each of the samples had `sample_tokens` tokens, as far as is known."""
+        return self.tokens in (0, self.samples * sample_tokens)
+
+    def sample_at(self, token: int, sample_tokens: int) -> Fraction:
+        """Return the number of samples up to a number of tokens, if each sample to come has `sample_tokens` tokens."""
+        if not self.tokens:
+            return Fraction(token, sample_tokens)
+        if token < self.tokens:
+            # Only the sum of the past is known, so all consumed samples count with their mean length.
+            return Fraction(token * self.samples, self.tokens)
+        return self.samples + Fraction(token - self.tokens, sample_tokens)
+
+
+NOTHING_CONSUMED = Consumed()
 
 
 class Entry(NamedTuple):
@@ -46,7 +73,7 @@ def parse_entries(text: str) -> list[Entry]:
 
 def _parse_count(match: "re.Match[str]") -> int:
     number = match["number"]
-    if isinf(float(number)):  # such as 1e400, or an exponent that no memory could hold as an integer
+    if math.isinf(float(number)):  # such as 1e400, or an exponent that no memory could hold as an integer
         raise ValueError(f"{number} is too large")
     # As a float, 4.1 x 10**6 would lie just below 4,100,000.
     return int(Decimal(number) * _SUFFIXES[match["suffix"].lower()])
@@ -81,6 +108,11 @@ class BatchSchedule:
     def size_at(self, first: int) -> int:
         """Return the number of samples of the iteration whose first sample is `first`."""
         return self.sizes[bisect_right(self.starts, first) - 1]
+
+    def after(self, first: int) -> "BatchSchedule":
+        """Return the part of this schedule from sample `first` on."""
+        current = bisect_right(self.starts, first) - 1
+        return BatchSchedule((first, *self.starts[current + 1 :]), self.sizes[current:])
 
     def advance(self, first: int, iterations: int) -> int:
         """Return the position, in samples, after `iterations` iterations from sample `first` on."""
@@ -119,3 +151,20 @@ def parse_batch_schedule(text: str, sample_tokens: int) -> BatchSchedule:
     entries = parse_entries(text)
     starts = [entry.start if entry.in_samples else entry.start // sample_tokens for entry in entries]
     return BatchSchedule(tuple(starts), tuple(entry.size for entry in entries))
+
+
+def schedule_in_samples(text: str, sample_tokens: int, consumed: Consumed) -> str:
+    """Return the schedule in `text` with starts in samples, for a run that has consumed samples of other lengths.
+
+    sample_tokens: tokens of each sample to come.
+    """
+    sizes = {}
+    for entry in parse_entries(text):
+        start = entry.start
+        if not entry.in_samples:
+            start = math.floor(consumed.sample_at(start, sample_tokens))
+        sizes[start] = entry.size  # of starts in the past that fall on one sample, the last one counts
+    words = []
+    for start, size in sizes.items():
+        words.append(f"{start}_samples:{size}" if start else f"0:{size}")
+    return " ".join(words)

@@ -46,27 +46,28 @@ def conflicts(config: "Config") -> Iterator[str]:
 def _recomputation_conflicts(config: "Config") -> Iterator[str]:
     m = config.model
     p = config.parallel
+    recomputes_layers = p.checkpoint_activations
     # A schedule that splits the backward pass computes gradients of weights in passes of their own.
     splits_backward = p.splits_backward(config.train.gas)
     schedule = f"--pipeline-schedule {p.pipeline_schedule}"
     yield from problems_where(
         (
-            splits_backward and p.checkpoint_activations,
+            splits_backward and recomputes_layers,
             f"{schedule} would recompute activations for each half of the backward pass; use 1f1b with "
             "--checkpoint-activations",
         ),
         (
-            m.checkpoint_attention and p.checkpoint_activations,
+            m.checkpoint_attention and recomputes_layers,
             "--checkpoint-activations recomputes attention with its layer; leave --checkpoint-attention out",
         ),
         (
-            m.offload_activations and p.checkpoint_activations,
+            m.offload_activations and recomputes_layers,
             "--checkpoint-activations leaves nothing for --offload-activations to move; leave one of them out",
         ),
     )
     if m.recompute_modules:
         conflicting_settings = problems_where(
-            (p.checkpoint_activations, "--checkpoint-activations, which recomputes whole layers"),
+            (recomputes_layers, "--checkpoint-activations, which recomputes whole layers"),
             (m.checkpoint_attention, "--checkpoint-attention, which keeps queries, keys and values"),
             (m.offload_activations, "--offload-activations, which keeps activations elsewhere"),
             (splits_backward, f"{schedule}, which splits the backward pass"),

@@ -5,6 +5,7 @@ tokens as in `1G tokens: ...`. A JSON file has the same content: `[{"samples": 0
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -16,13 +17,14 @@ from typing import Any, NamedTuple
 
 from ..json_text import JsonError, brief, format_value, parse_json, why_unreadable
 from ..storage import is_url
+from .batches import NOTHING_CONSUMED, Consumed
 from .fields import ConfigError
 
 UNIT_FACTORS = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 MAX_SAMPLES = 2**63  # samples are counted in int64
 STAGE_PATTERN = re.compile(r"\s*([\d_.]+(?:[eE]\+?\d+)?)\s*([kKMGBT]?)[\s_]*(samples|tokens)?\s*:(.*)", re.DOTALL)
-# (weight, prefix) of each corpus; a weight of None means in proportion to size
-Blend = tuple[tuple[str | None, str], ...]
+Pair = tuple[str | None, str]  # (weight, prefix) of a corpus; a weight of None means in proportion to size
+Blend = tuple[Pair, ...]
 
 
 class Stage(NamedTuple):
@@ -46,12 +48,15 @@ class Stage(NamedTuple):
         """Return this stage with each prefix replaced by `change(prefix)`."""
         return self._replace(blend=tuple((weight, change(prefix)) for weight, prefix in self.blend))
 
-    def in_samples(self, tokens: int) -> "Stage":
-        """Return this stage with its begin in samples of `tokens` tokens: the first sample after a number of tokens."""
+    def in_samples(self, tokens: int, consumed: Consumed = NOTHING_CONSUMED) -> "Stage":
+        """Return this stage with its begin in samples of `tokens` tokens: the first sample after a number of tokens.
+
+        consumed: what a resumed run has consumed, whose samples may have had another length.
+        """
         if self.unit == "samples":
             return self
-        # -(-a // b) is a / b rounded up: 5 tokens in samples of 2 tokens give sample 3.
-        return self._replace(begin=-(-self.begin // tokens), unit="samples")
+        begin = math.ceil(consumed.sample_at(self.begin, tokens))  # 5 tokens in samples of 2 tokens give sample 3
+        return self._replace(begin=begin, unit="samples")
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ def _parse_short_stage(part: str, where: str) -> Stage:
     number, suffix, unit, blend = match.groups()
     begin = _parse_whole_number(number, UNIT_FACTORS[suffix], stage_text)
     words = blend.split()
-    pairs: list[tuple[str | None, str]] = [(None, word) for word in words]
+    pairs: list[Pair] = [(None, word) for word in words]
     is_number = [_is_float(word) for word in words]
     if any(is_number):  # weights at even positions, prefixes at odd ones
         if not is_number[0] or len(words) % 2:
@@ -160,7 +165,7 @@ def _parse_json_stages(text: str, where: str) -> Iterator[Stage]:
         yield _checked_stage(begin, unit, _parse_blend(entry["data"], where), where)
 
 
-def _parse_blend(data: Any, where: str) -> list[tuple[str | None, str]]:
+def _parse_blend(data: Any, where: str) -> list[Pair]:
     """Return the pairs (weight, prefix) of a blend in JSON: an object with weights, or a list without weights."""
     if isinstance(data, dict):
         return [(str(weight), prefix) for prefix, weight in data.items()]
@@ -169,9 +174,9 @@ def _parse_blend(data: Any, where: str) -> list[tuple[str | None, str]]:
     raise ConfigError(f'{where}: "data" must be {{"PREFIX": WEIGHT, ...}} or ["PREFIX", ...]')
 
 
-def _checked_stage(begin: int, unit: str, pairs: Sequence[tuple[str | None, str]], where: str) -> Stage:
+def _checked_stage(begin: int, unit: str, pairs: Sequence[Pair], where: str) -> Stage:
     """Return a stage without the corpora of weight 0. Raises ConfigError for an invalid blend."""
-    blend: list[tuple[str | None, str]] = []
+    blend: list[Pair] = []
     seen: set[str] = set()
     name = Stage(begin, unit, ()).name
     for weight, word in pairs:

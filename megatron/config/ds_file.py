@@ -39,9 +39,10 @@ REPLACEMENT_FLAGS = {
     "amp": "--precision",
 }
 PIPELINE_FLAGS = "--pipeline-schedule, --virtual-pipeline-size, --partition-method and --checkpoint-activations"
+Content = dict[str, Any]  # of the file or a section
 
 
-def read_file(config: Config, find_problem: Callable[[str, dict[str, Any]], str | None]) -> dict[str, Any]:
+def read_file(config: Config, find_problem: Callable[[str, Content], str | None]) -> Content:
     """Return the content of --deepspeed-config without the keys that are absent, null or "auto"; {} without the file.
 
     find_problem: function (name, content) that returns what is wrong with a section, else None.
@@ -55,8 +56,9 @@ def read_file(config: Config, find_problem: Callable[[str, dict[str, Any]], str 
     _check_pipeline(config, content.pop("pipeline", {}), path)
     _refuse_urls(content, path)
     for key in SECTION_KEYS & content.keys():
-        content[key] = _normalize_section(key, content[key], path)
-        problem = find_problem(key, content[key])
+        section = _normalize_section(key, content[key], path)
+        content[key] = section
+        problem = find_problem(key, section)
         if problem:
             raise ConfigError(f"{path}: in {key!r}, {brief(problem, 300)}")
     for key in NUMBER_KEYS & content.keys():
@@ -68,7 +70,7 @@ def read_file(config: Config, find_problem: Callable[[str, dict[str, Any]], str 
     return content
 
 
-def _refuse_unknown(content: dict[str, Any], path: str) -> None:
+def _refuse_unknown(content: Content, path: str) -> None:
     for key in content:
         if key in REPLACEMENT_FLAGS:
             instead = REPLACEMENT_FLAGS[key]
@@ -111,7 +113,7 @@ def _refuse_urls(content: Mapping[str, Any], path: str) -> None:
                 raise ConfigError(f"{path}: {key!r}: {error}") from None
 
 
-def _normalize_section(key: str, value: Any, path: str) -> dict[str, Any]:
+def _normalize_section(key: str, value: Any, path: str) -> Content:
     """Return a section as an object, also if it is `true` or `false`, without null and "auto" values.
 
     Raises ConfigError for an invalid section.
@@ -127,7 +129,7 @@ def _normalize_section(key: str, value: Any, path: str) -> dict[str, Any]:
     return section
 
 
-def _require_overflow_checks(content: dict[str, Any], path: str) -> None:
+def _require_overflow_checks(content: Content, path: str) -> None:
     """Raise ConfigError for settings that would make DeepSpeed apply non-finite gradients."""
     for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if content.get(section, {}).get(key) is False:
@@ -144,7 +146,7 @@ class FileValues(NamedTuple):
     notes: list[str]
 
 
-def reconcile_values(config: Config, content: dict[str, Any], world_size: int) -> FileValues:
+def reconcile_values(config: Config, content: Content, world_size: int) -> FileValues:
     """Return the values of the file with the content `content`. Raises ConfigError if a flag contradicts one."""
     path = ds_file_path(config)
     notes = _note_batch_sizes(config, content, world_size)
@@ -198,7 +200,7 @@ def batch_sizes(config: Config, world_size: int) -> dict[str, int]:
     }
 
 
-def _note_batch_sizes(config: Config, content: dict[str, Any], world_size: int) -> list[str]:
+def _note_batch_sizes(config: Config, content: Content, world_size: int) -> list[str]:
     """Return notes on batch sizes in the file that differ from the flags.
 
     CPM-Pretrain reads the file's batch sizes only if a pipeline is used. Therefore, a different size raises

@@ -43,9 +43,11 @@ _DYNAMIC_SCALE_DEFAULTS = {
 _FP16_DEFAULTS = {
     **_DYNAMIC_SCALE_DEFAULTS, "loss_scale": 0, "auto_cast": False, "fp16_master_weights_and_grads": False,
 }  # fmt: skip
+Keys = dict[str, Any]  # of the file or a section, with their values
+Notes = Iterator[tuple[str, str]]  # pairs of key and reason
 
 
-def ineffective_keys(given: dict[str, Any], precision: str, zero: int) -> dict[str, list[tuple[str, str]]]:
+def ineffective_keys(given: Keys, precision: str, zero: int) -> dict[str, list[tuple[str, str]]]:
     """Return, by section of the file, the keys without effect as pairs of key and reason.
 
     given: content of the file with normalised sections. precision, zero: number format and stage of ZeRO of the run.
@@ -64,11 +66,11 @@ def ineffective_keys(given: dict[str, Any], precision: str, zero: int) -> dict[s
     return {section: keys for section, keys in by_section.items() if keys}
 
 
-def _offloads_optimizer(keys: dict[str, Any]) -> bool:
+def _offloads_optimizer(keys: Keys) -> bool:
     return "offload_optimizer" in keys or "cpu_offload" in keys
 
 
-def _ineffective_in_zero(keys: dict[str, Any], precision: str, zero: int) -> Iterator[tuple[str, str]]:
+def _ineffective_in_zero(keys: Keys, precision: str, zero: int) -> Notes:
     read_keys = _KEYS_BY_STAGE[zero]
     reason = f"the stage of ZeRO is {zero}"
     if precision == "bf16" and zero == 1 and not _offloads_optimizer(keys):
@@ -83,7 +85,7 @@ def _ineffective_in_zero(keys: dict[str, Any], precision: str, zero: int) -> Ite
             yield key, reason
 
 
-def _ineffective_in_fp16(keys: dict[str, Any], precision: str) -> Iterator[tuple[str, str]]:
+def _ineffective_in_fp16(keys: Keys, precision: str) -> Notes:
     """Yield keys of the loss scale that have other values than DeepSpeed's defaults and no effect."""
     changed = [key for key, default in _FP16_DEFAULTS.items() if keys.get(key, default) != default]
     if precision != "fp16":
@@ -97,7 +99,7 @@ def _ineffective_in_fp16(keys: dict[str, Any], precision: str) -> Iterator[tuple
             yield key, "loss_scale sets a constant loss scale"
 
 
-def _ineffective_in_bf16(keys: dict[str, Any], precision: str, zero: int, offloads: bool) -> Iterator[tuple[str, str]]:
+def _ineffective_in_bf16(keys: Keys, precision: str, zero: int, offloads: bool) -> Notes:
     given = keys.keys() - {"enabled"}
     if precision != "bf16":
         for key in given:
@@ -112,7 +114,7 @@ def _ineffective_in_bf16(keys: dict[str, Any], precision: str, zero: int, offloa
         yield bf16_states, "the stage of ZeRO is 1"
 
 
-def keys_read_by_zero1(given: dict[str, Any], precision: str, zero: int) -> set[str]:
+def keys_read_by_zero1(given: Keys, precision: str, zero: int) -> set[str]:
     """Return the keys of the file, besides the stage and the number format, that DeepSpeed's ZeRO 1 would read."""
     ineffective = ineffective_keys(given, precision, zero)
     effective: set[str] = set()
@@ -123,7 +125,7 @@ def keys_read_by_zero1(given: dict[str, Any], precision: str, zero: int) -> set[
     return effective
 
 
-def notes_on_keys(config: Config, given: dict[str, Any], precision: str, zero: int) -> Iterator[str]:
+def notes_on_keys(config: Config, given: Keys, precision: str, zero: int) -> Iterator[str]:
     """Yield a note for each section of the file and each reason why keys of it have no effect."""
     path = config.train.deepspeed_config
     for section, keys in ineffective_keys(given, precision, zero).items():

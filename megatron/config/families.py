@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from .command_line import config_file_paths, parse, read_flags
+from .command_line import config_file_paths, parse
 from .defaults import DEFAULTS
+from .flags import read_flags
 from .names import replace_renamed_flags
+from .parallel import accept_any_schedule
 from .sections import Config
 from .settings_files import parse_settings, read_json
 
@@ -14,13 +16,14 @@ def parse_any_family(argv: Sequence[str], ranks: int = 1) -> Config:
     """Return the configuration of a training command, with the defaults of the family that `argv` names, or of GPT-2.
 
     The command may begin with an entry script, such as pretrain_llama.py, which then names the family; any other script
-    trains a custom model without a family. ranks, errors: see `parse`.
+    trains a custom model without a family, and may register a schedule. ranks, errors: see `parse`.
     """
     if argv and argv[0].endswith(".py"):
         family = Path(argv[0]).stem.removeprefix("pretrain_")
         argv = argv[1:]
         if family not in DEFAULTS:
-            return parse(argv, ranks=ranks)
+            with accept_any_schedule():
+                return parse(argv, ranks=ranks)
     else:
         family = _named_family(argv)
     return parse(argv, {"family": family, **DEFAULTS[family]}, ranks)

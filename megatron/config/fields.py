@@ -1,61 +1,25 @@
-"""Declaration of settings: each setting is a field of a frozen dataclass, with a help text and a check."""
+"""Declaration of settings: each setting is a field of a frozen dataclass, with a help text and a check.
+
+For example, optim.py has `lr: float = opt(1.5e-4, "peak learning rate", at_least(0))`.
+"""
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields
-from json import JSONDecodeError
 from typing import Any, get_args, get_origin, get_type_hints
 
-from ..json_text import brief, describe_json
+from ..json_text import brief
 
 
 class ConfigError(ValueError):
     """Invalid settings of a run; the message says what to change."""
 
 
-def describe_error(error: BaseException) -> str:
-    """Return the message of an error as one line."""
-    if isinstance(error, OSError) and error.strerror:
-        path = f": {error.filename}" if error.filename else ""
-        return error.strerror + path
-    if isinstance(error, JSONDecodeError):
-        return describe_json(error.doc, error)
-    name = type(error).__name__
-    try:
-        message = str(error)
-    except Exception as str_error:  # a user's class may have a faulty `__str__`
-        message = f"{name} without a message, because its str() raised {type(str_error).__name__}"
-    return " ".join(message.split()) or name
-
-
-def shorten_list(names: Sequence[object], most: int = 8) -> str:
-    """Return the first `most` names, separated by commas, and the number of further names."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(map(str, names[:most])) + rest
-
-
-def format_problems(problems: Sequence[str], title: str) -> str:
-    """Return a single problem unchanged; for several, a first line `N title:`, followed by one line per problem."""
-    if len(problems) == 1:
-        return problems[0]
-    return "\n  ".join([f"{len(problems)} {title}:", *problems])
-
-
 def flag(name: str) -> str:
     """Return the command-line flag of the field `name`."""
     return "--" + name.replace("_", "-")
-
-
-def format_flag(name: str, value: Any) -> str:
-    """Return a flag and its value as typed on a command line."""
-    if isinstance(value, bool):
-        return name if value else f"--no-{name.removeprefix('--')}"
-    if value is None:
-        return f"{name} none"
-    words = value if isinstance(value, (list, tuple)) else (value,)
-    return " ".join(map(str, (name, *words)))
 
 
 def at_least(low: float) -> Callable[[Any], str | None]:

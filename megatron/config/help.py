@@ -7,9 +7,9 @@ from dataclasses import Field, fields
 from itertools import chain
 from typing import Any, NamedTuple
 
-from .command_line import metavar
 from .defaults import DEFAULTS
 from .fields import ConfigError, flag, types_of
+from .flags import metavar
 from .names import nearest
 from .sections import SECTIONS
 

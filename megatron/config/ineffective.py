@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .fields import flag, format_flag
+from .fields import flag
+from .messages import format_flag
 from .sections import Config, settings
 
 Condition = Callable[[Config, int, Any], bool]
@@ -44,8 +45,15 @@ def _no_tensor_parallelism(config: Config, ranks: int, value: Any) -> bool:
     return config.parallel.model_parallel_size == 1
 
 
-def _no_evaluation(config: Config, ranks: int, value: Any) -> bool:
-    return config.train.eval_iters == 0
+def _no_use_of_interval(config: Config, ranks: int, value: Any) -> bool:
+    train: Any = config.train  # the settings of a feature are not among the declared attributes
+    is_for_samples = bool(train.sample_prompt) and train.sample_interval is None
+    return config.train.eval_iters == 0 and not is_for_samples
+
+
+def _no_use_of_held_out_data(config: Config, ranks: int, value: Any) -> bool:
+    # Beside --data-stages, these flags also let training use the documents that --split would hold out.
+    return config.train.eval_iters == 0 and config.data.data_stages is None
 
 
 def _separate_corpora(config: Config, ranks: int, value: Any) -> bool:
@@ -105,7 +113,8 @@ ROWS = (
         lambda c, ranks, value: c.train.train_samples is not None and value != c.train.train_iters,
         "--train-samples {train_samples} is given",
     ),
-    Row("eval_interval valid_data_path test_data_path", _no_evaluation, "--eval-iters is 0"),
+    Row("eval_interval", _no_use_of_interval, "--eval-iters is 0"),
+    Row("valid_data_path test_data_path", _no_use_of_held_out_data, "--eval-iters is 0"),
     Row(
         "check_replicas",
         lambda c, ranks, value: ranks == 1,
@@ -206,6 +215,7 @@ ROWS = (
         note="{flag} keeps checkpoints only in the memory of each process, so they are lost when the run ends; give a "
         "folder or the URL of object storage to keep them",
     ),
+    Row("exit_on_missing_checkpoint", lambda c, ranks, value: c.checkpoint.load is None, "--load is not given"),
     Row(
         "load_optim load_rng",
         lambda c, ranks, value: c.checkpoint.finetune,
@@ -219,8 +229,9 @@ def notes(config: Config, ranks: int, given: Mapping[str, Any]) -> Iterator[str]
 
     A value that equals its default and is None, False, 0 or empty asks for nothing, so it gets no note.
     """
-    values = {f.name: getattr(getattr(config, section), f.name) for section, _, f in settings()}
-    values["objective"] = config.objective
+    values = {"objective": config.objective}
+    for section, _, setting in settings():
+        values[setting.name] = getattr(getattr(config, section), setting.name)
     for row in ROWS:
         for name in row.names.split():
             if name not in given:

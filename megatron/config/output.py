@@ -21,6 +21,9 @@ class CheckpointConfig(Section):
         "run directory or checkpoint folder to start from, or the URL of one; ignored once the folder --save contains "
         "a checkpoint",
     )
+    exit_on_missing_checkpoint: bool = opt(
+        False, "end the run if --load holds no checkpoint, also if it names the folder of this run itself"
+    )
     finetune: bool = opt(
         False, "load only the weights of --load; optimizer state, data and iterations start from scratch"
     )

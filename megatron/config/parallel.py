@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +13,24 @@ if TYPE_CHECKING:
     from .sections import Config
 
 
+_accepts_any_schedule = ContextVar("whether the name of any schedule is valid", default=False)
+
+
+@contextmanager
+def accept_any_schedule() -> Iterator[None]:
+    """Accept the settings of a run whose script registers its schedule, where this script does not run."""
+    token = _accepts_any_schedule.set(True)
+    try:
+        yield
+    finally:
+        _accepts_any_schedule.reset(token)
+
+
 class _ScheduleName(OneOf):
     """Check that a value is a built-in schedule or one that the script has registered in `tds.schedule`."""
 
     def __call__(self, value: Any) -> str | None:
-        if value in self.choices:
+        if value in self.choices or _accepts_any_schedule.get():
             return None
         from .schedules import is_registered
 
@@ -198,4 +213,4 @@ def uses_sequence_parallel(config: "Config", on_accelerator: bool) -> bool:
         return False
     tokens = d.seq_length // p.context_parallel_size
     lengths = (tokens, d.enc_seq_length or 0, d.dec_seq_length or 0)  # any size divides the 0 of a length not given
-    return all(length % p.model_parallel_size == 0 for length in lengths)
+    return not any(length % p.model_parallel_size for length in lengths)

@@ -5,7 +5,8 @@ from typing import Any
 
 from .._compat import compat
 from .decoder import unused_rope_settings
-from .fields import OneOf, flag, format_flag
+from .fields import OneOf, flag
+from .messages import format_flag
 from .names import HOME
 from .sections import Config, settings
 

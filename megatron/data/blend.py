@@ -8,18 +8,24 @@ stored as a table that maps a position in the block to a corpus.
 The weights may have too many digits for an exact block. Then the block has about LARGEST_BLOCK samples, and corpora
 with fewer than MIN_BLOCK_SAMPLES samples in it form a second blend. If w is the total share of these corpora, sample n
 is taken from the second blend whenever floor((n + 1) w) > floor(n w), else from the block.
+
+`blend_sets` and `blend_training_set` combine the data sets of corpora into those of a run.
 """
 
 import heapq
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
+
+from .corpus_dataset import CorpusDataset, WrappedDataset
+from .corpus_paths import Paths, stages_in
 
 LARGEST_BLOCK = 1 << 16
 # A corpus with fewer samples than this in a block of LARGEST_BLOCK samples goes to the second blend. Rounding the
@@ -100,15 +106,23 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         self.datasets = list(datasets)
         self.plan = getattr(datasets[0], "plan", None)  # T5 only: sequence lengths, the same for all datasets
         self._rare_indices = rare_corpora(weights)
-        self._common_indices = [i for i in range(len(weights)) if i not in self._rare_indices]
-        self._rare_blend: BlendedDataset | None = None
+        self._common_indices = []
         self._rare_share = Fraction(0)  # share of the rare corpora in total
-        if self._rare_indices:
-            shares = shares_of(weights)
-            self._rare_share = Fraction(sum(shares[i] for i in self._rare_indices))
-            rare_datasets = [datasets[i] for i in self._rare_indices]
-            self._rare_blend = BlendedDataset(rare_datasets, [weights[i] for i in self._rare_indices])
-        self.quotas = block_quotas([weights[i] for i in self._common_indices])
+        common_weights = []
+        rare_weights = []
+        rare_datasets = []
+        for i, share in enumerate(shares_of(weights)):
+            if i in self._rare_indices:
+                self._rare_share += share
+                rare_weights.append(weights[i])
+                rare_datasets.append(datasets[i])
+            else:
+                self._common_indices.append(i)
+                common_weights.append(weights[i])
+        self._rare_blend: BlendedDataset | None = None
+        if rare_datasets:
+            self._rare_blend = BlendedDataset(rare_datasets, rare_weights)
+        self.quotas = block_quotas(common_weights)
         self.block_size = sum(self.quotas)
         self._corpus_at = order_block(self.quotas)  # position in the block -> index in _common_indices
         self._number_at = np.empty(self.block_size, dtype=np.int32)  # number of each sample of the block in its corpus
@@ -124,7 +138,8 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
             return self._rare_indices[corpus], number
         block, position = divmod(n - rare_before, self.block_size)
         corpus = self._corpus_at.item(position)
-        return self._common_indices[corpus], block * self.quotas[corpus] + self._number_at.item(position)
+        number = block * self.quotas[corpus] + self._number_at.item(position)
+        return self._common_indices[corpus], number
 
     def consumed_per_corpus(self, samples: int) -> list[int]:
         """Return how many of the first `samples` samples come from each corpus."""
@@ -173,7 +188,8 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         corpora = np.empty(count, np.int64)
         numbers = np.empty(count, np.int64)
         if self._rare_blend and len(rare_positions):
-            rare_corpus, numbers[rare_positions] = self._rare_blend.locate_all(rare_begin, len(rare_positions))
+            rare_corpus, rare_numbers = self._rare_blend.locate_all(rare_begin, len(rare_positions))
+            numbers[rare_positions] = rare_numbers
             corpora[rare_positions] = np.array(self._rare_indices)[rare_corpus]
         # The other samples are consecutive in the repeated block.
         common_begin = first - rare_begin
@@ -188,9 +204,70 @@ class BlendedDataset(Dataset[dict[str, Tensor]]):
         """Number of samples of the blend until one of the corpora has been read completely."""
         common_ends = []  # for each common corpus, the number of common samples until it has been read completely
         for corpus, quota in zip(self._common_indices, self.quotas, strict=True):
-            common_ends.append(int(self.datasets[corpus].samples_per_epoch) * self.block_size // quota)
+            corpus_size = int(self.datasets[corpus].samples_per_epoch)
+            common_ends.append(corpus_size * self.block_size // quota)
         if not self._rare_blend:
             return min(common_ends)
         # Of n samples, n * _rare_share come from rare corpora and the others from common ones.
         rare_end = self._rare_blend.samples_per_epoch / self._rare_share
-        return int(min(min(common_ends) / (1 - self._rare_share), rare_end))
+        common_end = min(common_ends) / (1 - self._rare_share)
+        return int(min(common_end, rare_end))
+
+
+class Member(NamedTuple):
+    """The data set of one corpus in one part of the run, and the weight of the corpus in its blend."""
+
+    weight: str | None
+    prefix: str
+    dataset: Any
+
+
+NamedSets = dict[str, list[Member]]  # name of a data set, "" without names -> its corpora
+
+
+class NumberedCorpus(WrappedDataset):
+    """Data set of one of several corpora. Its samples also have "corpus", the number of the corpus, int64 scalar."""
+
+    def __init__(self, dataset: Any, number: int) -> None:
+        super().__init__(dataset)
+        self._number = torch.tensor(number)
+
+    def __getitem__(self, n: int) -> dict[str, Any]:
+        return {**self.dataset[n], "corpus": self._number}
+
+
+def label_corpus(dataset: Any, prefix: str, prefixes: Sequence[str]) -> Any:
+    """Return the data set with its prefix and, if there are several corpora, with the number of its corpus."""
+    if isinstance(dataset, CorpusDataset):
+        dataset.prefix = prefix
+    return NumberedCorpus(dataset, prefixes.index(prefix)) if len(prefixes) > 1 else dataset
+
+
+def blend_training_set(sets: NamedSets, paths: Paths) -> Any:
+    stages = stages_in(paths)
+    if not stages:
+        return blend_sets(sets)
+    from .staged import build_staged
+
+    trained = {member.prefix: member.dataset for member in sets[""]}  # training data have no name
+    return build_staged(trained, stages, tokens_of(sets[""][0].dataset))
+
+
+def tokens_of(dataset: Any) -> int:
+    """Return the number of tokens of a sample: of encoder and decoder for T5, else of one window."""
+    plan = getattr(dataset, "plan", None)
+    return plan.encoder + plan.decoder if plan is not None else int(dataset.seq_length)
+
+
+def blend_sets(sets: NamedSets) -> Any:
+    """Return a data set, a dict from names to data sets if they are named, or None."""
+    blends = {name: _blend(members) for name, members in sets.items()}
+    return blends.get("") or blends or None
+
+
+def _blend(members: Sequence[Member]) -> Any:
+    if len(members) == 1:
+        return members[0].dataset
+    datasets = [member.dataset for member in members]
+    weights = [member.weight or str(member.dataset.samples_per_epoch) for member in members]
+    return BlendedDataset(datasets, weights)

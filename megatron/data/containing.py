@@ -36,7 +36,8 @@ def _windows_over(sample_order: SampleOrder, begin: Numbers, end: Numbers) -> Nu
     last = np.minimum((end - 1) // length, sample_order.per_epoch - 1)
     count = np.maximum(last - first + 1, 0)
     # The ranges one after another: first 2 and 7, count 2 and 3 give 2 3 7 8 9.
-    offsets = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    count_before = np.cumsum(count) - count
+    offsets = np.arange(int(count.sum())) - np.repeat(count_before, count)
     return np.unique(np.repeat(first, count) + offsets)
 
 

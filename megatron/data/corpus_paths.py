@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from ..config.data_stages import Stage, StagedCorpora, prefixes_in
 from ..storage import is_url, to_path
-from .indexed_dataset import DatasetError
+from .indexed_dataset import DTYPES, HEADER, LOSS_SUFFIX, DatasetError
 from .splits import PARTS
 
 Words = Sequence[str]
@@ -23,15 +25,17 @@ def parse_blend(words: str | Words) -> list[tuple[str | None, str]]:
     Without weights, corpora are sampled in proportion to their size. Raises DatasetError if `words` has another form.
     """
     parts = list[str]()
-    for word in [words] if isinstance(words, str) else words:
+    if isinstance(words, str):
+        words = [words]
+    for word in words:
         parts += _split_words(word)
     argument = f"--data-path {' '.join(parts)}"
     is_weighted = len(parts) > 1 and _is_number(parts[0])
     if not is_weighted:
         # Without a weight in front, a number is the name of a corpus or a misplaced weight.
-        stray_numbers = [part for part in parts if _is_number(part) and not _is_corpus(part)]
-        if stray_numbers:
-            raise DatasetError(f"{argument} must be pairs of a weight and a prefix, as in 0.7 a 0.3 b")
+        for part in parts:
+            if _is_number(part) and not _is_corpus(part):
+                raise DatasetError(f"{argument} must be pairs of a weight and a prefix, as in 0.7 a 0.3 b")
         return [(None, part) for part in parts]
     weights = parts[::2]
     prefixes = parts[1::2]
@@ -63,7 +67,10 @@ def renamed(word: str, change: Callable[[str], str]) -> str:
     if match:
         name = f"{match[1]}="
         word = match[2]
-    return name + " ".join(part if _is_number(part) else change(part) for part in _split_words(word))
+    parts = []
+    for part in _split_words(word):
+        parts.append(part if _is_number(part) else change(part))
+    return name + " ".join(parts)
 
 
 def _split_words(word: str) -> list[str]:
@@ -99,9 +106,10 @@ def parse_named_sets(words: str | Words, part: str) -> dict[str, str | Words]:
         if not match or _is_corpus(word):  # the prefix of a corpus may contain =
             unnamed += 1
             continue
-        if match[1] in blends and repeated is None:
-            repeated = match[1]
-        blends[match[1]] = match[2]
+        name = match[1]
+        if name in blends and repeated is None:
+            repeated = name
+        blends[name] = match[2]
     if not blends:
         return {"": words}
     if part == "train":
@@ -179,5 +187,26 @@ def corpus_names(paths: Paths) -> list[str]:
 
 
 def is_triple(prefix: str) -> bool:
-    """Return True if `prefix` names a corpus that was masked during preprocessing (three `.bin/.idx` pairs)."""
-    return to_path(f"{prefix}_context.idx").is_file()
+    """Return True if `prefix` names a corpus that was masked during preprocessing (three `.bin/.idx` pairs).
+
+    Beside an ordinary corpus `prefix`, a lone PREFIX_context is another ordinary corpus.
+    """
+    if not to_path(f"{prefix}_context.idx").is_file():
+        return False
+    return to_path(f"{prefix}_target.idx").is_file() or not to_path(f"{prefix}.idx").is_file()
+
+
+def has_loss_mask(prefix: str) -> bool:
+    """Return True if PREFIX_loss is the loss mask of the corpus `prefix`, and no ordinary corpus of this name.
+
+    A loss mask has the dtype uint8, which `best_dtype` gives to no tokens. A damaged index counts as that of a mask.
+    """
+    path = to_path(f"{prefix}{LOSS_SUFFIX}.idx")
+    if not path.is_file() or not to_path(f"{prefix}.idx").is_file():
+        return False
+    with path.open("rb") as file:
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return True
+    _, _, dtype_code, _, _ = HEADER.unpack(header)
+    return DTYPES.get(dtype_code, np.uint8) is np.uint8

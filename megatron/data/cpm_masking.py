@@ -27,15 +27,20 @@ def mask_document(
     tokens. mean_span: mean length of a span in tokens. seed: determines which tokens are masked.
     """
     text = ids.astype(np.int64)
+    size = len(text)
     # At least one token is masked. A span has at least one masked token, and an unmasked one before it if possible.
-    noise = min(max(round(len(text) * density), 1), len(text))
-    spans = min(max(round(noise / mean_span), 1), noise, max(len(text) - noise, 1))
-    is_document_end = np.arange(len(text)) == len(text) - 1
+    noise = max(round(size * density), 1)
+    noise = min(noise, size)
+    spans = max(round(noise / mean_span), 1)
+    spans = min(spans, noise, max(size - noise, 1))
+    is_document_end = np.arange(size) == size - 1
     rng = np.random.default_rng(list(seed))
     # This encoder length is large enough for any mask; the decoder length has no effect here.
-    plan = SpanPlan(len(text), noise, spans, encoder=2 * len(text), decoder=0)
+    plan = SpanPlan(size, noise, spans, encoder=2 * size, decoder=0)
     masked, is_span_start, _ = draw_spans_to_document_ends(rng, plan, is_document_end)
-    context, target, sentinel_positions = splice(text, masked, is_span_start, first_id + np.arange(is_span_start.sum()))
-    lengths = np.diff(sentinel_positions, append=len(target))
+    sentinels = first_id + np.arange(is_span_start.sum())
+    context, target, positions = splice(text, masked, is_span_start, sentinels)
+    lengths = np.diff(positions, append=len(target))
     # The offsets are position, length, position, length and so on.
-    return context, target, np.stack([sentinel_positions, lengths], axis=1).ravel()
+    offsets = np.stack([positions, lengths], axis=1).ravel()
+    return context, target, offsets

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .corpora import Make, Paths, build_datasets, prefixes_of
+from .corpora import Make, build_datasets
+from .corpus_paths import Paths, prefixes_of
 from .cpm_masking import PARTS
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
@@ -44,7 +45,9 @@ class CPMTripleDataset(T5Samples):
         self.documents = documents
         # A window has as many tokens as the encoder. Preprocessing has chosen the spans, so none are drawn.
         self.plan = SpanPlan(encoder, noise=0, spans=0, encoder=encoder, decoder=decoder)
-        self.starts = {name: np.concatenate([[0], each.document_ends()]) for name, each in self.parts.items()}
+        self.starts = {}
+        for name, each in self.parts.items():
+            self.starts[name] = np.concatenate([[0], each.document_ends()])
         contexts = self.parts["context"]
         sizes = partial(contexts.document_sizes, documents)
         self.order = SampleOrder(sizes, encoder, seed, part, overlap=0, folder=contexts.orders_folder)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..storage import to_path
+from .corpus_paths import has_loss_mask, is_triple
 from .cpm_masking import PARTS
 from .indexed_dataset import LOSS_SUFFIX, IndexedDataset
 
@@ -38,9 +39,12 @@ def sidecar_sums(prefix: str, sidecar: Sidecar | None) -> dict[str, Any] | None:
     # If the sidecar lists web and web_loss, the endings are "" and "_loss". If the corpus was then renamed to news, the
     # longest ending of news_loss is "_loss", so its checksums are those of web_loss.
     common_prefix = os.path.commonprefix(list(sums_by_name))
-    endings = [listed_name.removeprefix(common_prefix) for listed_name in sums_by_name]
-    ending = max((each for each in endings if name.endswith(each)), key=len, default="")
-    sums = sums_by_name.get(name, sums_by_name.get(common_prefix + ending))
+    longest = ""
+    for listed_name in sums_by_name:
+        ending = listed_name.removeprefix(common_prefix)
+        if name.endswith(ending) and len(ending) > len(longest):
+            longest = ending
+    sums = sums_by_name.get(name, sums_by_name.get(common_prefix + longest))
     return sums if isinstance(sums, dict) else None
 
 
@@ -76,10 +80,13 @@ def blocks_of(path: Path, sums: Sidecar) -> list[Block]:
     size = path.stat().st_size
     block_size = sums.get("block", 1 << 26)  # 64 MiB, unless the sidecar has another size
     starts = range(0, size, block_size)
-    ends = [min(start + block_size, size) for start in starts]
     expected = sums[path.suffix.removeprefix(".")]
+    blocks = []
     # If the file has the wrong size, the numbers of blocks and of checksums differ; `find_damage` reports that.
-    return [Block(path, *each) for each in zip(starts, ends, expected, strict=False)]
+    for start, checksum in zip(starts, expected, strict=False):
+        end = min(start + block_size, size)
+        blocks.append(Block(path, start, end, checksum))
+    return blocks
 
 
 def find_damage(prefix: str, sums: Sidecar, max_blocks: int | None = None) -> Iterator[str]:
@@ -109,7 +116,8 @@ def find_holes(indexed: IndexedDataset, eod: int | None, max_blocks: int | None 
     runs = list[list[int]]()  # begin, end and id of each run
     for number in evenly_spaced(count, max_blocks or count):
         first_token = number * TOKENS_AT_ONCE
-        for begin, end, token in _find_runs(np.asarray(indexed.tokens[first_token : first_token + TOKENS_AT_ONCE])):
+        tokens = indexed.tokens[first_token : first_token + TOKENS_AT_ONCE]
+        for begin, end, token in _find_runs(np.asarray(tokens)):
             if runs and runs[-1][1:] == [first_token + begin, token]:  # the last run continues in this block
                 runs[-1][1] = first_token + end
             else:
@@ -148,7 +156,8 @@ def _find_runs(tokens: Any) -> Iterator[tuple[int, int, int]]:
     is_candidate = lengths >= MIN_RUN_LENGTH
     is_candidate[[0, -1]] = True
     for index in np.flatnonzero(is_candidate).tolist():
-        yield int(bounds[index]), int(bounds[index + 1]), int(tokens[bounds[index]])
+        begin = int(bounds[index])
+        yield begin, int(bounds[index + 1]), int(tokens[begin])
 
 
 def _longest_document(indexed: IndexedDataset) -> int:
@@ -158,7 +167,11 @@ def _longest_document(indexed: IndexedDataset) -> int:
 
 def pairs_of(prefix: str) -> list[str]:
     """Return the prefixes of the pairs of files that a corpus has: tokens, loss mask and parts."""
-    names = [prefix, prefix + LOSS_SUFFIX, *(f"{prefix}_{part}" for part in PARTS)]
+    names = [prefix]
+    if has_loss_mask(prefix):
+        names.append(prefix + LOSS_SUFFIX)
+    if is_triple(prefix):
+        names += [f"{prefix}_{part}" for part in PARTS]
     return [name for name in names if to_path(f"{name}.idx").is_file()]
 
 
@@ -169,7 +182,8 @@ def find_problems(prefix: str, sidecar: Sidecar | None, max_blocks: int | None =
     """
     pairs = pairs_of(prefix)
     for pair in pairs:
-        if sums := sidecar_sums(pair, sidecar):
+        sums = sidecar_sums(pair, sidecar)
+        if sums:
             for problem in find_damage(pair, sums, max_blocks):
                 yield f"{problem}; {ADVICE}"
     if prefix in pairs:

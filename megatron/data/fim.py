@@ -47,8 +47,9 @@ class FillInTheMiddle:
         end = 0
         for size, (chance, spm_chance, first_cut, second_cut) in zip(sizes, chances.tolist(), strict=True):
             document = text[end : end + size]
-            cuts = (first_cut, second_cut)
-            pieces.append(self.rearrange_document(document, chance < self.rate, spm_chance < self.spm_rate, cuts))
+            is_rearranged = chance < self.rate
+            is_spm = spm_chance < self.spm_rate
+            pieces.append(self.rearrange_document(document, is_rearranged, is_spm, (first_cut, second_cut)))
             end += size
         return np.concatenate(pieces)
 

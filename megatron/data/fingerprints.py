@@ -1,12 +1,14 @@
-"""Fingerprints of corpora: hashes of their content, wherever their files are."""
+"""Fingerprints of corpora, hashes of their content wherever their files are; metadata on how they were made."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from ..json_text import read_json
 from ..storage import RemotePath, to_path
 from .cpm_masking import PARTS
 from .indexed_dataset import LOSS_SUFFIX
@@ -31,7 +33,9 @@ def content_fingerprint(prefix: str) -> str:
     The hash covers size, start, end and evenly spaced blocks of each file of the corpus and of its loss mask, if any.
     If there is no such file, it covers those of the three pairs of a corpus that was masked during preprocessing.
     """
-    files = _files_of(prefix, prefix + LOSS_SUFFIX) or _files_of(*(f"{prefix}_{part}" for part in PARTS))
+    files = _files_of(prefix, prefix + LOSS_SUFFIX)
+    if not files:
+        files = _files_of(*(f"{prefix}_{part}" for part in PARTS))
     return _hash_content(files)
 
 
@@ -82,3 +86,20 @@ def _read_blocks(path: Path, starts: Sequence[int]) -> Iterator[bytes]:
         for start in starts:
             file.seek(start)
             yield file.read(BLOCK_BYTES)
+
+
+def made_with(prefix: str) -> dict[str, Any] | None:
+    """Return the metadata in `prefix`.json, which tools/preprocess_data.py writes, or None without this file.
+
+    Raises ValueError if the file is damaged.
+    """
+    path = to_path(f"{prefix}.json")
+    if not path.is_file():
+        return None
+    try:
+        metadata: dict[str, Any] = read_json(path, dict)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); copy it again or rebuild the corpus with tools/preprocess_data.py"
+        ) from None
+    return metadata

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .corpora import Make, Paths, build_datasets
+from .corpora import Make, build_datasets
 from .corpus_dataset import CorpusDataset
+from .corpus_paths import Paths
 from .index_check import open_corpus
 from .indexed_dataset import IndexedDataset
 from .sample_order import Windows
@@ -22,8 +23,7 @@ class GPT2Dataset(CorpusDataset):
     Sample n, for any n >= 0, depends only on the corpus, `documents`, `part`, `seed` and n. Samples that are adjacent
     in the text overlap by one token, so every token is a target once per epoch.
     part: "train", "valid" or "test"; it also enters the random seed. fim: fill-in-the-middle settings.
-    prefixes: prefix-LM settings; samples then also have `"prefixes": int64 [seq_length]`, which is 1 for tokens of a
-    prefix, else 0.
+    prefixes: prefix-LM settings; samples then also have `"prefixes": int64 [seq_length]`, 1 for tokens of a prefix.
     Reading a sample with an id outside the vocabulary raises DatasetError.
     """
 

@@ -67,8 +67,9 @@ class IndexCheck(NamedTuple):
         sizes, pointers: tokens and offsets of consecutive sequences, which begin at byte `begin` of the .bin file.
         """
         ends = begin + np.cumsum(sizes, dtype=np.int64) * self.itemsize
-        starts = np.concatenate([[begin], ends])[: len(sizes)]  # each sequence must begin where the one before it ends
-        if (sizes < 0).any() or (pointers != starts).any():
+        bounds = np.concatenate([[begin], ends])
+        is_consecutive = pointers == bounds[: len(sizes)]  # each sequence must begin where the one before it ends
+        if (sizes < 0).any() or not is_consecutive.all():
             raise DatasetError(f"{self.prefix}.idx is damaged: its sequences are not consecutive in the .bin")
         return int(ends[-1]) if len(ends) else begin
 

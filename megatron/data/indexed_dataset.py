@@ -82,7 +82,9 @@ class IndexedDataset:
         if checked is not None:
             checked[prefix] = self._one_sequence_each
         if isinstance(data, RemotePath):
-            self._open_remote(data, stamp)
+            from .remote_tokens import open_tokens
+
+            open_tokens(self, data, stamp)
         else:
             self._map_tokens()
 
@@ -128,15 +130,6 @@ class IndexedDataset:
         mapped = np.memmap(path, mode="r", dtype=self.dtype)
         self.tokens = mapped.view(np.ndarray)  # slicing an np.memmap is slow
         self._maps.append((path, mapped.base, mapped.nbytes))  # for check_not_shrunk
-
-    def _open_remote(self, data: RemotePath, stamp: Stamp | None) -> None:
-        """Read the .bin in object storage through a cache. stamp: its version when another process opened it."""
-        from .remote_tokens import RemoteTokens, version_folder
-
-        self._remote = RemoteTokens(data, self.dtype, stamp)
-        self._stamp = self._remote.stamp
-        self.tokens = cast(NDArray[Any], self._remote)
-        self.orders_folder = os.fspath(version_folder(data, self._stamp) / "orders")
 
     def refresh(self) -> None:
         """Let `tokens` follow the cache of a corpus in object storage; see `RemoteTokens.refresh`."""

@@ -6,20 +6,48 @@ everything that determines the content. The file gets this name when it is compl
 """
 
 import contextlib
+import hashlib
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..atomic import atomic_file, file_lock, private_temp_folder, temporary_name
-from .pages import Arrays
+from .pages import Arrays, release_pages
+
+if TYPE_CHECKING:
+    from .sample_order import SampleOrder
 
 OrderArrays = dict[str, NDArray[Any]]  # name -> array of an epoch
 FillArrays = Callable[[OrderArrays], None]  # function that fills new arrays
+
+
+def map_epoch(sample_order: "SampleOrder", number: int, folder: str) -> OrderArrays | None:
+    """Return the arrays of a large epoch in a file below `folder`; None if the file can be written nowhere."""
+    arrays = try_map_arrays(
+        folder,
+        _name_of(sample_order, number),
+        sample_order._array_specs(),
+        lambda arrays: sample_order._fill_arrays(number, arrays),
+    )
+    if arrays is None:
+        return None
+    for array in arrays.values():
+        release_pages(array)
+    # The file of the epoch before the previous one is deleted, as an order file takes 12 or more bytes a document.
+    remove(folder, _name_of(sample_order, number - 2))
+    return arrays
+
+
+def _name_of(sample_order: "SampleOrder", number: int) -> str:
+    """Return the name of the order file: a hash of everything that determines the order of epoch `number`."""
+    o = sample_order
+    key = (o._sizes_digest, o.documents, o.length, o.overlap, True, o.seed, number)  # True: shuffled
+    return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest() + ".order"
 
 
 def try_map_arrays(folder: str, name: str, arrays: Arrays, fill: FillArrays) -> OrderArrays | None:

@@ -94,15 +94,18 @@ class PackedOrder:
 
     def _epoch(self, number: int) -> tuple[Ints, Ints]:
         """Return two arrays for epoch `number`: the record indices of all windows, and the order of the windows."""
-        if number not in self._epochs:
-            while len(self._epochs) > 1:  # keep one other epoch, the newest
-                self._epochs.popitem(last=False)
-            shuffled = np.random.default_rng([*self.seed, number, 0]).permutation(len(self._records))
+        epochs = self._epochs
+        if number not in epochs:
+            while len(epochs) > 1:  # keep one other epoch, the newest
+                epochs.popitem(last=False)
+            record_rng = np.random.default_rng([*self.seed, number, 0])
+            shuffled = record_rng.permutation(len(self._records))
             # The stable sort keeps records of equal length in random order.
             longest_first = shuffled[np.argsort(-self._lengths[shuffled], kind="stable")]
-            windows = np.random.default_rng([*self.seed, number, 1]).permutation(self.per_epoch)
-            self._epochs[number] = (self._records[longest_first[self._slots]], windows)
-        return self._epochs[number]
+            window_rng = np.random.default_rng([*self.seed, number, 1])
+            windows = window_rng.permutation(self.per_epoch)
+            epochs[number] = (self._records[longest_first[self._slots]], windows)
+        return epochs[number]
 
     def records(self, n: int) -> Ints:
         """Return the records of window n, longest first."""

@@ -13,13 +13,16 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..atomic import atomic_file, file_lock, name_in_errors, private_temp_folder
 from ..storage import RemotePath, StorageError, require_local
+
+if TYPE_CHECKING:
+    from .indexed_dataset import IndexedDataset
 
 Array = NDArray[Any]
 BLOCK = 4 << 20  # bytes that are downloaded at once
@@ -85,11 +88,14 @@ class _Region:
     def __init__(self, size: int) -> None:
         if _Region._libc is None:
             libc = ctypes.CDLL(None, use_errno=True)
-            numbers = (ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)  # protection, flags, file, offset
-            libc.mmap.restype = ctypes.c_void_p
-            libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *numbers)
-            libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-            libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+            address = ctypes.c_void_p
+            number = ctypes.c_int
+            length = ctypes.c_size_t
+            libc.mmap.restype = address
+            # Address, length, protection, flags, file and offset.
+            libc.mmap.argtypes = (address, length, number, number, number, ctypes.c_int64)
+            libc.munmap.argtypes = (address, length)
+            libc.madvise.argtypes = (address, length, number)
             _Region._libc = libc
         self._size = size + HUGE_PAGE
         self._begin = None  # for __del__, if the next line fails
@@ -97,8 +103,8 @@ class _Region:
         self._begin = self._map(None, self._size, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         # The kernel maps whole huge pages of a file only at multiples of their size; reading is then about 10 % faster.
         self._aligned_begin = -(-self._begin // HUGE_PAGE) * HUGE_PAGE  # rounded up
-        address = (self._aligned_begin, True)  # read-only
-        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": address, "version": 3}
+        data = (self._aligned_begin, True)  # read-only
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": data, "version": 3}
 
     def _map(self, address_wanted: int | None, size: int, protection: int, flags: int, file: int) -> int:
         address: int = self._libc.mmap(address_wanted, size, protection, flags, file, 0)
@@ -160,13 +166,15 @@ class RemoteTokens:
         start, stop, _ = index.indices(self._length)
         if start >= stop:
             return np.empty(0, self.dtype)
-        first_block = start // self._per_block
-        end_block = (stop - 1) // self._per_block + 1
+        per_block = self._per_block
+        first_block = start // per_block
+        end_block = (stop - 1) // per_block + 1
         if all(self._readable[first_block:end_block]):
             return self._mapped_tokens[start:stop]
         blocks = [self._get_block(number) for number in range(first_block, end_block)]
         tokens = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        return tokens[start - first_block * self._per_block : stop - first_block * self._per_block]
+        first_token = first_block * per_block
+        return tokens[start - first_token : stop - first_token]
 
     def refresh(self) -> "Array | RemoteTokens":
         """Return an equal array, as fast as that of a local file if all blocks are in the cache, else this one.
@@ -204,16 +212,18 @@ class RemoteTokens:
         """Map file n, and read which blocks it has."""
         path = self._folder / str(n)
         with contextlib.suppress(FileNotFoundError), open(path, "rb", buffering=0) as file, name_in_errors(path):
-            inode = os.fstat(file.fileno()).st_ino
+            descriptor = file.fileno()
+            inode = os.fstat(descriptor).st_ino
+            first_block = n * BLOCKS_PER_FILE
             if self._files.get(n) != inode:
                 if n in self._files:  # the mapped file has been deleted, and another process has begun a new one
                     self._reset_region()
-                self._region.map_file(n * BLOCKS_PER_FILE * BLOCK, file.fileno())
+                self._region.map_file(first_block * BLOCK, descriptor)
                 self._files[n] = inode
-                os.utime(file.fileno())  # when the cache is full, the files unused for the longest time are deleted
+                os.utime(descriptor)  # when the cache is full, the files unused for the longest time are deleted
             # After the blocks, the file has a byte for each of them: 1 if the block is there.
-            flags = os.pread(file.fileno(), BLOCKS_PER_FILE, BLOCKS_PER_FILE * BLOCK)
-            self._readable[n * BLOCKS_PER_FILE : n * BLOCKS_PER_FILE + len(flags)] = flags
+            flags = os.pread(descriptor, BLOCKS_PER_FILE, BLOCKS_PER_FILE * BLOCK)
+            self._readable[first_block : first_block + len(flags)] = flags
 
     def _download_block(self, number: int) -> Array:
         with contextlib.suppress(OSError):  # somebody may have deleted the cache while the run reads from it
@@ -262,6 +272,15 @@ class RemoteTokens:
             self._in_memory[number] = np.frombuffer(data, self.dtype)
 
 
+def open_tokens(indexed: "IndexedDataset", data: RemotePath, stamp: tuple[int, str] | None) -> None:
+    """Let `indexed` read its .bin in object storage through the cache. stamp: its version when it was opened before."""
+    remote = RemoteTokens(data, indexed.dtype, stamp)
+    indexed._remote = remote
+    indexed._stamp = remote.stamp
+    indexed.tokens = cast(NDArray[Any], remote)
+    indexed.orders_folder = os.fspath(version_folder(data, remote.stamp) / "orders")
+
+
 def cached_pieces(folder: Path, begin: int, end: int) -> list[tuple[Path, int, int]] | None:
     """Return where the cache `folder` of an object has bytes `begin` to `end` - 1; None if it lacks a part of them.
 
@@ -291,14 +310,15 @@ def evict(folder: Path, limit: int) -> None:
     total = 0
     now = time.time()
     for path in folder.glob(f"{'[0-9a-f]' * 32}/*"):
-        if path.name.isdigit() or path.name == WHOLE_COPY:
+        is_copy = path.name == WHOLE_COPY
+        if path.name.isdigit() or is_copy:
             with contextlib.suppress(OSError):
                 status = path.stat()
                 size = status.st_blocks * 512  # the files are sparse
                 total += size
-                if path.name != WHOLE_COPY or status.st_mtime < now - RECENT_SECONDS:
+                if not is_copy or status.st_mtime < now - RECENT_SECONDS:
                     # False sorts before True, so tokens come before copies of objects, and old files before new ones.
-                    files.append((path.name == WHOLE_COPY, status.st_mtime_ns, size, path))
+                    files.append((is_copy, status.st_mtime_ns, size, path))
     if total <= limit:
         return
     for _, _, size, path in sorted(files):

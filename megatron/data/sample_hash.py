@@ -18,7 +18,9 @@ def extend_hash(state: int, dataset: Any, first: int, count: int) -> int:
 
     dataset: `dataset.sample_ids(first, count)` returns the sample ids. Without this method, the id of sample n is n.
     """
-    sample_ids = getattr(dataset, "sample_ids", lambda first, count: np.arange(first, first + count))
+    sample_ids = getattr(dataset, "sample_ids", None)
+    if not callable(sample_ids):  # a custom data set may have an attribute of this name
+        sample_ids = _indices
     for begin in range(first, first + count, SAMPLES_AT_ONCE):
         length = min(SAMPLES_AT_ONCE, first + count - begin)
         # Ids a b c extend the state s to s * BASE^3 + a * BASE^2 + b * BASE + c, all modulo 2^64.
@@ -30,6 +32,11 @@ def extend_hash(state: int, dataset: Any, first: int, count: int) -> int:
         total = int(terms.sum(dtype=np.uint64))
         state = (state * int(powers[-1]) + total) % 2**64
     return state
+
+
+def _indices(first: int, count: int) -> NDArray[np.int64]:
+    """Return the ids of `count` samples from number `first` on, where the id of sample n is n."""
+    return np.arange(first, first + count)
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -4,9 +4,8 @@ Each epoch shuffles the documents, concatenates them, cuts the text into samples
 located on demand by binary search. The order does not depend on the length of a run, the number of ranks or the number
 of data workers. (Megatron shuffles the documents of all epochs together, so its order changes with --train-iters.)
 
-An epoch covers each document once, except the last tokens, which do not fill a sample. The order of a small epoch is
-computed in memory on first use. The order of a large epoch is stored in a file that all processes of a node share
-(order_file.py). If the file is deleted, it is computed again.
+An epoch covers each document once, except the last tokens, which do not fill a sample. Its order is computed on first
+use. The order of a large epoch is stored in a file that all processes of a node share (order_file.py).
 """
 
 import hashlib
@@ -109,7 +108,10 @@ class SampleOrder:
             self._epochs.popitem(last=False)
         if is_small or not self._folder:
             return self._build_in_memory(number)
-        return self._build_in_file(number, self._folder)
+        from .order_file import map_epoch
+
+        arrays = map_epoch(self, number, self._folder)
+        return Epoch(**arrays) if arrays else self._build_in_memory(number)
 
     def release_pages(self) -> None:
         """Release the resident pages of the current epoch's order in this process, if the order is memory-mapped."""
@@ -120,25 +122,6 @@ class SampleOrder:
         arrays = {name: np.empty(count, dtype) for name, (count, dtype) in self._array_specs().items()}
         self._fill_arrays(number, arrays)
         return Epoch(**arrays)
-
-    def _build_in_file(self, number: int, folder: str) -> Epoch:
-        from . import order_file
-
-        arrays = order_file.try_map_arrays(
-            folder, self._order_file_name(number), self._array_specs(), lambda arrays: self._fill_arrays(number, arrays)
-        )
-        if arrays is None:
-            return self._build_in_memory(number)
-        for array in arrays.values():
-            release_pages(array)
-        # The file of the epoch before the previous one is deleted, as an order file takes 12 or more bytes a document.
-        order_file.remove(folder, self._order_file_name(number - 2))
-        return Epoch(**arrays)
-
-    def _order_file_name(self, number: int) -> str:
-        """Return the name of the order file: a hash of everything that determines the order of epoch `number`."""
-        key = (self._sizes_digest, self.documents, self.length, self.overlap, True, self.seed, number)  # True: shuffled
-        return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest() + ".order"
 
     def _array_specs(self) -> Arrays:
         """Return length and dtype of the arrays of an epoch; dtype is int32 where it suffices, else int64."""

@@ -11,9 +11,8 @@ from .workers import block_signals, exit_with_parent, kill_workers_at_exit
 class ConsecutiveSampler(Sampler[list[int]]):
     """Endless sampler that yields micro-batches of sample numbers for one data-parallel rank.
 
-    An iteration uses the samples that follow those of the previous iteration. Every rank takes an equal number of
-    consecutive samples of the iteration and splits them into micro-batches. So the samples of an iteration do not
-    depend on the number of ranks or micro-batches.
+    Every rank takes an equal number of consecutive samples of an iteration and splits them into micro-batches. So the
+    samples of an iteration do not depend on the number of ranks or micro-batches.
 
     batch_size: samples of a micro-batch. gas: number of micro-batches of a rank in an iteration (gradient
     accumulation steps), or a function that returns it for the number of an iteration's first sample.

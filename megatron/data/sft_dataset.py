@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .corpora import Make, Paths, build_datasets
+from .corpora import Make, build_datasets
 from .corpus_dataset import CorpusDataset
+from .corpus_paths import Paths
 from .index_check import open_corpus
 from .indexed_dataset import LOSS_SUFFIX, DatasetError, IndexedDataset
 from .packing import Ints, PackedOrder
@@ -109,25 +110,31 @@ class SftDataset(CorpusDataset):
         self.order = PackedOrder(lengths, seq_length, seed, f"{part} records")
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        sample = {name: np.full(self.seq_length, self._eod, dtype=np.int64) for name in ("tokens", "labels")}
-        sample |= {name: np.zeros(self.seq_length, dtype=np.int64) for name in ("loss_mask", "document_ids")}
-        corpus = self._corpus
-        corpus.tokens.check_not_shrunk()
-        corpus.loss_flags.check_not_shrunk()
+        length = self.seq_length
+        sample = {
+            "tokens": np.full(length, self._eod, dtype=np.int64),
+            "labels": np.full(length, self._eod, dtype=np.int64),
+            "loss_mask": np.zeros(length, dtype=np.int64),
+            "document_ids": np.zeros(length, dtype=np.int64),
+        }
+        text = self._corpus.tokens
+        loss_flags = self._corpus.loss_flags
+        text.check_not_shrunk()
+        loss_flags.check_not_shrunk()
         filled = 0
         records = self.order.records(int(n)).tolist()
-        self.refresh_after(len(records), (corpus.tokens, corpus.loss_flags))
+        self.refresh_after(len(records), (text, loss_flags))
         for number, record in enumerate(records, start=1):
             document = self.documents[record]
-            start = corpus.tokens.document_start(document)
-            size = int(corpus.tokens.document_sizes(range(document, document + 1))[0])
-            source = slice(start, start + min(size, self.seq_length + 1))
-            ids = corpus.tokens.tokens[source]
+            start = text.document_start(document)
+            size = int(text.document_sizes(range(document, document + 1))[0])
+            source = slice(start, start + min(size, length + 1))
+            ids = text.tokens[source]
             self._check_ids(ids, document)
             target = slice(filled, filled + len(ids) - 1)  # the last token is only a label
             sample["tokens"][target] = ids[:-1]
             sample["labels"][target] = ids[1:]
-            sample["loss_mask"][target] = corpus.loss_flags.tokens[source][1:]
+            sample["loss_mask"][target] = loss_flags.tokens[source][1:]
             sample["document_ids"][target] = number
             filled = target.stop
         return {name: torch.from_numpy(each) for name, each in sample.items()}

@@ -37,19 +37,21 @@ def _unused_fraction(ends: NDArray[np.int64], plan: SpanPlan) -> float:
 
     ends: positions of document ends in the concatenated text.
     """
-    windows = int(ends[-1] + 1) // plan.tokens if len(ends) else 0
+    length = plan.tokens
+    windows = int(ends[-1] + 1) // length if len(ends) else 0
     if not windows:
         return 0.0
-    begins = np.arange(windows) * plan.tokens
+    begins = np.arange(windows) * length
     # For each window, `first` is the index in `ends` of the first document end in the window. Every document end takes
     # one span; `last` is the index of the document end that takes the last one. Text after this document is unused.
     first = ends.searchsorted(begins)
     last = first + max(plan.spans, plan.max_spans) - 1
     last_end = len(ends) - 1
     next_end = ends[np.minimum(last + 1, last_end)]
-    has_unused = (last < last_end) & (next_end < begins + plan.tokens)
-    used = np.where(has_unused, ends[np.minimum(last, last_end)] + 1 - begins, plan.tokens)
-    return float(1 - used.sum() / (windows * plan.tokens))
+    has_unused = (last < last_end) & (next_end < begins + length)
+    used_until = ends[np.minimum(last, last_end)] + 1
+    used = np.where(has_unused, used_until - begins, length)
+    return float(1 - used.sum() / (windows * length))
 
 
 def _max_ends_in_window(ends: NDArray[np.int64], tokens: int) -> int:
@@ -96,8 +98,9 @@ def fit_documents(
         f"tokens of text with room for {shorter.max_spans} spans; {plan.tokens} tokens with {plan.spans} spans would "
         f"drop {unused:.0%} of the text"
     )
-    unused_note = f"; {still_unused:.1%} of the text is still dropped" if still_unused > MAX_UNUSED else ""
-    return shorter, note + unused_note + _advice_for_longer(shorter, plan, decoder, sentinels)
+    if still_unused > MAX_UNUSED:
+        note += f"; {still_unused:.1%} of the text is still dropped"
+    return shorter, note + _advice_for_longer(shorter, plan, decoder, sentinels)
 
 
 def _advice_for_longer(shorter: SpanPlan, plan: SpanPlan, decoder: int | None, sentinels: int) -> str:

@@ -123,16 +123,18 @@ def draw_spans_to_document_ends(
             min_spans[-1] = 0  # the last document continues beyond the window, so it needs no span at its end
         # Spans are divided in proportion to the size of a document. Each span needs two tokens, a masked one and an
         # unmasked one before it.
-        spans = _distribute(sizes // 2, min(max(plan.spans, len(boundaries)), used), min_spans)
+        wanted_spans = max(plan.spans, len(boundaries))
+        spans = _distribute(sizes // 2, min(wanted_spans, used), min_spans)
         # Each span gets at least one masked token. A document with spans keeps an unmasked token for each, if it can.
-        noise = _distribute(np.where(spans > 0, np.maximum(sizes - spans, spans), 0), plan.noise, spans)
+        most_noise = np.where(spans > 0, np.maximum(sizes - spans, spans), 0)
+        noise = _distribute(most_noise, plan.noise, spans)
         excess = used - int(noise.sum()) + int(spans.sum()) - plan.encoder
         if excess <= 0:
             break
         used -= excess
         boundaries = boundaries[boundaries < used]
     is_masked = np.zeros(plan.tokens, dtype=np.bool_)
-    is_span_start = np.zeros(plan.tokens, dtype=np.bool_)
+    is_span_start = np.zeros_like(is_masked)
     begin = 0
     for size, count, noise_tokens, is_end_masked in zip(sizes, spans, noise, min_spans, strict=True):
         place = slice(begin, begin + size)
@@ -148,10 +150,11 @@ def _distribute(capacity: Ints, total: int, least: Ints) -> Ints:
     least 1 in each part, the parts are 3 and 1 after rounding down, and 4 and 1 in the end.
     """
     capacity = np.maximum(capacity, least)
-    remaining = max(min(total, int(capacity.sum())) - int(least.sum()), 0)
+    total = min(total, int(capacity.sum()))
+    remaining = max(total - int(least.sum()), 0)
     spare = capacity - least
     parts = least + spare * remaining // max(int(spare.sum()), 1)  # rounded down, so some of `total` is missing
-    missing = min(total, int(capacity.sum())) - int(parts.sum())
+    missing = total - int(parts.sum())
     # The parts with the most unused capacity get one more.
     for index in np.argsort(-(capacity - parts), kind="stable")[: max(missing, 0)]:
         if parts[index] < capacity[index]:

@@ -12,7 +12,8 @@ def parse_split(text: str) -> list[float]:
     except ValueError:
         weights = []
     total = sum(weights)
-    if not 1 <= len(weights) <= 3 or not all(0 <= weight < float("inf") for weight in weights) or not total:
+    are_valid = all(0 <= weight < float("inf") for weight in weights)
+    if not 1 <= len(weights) <= 3 or not are_valid or not total:
         raise ValueError(f"--split {text!r} must be one to three non-negative numbers, such as 949,50,1")
     weights += [0.0] * (3 - len(weights))
     return [weight / total for weight in weights]

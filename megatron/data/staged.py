@@ -71,7 +71,8 @@ class StagedDataset(Dataset[dict[str, Tensor]]):
                 read_before = read_before.copy()
                 read_before[previous.members] += previous.blend.consumed_per_corpus(begin - previous.begin)
             members = np.array(list(weights), np.int64)
-            blend = BlendedDataset([self.datasets[i] for i in members], list(weights.values()))
+            stage_datasets = [self.datasets[i] for i in members]
+            blend = BlendedDataset(stage_datasets, list(weights.values()))
             self._stages.append(_StageBlend(begin, members, blend, read_before))
 
     def with_former_ids(self, fingerprint: Callable[[str], str]) -> "StagedDataset":

@@ -17,8 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .corpora import Make, Paths, build_datasets, prefixes_of
+from .corpora import Make, build_datasets
 from .corpus_dataset import CorpusDataset
+from .corpus_paths import Paths, prefixes_of
 from .index_check import open_corpus
 from .indexed_dataset import IndexedDataset
 from .sample_order import Windows
@@ -142,14 +143,14 @@ class T5Dataset(T5Samples):
 
     def __getitem__(self, n: int) -> Sample:
         text, documents = self.window(int(n))
-        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([*self.seed, int(n)])))
+        kept = len(text)
+        seed = np.random.SeedSequence([*self.seed, int(n)])
+        rng = np.random.Generator(np.random.Philox(seed))
         if self.objective.name == "prefix-lm":
-            is_masked = np.arange(len(text)) >= len(text) - self.plan.noise
+            is_masked = np.arange(kept) >= kept - self.plan.noise
             is_span_start = np.diff(is_masked, prepend=False)  # of masks, this is True where neighbours differ
-            kept = len(text)
         elif self.objective.convention == "t5":
             is_masked, is_span_start = draw_spans(rng, self.plan)
-            kept = len(text)
         else:
             is_masked, is_span_start, kept = draw_spans_to_document_ends(rng, self.plan, text == self.specials.eod)
         return self._build_sample(text[:kept], documents[:kept], is_masked[:kept], is_span_start[:kept])

@@ -29,7 +29,7 @@ class StepResult(NamedTuple):
     loss: mean loss over the global batch. grad_norm: gradient norm before clipping. Both may be tensors that the device
     is still computing, so reading them may wait. If grad_norm is not finite, or there is a spike, the step was skipped:
     weights, moments and the optimizer's step count are unchanged on all ranks.
-    skipped: True if the host already knows that the step was skipped; False does not prove the opposite.
+    skip_is_known: True if the host already knows that the step was skipped; False does not prove the opposite.
     aux: name -> additional loss of the model, averaged over targets.
     spike: what was wrong with the step if --skip-step-sigma skipped it, else None.
     """
@@ -37,9 +37,14 @@ class StepResult(NamedTuple):
     loss: Tensor
     grad_norm: Tensor | float
     loss_scale: float | None
-    skipped: bool
+    skip_is_known: bool
     aux: Mapping[str, Tensor] = {}
     spike: Deviation | None = None
+
+    @property
+    def skipped(self) -> bool:
+        """True if the step was skipped. Reading it may wait for the device."""
+        return self.skip_is_known or not math.isfinite(float(self.grad_norm))
 
 
 def set_lr(engine: Any, lr: float) -> None:

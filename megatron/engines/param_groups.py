@@ -44,7 +44,8 @@ def assign_groups(
 
         factors = layer_lr_factors(model, config.model, config.optim.muon_scale)
     step_lags = {p: lags[name] for name, p in global_parameters(model) if name in lags}
-    keys = group_keys(model, config.optim, no_decay, match_param_rules(model, resolved.param_rules), factors, step_lags)
+    rules = match_param_rules(model, resolved.param_rules)
+    keys = group_keys(model, config.optim, no_decay, rules, factors, step_lags)
     uses_deepspeed_zero = resolved.zero_stage and not resolved.distributed_optimizer
     # Without these settings, there are only two groups, matrices and vectors, which every stage has.
     groups_may_differ = resolved.param_rules or config.model.mup_base_hidden_size or lags

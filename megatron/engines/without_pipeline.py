@@ -110,7 +110,7 @@ class NoPipeEngine:
         loss_fn: Any = getattr(self.deepspeed.module, "loss_fn", None)
 
         def mean_targets() -> Tensor:
-            return _clamped_counts(counts) / (gas * self.data.size)
+            return _nonzero_counts(counts) / (gas * self.data.size)
 
         if hasattr(loss_fn, "mean_targets"):
             # A loss that accepts a function calls it itself, so that only its forward pass waits for the counts.
@@ -267,7 +267,8 @@ class NoPipeEngine:
                 return micro_batches, PendingSum(count, axis=None)
             target_count = torch.zeros((), dtype=torch.float64, device=self.deepspeed.device)
             for batch in micro_batches:
-                target_count = target_count + _check_counts(self.count_targets(batch))
+                batch_count = _check_counts(self.count_targets(batch))
+                target_count = target_count + batch_count
             return micro_batches, PendingSum(target_count, self.data)
 
     def _norm_of_shares(self, engine: Any) -> Tensor:
@@ -299,14 +300,20 @@ class PendingSum:
         return self._x
 
 
-def _clamped_counts(counts: PendingSum) -> Tensor:
-    """Return the number of targets; a batch without targets counts as 1 target."""
-    return counts.wait().clamp(min=1.0)
+def _nonzero_counts(counts: PendingSum) -> Tensor:
+    """Return the counts, a scalar or a vector, of which the first is the number of targets.
+
+    A batch without targets counts as 1 target.
+    """
+    totals = counts.wait()
+    num_targets = totals.view(-1)[:1]
+    num_targets += num_targets == 0
+    return totals
 
 
 def _num_targets(counts: PendingSum) -> Tensor:
     """Return the number of targets of the global batch, a scalar; it is the first count of a vector of counts."""
-    return _clamped_counts(counts).view(-1)[0]
+    return _nonzero_counts(counts).view(-1)[0]
 
 
 def _check_counts(counts: Any) -> Any:

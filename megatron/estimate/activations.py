@@ -28,12 +28,13 @@ def _attention(
     has_bias: True if a relative-position bias is added to the scores.
     recomputed: True if queries, keys and values are recomputed in the backward pass.
     """
-    m = shapes.config.model
+    config = shapes.config
+    m = config.model
     t = shapes.ranks
     e = shapes.width
     query_size = m.num_attention_heads * m.head_size / t
     key_size = max(m.key_value_heads / t, 1) * m.head_size
-    context = shapes.config.parallel.context_parallel_size
+    context = config.parallel.context_parallel_size
     # Cross-attention has a key head for each query head.
     if context == 1 and (queries != keys or length != seen):
         key_size = query_size
@@ -45,13 +46,13 @@ def _attention(
     kept += queries * query_size * e  # output of attention, which is the input of the output projection
     has_window = m.sliding_window is not None and m.sliding_window < seen
     # A CPU attends to the slices of a context-parallel rank one by one, without keeping all ranks' keys and values.
-    in_slices = context > 1 and not (shapes.accelerated or shapes.config.is_t5 or m.attention_dropout or has_window)
+    in_slices = context > 1 and not (shapes.accelerated or config.is_t5 or m.attention_dropout or has_window)
     if _adjacent_heads(shapes) and not (in_slices or m.attention_dropout or m.checkpoint_attention):
         kept += queries * query_size * e  # the output is copied from the order of heads to the order of tokens
     heads = m.num_attention_heads / t
-    batch_size = shapes.config.train.batch_size
+    batch_size = config.train.batch_size
     scores = batch_size * heads * length * seen
-    if context > 1 and not (shapes.config.is_t5 or m.checkpoint_attention):
+    if context > 1 and not (config.is_t5 or m.checkpoint_attention):
         if not in_slices:
             kept += 2 * keys * context * key_size * e  # keys and values of all ranks
         scores *= _visible_share(context)
@@ -177,14 +178,15 @@ def backward_working(shapes: Shapes, layer: Layer) -> float:
     A grouped matmul of experts, in bf16 on CUDA, also needs a copy of all experts' weights and their gradient.
     """
     m = shapes.config.model
+    width = shapes.width
     tokens = shapes.layer_tokens(layer)
     input_matrices = 2 if m.is_gated else 1
     hidden = 2 * shapes.hidden(tokens)  # gradients of the residual connection and of the branch beside it
     # The backward pass of a norm in 16 bits has its input, its gradient and the result in fp32.
-    norm_bytes = 3 * tokens * m.hidden_size * 4 / shapes.sequence_shards if shapes.width < 4 else 0.0
+    norm_bytes = 3 * tokens * m.hidden_size * 4 / shapes.sequence_shards if width < 4 else 0.0
     other_bytes = max(norm_bytes, _bias_working(shapes, layer), _dropout_working(shapes, layer))
     if not layer.routes:
-        mlp_bytes = tokens * m.ff_size * _inner_gradients(shapes) / shapes.ranks * shapes.width
+        mlp_bytes = tokens * m.ff_size * _inner_gradients(shapes) / shapes.ranks * width
         return hidden + max(mlp_bytes, other_bytes)
     rows = tokens * m.experts_per_token
     weight_copies = 0.0
@@ -192,10 +194,10 @@ def backward_working(shapes: Shapes, layer: Layer) -> float:
     is_looped = m.hidden_bias or "activation" in m.recompute_modules or shapes.config.parallel.zero_stage == 3
     if shapes.accelerated and shapes.precision == "bf16" and not is_looped:
         experts_on_rank = (m.num_experts or 0) / shapes.config.parallel.expert_parallel_size / shapes.ranks
-        weight_copies = 2 * experts_on_rank * m.hidden_size * m.expert_ff_size * input_matrices * shapes.width
-    row_bytes = 3 * rows * m.hidden_size * shapes.width  # three tensors with a row for each expert of each token
+        weight_copies = 2 * experts_on_rank * m.hidden_size * m.expert_ff_size * input_matrices * width
+    row_bytes = 3 * rows * m.hidden_size * width  # three tensors with a row for each expert of each token
     shared_numbers = tokens * m.num_shared_experts * m.expert_ff_size
-    shared_bytes = shared_numbers * _inner_gradients(shapes) / shapes.ranks * shapes.width
+    shared_bytes = shared_numbers * _inner_gradients(shapes) / shapes.ranks * width
     return hidden + max(row_bytes, shared_bytes, other_bytes) + weight_copies
 
 
@@ -314,12 +316,13 @@ def shared_table_bytes(shapes: Shapes, layers: Sequence[Layer]) -> float:
 
     Layers share them, too, except under ZeRO 3, whose hooks give each layer tensors of its own.
     """
-    m = shapes.config.model
+    config = shapes.config
+    m = config.model
     repeated = [layer for layer in layers if layer.repeated]
-    copies = len(repeated) if shapes.config.parallel.zero_stage == 3 else 1
-    length, _ = sample_lengths(shapes.config)
+    copies = len(repeated) if config.parallel.zero_stage == 3 else 1
+    length, _ = sample_lengths(config)
     total = 0.0
-    is_whole = shapes.config.parallel.context_parallel_size == 1
+    is_whole = config.parallel.context_parallel_size == 1
     if is_whole and m.sliding_window is not None and m.sliding_window < length:
         total += length**2 * (1 + copies * shapes.width)  # a bool mask, and copies in the dtype of the activations
     if m.position_embedding == "rope":
@@ -359,8 +362,9 @@ def logits_bytes(shapes: Shapes) -> tuple[float, float]:
     """
     m = shapes.config.model
     e = shapes.width
+    ranks = shapes.ranks
     tokens = shapes.target_tokens
-    rows = padded_vocabulary(shapes.config, shapes.ranks) // shapes.ranks
+    rows = padded_vocabulary(shapes.config, ranks) // ranks
     chunk = m.logits_chunk_size
     extra_bytes = chunked_loss_kept(shapes)
     if extra_bytes:
@@ -371,15 +375,15 @@ def logits_bytes(shapes: Shapes) -> tuple[float, float]:
     columns = min(rows, m.vocab_size or rows)  # without padding, if one rank has all
     chunk_tokens = max(1, (CE_CHUNK if shapes.accelerated else CE_CHUNK_CPU) // columns)
     chunk_bytes = min(tokens, chunk_tokens) * columns * max(e, 4)
-    padded = rows * shapes.ranks != m.vocab_size
+    padded = rows * ranks != m.vocab_size
     # Cross-entropy works in fp32 on a chunk and its gradient. Logits without padding rows are first made contiguous.
     copies = 3 if padded else 2
     # The reference cross-entropy needs log-probabilities, their gradient and the gradient of the logits. 16-bit logits
     # are first copied to fp32. Tensor-parallel ranks each gather all logits.
     if "cross-entropy" in m.reference_ops:
         copies = 3 if e >= 4 else 7
-        gathered = shapes.ranks * logits if shapes.ranks > 1 else 0.0
-        return logits, copies * shapes.ranks * logits + gathered
+        gathered = ranks * logits if ranks > 1 else 0.0
+        return logits, copies * ranks * logits + gathered
     # gradient of the output weight; it is allocated after the fp32 copies of the logits have been freed
     weight_grad = rows * m.hidden_size * e
     weight_grad *= 1 if shapes.accelerated or e < 4 else 2  # oneDNN first copies the weight to column-major order

@@ -18,7 +18,6 @@ from .activations import (
     logits_bytes,
     recomputed_bytes,
     shared_table_bytes,
-    transformer_kept,
 )
 from .sizes import DTYPE_BYTES, Count, Shapes, Stage, count_layers, in_flight, peak_in_flight
 
@@ -105,11 +104,9 @@ def _grad_width(resolved: Resolved) -> int:
 def _communication(
     stage: Stage, config: Config, resolved: Resolved, replicas: int, shapes: Shapes, num_in_flight: int
 ) -> float:
-    elements = stage.count.held
-    width = shapes.width
     total = _all_bucket_bytes(config, resolved, shapes)
     if resolved.zero_stage == 3 and replicas > 1:
-        total += width * min(elements, DEEPSPEED_LIVE)  # gathered weights
+        total += shapes.width * min(stage.count.held, DEEPSPEED_LIVE)  # gathered weights
     if config.parallel.stages > 1:
         num_received = num_in_flight if stage.number else 0  # the first stage receives no activations
         # Besides received inputs and sent outputs of the passes in flight, allow for 3 messages in transit.
@@ -119,9 +116,8 @@ def _communication(
 
 def _all_bucket_bytes(config: Config, resolved: Resolved, shapes: Shapes) -> float:
     """Return the bytes of the buckets of DeepSpeed's ZeRO. Its ZeRO 1 sums bf16 gradients in fp32 without one."""
-    if not _uses_deepspeed_zero(resolved):
-        return 0.0
-    if resolved.zero_stage == 1 and resolved.precision == "bf16":
+    sums_in_fp32 = resolved.zero_stage == 1 and resolved.precision == "bf16"
+    if sums_in_fp32 or not _uses_deepspeed_zero(resolved):
         return 0.0
     default_overlap = resolved.zero_stage == 3 and shapes.accelerated
     overlap_comm = resolved.deepspeed["zero_optimization"].get("overlap_comm", default_overlap)
@@ -141,10 +137,7 @@ def _bucket_bytes(resolved: Resolved, width: int) -> float:
 
 
 def _boundary_bytes(stage: Stage, shapes: Shapes) -> float:
-    """Return the bytes that a stage sends to the next stage for each micro-batch.
-
-    A stage sends its hidden states. A stage in the decoder of T5 also sends the output of the encoder.
-    """
+    """Return the bytes that a stage sends per micro-batch: hidden states, in T5's decoder also the encoder's output."""
     last_layer = stage.layers[-1]
     sent = shapes.hidden(shapes.layer_tokens(last_layer))
     if shapes.in_decoder(last_layer):
@@ -169,6 +162,12 @@ class _StepMemory:
         schedule = name, p.pipeline_extra_warmup, p.chunks, stage.number, p.stages, gas
         num_in_flight = in_flight(*schedule)
         self.weights, self.gradients, self.optimizer = state_bytes(stage.count, config, resolved, replicas)
+        self.trained = stage.count
+        if resolved.param_rules:
+            from .frozen import count_trained
+
+            self.trained = count_trained(stage.layers, resolved.param_rules, config)
+            _, self.gradients, self.optimizer = state_bytes(self.trained, config, resolved, replicas)
         self.has_earlier_gradients = gas > num_in_flight / p.chunks
         self.held_gradients = self.gradients if self.has_earlier_gradients or self._gradients_stay() else 0.0
         micro_batch_bytes = kept_bytes(self.shapes, self.layers)
@@ -189,9 +188,8 @@ class _StepMemory:
 
     def _gradients_stay(self) -> bool:
         """Return whether gradients stay between steps: with ZeRO 3, and sums in fp32 with ZeRO 1."""
-        zero = self.resolved.zero_stage
         summed = self.resolved.distributed_optimizer or self.resolved.precision == "bf16"
-        return zero == 3 or (zero == 1 and summed)
+        return self.resolved.zero_stage == 3 or (self.resolved.zero_stage == 1 and summed)
 
     def _memory(
         self, gradients: float, communication: float, kept: float = 0.0, logits: float = 0.0, working: float = 0.0
@@ -210,12 +208,13 @@ class _StepMemory:
     def backward(self, index: int) -> Memory:
         """Return the memory in a layer's backward pass: earlier layers have activations, later ones have gradients."""
         shapes = self.shapes
-        kept_activations = self.kept_activations - kept_bytes(shapes, self.layers[index + 1 :])
-        remaining_share = count_layers(self.layers[: index + 1], self.config).held / self.stage.count.held
-        gradients = self.held_gradients or self.gradients * (1 - remaining_share)
-        largest_matrix = count_layers([self.layers[index]], self.config).largest
-        working = backward_working(shapes, self.layers[index]) + largest_matrix * shapes.width
-        working += recomputed_bytes(shapes, self.layers) + self._partition_of_micro_batch()
+        layers = self.layers
+        kept_activations = self.kept_activations - kept_bytes(shapes, layers[index + 1 :])
+        remaining = count_layers(layers[: index + 1], self.config).held
+        gradients = self.held_gradients or self.gradients * (1 - remaining / self.stage.count.held)
+        largest_matrix = count_layers([layers[index]], self.config).largest
+        working = backward_working(shapes, layers[index]) + largest_matrix * shapes.width
+        working += recomputed_bytes(shapes, layers) + self._partition_of_micro_batch()
         return self._memory(gradients, self.communication, max(kept_activations, 0.0), self.pending_logits, working)
 
     def _partition_of_micro_batch(self) -> float:
@@ -223,7 +222,7 @@ class _StepMemory:
 
         It allocates them with the first full bucket. Gradients in bf16 are added to the sums in fp32 without them.
         """
-        count = self.stage.count
+        count = self.trained
         is_full = _bucket_bytes(self.resolved, self.shapes.width) < count.held * self.shapes.width
         needs_them = self.resolved.zero_stage == 2 and self.has_earlier_gradients and is_full
         if not needs_them or self.resolved.precision == "bf16":
@@ -232,9 +231,8 @@ class _StepMemory:
 
     def deferred(self) -> Memory:
         """Return the memory when most gradients of weights are yet to be computed (zb-h1)."""
-        working = 0.0
-        for at in _turning_points(self.layers):
-            working = max(working, backward_working(self.shapes, self.layers[at]))
+        peaks = [backward_working(self.shapes, self.layers[at]) for at in _turning_points(self.layers)]
+        working = max(peaks, default=0.0)
         return self._memory(self.held_gradients, self.communication, self.deferred_activations, working=working)
 
     def reduction(self) -> Memory:
@@ -255,27 +253,26 @@ class _StepMemory:
         The copies of a rank's share have all numbers of each matrix that touches the share. ZeRO 1 sums gradients in
         bf16 as one flat tensor in fp32, ZeRO 2 one matrix after the other. Under a pipeline, fp16 has a second bucket.
         """
-        zero = self.resolved.zero_stage
-        if zero == 3:
+        resolved = self.resolved
+        if resolved.zero_stage == 3:
             return 0.0
-        if zero == 1 and self.resolved.precision == "bf16":
+        if resolved.zero_stage == 1 and resolved.precision == "bf16":
             return self.gradients if self.replicas > 1 else 0.0
-        count = self.stage.count
-        bucket_bytes = _bucket_bytes(self.resolved, self.shapes.width)
+        count = self.trained
+        bucket_bytes = _bucket_bytes(resolved, self.shapes.width)
         # The numbers in the bucket are copied once more before replicas sum them.
         flat_copy = min(bucket_bytes, count.held * self.shapes.width) if self.replicas > 1 else 0.0
-        if self.resolved.precision == "bf16":
+        if resolved.precision == "bf16":
             return flat_copy + 4.0 * count.largest
-        if self.resolved.precision == "fp16" and self.config.parallel.stages > 1:
+        if resolved.precision == "fp16" and self.config.parallel.stages > 1:
             flat_copy = max(flat_copy, bucket_bytes)
-        return flat_copy + count.touched_elements(self.replicas) * _grad_width(self.resolved)
+        return flat_copy + count.touched_elements(self.replicas) * _grad_width(resolved)
 
     def embedding(self) -> Memory:
         """Return the memory when an embedding's gradient is added to a tied output layer's or an earlier one."""
         table_bytes = self.stage.count.largest * self.shapes.width
         # ZeRO 2 and 3 keep only a share of the sum.
-        tensors = 1 if self.resolved.zero_stage < 2 else 2
-        working = tensors * table_bytes
+        working = table_bytes * (1 if self.resolved.zero_stage < 2 else 2)
         if self.resolved.distributed_optimizer and self.shapes.width < 4 and not self.shapes.accelerated:
             working += self.stage.count.largest * 4  # a CPU widens what it adds to a sum in fp32
         kept_activations = self.kept_activations - kept_bytes(self.shapes, self.layers)
@@ -283,14 +280,13 @@ class _StepMemory:
 
     def step(self) -> Memory:
         """Return the memory while the optimizer steps."""
-        count = self.stage.count
-        optimizer = self.config.optim.optimizer
+        count = self.trained
         buffers = 0.0
         for part, replicas in count.by_replicas(self.replicas, self.config.parallel.expert_parallel_size):
             buffers += _copied_in_step(part.held, replicas, self.resolved, self.shapes)
-        if optimizer == "sgd":  # torch's SGD adds the weight decay to a copy of the gradients; AdamW needs none
+        if self.config.optim.optimizer == "sgd":  # torch's SGD adds the weight decay to a copy of the gradients
             buffers = self._with_decay(buffers)
-        if optimizer == "muon":
+        if self.config.optim.optimizer == "muon":
             shares = self.replicas if self.resolved.zero_stage else 1
             buffers += _updates_of_muon(count, shares, self.shapes)
         communication = self.communication
@@ -306,7 +302,7 @@ class _StepMemory:
         if not (_uses_deepspeed_zero(self.resolved) and self.config.optim.weight_decay):
             return copied_bytes
         width = max(self.shapes.width, 4)
-        decayed_bytes = width * self.stage.count.held / self.replicas
+        decayed_bytes = width * self.trained.held / self.replicas
         if self.resolved.zero_stage == 2 or self.shapes.width < 4:
             return max(copied_bytes, decayed_bytes)
         return copied_bytes + decayed_bytes
@@ -380,12 +376,16 @@ def _turning_points(layers: Sequence[Layer]) -> list[int]:
 
     In a run of equal layers, activations and gradients change steadily, so memory peaks at one of its ends.
     """
+    kinds = [(layer.cls, layer.routes) for layer in layers]
     ends_by_kind: dict[tuple[type, bool], list[int]] = {}
-    for kind, indices in groupby(range(len(layers)), key=lambda index: (layers[index].cls, layers[index].routes)):
+    for kind, indices in groupby(range(len(layers)), key=kinds.__getitem__):
         run = list(indices)
         if layers[run[0]].repeated:
             ends_by_kind.setdefault(kind, []).extend((run[0], run[-1]))
-    return sorted({index for ends in ends_by_kind.values() for index in (*ends[:2], *ends[-2:])})
+    points = set[int]()
+    for ends in ends_by_kind.values():
+        points.update(ends[:2], ends[-2:])
+    return sorted(points)
 
 
 def rank_memory(
@@ -397,4 +397,4 @@ def rank_memory(
     return [stage_memory(stage, config, resolved, replicas, accelerated) for stage in stages]
 
 
-__all__ = ["Memory", "in_flight", "rank_memory", "stage_memory", "state_bytes", "transformer_kept"]
+__all__ = ["Memory", "in_flight", "rank_memory", "stage_memory", "state_bytes"]

@@ -116,21 +116,23 @@ def _transformer(config: Config, ranks: int, layer: Layer, cross: bool = False) 
     query_size = m.num_attention_heads * m.head_size
     key_size = m.key_value_heads * m.head_size
     bias = m.hidden_bias
+    norm = _norm(m)
+    output = _linear(hidden, query_size, bias, ranks, row_parallel=True)
     parts = [
-        _norm(m),
+        norm,
         _linear(query_size + 2 * key_size, hidden, m.has_qkv_bias, ranks),
-        _linear(hidden, query_size, bias, ranks, row_parallel=True),
-        _norm(m),
+        output,
+        norm,
         *(_mixture(config, ranks) if layer.routes else _mlp(m, ranks, m.ff_size)),
     ]
     if m.qk_norm:
         parts += [_replicated(m.head_size)] * 2  # the norm of queries and that of keys, which all heads share
     if cross:
         parts += [
-            _norm(m),
+            norm,
             _linear(query_size, hidden, bias, ranks),
             _linear(2 * query_size, hidden, bias, ranks),  # keys and values of the encoder's output
-            _linear(hidden, query_size, bias, ranks, row_parallel=True),
+            output,
         ]
     return _sum_counts(parts)
 
@@ -189,10 +191,11 @@ def count_layers(layers: Sequence[Layer], config: Config) -> Count:
     seen_ties: set[str | None] = set()
     counts = []
     for layer in layers:
-        if layer.tied is None or layer.tied not in seen_ties:
+        tie = layer.tied
+        if tie is None or tie not in seen_ties:
             counts.append(LAYER_COUNTS[layer.cls.__name__](config, ranks, layer))
-        if layer.tied is not None:
-            seen_ties.add(layer.tied)
+        if tie is not None:
+            seen_ties.add(tie)
     return _sum_counts(counts)
 
 
@@ -311,7 +314,9 @@ def in_flight(
     chunk: count only the passes through this group of layers; None counts those of all groups.
     """
     instructions = _instructions(name, extra_warmup, num_chunks, stage, stages, micro_batches)
-    return max_in_flight([each for each in instructions if chunk is None or each.chunk == chunk])
+    if chunk is not None:
+        instructions = [each for each in instructions if each.chunk == chunk]
+    return max_in_flight(instructions)
 
 
 @lru_cache(maxsize=65536)

@@ -24,6 +24,8 @@ class BitsPerByte(Feature):
         self._first_sample = run.state.consumed_samples
         # (data set, first sample of a stage) -> result of `bytes_per_target`
         self._bytes_per_target: dict[tuple[str, int], dict[str, float]] = {}
+        # (data set, name of a corpus) -> result of `corpus_bytes_per_target`
+        self._bytes_of_corpus: dict[tuple[str, str], float | None] = {}
 
     def extend(self, row: dict[str, Any]) -> None:
         """Add `bits_per_byte` to a row with a loss, if the samples of its data set show the bytes of their targets."""
@@ -31,7 +33,7 @@ class BitsPerByte(Feature):
             return
         # The split is `train`, or `train/wiki` for the corpus wiki. The name "" stands for the whole data set.
         part, _, name = row["split"].partition("/")
-        target_bytes = self._known_bytes(part).get(name)
+        target_bytes = self._known_bytes(part).get(name) or self._bytes_of_rare_corpus(part, name)
         if target_bytes:
             # From nats per target to bits per target to bits per byte.
             row["bits_per_byte"] = row["lm_loss"] / math.log(2) / target_bytes
@@ -40,13 +42,24 @@ class BitsPerByte(Feature):
         """Return the bytes of a target by name, in the data stages that this run has read; the last stage wins."""
         from .target_bytes import bytes_per_target
 
-        begins = getattr(self._run.datasets[0], "begins", [0]) if part == "train" else [0]
+        run = self._run
+        begins = getattr(run.datasets[0], "begins", [0]) if part == "train" else [0]
         known: dict[str, float] = {}
         for begin, end in pairwise([*begins, sys.maxsize]):
-            if end <= self._first_sample or 0 < begin >= self._run.state.consumed_samples:
+            if end <= self._first_sample or 0 < begin >= run.state.consumed_samples:
                 continue
-            if (part, begin) not in self._bytes_per_target:
-                self._bytes_per_target[part, begin] = bytes_per_target(self._run, part, range(begin, end))
+            key = (part, begin)
+            if key not in self._bytes_per_target:
+                self._bytes_per_target[key] = bytes_per_target(run, part, range(begin, end))
             # A row may still have the loss of a corpus that only an earlier stage reads.
-            known |= self._bytes_per_target[part, begin]
+            known |= self._bytes_per_target[key]
         return known
+
+    def _bytes_of_rare_corpus(self, part: str, name: str) -> float | None:
+        """Return the bytes of a target of a corpus that the counted samples of its blend lack; None if unknown."""
+        from .target_bytes import corpus_bytes_per_target
+
+        key = (part, name)
+        if key not in self._bytes_of_corpus:
+            self._bytes_of_corpus[key] = corpus_bytes_per_target(self._run, part, name)
+        return self._bytes_of_corpus[key]

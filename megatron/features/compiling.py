@@ -92,7 +92,7 @@ def reason_against(layers: Sequence[nn.Module], config: Config, zero_stage: int)
 def _drawbacks(layers: Sequence[nn.Module], config: Config) -> Iterator[str]:
     """Yield what makes compiled layers slower or larger than eager ones on CUDA; --compile compiles them anyway."""
     model = config.model
-    window = config.model.sliding_window
+    window = model.sliding_window
     has_documents = config.objective != "lm" or config.data.reset_attention_mask
     has_context_ranks = config.parallel.context_parallel_size > 1
     is_windowed = window is not None and window < config.data.seq_length

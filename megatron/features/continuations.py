@@ -52,11 +52,11 @@ class _NextLogits:
         """Return the logits [n, v] of n texts on all ranks. A text longer than the window loses its beginning."""
         micro_batches = []
         for start in range(0, len(texts), self._batch_size):
-            # The 0 is a placeholder for the next token: the logits of this target are those of the next token.
-            requests = [
-                Request([*text[-self._max_length :], 0], num_targets=1)
-                for text in texts[start : start + self._batch_size]
-            ]
+            requests = []
+            for text in texts[start : start + self._batch_size]:
+                context = text[-self._max_length :]
+                # The 0 is a placeholder for the next token: the logits of this target are those of the next token.
+                requests.append(Request([*context, 0], num_targets=1))
             micro_batches.append(self._scorer.micro_batch(requests))
         module = self._engine.deepspeed.module
         # The forward pass calls the loss of the model, so a recorder takes its place for this pass.
@@ -88,10 +88,13 @@ def continue_prompts(run: Run, prompts: Sequence[str], max_new_tokens: int, temp
     """
     tokenizer = run.tokenizer
     assert tokenizer is not None
-    prompt_ids = [[*tokenizer.before, *tokenizer.encode(prompt)] for prompt in prompts]
-    texts = [list(ids) for ids in prompt_ids]
-    seeds = [mpu.derive_seed(run.config.train.seed, "prompt", *ids) for ids in prompt_ids]
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    texts = []
+    generators = []
+    for prompt in prompts:
+        ids = [*tokenizer.before, *tokenizer.encode(prompt)]
+        texts.append(ids)
+        seed = mpu.derive_seed(run.config.train.seed, "prompt", *ids)
+        generators.append(torch.Generator().manual_seed(seed))
     sampling = Sampling(temperature)  # among all tokens: without top_k and top_p
     next_logits = _NextLogits(run)
     unfinished = list(range(len(texts)))
@@ -100,8 +103,9 @@ def continue_prompts(run: Run, prompts: Sequence[str], max_new_tokens: int, temp
         new_tokens = []
         # Only rank 0 draws, so that all ranks continue with the same tokens.
         if is_rank_0():
-            for i, next_logits_of_text in zip(unfinished, logits, strict=True):
-                new_tokens.append(int(sample_next_tokens(next_logits_of_text.unsqueeze(0), sampling, generators[i])))
+            for i, text_logits in zip(unfinished, logits, strict=True):
+                sampled = sample_next_tokens(text_logits.unsqueeze(0), sampling, generators[i])
+                new_tokens.append(int(sampled))
         new_tokens = broadcast_from_rank_0(new_tokens)
         for i, token in zip(unfinished, new_tokens, strict=True):
             texts[i].append(token)

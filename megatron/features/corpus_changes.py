@@ -72,12 +72,14 @@ class FileWatch:
 
     def check_content(self, file: CorpusFile, max_blocks: int) -> None:
         """Raise DatasetError if a changed file has another size or content. max_blocks: number of blocks to compare."""
-        if not file.blocks:
+        blocks = file.blocks
+        if not blocks:
             raise DatasetError(f"{file.path} has no checksums that show whether its content changed; {file.advice}")
-        if self._known[file.path].size != file.blocks[-1].end:
+        if self._known[file.path].size != blocks[-1].end:
             raise DatasetError(f"{file.path} has another size; {file.advice}")
-        for number in evenly_spaced(len(file.blocks), max_blocks):
-            if damage := file.blocks[number].find_error():
+        for number in evenly_spaced(len(blocks), max_blocks):
+            damage = blocks[number].find_error()
+            if damage:
                 raise DatasetError(f"{damage}; {file.advice}")
 
     def _advice(self, old: Identity, new: Identity) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..config import Config
-from ..data.corpora import made_with
 from ..data.damage import Block, blocks_of, pairs_of, sidecar_sums
+from ..data.fingerprints import made_with
 from ..data.indexed_dataset import DatasetError
 from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.objects import gather_objects
@@ -37,11 +37,12 @@ class CorpusChecks(Feature):
     """
 
     def start(self, run: Run) -> None:
-        self._config = run.config
-        files = _files_of(run.config) if reads_data() else []
-        self._watch = FileWatch(files, save_dir_of(run.config, run.run_dir), run.state.iteration)
+        config = run.config
+        self._config = config
+        files = _files_of(config) if reads_data() else []
+        self._watch = FileWatch(files, save_dir_of(config, run.run_dir), run.state.iteration)
         self._checkers: list[Checker] = []
-        self._compare(files, blocks_at_start(run.config))
+        self._compare(files, blocks_at_start(config))
 
     def before_step(self, iteration: int) -> None:
         for checker in self._checkers:
@@ -106,7 +107,8 @@ class Checker(threading.Thread):
         unchecked = list(self._files)
         while unchecked and not self._should_stop():
             # Each file keeps the blocks that its cache lacks so far; a file without such blocks is done.
-            unchecked = [file for file in map(self._compare_available, unchecked) if file.blocks]
+            compared = map(self._compare_available, unchecked)
+            unchecked = [file for file in compared if file.blocks]
             if unchecked:
                 self._stop_event.wait(RETRY_SECONDS)
 
@@ -133,7 +135,8 @@ class Checker(threading.Thread):
         pieces = _read_cached(file.cache, block) if file.cache else block.read_pieces()
         if pieces is None:
             return False
-        if damage := block.find_error(pieces):
+        damage = block.find_error(pieces)
+        if damage:
             advice = f"; {file.advice}"
             if file.cache:
                 advice = f", or its copy in {file.cache} is; delete the copy and start again"

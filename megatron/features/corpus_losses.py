@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config
-from ..data.corpora import corpus_names
+from ..data.corpus_paths import corpus_names
 from ..data.splits import PARTS
 from ..engines.engine import StepResult
 from ..model.extra_losses import CORPUS_LOSS, CORPUS_TARGETS
@@ -60,7 +60,8 @@ class CorpusLosses(Feature):
         is_finite = torch.isfinite(step.loss)  # a tensor, so that the host does not wait
         names = [name for name in step.aux if name.startswith((CORPUS_LOSS, CORPUS_TARGETS))]
         for name in names:
-            self._sums[name] = self._sums.get(name, 0.0) + torch.where(is_finite, step.aux[name], 0.0)
+            value = torch.where(is_finite, step.aux[name], 0.0)
+            self._sums[name] = self._sums.get(name, 0.0) + value
         if names:
             self._num_steps = self._num_steps + is_finite.double()
 
@@ -69,7 +70,8 @@ class CorpusLosses(Feature):
             return []
         # One transfer from the device for all numbers, as each transfer waits for the device.
         steps, *sums = torch.stack([torch.as_tensor(self._num_steps), *self._sums.values()]).tolist()
-        rows = corpus_rows(dict(zip(self._sums, sums, strict=True)), self._names, "train", iteration, steps)
+        sum_of = dict(zip(self._sums, sums, strict=True))
+        rows = corpus_rows(sum_of, self._names, "train", iteration, steps)
         self._sums = {}
         self._num_steps = 0.0
         return rows

@@ -134,21 +134,28 @@ def measure_speedups(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]
     path = cache_file()
     known = read_cache(path)
     cpu = describe_cpu()
-    keys = {shape: f"{cpu}, {precision}, {' x '.join(map(str, shape))}" for shape in shapes}
-    missing = {shape for shape, key in keys.items() if not is_conclusive(known.get(key))}
+    keys = {}
+    missing = set()
+    for shape in shapes:
+        sizes = " x ".join(map(str, shape))
+        key = f"{cpu}, {precision}, {sizes}"
+        keys[shape] = key
+        if not is_conclusive(known.get(key)):
+            missing.add(shape)
     all_missing = sorted(set().union(*gather_objects(missing)))
     for shape in all_missing:
         new_ratios = compare_kernels(shape, DTYPES[precision])
-        old_ratios = known.get(keys[shape], NO_RATIOS)
+        key = keys[shape]
+        old_ratios = known.get(key, NO_RATIOS)
         # A cached measurement that is not conclusive gets further rounds.
-        known[keys[shape]] = join_ratios([old_ratios, new_ratios])
+        known[key] = join_ratios([old_ratios, new_ratios])
     # One rank of each machine writes the file.
     if all_missing and os.environ.get("LOCAL_RANK", "0") == "0":
         write_cache(path, known)
     rank_ratios = gather_objects([known[key] for key in keys.values()])
     # From one list per rank, with an entry for each shape, to one tuple per shape, with an entry for each rank.
     ratios_by_shape = zip(*rank_ratios, strict=True)
-    return {shape: join_ratios(parts) for shape, parts in zip(shapes, ratios_by_shape, strict=True)}
+    return dict(zip(shapes, map(join_ratios, ratios_by_shape), strict=True))
 
 
 def join_ratios(parts: Iterable[Ratios]) -> Ratios:

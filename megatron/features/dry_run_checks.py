@@ -9,7 +9,9 @@ import torch
 from tds.schedule import ScheduleError, find_schedule
 from tds.timetable import check_plan
 
-from ..checkpointing import find_start
+from ..checkpointing import CheckpointReader, find_start
+from ..checkpointing.contradictions import refuse_contradictions
+from ..checkpointing.resume import Start, resumed_position
 from ..config import Config
 from ..config.command_line import with_values
 from ..config.ds_config import Resolved, resolve
@@ -21,11 +23,12 @@ from ..ranks.initialize import initialize_megatron, world_size
 from ..ranks.rank_0 import print_notes, print_rank_0
 from ..storage import RemotePath
 from ..timers import Timers
+from ..tokenizer import Tokenizer
 from ..training import run_folder
 from ..training.data_ranks import open_datasets
 from ..training.global_vars import publish
 from ..training.inputs import require_inputs
-from ..training.setup import prepare_settings
+from ..training.setup import new_run_dir, prepare_settings
 from ..training.task import Task
 
 # With more instructions than this, fewer micro-batches are checked, since the others repeat the steady state.
@@ -55,7 +58,7 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
     # This process reads the data of all replicas, so it has their micro-batches.
     local_config = with_values(config, {**ONE_PROCESS_LAYOUT, "gas": config.train.gas * replicas})
     initialize_megatron(local_config)
-    config, tokenizer, run_dir = prepare_settings(task, config, f"runs/{task.name}")
+    config, tokenizer, run_dir = prepare_settings(task, config, new_run_dir(task))
     local_config = with_values(local_config, {"vocab_size": config.model.vocab_size})
     publish(local_config, tokenizer, Timers(device), resolved.precision)
     layout = config.parallel
@@ -68,16 +71,25 @@ def check_run(task: Task, config: Config, ranks: int) -> None:
     for line in _memory(config, resolved, ranks, device):
         print_rank_0(line)
     _check_schedule(config)
-    datasets = open_datasets(task, local_config, tokenizer)
-    print_rank_0(f"data: the first sample has {_shapes(datasets[0])}")
     folder = run_folder.save_dir_of(config, run_dir)
     start = find_start(config, str(folder))
-    print_rank_0(f"checkpoint: {f'resumes from {start.path}' if start.path else 'none, starts from new weights'}")
+    datasets = open_datasets(task, local_config, tokenizer, start)
+    print_rank_0(f"data: the first sample has {_shapes(datasets[0])}")
+    _check_start(start, config, run_dir, tokenizer)
     if isinstance(folder, RemotePath):
         print_rank_0(f"note: {folder} is object storage, which the dry run does not write to")
     else:
         _check_writable(folder)
     print_rank_0("the dry run found no mistake")
+
+
+def _check_start(start: Start, config: Config, run_dir: Path, tokenizer: Tokenizer) -> None:
+    """Print from which checkpoint the run would start. Raises ValueError if the run would refuse to start from it."""
+    print_rank_0(f"checkpoint: {f'resumes from {start.path}' if start.path else 'none, starts from new weights'}")
+    if start.path is not None:
+        refuse_contradictions(CheckpointReader(start.path), config, tokenizer.fingerprint, start.wanted)
+    iteration, _ = resumed_position(start)
+    run_folder.refuse_other_checkpoints(config, run_dir, iteration)
 
 
 def _memory(config: Config, resolved: Resolved, ranks: int, device: torch.device) -> list[str]:
@@ -111,20 +123,21 @@ def _memory(config: Config, resolved: Resolved, ranks: int, device: torch.device
 def _check_schedule(config: Config) -> None:
     """Check that the schedule of all stages ends. Raises ValueError if it does not."""
     layout = config.parallel
-    if layout.stages == 1:
+    stages = layout.stages
+    if stages == 1:
         return
     settings = {"schedule": layout.pipeline_schedule, "extra_warmup": layout.pipeline_extra_warmup}
     schedule = find_schedule(settings, layout.virtual_pipeline_size)
     micros = config.train.gas
-    if micros * layout.stages * layout.virtual_pipeline_size > MAX_INSTRUCTIONS:
+    if micros * stages * layout.virtual_pipeline_size > MAX_INSTRUCTIONS:
         # This many micro-batches fill the pipeline, repeat its steady state and empty it.
-        micros = min(micros, 4 * layout.stages)
+        micros = min(micros, 4 * stages)
     try:
-        check_plan([list(schedule(stage, layout.stages, micros)) for stage in range(layout.stages)], micros)
+        check_plan([list(schedule(stage, stages, micros)) for stage in range(stages)], micros)
     except ScheduleError as error:
         raise ValueError(f"--pipeline-schedule {layout.pipeline_schedule}: {error}") from None
     print_rank_0(
-        f"schedule: {layout.pipeline_schedule}, {config.train.gas:,} micro-batches, ends on all {layout.stages} stages"
+        f"schedule: {layout.pipeline_schedule}, {config.train.gas:,} micro-batches, ends on all {stages} stages"
     )
 
 

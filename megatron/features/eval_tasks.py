@@ -87,8 +87,9 @@ class RankScorer(LogLikelihoods):
         except Exception as error:  # a failed evaluation does not end the run, whatever the error
             problem = one_line_error(error)
         gathered = gather_objects((own_scores, problem))
-        problem = next((text for _, text in gathered if text is not None), None)
-        if problem is not None:
+        for _, problem in gathered:
+            if problem is None:
+                continue
             if is_rank_0():
                 raise ValueError(problem)
             return []
@@ -100,7 +101,10 @@ class RankScorer(LogLikelihoods):
                     sums[index] += torch.tensor(values, dtype=torch.float64)
         # From [micro-batches, 2, b] to [2, requests]; the last micro-batch may have rows without a request.
         nats, wrong = sums.transpose(0, 1).flatten(1)[:, : len(requests)].tolist()
-        return [Scored(-nat, greedy=count == 0) for nat, count in zip(nats, wrong, strict=True)]
+        scores = []
+        for nat, count in zip(nats, wrong, strict=True):
+            scores.append(Scored(-nat, greedy=count == 0))
+        return scores
 
     def _score_on_rank(self, parts: Sequence[Sequence[Request]]) -> dict[int, list[list[float]]]:
         """Run this rank's micro-batches; return {number of a micro-batch: [2, b]} if this rank is to report them.
@@ -129,15 +133,19 @@ class RankScorer(LogLikelihoods):
 
     def micro_batch(self, requests: Sequence[Request]) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
         """Return ((tokens, positions, document ids), (labels, loss mask)) as the task's `batch` does."""
-        text = torch.zeros(self._batch_size, self.max_length + 1, dtype=torch.int64)
-        loss_mask = torch.zeros(self._batch_size, self.max_length)
+        batch_size = self._batch_size
+        length = self.max_length
+        text = torch.zeros(batch_size, length + 1, dtype=torch.int64)
+        loss_mask = torch.zeros(batch_size, length)
         for row, (ids, num_targets) in enumerate(requests):
             text[row, : len(ids)] = torch.tensor(ids)
-            # Labels are the ids shifted by one, so the last target is label len(ids) - 2.
-            loss_mask[row, len(ids) - 1 - num_targets : len(ids) - 1] = 1
-        positions = torch.arange(self.max_length).repeat(self._batch_size, 1).to(self._device)
-        inputs = self._shard_tokens(text[:, :-1]), positions, no_documents(self._device)
-        return inputs, (self._shard_tokens(text[:, 1:]), self._shard_tokens(loss_mask))
+            num_labels = len(ids) - 1  # the labels are the ids shifted by one
+            loss_mask[row, num_labels - num_targets : num_labels] = 1
+        positions = torch.arange(length).repeat(batch_size, 1).to(self._device)
+        tokens = self._shard_tokens(text[:, :-1])
+        labels = self._shard_tokens(text[:, 1:])
+        inputs = (tokens, positions, no_documents(self._device))
+        return inputs, (labels, self._shard_tokens(loss_mask))
 
     def _shard_tokens(self, batch: Tensor) -> Tensor:
         """Return the tokens of this context-parallel rank of x [b, s], on the device."""
@@ -231,19 +239,21 @@ class TaskEvaluations(Feature):
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         """Evaluate after iterations of --eval-tasks-interval, except the last."""
-        train = self._run.config.train
-        if due(samples.iteration, self._interval) and samples.iteration < train.train_iters:
+        run = self._run
+        if due(samples.iteration, self._interval) and samples.iteration < run.config.train.train_iters:
             # Read the pending losses first: if the run must end, it ends before the evaluation.
-            self._run.log.check()
+            run.log.check()
             with trace.span("evaluation"):
-                evaluate_on_tasks(self._run, self._task_sets)
-            self._run.log.restart_timer()
+                evaluate_on_tasks(run, self._task_sets)
+            run.log.restart_timer()
 
     def end(self) -> None:
         """Evaluate after the last iteration, unless metrics.jsonl already holds the results."""
         run = self._run
-        # A cloze file has one name. Of several lm-eval tasks, the first stands for all.
-        names = [each.name or each.tasks[0] for each in self._task_sets]
-        done = [run.metrics.has_row(f"eval/{name}", run.state.iteration) for name in names]
+        done = []
+        for each in self._task_sets:
+            # A cloze file has one name. Of several lm-eval tasks, the first stands for all.
+            name = each.name or each.tasks[0]
+            done.append(run.metrics.has_row(f"eval/{name}", run.state.iteration))
         if not broadcast_from_rank_0(all(done)):
             evaluate_on_tasks(run, self._task_sets)

@@ -48,4 +48,5 @@ def balance_of(tokens: list[int]) -> dict[str, float | None]:
     """
     if not any(tokens):
         return {"imbalance": None, "dead_experts": None}
-    return {"imbalance": max(tokens) * len(tokens) / sum(tokens), "dead_experts": tokens.count(0)}
+    imbalance = max(tokens) * len(tokens) / sum(tokens)
+    return {"imbalance": imbalance, "dead_experts": tokens.count(0)}

@@ -5,7 +5,7 @@ from functools import partial
 from torch import Tensor
 
 from .. import mpu
-from ..config.fields import shorten_list
+from ..config.messages import shorten_list
 from ..engines.engine import StepResult
 from ..model.layers import global_parameters
 from ..ranks import device as device_module

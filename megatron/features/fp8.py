@@ -8,6 +8,8 @@ from .. import mpu
 from ..model.block import TransformerLayer
 from ..mpu.fp8 import SIZE_MULTIPLE
 from ..ranks.agreement import raise_on_all_ranks
+from ..ranks.errors import RunError
+from ..ranks.objects import gather_objects
 from ..training.feature import Feature, Plan
 
 
@@ -16,20 +18,28 @@ class Fp8(Feature):
 
     def model(self, model: nn.Module, plan: Plan) -> None:
         with raise_on_all_ranks():
-            use_fp8(model)
+            num_layers = use_fp8(model)
+        if not any(gather_objects(num_layers)):  # a stage of a pipeline may have none
+            raise RunError(
+                "--precision fp8 is for the linear layers of megatron.model.block.TransformerLayer, but the model "
+                "contains no such layer; use --precision bf16"
+            )
 
 
-def use_fp8(model: nn.Module) -> None:
-    """Let the linear layers inside the transformer layers of `model` multiply in fp8.
+def use_fp8(model: nn.Module) -> int:
+    """Let the linear layers inside the transformer layers of `model` multiply in fp8; return how many they are.
 
     Raises ValueError for a weight whose shard has a size that is not a multiple of 16.
     """
+    num_layers = 0
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     for layer in layers:
         for name, module in layer.named_modules():
             if isinstance(module, (mpu.ColumnParallelLinear, mpu.RowParallelLinear)):
                 _check_shape(name, module)
                 module.options = replace(module.options, fp8=True)
+                num_layers += 1
+    return num_layers
 
 
 def _check_shape(name: str, module: mpu.ColumnParallelLinear | mpu.RowParallelLinear) -> None:

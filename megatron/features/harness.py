@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..packages import pip_install
 from ..tokenizer import Tokenizer
 from .random_state import keep_random_state
 from .scoring import Request, Scored
@@ -67,7 +68,8 @@ def rolling_requests(tokenizer: Tokenizer, text: str, max_length: int) -> list[R
     requests = []
     for first in range(1, len(ids), max_length):
         end = min(first + max_length, len(ids))
-        requests.append(Request(ids[max(end - max_length - 1, 0) : end], end - first))
+        begin = max(end - max_length - 1, 0)
+        requests.append(Request(ids[begin:end], end - first))
     return requests
 
 
@@ -112,7 +114,7 @@ def task_manager(tasks: Iterable[str], folders: Sequence[str], flag: str) -> Any
     try:
         from lm_eval.tasks import TaskManager
     except (ImportError, AttributeError) as error:  # a package that lm-eval needs may be missing or too new
-        raise ValueError(f"{flag} needs the package lm-eval: pip install 'lm-eval>=0.4.10' ({error})") from None
+        raise ValueError(f"{flag} needs the package lm-eval: {pip_install('lm-eval>=0.4.10')} ({error})") from None
     manager = TaskManager(include_path=list(folders) or None)
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
@@ -128,9 +130,13 @@ def local_tasks(path: Path) -> list[str]:
     Raises ValueError if there is none, and OSError.
     """
     files = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
-    # The name after `task:`, without quotes and without a comment that follows it. A group has a list there instead.
-    lines = [re.search(r"^task:[ \t]*[\"']?([^\s\"'#\[]+)", file.read_text(encoding="utf-8"), re.M) for file in files]
-    names = [line.group(1) for line in lines if line]
+    names = []
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        # The name after `task:`, without quotes and without a comment that follows it. A group has a list there.
+        match = re.search(r"^task:[ \t]*[\"']?([^\s\"'#\[]+)", text, re.M)
+        if match:
+            names.append(match[1])
     if not names:
         raise ValueError(f"{path} has no lm-eval task: a YAML file of a task has a line `task: NAME`")
     return names

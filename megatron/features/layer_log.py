@@ -27,6 +27,7 @@ from ..training.health import SampleRange
 from ..training.run_state import Run
 
 METRICS = "weight_norm", "grad_norm", "update_ratio", "activation_rms", "attention_logit"
+Metrics = dict[str, float | None]  # of a layer; None for NaN and Inf
 
 
 class LayerLog(Feature):
@@ -41,15 +42,16 @@ class LayerLog(Feature):
     def start(self, run: Run) -> None:
         self._run = run
         self._engine = run.engine.deepspeed
-        self._model = self._engine.module
-        parameters = list(global_parameters(self._model))
+        model = self._engine.module
+        self._model = model
+        parameters = list(global_parameters(model))
         layer_names: list[str] = []
-        if hasattr(self._model, "named_layers"):
-            layer_names = [name for name, _ in self._model.named_layers()]
+        if hasattr(model, "named_layers"):
+            layer_names = [name for name, _ in model.named_layers()]
         layer_of = {name: _layer_of(name, layer_names) for name, _ in parameters}
         # Each rank knows only the layers of its stage, so the sets of all ranks are joined.
         all_layers: set[str] = set().union(*gather_objects(set(layer_of.values())))
-        ordered = [name for name in getattr(self._model, "layer_names", []) if name in all_layers]
+        ordered = [name for name in getattr(model, "layer_names", []) if name in all_layers]
         # First the layers of the network in its order, then the modules outside of layers; a dict drops repeats.
         self.names = list(dict.fromkeys([*ordered, *sorted(all_layers)]))
         self._layer_index = {name: index for index, name in enumerate(self.names)}
@@ -59,7 +61,7 @@ class LayerLog(Feature):
             if mpu.is_unique_param(p, mesh.model.rank):
                 index_of_parameter[p] = self._layer_index[layer_of[name]]
         self._norms = StepNorms(self._engine, index_of_parameter, len(self.names), first_replica=mesh.data.rank == 0)
-        compiled = any(map(is_compiled, self._model.modules()))
+        compiled = any(map(is_compiled, model.modules()))
         self._attentions = [] if compiled else list(self._attention_modules(layer_names))
         if compiled:
             print_rank_0(
@@ -69,7 +71,7 @@ class LayerLog(Feature):
         self._logits = torch.zeros(())
         self._text_mask: Tensor | None = None  # bool [b, q]: queries of the current layer that are text; None: all
         self._is_measuring = False
-        self.metrics: dict[str, dict[str, float | None]] = {}
+        self.metrics: dict[str, Metrics] = {}
 
     def _attention_modules(self, layer_names: list[str]) -> Any:
         for name, layer in self._model.named_layers() if layer_names else ():
@@ -135,7 +137,7 @@ class LayerLog(Feature):
     def row(self, interval: Interval) -> dict[str, Any]:
         return {"layers": dict(self.metrics)} if self.metrics else {}
 
-    def _compute_metrics(self, sums: Tensor, norm: float) -> dict[str, dict[str, float | None]]:
+    def _compute_metrics(self, sums: Tensor, norm: float) -> dict[str, Metrics]:
         """Return layer -> metric -> value, None if it is not finite.
 
         A layer without activations or without attention has no such metric.
@@ -145,23 +147,24 @@ class LayerLog(Feature):
         total = math.sqrt(float(gradients.sum()))
         # The optimizer may get scaled and clipped gradients, all by the same factor.
         unscale = norm / total if total and math.isfinite(norm) else math.nan
+        logits = self._logits.cpu()
         columns = (
             weights.sqrt(),
             gradients.sqrt() * unscale,
             (updates / weights).sqrt(),
             (activations / counts).sqrt(),
-            self._logits.cpu(),
+            logits,
         )
         always = torch.ones_like(counts, dtype=torch.bool)
-        is_present = torch.stack([always, always, always, counts > 0, self._logits.cpu() != -math.inf], 1).tolist()
+        is_present = torch.stack([always, always, always, counts > 0, logits != -math.inf], 1).tolist()
         values = torch.stack(columns, 1).tolist()
         rows = zip(self.names, values, is_present, strict=True)
         return {name: _present_metrics(row, is_metric_present) for name, row, is_metric_present in rows}
 
 
-def _present_metrics(row: list[float], is_present: list[bool]) -> dict[str, float | None]:
+def _present_metrics(row: list[float], is_present: list[bool]) -> Metrics:
     """Return metric -> value for the metrics of a layer that are `is_present`; None for NaN and Inf."""
-    metrics: dict[str, float | None] = {}
+    metrics: Metrics = {}
     for metric, value, is_metric_present in zip(METRICS, row, is_present, strict=True):
         if is_metric_present:
             metrics[metric] = value if math.isfinite(value) else None
@@ -180,7 +183,8 @@ def _layer_of(name: str, layers: list[str]) -> str:
 def _index_of_ids(layer: Layer) -> int:
     """Return the index of the document ids of the layer's tokens among its inputs and among its outputs."""
     # Layers of a T5 decoder also pass on what the encoder has computed.
-    if "encoded" in layer.outputs:
-        return layer.outputs.index("decoder_document_ids")
-    encodes = "encoder_document_ids" in layer.outputs
-    return layer.outputs.index("encoder_document_ids" if encodes else "document_ids")
+    outputs = layer.outputs
+    if "encoded" in outputs:
+        return outputs.index("decoder_document_ids")
+    encodes = "encoder_document_ids" in outputs
+    return outputs.index("encoder_document_ids" if encodes else "document_ids")

@@ -14,7 +14,7 @@ from ..config import Config
 from ..config.ds_config import Resolved
 from ..model.parameter_counts import count_parameters
 from ..ranks import device as device_module
-from ..ranks.initialize import ranks_on_machine
+from ..ranks.accelerators import ranks_on_machine
 from ..ranks.rank_0 import print_rank_0
 from ..training.feature import Feature, Interval, Plan
 from ..training.run_state import Run

@@ -73,10 +73,11 @@ class Profile:
         if self._device.type != "cpu":
             activities += [k for k in torch.profiler.supported_activities() if k != ProfilerActivity.CPU]  # type: ignore[no-untyped-call]
         name = timeline.trace_file_name(dist.get_rank())
-        self._tracer = trace.Tracer(self._device, self._folder / name, self._metadata, self._first, self._last)
+        tracer = trace.Tracer(self._device, self._folder / name, self._metadata, self._first, self._last)
+        self._tracer = tracer
         # The offset of this rank's clock from rank 0. It is measured again at the end, as clocks drift.
-        self._tracer.clock.append(measure_offset(self._device))
-        trace.start(self._tracer)
+        tracer.clock.append(measure_offset(self._device))
+        trace.start(tracer)
         self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
         self._mark_clock()  # relates the clock of PyTorch's profiler to that of the tracer

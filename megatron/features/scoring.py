@@ -84,8 +84,8 @@ def token_nats(
         logits = logits_of(piece[:, :-1])[0].float()
         scores = torch.log_softmax(logits, dim=-1)
         piece_nats = -scores.gather(1, piece[0, 1:, None])[:, 0]
-        # Entry 0 belongs to the token after `start`.
-        nats += piece_nats[window.first - window.start - 1 :].tolist()
+        first = window.first - window.start - 1  # entry 0 belongs to the token after `start`
+        nats += piece_nats[first:].tolist()
     return nats
 
 
@@ -108,8 +108,8 @@ def score_one(request: Request, logits_of: Logits, device: torch.device) -> Scor
     with torch.no_grad():
         logits = logits_of(tokens[:, :-1])[0, -request.num_targets :]
     # 16 bits would be too coarse for a sum over many targets; fp64 stays.
-    logits32 = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    scores = torch.log_softmax(logits32, dim=-1)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    scores = torch.log_softmax(logits.to(dtype), dim=-1)
     targets = tokens[0, -request.num_targets :]
     log_probability = scores.gather(1, targets[:, None]).sum().item()
     greedy = scores.argmax(-1) == targets

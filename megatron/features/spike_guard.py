@@ -13,6 +13,7 @@ from ..training.feature import Feature, Interval, Plan
 if TYPE_CHECKING:
     from ..engines.engine import StepResult
     from ..training.health import SampleRange
+    from ..training.run_state import Run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,13 @@ class GuardSettings(FeatureSettings):
 
 
 class Guard(Feature):
-    """Feature that lets a SpikeGuard decide about each step. A checkpoint stores the steps that it compares with."""
+    """Feature that lets a SpikeGuard decide about each step. A checkpoint stores the steps that it compares with.
+
+    Losses and gradient norms of other data or of larger batches are no measure of a step, so the guard forgets them.
+    """
 
     Settings = GuardSettings
+    _batch_tokens = 0  # tokens of the batches of the recent steps; 0 if unknown
 
     def engine(self, engine: Any, plan: Plan) -> None:
         from tds.spikes import SpikeGuard
@@ -48,6 +53,22 @@ class Guard(Feature):
         assert settings.skip_step_sigma is not None
         self._guard = SpikeGuard(engine, settings.skip_step_sigma, settings.skip_step_window)
         self._skipped: list[dict[str, Any]] = []
+
+    def start(self, run: "Run") -> None:
+        self._run = run
+
+    def before_step(self, iteration: int) -> None:
+        from ..training.remote_datasets import stage_begins
+
+        run = self._run
+        first = run.state.consumed_samples
+        samples = range(first, first + run.global_batch)
+        tokens = len(samples) * sum(run.sample_shape)
+        begins_stage = any(begin in samples for begin in stage_begins(run.datasets[0]))
+        # The gradient of a smaller batch has more noise, so its norm is higher in every step.
+        if begins_stage or tokens < self._batch_tokens:
+            self._guard.recent.clear()
+        self._batch_tokens = tokens
 
     def after_step(self, step: "StepResult | None", samples: "SampleRange") -> None:
         from ..ranks.rank_0 import print_rank_0
@@ -65,14 +86,19 @@ class Guard(Feature):
 
     def state(self) -> dict[str, Any]:
         recent = [list(pair) for pair in self._guard.recent]
-        return {"recent": recent} if recent else {}
+        return {"recent": recent, "batch_tokens": self._batch_tokens} if recent else {}
 
     def load(self, state: dict[str, Any]) -> None:
         recent = state.get("recent")
         if not isinstance(recent, list) or not all(map(_is_step, recent)):
             found = brief(repr(recent))
             raise ValueError(f"state.features.spike_guard.recent must be a list of pairs of numbers, not {found}")
+        batch_tokens = state.get("batch_tokens", 0)  # version 0.2.0 and older did not store it
+        if type(batch_tokens) is not int:
+            found = brief(repr(batch_tokens))
+            raise ValueError(f"state.features.spike_guard.batch_tokens must be a whole number, not {found}")
         self._guard.recent.extend((loss, norm) for loss, norm in recent)
+        self._batch_tokens = batch_tokens
 
 
 def _is_step(value: Any) -> bool:

@@ -56,7 +56,8 @@ def find_straggler(seconds: float, iteration: float, device: torch.device) -> St
     gathered = torch.empty(world * len(own), dtype=torch.float64, device=device)
     dist.all_gather_into_tensor(gathered, own)
     times, iterations, stages = gathered.view(world, -1).t().tolist()
-    return slowest_rank(list(zip(times, map(int, stages), strict=True)), max(iterations))
+    all_ranks = list(zip(times, map(int, stages), strict=True))
+    return slowest_rank(all_ranks, max(iterations))
 
 
 def slowest_rank(all_ranks: list[tuple[float, int]], iteration: float) -> Straggler | None:
@@ -64,12 +65,12 @@ def slowest_rank(all_ranks: list[tuple[float, int]], iteration: float) -> Stragg
 
     all_ranks: (working time in seconds, pipeline stage) of each rank. iteration: duration of an iteration in seconds.
     """
-    peers: defaultdict[int, list[float]] = defaultdict(list)
+    peers: dict[int, list[float]] = defaultdict(list)
     for seconds, stage in all_ranks:
         peers[stage].append(seconds)
     # With one rank per stage, compare all ranks. Do not compare two stages: the slower one may just have more layers.
     if len(all_ranks) == len(peers) > 2:
-        peers = defaultdict(lambda: [seconds for seconds, _ in all_ranks])
+        peers = dict.fromkeys(peers, [seconds for seconds, _ in all_ranks])
     slow = []
     for rank, (seconds, stage) in enumerate(all_ranks):
         median = statistics.median_low(peers[stage])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..data.corpora import corpus_names
+from ..data.corpus_paths import corpus_names, prefixes_of
 from ..data.splits import PARTS
 from ..tokenizer import Tokenizer
 from ..training.run_state import Run
@@ -15,6 +15,7 @@ from .random_state import keep_random_state
 CORPUS_KEY = "corpus"  # key of the number of a sample's corpus, see `NumberedCorpus`
 # Of a data set whose bytes are counted
 MAX_TARGETS = 200_000
+MAX_TARGETS_OF_CORPUS = 20_000  # if a corpus is counted alone
 MAX_SAMPLES = 5_000
 
 Counts = defaultdict[str, list[int]]  # name -> [bytes, targets]
@@ -36,7 +37,7 @@ def bytes_per_target(run: Run, part: str, samples: range) -> dict[str, float]:
     counts: Counts = defaultdict(lambda: [0, 0])
     with keep_random_state():
         for name, each in named.items():
-            _count_samples(_samples(each, samples), name, corpora, run.tokenizer, counts)
+            _count_samples(_samples(each, samples), name, corpora, run, counts, MAX_TARGETS)
     means = {}
     for name, (size, targets) in counts.items():
         if targets:
@@ -44,16 +45,42 @@ def bytes_per_target(run: Run, part: str, samples: range) -> dict[str, float]:
     return means
 
 
+def corpus_bytes_per_target(run: Run, part: str, name: str) -> float | None:
+    """Return the mean bytes of a target of one corpus of a blend, counted in the first samples of the corpus itself.
+
+    part: `train`, `valid` or `test`. name: short name of the corpus. None if there is no such corpus or no target.
+    """
+    data = run.config.data
+    dataset = run.datasets[PARTS.index(part)] if part in PARTS else None
+    if run.tokenizer is None or not data.names_corpora:
+        return None
+    names = dict(zip(prefixes_of(data.paths), corpus_names(data.paths), strict=True))
+    counts: Counts = defaultdict(lambda: [0, 0])
+    for each in getattr(dataset, "datasets", ()):
+        if names.get(getattr(each, "prefix", "")) == name:
+            with keep_random_state():
+                samples = _samples(each, range(MAX_SAMPLES))
+                _count_samples(samples, name, [], run, counts, MAX_TARGETS_OF_CORPUS)
+    size, targets = counts[name]
+    return size / targets if targets else None
+
+
 def _count_samples(
-    samples: Iterator[Mapping[str, Any]], name: str | None, corpora: list[str], tokenizer: Tokenizer, counts: Counts
+    samples: Iterator[Mapping[str, Any]],
+    name: str | None,
+    corpora: list[str],
+    run: Run,
+    counts: Counts,
+    max_targets: int,
 ) -> None:
     """Add the bytes and targets of the first samples to counts[""], and to those of the set or of each corpus.
 
-    name: of a named data set, else None. corpora: names by the number that a sample of several corpora has.
+    name: of a named data set or of a corpus, else None. corpora: names by the number that a sample of several corpora
+    has. max_targets: number of targets after which counting ends.
     """
     seen = 0
     for sample in samples:
-        size, targets = bytes_of_targets(sample, tokenizer)
+        size, targets = bytes_of_targets(sample, run.tokenizer, run.config.data.eod_mask_loss)
         corpus = name
         if corpus is None and CORPUS_KEY in sample:
             corpus = corpora[int(sample[CORPUS_KEY])]
@@ -62,13 +89,19 @@ def _count_samples(
             counts[key][0] += size
             counts[key][1] += targets
         seen += targets
-        if seen >= MAX_TARGETS:
+        if seen >= max_targets:
             return
 
 
 def _samples(dataset: Any, samples: range) -> Iterator[Mapping[str, Any]]:
-    """Yield the first of the numbered samples of a data set, which may be endless; none if they are not mappings."""
-    for index in samples[:MAX_SAMPLES]:
+    """Yield the first of the numbered samples of a data set, none if they are not mappings.
+
+    An endless data set repeats its text after an epoch, so no more samples are read than its corpora have.
+    """
+    size = 0
+    for corpus in getattr(dataset, "datasets", [dataset]):
+        size += getattr(corpus, "samples_per_epoch", MAX_SAMPLES)
+    for index in samples[: min(size, MAX_SAMPLES)]:
         try:
             sample = dataset[index]
         except IndexError:
@@ -78,18 +111,26 @@ def _samples(dataset: Any, samples: range) -> Iterator[Mapping[str, Any]]:
         yield sample
 
 
-def bytes_of_targets(sample: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, int]:
+def bytes_of_targets(sample: Mapping[str, Any], tokenizer: Tokenizer, eod_mask_loss: bool = False) -> tuple[int, int]:
     """Return (bytes of UTF-8 of a sample's targets, number of its targets); (0, 0) for samples of an unknown form.
 
-    A sample has `labels` and `loss_mask`, or `text`, in which each token but the first is a target.
+    A sample has `labels` and `loss_mask`, or `text`, in which each token but the first is a target, unless it follows
+    an end-of-document token with `eod_mask_loss`, or belongs to a prefix (`prefixes`).
     """
     if "labels" in sample and "loss_mask" in sample:
         is_target = torch.as_tensor(sample["loss_mask"]) > 0
         ids = torch.as_tensor(sample["labels"])[is_target].tolist()
         return _text_bytes(ids, tokenizer), len(ids)
     if "text" in sample:
-        ids = torch.as_tensor(sample["text"]).tolist()
+        text = torch.as_tensor(sample["text"])
+        is_target = torch.ones(len(text), dtype=torch.bool)
+        if eod_mask_loss:
+            is_target[1:] = text[:-1] != tokenizer.eod
+        if "prefixes" in sample:
+            in_prefix = torch.as_tensor(sample["prefixes"]).bool()  # of each token but the last
+            is_target[1:-1] &= ~(in_prefix[:-1] & in_prefix[1:])  # the first token of a prefix is a target
         # The first token is decoded, too, as some tokenizers drop a space in front of a text.
+        ids = text[is_target].tolist()
         return _text_bytes(ids, tokenizer) - _text_bytes(ids[:1], tokenizer), len(ids) - 1
     return 0, 0
 

@@ -17,6 +17,7 @@ from typing import Any
 from ..atomic import write_text
 from ..config import Config
 from ..config.output import LogConfig
+from ..packages import pip_install
 from ..ranks.agreement import raise_on_all_ranks
 from ..ranks.rank_0 import is_rank_0
 from ..training.feature import Feature, Plan
@@ -47,7 +48,9 @@ def check_packages(config: LogConfig) -> None:
     for name in PACKAGES:
         is_requested = getattr(config, name) or (name == "tensorboard" and config.tensorboard_dir)
         if is_requested and importlib.util.find_spec(name) is None:
-            raise ValueError(f"--{name} needs the package {name}: pip install {name}; --no-{name} continues without it")
+            raise ValueError(
+                f"--{name} needs the package {name}: {pip_install(name)}; --no-{name} continues without it"
+            )
 
 
 def build_writers(config: Config, run_dir: Path, iteration: int) -> list[Writer]:
@@ -260,7 +263,8 @@ class MLflow:
         # A run that begins again is another MLflow run, even in the same folder.
         if iteration and path.is_file():
             run_id = path.read_text(encoding="utf-8").strip()
-        run = mlflow.start_run(run_id=run_id, run_name=None if run_id else run_dir.resolve().name)
+        run_name = None if run_id else run_dir.resolve().name
+        run = mlflow.start_run(run_id=run_id, run_name=run_name)
         if run_id is None:
             write_text(path, run.info.run_id + "\n")
             # MLflow refuses longer values.

@@ -31,7 +31,11 @@ def attention_with_dropout(
     additive_mask: tensor [1 or b, 1 or n, q, k] to add to the scores, or None. draw_index: number that distinguishes
     several dropout draws of one layer, see `mpu.Stream.drop`.
     """
-    return _attend(query, key, value, additive_mask, scale, lambda weights: stream.drop(weights, p, draw_index))
+
+    def drop(weights: Tensor) -> Tensor:
+        return stream.drop(weights, p, draw_index)
+
+    return _attend(query, key, value, additive_mask, scale, drop)
 
 
 def dropout_by_document(
@@ -43,12 +47,18 @@ def dropout_by_document(
     q x k attention weights, and each block uses its part of the mask, so dropout does not depend on the blocks.
     """
     keep_prob = 1.0 if p == 1 else 1 - p  # p = 1 keeps nothing, and 0 / 0 would be NaN
-    keep_mask = stream.keep_mask((*query.shape[:3], key.shape[2]), p, query.device, torch.bool)
+    mask_shape = (*query.shape[:3], key.shape[2])
+    keep_mask = stream.keep_mask(mask_shape, p, query.device, torch.bool)
     rows = []
     for i, (keep_row, query_row, key_row, value_row) in enumerate(zip(keep_mask, query, key, value, strict=True)):
-        row_pieces = [piece for piece in pieces.items if piece.row.start == i]
-        query_lengths = [_slice_length(piece.queries) for piece in row_pieces]
-        key_lengths = [_slice_length(piece.keys) for piece in row_pieces]
+        row_pieces = []
+        query_lengths = []
+        key_lengths = []
+        for piece in pieces.items:
+            if piece.row.start == i:
+                row_pieces.append(piece)
+                query_lengths.append(_slice_length(piece.queries))
+                key_lengths.append(_slice_length(piece.keys))
         queries = query_row.split(query_lengths, 1)
         keys = key_row.split(key_lengths, 1)
         values = value_row.split(key_lengths, 1)

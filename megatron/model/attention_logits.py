@@ -36,7 +36,8 @@ def largest_logit(call: AttentionArgs, text: Tensor | None = None) -> Tensor:
             mask = torch.ones(1, 1, q, k, dtype=torch.bool, device=query.device).tril(k - q)
         # The values are not cut, because logits do not depend on them.
         slice_call = call._replace(query=query, key=key[:, :, begin:end], value=value, mask=mask)
-        largest_by_slice.append(_largest(slice_call, None if text_slices is None else text_slices[slice_index]))
+        slice_text = None if text_slices is None else text_slices[slice_index]
+        largest_by_slice.append(_largest(slice_call, slice_text))
     return torch.stack(largest_by_slice).max()
 
 
@@ -49,18 +50,21 @@ def _largest(call: AttentionArgs, text: Tensor | None) -> Tensor:
     maxima = []
     queries_at_once = min(max(MAX_LOGITS // max(b * n * k, 1), 1), MAX_QUERIES)
     for begin in range(0, q, queries_at_once):
-        query = call.query.detach()[:, :, begin : begin + queries_at_once].to(dtype)
-        num_keys = begin + query.shape[2] if is_causal else k  # later keys are hidden
-        logits = (query.reshape(b, g, n // g, -1, d) @ key[..., :num_keys]).view(b, n, -1, num_keys)
+        block = slice(begin, begin + queries_at_once)
+        query = call.query.detach()[:, :, block].to(dtype)
+        num_queries = query.shape[2]
+        num_keys = begin + num_queries if is_causal else k  # later keys are hidden
+        by_group = query.reshape(b, g, n // g, -1, d)
+        logits = (by_group @ key[..., :num_keys]).view(b, n, -1, num_keys)
         if call.bias is not None:
-            logits.mul_(call.scale).add_(call.bias.detach()[:, :, begin : begin + queries_at_once])
+            logits.mul_(call.scale).add_(call.bias.detach()[:, :, block])
         if is_causal:  # of the visible keys, only those of this block of queries may be later than a query
-            visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool, device=query.device).tril()
+            visible = torch.ones(num_queries, num_queries, dtype=torch.bool, device=query.device).tril()
             logits[..., begin:].masked_fill_(~visible, -torch.inf)
         elif mask is not None:
-            logits.masked_fill_(~mask[:, :, begin : begin + queries_at_once], -torch.inf)
+            logits.masked_fill_(~mask[:, :, block], -torch.inf)
         if text is not None:
-            logits.masked_fill_(~text[:, None, begin : begin + queries_at_once, None], -torch.inf)
+            logits.masked_fill_(~text[:, None, block, None], -torch.inf)
         maxima.append(logits.max())
     largest = torch.stack(maxima).max()
     # With a bias, the logits were scaled before the bias was added.

@@ -109,10 +109,15 @@ class _BiasedAttention(torch.autograd.Function):
             score_grad = softmax_backward(g @ v.mT, probabilities)
             bias_grad[0][block] += score_grad
             grad_views = piece.cut(query_grad, key_grad, value_grad)
-            piece_grads = (score_grad @ k).mul_(ctx.scale), (score_grad.mT @ q).mul_(ctx.scale), probabilities.mT @ g
+            piece_grads = (
+                (score_grad @ k).mul_(ctx.scale),
+                (score_grad.mT @ q).mul_(ctx.scale),
+                probabilities.mT @ g,
+            )
             for grad_view, piece_grad in zip(grad_views, piece_grads, strict=True):
                 grad_view.copy_(piece_grad)
+        bias_grad = bias_grad.to(bias.dtype)
         if mpu.needs_grad(ctx, 3):  # input 3 is the bias
-            return query_grad, key_grad, value_grad, bias_grad.to(bias.dtype), None, None
-        ctx.bias_grad = bias_grad.to(bias.dtype)  # for the second call
+            return query_grad, key_grad, value_grad, bias_grad, None, None
+        ctx.bias_grad = bias_grad  # for the second call
         return query_grad, key_grad, value_grad, None, None, None

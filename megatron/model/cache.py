@@ -27,13 +27,15 @@ class KeyValueCache:
 
     def _ensure_room(self, key: Tensor) -> Tensor:
         """Return the memory with room for `length` tokens; if it grows, it grows to twice as many."""
-        if self.memory is None or self.memory.shape[3] < self.length:
-            b, g, _, d = key.shape
-            larger = key.new_empty(2, b, g, 2 * self.length, d)
-            if self.memory is not None:
-                larger[:, :, :, : self.memory.shape[3]] = self.memory
-            self.memory = larger
-        return self.memory
+        memory = self.memory
+        if memory is not None and memory.shape[3] >= self.length:
+            return memory
+        b, g, _, d = key.shape
+        larger = key.new_empty(2, b, g, 2 * self.length, d)
+        if memory is not None:
+            larger[:, :, :, : memory.shape[3]] = memory
+        self.memory = larger
+        return larger
 
     def get_all(self) -> tuple[Tensor, Tensor]:
         """Return all cached keys and values, [b, g, k, d] each."""

@@ -69,7 +69,8 @@ class ContextViews(NamedTuple):
         window_mask = causal_window(end - begin, end - first_key, self.window or end, self.ids.device)
         if not self.within_documents:
             return window_mask
-        return window_mask & (self.ids[:, begin:end, None] == self.ids[:, None, first_key:end]).unsqueeze(1)
+        is_same = self.ids[:, begin:end, None] == self.ids[:, None, first_key:end]
+        return window_mask & is_same.unsqueeze(1)
 
 
 def build_context_views(
@@ -81,8 +82,10 @@ def build_context_views(
     documents: built from `ids`; None if attention is not restricted to documents.
     """
     # A window as long as the sequence hides nothing, and without a window no mask is needed.
-    effective_window = window if window is not None and window < length else None
-    return ContextViews(ids, documents is not None, effective_window, tuple(mpu.context_slices(length, axis)), axis)
+    if window is not None and window >= length:
+        window = None
+    slices = tuple(mpu.context_slices(length, axis))
+    return ContextViews(ids, documents is not None, window, slices, axis)
 
 
 def gather_keys_and_values(key: Tensor, value: Tensor, axis: mpu.Axis) -> tuple[Tensor, Tensor]:

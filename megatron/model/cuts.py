@@ -17,12 +17,13 @@ FORWARD_TWICE_AND_BACKWARD = 4
 def partition_method(layers: Sequence[Layer], config: Config) -> Any:
     """Return the partition method of --partition-method, as tds knows it."""
     p = config.parallel
-    if p.partition_method == "measured":
+    method = p.partition_method
+    if method == "measured":
         return "balanced"  # the name that tds has for this method
     num_ranges = p.stages * p.chunks
-    if p.partition_method == "balanced" and len(layers) >= num_ranges:
+    if method == "balanced" and len(layers) >= num_ranges:
         return balanced_cuts(layers, num_ranges, bool(config.recomputed_layers))
-    return listed_cuts(p.partition_method, num_ranges, len(layers)) or p.partition_method
+    return listed_cuts(method, num_ranges, len(layers)) or method
 
 
 def listed_cuts(text: str, num_ranges: int, num_layers: int) -> list[int] | None:
@@ -66,4 +67,7 @@ def balanced_cuts(layers: Sequence[Layer], num_ranges: int, recomputed: bool) ->
         passes = FORWARD_TWICE_AND_BACKWARD if recomputed and layer.repeated else FORWARD_AND_BACKWARD
         costs.append(float(layer.work * passes) if has_work else 1.0)
     _, *cuts = cut_by_time(costs, num_ranges)  # the first range begins at 0
-    return [0, *(ends[cut - 1] for cut in cuts)]
+    starts = [0]
+    for cut in cuts:
+        starts.append(ends[cut - 1])
+    return starts

@@ -5,7 +5,7 @@ Shapes: s sequence, b batch, v vocabulary, t model-parallel ranks.
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,18 @@ def evaluate(loss: "TokenLoss", logits: "Logits", labels: Tensor) -> Tensor:
     return values
 
 
+def loss_per_token(loss: "TokenLoss", logits: Any, labels: Tensor) -> Tensor:
+    """Return the loss [b, s] of logits [s, b, v/t] and labels [b, s], in nats, fp32 (fp64 for fp64 logits).
+
+    Without gradients, deferred logits are computed in chunks. With gradients, all logits are computed at once,
+    because each token's loss may be weighted differently.
+    """
+    if isinstance(logits, tuple):
+        logits, _ = logits  # the routers' loss belongs to no single token
+    values = evaluate(loss, logits, labels)
+    return values[0]  # the losses; with `sample_sums`, values[1] marks wrong tokens
+
+
 def evaluate_targets(loss: "TokenLoss", logits: "Logits", labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the summed loss, a scalar, and the loss of each target, [b, s], 0 for other tokens.
 
@@ -67,10 +79,12 @@ def _evaluate(loss: "TokenLoss", logits: Tensor, labels: Tensor) -> tuple[Tensor
     values = losses.unsqueeze(0)
     if loss.sample_sums is not None:
         is_correct = mpu.vocab_parallel_right(logits, labels.t(), loss.vocab_size, axis=loss.axis).t()
-        values = torch.stack([losses, (~is_correct).to(losses.dtype)])  # losses and wrong tokens, see `evaluate`
+        wrong = (~is_correct).to(losses.dtype)
+        values = torch.stack([losses, wrong])  # see `evaluate`
     if loss.is_text is None or torch.is_grad_enabled():
         return values, {}
-    return values, sum_over_text(logits, labels, losses, loss.is_text(labels), loss.vocab_size, loss.axis)
+    is_text = loss.is_text(labels)
+    return values, sum_over_text(logits, labels, losses, is_text, loss.vocab_size, loss.axis)
 
 
 def _evaluate_chunks(loss: "TokenLoss", logits: mpu.DeferredLogits, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -96,7 +110,11 @@ def sum_over_text(
     logits: [s, b, v/t]. labels, losses, text: [b, s] each.
     """
     is_correct = mpu.vocab_parallel_right(logits, labels.t(), vocab_size, axis=axis).t()
-    text_values = {"text_loss": losses * text, "text_right": is_correct & text, "text_tokens": text}
+    text_values = {
+        "text_loss": losses * text,
+        "text_right": is_correct & text,
+        "text_tokens": text,
+    }
     return {name: each.sum(dtype=torch.float64) for name, each in text_values.items()}
 
 
@@ -113,7 +131,8 @@ def reference_losses(
     if not z_loss:
         return losses, torch.zeros_like(losses)
     z = z_loss * wide_logits.logsumexp(-1).t() ** 2
-    return losses + (z - z.detach()), z.detach()  # the losses get the gradient of z, but not its value
+    z_value = z.detach()
+    return losses + (z - z_value), z_value  # the losses get the gradient of z, but not its value
 
 
 def scale_router_loss(losses: Tensor, targets: Tensor, mean_targets: Tensor | Callable[[], Tensor] | None) -> Tensor:

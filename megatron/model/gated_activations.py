@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.fused import Fused
 
-from .mlp import gelu
+from .block import gelu
 
 
 class GatedActivation:

@@ -54,7 +54,9 @@ class LanguageModel(LayerStack):
         logits = self.run(inputs)  # [s, b, v/t]
         if labels is not None:
             if loss_mask is None:
-                return self.loss_fn.per_token(logits, labels)
+                from .extra_losses import loss_per_token
+
+                return loss_per_token(self.loss_fn, logits, labels)
             return self.loss_fn(logits, (labels, loss_mask, extra))
         logits, _ = split_router_loss(logits)  # without labels no loss is asked for
         logits = mpu.whole_logits(logits).transpose(0, 1)

@@ -4,15 +4,23 @@ Shapes: s sequence, b batch, n query heads and g key-value heads, t model-parall
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron import mpu
 from megatron.config import ModelConfig
 
 from .attention import SelfAttention
+from .block import norm_of_size
 from .grouped_heads import gather_shared_group, split_grouped_heads, view_by_group
-from .norm import build_head_norm
 from .rotary import Rotation
+
+
+def build_head_norm(config: ModelConfig) -> nn.Module:
+    """Build an RMS norm over the features of one head, with one weight for all heads, replicated on every rank.
+
+    Its gradients are summed over the model-parallel ranks, which hold different heads.
+    """
+    return norm_of_size(config, config.head_size, rms=True, sequence=mpu.get_mesh().model)
 
 
 class GroupedSelfAttention(SelfAttention):
@@ -31,12 +39,15 @@ class GroupedSelfAttention(SelfAttention):
 
     def split_qkv(self, qkv: Tensor, angles: Rotation | None) -> tuple[Tensor, ...]:
         """Split [s, b, (n/t + 2 g) * d] into queries [b, n/t, s, d] and keys and values [b, g, s, d] in one buffer."""
+        size = self.head_size
+        groups = self.kv_heads
         if self.sharing_ranks.size > 1:
-            qkv = gather_shared_group(qkv, self.head_size, self.sharing_ranks)
+            qkv = gather_shared_group(qkv, size, self.sharing_ranks)
         if self.query_norm is not None and self.key_norm is not None:
-            heads = view_by_group(qkv, self.kv_heads, self.head_size)  # [s, b, g, queries + key + value, d]
+            heads = view_by_group(qkv, groups, size)  # [s, b, g, queries + key + value, d]
             queries = self.query_norm(heads[..., :-2, :])
             keys = self.key_norm(heads[..., -2:-1, :])
-            qkv = torch.cat([queries, keys, heads[..., -1:, :]], 3).flatten(2)
-        parts = (self.heads // self.kv_heads, 1, 1)
-        return split_grouped_heads(qkv, self.kv_heads, self.head_size, parts, angles, unfused=self.unfused_split)
+            values = heads[..., -1:, :]
+            qkv = torch.cat([queries, keys, values], 3).flatten(2)
+        parts = (self.heads // groups, 1, 1)
+        return split_grouped_heads(qkv, groups, size, parts, angles, unfused=self.unfused_split)

@@ -25,6 +25,7 @@ from megatron.fused import Fused
 from .rotary import Rotation, rotate, rotate_into
 
 Grads = tuple[Tensor | None, ...]  # gradients of the parts [s, b, g * part, d]; None for a part without a gradient
+Parts = tuple[int, ...]  # number of heads of each part in a group
 
 
 def view_by_group(fused: Tensor, groups: int, size: int) -> Tensor:
@@ -50,7 +51,7 @@ def split_grouped_heads(
     fused: Tensor,
     groups: int,
     size: int,
-    parts: tuple[int, ...],
+    parts: Parts,
     angles: Rotation | None = None,
     *,
     unfused: bool = False,
@@ -65,9 +66,11 @@ def split_grouped_heads(
     unfused: use torch's own operations instead of `_SplitGrouped`; the results then need not share a buffer.
     """
     if unfused or torch.compiler.is_compiling():  # torch.compile fuses these operations
-        unrotated = [part.flatten(2, 3) for part in _part_views(view_by_group(fused, groups, size), parts)]
-        angles_by_part = _angles_by_part(parts, angles)
-        heads = tuple(rotate(part, part_angles) for part, part_angles in zip(unrotated, angles_by_part, strict=True))
+        views = _part_views(view_by_group(fused, groups, size), parts)
+        rotated = []
+        for part, part_angles in zip(views, _angles_by_part(parts, angles), strict=True):
+            rotated.append(rotate(part.flatten(2, 3), part_angles))
+        heads = tuple(rotated)
     elif not torch.is_grad_enabled():
         heads = _split_parts(view_by_group(fused, groups, size), parts, angles)
     else:
@@ -75,7 +78,7 @@ def split_grouped_heads(
     return tuple(part.permute(1, 2, 0, 3) for part in heads)
 
 
-def _split_parts(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None) -> tuple[Tensor, ...]:
+def _split_parts(by_group: Tensor, parts: Parts, angles: Rotation | None) -> tuple[Tensor, ...]:
     """Split [s, b, g, sum(parts), d] into one tensor [s, b, g * part, d] for each part."""
     rotate_parts = _FUSED_ROTATE if angles is not None else _rotate_parts_eagerly  # mere copies need no compiler
     buffer = rotate_parts(by_group, parts, angles)
@@ -90,7 +93,8 @@ def _part_buffers(buffer: Tensor, views: list[Tensor]) -> list[Tensor]:
     few lines of the cache, and attention would take a fifth longer.
     """
     buffers = []
-    for part_buffer, part in zip(torch.split(buffer, [part.numel() for part in views]), views, strict=True):
+    sizes = list(map(Tensor.numel, views))
+    for part_buffer, part in zip(torch.split(buffer, sizes), views, strict=True):
         s, *middle, d = part.shape
         if buffer.device.type == "cpu":
             part_buffer = part_buffer.view(*middle, s, d).permute(3, 0, 1, 2, 4)  # [b, g, part, s, d] to [s, b, ...]
@@ -98,7 +102,7 @@ def _part_buffers(buffer: Tensor, views: list[Tensor]) -> list[Tensor]:
     return buffers
 
 
-def _part_views(by_group: Tensor, parts: tuple[int, ...]) -> Iterator[Tensor]:
+def _part_views(by_group: Tensor, parts: Parts) -> Iterator[Tensor]:
     """Yield a view [s, b, g, part, d] of each part.
 
     The backward pass writes into the views in place. Autograd permits this for a newly created view, so each view is
@@ -108,17 +112,17 @@ def _part_views(by_group: Tensor, parts: tuple[int, ...]) -> Iterator[Tensor]:
         yield by_group.narrow(3, end - part, part)
 
 
-def _angles_by_part(parts: tuple[int, ...], angles: Rotation | None) -> tuple[Rotation | None, ...]:
+def _angles_by_part(parts: Parts, angles: Rotation | None) -> tuple[Rotation | None, ...]:
     return (angles, angles, None)[: len(parts)]  # queries and keys rotate, values do not
 
 
-def _rotate_parts(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None) -> Tensor:
+def _rotate_parts(by_group: Tensor, parts: Parts, angles: Rotation | None) -> Tensor:
     """Rotate the parts of [s, b, g, sum(parts), d] and write them one after another -> [s * b * g * sum(parts) * d]."""
     views_and_angles = zip(_part_views(by_group, parts), _angles_by_part(parts, angles), strict=True)
     return torch.cat([rotate(part, part_angles).flatten() for part, part_angles in views_and_angles])
 
 
-def _rotate_parts_eagerly(by_group: Tensor, parts: tuple[int, ...], angles: Rotation | None) -> Tensor:
+def _rotate_parts_eagerly(by_group: Tensor, parts: Parts, angles: Rotation | None) -> Tensor:
     """Do what `_rotate_parts` does, writing each rotated part straight into its place in the buffer."""
     views = list(_part_views(by_group, parts))
     buffer = by_group.new_empty(by_group.numel())
@@ -128,9 +132,7 @@ def _rotate_parts_eagerly(by_group: Tensor, parts: tuple[int, ...], angles: Rota
     return buffer
 
 
-def _join_grads(
-    any_grad: Tensor, grads: Grads, shape: torch.Size, parts: tuple[int, ...], angles: Rotation | None
-) -> Tensor:
+def _join_grads(any_grad: Tensor, grads: Grads, shape: torch.Size, parts: Parts, angles: Rotation | None) -> Tensor:
     """Rotate the gradients of all parts back and join them to one of `shape`, [s, b, g, sum(parts), d].
 
     any_grad: any of the gradients that is not None.
@@ -146,7 +148,7 @@ def _join_grads(
 
 
 def _join_grads_eagerly(
-    any_grad: Tensor, grads: Grads, shape: torch.Size, parts: tuple[int, ...], angles: Rotation | None
+    any_grad: Tensor, grads: Grads, shape: torch.Size, parts: Parts, angles: Rotation | None
 ) -> Tensor:
     """Do what `_join_grads` does, writing each part's gradient straight into its place in the result.
 
@@ -180,7 +182,7 @@ class _SplitGrouped(torch.autograd.Function):
         fused: Tensor,
         groups: int,
         size: int,
-        parts: tuple[int, ...],
+        parts: Parts,
         angles: Rotation | None,
     ) -> tuple[Tensor, ...]:
         ctx.parts = parts

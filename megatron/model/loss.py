@@ -46,16 +46,13 @@ def count_targets(targets: Targets) -> Tensor:
 class TokenLoss:
     """Loss summed over a micro-batch's target tokens; the engine divides it by the global batch's number of targets.
 
-    A mean per micro-batch would give every micro-batch the same weight whatever its number of targets. The
-    loss would then depend on how the global batch is split into micro-batches.
+    With means per micro-batch, the loss would depend on how the global batch is split into micro-batches.
     is_text: maps labels to a mask that is True for text and False for special tokens. Evaluation reports the loss of
     text separately.
     z_loss: the factor c of the z-loss c (log Z)^2 of a target, where Z is the sum of the exponentials of its logits
-    (Chowdhery et al. 2022). Training minimises cross entropy plus z-loss, but the returned sum shows the cross
-    entropy only: its value is that of the cross entropy, and its gradient is that of cross entropy plus z-loss.
-    Without gradients no z-loss is computed.
-    consumes_logits: the backward pass overwrites the logits with their gradient, see
-    `mpu.vocab_parallel_losses`.
+    (Chowdhery et al. 2022). The returned sum has the value of the cross entropy, but the gradient of cross entropy plus
+    z-loss. Without gradients no z-loss is computed.
+    consumes_logits: the backward pass overwrites the logits with their gradient, see `mpu.vocab_parallel_losses`.
     """
 
     def __init__(
@@ -90,22 +87,9 @@ class TokenLoss:
 
     count_targets = staticmethod(count_targets)  # the engine divides by its result
 
-    def per_token(self, logits: Any, labels: Tensor) -> Tensor:
-        """Return the loss [b, s] of logits [s, b, v/t] and labels [b, s], in nats, fp32 (fp64 for fp64 logits).
-
-        Without gradients, deferred logits are computed in chunks. With gradients, all logits are computed at once,
-        because each token's loss may be weighted differently.
-        """
-        from .extra_losses import evaluate
-
-        logits, _ = split_router_loss(logits)  # the routers' loss belongs to no single token
-        values = evaluate(self, logits, labels)
-        return values[0]  # the losses; with `sample_sums`, values[1] marks wrong tokens
-
     def token_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cross entropy and the z-loss of every token, [b, s] each.
+        """Return the cross entropy, with the gradient of both, and the z-loss of every token, [b, s] each.
 
-        The cross entropy that is returned has the gradient of cross entropy plus z-loss. The z-loss has no gradient.
         logits: [s, b, v/t]. labels: [b, s].
         """
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0

@@ -6,9 +6,8 @@ from megatron import mpu
 from megatron.config import ModelConfig, mup
 from megatron.config.mup import Growth
 
-from .block import TransformerLayer
+from .block import ParallelMLP, TransformerLayer
 from .mixture import Expert
-from .mlp import ParallelMLP
 from .muon_parameters import muon_parameters
 
 

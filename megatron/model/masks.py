@@ -135,7 +135,8 @@ def cached_on(owner: Tensor, key: tuple[Any, ...], make: Callable[[], Found], ot
     # The key contains the Python id of `other`. The cache keeps a reference to `other`, because a new tensor could
     # otherwise get the same id. A reference to `owner` would be a cycle, because the cache is an attribute of `owner`.
     kept_other = None if other is owner else other
-    key = (*key, version_counter(owner), id(kept_other), 0 if kept_other is None else version_counter(kept_other))
+    other_version = 0 if kept_other is None else version_counter(kept_other)
+    key = (*key, version_counter(owner), id(kept_other), other_version)
     if key not in cache:
         cache[key] = kept_other, make()
     return cache[key][1]
@@ -197,7 +198,8 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
     document_ids = document_ids.abs()
     position = torch.arange(document_ids.shape[1], device=document_ids.device).expand(document_ids.shape)
     # Ids [1, 1, 2, 2] give the starts [0, 0, 2, 2] and the positions [0, 1, 0, 1].
-    starts = position.masked_fill(~document_starts(document_ids), 0).cummax(dim=1).values
+    is_start = document_starts(document_ids)
+    starts = position.masked_fill(~is_start, 0).cummax(dim=1).values
     return position - starts
 
 

@@ -18,8 +18,8 @@ from megatron import mpu
 from megatron.config import ModelConfig
 from megatron.fused import Fused
 
+from .block import ParallelMLP
 from .dispatch import dispatch_to_experts
-from .mlp import ParallelMLP
 from .router import Router
 from .text_tokens import Text
 
@@ -149,11 +149,13 @@ class Mixture(nn.Module):
         expert_width = config.expert_ff_size
         num_shared = config.num_shared_experts
         self.num_experts = config.num_experts
-        self.expert_axis = mesh.expert
-        num_local = self.num_experts // self.expert_axis.size
-        local_experts = range(self.expert_axis.rank * num_local, (self.expert_axis.rank + 1) * num_local)
+        axis = mesh.expert
+        self.expert_axis = axis
+        num_local = self.num_experts // axis.size
+        first = axis.rank * num_local
+        local_experts = range(first, first + num_local)
         self.experts = nn.ModuleDict({str(i): Expert(config, output_std, expert_width) for i in local_experts})
-        if self.expert_axis.size > 1:
+        if axis.size > 1:
             for parameter in self.experts.parameters():  # tds sums their gradients over these ranks only
                 parameter.replica_group = mesh.expert_replicas.group  # type: ignore[attr-defined]
         self.shared_expert = Expert(config, output_std, num_shared * expert_width) if num_shared else None
@@ -172,8 +174,9 @@ class Mixture(nn.Module):
         s, b, h = x.shape
         experts = _gather_integers(experts, self.sequence).view(s * b, -1)
         weights = self._gather_tokens(weights).to(x.dtype).view(s * b, 1, -1)
-        outputs = dispatch_to_experts(x.flatten(0, 1), experts, self.num_experts, self._run_experts, self.expert_axis)
-        output = cast(Tensor, _WeightedSum.apply(weights, outputs)).view(s, b, h)  # type: ignore[no-untyped-call]
+        rows = x.flatten(0, 1)
+        outputs = dispatch_to_experts(rows, experts, self.num_experts, self._run_experts, self.expert_axis)
+        output: Tensor = _WeightedSum.apply(weights, outputs).view(s, b, h)  # type: ignore[no-untyped-call]
         if self.shared_expert is not None:
             shared = self.shared_expert(x)
             if self.shared_gate is not None:
@@ -187,7 +190,10 @@ class Mixture(nn.Module):
         experts = cast(list[Expert], list(self.experts.values()))
         if not can_group_matmuls(rows, experts):
             parts = rows.split(counts.tolist())  # type: ignore[no-untyped-call]
-            return torch.cat([expert(rows_of_expert) for expert, rows_of_expert in zip(experts, parts, strict=True)])
+            outputs = []
+            for expert, rows_of_expert in zip(experts, parts, strict=True):
+                outputs.append(expert(rows_of_expert))
+            return torch.cat(outputs)
         ends = counts.cumsum(0, dtype=torch.int32)  # where each expert's rows end
         up_weights = [expert.dense_h_to_4h.weight for expert in experts]
         down_weights = [expert.dense_4h_to_h.weight for expert in experts]

@@ -7,33 +7,41 @@ from torch import nn
 from megatron import mpu
 
 from .block import TransformerLayer
-from .embedding import ModelStart
+from .gpt2_layers import ModelStart
 from .layers import global_parameters
 
+Weights = set[nn.Parameter]
 
-def muon_parameters(model: nn.Module) -> set[nn.Parameter]:
+
+def muon_parameters(model: nn.Module) -> Weights:
     """Return the matrices that Muon orthogonalises: the weights of the linear layers inside transformer layers.
 
     The attribute `use_muon` of a weight, True or False, overrides this choice; DeepSpeed reads the same attribute.
     """
-    layer_weights: set[nn.Parameter] = set()
+    layer_weights = Weights()
     for layer in model.modules():
         if isinstance(layer, TransformerLayer):
             layer_weights |= _linear_weights(layer)
-    return {p for p in model.parameters() if p.requires_grad and getattr(p, "use_muon", p in layer_weights)}
+    chosen = Weights()
+    for p in model.parameters():
+        if p.requires_grad and getattr(p, "use_muon", p in layer_weights):
+            chosen.add(p)
+    return chosen
 
 
-def _linear_weights(layer: nn.Module) -> set[nn.Parameter]:
+def _linear_weights(layer: nn.Module) -> Weights:
     kinds = nn.Linear, mpu.ColumnParallelLinear, mpu.RowParallelLinear
     linear: list[Any] = [module for module in layer.modules() if isinstance(module, kinds)]
     return {module.weight for module in linear}
 
 
-def embedding_weights(model: nn.Module) -> set[nn.Parameter]:
+def embedding_weights(model: nn.Module) -> Weights:
     """Return the token and position tables, including an output weight that is tied to one of them."""
-    weights: set[nn.Parameter] = set()
+    weights = Weights()
     for module in model.modules():
         if isinstance(module, (nn.Embedding, mpu.VocabParallelEmbedding, ModelStart)):
             weights.update(module.parameters(recurse=False))
-    # An output weight that is not tied belongs to a layer of its own, the head.
-    return weights - {p for name, p in global_parameters(model) if name.startswith("head.")}
+    for name, p in global_parameters(model):
+        if name.startswith("head."):  # an output weight that is not tied
+            weights.discard(p)
+    return weights

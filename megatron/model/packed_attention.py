@@ -51,17 +51,21 @@ def compute_cu_seqlens(documents: Documents) -> Tensor | None:
     fixed length would avoid the wait, but it would need an entry per token, and the kernel launches blocks for each
     entry.
     """
-    return cached_on(documents.queries, ("cu_seqlens",), lambda: _compute_cu_seqlens(documents.queries))
+    ids = documents.queries
+    return cached_on(ids, ("cu_seqlens",), lambda: _compute_cu_seqlens(ids))
 
 
 def _compute_cu_seqlens(ids: Tensor) -> Tensor | None:
     is_start = document_starts(ids)
     # Sorting joins the parts of a split document, so the sorted ids have fewer starts.
-    is_split = document_starts(ids.sort(dim=1).values).sum() != is_start.sum()
-    if bool((is_split | (ids.min() < 0)).item()):  # a negative id marks a prefix
+    is_start_if_sorted = document_starts(ids.sort(dim=1).values)
+    is_split = is_start_if_sorted.sum() != is_start.sum()
+    has_prefix = ids.min() < 0  # a negative id marks a prefix
+    if bool((is_split | has_prefix).item()):
         return None
+    starts = is_start.flatten().nonzero().flatten()
     end = torch.full((1,), ids.numel(), device=ids.device)
-    return torch.cat([is_start.flatten().nonzero().flatten(), end]).int()
+    return torch.cat([starts, end]).int()
 
 
 def packed_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents, scale: float) -> Tensor:

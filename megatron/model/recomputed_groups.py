@@ -17,10 +17,11 @@ def run_in_groups(
     The backward pass recomputes each group. rng: dropout streams from which the layers draw; a recomputed group draws
     the same masks again. observe: runs each layer, or None.
     """
-    layers = [layer for layer, _ in steps]
-    calls = [call for _, call in steps]
-    if observe is not None:
-        calls = [partial(observe, layer, call) for layer, call in steps]
+    layers = []
+    calls = []
+    for layer, call in steps:
+        layers.append(layer)
+        calls.append(call if observe is None else partial(observe, layer, call))
     begin = 0
     while begin < len(steps):
         end = _end_of_group(layers, begin, max_layers)

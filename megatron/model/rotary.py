@@ -67,8 +67,9 @@ def _yarn(m: ModelConfig, inv_freq: Tensor) -> Tensor:
 
     first = max(math.floor(pair_rotating(m.rope_beta_fast)), 0)
     last = min(math.ceil(pair_rotating(m.rope_beta_slow)), r - 1)  # not r/2 - 1, as in Hugging Face
-    # 0.001 avoids a division by zero if the ramp is empty.
-    ramp = (torch.arange(r // 2, dtype=torch.float32, device=inv_freq.device) - first) / (last - first or 0.001)
+    width = last - first or 0.001  # 0.001 avoids a division by zero if the ramp is empty
+    pairs = torch.arange(r // 2, dtype=torch.float32, device=inv_freq.device)
+    ramp = (pairs - first) / width
     unscaled_share = 1 - ramp.clamp(0, 1)
     return inv_freq / m.rope_scaling_factor * (1 - unscaled_share) + inv_freq * unscaled_share
 
@@ -148,8 +149,10 @@ def rotate_into(out: Tensor, x: Tensor, angles: Rotation | None, inverse: bool =
     sign = -1 if inverse else 1
     first = x[..., :half]
     second = x[..., half : 2 * half]
-    torch.mul(first, cos, out=out[..., :half])
-    out[..., :half].addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out[..., half : 2 * half])
-    out[..., half : 2 * half].addcmul_(first, sin, value=sign)
+    out_first = out[..., :half]
+    out_second = out[..., half : 2 * half]
+    torch.mul(first, cos, out=out_first)
+    out_first.addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out_second)
+    out_second.addcmul_(first, sin, value=sign)
     out[..., 2 * half :].copy_(x[..., 2 * half :])

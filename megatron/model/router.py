@@ -130,7 +130,8 @@ class Router(nn.Module):
         self.tokens += (tokens - self.tokens) * applied
         if self.config.has_router_bias:
             # +1 for an expert with fewer tokens than the mean, -1 for one with more, without a division.
-            self.bias_steps += (tokens.sum() - tokens * len(tokens)).sign() * applied
+            direction = (tokens.sum() - tokens * len(tokens)).sign()
+            self.bias_steps += direction * applied
         self.step_tokens.zero_()
 
 
@@ -144,10 +145,11 @@ def update_routers(model: nn.Module, applied: bool | Tensor = True) -> None:
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if not routers:
         return
-    step_counts = torch.cat([router.step_tokens for router in routers])
+    step_tokens = [router.step_tokens for router in routers]
+    step_counts = torch.cat(step_tokens)
     for axis in (mpu.get_mesh().data, routers[0].sequence):
         if axis.size > 1:
             dist.all_reduce(step_counts, group=axis.group)
-    counts = torch.split(step_counts, [len(router.step_tokens) for router in routers])
+    counts = torch.split(step_counts, list(map(len, step_tokens)))
     for router, tokens in zip(routers, counts, strict=True):
         router.end_step(tokens, applied)

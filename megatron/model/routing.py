@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .block import TransformerLayer
-from .embedding import WordEmbedding
+from .gpt2_layers import WordEmbedding
 from .layers import Layer
 from .text_tokens import Text, text_tokens
 

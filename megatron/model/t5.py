@@ -20,25 +20,24 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config import Config, ModelConfig
 
-from .block import Dropout, TransformerLayer
+from .block import Dropout, TransformerLayer, build_norm
 from .cache import Caches
 from .cross_attention import Encoded, build_cross_attention
-from .embedding import ModelStart, StackNorm, WordEmbedding
 from .gpt2 import LanguageModel
-from .gpt2_layers import output_layer
+from .gpt2_layers import ModelStart, StackNorm, WordEmbedding, output_layer
 from .layers import Layer
 from .loss import IsText
 from .masks import document_scope, no_documents, positions_in_documents
-from .norm import build_norm
 from .relative import RelativePositions, position_bias
 from .routing import with_router_loss
 from .work import block_work, sample_lengths
 
 ENCODER_TENSORS = ("hidden", "decoder_tokens", "encoder_document_ids", "decoder_document_ids")
 DECODER_TENSORS = ("hidden", "encoded", "encoder_document_ids", "decoder_document_ids")
+Tensors = tuple[Tensor, ...]
 
 
-def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def embed_encoder(embedding: WordEmbedding, inputs: Tensors) -> Tensors:
     """Embed the encoder tokens of (encoder tokens [b, k], decoder tokens [b, q], document ids of both).
 
     Returns (encoder hidden states [k, b, h], decoder tokens, document ids of both).
@@ -52,7 +51,7 @@ def embed_encoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple
     return embedding.word_embeddings(tokens.t()), *rest
 
 
-def embed_decoder(embedding: WordEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def embed_decoder(embedding: WordEmbedding, inputs: Tensors) -> Tensors:
     """Embed decoder tokens: (encoded [k, b, h], tokens [b, q], document ids) -> (hidden [q, b, h], encoded, ids)."""
     encoded, tokens, *documents = inputs
     # The tokens are int32, because they cross all stages of the encoder.
@@ -71,7 +70,7 @@ class StackStart(ModelStart):
         self.ids_index = ids_index
         self.restart_positions = restart_positions
 
-    def forward(self, inputs: tuple[Tensor, ...], num_cached: int = 0) -> tuple[Tensor, ...]:
+    def forward(self, inputs: Tensors, num_cached: int = 0) -> Tensors:
         """Add positions to (hidden [s, b, h], ...), then apply dropout.
 
         num_cached: number of earlier tokens in incremental decoding.
@@ -109,7 +108,7 @@ class EncoderBlock(TransformerLayer):
         super().__init__(config, name, branches=2 * config.num_layers, causal=False)
         self.config = config
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(self, inputs: Tensors) -> Tensors:
         """Run the layer on (hidden [k, b, h], decoder tokens [b, q], encoder ids, decoder ids, loss, table).
 
         Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
@@ -118,7 +117,9 @@ class EncoderBlock(TransformerLayer):
         hidden, tokens, encoder_ids, decoder_ids = inputs[:4]
         losses, table = _losses_and_table(inputs[4:], self.config)
         s = mpu.whole_length(hidden, self.sequence)
-        bias = None if table is None else position_bias(table, s, s, self.config, causal=False)
+        bias = None
+        if table is not None:
+            bias = position_bias(table, s, s, self.config, causal=False)
         routing = self.make_routing(losses, encoder_ids)
         hidden = self.run_layer(hidden, document_scope(encoder_ids), bias, routing=routing)
         return hidden, tokens, encoder_ids, decoder_ids, *losses  # `run_layer` has added this layer's loss to the list
@@ -150,7 +151,7 @@ class DecoderBlock(TransformerLayer):
         attend = partial(self.cross_attention, encoded=encoded.states, mask=encoded.mask, cache=cache)
         return self.add_branch(self.cross_layernorm, self.cross_dropout, attend, hidden)
 
-    def forward(self, inputs: tuple[Tensor, ...], caches: Caches | None = None) -> tuple[Tensor, ...]:
+    def forward(self, inputs: Tensors, caches: Caches | None = None) -> Tensors:
         """Run the layer on (hidden [q, b, h], encoded [k, b, h], encoder ids, decoder ids, loss, table).
 
         Document ids of the encoder are [b, k], those of the decoder [b, q], or both are empty. The table of relative
@@ -160,7 +161,9 @@ class DecoderBlock(TransformerLayer):
         losses, table = _losses_and_table(inputs[4:], self.config)
         num_cached = caches.self_attention.length if caches else 0
         q = mpu.whole_length(hidden, self.sequence)
-        bias = None if table is None else position_bias(table, q, num_cached + q, self.config, causal=True)
+        bias = None
+        if table is not None:
+            bias = position_bias(table, q, num_cached + q, self.config, causal=True)
         mask = document_scope(decoder_ids, causal=True)
         cross_mask = document_scope(decoder_ids, encoder_ids)
         routing = self.make_routing(losses, decoder_ids)
@@ -171,7 +174,7 @@ class DecoderBlock(TransformerLayer):
 class DecoderNorm(StackNorm):
     """Norm after the decoder. It returns only the hidden states and drops its other inputs."""
 
-    def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def forward(self, inputs: Tensors) -> Tensors:
         """Normalise: (hidden [q, b, h], encoded, ids of both, optional loss) -> (hidden, optional loss)."""
         return self.norm(inputs[0]), *inputs[len(DECODER_TENSORS) :]
 

@@ -26,7 +26,8 @@ class T5ModelPipe(LayerStackPipe):
         d = config.data
         encoder = torch.zeros(b, d.enc_seq_length or d.seq_length).long()
         decoder = torch.zeros(b, d.dec_seq_length or d.seq_length // 4).int()
-        example = encoder, decoder, *[no_documents(encoder.device)] * 2  # ids of the encoder and of the decoder
+        ids = no_documents(encoder.device)
+        example = (encoder, decoder, ids, ids)
         loss = TokenLoss.from_config(config, vocab_size, is_text)
         tied = {**TIED_WEIGHTS, "encoder_positions": "weight", "decoder_positions": "weight"}
         super().__init__(t5_layers(config, vocab_size), config, tied, loss, example)

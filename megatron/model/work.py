@@ -39,9 +39,10 @@ def block_work(m: ModelConfig, tokens: int, layer: int, encoded: int = 0) -> int
     mlp = mlp_work(m, layer)
     keys_and_values = 2 * m.hidden_size * m.key_value_heads * m.head_size
     # Projections of queries and output, then the two matmuls of attention.
-    self_attention_and_mlp = tokens * (2 * projection + keys_and_values + mlp) + 2 * tokens * tokens * inner
-    cross_attention = 2 * (tokens + encoded) * projection + 2 * tokens * encoded * inner
-    return self_attention_and_mlp + (cross_attention if encoded else 0)
+    work = tokens * (2 * projection + keys_and_values + mlp) + 2 * tokens * tokens * inner
+    if encoded:  # cross-attention
+        work += 2 * (tokens + encoded) * projection + 2 * tokens * encoded * inner
+    return work
 
 
 def sample_lengths(config: Config) -> tuple[int, int]:
@@ -79,7 +80,8 @@ def flops_per_token(parameters: int, config: Config, encoder: int, decoder: int 
         inner = m.num_attention_heads * m.head_size
         looked_up = config.positions if m.position_embedding == "learned" else 0
         # An untied word embedding is only looked up. A tied one also computes the logits.
-        looked_up += 0 if m.tie_embeddings else m.vocab_size or 0
+        if not m.tie_embeddings:
+            looked_up += m.vocab_size or 0
         multiplied = parameters - looked_up * m.hidden_size - idle_weights(m)
         return 6.0 * multiplied + 12.0 * m.num_layers * inner * encoder
     blocks = sum(block_work(m, encoder, i) for i in range(m.num_layers))

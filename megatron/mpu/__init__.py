@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from .._torch import onednn_is_there
 from . import current as _current
+from .building import after_each_layer, built_with
 from .cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_losses
-from .current import ParallelContext, after_each_layer, built_with, defer_init, parallel_context, skip_init
+from .current import ParallelContext, defer_init, parallel_context, skip_init
 from .data import broadcast_data
 from .dropout import Stream
 from .fused_rows import FusedRows
@@ -32,8 +33,7 @@ from .groups import (
     get_pipe_parallel_world_size,
     model_parallel_is_initialized,
 )  # fmt: skip
-from .initial_values import InitMethod, derive_seed, normal, ones, seeded, zeros
-from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .layers import ColumnParallelLinear, LayerNorm, RowParallelLinear, VocabParallelEmbedding
 from .linear import needs_grad
 from .mappings import (
     copy_to_model_parallel_region,
@@ -42,7 +42,6 @@ from .mappings import (
     scatter_to_model_parallel_region,
 )  # fmt: skip
 from .megatron_compat import (
-    LayerNorm,
     checkpoint,
     divide,
     get_cuda_rng_tracker,
@@ -51,10 +50,10 @@ from .megatron_compat import (
     set_model_parallel_rank,
     set_model_parallel_world_size,
     split_tensor_along_last_dim,
-)  # fmt: skip
-from .mesh import TRIVIAL_AXIS, Axis, Mesh, Options, neighbours
-from .parameters import ParamSpec, declare, replicas_of, sharded_by_zero, spec_of
-from .random import RngStreams
+)
+from .mesh import TRIVIAL_AXIS, Axis, Coord, Mesh, Options, Topology
+from .parameters import InitMethod, ParamSpec, declare, normal, ones, replicas_of, sharded_by_zero, spec_of, zeros
+from .random import RngStreams, derive_seed, seeded
 from .sequence import (
     gather_from_sequence_parallel_region,
     local_shard,
@@ -64,7 +63,7 @@ from .sequence import (
     shard_sequence,
     whole_length,
 )  # fmt: skip
-from .topology import Coord, Topology
+from .subgroups import neighbours
 from .vocab_shards import padded_vocab_size
 from .wide_sums import embedding
 
@@ -171,7 +170,9 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         """Import the module of `name`, or warn that it is a deprecated name, which the next minor version drops."""
         if name in _ON_FIRST_USE:
-            return getattr(import_module(f".{_ON_FIRST_USE[name]}", __name__), name)
+            value = getattr(import_module(f".{_ON_FIRST_USE[name]}", __name__), name)
+            globals()[name] = value  # the next use finds it here
+            return value
         if name not in _NEW_NAMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         warnings.warn(f"mpu.{name} is now mpu.{_NEW_NAMES[name]}", DeprecationWarning, stacklevel=2)

@@ -21,9 +21,11 @@ def vocab_parallel_right(
     """
     check_same_tokens(logits, target)
     axis = axis or current_mesh().model
-    local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size or logits.shape[-1] * axis.size, axis)
+    shard_size = logits.shape[-1]
+    local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size or shard_size * axis.size, axis)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     # own_best[0]: this rank's largest logit. own_best[1]: the target's logit, minus infinity if another rank holds it.
-    own_best = logits.new_full((2, *target.shape), -torch.inf, dtype=torch.promote_types(logits.dtype, torch.float32))
+    own_best = logits.new_full((2, *target.shape), -torch.inf, dtype=dtype)
     if real_rows:
         real_logits = logits[..., :real_rows]
         target_logit = real_logits.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1)
@@ -31,7 +33,7 @@ def vocab_parallel_right(
         own_max = real_logits.amax(-1)
         own_best[0] = torch.where(own_max.isnan(), torch.inf, own_max)
         own_best[1] = torch.where(is_local & ~target_logit.isnan(), target_logit, -torch.inf)
-    max_logit, target_logits = max_over_ranks(own_best, logits.reshape(-1, logits.shape[-1]), axis)
+    max_logit, target_logits = max_over_ranks(own_best, logits.reshape(-1, shard_size), axis)
     is_correct: Tensor = target_logits == max_logit
     return is_correct
 
@@ -42,7 +44,10 @@ def excess_over_mean(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis
     Label smoothing adds it to the cross entropy (Szegedy et al. 2016). logits: [n, v/t]. target: [n] ids < vocab_size.
     """
     local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size, axis)
-    wide_logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    target_logit = wide_logits.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1).masked_fill(~is_local, 0.0)
-    # Each rank subtracts its share of the mean. Only one rank has the target's logit; on the others it is 0 here.
-    return reduce_from_model_parallel_region(target_logit - wide_logits[:, :real_rows].sum(-1) / vocab_size, axis)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    wide_logits = logits.to(dtype)
+    # Only one rank has the target's logit; on the others it is 0 here. Each rank subtracts its share of the mean.
+    target_logit = wide_logits.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1)
+    target_logit = target_logit.masked_fill(~is_local, 0.0)
+    share_of_mean = wide_logits[:, :real_rows].sum(-1) / vocab_size
+    return reduce_from_model_parallel_region(target_logit - share_of_mean, axis)

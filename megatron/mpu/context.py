@@ -28,13 +28,18 @@ def context_slices(length: int, axis: Axis) -> list[tuple[int, int]]:
     """
     if axis.size == 1:
         return [(0, length)]
-    if length % (2 * axis.size):
+    num_slices = 2 * axis.size
+    if length % num_slices:
         raise ValueError(
             f"a sequence of {length} tokens cannot be sharded over --context-parallel-size {axis.size} ranks; "
-            f"make --seq-length a multiple of {2 * axis.size}"
+            f"make --seq-length a multiple of {num_slices}"
         )
-    size = length // (2 * axis.size)
-    return [(index * size, (index + 1) * size) for index in (axis.rank, 2 * axis.size - 1 - axis.rank)]
+    size = length // num_slices
+    slices = []
+    for index in (axis.rank, num_slices - 1 - axis.rank):
+        begin = index * size
+        slices.append((begin, begin + size))
+    return slices
 
 
 def all_gather_context(x: Tensor, axis: Axis) -> Tensor:

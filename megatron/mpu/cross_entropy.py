@@ -240,11 +240,9 @@ def vocab_parallel_losses(
 
     logits, target, vocab_size, label_smoothing: see `vocab_parallel_cross_entropy`.
     z_loss: the factor c of c (log Z)^2, which keeps the sum Z of exponentials near 1 (Chowdhery et al. 2022).
-    The first result has the value of the cross entropy and the gradient of both losses. The second has no
-    gradient.
-    overwrite: let the backward pass write the gradient over the logits, which saves one of the two largest
-    activations of most models. Autograd raises RuntimeError if another operation saved the logits for its own
-    backward pass, and a second backward pass raises RuntimeError, too.
+    The first result has the value of the cross entropy and the gradient of both losses, the second has no gradient.
+    overwrite: let the backward pass write the gradient over the logits, which saves one of the two largest activations
+    of most models. A second backward pass raises RuntimeError, as does autograd if another operation saved the logits.
     """
     check_same_tokens(logits, target)
     axis = axis or current_mesh().model

@@ -75,23 +75,7 @@ def make_context(mesh: Mesh, options: Options | None, seed: int) -> ParallelCont
 
 
 @contextmanager
-def built_with(mesh: Mesh, options: Options | None = None, seed: int = 1234) -> Iterator[ParallelContext]:
-    """Build layers inside the block on `mesh` with `options`; restore the previous context afterwards.
-
-    The layers keep their mesh and options, so models on several meshes can coexist in one process. seed: seed of
-    the layers' dropout streams.
-    """
-    previous = _Current.context
-    context = make_context(mesh, options, seed)
-    set_context(context)
-    try:
-        yield context
-    finally:
-        set_context(previous)
-
-
-@contextmanager
-def _replaced_field(name: str, value: Any) -> Iterator[None]:
+def replaced_field(name: str, value: Any) -> Iterator[None]:
     """Set one field of the current context inside the block; afterwards restore this field and no other."""
     previous = getattr(parallel_context(), name)
     set_context(replace(parallel_context(), **{name: value}))
@@ -103,17 +87,9 @@ def _replaced_field(name: str, value: Any) -> Iterator[None]:
 
 def defer_init() -> AbstractContextManager[None]:
     """Leave parameters declared inside the block uninitialised; see `ParallelContext.defer_init`."""
-    return _replaced_field("defer_init", True)
+    return replaced_field("defer_init", True)
 
 
 def skip_init() -> AbstractContextManager[None]:
     """Skip seeded initialisation inside the block; see `ParallelContext.skip_init`."""
-    return _replaced_field("skip_init", True)
-
-
-def after_each_layer(then: Callable[[nn.Module], None] | None) -> AbstractContextManager[None]:
-    """Make each LayerStack built inside the block call `then(layer)` for each of its layers.
-
-    See `ParallelContext.after_layer`.
-    """
-    return _replaced_field("after_layer", then)
+    return replaced_field("skip_init", True)

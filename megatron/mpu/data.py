@@ -7,9 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .current import current_mesh
+from .data_shapes import broadcast_shapes, find_problem
 from .mesh import Axis
-
-MAX_DIMS = 8
 
 
 def broadcast_data(
@@ -35,7 +34,7 @@ def broadcast_data(
     valid_data = None
     if axis.rank == 0:
         # A single rank sends nothing, so it accepts any sizes.
-        problem = _find_problem(keys, data, datatype, sizes if axis.size > 1 else None)
+        problem = find_problem(keys, data, datatype, sizes if axis.size > 1 else None)
         valid_data = None if problem else data
     if axis.size == 1:
         if valid_data is None:
@@ -45,8 +44,6 @@ def broadcast_data(
     if sizes:
         shapes = [torch.Size(sizes[key]) for key in keys]
     else:
-        from .data_shapes import broadcast_shapes
-
         shapes = broadcast_shapes(keys, valid_data, device, axis, message)
     counts = [1, *(shape.numel() for shape in shapes)]
     # The element before the data is 1 if the data is valid, else 0.
@@ -59,27 +56,6 @@ def broadcast_data(
         raise ValueError(message)
     parts = torch.split(packed, counts)[1:]  # without the element of validity
     return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
-
-
-def _find_problem(
-    keys: Sequence[str],
-    data: Mapping[str, Tensor] | None,
-    datatype: torch.dtype,
-    sizes: Mapping[str, Sequence[int]] | None,
-) -> str:
-    if data is None:
-        return "broadcast_data: the first rank of a model-parallel group must be given data, got None"
-    for key in keys:
-        if key not in data:
-            return f"broadcast_data: no {key!r} in the data, which has {', '.join(map(str, data)) or 'nothing'}"
-        tensor = data[key]
-        if tensor.dtype != datatype:
-            return f"broadcast_data: {key!r} is {tensor.dtype}, expected {datatype}"
-        if tensor.dim() > MAX_DIMS:
-            return f"broadcast_data: {key!r} has {tensor.dim()} dimensions, at most {MAX_DIMS} are supported"
-        if sizes is not None and tensor.shape != torch.Size(sizes[key]):
-            return f"broadcast_data: {key!r} is {list(tensor.shape)}, expected {list(sizes[key])}"
-    return ""
 
 
 def default_device(axis: Axis) -> torch.device:

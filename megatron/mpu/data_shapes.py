@@ -1,4 +1,4 @@
-"""Broadcast of the shapes of a batch, for data whose shapes the other ranks do not know."""
+"""Checks of a batch before its broadcast, and broadcast of its shapes if the other ranks do not know them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,8 +6,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .data import MAX_DIMS
 from .mesh import Axis
+
+MAX_DIMS = 8
+
+
+def find_problem(
+    keys: Sequence[str],
+    data: Mapping[str, Tensor] | None,
+    datatype: torch.dtype,
+    sizes: Mapping[str, Sequence[int]] | None,
+) -> str:
+    """Return why `mpu.broadcast_data` cannot send this data; "" if it can."""
+    if data is None:
+        return "broadcast_data: the first rank of a model-parallel group must be given data, got None"
+    for key in keys:
+        if key not in data:
+            return f"broadcast_data: no {key!r} in the data, which has {', '.join(map(str, data)) or 'nothing'}"
+        tensor = data[key]
+        if tensor.dtype != datatype:
+            return f"broadcast_data: {key!r} is {tensor.dtype}, expected {datatype}"
+        if tensor.dim() > MAX_DIMS:
+            return f"broadcast_data: {key!r} has {tensor.dim()} dimensions, at most {MAX_DIMS} are supported"
+        if sizes is not None and tensor.shape != torch.Size(sizes[key]):
+            return f"broadcast_data: {key!r} is {list(tensor.shape)}, expected {list(sizes[key])}"
+    return ""
 
 
 def broadcast_shapes(
@@ -29,4 +52,7 @@ def broadcast_shapes(
     validity, *rows = header.tolist()
     if validity[0] != 1:
         raise ValueError(message)
-    return [torch.Size(row[1 : 1 + row[0]]) for row in rows]
+    shapes = []
+    for num_dims, *sizes in rows:
+        shapes.append(torch.Size(sizes[:num_dims]))
+    return shapes

@@ -47,7 +47,8 @@ class Stream:
         keep_prob = 1.0 if p == 1 else 1 - p  # p = 1 drops everything: avoid 0 / 0
         # On a CPU the mask has the dtype of x, because multiplying by a bool mask is half as fast.
         if x.device.type == "cpu":
-            return x * self.keep_mask(x.shape, p, x.device, x.dtype, turn).div_(keep_prob)
+            factors = self.keep_mask(x.shape, p, x.device, x.dtype, turn).div_(keep_prob)
+            return x * factors
         mask = self.keep_mask(x.shape, p, x.device, torch.bool, turn)  # bool: autograd saves 1 byte per element
         return (x * mask).mul_(1 / keep_prob)
 

@@ -47,7 +47,8 @@ def fused_losses(logits: Tensor, real_rows: int, target: Tensor, axis: Axis) -> 
         # The log sum of a token all of whose logits on this rank are minus infinity is NaN; they contribute nothing.
         log_sum = log_sum.masked_fill(own_max == -torch.inf, 0.0)
         # Adding own_max - max_logit makes this rank's log sum relative to the maximum over all ranks.
-        log_sum = reduce_in_place((own_max - max_logit + log_sum).exp(), axis).log()
+        own_sum = (own_max - max_logit + log_sum).exp()
+        log_sum = reduce_in_place(own_sum, axis).log()
     return loss_from_log_sum(real_logits, target, max_logit, log_sum, axis), max_logit, log_sum
 
 
@@ -60,8 +61,10 @@ def _write_gradient(
     """
     log_probs = logits.to(factor.dtype) - max_logit.unsqueeze(-1) - log_sum.unsqueeze(-1)
     gradient = log_probs.exp() * factor.unsqueeze(-1)
-    is_target = torch.arange(logits.shape[-1], device=logits.device) == target.unsqueeze(-1)
-    return logits.copy_(torch.where(is_target, gradient + target_grad.unsqueeze(-1), gradient))
+    token_ids = torch.arange(logits.shape[-1], device=logits.device)
+    is_target = token_ids == target.unsqueeze(-1)
+    gradient_at_target = gradient + target_grad.unsqueeze(-1)
+    return logits.copy_(torch.where(is_target, gradient_at_target, gradient))
 
 
 def _write_in_chunks(logits: Tensor, *token_values: Tensor) -> Tensor:
@@ -81,7 +84,13 @@ def fused_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: bo
     if not real_rows:
         return result
     # The gradient is `grad * share` times the probabilities, minus `grad` at the target.
-    token_values = (state.max_logit, state.log_sum, state.target, grad * state.share, -(state.is_local * grad))
+    token_values = (
+        state.max_logit,
+        state.log_sum,
+        state.target,
+        grad * state.share,
+        -(state.is_local * grad),
+    )
     for chunk in token_chunks(result, FUSED_CHUNK):
         write_gradient(result[chunk, :real_rows], *(values[chunk] for values in token_values))
     return result

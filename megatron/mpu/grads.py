@@ -49,7 +49,10 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
     squared_norm = replica_squared_norm(parameters, mesh.model.rank, device, mesh.data.group)
     if mesh.replica.size > 1:
         dist.all_reduce(squared_norm, group=mesh.replica.group)
-    return squared_norm.sqrt().to(torch.promote_types(grads[0].dtype, torch.float32) if grads else torch.float32)
+    dtype = torch.float32
+    if grads:
+        dtype = torch.promote_types(grads[0].dtype, dtype)
+    return squared_norm.sqrt().to(dtype)
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh | None = None) -> Tensor:

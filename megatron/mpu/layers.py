@@ -2,26 +2,23 @@
 
 Shapes: s sequence, b batch, i features in, o features out, h hidden, v vocabulary, t model-parallel ranks.
 A layer that is built alone draws the initial values of its whole weight from torch's default generator, so that the
-values do not depend on t; in a model, the model draws them (`mpu.defer_init`). `init_method` fills a whole weight in
-place.
-axis, options: the ranks over which a layer is sharded, and its communication and kernel options. Both are by default
-those of the current context (`mpu.parallel_context`).
+values do not depend on t; in a model, the model draws them (`mpu.defer_init`).
+axis, options: the ranks over which a layer is sharded, and its options, by default those of the current context.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from . import mappings
 from .current import parallel_context
-from .initial_values import NORMAL, InitMethod
 from .linear import linear
 from .megatron_compat import check_strides
 from .mesh import TRIVIAL_AXIS, Axis, Options
-from .parameters import declare, spec_of
+from .parameters import NORMAL, InitMethod, declare, ones, spec_of, zeros
 from .vocab_shards import check_token_ids, padded_vocab_size
-from .wide_sums import embedding
+from .wide_sums import embedding, layer_norm
 
 if TYPE_CHECKING:
     from .linear_cross_entropy import DeferredLogits
@@ -215,3 +212,20 @@ class RowParallelLinear(Sharded):
         if self.bias is not None:
             y = y + self.bias
         return y, None
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm (Ba et al. 2016) with weights declared as replicated on the model-parallel ranks.
+
+    In bf16 on a CPU, it sums the gradients of its weights in fp32, unlike torch's; see `wide_sums.py`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for weight, init_method in ((self.weight, ones), (self.bias, zeros)):
+            if weight is not None:
+                declare(weight, init_method, sequence=parallel_context().sequence)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., h] -> [..., h]."""
+        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)

@@ -1,12 +1,8 @@
 """Linear function x W^T + b whose backward pass overlaps communication with computation.
 
-The input's gradient is all-reduced over the ranks; the weight's gradient is local to each rank. So the all-reduce of
-the input's gradient runs while the weight's gradient is computed (Narayanan et al. 2021; Megatron-LM's
-`LinearWithGradAccumulationAndAsyncCommunication`). With sequence parallelism only the rank's shard of the
-input is saved, and the whole input is gathered again while the input's gradient is computed (Korthikanti et al. 2022).
-
-On a CPU torch runs fp32 matmuls in the BLAS that it was built with. MKL uses half of the AVX-512 throughput
-of CPUs other than Intel's; oneDNN, which torch bundles, uses all of it. CPUs without instructions for bf16 emulate it.
+The input's gradient is all-reduced over the ranks while the weight's gradient, which is local to each rank, is computed
+(Narayanan et al. 2021; Megatron-LM's `LinearWithGradAccumulationAndAsyncCommunication`). With sequence parallelism only
+the rank's shard of the input is saved, and the input is gathered again meanwhile (Korthikanti et al. 2022).
 
 Shapes: ... any leading dimensions, mostly s sequence, b batch; i features in, o features out, n tokens, t
 model-parallel ranks.
@@ -81,8 +77,8 @@ def choose_kernels(x: Tensor, weight: Tensor, options: Options) -> Products:
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, second_kernel: bool) -> Tensor:
     """Multiply x [..., i] by the transpose of weight [o, i] -> [..., o]; both x and weight may have any strides.
 
-    second_kernel: use a kernel that is faster than torch's own on some CPUs. For fp32 this is oneDNN's. For 16 bits it
-    is the kernel for fp32, with the result rounded.
+    second_kernel: use a kernel that is faster than torch's own on some CPUs, see features/cpu_matmul.py: for fp32
+    oneDNN's, for 16 bits the one for fp32, with the result rounded.
     """
     if not second_kernel:
         return F.linear(x, weight, bias)

@@ -8,15 +8,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from . import current as _current
 from .data import default_device
-from .initial_values import derive_seed, ones, zeros
-from .parameters import declare
-from .random import RngStreams
-from .wide_sums import layer_norm
+from .random import RngStreams, derive_seed
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -51,23 +48,6 @@ def split_tensor_along_last_dim(
     if not contiguous_split_chunks:
         return chunks
     return tuple(chunk.contiguous() for chunk in chunks)
-
-
-class LayerNorm(nn.LayerNorm):
-    """LayerNorm (Ba et al. 2016) with weights declared as replicated on the model-parallel ranks.
-
-    In bf16 on a CPU, it sums the gradients of its weights in fp32, unlike torch's; see `wide_sums.py`.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for weight, init_method in ((self.weight, ones), (self.bias, zeros)):
-            if weight is not None:
-                declare(weight, init_method, sequence=_current.parallel_context().sequence)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise x [..., h] -> [..., h]."""
-        return layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
 def is_unitialized() -> bool:

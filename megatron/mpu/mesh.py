@@ -1,15 +1,98 @@
-"""Process groups of this rank (Mesh) and options of sharded layers (Options)."""
+"""Coordinates of all ranks (Topology), process groups of this rank (Mesh), options of sharded layers (Options)."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .topology import Topology
+from .process_topology import ProcessTopology
 
 if TYPE_CHECKING:
     from .linear import Products
+
+AXES = ("pipe", "data", "model")
+
+
+class Coord(NamedTuple):
+    """Coordinates of one rank: pipeline stage, data-parallel replica, model-parallel rank."""
+
+    pipe: int
+    data: int
+    model: int
+
+
+@dataclass(frozen=True)
+class Topology(ProcessTopology):
+    """Grid of ranks in row-major order over (pipe, data, model); the model coordinate varies fastest.
+
+    Model-parallel neighbours communicate most (twice a layer), so they get adjacent ranks and with them the
+    fastest links. Stages communicate least and are farthest apart (Narayanan et al. 2021).
+    The grid also has the methods of DeepSpeed's `ProcessTopology`, so that DeepSpeed can use it.
+
+    context: number of consecutive data-parallel ranks that hold different tokens of the same samples. They hold the
+    same weights and sum gradients with the other data-parallel ranks, so the grid has no separate context axis.
+    expert: number of consecutive data-parallel ranks that divide the experts of a layer.
+    """
+
+    pipe: int = 1
+    data: int = 1
+    model: int = 1
+    context: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in (*AXES, "context", "expert"):
+            size = getattr(self, axis)
+            if size < 1:
+                raise ValueError(f"the {axis} axis of the grid has size {size}; it must be at least 1")
+            if axis not in AXES and self.data % size:
+                raise ValueError(
+                    f"{self.data} ranks of the data axis cannot be divided into {axis}-parallel groups of {size}"
+                )
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas that read different samples: data-parallel ranks / context ranks."""
+        return self.data // self.context
+
+    def __str__(self) -> str:
+        context = f"context {self.context} x " if self.context > 1 else ""
+        return f"pipe {self.pipe} x data {self.replicas} x {context}model {self.model}"
+
+    def world_size(self) -> int:
+        """Return the number of ranks in the grid."""
+        return self.pipe * self.data * self.model
+
+    def get_axis_names(self) -> list[str]:
+        """Return the axis names, for DeepSpeed."""
+        return list(AXES)
+
+    def get_rank(self, *, pipe: int, data: int, model: int) -> int:
+        """Return the rank at these coordinates. Raises ValueError outside the grid."""
+        coord = Coord(pipe, data, model)
+        for axis, index in zip(AXES, coord, strict=True):
+            if not 0 <= index < getattr(self, axis):
+                raise ValueError(f"{axis}={index} lies outside the grid {self}")
+        return (pipe * self.data + data) * self.model + model
+
+    def get_coord(self, rank: int) -> Coord:
+        """Return the coordinates of `rank`. Raises ValueError outside the grid."""
+        if not 0 <= rank < self.world_size():
+            raise ValueError(f"rank {rank} lies outside the grid {self} of {self.world_size()} ranks")
+        pipe_and_data, model = divmod(rank, self.model)
+        pipe, data = divmod(pipe_and_data, self.data)
+        return Coord(pipe, data, model)
+
+    def lines(self, *varying: str) -> list[list[int]]:
+        """Return the groups of ranks that differ only in the `varying` axes; each group is in rank order."""
+        fixed = [axis for axis in AXES if axis not in varying]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size()):
+            coord = self.get_coord(rank)
+            fixed_coord = tuple(getattr(coord, axis) for axis in fixed)
+            groups.setdefault(fixed_coord, []).append(rank)
+        return list(groups.values())
 
 
 @dataclass(frozen=True)
@@ -44,25 +127,11 @@ class Axis:
 TRIVIAL_AXIS = Axis(None, (0,), 0)
 
 
-def neighbours(axis: Axis, count: int) -> Axis:
-    """Return the block of `count` consecutive ranks of `axis` that contains this rank.
-
-    All ranks of the block must call this function together. count must divide the size of the axis.
-    """
-    if count == axis.size:
-        return axis
-    block_begin = axis.rank - axis.rank % count
-    ranks = axis.ranks[block_begin : block_begin + count]
-    group = group_of_members(ranks) if count > 1 else None
-    return Axis(group, ranks, axis.rank - block_begin)
-
-
 @dataclass(frozen=True)
 class Options:
     """Communication and kernel options of sharded layers.
 
-    sequence_parallel: between sharded layers, each rank holds only its shard of the sequence
-    (Korthikanti et al. 2022).
+    sequence_parallel: between sharded layers, each rank holds only its shard of the sequence.
     overlap: all-reduce the gradient of a layer's input while the gradient of the layer's weight is computed.
     onednn: run fp32 matmuls on a CPU in oneDNN instead of torch's BLAS. `linear.py` explains overlap and onednn.
     products: (dtype, o, i) of a weight [o, i] -> its products that run in the second kernel of `linear.matmul`.
@@ -96,8 +165,7 @@ class Mesh:
     """All process groups of this rank.
 
     pipe, data, model: this rank's group along each of the three axes.
-    replica: the ranks that together hold one copy of the model (pipe x model), over which norms of all
-    parameters are summed.
+    replica: the ranks that together hold one copy of the model (pipe x model).
     context: consecutive ranks of the data axis that hold different tokens of the same samples.
     expert: consecutive ranks of the data axis that hold different experts. expert_replicas: the ranks of the data axis
     that hold the same experts as this rank. With expert parallelism, their group exists even for one rank.
@@ -125,28 +193,23 @@ class Mesh:
                 f"{dist.get_world_size()} ranks are running, but the grid {topology} needs {topology.world_size()}"
             )
         # Every layer waits for the all-reduces of the model axis. It comes first, as axes of equal ranks share a group.
-        model = cls._axis_of(topology.lines("model"), urgent=True)
-        pipe = cls._axis_of(topology.lines("pipe"))
-        data = cls._axis_of(topology.lines("data"))
-        replica = cls._axis_of(topology.lines("pipe", "model"))
-        context = cls._axis_of(topology.context_lines())
-        mesh = cls(topology, pipe, data, model, replica, context)
-        if topology.expert == 1:
-            return mesh
-        expert = cls._axis_of(topology.expert_lines())
-        same_experts = cls._axis_of(topology.expert_replicas())
-        # ZeRO and the reduction of experts need a group even for a single rank.
-        same_experts = replace(same_experts, group=same_experts.group or group_of_members(same_experts.ranks))
-        return replace(mesh, expert=expert, expert_replicas=same_experts)
+        model = axis_of(topology.lines("model"), urgent=True)
+        pipe = axis_of(topology.lines("pipe"))
+        data = axis_of(topology.lines("data"))
+        replica = axis_of(topology.lines("pipe", "model"))
+        from .subgroups import with_subgroups  # imports this file
 
-    @staticmethod
-    def _axis_of(groups: list[list[int]], urgent: bool = False) -> Axis:
-        from tds.groups import shared_groups  # imports DeepSpeed, which a single process does not need
+        return with_subgroups(cls(topology, pipe, data, model, replica))
 
-        rank = dist.get_rank()
-        ranks = next(members for members in groups if rank in members)
-        group = shared_groups(groups, urgent) if len(ranks) > 1 else None
-        return Axis(group, tuple(ranks), ranks.index(rank))
+
+def axis_of(groups: list[list[int]], urgent: bool = False) -> Axis:
+    """Return this rank's axis among `groups`, lists of ranks. urgent: its messages go before those of other groups."""
+    from tds.groups import shared_groups  # imports DeepSpeed, which a single process does not need
+
+    rank = dist.get_rank()
+    ranks = next(members for members in groups if rank in members)
+    group = shared_groups(groups, urgent) if len(ranks) > 1 else None
+    return Axis(group, tuple(ranks), ranks.index(rank))
 
 
 def group_of_members(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -1,9 +1,12 @@
 """Record of a parameter: which part of the whole parameter this rank holds, and how its initial values are drawn.
 
-Initial values do not depend on the number of model-parallel ranks, see initial_values.py.
+Initial values do not depend on the number of model-parallel ranks. A large parameter is drawn in blocks of rows, each
+from its own seed, and a rank draws only the blocks in which it holds rows. If an initialiser needs the whole parameter,
+every rank draws all of it and keeps its part.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +17,61 @@ from torch import Tensor, nn
 
 from .current import parallel_context
 from .fused_rows import FusedRows
-from .initial_values import InitMethod, draw_rows, draws_each_element, seeded, zeros
 from .mappings import all_reduce
 from .mesh import TRIVIAL_AXIS, Axis
+from .random import derive_seed, seeded
+
+InitMethod = Callable[[Tensor], object]  # fills a whole weight in place, like the functions of torch.nn.init
+
+zeros: InitMethod = nn.init.zeros_
+ones: InitMethod = nn.init.ones_
+
+# Initialisers that draw each element independently of the others and of the shape.
+_ELEMENTWISE_INITS = (
+    nn.init.zeros_,
+    nn.init.ones_,
+    nn.init.constant_,
+    nn.init.normal_,
+    nn.init.uniform_,
+    nn.init.trunc_normal_,
+)
+BLOCK_ELEMENTS = 1 << 20  # elements of a block of rows that one seed draws; a longer row is a block by itself
+
+
+def normal(std: float) -> InitMethod:
+    """Return an initialiser that draws from a normal distribution of mean 0 and standard deviation `std`."""
+    return partial(nn.init.normal_, mean=0.0, std=std)
+
+
+NORMAL = normal(0.02)  # initialisation of the weights of GPT-2 and BERT
+
+
+def draws_each_element(init_method: InitMethod) -> bool:
+    """Return whether the initialiser draws each element independently, so that it can draw rows [n, ...] alone."""
+    return getattr(init_method, "func", init_method) in _ELEMENTWISE_INITS
+
+
+def draw_rows(
+    part: Tensor, begin: int, dim: int, full_shape: Sequence[int], init_method: InitMethod, seed: int
+) -> None:
+    """Draw the rows of a parameter [*full_shape] from row `begin` along `dim` on into `part`, which has some of them.
+
+    For example, with blocks of 4 rows, a part of rows 2 to 7 draws the blocks of rows 0 to 3 and 4 to 7, and leaves
+    out rows 0 and 1.
+    """
+    end = begin + part.shape[dim]
+    shape = list(full_shape)
+    # As many rows as fit into BLOCK_ELEMENTS, but at least one. A row has prod(shape) / shape[dim] elements.
+    block_rows = max(BLOCK_ELEMENTS * shape[dim] // max(math.prod(shape), 1), 1)
+    for block_begin in range(begin - begin % block_rows, end, block_rows):
+        shape[dim] = min(block_rows, full_shape[dim] - block_begin)
+        block = torch.empty(shape, dtype=part.dtype, device="cpu")
+        # The first block uses `seed` itself, so a parameter of one block has the values of a draw of the whole.
+        with seeded(derive_seed(seed, "rows", block_begin) if block_begin else seed):
+            init_method(block)
+        copy_begin = max(block_begin, begin)
+        rows = min(block_begin + shape[dim], end) - copy_begin
+        part.narrow(dim, copy_begin - begin, rows).copy_(block.narrow(dim, copy_begin - block_begin, rows))
 
 
 class Rows(NamedTuple):
@@ -171,23 +226,23 @@ def declare(
 ) -> nn.Parameter:
     """Initialise `parameter`, this rank's part, and attach its record `parameter.spec`.
 
-    Gradient norms and checkpoints use the record.
-    init_method: fills the whole parameter, on the CPU, from torch's default generator. Ranks that hold parts
-    of one parameter must have the same seed, for instance by `torch.manual_seed(seed)` on all of them.
-    dim: the dimension that is sharded over `axis`, None for a copy on every rank.
+    init_method: fills the whole parameter, on the CPU, from torch's default generator, which must have the same seed
+    on all ranks that hold parts of the parameter.
+    dim: the dimension that is sharded over `axis`, counted from the end if negative; None for a copy on every rank.
     full_size: size of the sharded dimension over all ranks, without padding; by default there is no padding.
     axis: by default the model axis of the current context, as in the layers of this package.
-    sequence: the ranks over which the gradients of a copy are summed, because each rank sees only its shard
-    of the sequence or of the heads. Weights of norms, biases added after a reduce-scatter, and learned positions need
-    this argument.
+    sequence: the ranks over which the gradients of a copy are summed, because each rank sees only its shard of the
+    sequence or of the heads, as for weights of norms, biases added after a reduce-scatter, and learned positions.
     """
     if dim is None:
         axis = TRIVIAL_AXIS
     elif axis is None:
         axis = parallel_context().mesh.model
     size = axis.size
-    if dim is not None and full_size is None:
-        full_size = parameter.shape[dim] * size
+    if dim is not None:
+        dim = _dim_from_start(parameter, dim)
+        if full_size is None:
+            full_size = parameter.shape[dim] * size
     sums_over_sequence = sequence is not None and sequence.size > 1
     shape = tuple(parameter.shape)
     spec = ParamSpec(shape, init_method, dim, full_size or 0, axis.rank, size, sums_over_sequence)
@@ -198,3 +253,17 @@ def declare(
     if not parallel_context().defer_init:
         spec.fill(parameter)
     return parameter
+
+
+def _dim_from_start(parameter: Tensor, dim: int) -> int:
+    """Return dimension `dim` of `parameter` [any shape], counted from the end if negative, as an index from 0.
+
+    Raises ValueError if `parameter` has no such dimension.
+    """
+    num_dims = parameter.dim()
+    if not -num_dims <= dim < num_dims:
+        raise ValueError(
+            f"mpu.declare: dim {dim} is no dimension of a parameter of shape {list(parameter.shape)}; give one that "
+            "it has, or None for a copy on every rank"
+        )
+    return dim % num_dims

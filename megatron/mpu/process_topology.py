@@ -1,4 +1,4 @@
-"""Methods of a grid of ranks by the names of DeepSpeed's `ProcessTopology`, so that DeepSpeed can use the grid."""
+"""Methods of a grid of ranks: DeepSpeed's names, so that DeepSpeed can use the grid; context and expert groups."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -43,4 +43,30 @@ class ProcessTopology:
     def get_axis_comm_lists(self: Any, axis: str) -> list[list[int]]:
         """Return the groups of ranks that communicate along `axis`, each a list; an empty list for an unknown axis."""
         groups: list[list[int]] = self.lines(axis) if axis in self.get_axis_names() else []
+        return groups
+
+    def context_lines(self: Any) -> list[list[int]]:
+        """Return the context-parallel groups, each a list of ranks."""
+        groups: list[list[int]] = self._consecutive_groups(self.context)
+        return groups
+
+    def expert_lines(self: Any) -> list[list[int]]:
+        """Return the expert-parallel groups, each a list of ranks that together hold all experts."""
+        groups: list[list[int]] = self._consecutive_groups(self.expert)
+        return groups
+
+    def _consecutive_groups(self: Any, group_size: int) -> list[list[int]]:
+        """Return the data-parallel groups, cut into blocks of `group_size` ranks."""
+        groups = []
+        for ranks in self.lines("data"):
+            for begin in range(0, self.data, group_size):
+                groups.append(ranks[begin : begin + group_size])
+        return groups
+
+    def expert_replicas(self: Any) -> list[list[int]]:
+        """Return the groups of ranks that hold the same experts."""
+        groups = []
+        for ranks in self.lines("data"):
+            for expert_rank in range(self.expert):
+                groups.append(ranks[expert_rank :: self.expert])  # every rank with this index in its expert group
         return groups

@@ -1,4 +1,4 @@
-"""Named random streams.
+"""Seeds, and named random streams.
 
 Every dropout site draws from its own stream. Its draws are a pure function of seed, iteration, name, data
 rank, the number of earlier draws in this iteration and, where activations are sharded, the model rank. So
@@ -7,16 +7,40 @@ equal masks for replicated activations and different ones for sharded activation
 saved generator state, and a recomputation only resets the counters of draws.
 """
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
-
-from .initial_values import derive_seed, seeded
 
 # Step between the seeds of successive draws. Both 32-bit halves are odd, so that seeds differ even if a generator uses
 # only 32 bits (Steele et al. 2014).
 SEED_STEP = 0x9E3779B97F4A7C15
+
+
+def derive_seed(*parts: object) -> int:
+    """Return a 63-bit seed derived from `parts`, the same on every machine and Python version."""
+    digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
+    """Seed torch's generator of `device`, by default the CPU, inside the block; restore its state afterwards."""
+    if device is None or device.type == "cpu":
+        saved_state = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        restore = torch.set_rng_state
+    else:
+        module = torch.get_device_module(device)
+        saved_state = module.get_rng_state(device)
+        restore = partial(module.set_rng_state, device=device)
+        module.manual_seed(seed)
+    try:
+        yield
+    finally:
+        restore(saved_state)
 
 
 class RngStreams:

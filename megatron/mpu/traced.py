@@ -45,7 +45,9 @@ def gather_partial_from_model_parallel_region(x: Tensor, axis: Axis | None = Non
         # The gather along a new first dimension sums the gradients in its backward pass, as for a sequence.
         parts = traced_gather(x.unsqueeze(0), axis, sequence=True)  # [t, ..., n/t]
         return parts.movedim(0, -2).flatten(-2)
-    return x if axis.size == 1 else mappings.apply_collective(x, axis, all_gather, _sum_and_split)
+    if axis.size == 1:
+        return x
+    return mappings.apply_collective(x, axis, all_gather, _sum_and_split)
 
 
 def _sum_and_split(x: Tensor, axis: Axis) -> Tensor:

@@ -48,7 +48,8 @@ def orthogonalise(matrix: Tensor, steps: int, options: Options = DEFAULT_OPTIONS
             polynomial = matmul(gram, gram, None, second_kernel).mul_(c).add_(gram, alpha=b)
             x = matmul(polynomial, x.T, None, second_kernel).add_(x, alpha=a)
         else:
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+            polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+            x = torch.addmm(x, polynomial, x, beta=a)
     return x.T if is_tall else x
 
 
@@ -118,11 +119,12 @@ class Muon(torch.optim.Optimizer):
         """Step all weights that have a gradient."""
         if closure is not None:
             raise ValueError("Muon supports no closure: compute the loss before step()")
-        if self.adamw is not None:
+        adamw = self.adamw
+        if adamw is not None:
             # `load_state_dict` replaces both of these attributes.
-            self.adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
-            self.adamw.state = self.state
-            self.adamw.step()
+            adamw.param_groups = [group for group in self.param_groups if not group["use_muon"]]
+            adamw.state = self.state
+            adamw.step()
         model_ranks = get_mesh().model.size
         for group in self.param_groups:
             if not group["use_muon"]:
@@ -153,7 +155,9 @@ class Muon(torch.optim.Optimizer):
         for _, _, grad, momentum in pieces:
             momentum.lerp_(grad, 1 - config.muon_momentum)
             update = grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
-            updates.append(update if self._dtype is None else update.to(self._dtype))
+            if self._dtype is not None:
+                update = update.to(self._dtype)
+            updates.append(update)
         specs = [piece.spec for piece in pieces]
         orthogonalise_matrix = partial(orthogonalise, steps=config.muon_ns_steps, options=self._options)
         orthogonal_updates = apply_to_whole_matrices(orthogonalise_matrix, updates, specs, get_mesh().model)
@@ -198,7 +202,8 @@ def _lr_ratios(spec: ParamSpec, adjust_lr_fn: str) -> float | Tensor:
         return ratios[0]
     # For example, ratios (1, 2, 2) of query, key and value with blocks (2, 1, 1) of 1 row give the pattern 1, 1, 2, 2,
     # which repeats along the rows of the whole weight.
-    pattern = torch.tensor(ratios, dtype=torch.float64).repeat_interleave(torch.tensor(block_counts) * block_rows)
+    row_counts = torch.tensor(block_counts) * block_rows
+    pattern = torch.tensor(ratios, dtype=torch.float64).repeat_interleave(row_counts)
     rows = spec.full_shape[0]
     repeats = rows // len(pattern)
     # A weight that is split along its columns has all rows on each rank.

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.optim import floor_share
 
-from .lr import decay_end, wsd_decay_length
+from .optimizer import decay_end, wsd_decay_length
 
 
 def _schedule(config: Config) -> dict[str, Any]:

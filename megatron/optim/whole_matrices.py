@@ -26,9 +26,10 @@ def apply_per_matrix(function: MatrixFunction, whole: Tensor, spec: ParamSpec) -
         return function(whole)
     results = torch.empty_like(whole, memory_format=torch.contiguous_format)
     # `split` gives views [g, part, width, i], as the rows of the fused matrices alternate. `function` needs [o, i].
-    for matrix, result in zip(spec.fused.split(whole.contiguous()), spec.fused.split(results), strict=True):
+    matrices = spec.fused.split(whole.contiguous())
+    for matrix, result in zip(matrices, spec.fused.split(results), strict=True):
         computed = function(matrix.reshape(-1, whole.shape[1]))
-        result.copy_(computed.view(result.shape))
+        result.copy_(computed.view_as(result))
     return results
 
 
@@ -43,16 +44,17 @@ def apply_to_whole_matrices(
     """
     results = list(shards)
     split_params = []
+    costs = []
     for i, spec in enumerate(specs):
         if spec.split:
             split_params.append(i)  # computed below, by one rank for all
+            costs.append(matrix_work(spec))
         else:
             results[i] = apply_per_matrix(function, shards[i], spec)
     if not split_params:
         return results
     from tds.flat_matrices import balance  # imports DeepSpeed, which a single process does not need
 
-    costs = [matrix_work(specs[i]) for i in split_params]
     params_by_rank = []  # for each rank, the parameters that it computes
     outgoing = []
     for rank_items in balance(costs, axis.size):  # positions in `split_params` of the parameters of one rank
@@ -78,15 +80,16 @@ def apply_to_whole_matrices(
 
 def _exchange(
     outgoing: Sequence[Sequence[Tensor]], templates: Sequence[Sequence[Tensor]], axis: Axis
-) -> list[tuple[Tensor, ...]]:
+) -> list[list[Tensor]]:
     """Send the tensors outgoing[r] [any shapes] to rank r; return the tensors from each rank.
 
     templates: for each rank, tensors with the shapes of those that it sends to this rank.
     """
-    flat_outgoing = list(chain.from_iterable(outgoing))
-    any_tensor = next(chain(flat_outgoing, *templates))  # for its dtype and device: this rank may send nothing
-    # The empty tensor is there because `cat` refuses an empty list.
-    send_buffer = torch.cat([any_tensor.new_empty(0), *(tensor.reshape(-1) for tensor in flat_outgoing)])
+    any_tensor = next(chain(*outgoing, *templates))  # for its dtype and device: this rank may send nothing
+    flat_outgoing = [any_tensor.new_empty(0)]  # because `cat` refuses an empty list
+    for tensor in chain(*outgoing):
+        flat_outgoing.append(tensor.reshape(-1))
+    send_buffer = torch.cat(flat_outgoing)
     send_sizes = [sum(map(Tensor.numel, tensors)) for tensors in outgoing]
     receive_sizes = [sum(map(Tensor.numel, rank_templates)) for rank_templates in templates]
     receive_buffer = send_buffer.new_empty(sum(receive_sizes))
@@ -94,5 +97,5 @@ def _exchange(
     received = []
     for chunk, rank_templates in zip(torch.split(receive_buffer, receive_sizes), templates, strict=True):
         parts = torch.split(chunk, list(map(Tensor.numel, rank_templates)))
-        received.append(tuple(part.view(template.shape) for part, template in zip(parts, rank_templates, strict=True)))
+        received.append(list(map(Tensor.view_as, parts, rank_templates)))
     return received

@@ -10,7 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..config import Config, settings
-from ..config.fields import flag, shorten_list
+from ..config.fields import flag
+from ..config.messages import shorten_list
 from .errors import RunError, one_line_error
 from .objects import gather_objects
 from .source import kernel_choices, package_versions, source_hash, user_file_hashes

@@ -32,8 +32,9 @@ def current_device() -> torch.device:
 
 def supported_accelerator() -> str | None:
     """Return the kind of accelerator that this build of torch supports, None for a CPU-only build."""
-    if torch.version.cuda or torch.version.hip:
-        return f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}"
+    version = torch.version
+    if version.cuda or version.hip:
+        return f"CUDA {version.cuda}" if version.cuda else f"ROCm {version.hip}"
     accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator is not None and accelerator.type not in ("cpu", "mps") else None
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from tds.messages import error_text
 
-from ..config.fields import describe_error
+from ..config.messages import describe_error
 from .source import is_library_file
 
 _MEGATRON = Path(__file__).resolve().parent.parent

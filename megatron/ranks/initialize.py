@@ -43,17 +43,6 @@ def world_size() -> int:
     return ranks
 
 
-def ranks_on_machine(world_size: int) -> int | None:
-    """Return the number of ranks on this machine, which torchrun and DeepSpeed's launcher set; None if unknown.
-
-    world_size: number of ranks of the whole run.
-    """
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")
-    if local_world_size:
-        return int(local_world_size)
-    return 1 if world_size == 1 else None
-
-
 def initialize_megatron(config: Config) -> torch.device:
     """Join the other ranks, build the (pipe, data, model) grid and return this rank's device.
 

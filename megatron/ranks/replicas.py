@@ -31,11 +31,13 @@ def fingerprint(x: Tensor) -> Tensor:
     is never 0 modulo 2^64.
     """
     ints = x.detach().contiguous().view(-1).view(INT_DTYPES[x.itemsize])
-    odd_factors = 2 * torch.arange(min(CHUNK_ELEMENTS, ints.numel()), device=x.device) + 1
+    num_factors = min(CHUNK_ELEMENTS, ints.numel())
+    odd_factors = 2 * torch.arange(num_factors, device=x.device) + 1
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for chunk in torch.split(ints, CHUNK_ELEMENTS):
+        products = chunk.to(torch.int64) * odd_factors[: chunk.numel()]
         # An odd constant (Knuth's MMIX generator) makes the hash depend on the order of chunks; int64 wraps at 2^64.
-        total = total * 0x5851F42D4C957F2D + (chunk.to(torch.int64) * odd_factors[: chunk.numel()]).sum()
+        total = total * 0x5851F42D4C957F2D + products.sum()
     return total
 
 
@@ -55,9 +57,16 @@ def check_replicas(engine: Any) -> None:
     fingerprints = _fingerprints(model, device)
     # Expert-parallel ranks hold different experts, so only some of the data-parallel ranks hold copies of an expert.
     expert_names = {name for name, p in global_parameters(model) if mpu.replicas_of(p) is not mesh.data}
-    expert_weights = {key: value for key, value in fingerprints.items() if key.name in expert_names}
-    other_weights = {key: value for key, value in fingerprints.items() if key.name not in expert_names}
-    unsplit_weights = {key: value for key, value in fingerprints.items() if key.model_rank is None}
+    expert_weights = {}
+    other_weights = {}
+    unsplit_weights = {}
+    for key, value in fingerprints.items():
+        if key.name in expert_names:
+            expert_weights[key] = value
+        else:
+            other_weights[key] = value
+        if key.model_rank is None:
+            unsplit_weights[key] = value
     # ZeRO 3 shards weights over the data-parallel ranks, which thus hold no copies.
     is_zero_3 = any(key.data_rank is not None for key in fingerprints)
     all_equal = is_zero_3 or _equal_on_ranks(other_weights, mesh.data, device)
@@ -120,8 +129,9 @@ def _equal_on_ranks(values: Mapping[WeightKey, int], axis: mpu.Axis, device: tor
     if axis.size == 1:
         return True
     text = repr(sorted(values.items(), key=str))
+    digest = hashlib.sha256(text.encode()).digest()
     # One MAX gives the maximum and, by the negated hash, the minimum. 62 bits of a hash fit into an int64.
-    hashed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
+    hashed = int.from_bytes(digest[:8], "big") >> 2
     max_and_minus_min = torch.tensor([hashed, -hashed], device=device)
     dist.all_reduce(max_and_minus_min, op=dist.ReduceOp.MAX, group=axis.group)
     maximum, minus_minimum = max_and_minus_min.tolist()

@@ -1,18 +1,20 @@
 """Training tasks, one per model family. `TASKS` maps the family name in settings and checkpoints to a task class."""
 
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..training.task import Task
-from .gpt2 import GPT2, Llama
+from .gpt2 import GPT2
 
 if TYPE_CHECKING:
+    from .llama import Llama
     from .t5 import T5
 
 
 class _Tasks(Mapping[str, type[Task]]):
-    """Task class by model family; the task of T5 is imported on first use."""
+    """Task class by model family; the tasks of Llama and T5 are imported on first use."""
 
     _names = {"gpt2": "GPT2", "llama": "Llama", "t5": "T5"}
 
@@ -31,11 +33,9 @@ TASKS: Mapping[str, type[Task]] = _Tasks()
 
 
 def __getattr__(name: str) -> Any:
-    if name != "T5":
+    if name not in ("Llama", "T5"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .t5 import T5
-
-    return T5
+    return getattr(import_module(f".{name.lower()}", __name__), name)
 
 
 def task_of(config: Config) -> Task:

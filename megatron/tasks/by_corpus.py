@@ -31,4 +31,5 @@ def broadcast_with_corpora(
     batch = mpu.broadcast_data([*keys, KEY], data, torch.int64, sizes=sizes)
     corpus_numbers = batch.pop(KEY)
     # The column `corpora`, of samples that belong to no corpus, is cut off.
-    return batch, {"corpora": F.one_hot(corpus_numbers, corpora + 1)[:, :corpora].float()}
+    is_of_corpus = F.one_hot(corpus_numbers, corpora + 1)[:, :corpora]
+    return batch, {"corpora": is_of_corpus.float()}

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from .._compat import compat
 from ..config import Config
-from ..config.command_line import SettingsParser, build_parser
 from ..config.fields import ConfigError
+from ..config.flags import SettingsParser, build_parser
 from ..ranks.rank_0 import print_rank_0
 from ..tokenizer import Tokenizer
 from ..training.entry import run

@@ -19,4 +19,5 @@ def mark_prefixes(prefixes: Tensor, document_ids: Tensor, loss_mask: Tensor) -> 
     label_in_prefix = torch.zeros_like(in_prefix)
     label_in_prefix[:, :-1] = in_prefix[:, :-1] & in_prefix[:, 1:]  # the label of a token is the next token
     # A negative document id marks a token of a prefix, to which the whole prefix attends.
-    return torch.where(in_prefix, -ids, ids), loss_mask.masked_fill(label_in_prefix, 0.0)
+    signed_ids = torch.where(in_prefix, -ids, ids)
+    return signed_ids, loss_mask.masked_fill(label_in_prefix, 0.0)

@@ -14,7 +14,7 @@ from ..model.masks import positions_in_documents
 from ..model.text_tokens import count_text_tokens
 from ..tokenizer import Tokenizer
 from ..training.task import Batch, Datasets
-from .batches import broadcast_batch
+from .gpt2 import broadcast_batch
 
 KEYS = ("tokens", "labels", "loss_mask", "document_ids")
 
@@ -39,8 +39,10 @@ def batch(data: Batch | None, config: Config) -> tuple[tuple[Tensor, ...], Targe
     """
     shape = config.train.batch_size, config.data.seq_length
     tensors, extra_targets = broadcast_batch(data, KEYS, config, dict.fromkeys(KEYS, shape))
-    positions = positions_in_documents(tensors["document_ids"])
-    inputs = tensors["tokens"], positions, tensors["document_ids"].int()
+    tokens = tensors["tokens"]
+    document_ids = tensors["document_ids"]
+    inputs = (tokens, positions_in_documents(document_ids), document_ids.int())
     if config.model.num_experts is not None:
-        extra_targets["text"] = count_text_tokens(tensors["tokens"], tensors["document_ids"], mpu.context_axis())
-    return inputs, targets_of(tensors["labels"], tensors["loss_mask"].float(), extra_targets)
+        extra_targets["text"] = count_text_tokens(tokens, document_ids, mpu.context_axis())
+    loss_mask = tensors["loss_mask"].float()
+    return inputs, targets_of(tensors["labels"], loss_mask, extra_targets)

@@ -11,8 +11,7 @@ from megatron import mpu
 from ..config import Config
 from ..config.defaults import DEFAULTS
 from ..data import cpm_triples
-from ..data.corpora import prefixes_of
-from ..data.corpus_paths import is_triple
+from ..data.corpus_paths import is_triple, prefixes_of
 from ..data.t5_dataset import Objective, Specials, build_train_valid_test_datasets
 from ..model.loss import Targets, targets_of
 from ..model.masks import no_documents
@@ -20,7 +19,7 @@ from ..model.t5 import T5Model
 from ..model.text_tokens import count_text_tokens
 from ..tokenizer import SentinelTokenizer, Tokenizer
 from ..training.task import Batch, Datasets
-from .batches import LanguageTask, broadcast_batch
+from .gpt2 import LanguageTask, broadcast_batch
 
 KEYS = ["encoder", "decoder", "labels", "encoder_document_ids", "decoder_document_ids", "loss_mask"]
 
@@ -140,12 +139,14 @@ class T5(LanguageTask):
         if config.data.eod_mask_loss:
             loss_mask = loss_mask.masked_fill(batch["decoder"] == t5_tokenizer.eod, 0.0)
         labels = labels.masked_fill(loss_mask == 0, t5_tokenizer.pad)
+        encoder = batch["encoder"]
+        decoder = batch["decoder"]
         encoder_ids = _compact_ids(batch["encoder_document_ids"])
         decoder_ids = _compact_ids(batch["decoder_document_ids"])
-        inputs = batch["encoder"], batch["decoder"].int(), encoder_ids, decoder_ids
+        inputs = (encoder, decoder.int(), encoder_ids, decoder_ids)
         if config.model.num_experts is not None:
             context_axis = mpu.context_axis()
-            in_encoder = count_text_tokens(batch["encoder"], encoder_ids, context_axis)
-            in_decoder = count_text_tokens(batch["decoder"], decoder_ids, context_axis)
+            in_encoder = count_text_tokens(encoder, encoder_ids, context_axis)
+            in_decoder = count_text_tokens(decoder, decoder_ids, context_axis)
             extra_targets["text"] = torch.cat([in_encoder, in_decoder])
         return inputs, targets_of(labels, loss_mask, extra_targets)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ..json_text import read_json
 
 SENTINEL = re.compile(r"<(?:extra_id_|s_)(\d+)>")  # names of T5's sentinels, also in CPM's form
+IdArray = NDArray[np.int32]
 
 
 class TokenizerError(ValueError):
@@ -32,6 +33,8 @@ class Tokenizer(ABC):
     two tokenizers with the same fingerprint give the same ids. specials: special tokens as name -> id; plain text is
     never encoded to these ids. marks: `specials` plus other added tokens that chat templates and fill-in-the-middle
     may use by name. start: ids that the model expects before every text, such as Llama's <|begin_of_text|>, or ().
+    lstrip_ids, rstrip_ids: ids of `marks` that absorb the white space before or after their names in a chat template.
+    contradiction: a sentence about a setting next to the vocabulary that this tokenizer does not follow, or "".
     """
 
     name: str
@@ -41,6 +44,9 @@ class Tokenizer(ABC):
     specials: dict[str, int]
     start: tuple[int, ...] = ()
     bos: int | None = None
+    lstrip_ids: frozenset[int] = frozenset()
+    rstrip_ids: frozenset[int] = frozenset()
+    contradiction: str = ""
 
     @property
     def before(self) -> tuple[int, ...]:
@@ -61,14 +67,17 @@ class Tokenizer(ABC):
         """Return the ids that `text` has when it follows a special token and does not start a document."""
         return self.encode(text)
 
-    def encode_content(self, text: str, inside: bool = False) -> list[int]:
+    def encode_content(self, text: str, inside: bool = False, after_text: bool = False) -> list[int]:
         """Return the ids of the content of a chat message. Names of special tokens in it are encoded as plain text.
 
-        inside: True if the content follows a special token.
+        inside: True if the content does not start the conversation. after_text: True if it follows text directly, not
+        a special token, so that no space is prepended.
         """
         return self.encode_inside(text) if inside else self.encode(text)
 
-    def content_spans(self, text: str, inside: bool = False) -> list[tuple[int, int, int]] | None:
+    def content_spans(
+        self, text: str, inside: bool = False, after_text: bool = False
+    ) -> list[tuple[int, int, int]] | None:
         """Return (id, first character, end) of each token of `encode_content`, or None if they are unknown."""
         return None
 
@@ -86,9 +95,21 @@ class Tokenizer(ABC):
                 ids += self.encode_inside(part) if ids else self.encode(part)
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[IdArray]:
         """Return the ids of each text, computed in one thread. Callers that need parallelism start processes."""
         return [np.array(self.encode(text), dtype=np.int32) for text in texts]
+
+    def refuse_contradiction(self) -> None:
+        """Raise TokenizerError if there is a `contradiction`. Call this for new corpora and imported models.
+
+        Runs and corpora that already have the ids of this tokenizer continue with them.
+        """
+        if self.contradiction:
+            raise TokenizerError(self.contradiction)
+
+    def slow_reason(self) -> str:
+        """Return why `encode_batch` cannot use a faster package; "" if it can, or if there is none."""
+        return ""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -142,8 +163,10 @@ def split_name_pattern(names: Iterable[str]) -> re.Pattern[str]:
 
     Cutting the text at the start of each match leaves no part that contains a whole name.
     """
-    # For the name <s>, (?<=<)s> matches s> after a <.
-    cuts = [f"(?<={re.escape(name[0])}){re.escape(name[1:])}" for name in names if len(name) > 1]
+    cuts = []
+    for name in names:
+        if len(name) > 1:  # for the name <s>, (?<=<)s> matches s> after a <
+            cuts.append(f"(?<={re.escape(name[0])}){re.escape(name[1:])}")
     return re.compile("|".join(cuts) or "(?!)")
 
 

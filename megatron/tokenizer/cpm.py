@@ -13,10 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..json_text import parse_json
-from .base import Tokenizer, TokenizerError, byte_piece, fingerprint
+from .base import IdArray, Tokenizer, TokenizerError, byte_piece, fingerprint
 from .segment import SEPARATOR, segmenter
 from .sentencepiece import EOD, open_model
 from .sentencepiece import MARK as WORD
@@ -55,7 +54,7 @@ class _CpmBase(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._encode_ids(text).tolist()  # type: ignore[no-any-return]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[IdArray]:
         return [self._encode_ids(text) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -64,7 +63,7 @@ class _CpmBase(Tokenizer):
         size = self.vocab_size
         return b"".join(token_bytes[i] for i in ids if i != eod and i < size).decode("utf-8", errors="replace")
 
-    def _encode_ids(self, text: str) -> NDArray[np.int32]:
+    def _encode_ids(self, text: str) -> IdArray:
         if not self._byte_ids or not _RESERVED_CHARS.search(text):
             return self._encode_plain(text)
         ids = []
@@ -76,7 +75,7 @@ class _CpmBase(Tokenizer):
             ids.append(part_ids)
         return np.concatenate(ids)
 
-    def _encode_mark(self, mark: str) -> NDArray[np.int32]:
+    def _encode_mark(self, mark: str) -> IdArray:
         return np.array([self._byte_ids[byte] for byte in mark.encode()], np.int32)
 
     def _build_tables(self, pieces: Mapping[str, int]) -> None:
@@ -84,14 +83,15 @@ class _CpmBase(Tokenizer):
         self._token_bytes = [b""] * self.vocab_size
         for piece, i in pieces.items():
             # WORD marks only where a word begins, and is no part of the text.
-            self._token_bytes[i] = piece.replace(WORD, "").replace(SPACE, " ").replace(NEWLINE, "\n").encode()
+            text = piece.replace(WORD, "").replace(SPACE, " ").replace(NEWLINE, "\n")
+            self._token_bytes[i] = text.encode()
         self._byte_ids = []
         if byte_piece(0) in pieces:
             self._byte_ids = [pieces[byte_piece(b)] for b in range(256)]
         for b, i in enumerate(self._byte_ids):
             self._token_bytes[i] = bytes([b])
 
-    def _encode_plain(self, text: str) -> NDArray[np.int32]:
+    def _encode_plain(self, text: str) -> IdArray:
         raise NotImplementedError
 
 
@@ -100,21 +100,24 @@ class CpmTokenizer(_CpmBase):
 
     def __init__(self, model_file: str, cut_with: str = "jieba") -> None:
         self.name = tokenizer_name("cpm", cut_with)
-        self._model = open_model(model_file)
+        model = open_model(model_file)
+        self._model = model
         self._cut = segmenter(cut_with)
-        self.vocab_size = self._model.vocab_size()
-        pieces = {self._model.id_to_piece(i): i for i in range(self.vocab_size)}
-        end = next((name for name in (EOD, "</s>") if name in pieces), None)
-        if end is None:
+        self.vocab_size = model.vocab_size()
+        pieces = {model.id_to_piece(i): i for i in range(self.vocab_size)}
+        end = EOD if EOD in pieces else "</s>"
+        if end not in pieces:
             raise TokenizerError(f"{model_file} has no end-of-document token, neither {EOD} nor </s>")
         self.eod = pieces[end]
         self._build_tables(pieces)
-        self.specials = {piece: i for piece, i in pieces.items() if self._model.is_control(i)}
-        for i in self.specials.values():
-            self._token_bytes[i] = b""  # control tokens have no text
+        self.specials = {}
+        for piece, i in pieces.items():
+            if model.is_control(i):
+                self.specials[piece] = i
+                self._token_bytes[i] = b""  # control tokens have no text
         self.fingerprint = fingerprint(self.name, Path(model_file).read_bytes())
 
-    def _encode_plain(self, text: str) -> NDArray[np.int32]:
+    def _encode_plain(self, text: str) -> IdArray:
         return self._model.encode(join_words(self._cut(text)), return_type="numpy")  # type: ignore[no-any-return]
 
 
@@ -128,37 +131,45 @@ class CpmVocabTokenizer(_CpmBase):
     def __init__(self, vocab_file: str, cut_with: str = "jieba") -> None:
         self.name = tokenizer_name("cpm-vocab", cut_with)
         content = Path(vocab_file).read_bytes()
-        self._vocabulary = read_vocabulary(vocab_file, content)
+        vocabulary = read_vocabulary(vocab_file, content)
+        self._vocabulary = vocabulary
         self._cut = segmenter(cut_with)
-        self.vocab_size = max(self._vocabulary.values()) + 1
-        if EOD not in self._vocabulary:
+        self.vocab_size = max(vocabulary.values()) + 1
+        if EOD not in vocabulary:
             raise TokenizerError(f"{vocab_file} has no end-of-document token {EOD}")
-        self.eod = self._vocabulary[EOD]
-        self._build_tables(self._vocabulary)
-        # Names such as <eod>, but not those of byte tokens such as <0x0A>.
-        self.specials = {t: i for t, i in self._vocabulary.items() if re.fullmatch(r"<(?!0x)\w+>", t)}
-        self._ordinary_tokens = {t: i for t, i in self._vocabulary.items() if t not in self.specials}
-        self._max_token_length = max(map(len, self._vocabulary))
-        self._unknown = self._vocabulary.get("<unk>")
+        self.eod = vocabulary[EOD]
+        self._build_tables(vocabulary)
+        self.specials = {}
+        self._ordinary_tokens = {}
+        for token, i in vocabulary.items():
+            # Names such as <eod>, but not those of byte tokens such as <0x0A>.
+            if re.fullmatch(r"<(?!0x)\w+>", token):
+                self.specials[token] = i
+            else:
+                self._ordinary_tokens[token] = i
+        self._max_token_length = max(map(len, vocabulary))
+        self._unknown = vocabulary.get("<unk>")
         self._cached_match = lru_cache(maxsize=1 << 17)(self._match_longest)  # most words occur again and again
         self.fingerprint = fingerprint(self.name, content)
 
-    def _encode_plain(self, text: str) -> NDArray[np.int32]:
+    def _encode_plain(self, text: str) -> IdArray:
         cut = self._cut(text).replace(" ", SPACE).replace("\n", NEWLINE)
         words = cut.split(SEPARATOR) if cut else []  # "".split(SEPARATOR) would be [""]
         return np.array(list(itertools.chain.from_iterable(map(self._cached_match, words))), dtype=np.int32)
 
     def _match_longest(self, word: str) -> tuple[int, ...]:
-        if len(word) > LONGEST_WORD and not self._byte_ids and self._unknown is not None:
+        size = len(word)
+        tokens = self._ordinary_tokens
+        if size > LONGEST_WORD and not self._byte_ids and self._unknown is not None:
             return (self._unknown,)
         ids: list[int] = []
         start = 0
-        while start < len(word):
-            end = min(len(word), start + self._max_token_length)
-            while end > start and word[start:end] not in self._ordinary_tokens:
+        while start < size:
+            end = min(size, start + self._max_token_length)
+            while end > start and word[start:end] not in tokens:
                 end -= 1
             if end > start:
-                ids.append(self._ordinary_tokens[word[start:end]])
+                ids.append(tokens[word[start:end]])
                 start = end
             else:
                 ids += self._spell(word[start])
@@ -183,6 +194,7 @@ def read_vocabulary(vocab_file: str, content: bytes) -> dict[str, int]:
         vocabulary: dict[str, int] = parse_json(text, "its JSON", dict)
     except ValueError as error:
         raise TokenizerError(f"{vocab_file} is not a vocabulary: {error}") from None
-    if not vocabulary or not all(isinstance(i, int) and i >= 0 for i in vocabulary.values()):
+    are_ids = all(isinstance(i, int) and i >= 0 for i in vocabulary.values())
+    if not vocabulary or not are_ids:
         raise TokenizerError(f"{vocab_file} is not a vocabulary: the file is not a JSON object that maps tokens to ids")
     return vocabulary

@@ -11,9 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..packages import pip_install
 from .base import SENTINEL, Tokenizer, TokenizerError, fingerprint, split_name_pattern
+from .fast_bpe import BatchEncoder, slow_reason
+from .sentencepiece import LLAMA_CLASSES
 from .sibling_files import (
     SETTINGS,
+    find_contradiction,
     read_token_name,
     read_token_names,
     read_tokenizer_class,
@@ -24,6 +28,8 @@ from .sibling_files import (
 TOKEN_LIKE = re.compile(r"<\S+>|\[\S+\]")
 # Classes whose vocab.json and merges.txt belong to another pre-tokenizer or normalizer than GPT-2's
 OTHER_CLASSES = ("Qwen2Tokenizer", "CLIPTokenizer", "GPTNeoXTokenizer")
+NO_PREPEND = '"prepend_scheme":"never"'  # in the JSON of a tokenizer
+PREPEND = re.compile(r'\{"type":"Prepend","prepend":"(?:[^"\\]|\\.)*"\}')  # a normalizer in this JSON
 END_NAMES = ("<eod>", "<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
@@ -32,7 +38,7 @@ def import_tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise TokenizerError("the package tokenizers is not installed: pip install tokenizers") from None
+        raise TokenizerError(f"the package tokenizers is not installed: {pip_install('tokenizers')}") from None
     return tokenizers
 
 
@@ -97,13 +103,36 @@ class HFTokenizer(Tokenizer):
         self.specials, other_marks = _added_marks(tokenizer, vocabulary, Path(path), end)
         self.specials[end] = self.eod  # `end` need not be an added token
         self._marks = {**self.specials, **other_marks}
+        added_tokens = tokenizer.get_added_tokens_decoder().items()
+        self.lstrip_ids = frozenset(i for i, token in added_tokens if token.lstrip)
+        self.rstrip_ids = frozenset(i for i, token in added_tokens if token.rstrip)
         with convert_panics(path):
             self.start = _start_ids(tokenizer, self.eod)
             self._text_encoder = _PlainTextEncoder(tokenizer, self.specials)
+            self.contradiction = self._find_contradiction(Path(path))
         # If the names of other marks must be encoded as plain text, too, content needs an encoder of its own, which
         # `_get_content_encoder` creates on first use.
         self._content_encoder = None if other_marks else self._text_encoder
         self._names_tokenizer: Any = None
+        self._batch_encoder = BatchEncoder(tokenizer, self._encode_batch, self._text_encoder.split_pattern)
+
+    def _find_contradiction(self, path: Path) -> str:
+        settings = read_tokenizer_config(path)
+        adds_space = settings.get("add_prefix_space")
+        # Other classes of transformers do not apply add_prefix_space to such a file.
+        is_llama = read_tokenizer_class(path) in LLAMA_CLASSES
+        if is_llama and adds_space is not None and bool(adds_space) != _prepends_space(self._tokenizer):
+            return (
+                f"{path.with_name(SETTINGS)} sets add_prefix_space to {adds_space}, but {path.name} prepends "
+                f"{'no space' if adds_space else 'a space'} to a text; make the two files agree"
+            )
+        if settings.get("add_bos_token") and not self.start:
+            return (
+                f"{path.with_name(SETTINGS)} sets add_bos_token to true, but {path.name} begins a text with no token; "
+                f"set it to false, or save the tokenizer again as one tokenizer.json with transformers' "
+                f"save_pretrained()"
+            )
+        return find_contradiction(self, path, self._tokenizer.token_to_id)
 
     @property
     def marks(self) -> dict[str, int]:
@@ -117,13 +146,13 @@ class HFTokenizer(Tokenizer):
         with convert_panics(self._path):
             return self._text_encoder.ids(text, inside=True)
 
-    def encode_content(self, text: str, inside: bool = False) -> list[int]:
+    def encode_content(self, text: str, inside: bool = False, after_text: bool = False) -> list[int]:
         with convert_panics(self._path):
-            return self._get_content_encoder().ids(text, inside)
+            return self._get_content_encoder().ids(text, inside, after_text)
 
-    def content_spans(self, text: str, inside: bool = False) -> list[tuple[int, int, int]]:
+    def content_spans(self, text: str, inside: bool = False, after_text: bool = False) -> list[tuple[int, int, int]]:
         with convert_panics(self._path):
-            return self._get_content_encoder().spans(text, inside)
+            return self._get_content_encoder().spans(text, inside, after_text)
 
     def _get_content_encoder(self) -> "_PlainTextEncoder":
         if self._content_encoder is None:
@@ -133,23 +162,33 @@ class HFTokenizer(Tokenizer):
     def encode_names(self, text: str) -> list[int]:
         if self._names_tokenizer is None:
             tokenizers = import_tokenizers()
-            self._names_tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
-            known = {token.content for token in self._names_tokenizer.get_added_tokens_decoder().values()}
-            # Tokens of the vocabulary that are special only to this project, such as the end-of-document token.
-            missing = [tokenizers.AddedToken(name, normalized=False) for name in self.specials if name not in known]
-            self._names_tokenizer.add_special_tokens(missing)
-            self._names_tokenizer.encode_special_tokens = False
+            names_tokenizer = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+            known = {token.content for token in names_tokenizer.get_added_tokens_decoder().values()}
+            missing = []
+            for name in self.specials:
+                if name not in known:  # special only to this project, such as the end-of-document token
+                    missing.append(tokenizers.AddedToken(name, normalized=False))
+            names_tokenizer.add_special_tokens(missing)
+            names_tokenizer.encode_special_tokens = False
+            self._names_tokenizer = names_tokenizer
         with convert_panics(self._path):
             return _encode(self._names_tokenizer, text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        return self._batch_encoder(texts)
+
+    def _encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         with convert_panics(self._path):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         ids = []
         for text, encoding in zip(texts, encodings, strict=True):
             has_names = self._text_encoder.split_pattern.search(text)  # the batch encoder would recognise these names
-            ids.append(np.array(self.encode(text) if has_names else encoding.ids, dtype=np.int32))
+            text_ids = self.encode(text) if has_names else encoding.ids
+            ids.append(np.array(text_ids, dtype=np.int32))
         return ids
+
+    def slow_reason(self) -> str:
+        return slow_reason(self._tokenizer)
 
     def decode(self, ids: Sequence[int]) -> str:
         with convert_panics(self._path):
@@ -182,44 +221,47 @@ class _PlainTextEncoder:
     """Encoder that encodes the names of the tokens in `specials` as plain text, not as these tokens."""
 
     def __init__(self, tokenizer: Any, specials: Mapping[str, int]) -> None:
-        # A tokenizer may prepend a space to a text ("first") or to each part of it ("always"). Text after a special
-        # token gets only the latter, and text that begins inside a cut name gets neither.
+        # A tokenizer may prepend a space to a text, or to each part of it between special tokens. Text after a special
+        # token gets only the latter. Text after other text, such as the rest of a cut name, gets neither.
         description = tokenizer.to_str()
         self._at_start = tokenizer
-        self._after_special = _without_prefix(tokenizer, description, "first")
-        self._inside_name = _without_prefix(tokenizer, description, "first", "always")
+        self._after_special = _without_prefix(tokenizer, description, is_after_text=False)
+        self._after_text = _without_prefix(tokenizer, description, is_after_text=True)
         # A unigram model also has the names of special tokens as ordinary pieces, so it matches them in a text.
         # `split_pattern` matches such names, so that ids() can cut them.
         names_to_cut = [name for name, i in specials.items() if i in _encode(tokenizer, name)]
         self.split_pattern = split_name_pattern(names_to_cut)
 
-    def ids(self, text: str, inside: bool) -> list[int]:
+    def ids(self, text: str, inside: bool, after_text: bool = False) -> list[int]:
         """Return the ids of `text`. The text is cut within names of special tokens, so that no name is recognised.
 
-        inside: True if the text follows a special token.
+        inside: True if the text does not start a document. after_text: True if it follows other text directly.
         """
         result: list[int] = []
-        for part, tokenizer in self._parts(text, inside):
+        for part, tokenizer in self._parts(text, inside, after_text):
             result += _encode(tokenizer, part)
         return result
 
-    def spans(self, text: str, inside: bool) -> list[tuple[int, int, int]]:
+    def spans(self, text: str, inside: bool, after_text: bool) -> list[tuple[int, int, int]]:
         """Return (id, first character, end) of each token of `ids`."""
         result = []
         offset = 0
-        for part, tokenizer in self._parts(text, inside):
+        for part, tokenizer in self._parts(text, inside, after_text):
             encoding = tokenizer.encode(part, add_special_tokens=False)
             for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
                 result.append((token, offset + begin, offset + end))
             offset += len(part)
         return result
 
-    def _parts(self, text: str, inside: bool) -> Iterator[tuple[str, Any]]:
+    def _parts(self, text: str, inside: bool, after_text: bool) -> Iterator[tuple[str, Any]]:
         """Yield each part of `text` and the tokenizer that encodes it."""
         cuts = [0, *(name.start() for name in self.split_pattern.finditer(text)), len(text)]
-        yield text[: cuts[1]], self._after_special if inside else self._at_start
+        first_tokenizer = self._after_special if inside else self._at_start
+        if after_text:
+            first_tokenizer = self._after_text
+        yield text[: cuts[1]], first_tokenizer
         for begin, end in itertools.pairwise(cuts[1:]):
-            yield text[begin:end], self._inside_name
+            yield text[begin:end], self._after_text
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
@@ -239,16 +281,18 @@ def _with_special_tokens(tokenizer: Any, names: Mapping[str, int]) -> Any:
 def _start_ids(tokenizer: Any, eod: int) -> tuple[int, ...]:
     """Return the ids that the tokenizer's post-processor prepends to a text.
 
-    The post-processor may append `eod`, as documents end with `eod` anyway. If it appends other ids, like BERT's
-    post-processor, the result is ().
+    The post-processor may append ids, too, such as the end token of a base model. They are ignored, as documents end
+    with `eod` anyway.
     """
     plain_ids = _encode(tokenizer, "a")
     full_ids = tokenizer.encode("a", add_special_tokens=True).ids
     if full_ids[-1:] == [eod] and plain_ids[-1:] != [eod]:
         full_ids = full_ids[:-1]
     # Llama 3 encodes "a" to [64], and with its post-processor to [128000, 64], so the result is (128000,).
-    num_added = max(len(full_ids) - len(plain_ids), 0)
-    return tuple(full_ids[:num_added]) if full_ids[num_added:] == plain_ids else ()
+    for num_added in range(len(full_ids) - len(plain_ids), -1, -1):
+        if full_ids[num_added : num_added + len(plain_ids)] == plain_ids:
+            return tuple(full_ids[:num_added])
+    return ()
 
 
 def _check_sibling_files(path: Path, tokenizer: Any) -> None:
@@ -264,6 +308,16 @@ def _check_sibling_files(path: Path, tokenizer: Any) -> None:
         )
 
 
+def _prepends_space(tokenizer: Any) -> bool:
+    """Return whether the normalizer or the pre-tokenizer prepends a space, or a character for it, to a text."""
+    text = "a"
+    if tokenizer.normalizer is not None:
+        text = tokenizer.normalizer.normalize_str(text)
+    if tokenizer.pre_tokenizer is not None:
+        text = tokenizer.pre_tokenizer.pre_tokenize_str(text)[0][0]
+    return not text.startswith("a")
+
+
 def _adds_prefix_space(part: Any) -> bool | None:
     """Return True if a byte-level pre-tokenizer prepends a space to a text, False if not, None for other kinds."""
     # `part` is None, a pre-tokenizer, or a sequence of several.
@@ -273,15 +327,17 @@ def _adds_prefix_space(part: Any) -> bool | None:
     return None
 
 
-def _without_prefix(tokenizer: Any, description: str, *schemes: str) -> Any:
-    """Return a copy of the tokenizer that prepends no space, for text after a special token.
+def _without_prefix(tokenizer: Any, description: str, is_after_text: bool) -> Any:
+    """Return a copy of the tokenizer that prepends no space to a text which follows a special token, or other text.
 
-    description: the tokenizer as JSON. schemes: values of `prepend_scheme` that are replaced by "never".
+    description: the tokenizer as JSON.
     """
     # to_str() writes JSON without white space, so the text of a setting is known exactly.
-    without_space = description
-    for scheme in schemes:
-        without_space = without_space.replace(f'"prepend_scheme":"{scheme}"', '"prepend_scheme":"never"')
+    without_space = description.replace('"prepend_scheme":"first"', NO_PREPEND)
+    if is_after_text:
+        without_space = without_space.replace('"prepend_scheme":"always"', NO_PREPEND)
+        without_space = without_space.replace('"add_prefix_space":true', '"add_prefix_space":false')
+        without_space = PREPEND.sub('{"type":"Sequence","normalizers":[]}', without_space)
     if without_space == description:
         return tokenizer
     other = import_tokenizers().Tokenizer.from_str(without_space)
@@ -321,7 +377,7 @@ class Gpt2BpeTokenizer(HFTokenizer):
         adds_space = bool(read_tokenizer_config(file).get("add_prefix_space"))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
         tokenizer.decoder = tokenizers.decoders.ByteLevel()
-        self._configure(tokenizer, path, ("<eod>", "<|endoftext|>"))
+        self._configure(tokenizer, path, ["<eod>", "<|endoftext|>", read_token_name(file, "eos_token"), *END_NAMES])
         _check_sibling_files(file, tokenizer)
         kind = f"{self.name}, a space in front" if adds_space else self.name
         self.fingerprint = fingerprint(kind, file.read_bytes(), merges.read_bytes())

@@ -83,10 +83,12 @@ def check_same_ids(found: Tokenizer, expected: Tokenizer, problem: str) -> None:
     for i in range(found.vocab_size):
         # Two tokens are equal if they decode to equal text or have equal names. Decoded text does not suffice: some
         # tokenizers decode a special token to its name, others to nothing, and sentencepiece decodes <unk> to "⁇".
-        found_names = {found.decode([i]), found_specials.get(i)}
-        expected_names = {expected.decode([i]), expected_specials.get(i)}
+        found_text = found.decode([i])
+        expected_text = expected.decode([i])
+        found_names = {found_text, found_specials.get(i)}
+        expected_names = {expected_text, expected_specials.get(i)}
         if not (found_names & expected_names) - {None}:
-            raise TokenizerError(f"{problem}: token {i} is {found.decode([i])!r}, not {expected.decode([i])!r}")
+            raise TokenizerError(f"{problem}: token {i} is {found_text!r}, not {expected_text!r}")
     for text in SAMPLE_TEXTS:
         if found.encode(text) != expected.encode(text):
             raise TokenizerError(f"{problem}: the two tokenizers encode {text!r} to different ids")

@@ -71,8 +71,9 @@ def with_rounded_scores(content: bytes, step: float) -> bytes:
             continue
         for field_number, field_wire, offset, _ in _field_spans(content[begin:end]):
             if field_number == SCORE and field_wire == FIXED32:
-                (score,) = struct.unpack_from("<f", rounded, begin + offset)
-                struct.pack_into("<f", rounded, begin + offset, round(score / step) * step)
+                at = begin + offset
+                (score,) = struct.unpack_from("<f", rounded, at)
+                struct.pack_into("<f", rounded, at, round(score / step) * step)
     return bytes(rounded)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from ..packages import pip_install
 from .base import TokenizerError
 
 SEGMENTERS = ("jieba", "rjieba")
@@ -49,7 +50,7 @@ def segmenter(kind: str = "jieba") -> Cut:
     packages = SEGMENTERS if kind == "rjieba" else ("jieba",)  # with rjieba, jieba still segments doubtful parts
     for name in packages:
         if not importlib.util.find_spec(name):
-            raise TokenizerError(f"this tokenizer needs the package {name} to split words: pip install {name}")
+            raise TokenizerError(f"this tokenizer needs the package {name} to split words: {pip_install(name)}")
     loaded: list[Cut] = []
 
     def cut(text: str) -> str:
@@ -101,18 +102,25 @@ def _find_ties(hmm: Any, margin: float = 1e-6) -> set[str]:
 
     margin: the maximum difference of the scores.
     """
-    single = hmm.emit_P["S"]
     # HMM states: S a word of one character, B the begin and E the end of a longer word.
+    begin = hmm.emit_P["B"]
+    end = hmm.emit_P["E"]
     # Scores as two words minus scores as one word, of the first and of the second character.
-    first = {char: score - hmm.emit_P["B"][char] for char, score in single.items() if char in hmm.emit_P["B"]}
-    second = {char: score - hmm.emit_P["E"][char] for char, score in single.items() if char in hmm.emit_P["E"]}
-    chars = np.array(sorted(second, key=second.__getitem__))
+    first = {}
+    second = {}
+    for char, score in hmm.emit_P["S"].items():
+        if char in begin:
+            first[char] = score - begin[char]
+        if char in end:
+            second[char] = score - end[char]
+    chars = sorted(second, key=second.__getitem__)
     values = np.array([second[char] for char in chars])
     ties: set[str] = set()
     for gap in _transition_gaps(hmm):
         for char, value in first.items():
             # The strings with gap + value + second[other] between -margin and margin.
-            low, high = values.searchsorted([-gap - value - margin, -gap - value + margin])
+            center = -gap - value
+            low, high = values.searchsorted([center - margin, center + margin])
             ties.update(char + other for other in chars[low:high])
     return ties
 
@@ -120,16 +128,20 @@ def _find_ties(hmm: Any, margin: float = 1e-6) -> set[str]:
 def _transition_gaps(hmm: Any) -> Iterator[float]:
     """Yield how much better the transitions of two words are than those of one, for all neighbours of the two."""
     trans = hmm.trans_P
+    from_single = trans["S"]
+    from_end = trans["E"]
     never = hmm.MIN_FLOAT
     # Before the two characters: the begin of the text, or the state of the last character of a word.
     before = [hmm.start_P["S"] - hmm.start_P["B"]]
-    before += [trans[state]["S"] - trans[state]["B"] for state in "ES"]
+    for state in (from_end, from_single):
+        before.append(state["S"] - state["B"])
     # After them: the end of the text, or the state of the first character of a word.
     after = [0.0]
-    after += [trans["S"].get(state, never) - trans["E"].get(state, never) for state in "BS"]
+    for name in "BS":
+        after.append(from_single.get(name, never) - from_end.get(name, never))
     for left in before:
         for right in after:
-            yield left + right + trans["S"]["S"] - trans["B"]["E"]
+            yield left + right + from_single["S"] - trans["B"]["E"]
 
 
 class _RjiebaSegmenter:
@@ -138,14 +150,16 @@ class _RjiebaSegmenter:
     def __init__(self, jieba: Any) -> None:
         import rjieba
 
-        self._jieba = jieba
         self._cut_han = rjieba.cut
         self._cut_doubtful = lru_cache(maxsize=1 << 14)(lambda block: SEPARATOR.join(jieba.cut(block)))
         self._frequency = jieba.dt.FREQ
+        doubtful = _find_ties(jieba.finalseg)
         # Dictionary words with a letter, such as C++. jieba counts the prefixes of words as words of frequency 0.
-        mixed = [word for word, count in self._frequency.items() if count and len(word) > 1 and _ASCII.search(word)]
-        doubtful = sorted({*mixed, *_find_ties(jieba.finalseg)}, key=len, reverse=True)
-        self._doubtful = re.compile("|".join(map(re.escape, doubtful)))
+        for word, count in self._frequency.items():
+            if count and len(word) > 1 and _ASCII.search(word):
+                doubtful.add(word)
+        longest_first = sorted(doubtful, key=len, reverse=True)
+        self._doubtful = re.compile("|".join(map(re.escape, longest_first)))
 
     def cut(self, text: str) -> str:
         parts: list[str] = []

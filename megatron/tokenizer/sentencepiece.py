@@ -9,11 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .base import SENTINEL, Tokenizer, TokenizerError, any_name_pattern, byte_piece, fingerprint, split_name_pattern
+from .base import (
+    SENTINEL,
+    IdArray,
+    Tokenizer,
+    TokenizerError,
+    any_name_pattern,
+    byte_piece,
+    fingerprint,
+    split_name_pattern,
+)
 from .model_proto import USER_DEFINED, read_facts
-from .sibling_files import SETTINGS, read_token_name, read_tokenizer_config, require_added_tokens
+from .sibling_files import (
+    SETTINGS,
+    find_contradiction,
+    read_token_name,
+    read_tokenizer_config,
+    require_added_tokens,
+)
 
 EOD = "<eod>"
 MARK = "\u2581"  # represents a space in sentencepiece's tokens
@@ -63,21 +77,24 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model_file: str) -> None:
         self._sp = open_model(model_file)
         self._file = model_file
+        path = Path(model_file)
         self.vocab_size = self._sp.vocab_size()
-        content = Path(model_file).read_bytes()
+        content = path.read_bytes()
         self.facts = read_facts(content, model_file)
         eod = self._find_id(EOD)
         self.eod = self._sp.eos_id() if eod is None else eod
-        self.settings = read_tokenizer_config(Path(model_file))
+        self.settings = read_tokenizer_config(path)
         file_defaults = (self.start, self.eod)
-        self._apply_settings(Path(model_file))
+        self._apply_settings(path)
         if self.eod < 0:
             raise TokenizerError(f"{model_file} has no end-of-document token, neither {EOD} nor </s>")
         # A literal U+2581 in a text is encoded as byte tokens, because the token U+2581 would be decoded as a space.
         # With the class LlamaTokenizer, it is encoded as a space, as in transformers.
         byte_ids = [self._sp.piece_to_id(byte_piece(b)) for b in MARK.encode()]
         has_bytes = self._sp.is_byte(byte_ids[0])
-        self._mark_ids = np.array(byte_ids if has_bytes and not self.is_llama else [], dtype=np.int32)
+        if not has_bytes or self.is_llama:
+            byte_ids = []
+        self._mark_ids = np.array(byte_ids, dtype=np.int32)
         # The fingerprint includes everything by which the ids differ from those of the `.model` alone.
         differences = []
         if (self.start, self.eod) != file_defaults:
@@ -88,6 +105,7 @@ class SentencePieceTokenizer(Tokenizer):
         if differences:
             self.fingerprint = fingerprint(", ".join([self.name, *differences]), content)
         self.specials = self._find_specials()
+        self.contradiction = find_contradiction(self, path, self._find_id)
 
     def _find_specials(self) -> dict[str, int]:
         specials = {}
@@ -211,19 +229,21 @@ class SentencePieceTokenizer(Tokenizer):
         """
         return not self._adds_prefix_space or text.startswith((" ", MARK))
 
-    def encode_content(self, text: str, inside: bool = False) -> list[int]:
-        if not self._name_symbols:
-            return super().encode_content(text, inside)
+    def encode_content(self, text: str, inside: bool = False, after_text: bool = False) -> list[int]:
         names = split_name_pattern(self._name_symbols).finditer(text)
         # Each cut is inside a name, so no part contains a whole name.
         cuts = [0, *(name.start() for name in names), len(text)]
-        ids = super().encode_content(text[: cuts[1]], inside)
+        model_adds_space = self._sp.normalize("a") != "a"
+        if after_text and model_adds_space:
+            ids: list[int] = self._no_prefix_model.encode(text[: cuts[1]])
+        else:
+            ids = super().encode_content(text[: cuts[1]], inside)
         for begin, end in itertools.pairwise(cuts[1:]):
             ids += self._no_prefix_model.encode(text[begin:end])
         return ids
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        ids: list[NDArray[np.int32]] = self._sp.encode(list(texts), num_threads=1, return_type="numpy")
+    def encode_batch(self, texts: Sequence[str]) -> list[IdArray]:
+        ids: list[IdArray] = self._sp.encode(list(texts), num_threads=1, return_type="numpy")
         encode = self._encode_as_llama if self.is_llama else self._encode_marked
         for i, text in enumerate(texts):
             if self._needs_own_encoding(text):  # few texts do, so all others are encoded by one call
@@ -244,20 +264,21 @@ class SentencePieceTokenizer(Tokenizer):
         """
         return {piece: i for piece, i in self._user_defined().items() if MARK not in piece}
 
-    def _encode_as_llama(self, text: str) -> NDArray[np.int32]:
-        parts = [part for part in any_name_pattern(self._splitting_symbols).split(text) if part]
+    def _encode_as_llama(self, text: str) -> IdArray:
+        symbols = self._splitting_symbols
+        parts = filter(None, any_name_pattern(symbols).split(text))
         legacy = self.settings.get("legacy")
-        part_ids: list[NDArray[np.int32]] = [np.array([], dtype=np.int32)]  # concatenate() needs at least one array
+        part_ids: list[IdArray] = [np.array([], dtype=np.int32)]  # concatenate() needs at least one array
         for i, part in enumerate(parts):
-            if part in self._splitting_symbols:
-                part_ids.append(np.array([self._splitting_symbols[part]], dtype=np.int32))
+            if part in symbols:
+                part_ids.append(np.array([symbols[part]], dtype=np.int32))
                 continue
             is_inside = i > 0 and not legacy
             model = self._no_prefix_model if is_inside or self._has_no_prefix(part) else self._sp
             part_ids.append(model.encode(part, return_type="numpy"))
         return np.concatenate(part_ids)
 
-    def _encode_marked(self, text: str) -> NDArray[np.int32]:
+    def _encode_marked(self, text: str) -> IdArray:
         part_ids = []
         for part in re.split(f"({MARK})", text):  # with a group, split() also returns the marks
             if part == MARK:

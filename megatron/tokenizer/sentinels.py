@@ -21,6 +21,7 @@ class SentinelTokenizer(Tokenizer):
         self.convention = convention
         self.name = tokenizer.name
         self.fingerprint = tokenizer.fingerprint
+        self.contradiction = tokenizer.contradiction
         self.eod = tokenizer.eod
         self._prefix = "extra_id_" if convention == "t5" else "s_"
         size = tokenizer.vocab_size
@@ -66,12 +67,11 @@ class SentinelTokenizer(Tokenizer):
         parts: list[str] = []
         text_ids: list[int] = []  # ids of the base tokenizer since the last sentinel
         for id_ in map(int, ids):
-            if id_ in self._number:
-                parts += [self._decode_text(text_ids), f"<{self._prefix}{self._number[id_]}>"]
-                text_ids = []
-            elif id_ == self.pad:
+            if id_ == self.pad or id_ in self._number:
                 parts.append(self._decode_text(text_ids))
                 text_ids = []
+                if id_ in self._number:
+                    parts.append(f"<{self._prefix}{self._number[id_]}>")
             elif id_ < self.base.vocab_size:
                 text_ids.append(id_)
         return "".join([*parts, self._decode_text(text_ids)])

@@ -1,13 +1,21 @@
 """Reading of the Hugging Face files next to a vocabulary file, such as tokenizer_config.json."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .base import TokenizerError, read_object
+from .base import Tokenizer, TokenizerError, read_object
 
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
+# Keys of generation_config.json that models saved before 2023 have in config.json
+GENERATION_KEYS = (
+    "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
+    "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "forced_bos_token_id",
+    "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+    "begin_suppress_tokens",
+)  # fmt: skip
 TOKEN_ID_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 # model_type in config.json -> default tokenizer class. The table lists only classes that define tokens such as the
 # end-of-text token even without a tokenizer_config.json.
@@ -15,8 +23,16 @@ DEFAULT_CLASSES = {
     "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer", "t5": "T5Tokenizer",
     "mt5": "T5Tokenizer", "qwen2_moe": "Qwen2Tokenizer", "qwen3_moe": "Qwen2Tokenizer",
 }  # fmt: skip
+# Default special tokens of transformers' tokenizer classes, used where the files do not set a role.
+CLASS_ROLES: dict[str, dict[str, str]] = {
+    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>"),
+    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+    "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
+}
 PLACEHOLDER = "placeholder_for"
-TOKEN_FILES = ("special_tokens_map.json", "added_tokens.json")
+TOKENS_MAP = "special_tokens_map.json"
+TOKEN_FILES = (TOKENS_MAP, "added_tokens.json")
 TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
 
@@ -34,11 +50,68 @@ def read_token_name(path: Path, key: str) -> str | None:
 
     Raises TokenizerError if the value is neither a string nor a token object.
     """
-    token = read_tokenizer_config(path).get(key)
+    return role_name(path, key, read_tokenizer_config(path))
+
+
+def role_name(path: Path, key: str, roles: Mapping[str, Any]) -> str | None:
+    """Return the token name under `key` in `roles`, which were read from tokenizer_config.json next to `path`.
+
+    Raises TokenizerError if the value is neither a string nor a token object.
+    """
+    token = roles.get(key)
     name = token.get("content", token) if isinstance(token, dict) else token
     if name is not None and not isinstance(name, str):
         raise TokenizerError(f"{path.with_name(SETTINGS)}: {key} is {name!r}, which is not a token name")
     return name
+
+
+def read_roles(path: Path) -> dict[str, Any]:
+    """Return role -> token, such as eos_token -> "</s>", from the files next to `path`.
+
+    As in transformers, special_tokens_map.json overrides a tokenizer_config.json without added_tokens_decoder.
+    """
+    settings = read_tokenizer_config(path)
+    map_file = path.with_name(TOKENS_MAP)
+    if "added_tokens_decoder" not in settings and map_file.is_file():
+        settings |= read_object(map_file)
+    return {key: token for key, token in settings.items() if key.endswith("_token")}
+
+
+def find_contradiction(tokenizer: Tokenizer, path: Path, id_of: Callable[[str], int | None]) -> str:
+    """Return a sentence if the files next to `path`, the tokenizer's own file, name another end token, else ""."""
+    end = role_name(path, "eos_token", read_roles(path))
+    if end is None or id_of(end) == tokenizer.eod:
+        return ""
+    names = {i: name for name, i in tokenizer.marks.items()}
+    return (
+        f"the files next to {path} name {end!r} as eos_token, but documents would end with "
+        f"{names.get(tokenizer.eod, tokenizer.eod)!r}; correct eos_token, or save the tokenizer again as one "
+        f"tokenizer.json with transformers' save_pretrained()"
+    )
+
+
+def special_token_roles(tokenizer: Tokenizer, path: Path) -> dict[str, Any]:
+    """Return role -> token, such as pad_token -> "<pad>", from the files next to `path`, the tokenizer's own file.
+
+    Roles that the files do not set have the default of their tokenizer class.
+    """
+    class_roles = CLASS_ROLES.get(read_tokenizer_class(path), {})
+    roles: dict[str, Any] = {key: name for key, name in class_roles.items() if name in tokenizer.marks}
+    return roles | read_roles(path)
+
+
+def special_token_names(tokenizer: Tokenizer, path: Path, keys: Iterable[str]) -> dict[str, str]:
+    """Return role -> name of its token for the roles `keys` that `special_token_roles` sets.
+
+    Raises TokenizerError if a value is neither a string nor a token object.
+    """
+    roles = special_token_roles(tokenizer, path)
+    names = {}
+    for key in keys:
+        name = role_name(path, key, roles)
+        if name is not None:
+            names[key] = name
+    return names
 
 
 def read_token_names(path: Path) -> set[str]:
@@ -98,11 +171,20 @@ def resolve_placeholder(path: Path) -> Path | None:
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
-    """Return the content of generation_config.json next to `path`, or {} if the file does not exist.
+    """Return the content of generation_config.json next to `path`, else the generation settings of config.json.
 
-    Raises ValueError if the file does not contain a JSON object.
+    Raises ValueError if a file does not contain a JSON object.
     """
-    config_path = path.with_name(GENERATION)
+    generation_path = path.with_name(GENERATION)
+    if generation_path.is_file():
+        return read_object(generation_path)
+    config = _read_model_config(path)
+    return {key: config[key] for key in GENERATION_KEYS if config.get(key) is not None}
+
+
+def _read_model_config(path: Path) -> dict[str, Any]:
+    """Return the content of config.json next to `path`, or {} if the file does not exist."""
+    config_path = path.with_name("config.json")
     return read_object(config_path) if config_path.is_file() else {}
 
 
@@ -112,17 +194,16 @@ def read_tokenizer_class(path: Path) -> str:
     tokenizer_config.json takes precedence over config.json. If neither file names a class, the default class of the
     model_type in config.json is returned.
     """
-    config_path = path.with_name("config.json")
-    config = read_object(config_path) if config_path.is_file() else {}
+    config = _read_model_config(path)
     default_class = DEFAULT_CLASSES.get(str(config.get("model_type")))
-    class_name = read_tokenizer_config(path).get("tokenizer_class") or config.get("tokenizer_class") or default_class
+    listed_class = read_tokenizer_config(path).get("tokenizer_class")
+    class_name = listed_class or config.get("tokenizer_class") or default_class
     return str(class_name or "").removesuffix("Fast")
 
 
 def read_token_ids(path: Path) -> dict[str, Any]:
     """Return the entries of config.json that name token ids, such as bos_token_id."""
-    config_path = path.with_name("config.json")
-    content = read_object(config_path) if config_path.is_file() else {}
+    content = _read_model_config(path)
     return {key: content[key] for key in TOKEN_ID_KEYS if key in content}
 
 

@@ -1,4 +1,4 @@
-"""Startup of the ranks, the model and the engine of a task, without data and checkpoints."""
+"""Building of the model and the engine of a task, without data and checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,7 +27,7 @@ from ..tokenizer import Tokenizer
 from .feature import Plan
 from .features import Features
 from .global_vars import publish
-from .model_checks import check_is_pipeline
+from .model_checks import check_is_pipeline, send_whole_shards
 from .task import Task
 from .task_checks import check_task, checked_model
 
@@ -60,6 +60,7 @@ def build_model(plan: Plan) -> nn.Module:
     partition = zero3_partitioner(plan.resolved.deepspeed, mpu, DTYPES[plan.resolved.precision])
     with raise_on_all_ranks(), tds.pipe.seeded_layers(plan.config.train.seed), mpu.after_each_layer(partition):
         model = checked_model(plan.task, plan.config, plan.tokenizer)
+        send_whole_shards(model)
     if partition is not None:
         # The user's own modules outside the layers of megatron.model must be partitioned, too: DeepSpeed casts and
         # moves either all parameters of a model or none.

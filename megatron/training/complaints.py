@@ -1,20 +1,39 @@
-"""The sentence with which a run ends that cannot continue."""
+"""The end of a run that cannot continue, and the sentence that says why."""
 
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tds.diagnose import Watchdog, out_of_memory
+from tds.parent_death import ImpossibleRanks
 
 from ..config import Config
-from ..config.fields import ConfigError, describe_error
-from ..data.corpora import prefixes_of
+from ..config.fields import ConfigError
+from ..config.messages import describe_error
+from ..data.corpus_paths import prefixes_of
 from ..data.indexed_dataset import IndexedDataset
 from ..data.workers import describe_worker_end
-from ..ranks.errors import one_line_error
+from ..ranks.errors import RunError, exit_now, one_line_error
+from ..ranks.signals import INTERRUPTED
 from ..storage import is_url
+from .inputs import MissingInputs
+
+
+def is_bug(error: BaseException) -> bool:
+    """Return whether an error that has ended a run is a bug, whose traceback is needed."""
+    is_expected = isinstance(error, RunError) or out_of_memory(error) or describe_worker_end(error)
+    return isinstance(error, RuntimeError) and not is_expected
+
+
+def exit_with_error(error: BaseException, config: Config | None, exit_code: int) -> NoReturn:
+    """Print the error with which a run ends, and end the process. exit_code: 2 for a mistake on the command line."""
+    # All ranks get the same flags, so they find the same mistake.
+    has_wrong_flags = exit_code == 2 and not isinstance(error, ImpossibleRanks)
+    on_all_ranks = has_wrong_flags or isinstance(error, (RunError, MissingInputs, KeyboardInterrupt))
+    print_error(error, config, on_all_ranks)
+    exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_code)
 
 
 def print_error(error: BaseException, config: Config | None, on_all_ranks: bool) -> None:

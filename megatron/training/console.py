@@ -73,28 +73,35 @@ def training_line(
     layers = row.get("layers", {}).values()
     imbalances = [layer["imbalance"] for layer in layers if layer.get("imbalance") is not None]
     dead_experts = sum(layer.get("dead_experts") or 0 for layer in layers)
-    # Each starred list adds its column only to runs that have the value.
     columns = [
         time.strftime("%m-%d %H:%M:%S" if details else "%H:%M:%S", time.localtime(when)),
         f"iteration {row['iteration']:{len(str(last))}d}/{last}",
         f"loss {row['lm_loss']:7.4f}",
-        *([f"z loss {row['z_loss']:.2e}"] if "z_loss" in row else []),
-        *([f"router loss {row['router_loss']:.2e}"] if "router_loss" in row else []),
-        *([f"imbalance {max(imbalances):5.2f}"] if imbalances else []),
-        f"lr {row['lr']:.2e}",
-        f"grad norm {norm:7.3f}",
-        *([] if row["loss_scale"] is None else [f"loss scale {row['loss_scale']:8g}"]),
-        f"{row['tokens_per_second']:9,.0f} tokens/s",
-        *([f"padding {row['padding']:5.1%}"] if row.get("padding") else []),
-        *([] if row["mfu"] is None else [f"MFU {row['mfu']:5.1%}"]),
-        *(_detail_columns(row, last, seconds) if details else []),
-        f"{format_duration(left):>7} left",
     ]
-    if row["skipped_steps"]:
-        columns.append(f"{row['skipped_steps']} skipped step{'s' if row['skipped_steps'] > 1 else ''}")
+    if "z_loss" in row:
+        columns.append(f"z loss {row['z_loss']:.2e}")
+    if "router_loss" in row:
+        columns.append(f"router loss {row['router_loss']:.2e}")
+    if imbalances:
+        columns.append(f"imbalance {max(imbalances):5.2f}")
+    columns += [f"lr {row['lr']:.2e}", f"grad norm {norm:7.3f}"]
+    if row["loss_scale"] is not None:
+        columns.append(f"loss scale {row['loss_scale']:8g}")
+    columns.append(f"{row['tokens_per_second']:9,.0f} tokens/s")
+    if row.get("padding"):
+        columns.append(f"padding {row['padding']:5.1%}")
+    if row["mfu"] is not None:
+        columns.append(f"MFU {row['mfu']:5.1%}")
+    if details:
+        columns += _detail_columns(row, last, seconds)
+    columns.append(f"{format_duration(left):>7} left")
+    skipped = row["skipped_steps"]
+    if skipped:
+        columns.append(f"{skipped} skipped step{'s' if skipped > 1 else ''}")
     if dead_experts:
         columns.append(f"{dead_experts} dead expert{'s' if dead_experts > 1 else ''}")
-    if straggler := row.get("straggler"):
+    straggler = row.get("straggler")
+    if straggler:
         columns.append(f"rank {straggler['rank']} takes {straggler['factor']:.1f} times the median of its peers")
     return " | ".join(columns)
 

@@ -3,10 +3,11 @@
 In the first and the last pipeline stage, one rank of each model-parallel group reads data.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 from .. import mpu
+from ..checkpointing.resume import Start
 from ..config import Config
 from ..data.checked import reuse_checks
 from ..data.sampler import ConsecutiveSampler, build_loader
@@ -17,36 +18,9 @@ from ..ranks.rank_0 import is_rank_0, print_notes
 from ..storage import is_url
 from ..tokenizer import Tokenizer
 from .inputs import check_corpora, check_stages, check_tokenizer, corpora_of_run, corpus_fingerprints
+from .remote_datasets import placeholder_of
 from .task import Datasets, Task
 from .task_checks import checked_datasets
-
-
-class Lengths(NamedTuple):
-    """Number of encoder tokens and number of decoder tokens of a T5 sample."""
-
-    encoder: int
-    decoder: int
-
-
-class RemoteDataset:
-    """Placeholder, on a rank that reads no data, for a data set that other ranks read.
-
-    plan: for T5, the numbers of encoder and decoder tokens of a sample; None for any other data set.
-    """
-
-    def __init__(self, plan: Lengths | None) -> None:
-        self.plan = plan
-
-
-def t5_lengths(dataset: Any) -> Lengths | None:
-    """Return the numbers of encoder and decoder tokens of a T5 data set's samples, or None for other data sets.
-
-    A T5 data set has an attribute `plan` with these numbers.
-    """
-    plan = getattr(dataset, "plan", None)
-    encoder = getattr(plan, "encoder", None)
-    decoder = getattr(plan, "decoder", None)
-    return Lengths(encoder, decoder) if isinstance(encoder, int) and isinstance(decoder, int) else None
 
 
 def reads_data() -> bool:
@@ -55,12 +29,12 @@ def reads_data() -> bool:
     return mesh.model.rank == 0 and mesh.pipe.rank in (0, mesh.pipe.size - 1)  # stages that need inputs or labels
 
 
-def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
+def open_datasets(task: Task, config: Config, tokenizer: Tokenizer, start: Start) -> Datasets:
     """Return the data sets of `task`. If a rank fails, every rank raises RunError.
 
     For a task with `reads_alone`, ranks that read no data get placeholders (`RemoteDataset`). Rank 0 checks the
     corpora first. Other ranks that read data skip this check, and only compare the fingerprints of their files with
-    those of rank 0.
+    those of rank 0. start: the checkpoint from which the run resumes, if any.
     """
     checked: dict[str, bool] = {}  # filled by `reuse_checks`
     with raise_on_all_ranks(), reuse_checks(checked):
@@ -73,8 +47,8 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer) -> Datasets:
         with raise_on_all_ranks():
             datasets, notes = checked_datasets(task, config, tokenizer)
         print_notes(notes)
+    check_stages(datasets[0], config, start)
     with raise_on_all_ranks():
-        check_stages(datasets[0], config)
         # None on a rank that opened no corpus, and so has nothing to compare.
         fingerprints = corpus_fingerprints(config) if reads_data() or not task.reads_alone else None
     require_equal_values(fingerprints)
@@ -88,20 +62,13 @@ def _open_on_reading_ranks(task: Task, config: Config, tokenizer: Tokenizer, che
             datasets, notes = checked_datasets(task, config, tokenizer)
             print_notes(notes)
     # Rank 0 makes the placeholders of all ranks, as it has opened the data sets.
-    placeholders = tuple(map(_placeholder, datasets))
+    placeholders = tuple(map(placeholder_of, datasets))
     checked_on_rank_0, placeholders = broadcast_from_rank_0((checked, placeholders))
     checked.update(checked_on_rank_0)
     with raise_on_all_ranks(), reuse_checks(checked):
         if reads_data() and not is_rank_0():
             datasets, _ = checked_datasets(task, config, tokenizer)
     return cast(Datasets, datasets or placeholders)
-
-
-def _placeholder(dataset: Any) -> Any:
-    """Return a `RemoteDataset` for a data set, a dict of them for named data sets, None for None."""
-    if isinstance(dataset, Mapping):
-        return {name: _placeholder(each) for name, each in dataset.items()}
-    return None if dataset is None else RemoteDataset(t5_lengths(dataset))
 
 
 def read_batches(

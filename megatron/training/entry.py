@@ -7,22 +7,20 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from tds.diagnose import out_of_memory
-from tds.parent_death import ImpossibleRanks, refuse_impossible_ranks
+from tds.parent_death import refuse_impossible_ranks
 
 from ..config import Config
 from ..config.check import print_help_if_asked, print_note
 from ..config.command_line import parse
 from ..config.ds_config import resolve
-from ..data.workers import describe_worker_end
 from ..ranks import device as device_module
 from ..ranks.errors import RunError, exit_now
 from ..ranks.initialize import world_size
-from ..ranks.signals import INTERRUPTED, restored_signals
+from ..ranks.signals import restored_signals
 from ..streams import guard_streams
 from .feature import Feature
 from .features import find_substitute
-from .inputs import MissingInputs, require_inputs
+from .inputs import require_inputs
 from .loop import train
 from .setup import set_up
 from .task import Task
@@ -66,20 +64,13 @@ def run(
                 train(ready_run)
             del ready_run  # so that gc.collect() below deletes its data loaders
         except (RunError, ValueError, OSError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
-            is_expected = isinstance(error, RunError) or out_of_memory(error) or describe_worker_end(error)
-            is_bug = isinstance(error, RuntimeError) and not is_expected  # its traceback is needed
-            if is_bug or not exit or os.environ.get("MEGATRON_DEBUG"):
+            if not exit or os.environ.get("MEGATRON_DEBUG"):
                 raise
-            # All ranks get the same flags, so they find the same mistake.
-            has_wrong_flags = exit_code == 2 and not isinstance(error, ImpossibleRanks)
-            from .complaints import print_error
+            from .complaints import exit_with_error, is_bug
 
-            print_error(
-                error,
-                config,
-                on_all_ranks=has_wrong_flags or isinstance(error, (RunError, MissingInputs, KeyboardInterrupt)),
-            )
-            exit_now(INTERRUPTED if isinstance(error, KeyboardInterrupt) else exit_code)
+            if is_bug(error):
+                raise
+            exit_with_error(error, config, exit_code)
         gc.collect()  # deletes the data loaders, which ends their worker processes
         dist.barrier()
         if exit:

@@ -97,13 +97,14 @@ class Evaluations(Feature):
         self._run = run
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
-        t = self._run.config.train
+        run = self._run
+        t = run.config.train
         # The last iteration is evaluated by `end`.
         if due(samples.iteration, t.eval_interval) and samples.iteration < t.train_iters:
-            self._run.log.check()  # raises if the run must end
+            run.log.check()  # raises if the run must end
             with trace.span("evaluation"):
-                evaluate(self._run, "valid")
-            self._run.log.restart_timer()  # without the time of the evaluation
+                evaluate(run, "valid")
+            run.log.restart_timer()  # without the time of the evaluation
 
     def end(self) -> None:
         for part in ("valid", "test"):

@@ -77,8 +77,9 @@ def gather_findings(model: nn.Module, recompute: Callable[[], object]) -> list[F
     for hook in hooks:
         hook.remove()
     gradients = [name for name, _ in named if name in nonfinite]  # in the order of the model
-    finding = Finding(mpu.get_mesh().share.rank, next(iter(weights), None), next(iter(gradients), None))
-    return gather_objects(finding)
+    first_weight = next(iter(weights), None)
+    first_gradient = next(iter(gradients), None)
+    return gather_objects(Finding(mpu.get_mesh().share.rank, first_weight, first_gradient))
 
 
 def _is_finite(x: Tensor) -> bool:

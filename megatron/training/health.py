@@ -133,7 +133,7 @@ class Health:
         spikes: list[Spike] = []
         numbers = _copy_to_host([(step.loss, step.grad_norm) for step, _, _ in unread])
         for (step, samples, state), (loss, norm) in zip(unread, numbers, strict=True):
-            is_applied = math.isfinite(norm) and not step.skipped
+            is_applied = math.isfinite(norm) and not step.skip_is_known
             self._update_fault(step, samples, loss, is_applied)
             if math.isfinite(loss):
                 losses.append(loss)
@@ -173,13 +173,14 @@ class Health:
         The noise is estimated by the median absolute deviation (Hampel 1974), which single spikes hardly affect.
         """
         spikes = []
-        if len(self._recent_losses) >= MIN_RECENT_LOSSES:
-            median = statistics.median(self._recent_losses)
+        recent = self._recent_losses
+        if len(recent) >= MIN_RECENT_LOSSES:
+            median = statistics.median(recent)
             # 1.4826 times the median absolute deviation of a normal distribution is its standard deviation.
-            noise = 1.4826 * statistics.median(abs(each - median) for each in self._recent_losses)
+            noise = 1.4826 * statistics.median(abs(each - median) for each in recent)
             if loss - median > max(SPIKE_DEVIATIONS * noise, SPIKE_SHARE * abs(median)):
                 spikes = [Spike(samples, loss, median)]
-        self._recent_losses.append(loss)
+        recent.append(loss)
         return spikes
 
 

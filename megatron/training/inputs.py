@@ -6,25 +6,31 @@ All missing files are reported at once, before the ranks connect. The content of
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ..atomic import process_name
 from ..checkpointing.lookup import latest_name
 from ..config import Config
-from ..config.fields import ConfigError, format_problems
-from ..data.corpora import made_with, prefixes_of
-from ..data.corpus_paths import is_triple
+from ..config.fields import ConfigError
+from ..config.messages import format_problems
+from ..data.corpus_paths import is_triple, prefixes_of
 from ..data.damage import find_problems
-from ..data.fingerprints import content_fingerprint, corpus_fingerprint
+from ..data.fingerprints import content_fingerprint, corpus_fingerprint, made_with
 from ..data.indexed_dataset import DatasetError
+from ..ranks.agreement import raise_on_all_ranks
+from ..ranks.rank_0 import print_notes
 from ..storage import RemotePath, StorageError, is_url, to_path
 from ..tokenizer import Tokenizer
 from ..tokenizer.base import TokenizerError, eod_mismatch
 from ..tokenizer.load import find_vocab_file
+from .remote_datasets import stage_begins
 from .run_folder import save_dir_of
 from .task import Task
+
+if TYPE_CHECKING:
+    from ..checkpointing.resume import Start
 
 # Blocks of a file, of 64 MiB by default, that are compared with the checksums of its sidecar at the start of a run.
 BLOCKS_AT_START = 4
@@ -97,7 +103,8 @@ def _has_begun(config: Config) -> bool:
     run_dir = config.log.run_dir
     save_dir = save_dir_of(config, Path(run_dir or "runs"))
     # Without both flags, the run gets a new directory under runs/.
-    return (run_dir or config.checkpoint.save) is not None and bool(latest_name(save_dir))
+    is_named = (run_dir or config.checkpoint.save) is not None
+    return is_named and bool(latest_name(save_dir))
 
 
 def _tokenizer_problems(config: Config) -> Iterator[str]:
@@ -156,7 +163,10 @@ def corpora_of_run(config: Config) -> list[str]:
 
 
 def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if a corpus's metadata shows another tokenizer or another end-of-document token."""
+    """Raise ValueError if a corpus's metadata shows another tokenizer, or another or no end-of-document token.
+
+    Print a note if flags separate documents at this token, but a corpus without metadata seems to lack it.
+    """
     for path in corpora_of_run(config):
         metadata = made_with(path)
         if metadata is None:
@@ -169,6 +179,11 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
             )
         if mismatch := eod_mismatch(metadata, tokenizer, config.data.vocab_file):
             raise ValueError(f"{path}.bin {mismatch}: pass the tokenizer of the corpus, or preprocess the text again")
+    data = config.data
+    if data.reset_attention_mask or data.reset_position_ids:
+        from ..data.document_ends import notes_on_ends
+
+        print_notes(notes_on_ends(corpora_of_run(config), tokenizer.eod, config))
 
 
 def check_corpora(config: Config) -> None:
@@ -188,21 +203,33 @@ def blocks_at_start(config: Config) -> int:
     local_corpora = sum(not is_url(prefix) for prefix in corpora_of_run(config))
     # At least one block of each corpus, and no more in all than those of four corpora if there are many: 4 for each of
     # up to 4 corpora, 16 // 8 = 2 for each of 8.
-    return min(BLOCKS_AT_START, max(1, 4 * BLOCKS_AT_START // max(local_corpora, 1)))
+    share = 4 * BLOCKS_AT_START // max(local_corpora, 1)
+    return min(BLOCKS_AT_START, max(1, share))
 
 
-def check_stages(dataset: Any, config: Config) -> None:
-    """Raise ValueError if a data stage begins after the last sample of the run."""
-    if config.train.batch_size_schedule:
-        return  # a resumed run need not know the sizes of earlier batches, so the end of the run is not known here
-    total = config.train.train_iters * config.train_batch_size(dist.get_world_size())
-    # The stage at sample 0 is never late, even if the run has no samples.
-    late_begins = [begin for begin in getattr(dataset, "begins", ()) if begin and begin >= total]
-    if late_begins:
-        raise ValueError(
-            f"--data-stages: the stage at sample {late_begins[0]} begins after the last of the {total} samples of "
-            f"--train-iters {config.train.train_iters}; raise --train-iters or leave the stage out"
-        )
+def check_stages(dataset: Any, config: Config, start: "Start") -> None:
+    """Raise RunError on every rank if a data stage begins after the last sample of the run. All ranks must call this.
+
+    start: the checkpoint from which the run resumes, which may have consumed batches of another size.
+    """
+    from ..checkpointing.resume import resumed_position
+
+    begins = [begin for begin in stage_begins(dataset) if begin]  # that at sample 0 is never late
+    if not begins:
+        return
+    iteration, consumed = resumed_position(start)
+    with raise_on_all_ranks():
+        ranks = dist.get_world_size()
+        train = config.with_batches(ranks, iteration, consumed).train
+        remaining = max(train.train_iters - iteration, 0)
+        total = config.batches(ranks).advance(consumed, remaining)
+        if begins[-1] >= total:
+            length = "--train-samples" if train.train_samples else "--train-iters"
+            late_begin = next(begin for begin in begins if begin >= total)
+            raise ValueError(
+                f"--data-stages: the stage at sample {late_begin} begins after the last of the {total} samples of "
+                f"{length} {train.train_samples or train.train_iters}; raise {length} or leave the stage out"
+            )
 
 
 def corpus_fingerprints(config: Config) -> dict[str, str]:

@@ -65,14 +65,15 @@ class TrainingLog(Feature):
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         self.last_samples = samples
-        self.run.state.features = self.run.features.state()  # before `health` copies the training state
+        state = self.run.state
+        state.features = self.run.features.state()  # before `health` copies the training state
         if step is None:
             self.check()
-            self.health.skip(self.run.state)
+            self.health.skip(state)
             self.skipped_by_flag += 1
             print_rank_0(f"{samples} is skipped, as --skip-iterations or --skip-samples lists it")
         else:
-            self.health.add(step, samples, self.run.state)
+            self.health.add(step, samples, state)
             self.loss_scale = step.loss_scale
             for name, values in self.aux_losses.items():
                 if name in step.aux:
@@ -115,18 +116,22 @@ class TrainingLog(Feature):
         self.check()
         device_module.synchronize(run.device)
         elapsed = time.perf_counter() - self.start_time
-        step_seconds = elapsed / max(self.timed_steps, 1)
+        steps = self.timed_steps
+        step_seconds = elapsed / max(steps, 1)
+        sample_seconds = elapsed / max(self.timed_samples, 1)
         timed_parts = run.timers.take()
-        row = self._row(elapsed) | run.features.row(Interval(self.timed_steps, step_seconds, timed_parts))
+        row = self._row(elapsed) | run.features.row(Interval(steps, step_seconds, timed_parts))
         last = run.config.train.train_iters
         samples = run.state.consumed_samples
         total_samples = run.batches.advance(samples, last - run.state.iteration)
-        left = self.time_left.estimate(samples, total_samples, elapsed / max(self.timed_samples, 1))
+        left = self.time_left.estimate(samples, total_samples, sample_seconds)
         print_rank_0(training_line(row, last, step_seconds, left, run.config.log.log_details))
-        if run.resolved.wall_clock_breakdown and self.timed_steps:
+        if run.resolved.wall_clock_breakdown and steps:
             timed_parts |= run.engine.times()
-            row["timers_ms"] = {name: 1e3 * spent / self.timed_steps for name, spent in timed_parts.items()}
-            print_rank_0("   per iteration: " + ", ".join(f"{n} {ms:.1f} ms" for n, ms in row["timers_ms"].items()))
+            milliseconds = {name: 1e3 * spent / steps for name, spent in timed_parts.items()}
+            row["timers_ms"] = milliseconds
+            words = [f"{name} {spent:.1f} ms" for name, spent in milliseconds.items()]
+            print_rank_0("   per iteration: " + ", ".join(words))
         for new_row in [row, *run.features.rows(run.state.iteration)]:
             run.features.extend(new_row)
             run.metrics.write(new_row)

@@ -114,13 +114,15 @@ class MetricsWriter:
         If the file cannot be written, e.g. on a full disk, print a note, and write this row together with a later row.
         """
         if self._path is not None:
-            self._unwritten.append(json.dumps(_json_safe(row), allow_nan=False) + "\n")
+            line = json.dumps(_json_safe(row), allow_nan=False)
+            self._unwritten.append(line + "\n")
             self._append_lines(self._path)
         numbers = _loggable_values(row)
         for writer in list(self._writers):  # a copy, as `_forward` removes a writer that fails
             can_show = "samples" not in row or getattr(writer, "shows_texts", False)
             if numbers and can_show:
-                self._unsent.setdefault(writer.name, []).append((row.get("split", "train"), row["iteration"], numbers))
+                entry = (row.get("split", "train"), row["iteration"], numbers)
+                self._unsent.setdefault(writer.name, []).append(entry)
                 self._forward(writer)
 
     def _forward(self, writer: Writer) -> None:
@@ -177,7 +179,8 @@ class MetricsWriter:
         for writer in list(self._writers):  # a copy, as `_forward` removes a writer that fails
             if self._unsent.get(writer.name):
                 self._forward(writer)
-            if missing := len(self._unsent.get(writer.name, ())):
+            missing = len(self._unsent.get(writer.name, ()))
+            if missing:
                 tqdm.write(f"note: the last {missing} rows of {writer.name} were not written")
             try:
                 writer.close()

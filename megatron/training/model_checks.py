@@ -1,12 +1,15 @@
 """Checks that the model of a task fits the task and the settings, before the engine gets it."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import nn
 
 import tds
+from tds.boundary import Boundary
 
 from .. import mpu
+from ..checkpointing.stream import is_storable
 from ..config import Config
 from ..model.layers import global_parameters
 from .task import Task
@@ -15,6 +18,7 @@ from .task import Task
 def check_is_pipeline(model: nn.Module, task: Task, config: Config) -> bool:
     """Return True if `model` is a PipelineModule. Raises ValueError if it does not fit the task or the settings."""
     check_declared_shards(model)
+    refuse_unstorable_weights(model)
     context_ranks = mpu.context_axis().size
     if context_ranks > 1 and not task.shares_out_tokens:
         raise ValueError(
@@ -46,6 +50,39 @@ def check_declared_shards(model: nn.Module) -> None:
                 f"the parameter {name} is marked as sharded over tensor-parallel ranks, but not along which dimension, "
                 "so no checkpoint can store it: call mpu.declare(weight, init, dim=0) where it is made"
             )
+
+
+def refuse_unstorable_weights(model: nn.Module) -> None:
+    """Raise ValueError for a weight, trained or frozen, of a dtype that checkpoints cannot store."""
+    for name, parameter in global_parameters(model):
+        if not is_storable(parameter):
+            raise ValueError(
+                f"the parameter {name} is {parameter.dtype}, which no checkpoint can store: give it another dtype, for "
+                "example real numbers [..., 2] instead of complex ones, with torch.view_as_complex() in forward()"
+            )
+
+
+def send_whole_shards(model: nn.Module) -> None:
+    """With sequence parallelism, let each tensor-parallel rank send all of what it has to the next stage.
+
+    Each of these ranks then holds another shard of the sequence. A declaration that a tensor is equal on all of them
+    would let each rank send a slice of its shard, and the next stage would get a mixture of the shards.
+    """
+    if mpu.sequence_axis().size == 1:
+        return
+    for name in ("boundaries", "receives", "_input_pipe_partitioned"):
+        declared = getattr(model, name, None)
+        if declared is not None:
+            setattr(model, name, _unsplit(declared))
+
+
+def _unsplit(declared: Any) -> Any:
+    """Return a declaration, or sequences of declarations, without the flags `split`."""
+    if isinstance(declared, Boundary):
+        return replace(declared, split=False)
+    if isinstance(declared, int):  # True or False, an item of `_input_pipe_partitioned`
+        return False
+    return None if declared is None else tuple(map(_unsplit, declared))
 
 
 def _is_pipeline(model: nn.Module, config: Config) -> bool:

@@ -8,14 +8,17 @@ from pathlib import Path
 from tds import timeline
 
 from ..atomic import write_text
+from ..checkpointing.leftovers import delete_leftovers
 from ..checkpointing.lookup import latest_name, save_folder_of
 from ..checkpointing.relocation import TOKENIZER_FOLDER as TOKENIZER
 from ..checkpointing.relocation import copy_tokenizer, holds_only
 from ..config import Config
-from ..config.fields import describe_error
+from ..config.messages import describe_error
 from ..locks.run_lock import CHECKPOINTS, RunLock, RunLockedError
+from ..ranks.rank_0 import is_rank_0, print_notes
 from ..storage import RemotePath, to_path
 from ..tokenizer.load import find_vocab_file
+from .metrics import MetricsWriter
 
 SETTINGS, METRICS = "config.json", "metrics.jsonl"
 OUTPUTS = METRICS, "tensorboard", "mlflow", "wandb", "swanlab", timeline.FOLDER, "profile"
@@ -123,15 +126,17 @@ def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str
     Raises ValueError if a file cannot be written or an output is a symbolic link.
     """
     notes = []
+    vocab_file = str(config.data.vocab_file)
     _refuse_links(run_dir)
     try:
-        write_text(run_dir / SETTINGS, json.dumps(config.to_dict(), indent=2))
-        copy_tokenizer(str(config.data.vocab_file), run_dir)
+        settings = json.dumps(config.to_dict(), indent=2)
+        write_text(run_dir / SETTINGS, settings)
+        copy_tokenizer(vocab_file, run_dir)
         save_dir = save_dir_of(config, run_dir)
         if isinstance(save_dir, RemotePath):
-            _upload_tokenizer(run_dir / TOKENIZER, save_dir / TOKENIZER, str(config.data.vocab_file))
+            _upload_tokenizer(run_dir / TOKENIZER, save_dir / TOKENIZER, vocab_file)
         elif run_dir.resolve() not in save_dir.resolve().parents:
-            copy_tokenizer(str(config.data.vocab_file), save_dir)
+            copy_tokenizer(vocab_file, save_dir)
         metrics = run_dir / METRICS
         if iteration == 0 and metrics.is_file() and metrics.stat().st_size:
             candidates = (run_dir / f"metrics-{n}.jsonl" for n in range(1, 10**9))
@@ -141,3 +146,16 @@ def write_first_files(config: Config, run_dir: Path, iteration: int) -> list[str
     except OSError as error:
         raise ValueError(f"cannot write to the run directory {run_dir}: {describe_error(error)}") from None
     return notes
+
+
+def open_run_dir(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: list[RunLock]) -> MetricsWriter:
+    """Write the first files to the run directory and return the metrics writer. Call this when all checks have passed.
+
+    Raises ValueError if the run directory cannot be used.
+    """
+    if is_rank_0():
+        refuse_other_checkpoints(config, run_dir, iteration)
+        delete_leftovers(to_path(save_dir))
+        print_notes(write_first_files(config, run_dir, iteration))
+        keep(locks)
+    return MetricsWriter(str(run_dir), iteration, is_rank_0())

@@ -20,9 +20,9 @@ from ..ranks.errors import RunError
 from ..ranks.signals import StopSignals
 from ..timers import Timers
 from ..tokenizer import Tokenizer
-from .data_ranks import t5_lengths
 from .features import Features
 from .metrics import MetricsWriter
+from .remote_datasets import t5_lengths
 from .run_folder import release
 from .task import Datasets
 

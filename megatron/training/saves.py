@@ -45,17 +45,18 @@ class Saves(Feature):
 
     def after_step(self, step: StepResult | None, samples: SampleRange) -> None:
         run = self._run
+        iteration = samples.iteration
         settings = run.config.checkpoint
         signal, is_written = run.signals.agree(run.saver.is_pending and not run.saver.is_writing)
-        if signal is StopSignal.SAVE_AND_STOP or due(samples.iteration, settings.exit_interval or 0):
+        if signal is StopSignal.SAVE_AND_STOP or due(iteration, settings.exit_interval or 0):
             run.stop = True
         # `agree` returns what the ranks reported at its previous call. So in the iteration after a save began,
         # `is_written` is still a report from before this save.
-        if run.saver.is_pending and is_written and samples.iteration > self._save_began + 1:
+        if run.saver.is_pending and is_written and iteration > self._save_began + 1:
             self._finish_save()
-        is_due = signal is StopSignal.SAVE or due(samples.iteration, settings.save_interval)
+        is_due = signal is StopSignal.SAVE or due(iteration, settings.save_interval)
         if run.stop or is_due:
-            self._save_began = samples.iteration
+            self._save_began = iteration
             self._save(is_last=run.stop)
 
     def complete(self) -> None:
@@ -95,19 +96,20 @@ class Saves(Feature):
         if is_last and log.has_unreported:
             log.report()
         state = log.health.state_to_save(run.state)
-        if state.iteration == run.state.iteration:
+        iteration = state.iteration
+        if iteration == run.state.iteration:
             state.features = run.features.state()  # features that act after the log may have changed it
         else:
             print_rank_0(
-                f"all steps since iteration {state.iteration} were skipped, so the checkpoint has the state of "
-                f"iteration {state.iteration}"
+                f"all steps since iteration {iteration} were skipped, so the checkpoint has the state of "
+                f"iteration {iteration}"
             )
-        # After a failed save, this state may be missing on the disk.
-        if state.iteration != self._saved_iteration or run.saver.failures:
-            run.features.before_save(state.iteration)  # a feature may raise to prevent the save
+        # After a failed save or the loss of a folder, this state may be missing on the disk.
+        if iteration != self._saved_iteration or run.saver.failures or lost:
+            run.features.before_save(iteration)  # a feature may raise to prevent the save
             with trace.span("checkpoint"):
                 run.saver.save(state, must_succeed=is_last)
         if lost:
             raise RunError(lost.message)
         log.restart_timer()
-        self._saved_iteration = state.iteration
+        self._saved_iteration = iteration

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from .. import mpu
 from ..checkpointing import RetryingSaver, Saver, find_start, start_or_resume
 from ..checkpointing.data_plan import with_consumed_data
-from ..checkpointing.leftovers import delete_leftovers
 from ..checkpointing.load import step_lags
 from ..checkpointing.pruned import explain_if_deleted
 from ..config import Config
@@ -24,7 +23,6 @@ from ..ranks.agreement import raise_on_all_ranks, require_equal_code, require_eq
 from ..ranks.initialize import initialize_megatron, use_step_timeout
 from ..ranks.objects import broadcast_from_rank_0
 from ..ranks.rank_0 import is_rank_0, print_notes, print_rank_0
-from ..storage import to_path
 from ..timers import Timers
 from ..tokenizer import Tokenizer, load_tokenizer
 from . import run_folder
@@ -34,7 +32,6 @@ from .feature import Feature, Plan
 from .features import Features
 from .global_vars import publish
 from .inputs import reads_corpora
-from .metrics import MetricsWriter
 from .run_state import Run
 from .task import Task, describe
 
@@ -46,7 +43,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     """
     device = initialize_megatron(config)
     timers = Timers(device)
-    default_run_dir = f"runs/{task.name}-{broadcast_from_rank_0(time.strftime('%Y%m%d-%H%M%S'))}"
+    default_run_dir = new_run_dir(task)
     with raise_on_all_ranks():
         config, tokenizer, run_dir = prepare_settings(task, config, default_run_dir)
     require_equal_values({"--precision": resolved.precision, **tokenizer_identity(tokenizer)})
@@ -61,7 +58,7 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         config = with_consumed_data(config, start.path, start.wanted, reads_corpora(task))
         plan = Plan(task, config, resolved, device, tokenizer)
         features.prepare(plan)
-        datasets = open_datasets(task, config, tokenizer)
+        datasets = open_datasets(task, config, tokenizer, start)
         with mpu.skip_init() if start.path else nullcontext():  # the checkpoint replaces all initial values
             model = build_model(plan)
         parameters = count_parameters(model)
@@ -76,29 +73,18 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
         config = config.with_batches(dist.get_world_size(), state.iteration, state.consumed_samples)
         with raise_on_all_ranks():
             features.load(state.features)
-            metrics = _open_run_dir(config, run_dir, save_dir, state.iteration, locks)
+            metrics = run_folder.open_run_dir(config, run_dir, save_dir, state.iteration, locks)
     except BaseException:
         run_folder.release(locks)
         raise
     # A second call, because the checkpoint may have set the learning-rate schedule.
     publish(config, tokenizer, timers, resolved.precision)
     use_step_timeout(config)
+    saver = _build_saver(config, save_dir, engine.deepspeed, tokenizer.fingerprint, run_dir)
     return Run(
-        config,
-        resolved,
-        device,
-        engine,
-        datasets,
-        state,
-        _build_saver(config, save_dir, engine.deepspeed, tokenizer.fingerprint, run_dir),
-        timers,
-        metrics,
-        tokenizer,
-        run_dir,
-        parameters,
-        locks,
-        features,
-    )
+        config, resolved, device, engine, datasets, state, saver, timers, metrics, tokenizer, run_dir, parameters,
+        locks, features,
+    )  # fmt: skip
 
 
 def _build_saver(config: Config, save_dir: str, engine: Any, fingerprint: str, run_dir: Path) -> RetryingSaver:
@@ -109,17 +95,9 @@ def _build_saver(config: Config, save_dir: str, engine: Any, fingerprint: str, r
     return RetryingSaver(saver, config.checkpoint.max_failed_saves)
 
 
-def _open_run_dir(config: Config, run_dir: Path, save_dir: str, iteration: int, locks: list[RunLock]) -> MetricsWriter:
-    """Write the first files to the run directory and return the metrics writer. Call this when all checks have passed.
-
-    Raises ValueError if the run directory cannot be used.
-    """
-    if is_rank_0():
-        run_folder.refuse_other_checkpoints(config, run_dir, iteration)
-        delete_leftovers(to_path(save_dir))
-        print_notes(run_folder.write_first_files(config, run_dir, iteration))
-        run_folder.keep(locks)
-    return MetricsWriter(str(run_dir), iteration, is_rank_0())
+def new_run_dir(task: Task) -> str:
+    """Return the directory of a run that gets neither --run-dir nor --save. All ranks must call this."""
+    return f"runs/{task.name}-{broadcast_from_rank_0(time.strftime('%Y%m%d-%H%M%S'))}"
 
 
 def prepare_settings(task: Task, config: Config, default_run_dir: str) -> tuple[Config, Tokenizer, Path]:

@@ -39,9 +39,8 @@ class Task:
         """Return ((training, validation, test) data sets, notes to print); an empty data set is None.
 
         `dataset[n]` must return a dict of tensors for any n >= 0. All ranks call this method at the same time.
-        With `reads_alone = True`, only ranks that read data call it, and rank 0 calls it first. So a large corpus is
-        opened and checked only where it is needed. With `reads_alone = True`, the method must not communicate with
-        other ranks, and must not set attributes of the task.
+        With `reads_alone = True`, only ranks that read data call it, and rank 0 calls it first. Then the method must
+        not communicate with other ranks, and must not set attributes of the task.
         """
         raise NotImplementedError
 

@@ -148,7 +148,6 @@ ROWS = (
     Row("--no-create-attention-mask-in-dataloader", NoEffect("samples never contain attention masks")),
     Row("--pretrained-checkpoint", Translated({"load": user_value, "finetune": True}), str),
     Row("--use-checkpoint-args", Refused("pass --config with the config.json of the run that wrote the checkpoint")),
-    Row("--exit-on-missing-checkpoint", NoEffect("--load always fails if it finds no checkpoint")),
     Row("--ckpt-format --dist-ckpt-format", _ONE_FORMAT, str),
     Row(
         "--use-dist-ckpt --auto-detect-ckpt-format --ckpt-fully-parallel-save --ckpt-fully-parallel-load "

@@ -9,7 +9,9 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from megatron.config.defaults import DEFAULTS
-from megatron.config.fields import flag, format_flag
+from megatron.config.fields import flag
+from megatron.config.messages import format_flag
+from megatron.config.names import HOME
 from megatron.config.sections import Config, settings
 
 # A command line with one of these flags is taken for one of Megatron-LM.
@@ -28,7 +30,7 @@ MEGATRON: Mapping[str, Any] = {
     "qkv_bias": None, "qk_norm": False, "tie_embeddings": True, "hidden_dropout": 0.1, "attention_dropout": 0.1,
     "layernorm_epsilon": 1e-5, "init_method_std": 0.02, "rope_theta": 10000.0, "rotary_percent": 1.0,
     "precision": "fp32", "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8,
-    "min_lr": 0.0, "lr_decay_style": "linear", "warmup": 0.0, "seed": 1234, "split": "969,30,1",
+    "min_lr": 0.0, "lr_decay_style": "linear", "warmup": 0.0, "seed": 1234, "split": "969,30,1", "router_aux_loss": 0.0,
 }  # fmt: skip
 _DEFAULTS = {f.name: f.default for _, _, f in settings()}
 
@@ -70,11 +72,14 @@ def _undecided(config: Config, foreign: Container[str], given: Container[str]) -
         megatron_values["activation"] = "gelu"
     if config.data.train_data_path:
         del megatron_values["split"]
+    if not config.model.num_experts or not config.model.has_aux_loss:
+        del megatron_values["router_aux_loss"]
     undecided = {}
-    for section, _, setting in settings():
-        name = setting.name
-        value = getattr(getattr(config, section), name)
+    for name, megatron_value in megatron_values.items():
+        section = getattr(config, HOME[name])
+        value = getattr(section, name)
         # A value other than the default was set by something else, such as a file or another flag.
-        if name in megatron_values and name not in given and value == defaults[name] and value != megatron_values[name]:
-            undecided[name] = megatron_values[name]
-    return {name: undecided[name] for name in megatron_values if name in undecided}  # in the order of MEGATRON
+        is_undecided = name not in given and value == defaults[name]
+        if is_undecided and value != megatron_value:
+            undecided[name] = megatron_value
+    return undecided

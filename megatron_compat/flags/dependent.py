@@ -125,13 +125,23 @@ def _merges_beside(vocab: Path) -> list[Path]:
 
 
 def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
-    """Accept fp32 gradient accumulation and reduction if --precision and --zero-stage imply them, else refuse."""
+    """Accept fp32 gradient accumulation and reduction if the flags and the ds_config imply them, else refuse."""
+    from megatron.config.ds_config import read_file  # imports torch
+
     precision = config.train.precision
-    # With bf16 and ZeRO 0 or 1, sums are always in fp32. Without --zero-stage, the stage counts as 0.
-    keeps_sums = config.train.dtype == "bf16" and (config.parallel.zero_stage or 0) <= 1
-    if precision in ("fp32", "fp64") or keeps_sums:
-        return NoEffect(f"--precision {precision} always reduces gradients in fp32 or fp64")
-    return Refused('write "communication_data_type": "fp32" in --deepspeed-config, or use --precision bf16')
+    # `resolve` in that module checks the sections of the file.
+    ds_config = read_file(config, lambda section, content: None)
+    file_stage = ds_config.get("zero_optimization", {}).get("stage")
+    is_low_stage = all(stage in (None, 0, 1) for stage in (config.parallel.zero_stage, file_stage))
+    # DeepSpeed reduces in the dtype of the weights; with bf16 and ZeRO 0 or 1, `resolve` chooses fp32 instead.
+    default_type = "fp32" if precision in ("fp32", "fp64") or is_low_stage else config.train.dtype
+    reduces_in_fp32 = str(ds_config.get("communication_data_type", default_type)).lower() == "fp32"
+    # In fp16, DeepSpeed accumulates gradients in fp16.
+    if reduces_in_fp32 and precision in ("fp32", "fp64", "bf16", "fp8"):
+        return NoEffect(f"--precision {precision} reduces gradients in fp32 or fp64")
+    return Refused(
+        'write "communication_data_type": "fp32" in --deepspeed-config, and use --precision bf16 or leave this flag out'
+    )
 
 
 def momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:

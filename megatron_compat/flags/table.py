@@ -245,7 +245,11 @@ MEGATRON = (
     Row("--hysteresis", refer_to_json("fp16", "hysteresis"), int),
     Row(
         "--fp32-allreduce --accumulate-allreduce-grads-in-fp32",
-        Depends(fp32_sums, "no effect in fp32, in fp64, and in bf16 with ZeRO 1; refused otherwise"),
+        Depends(
+            fp32_sums,
+            "no effect in fp32, in fp64, and in bf16 with ZeRO 1; refused otherwise, and if --deepspeed-config reduces "
+            "in 16 bits",
+        ),
     ),
     Row("--apply-query-key-layer-scaling --no-query-key-layer-scaling --attention-softmax-in-fp32", _IN_FP32),
     Row("--fp16-lm-cross-entropy", Refused("the loss is always computed in fp32")),

@@ -6,7 +6,8 @@ from collections.abc import Container, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from megatron.config.fields import flag, format_flag
+from megatron.config.fields import flag
+from megatron.config.messages import format_flag
 from megatron.config.sections import Config, settings
 from megatron.config.source import Change, Source
 from megatron.json_text import brief
@@ -18,6 +19,7 @@ from .table import FLAGS, IMPLIED, VALUES
 _DEFAULTS = {f.name: f.default for _, _, f in settings()}
 
 BOOLEAN_WORDS = {"true": True, "false": False}  # some launchers write these words after a flag that takes no value
+Settings = dict[str, Any]  # by name
 
 
 class _StoreForeignFlag(argparse.Action):
@@ -51,7 +53,11 @@ def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
             options = {"nargs": "?"}
         elif row.value_type is list:
             options = {"nargs": "*"}
-        options |= {"action": partial(_StoreForeignFlag, theirs=name), "dest": "foreign", "help": argparse.SUPPRESS}
+        options |= {
+            "action": partial(_StoreForeignFlag, theirs=name),
+            "dest": "foreign",
+            "help": argparse.SUPPRESS,
+        }
         # Both spellings are equal for a flag of one word, and argparse refuses a flag that is added twice.
         for spelling in dict.fromkeys((name, _underlined(name))):
             parser.add_argument(spelling, **options)
@@ -135,13 +141,17 @@ def settings_for(key: str) -> list[str]:
     return list(outcome.settings) if isinstance(outcome, Translated) else []
 
 
-def _is_switch(name: str) -> bool:
-    """Return whether a foreign flag needs no value and only sets settings of this project to True."""
+def _opposite(name: str) -> Translated | None:
+    """Return the translation of a foreign flag that is False; None if the flag sets more than booleans, or a value."""
     row = FLAGS[name]
     if row.value_type not in (None, object) or not isinstance(row.outcome, Translated):
-        return False
-    values = row.outcome.settings.values()
-    return bool(values) and all(value is True for value in values)  # not 1, which equals True
+        return None
+    opposites = {}
+    for setting, value in row.outcome.settings.items():
+        if not isinstance(value, bool):  # 1 equals True, but is a number
+            return None
+        opposites[setting] = not value
+    return Translated(opposites) if opposites else None
 
 
 class Translation(Source):
@@ -154,8 +164,9 @@ class Translation(Source):
     def __init__(self, own: Mapping[str, Any], where: str = "") -> None:
         super().__init__(own, where)
         self._typed_flag: dict[str, str] = {}
-        self._deferred: dict[str, Any] = {}
-        self._with_implied: list[tuple[str, dict[str, Any], Translated]] = []
+        self._deferred: Settings = {}
+        self._with_implied: list[tuple[str, Settings, Translated]] = []
+        self._ignored: list[tuple[str, Translated]] = []  # flags whose value False is ignored
         for setting, values in VALUES.items():
             word = own.get(setting)
             if isinstance(word, str) and word in values:
@@ -177,7 +188,10 @@ class Translation(Source):
         # These two flags together mean something else than each of them alone.
         translation = with_expert_bias(flags)
         if translation:
-            typed = [format_flag(name, remaining.pop(name)) for name in (EXPERT_BIAS, BALANCING) if name in remaining]
+            typed = []
+            for name in (EXPERT_BIAS, BALANCING):
+                if name in remaining:
+                    typed.append(format_flag(name, remaining.pop(name)))
             self._add_outcome(" ".join(typed), value=None, outcome=translation)  # its settings are constants
         for name, value in remaining.items():
             self.add(name, value)
@@ -185,13 +199,16 @@ class Translation(Source):
     def add(self, name: str, value: Any) -> None:
         """Translate a foreign flag. If its translation depends on other settings, it is deferred to `apply_deferred`.
 
-        The value False turns off the settings that a switch would turn on. For other flags, False is the default of
-        the other framework and is ignored.
+        The value False inverts the boolean settings of a flag. For other flags, False is the default of the other
+        framework and is ignored, with a note if the run has what the flag stands for.
         """
         outcome = FLAGS[name].outcome
         if value is False:
-            if _is_switch(name):
-                self._translate(name, False, Translated(dict.fromkeys(settings_for(name[2:].replace("-", "_")), False)))
+            opposite = _opposite(name)
+            if opposite:
+                self._translate(name, False, opposite)
+            elif isinstance(outcome, Translated) and outcome.settings:
+                self._ignored.append((name, outcome))
         elif isinstance(outcome, Depends):
             self._deferred[name] = value
         else:
@@ -201,16 +218,16 @@ class Translation(Source):
         """Return the foreign flags whose translation is deferred to `apply_deferred`."""
         return list(self._deferred)
 
-    def implied_settings(self, values: Mapping[str, Any], given_elsewhere: Container[str] = ()) -> dict[str, Any]:
+    def implied_settings(self, values: Mapping[str, Any], given_elsewhere: Container[str] = ()) -> Settings:
         """Return the further settings that flags imply (`Translated.implied`), and add a note for each such flag.
 
         values: all settings so far. Those that differ from their defaults are not overridden.
         given_elsewhere: names of settings that a source of higher precedence gives. They are not overridden, either.
         """
-        all_implied: dict[str, Any] = {}
+        all_implied = Settings()
         for typed, new_settings, outcome in self._with_implied:
             # A later flag or file may have overridden the settings of this flag, which then implies nothing.
-            implied: dict[str, Any] = {}
+            implied = Settings()
             if all(values.get(setting) == value for setting, value in new_settings.items()):
                 implied = _implied_settings(outcome, values)
             for setting in list(implied):
@@ -223,6 +240,9 @@ class Translation(Source):
                 used = [format_flag(flag(name), values.get(name, _DEFAULTS[name])) for name in outcome.implied]
                 self.notes.append(f"{typed} has no effect: the run uses {' and '.join(used)}")
             all_implied |= implied
+        for name, outcome in self._ignored:
+            if all(values.get(setting) == value for setting, value in outcome.settings.items()):
+                self.notes.append(f"{name} False has no effect: the run uses {_as_flags(outcome.settings)}")
         return all_implied
 
     def apply_deferred(self, config: Config, ranks: int, change: Change) -> Config:
@@ -230,21 +250,25 @@ class Translation(Source):
 
         change: function that returns a Config with some settings replaced.
         """
-        for name in [each for each in FLAGS if each in self._deferred]:
-            outcome = FLAGS[name].outcome
-            assert isinstance(outcome, Depends)
-            new = self._translate(name, self._deferred[name], outcome.translate(config, self._deferred[name], ranks))
-            config = change(config, new) if new else config
+        for name, foreign in FLAGS.items():
+            if name not in self._deferred:
+                continue
+            value = self._deferred[name]
+            assert isinstance(foreign.outcome, Depends)
+            outcome = foreign.outcome.translate(config, value, ranks)
+            new = self._translate(name, value, outcome)
+            if new:
+                config = change(config, new)
         return config
 
-    def _translate(self, name: str, value: Any, outcome: Outcome) -> dict[str, Any]:
+    def _translate(self, name: str, value: Any, outcome: Outcome) -> Settings:
         typed = f"{name} False" if value is False else brief(format_flag(name, value), 300)
         if isinstance(outcome, ByValue):
             # The keys of the table are texts, but a flag without a value has the value True.
             outcome = outcome.values.get(str(value)) or _refusal(outcome)
         return self._add_outcome(typed, value, outcome)
 
-    def _add_outcome(self, typed: str, value: Any, outcome: Outcome) -> dict[str, Any]:
+    def _add_outcome(self, typed: str, value: Any, outcome: Outcome) -> Settings:
         """Add the outcome of a flag to values, notes or problems; return the new settings. typed: the flag as typed."""
         if isinstance(outcome, Refused):
             self.problems.append(f"{typed} is not accepted: {outcome.advice}")
@@ -254,10 +278,12 @@ class Translation(Source):
             return self._add_settings(typed, value, outcome)
         return {}
 
-    def _add_settings(self, typed: str, value: Any, outcome: Translated) -> dict[str, Any]:
+    def _add_settings(self, typed: str, value: Any, outcome: Translated) -> Settings:
         """Set the settings to which a flag translates and return them; {} if another value is given for one of them."""
         # A rule is a constant, or a function of the value that the user gave.
-        new_settings = {setting: rule(value) if callable(rule) else rule for setting, rule in outcome.settings.items()}
+        new_settings = {}
+        for setting, rule in outcome.settings.items():
+            new_settings[setting] = rule(value) if callable(rule) else rule
         for setting, new_value in new_settings.items():
             if setting in self.values and self.values[setting] != new_value:
                 conflicting = self._typed_flag.get(setting) or format_flag(flag(setting), self.values[setting])
@@ -274,7 +300,7 @@ class Translation(Source):
         return new_settings
 
 
-def _implied_settings(outcome: Translated, values: Mapping[str, Any]) -> dict[str, Any]:
+def _implied_settings(outcome: Translated, values: Mapping[str, Any]) -> Settings:
     """Return the settings that `outcome.implied` lists: those that still have their default in `values`."""
     implied = {}
     for setting, value in outcome.implied.items():

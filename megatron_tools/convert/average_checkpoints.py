@@ -72,8 +72,9 @@ def normalized_weights(number: int, weights: Sequence[float] | None, decay: floa
     total = sum(raw_weights)
     if len(raw_weights) != number:
         raise ValueError(f"--weights gives {len(raw_weights)} numbers for {number} checkpoints; give one for each")
-    # `not all(... >= 0)` also refuses NaN, which a test for negative weights would let pass.
-    if not all(weight >= 0 for weight in raw_weights) or not 0 < total < math.inf:
+    # `all(... >= 0)` is also false for NaN, which a test for negative weights would let pass.
+    are_valid = all(weight >= 0 for weight in raw_weights) and 0 < total < math.inf
+    if not are_valid:
         raise ValueError("--weights must be numbers of at least 0 with a finite sum above 0")
     return [weight / total for weight in raw_weights]
 
@@ -92,8 +93,9 @@ def _first_difference(first: CheckpointReader, second: CheckpointReader) -> str:
     first_model = plain_config(first).model
     second_model = plain_config(second).model
     for field in fields(ModelConfig):
+        differs = getattr(first_model, field.name) != getattr(second_model, field.name)
         # Mutable settings, such as dropout, may change while a run trains, and do not make another model.
-        if not field.metadata["mutable"] and getattr(first_model, field.name) != getattr(second_model, field.name):
+        if differs and not field.metadata["mutable"]:
             return flag(field.name)
     if _weight_shapes(first) != _weight_shapes(second):
         return "the weights"
@@ -117,17 +119,18 @@ def _weighted_mean(readers: Sequence[CheckpointReader], weights: Sequence[float]
 
 
 def averaged_entries(readers: Sequence[CheckpointReader], weights: Sequence[float]) -> list[LazyTensor]:
-    """Return the tensors to write: the average of each weight, and the buffers of the last checkpoint."""
+    """Return the tensors to write: the average of each weight, and the integers and buffers of the last checkpoint."""
     newest = readers[-1]
     entries = []
     for key, entry in newest.tensors.items():
-        if key.startswith(f"{WEIGHT}."):
-            compute = partial(_weighted_mean, readers, weights, key)
-        elif key.startswith(f"{BUFFER}."):
-            compute = partial(newest.read_whole, key)
-        else:
+        if not key.startswith((f"{WEIGHT}.", f"{BUFFER}.")):
             continue
-        entries.append(LazyTensor(key, tuple(entry["shape"]), newest.dtype(key), compute))
+        dtype = newest.dtype(key)
+        if key.startswith(f"{WEIGHT}.") and dtype.is_floating_point:
+            compute = partial(_weighted_mean, readers, weights, key)
+        else:
+            compute = partial(newest.read_whole, key)
+        entries.append(LazyTensor(key, tuple(entry["shape"]), dtype, compute))
     return entries
 
 
@@ -147,10 +150,11 @@ def main(args: argparse.Namespace) -> None:
     if args.weights is not None and args.decay is not None:
         raise ValueError("--weights and --decay both set the weights; leave one of them out")
     # One --load needs --last, and several exclude it.
-    if (args.last is None) == (len(args.load) == 1):
+    has_one_load = len(args.load) == 1
+    if has_one_load == (args.last is None):
         raise ValueError("give either one run as --load, with --last, or several checkpoints as --load")
     # A run may delete a checkpoint meanwhile; then both functions are called once more.
-    read_with_retry(lambda: _checkpoints_to_average(args), lambda paths: _write_average(args, output, paths))
+    read_with_retry(partial(_checkpoints_to_average, args), partial(_write_average, args, output))
 
 
 def _checkpoints_to_average(args: argparse.Namespace) -> list[Path]:
@@ -168,15 +172,19 @@ def _write_average(args: argparse.Namespace, output: Path, paths: Sequence[Path]
     sources: list[dict[str, Any]] = []
     for reader, weight in zip(readers, weights, strict=True):
         reader.verify()
-        iteration = reader.state["iteration"]
-        sources.append({"checkpoint": str(reader.path), "iteration": iteration, "weight": weight, "ema": args.ema})
+        source = {
+            "checkpoint": str(reader.path),
+            "iteration": reader.state["iteration"],
+            "weight": weight,
+            "ema": args.ema,
+        }
+        sources.append(source)
     # The average takes its settings and its tokenizer from the newest checkpoint, and no optimizer state.
     newest = readers[-1]
     with atomic_folder(output) as folder:
         target = folder / "iter_0000000"
-        write_checkpoint(
-            target, averaged_entries(readers, weights), plain_config(newest), newest.tokenizer or "", sources
-        )
+        entries = averaged_entries(readers, weights)
+        write_checkpoint(target, entries, plain_config(newest), newest.tokenizer or "", sources)
         _copy_tokenizer(newest.path, folder)
     for source in sources:
         print(f"{source['weight']:.4f} x {source['checkpoint']}")
@@ -184,7 +192,7 @@ def _write_average(args: argparse.Namespace, output: Path, paths: Sequence[Path]
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+    parser = Parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--load", type=any_path, nargs="+", required=True, help="a run directory, with --last, or several checkpoints")
     add("--last", type=int, help="number of newest checkpoints of the run to average")

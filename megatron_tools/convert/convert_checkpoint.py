@@ -54,6 +54,12 @@ EXAMPLES = """\
       --vocab-file bpe_3w_new/
   python tools/convert_checkpoint.py --load runs/llama --upcycle 8 --output runs/experts/checkpoints --verify"""
 
+# Settings of the data in the settings.json of an import; it has all settings of the model, too.
+DATA_SETTINGS = (
+    "vocab_file", "tokenizer_type", "seq_length", "enc_seq_length", "dec_seq_length", "span_convention",
+    "num_sentinels",
+)  # fmt: skip
+
 
 def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
     """Export the checkpoint `path` as a Hugging Face folder."""
@@ -63,15 +69,19 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
     check_model(reader, config)
     tokenizer = _load_model_tokenizer(reader, config, args.vocab_file)
     vocab_file = str(args.vocab_file or config.data.vocab_file)
-    chat = chat_format_of(config, tokenizer, vocab_file) if tokenizer else ChatFormat(template=None, end_id=None)
+    chat = chat_format_of(config, tokenizer, vocab_file) if tokenizer else ChatFormat()
     config_json, generation_json = _config_contents(reader, config, tokenizer, vocab_file, chat, args.dtype)
-    print_notes(unexported_notes(config.model) if config.model.family == "llama" else logit_scale_notes(config.model))
+    notes_on_model = unexported_notes if config.model.family == "llama" else logit_scale_notes
+    print_notes(notes_on_model(config.model))
 
     def shape_of(name: str) -> list[int]:
         return list(reader.tensors[f"{WEIGHT}.{name}"]["shape"])
 
     def read_weight(name: str) -> Tensor:
         return reader.read_whole(f"{WEIGHT}.{name}")
+
+    def read_rounded(name: str) -> Tensor:
+        return _round_as_exported(matches[name], read_weight(name), DTYPES[args.dtype])
 
     matches = {match.our_name: match for match in parameter_matches(config.model)}
     entries = export_entries(matches.values(), read_weight, shape_of, args.dtype)
@@ -90,9 +100,7 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
             if tokenizer:
                 compare_token_ids(tokenizer, folder)
             # The exported weights are rounded to --dtype, so ours are rounded alike.
-            compare_with_hf(
-                config, lambda name: _round_as_exported(matches[name], read_weight(name), DTYPES[args.dtype]), folder
-            )
+            compare_with_hf(config, read_rounded, folder)
     print(f"{len(entries)} tensors -> {args.output}")
 
 
@@ -121,8 +129,9 @@ def _config_contents(
         # A GPT-2 or Llama without a tokenizer gets only the ids that its source folder named.
         trained_roles = config_json if config.is_t5 else {}
         ids, generation_json = roles_without_tokenizer(kept_config_path(reader.path.parent), trained_roles)
-        without_ids = {key: value for key, value in config_json.items() if key not in TOKEN_ID_KEYS}
-        return without_ids | ids, generation_json
+        for key in TOKEN_ID_KEYS:
+            config_json.pop(key, None)
+        return config_json | ids, generation_json
     tokenizer_file = find_vocab_file(vocab_file)
     base_tokenizer = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
     ids = special_token_ids(config_json, base_tokenizer, tokenizer_file, config.is_t5)
@@ -206,7 +215,7 @@ def _write_settings(path: Path, config: Config) -> None:
     """
     all_settings = config.to_dict()
     data_settings = {}
-    for key in ("vocab_file", "tokenizer_type", "seq_length", "enc_seq_length", "span_convention", "num_sentinels"):
+    for key in DATA_SETTINGS:
         value = all_settings["data"][key]
         if value is not None:
             data_settings[key] = value
@@ -257,7 +266,8 @@ def import_megatron(args: argparse.Namespace) -> tuple[Config, str, list[LazyTen
 def _megatron_entry(source: RankFiles, name: str, config: Config) -> LazyTensor:
     # The rows beyond vocab_size are padding. For other tensors, None keeps all rows: tensor[:None] is the whole tensor.
     vocab_rows = config.model.vocab_size if "word_embeddings" in name else None
-    shape = (vocab_rows or source.shape(name)[0], *source.shape(name)[1:])
+    rows, *other_dims = source.shape(name)
+    shape = (vocab_rows or rows, *other_dims)
     return LazyTensor(
         f"{WEIGHT}.{name}",
         shape,
@@ -307,7 +317,7 @@ def _check_flags(args: argparse.Namespace, is_export: bool) -> None:
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+    parser = Parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--load", type=any_path, help="run directory or checkpoint to export or upcycle")
     add("--from-hf", type=local_path, help="folder with config.json and safetensors to import as a checkpoint")

@@ -16,6 +16,7 @@ from megatron.tokenizer.sibling_files import (
     read_token_ids,
     read_tokenizer_class,
     read_tokenizer_config,
+    special_token_roles,
 )
 
 Content = dict[str, Any]  # the content of a JSON file
@@ -24,34 +25,14 @@ OUT_OF_VOCABULARY = "\U0010fffd"  # a text of one private-use character, which n
 # Keys of the original tokenizer_config.json that are not copied to the export. Code is not exported, the chat template
 # is a separate file, and the export sets its own tokenizer class.
 DROPPED_KEYS = ("chat_template", "auto_map", "tokenizer_class", "tokenizer_file", "legacy", "sp_model_kwargs")
-# Default special tokens of transformers' tokenizer classes, used where tokenizer_config.json does not set a role.
-CLASS_ROLES: dict[str, dict[str, str]] = {
-    "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
-    "Qwen2Tokenizer": dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<|endoftext|>"),
-    "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-    "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
-}
 # Regular expression by which Qwen2Tokenizer splits text into words before BPE.
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# auto_map of an exported tokenizer_config.json. For Qwen2, Mistral and Mixtral, AutoTokenizer ignores tokenizer_class
-# unless auto_map refers to Python code. The code that this entry refers to does not exist and is never run.
+# auto_map of an exported tokenizer_config.json. For Qwen2, Mistral, Mixtral and UMT5, AutoTokenizer ignores
+# tokenizer_class unless auto_map refers to Python code. The code that this entry refers to does not exist. It never
+# runs.
 PLACEHOLDER_AUTO_MAP = {"AutoTokenizer": ["load_it_without_trust_remote_code.Tokenizer"] * 2}
-
-
-def special_token_roles(tokenizer: Tokenizer, vocab_path: Path) -> Content:
-    """Return role -> token, such as pad_token -> "<pad>", from tokenizer_config.json next to the file `vocab_path`.
-
-    Roles that the file does not set have the default of its tokenizer class.
-    """
-    tokenizer_config = read_tokenizer_config(vocab_path)
-    class_roles = CLASS_ROLES.get(read_tokenizer_class(vocab_path), {})
-    roles = {key: name for key, name in class_roles.items() if name in tokenizer.marks}
-    for key, value in tokenizer_config.items():
-        if key.endswith("_token"):
-            roles[key] = value
-    return roles
 
 
 def _token_text(token: Any) -> str:
@@ -88,8 +69,9 @@ def tokenizer_settings(tokenizer: Tokenizer, vocab_path: Path, positions: int | 
     positions: maximum number of tokens in a text if the model has learned positions, else None.
     """
     special_names = {i: name for name, i in tokenizer.marks.items()}
-    source_config = read_tokenizer_config(vocab_path)
-    kept = {key: value for key, value in source_config.items() if key not in DROPPED_KEYS}
+    kept = dict(read_tokenizer_config(vocab_path))
+    for key in DROPPED_KEYS:
+        kept.pop(key, None)
     for key, value in special_token_roles(tokenizer, vocab_path).items():
         if value is not None:
             kept[key] = value
@@ -105,7 +87,9 @@ def tokenizer_settings(tokenizer: Tokenizer, vocab_path: Path, positions: int | 
     if positions is not None:
         # The key may be missing, and a float such as 1e30 means that there is no limit.
         source_length = kept.get("model_max_length")
-        exported["model_max_length"] = min(source_length, positions) if type(source_length) is int else positions
+        if type(source_length) is int:
+            positions = min(source_length, positions)
+        exported["model_max_length"] = positions
     return exported
 
 
@@ -115,7 +99,7 @@ def tokenizer_class_entries(vocab_path: Path, model_type: str, is_json: bool) ->
     is_json: whether the exported folder has a tokenizer.json.
     """
     # For these types, AutoTokenizer chooses the class by the model type, unless auto_map names some code.
-    needs_placeholder = model_type in ("mistral", "mixtral") and not is_json
+    needs_placeholder = model_type in ("mistral", "mixtral", "umt5") and not is_json
     if model_type == "qwen2":
         if is_json and read_tokenizer_class(vocab_path) == "Qwen2Tokenizer" and _splits_like_qwen2(vocab_path):
             return {"tokenizer_class": "Qwen2Tokenizer"}
@@ -192,7 +176,10 @@ def generation_settings(
     """
     source_end = read_eos_ids(vocab_path)
     source_ends = source_end if isinstance(source_end, list) else [source_end]
-    end_ids = [end_id for end_id in source_ends if type(end_id) is int and 0 <= end_id < tokenizer.vocab_size]
+    end_ids = []
+    for end_id in source_ends:
+        if type(end_id) is int and 0 <= end_id < tokenizer.vocab_size:
+            end_ids.append(end_id)
     if tokenizer.eod not in end_ids:
         end_ids = [tokenizer.eod]
     if turn_end is not None:
@@ -201,4 +188,5 @@ def generation_settings(
     end_ids = list(dict.fromkeys(end_ids))
     # A source that lists its end ids gets a list again, even for a single id.
     is_single = len(end_ids) == 1 and not isinstance(source_end, list)
-    return {**ids, **read_generation_config(vocab_path), "eos_token_id": end_ids[0] if is_single else end_ids}
+    eos_token_id = end_ids[0] if is_single else end_ids
+    return {**ids, **read_generation_config(vocab_path), "eos_token_id": eos_token_id}

@@ -9,7 +9,7 @@ from data_utils.chat_encoder import missing_chatml_tokens, turn_end
 from data_utils.chat_templates import TOKEN_KEYS, ChatML, has_unrecorded_date, template_of_corpus, tokenizer_template
 from data_utils.sidecars import chat_corpora
 from megatron.config import Config
-from megatron.data.corpora import prefixes_of
+from megatron.data.corpus_paths import prefixes_of
 from megatron.tokenizer import SentinelTokenizer, Tokenizer
 from megatron.tokenizer.load import find_vocab_file
 from megatron.tokenizer.sentencepiece import SentencePieceTokenizer
@@ -34,8 +34,8 @@ class ChatFormat(NamedTuple):
     not trained to end its answers with this token. notes: remarks for the user.
     """
 
-    template: str | None
-    end_id: int | None
+    template: str | None = None
+    end_id: int | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -45,12 +45,12 @@ def chat_format_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Cha
     If the run was not trained on conversations, return the format of the chat template next to `vocab_file`.
     """
     if config.is_t5:
-        return ChatFormat(template=None, end_id=None)
+        return ChatFormat()
     template = tokenizer_template(vocab_file)
     notes = _skipped_template_notes(vocab_file)
     # Only supervised fine-tuning (sft) trains on conversations, so other runs have learned no end of a turn.
     if config.objective != "sft":
-        return ChatFormat(template, end_id=None, notes=tuple(notes))
+        return ChatFormat(template, notes=tuple(notes))
     sidecars = [sidecar for _, sidecar in chat_corpora(config)]
     if not sidecars:
         prefixes = prefixes_of(config.data.paths) if config.data.names_corpora else []
@@ -60,12 +60,13 @@ def chat_format_of(config: Config, tokenizer: Tokenizer, vocab_file: str) -> Cha
             f"{corpora} has no sidecar file with the chat template, so {template_words} is exported and "
             "eos_token_id contains no end-of-turn token"
         )
-        return ChatFormat(template, end_id=None, notes=tuple(notes))
+        return ChatFormat(template, notes=tuple(notes))
     first_sidecar = sidecars[0]
     end_id = None
     if any(sidecar["chat_template"] != first_sidecar["chat_template"] for sidecar in sidecars):
         notes.append("the corpora of this run have different chat templates; that of the first corpus is exported")
-    if date := first_sidecar.get("chat_date"):
+    date = first_sidecar.get("chat_date")
+    if date:
         notes.append(f"chat_template.jinja inserts the current date; the run was trained with {date}")
     elif has_unrecorded_date(first_sidecar):
         notes.append(
@@ -85,9 +86,11 @@ def _skipped_template_notes(vocab_file: str) -> list[str]:
     templates = read_tokenizer_config(vocab_path).get("chat_template")
     names = []
     # chat_template is one template, or a list of named templates of which only `default` is exported.
-    for template in templates if isinstance(templates, list) else ():
-        if template.get("name") != "default":
-            names.append(str(template.get("name")))
+    named_templates = templates if isinstance(templates, list) else []
+    for template in named_templates:
+        name = template.get("name")
+        if name != "default":
+            names.append(str(name))
     for file in sorted(vocab_path.with_name(MORE_TEMPLATES).glob("*.jinja")):
         names.append(file.name)
     return [f"further chat templates of the tokenizer are not exported: {', '.join(names)}"] if names else []
@@ -116,8 +119,9 @@ def write_tokenizer(
             return _write_placeholder(folder, vocab_path.name, base_tokenizer.name, chat)
     tokenizer_config |= tokenizer_class_entries(vocab_path, model_type, hf_tokenizer is not None)
     for file_name in TOKEN_FILES:
-        if vocab_path.with_name(file_name).is_file():
-            (folder / file_name).write_bytes(vocab_path.with_name(file_name).read_bytes())
+        source = vocab_path.with_name(file_name)
+        if source.is_file():
+            (folder / file_name).write_bytes(source.read_bytes())
     notes = _write_template(folder, tokenizer, chat)
     # Chat templates use variables such as bos_token. transformers takes their values from tokenizer_config.json.
     for key in TOKEN_KEYS:
@@ -203,7 +207,8 @@ def _write_template(folder: Path, tokenizer: Tokenizer, chat: ChatFormat) -> lis
         return notes
     # A corpus records our built-in template by its name; transformers needs the Jinja text.
     if template == ChatML.source:
-        if missing := missing_chatml_tokens(ChatML(), tokenizer):
+        missing = missing_chatml_tokens(ChatML(), tokenizer)
+        if missing:
             problem = f"{' and '.join(missing)} are text in this tokenizer, which transformers may tokenize differently"
             return [*notes, f"chat_template.jinja is not exported: chatml's {problem}"]
         template = ChatML.jinja

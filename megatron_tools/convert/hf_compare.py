@@ -15,6 +15,7 @@ from megatron.config import Config
 from megatron.model import global_parameters
 from megatron.model.gpt2 import GPT2Model
 from megatron.model.t5 import T5Model
+from megatron.packages import pip_install
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import read_object
 from megatron.tokenizer.hf import HFTokenizer, import_tokenizers
@@ -45,7 +46,8 @@ def compare_with_hf(config: Config, read_weight: WeightReader, folder: Path) -> 
     exceeds 1e-5 times the range of the logits, in fp32 and in fp64: large weights amplify the rounding of fp32.
     """
     hf_model = _load_hf_model(config, folder)
-    tokens = _random_tokens(config, max(_tokens_needed(config), _tokens_needed_by_hf(config, hf_model.config)))
+    length = max(_tokens_needed(config), _tokens_needed_by_hf(config, hf_model.config))
+    tokens = _random_tokens(config, length)
 
     def hf_logits(dtype: torch.dtype) -> Tensor:
         inputs = {"input_ids": tokens}
@@ -60,7 +62,7 @@ def compare_with_hf(config: Config, read_weight: WeightReader, folder: Path) -> 
 
 def _import_transformers() -> Any:
     """Import the package transformers. Raises ValueError if it is not installed, or older than OLDEST_TRANSFORMERS."""
-    command = f"pip install 'transformers>={OLDEST_TRANSFORMERS}'"
+    command = pip_install(f"transformers>={OLDEST_TRANSFORMERS}")
     try:
         import transformers
     except ImportError:
@@ -78,12 +80,9 @@ def _load_hf_model(config: Config, folder: Path) -> Any:
     transformers = _import_transformers()
     model_type = read_object(folder / "config.json")["model_type"]
     model_class: Any = getattr(transformers, FAMILIES[model_type].class_name)
+    is_unscaled_umt5 = model_type == "umt5" and not config.model.scale_tied_logits
     # Releases before 5.24 ignore the key scale_decoder_outputs of a UMT5.
-    if (
-        model_type == "umt5"
-        and not config.model.scale_tied_logits
-        and not hasattr(model_class.config_class(), SCALE_KEY)
-    ):
+    if is_unscaled_umt5 and not hasattr(model_class.config_class(), SCALE_KEY):
         raise ValueError(
             f"--verify: {folder} is a UMT5 without scaled logits, but the installed transformers "
             f"{transformers.__version__} scales the logits of every UMT5; install transformers>=5.24 or omit --verify"
@@ -99,7 +98,8 @@ def compare_own_models(
     config: Config, read_weight: WeightReader, other_config: Config, read_other_weight: WeightReader, path: Path
 ) -> None:
     """Compare logits of two models of this project like `compare_with_hf`. path: checkpoint of the second model."""
-    tokens = _random_tokens(config, max(_tokens_needed(config), _tokens_needed(other_config)))
+    length = max(_tokens_needed(config), _tokens_needed(other_config))
+    tokens = _random_tokens(config, length)
     # Both functions still lack the dtype, which _check_logits passes.
     our_logits = partial(_our_logits, config, read_weight, tokens)
     other_logits = partial(_our_logits, other_config, read_other_weight, tokens)
@@ -146,7 +146,8 @@ def _our_logits(config: Config, read_weight: WeightReader, tokens: Tensor, dtype
     for name, parameter in global_parameters(model):
         value = read_weight(name)
         # Our vocabulary may be padded: rows beyond those of `value` stay zero.
-        parameter.zero_().narrow(0, 0, len(value)).copy_(value)
+        parameter.zero_()
+        parameter.narrow(0, 0, len(value)).copy_(value)
     logits: Tensor = model(tokens, tokens) if config.is_t5 else model(tokens)
     return logits
 

@@ -119,8 +119,10 @@ def read_config(content: Values, where: Path) -> dict[str, Any]:
             spelling[name] = key
             values[name] = value
         elif name in REQUIRED_VALUES:
-            if value not in (REQUIRED_VALUES[name], None):
-                raise ValueError(f"{where}: {key} is {value}; this project supports only {REQUIRED_VALUES[name]}")
+            required = REQUIRED_VALUES[name]
+            is_supported = not required if value is None else value == required
+            if not is_supported:
+                raise ValueError(f"{where}: {key} is {value}; this project supports only {required}")
         elif name not in IGNORED_KEYS and not is_disabled(key, value) and not has_no_effect(key):
             raise ValueError(
                 f"{where}: the key {key} ({value!r}) is unknown and may change what the model computes; if it does "
@@ -172,7 +174,7 @@ def settings_from_hf(values: Values, tied: bool, where: Path) -> tuple[dict[str,
     if values["model_type"] in hf_llama.FAMILIES:
         return hf_llama.llama_settings(values, tied, where)
     if values["model_type"] == "gpt2":
-        notes = []
+        seq_length, notes = hf_llama.training_length(values["n_positions"])
         if values["embd_pdrop"] != values["resid_pdrop"]:
             notes.append(
                 f"embd_pdrop {values['embd_pdrop']} differs from resid_pdrop {values['resid_pdrop']}; further training "
@@ -180,7 +182,7 @@ def settings_from_hf(values: Values, tied: bool, where: Path) -> tuple[dict[str,
             )
         activation = activation_of(values["activation_function"], where, "activation_function")
         return {
-            **our_settings(GPT2_NAMES, values), "family": "gpt2", "seq_length": values["n_positions"],
+            **our_settings(GPT2_NAMES, values), "family": "gpt2", "seq_length": seq_length,
             "tie_embeddings": tied, "activation": activation,
         }, notes  # fmt: skip
     return {
@@ -241,8 +243,10 @@ def check_tokenizer(values: Values, given: Values, tokenizer: Any, where: Path) 
     """Compare `tokenizer` with the model's config.json and return notes for the user.
 
     values: config.json with defaults filled in. given: config.json as it is. Raises ValueError if the tokenizer has
-    more tokens than the model, or if the two differ in the ids of the end, padding or start token.
+    more tokens than the model, if it contradicts the files next to it, or if the two differ in the ids of the end,
+    padding or start token.
     """
+    tokenizer.refuse_contradiction()
     if tokenizer.vocab_size > values["vocab_size"]:
         raise ValueError(
             f"{where}: the tokenizer has {tokenizer.vocab_size} tokens, more than vocab_size {values['vocab_size']}"

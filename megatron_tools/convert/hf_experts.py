@@ -12,12 +12,14 @@ from typing import Any
 
 from megatron.config import ModelConfig
 
+Values = dict[str, Any]  # by name of a key or a setting
+
 _ROUTER_LOSS_DEFAULTS = {"router_aux_loss_coef": 0.001, "output_router_logits": False}
 _QWEN_EXPERT_DEFAULTS = {
     **_ROUTER_LOSS_DEFAULTS, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False,
 }  # fmt: skip
 # Model type -> keys that the dense model with the same attention lacks, with their defaults.
-EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
+EXPERT_DEFAULTS: dict[str, Values] = {
     "mixtral": {**_ROUTER_LOSS_DEFAULTS, "num_local_experts": 8, "num_experts_per_tok": 2, "router_jitter_noise": 0.0},
     "qwen2_moe": {
         **_QWEN_EXPERT_DEFAULTS, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
@@ -27,20 +29,21 @@ EXPERT_DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[dict[str, Any], list[str]]:
+def expert_settings(values: Mapping[str, Any], where: Path) -> tuple[Values, list[str]]:
     """Convert the values from `read_config` to (our settings of mixtures by name, notes for the user).
 
     Raises ValueError for settings that this project does not support.
     """
     model_type = values["model_type"]
     experts_per_token = values["num_experts_per_tok"]
-    settings: dict[str, Any] = {
+    settings: Values = {
         "num_experts": values["num_local_experts" if model_type == "mixtral" else "num_experts"],
         "experts_per_token": experts_per_token,
         "expert_ff_hidden_size": values.get("moe_intermediate_size"),
         "normalize_expert_weights": values.get("norm_topk_prob", True),
     }
-    if noise := values.get("router_jitter_noise"):
+    noise = values.get("router_jitter_noise")
+    if noise:
         raise ValueError(
             f"{where}: router_jitter_noise is {noise}; transformers also multiplies the input of the experts by this "
             f"noise, this project only that of the router, so set it to 0 and train with --router-jitter"
@@ -102,13 +105,13 @@ def unsupported_settings(m: ModelConfig, model_type: str) -> Sequence[tuple[bool
     ]
 
 
-def expert_config(m: ModelConfig, model_type: str) -> dict[str, Any]:
+def expert_config(m: ModelConfig, model_type: str) -> Values:
     """Return the keys of config.json that describe the mixtures of `m`; none for a model without experts."""
     if m.num_experts is None:
         return {}
     dense_layers = [i for i in range(m.num_layers) if not m.has_experts(i)]
     aux_loss = m.router_aux_loss if m.has_aux_loss else 0.0
-    entries: dict[str, Any] = {
+    entries: Values = {
         "num_experts_per_tok": m.experts_per_token,
         # The reverse of expert_settings: coefficient x experts per token = our loss x number of layers with experts.
         "router_aux_loss_coef": aux_loss * (m.num_layers - len(dense_layers)) / m.experts_per_token,

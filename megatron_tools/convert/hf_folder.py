@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ from megatron import mpu
 from megatron.atomic import why_missing
 from megatron.checkpointing.bounds import refuse_absurd_sizes
 from megatron.checkpointing.checksums import preferred_checksum
-from megatron.checkpointing.files import open_tensors
-from megatron.checkpointing.stream import LazyTensor, write_tensor_file
+from megatron.checkpointing.stream import LazyTensor, open_tensors, write_tensor_file
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.fields import ConfigError
@@ -103,13 +103,16 @@ class HFTensorReader:
         # name of an expert's matrix -> (tensor of FUSED_EXPERTS that holds it, its place in the tensor)
         self._expert_slices: dict[str, tuple[str, ExpertRows]] = {}
         for name in list(self._file_of):
-            if match := FUSED_EXPERTS.fullmatch(name):
+            match = FUSED_EXPERTS.fullmatch(name)
+            if match:
                 self._add_experts(name, *match.groups())
 
     def _add_experts(self, fused_name: str, prefix: str, fused_kind: str) -> None:
         """Add the matrices of each expert to the known tensors, and remove `fused_name`, the tensor that holds them."""
         file = self._open(self._file_of[fused_name])
-        shape = file.get_slice(fused_name).get_shape() if fused_name in file.keys() else []  # noqa: SIM118
+        shape: list[int] = []
+        if fused_name in file.keys():  # noqa: SIM118
+            shape = file.get_slice(fused_name).get_shape()
         # A tensor of another shape is no stack of matrices. It stays as it is, and a later check refuses its name.
         if len(shape) != 3 or 0 in shape:
             return
@@ -167,9 +170,12 @@ class HFTensorReader:
         Redundant tensors are copies of the embedding, constants that old versions of transformers saved, and tensors
         whose name matches a pattern in `ignored`.
         """
-        embeddings = {*EMBEDDING_NAMES, *(MODEL_PREFIX.sub("", name) for name in EMBEDDING_NAMES)}
+        embeddings = set(EMBEDDING_NAMES)
+        for name in EMBEDDING_NAMES:
+            embeddings.add(MODEL_PREFIX.sub("", name))
+        unused_names = set(self._file_of) - self._used_names - embeddings
         unused = []
-        for name in sorted(set(self._file_of) - self._used_names - embeddings):
+        for name in sorted(unused_names):
             is_redundant = CONSTANT_TENSORS.fullmatch(name) or any(re.search(pattern, name) for pattern in ignored)
             if not is_redundant:
                 unused.append(name)
@@ -209,9 +215,11 @@ class HFTensorReader:
     def read(self, name: str) -> Tensor:
         """Return the tensor `name`, converted to fp32. Raises ValueError if it is quantized."""
         file, tensor_name, expert_rows = self._locate(name)
-        tensor: Tensor = (
-            file.get_tensor(tensor_name) if expert_rows is None else file.get_slice(tensor_name)[expert_rows]
-        )
+        tensor: Tensor
+        if expert_rows is None:
+            tensor = file.get_tensor(tensor_name)
+        else:
+            tensor = file.get_slice(tensor_name)[expert_rows]
         return tensor.float()
 
 
@@ -224,12 +232,12 @@ def _refuse_broken_links(*paths: Path) -> None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """Return tensor name -> file name from an index file. Raises ValueError for a file in another folder."""
-    weight_map = read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) and file == Path(file).name for file in weight_map.values()
-    ):
-        raise ValueError(f"{index}: weight_map must map each tensor to the name of a file in the same folder")
-    return weight_map
+    weight_map: Any = read_object(index).get("weight_map")
+    files = weight_map.values() if isinstance(weight_map, dict) else [None]
+    for file in files:
+        if not isinstance(file, str) or file != Path(file).name:
+            raise ValueError(f"{index}: weight_map must map each tensor to the name of a file in the same folder")
+    return dict(weight_map)
 
 
 def export_entries(
@@ -243,19 +251,22 @@ def export_entries(
     entries = []
     for match in matches:
         # Splitting a meta tensor with the shape of our tensor gives Hugging Face's shapes without reading weights.
-        for i, part in enumerate(match.split(torch.empty(*shape_of(match.our_name), device="meta"))):
-            # The defaults keep the values of this turn of the loop.
-            def build(match: Any = match, i: int = i) -> Tensor:
-                tensor: Tensor = match.split(read_weight(match.our_name))[i]
-                if tensor.isfinite().all() and not tensor.to(DTYPES[dtype]).isfinite().all():
-                    largest = float(tensor.abs().max())
-                    raise ValueError(
-                        f"{match.their_names[i]} reaches {largest:.3g}, which overflows {dtype}; choose another --dtype"
-                    )
-                return tensor
-
-            entries.append(LazyTensor(match.their_names[i], tuple(part.shape), DTYPES[dtype], build))
+        parts = match.split(torch.empty(*shape_of(match.our_name), device="meta"))
+        for index, part in enumerate(parts):
+            compute = partial(_export_part, match, index, read_weight, dtype)
+            entries.append(LazyTensor(match.their_names[index], tuple(part.shape), DTYPES[dtype], compute))
     return entries
+
+
+def _export_part(match: Match, index: int, read_weight: Callable[[str], Tensor], dtype: str) -> Tensor:
+    """Return one Hugging Face tensor of a match. Raises ValueError if a value overflows `dtype`."""
+    tensor = match.split(read_weight(match.our_name))[index]
+    if tensor.isfinite().all() and not tensor.to(DTYPES[dtype]).isfinite().all():
+        largest = float(tensor.abs().max())
+        raise ValueError(
+            f"{match.their_names[index]} reaches {largest:.3g}, which overflows {dtype}; choose another --dtype"
+        )
+    return tensor
 
 
 def is_hf_folder(folder: Path) -> bool:
@@ -283,7 +294,8 @@ class HFModelFolder:
         self.tensors = HFTensorReader(path)
         refuse_absurd_sizes(self.values, self.tensors.shapes(), config_path)
         settings, self.notes = settings_from_hf(self.values, self._has_tied_embeddings(), config_path)
-        if unread := unread_keys(self.config_json):
+        unread = unread_keys(self.config_json)
+        if unread:
             self.notes.append(
                 f"{config_path} has keys without effect on {self.values['model_type']} models: {', '.join(unread)}"
             )
@@ -301,7 +313,7 @@ class HFModelFolder:
         self._check_tensors()
 
     def _has_tied_embeddings(self) -> bool:
-        """Return whether input and output embedding are tied, judged by the tensors rather than tie_word_embeddings."""
+        """Return whether input and output embedding are tied: tie_word_embeddings is true and the tensors are equal."""
         # The files may hold several copies of the input embedding, which must be equal.
         contains_head = self.tensors.contains(HEAD_NAME)
         first_name = None
@@ -313,10 +325,12 @@ class HFModelFolder:
                 raise ValueError(
                     f"{self.path}: {name} and {first_name} differ, but this project's models have one input embedding"
                 )
-        # An untied model may still have equal matrices; then they are tied from here on.
+        is_tied = bool(self.values["tie_word_embeddings"])
+        # transformers 5 writes true even for untied weights. False also counts for equal matrices, which training makes
+        # different.
         if first_name and contains_head:
-            return torch.equal(self.tensors.read(HEAD_NAME), self.tensors.read(first_name))
-        if not self.values["tie_word_embeddings"]:
+            return is_tied and torch.equal(self.tensors.read(HEAD_NAME), self.tensors.read(first_name))
+        if not is_tied:
             missing = HEAD_NAME if first_name else "embedding"
             raise ValueError(
                 f"{self.path}/config.json has tie_word_embeddings false, but the files contain no {missing}"

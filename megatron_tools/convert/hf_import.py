@@ -33,7 +33,8 @@ def import_hf(args: argparse.Namespace) -> tuple[Config, str, list[LazyTensor]]:
     # Our routers also have buffers, such as counts of tokens, which their files lack.
     for match in hf_folder.matches:
         if match.our_name.endswith(".router.weight"):
-            entries += router_buffers(match.our_name.removesuffix(".weight"), config.model.num_experts or 0)
+            router = match.our_name.removesuffix(".weight")
+            entries += router_buffers(router, config.model.num_experts or 0)
     return config, fingerprint, entries
 
 
@@ -71,13 +72,20 @@ def _convert_tokenizer(hf_folder: HFModelFolder, vocab_file: str | None) -> tupl
 
 def _refuse_unusual_ids(hf_folder: HFModelFolder) -> None:
     """Raise ValueError if a T5 without a tokenizer has other special-token ids than T5's own."""
+    if not hf_folder.config.is_t5:
+        return
     # T5's own tokenizer pads and starts with 0 and ends with 1; None: the file gives no id.
-    usual_ids = {"pad_token_id": (0, None), "eos_token_id": (1, [1], None), "decoder_start_token_id": (0, None)}
-    if hf_folder.config.is_t5 and any(hf_folder.values[key] not in ids for key, ids in usual_ids.items()):
-        raise ValueError(
-            f"{hf_folder.path}: config.json has unusual ids for the padding, start or end token, but the folder "
-            "contains no tokenizer; give --vocab-file"
-        )
+    usual_ids = {
+        "pad_token_id": (0, None),
+        "eos_token_id": (1, [1], None),
+        "decoder_start_token_id": (0, None),
+    }
+    for key, ids in usual_ids.items():
+        if hf_folder.values[key] not in ids:
+            raise ValueError(
+                f"{hf_folder.path}: config.json has unusual ids for the padding, start or end token, but the folder "
+                "contains no tokenizer; give --vocab-file"
+            )
 
 
 def _sentinel_count(vocab_file: Path, free_rows: int) -> int:
@@ -105,11 +113,13 @@ def _joined_entry(match: Any, hf_tensors: HFTensorReader) -> LazyTensor:
     """Return the tensor to write for one of our weights, joined from theirs when it is written."""
 
     def build() -> Tensor:
-        tensor: Tensor = match.join([hf_tensors.read(name) for name in match.their_names])
+        parts = [hf_tensors.read(name) for name in match.their_names]
+        tensor: Tensor = match.join(parts)
         if not tensor.isfinite().all():
             print(f"note: NaN or Inf in {' and '.join(match.their_names)}")
         return tensor
 
     # Joining empty tensors gives the shape without reading any weights.
     empty_parts = [torch.empty(*hf_tensors.shape(name), device="meta") for name in match.their_names]
-    return LazyTensor(f"{WEIGHT}.{match.our_name}", tuple(match.join(empty_parts).shape), torch.float32, build)
+    shape = tuple(match.join(empty_parts).shape)
+    return LazyTensor(f"{WEIGHT}.{match.our_name}", shape, torch.float32, build)

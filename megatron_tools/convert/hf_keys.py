@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.config.fields import ConfigError
+from megatron.tokenizer.sibling_files import GENERATION_KEYS
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Hugging Face's name of an activation -> our name. Only the listed activations have an equivalent in this project.
@@ -59,39 +60,17 @@ IGNORED_KEYS = frozenset(
         "summary_proj_to_labels",
         "summary_first_dropout",
         "classifier_dropout",
-        "max_length",
-        "min_length",
-        "do_sample",
-        "early_stopping",
-        "num_beams",
-        "num_beam_groups",
-        "diversity_penalty",
-        "temperature",
-        "top_k",
-        "top_p",
-        "typical_p",
-        "repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-        "encoder_no_repeat_ngram_size",
-        "bad_words_ids",
-        "num_return_sequences",
-        "forced_bos_token_id",
-        "forced_eos_token_id",
-        "remove_invalid_values",
-        "exponential_decay_length_penalty",
-        "suppress_tokens",
-        "begin_suppress_tokens",
+        *GENERATION_KEYS,
         "sep_token_id",
         "bos_token_id",
         "chunk_size_feed_forward",
         "reorder_and_upcast_attn",
     ]
 )
-# Keys that change the computation, each with the only value that our models support.
+# Keys that change the computation, each with the only value that our models support. Null means false.
 REQUIRED_VALUES: dict[str, Any] = {
     "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False, "is_decoder": False,
-    "tie_encoder_decoder": False,
+    "tie_encoder_decoder": False, "is_causal": True,
     "cross_attention_hidden_size": None, "pruned_heads": {}, "use_mrope": False,
 }  # fmt: skip
 # Keys found in re-uploaded models and in conversions between families. Some match SUSPECT_KEYS, but no Hugging Face

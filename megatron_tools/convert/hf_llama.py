@@ -78,21 +78,24 @@ FAMILIES = {
 }
 
 
+def training_length(positions: int) -> tuple[int, list[str]]:
+    """Return (--seq-length for further training of a model with `positions` positions, notes for the user)."""
+    if positions <= MAX_LENGTH:
+        return positions, []
+    note = f"the model has {positions} positions; settings.json sets --seq-length {MAX_LENGTH} for further training"
+    return MAX_LENGTH, [note]
+
+
 def llama_settings(values: Values, tied: bool, where: Path) -> tuple[dict[str, Any], list[str]]:
     """Convert the values from `read_config` to (our settings by name, notes for the user)."""
     hidden_bias, qkv_bias = _biases(values, where)
-    positions = values["max_position_embeddings"]
-    notes = []
-    if positions > MAX_LENGTH:
-        notes.append(
-            f"the model has {positions} positions; settings.json sets --seq-length {MAX_LENGTH} for further training"
-        )
+    seq_length, notes = training_length(values["max_position_embeddings"])
     moe_settings: dict[str, Any] = {}
     if values["model_type"] in EXPERT_DEFAULTS:
         moe_settings, expert_notes = expert_settings(values, where)
         notes += expert_notes
     return {
-        **our_settings(LLAMA_NAMES, values), "family": "llama", "seq_length": min(positions, MAX_LENGTH),
+        **our_settings(LLAMA_NAMES, values), "family": "llama", "seq_length": seq_length,
         "hidden_dropout": 0.0, "tie_embeddings": tied,
         "activation": gated_activation_of(values["hidden_act"], where, "hidden_act"),
         "position_embedding": "rope",

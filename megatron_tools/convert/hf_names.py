@@ -51,12 +51,14 @@ def _stacked_heads(ours: str, theirs: str, heads: int) -> Match:
     # Two heads: our rows q0 k0 v0 q1 k1 v1 are q0 q1 k0 k1 v0 v1 in Hugging Face's tensor.
     def split(t: Tensor) -> list[Tensor]:
         by_head = t.view(heads, 3, -1, *t.shape[1:])
-        return [by_head.transpose(0, 1).reshape(t.shape)]
+        by_kind = by_head.transpose(0, 1)
+        return [by_kind.reshape(t.shape)]
 
     def join(ts: Parts) -> Tensor:
         t = ts[0]
         by_kind = t.reshape(3, heads, -1, *t.shape[1:])
-        return by_kind.transpose(0, 1).reshape(t.shape)
+        by_head = by_kind.transpose(0, 1)
+        return by_head.reshape(t.shape)
 
     return Match(ours, (theirs,), split, join)
 
@@ -69,12 +71,14 @@ def _interleaved(ours: str, theirs: tuple[str, ...], groups: int) -> Match:
 
     # Two groups of two tensors: our rows a0 b0 a1 b1 are a0 a1 and b0 b1 in Hugging Face's tensors.
     def split(t: Tensor) -> list[Tensor]:
-        parts = t.view(groups, len(theirs), -1, *t.shape[1:])
-        return [part.reshape(-1, *t.shape[1:]) for part in parts.unbind(1)]
+        other_dims = t.shape[1:]
+        by_group = t.view(groups, len(theirs), -1, *other_dims)
+        return [part.reshape(-1, *other_dims) for part in by_group.unbind(1)]
 
     def join(ts: Parts) -> Tensor:
         by_group = [t.view(groups, -1, *t.shape[1:]) for t in ts]
-        return torch.stack(by_group, 1).flatten(0, 2)
+        stacked = torch.stack(by_group, 1)
+        return stacked.flatten(0, 2)
 
     return Match(ours, theirs, split, join)
 
@@ -96,7 +100,8 @@ def _grouped_heads(ours: str, theirs: tuple[str, ...], groups: int, size: int) -
 
     def join(ts: Parts) -> Tensor:
         by_group = [t.view(groups, -1, size, *t.shape[1:]) for t in ts]
-        return torch.cat(by_group, 1).flatten(0, 2)
+        heads = torch.cat(by_group, 1)
+        return heads.flatten(0, 2)
 
     return Match(ours, theirs, split, join)
 
@@ -110,7 +115,10 @@ def parameter_matches(m: ModelConfig) -> Matches:
     by_family = {"gpt2": gpt2_matches, "llama": llama_matches, "t5": t5_matches}
     matches_of_family = by_family[m.family or "gpt2"]
     for match in matches_of_family(m):
-        yield _with_factor(match, _weight_factor(m, match.our_name), m)
+        factor = _weight_factor(m, match.our_name)
+        yield _with_factor(match, factor, m)
+    if not m.tie_embeddings:
+        yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 
 
 def _weight_factor(m: ModelConfig, name: str) -> float:
@@ -164,7 +172,7 @@ def _scale_queries(t: Tensor, factor: float, m: ModelConfig) -> Tensor:
 
 
 def gpt2_matches(m: ModelConfig) -> Matches:
-    """Yield one Match for each parameter of a GPT-2."""
+    """Yield one Match for each parameter of a GPT-2 besides the output matrix."""
     yield Match("embedding.word_embeddings.weight", ("transformer.wte.weight",))
     yield Match("position_embedding.weight", ("transformer.wpe.weight",))
     names = {"attention.dense": "attn.c_proj", "mlp.dense_h_to_4h": "mlp.c_fc", "mlp.dense_4h_to_h": "mlp.c_proj"}
@@ -176,19 +184,16 @@ def gpt2_matches(m: ModelConfig) -> Matches:
             yield Match(f"{our_layer}.post_attention_layernorm.{kind}", (f"{hf_layer}.ln_2.{kind}",))
             our_qkv = f"{our_layer}.attention.query_key_value.{kind}"
             linear = [_stacked_heads(our_qkv, f"{hf_layer}.attn.c_attn.{kind}", m.num_attention_heads)]
-            linear += [
-                Match(f"{our_layer}.{ours}.{kind}", (f"{hf_layer}.{theirs}.{kind}",)) for ours, theirs in names.items()
-            ]
+            for ours, theirs in names.items():
+                linear.append(Match(f"{our_layer}.{ours}.{kind}", (f"{hf_layer}.{theirs}.{kind}",)))
             # GPT-2's matrices are transposed. Its biases are vectors and stay as they are.
             yield from map(_transposed, linear) if kind == "weight" else linear
     for kind in ("weight", "bias"):
         yield Match(f"final_norm.norm.{kind}", (f"transformer.ln_f.{kind}",))
-    if not m.tie_embeddings:
-        yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 
 
 def llama_matches(m: ModelConfig) -> Matches:
-    """Yield one Match for each parameter of a Llama, Qwen, Mistral or Mixtral."""
+    """Yield one Match for each parameter of a Llama, Qwen, Mistral or Mixtral besides the output matrix."""
     yield Match("embedding.word_embeddings.weight", ("model.embed_tokens.weight",))
     qkv_kinds = ("weight", "bias") if m.has_qkv_bias else ("weight",)
     other_kinds = ("weight", "bias") if m.hidden_bias else ("weight",)
@@ -217,8 +222,6 @@ def llama_matches(m: ModelConfig) -> Matches:
         if m.has_experts(layer):
             yield from _mixture_matches(m, f"{our_layer}.mlp", hf_layer)
     yield Match("final_norm.norm.weight", ("model.norm.weight",))
-    if not m.tie_embeddings:
-        yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 
 
 def _gated_mlp_matches(
@@ -229,9 +232,10 @@ def _gated_mlp_matches(
     names: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Matches:
     """Yield the matches of a gated MLP. names: Hugging Face's names of gate, up and down projection."""
-    gate, up, down = (f"{hf_mlp}.{name}.{kind}" for name in names)
-    yield _interleaved(f"{our_mlp}.dense_h_to_4h.{kind}", (gate, up), width)
-    yield Match(f"{our_mlp}.dense_4h_to_h.{kind}", (down,))
+    gate, up, down = names
+    hf_gate_and_up = (f"{hf_mlp}.{gate}.{kind}", f"{hf_mlp}.{up}.{kind}")
+    yield _interleaved(f"{our_mlp}.dense_h_to_4h.{kind}", hf_gate_and_up, width)
+    yield Match(f"{our_mlp}.dense_4h_to_h.{kind}", (f"{hf_mlp}.{down}.{kind}",))
 
 
 def _mixture_matches(m: ModelConfig, our_mlp: str, hf_layer: str) -> Matches:
@@ -254,7 +258,7 @@ def _mixture_matches(m: ModelConfig, our_mlp: str, hf_layer: str) -> Matches:
 
 
 def t5_matches(m: ModelConfig) -> Matches:
-    """Yield one Match for each parameter of a T5, mT5 or UMT5."""
+    """Yield one Match for each parameter of a T5, mT5 or UMT5 besides the output matrix."""
     yield Match("embedding.word_embeddings.weight", ("shared.weight",))
     for stack, layers in (("encoder", m.num_layers), ("decoder", m.decoder_layers)):
         # In a T5 and mT5, layer 0 holds the table of relative positions for all layers; in a UMT5 each layer has one.
@@ -267,8 +271,6 @@ def t5_matches(m: ModelConfig) -> Matches:
         for layer in range(layers):
             yield from _t5_layer_matches(m, stack, layer)
         yield Match(f"{stack}.final_norm.norm.weight", (f"{stack}.final_layer_norm.weight",))
-    if not m.tie_embeddings:
-        yield Match("head.word_embeddings.weight", ("lm_head.weight",))
 
 
 def _t5_layer_matches(m: ModelConfig, stack: str, layer: int) -> Matches:

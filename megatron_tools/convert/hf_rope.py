@@ -153,8 +153,9 @@ def _attention_factor(factor: float, rope: Values, read_number: Callable[..., fl
     if factor <= 1 or not rope.get("mscale") or not rope.get("mscale_all_dim"):
         return None
     # Each is yarn's attention scale 0.1 m ln(factor) + 1, with m = mscale or mscale_all_dim.
-    numerator = 0.1 * read_number("mscale") * math.log(factor) + 1.0
-    denominator = 0.1 * read_number("mscale_all_dim") * math.log(factor) + 1.0
+    log_factor = math.log(factor)
+    numerator = 0.1 * read_number("mscale") * log_factor + 1.0
+    denominator = 0.1 * read_number("mscale_all_dim") * log_factor + 1.0
     return numerator / denominator
 
 

@@ -68,12 +68,12 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     # Whether the model encodes unknown characters as bytes such as <0x0A>.
     byte_fallback = sp.is_byte(sp.piece_to_id(BYTES[0]))
     if facts.algorithm == "bpe":
-        hf_tokenizer = tokenizers.Tokenizer(_bpe_model(tokenizers, pieces, scores, pieces[sp.unk_id()], byte_fallback))
+        bpe = _bpe_model(tokenizers, pieces, scores, pieces[sp.unk_id()], byte_fallback)
+        hf_tokenizer = tokenizers.Tokenizer(bpe)
     else:
         vocab = list(zip(pieces, scores, strict=True))
-        hf_tokenizer = tokenizers.Tokenizer(
-            tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=byte_fallback)
-        )
+        unigram = tokenizers.models.Unigram(vocab, unk_id=sp.unk_id(), byte_fallback=byte_fallback)
+        hf_tokenizer = tokenizers.Tokenizer(unigram)
         # If a text contains the characters <0x0A> or <unk>, split off "<", so that they do not become that token.
         token_like = tokenizers.Regex("<(?=(?:0x[0-9A-F]{2}|unk)>)")
         hf_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(token_like, "isolated")
@@ -84,7 +84,8 @@ def _from_sentencepiece(tokenizer: SentencePieceTokenizer) -> Any | None:
     # normalisation, which replaces each space by U+2581.
     user_defined = [pieces[i] for i in facts.ids_of_type(USER_DEFINED)]
     has_space = MARK in "".join(user_defined)
-    hf_tokenizer.add_tokens([tokenizers.AddedToken(piece, normalized=has_space) for piece in user_defined])
+    symbols = [tokenizers.AddedToken(piece, normalized=has_space) for piece in user_defined]
+    hf_tokenizer.add_tokens(symbols)
     _add_specials(hf_tokenizer, tokenizer)
     return hf_tokenizer
 
@@ -120,15 +121,13 @@ def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
     decoders = tokenizers.decoders
     # Precompiled does not compose long clusters, such as decomposed Hangul, so NFC comes before it.
     one_space = normalizers.Replace(tokenizers.Regex(" {2,}"), " ")
-    hf_tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.NFC(), normalizers.Precompiled(facts.charsmap), normalizers.Strip(), one_space]
-    )
+    precompiled = normalizers.Precompiled(facts.charsmap)
+    hf_tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), precompiled, normalizers.Strip(), one_space])
     hf_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(MARK, prepend_scheme="always", split=False)
     spaces = decoders.Replace(MARK, " ")
     # The last decoder strips one space at the left, that of Metaspace, and none at the right.
-    hf_tokenizer.decoder = decoders.Sequence(
-        [spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    strip = decoders.Strip(" ", 1, 0)
+    hf_tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
     _add_specials(hf_tokenizer, tokenizer)
     end_name = sp.id_to_piece(sp.eos_id())
     hf_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
@@ -149,15 +148,16 @@ def _is_like_t5(tokenizer: SentencePieceTokenizer) -> bool:
     """Return whether a model normalises, segments and numbers text as a T5's does."""
     sp = tokenizer._sp
     facts = tokenizer.facts
-    return (
-        (facts.algorithm, facts.normalization, facts.adds_prefix_space, facts.merges_spaces)
-        == ("unigram", "nmt_nfkc", True, True)
-        and (sp.pad_id(), sp.eos_id(), sp.unk_id()) == (0, 1, 2)
-        and not facts.ids_of_type(UNUSED)
-        # The two libraries may segment runs of one character differently (see `_run_texts`). If the source folder names
-        # T5Tokenizer, this is accepted: the export then tokenizes like the source folder does in transformers.
-        and (str(tokenizer.settings.get("tokenizer_class")).startswith("T5Tokenizer") or not _longest_runs(tokenizer))
-    )
+    rules = (facts.algorithm, facts.normalization, facts.adds_prefix_space, facts.merges_spaces)
+    special_ids = (sp.pad_id(), sp.eos_id(), sp.unk_id())
+    if rules != ("unigram", "nmt_nfkc", True, True) or special_ids != (0, 1, 2):
+        return False
+    if facts.ids_of_type(UNUSED):
+        return False
+    # The two libraries may segment runs of one character differently (see `_run_texts`). If the source folder names
+    # T5Tokenizer, this is accepted: the export then tokenizes like the source folder does in transformers.
+    class_name = str(tokenizer.settings.get("tokenizer_class"))
+    return class_name.startswith("T5Tokenizer") or not _longest_runs(tokenizer)
 
 
 def _longest_runs(tokenizer: SentencePieceTokenizer) -> dict[str, int]:
@@ -176,7 +176,10 @@ def _run_texts(tokenizer: SentencePieceTokenizer) -> Iterator[str]:
     for character, longest in _longest_runs(tokenizer).items():
         run = character.replace(MARK, " ")
         for length in range(2, 2 * longest + 2):
-            yield from (run * length, f"a {run * length} b", f"1, 2 and 3: {run * length}\n" * 3)
+            repeated = run * length
+            yield repeated
+            yield f"a {repeated} b"
+            yield f"1, 2 and 3: {repeated}\n" * 3
 
 
 def _bpe_model(tokenizers: Any, pieces: list[str], scores: list[float], unknown_piece: str, byte_fallback: bool) -> Any:
@@ -202,15 +205,15 @@ def _bpe_model(tokenizers: Any, pieces: list[str], scores: list[float], unknown_
     return tokenizers.models.BPE(ids, merges, unk_token=unknown_piece, byte_fallback=byte_fallback, fuse_unk=True)
 
 
-def sample_texts(tokenizer: Tokenizer, count: int = 300) -> list[str]:
-    """Return test texts: `count` decoded from random tokens, and a few difficult ones.
+def sample_texts(tokenizer: Tokenizer) -> list[str]:
+    """Return test texts: 300 decoded from random tokens, and a few difficult ones.
 
     Texts that contain U+2581 (sentencepiece's mark for a space) or the name of a special token are left out.
     """
     rng = random.Random(0)
     plain_ids = sorted(set(range(tokenizer.vocab_size)) - set(tokenizer.marks.values()))
     texts = []
-    for _ in range(count):
+    for _ in range(300):
         ids = rng.choices(plain_ids, k=30)
         texts.append(tokenizer.decode(ids))
     texts += _PROBE_TEXTS

@@ -7,7 +7,7 @@ iter_0001000/mp_rank_00/model_optim_rng.pt  Megatron-LM: under key "model"; mp_r
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,12 @@ from torch import Tensor
 from .plain_pickle import load_plain
 
 FileContent = Mapping[str, Any]
-_RANK_FILES = (re.compile(r"mp_rank_(\d\d)_model_states\.pt"), re.compile(r"mp_rank_(\d\d)(?:_(\d\d\d))?/model\w*\.pt"))
-_LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d\d))?-model_states\.pt")
+# Names of files. A name without a rank or a stage is that of the first, 0.
+_RANK_FILES = (
+    re.compile(r"mp_rank_(?P<rank>\d\d)_model_states\.pt"),
+    re.compile(r"mp_rank_(?P<rank>\d\d)(?:_(?P<stage>\d\d\d))?/model\w*\.pt"),
+)
+_LAYER_FILE = re.compile(r"layer_(?P<stage>\d+)(?:-model_(?P<rank>\d\d))?-model_states\.pt")
 _COLUMN_PARALLEL = re.compile(
     r"word_embeddings\.weight|query_key_value\.\w+|dense_h_to_4h\.\w+"
 )  # column-parallel: split in dim 0
@@ -43,12 +47,11 @@ class RankFiles:
 
     def __init__(self, folder: Path, version: int | None = None, layers: int | None = None) -> None:
         self.folder = _tracked_folder(folder)
-        # Paths are found by (stage or layer, rank). A name without a rank or stage is that of the first, 0.
-        paths = self._find_files(_LAYER_FILE, lambda match: (int(match[1]), int(match[2] or 0)))
+        paths = self._find_files(_LAYER_FILE)
         self.is_by_layer = bool(paths)
-        rank_paths = self._find_files(_RANK_FILES[0], lambda match: (0, int(match[1])))
+        rank_paths = self._find_files(_RANK_FILES[0])
         if not self.is_by_layer:
-            paths = rank_paths | self._find_files(_RANK_FILES[1], lambda match: (int(match[2] or 0), int(match[1])))
+            paths = rank_paths | self._find_files(_RANK_FILES[1])
         if not paths:
             raise ValueError(
                 f"{self.folder} contains neither mp_rank_00_model_states.pt nor mp_rank_00/model_optim_rng.pt, "
@@ -57,7 +60,8 @@ class RankFiles:
         stages = sorted({stage for stage, _ in paths})
         self.ranks = 1 + max(rank for _, rank in paths)
         # Numbers of layer files have gaps, because some pipeline layers have no weights; stages have none.
-        self._refuse_missing(paths, stages if self.is_by_layer else range(stages[-1] + 1))
+        expected_stages = stages if self.is_by_layer else range(stages[-1] + 1)
+        self._refuse_missing(paths, expected_stages)
         headers = list(map(load_plain, paths.values()))
         contents = dict(zip(paths, headers, strict=True))
         self._shards_by_rank: dict[str, dict[int, Tensor]] = {}
@@ -69,11 +73,13 @@ class RankFiles:
             block_stages = self._add_rank(rank, files)
         if self.is_by_layer:
             # The settings (args) of files by layer are in DeepSpeed's mp_rank_* files, and reading one suffices.
-            headers = list(map(load_plain, list(rank_paths.values())[:1]))
+            first_paths = list(rank_paths.values())[:1]
+            headers = list(map(load_plain, first_paths))
         saved_args = headers[0].get("args") if headers else None
         self.settings: dict[str, Any] = vars(saved_args) if isinstance(saved_args, argparse.Namespace) else {}
         # A stage's file holds all its layers, but of files by layer the last ones may be missing.
-        self._check_layers(layers, not self.is_by_layer or _is_full_cpm_pretrain(stages, block_stages))
+        is_complete = not self.is_by_layer or _is_full_cpm_pretrain(stages, block_stages)
+        self._check_layers(layers, is_complete)
         self.version, self.version_source = self._version_of(headers, version)
 
     def _refuse_missing(self, paths: Mapping[tuple[int, int], Path], stages: Iterable[int]) -> None:
@@ -119,17 +125,21 @@ class RankFiles:
                     f"{self.folder} contains {self.layers} layers, but its settings or --num-layers give {expected}"
                 )
 
-    def _find_files(
-        self, pattern: re.Pattern[str], position_of: Callable[[re.Match[str]], tuple[int, int]]
-    ) -> dict[tuple[int, int], Path]:
+    def _find_files(self, pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
         """Return the files whose path matches `pattern`, as (stage or layer, rank) -> path."""
         paths: dict[tuple[int, int], Path] = {}
-        for path in _checkpoint_files(self.folder):
+        files: list[Path] = []
+        for glob_pattern in ("mp_rank_*.pt", "mp_rank_*/*.pt", "layer_*.pt"):
+            files += sorted(self.folder.glob(glob_pattern))
+        for path in files:
             match = pattern.fullmatch(path.relative_to(self.folder).as_posix())
-            if match and paths.setdefault(position_of(match), path) != path:
-                raise ValueError(
-                    f"{paths[position_of(match)]} and {path.name} belong to the same rank; remove one of them"
-                )
+            if not match:
+                continue
+            groups = match.groupdict()
+            position = (int(groups.get("stage") or 0), int(groups.get("rank") or 0))
+            first_path = paths.setdefault(position, path)
+            if first_path != path:
+                raise ValueError(f"{first_path} and {path.name} belong to the same rank; remove one of them")
         return paths
 
     def _version_of(self, headers: Sequence[FileContent], given_version: int | None) -> tuple[float, str]:
@@ -199,10 +209,12 @@ class RankFiles:
     @property
     def layers(self) -> int:
         """Number of transformer blocks in the files."""
-        # Without any layer the result is 0.
-        return 1 + max(
-            (int(name.split(".")[1]) for name in self._shards_by_rank if name.startswith("layers.")), default=-1
-        )
+        count = 0
+        for name in self._shards_by_rank:
+            if name.startswith("layers."):
+                number = int(name.split(".")[1])
+                count = max(count, number + 1)
+        return count
 
     def names(self) -> list[str]:
         """Return our names of all tensors in the files."""
@@ -249,12 +261,8 @@ def _is_full_cpm_pretrain(stages: Sequence[int], block_stages: Sequence[int]) ->
     """
     # Two blocks: the layers 1 (embedding), 3 and 4 (blocks), 6 (norm) and 7 (head) have weights.
     last_stage = len(block_stages) + 5
-    return list(stages) == [1, *range(3, last_stage - 2), last_stage - 1, last_stage]
-
-
-def _checkpoint_files(folder: Path) -> Iterator[Path]:
-    for pattern in ("mp_rank_*.pt", "mp_rank_*/*.pt", "layer_*.pt"):
-        yield from sorted(folder.glob(pattern))
+    blocks = range(3, last_stage - 2)
+    return list(stages) == [1, *blocks, last_stage - 1, last_stage]
 
 
 def _layer_tensors(content: FileContent) -> dict[str, Any]:
@@ -273,9 +281,11 @@ def _layer_tensors(content: FileContent) -> dict[str, Any]:
 
 def _nearly_equal(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors are equal up to rounding, like two copies of a weight that were updated separately."""
-    return first.shape == second.shape and bool(
-        (first.float() - second.float()).abs().max() <= 1e-3 * first.float().abs().max()
-    )
+    if first.shape != second.shape:
+        return False
+    first = first.float()
+    difference = (first - second.float()).abs().max()
+    return bool(difference <= 1e-3 * first.abs().max())
 
 
 def _tracked_folder(folder: Path) -> Path:

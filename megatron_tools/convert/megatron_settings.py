@@ -57,9 +57,9 @@ def settings_from_megatron(source: RankFiles, given_heads: int | None) -> dict[s
         "seq_length": positions,
         "vocab_size": vocab_rows,
         "activation": _activation(saved_args, str(folder)),
-        "layernorm_epsilon": _saved_number(source, ("layernorm_epsilon", "norm_epsilon"), 1e-5),
-        "hidden_dropout": _saved_number(source, ("hidden_dropout",), 0.1),
-        "attention_dropout": _saved_number(source, ("attention_dropout",), 0.1),
+        "layernorm_epsilon": _saved_number(source, 1e-5, "layernorm_epsilon", "norm_epsilon"),
+        "hidden_dropout": _saved_number(source, 0.1, "hidden_dropout"),
+        "attention_dropout": _saved_number(source, 0.1, "attention_dropout"),
     }
 
 
@@ -86,16 +86,18 @@ def _activation(saved_args: Mapping[str, Any], where: str) -> str:
     """Return this project's name of Megatron-LM's GELU: `gelu` if it is computed with erf, else `gelu-tanh`."""
     if saved_args.get("openai_gelu"):
         return "gelu-tanh"
-    if saved_args.get("onnx_safe") and saved_args.get("bias_gelu_fusion"):
+    onnx_safe = saved_args.get("onnx_safe")
+    fuses_bias = saved_args.get("bias_gelu_fusion")
+    if onnx_safe and fuses_bias:
         raise ValueError(
             f"{where}: onnx_safe and bias_gelu_fusion are both set, and versions of Megatron-LM differ in which one "
             f"they follow; save the checkpoint again with only the one that applies"
         )
     # By default, Megatron-LM fuses bias and GELU in a kernel with tanh. Both flags lead to its GELU with erf.
-    return "gelu" if saved_args.get("onnx_safe") or saved_args.get("bias_gelu_fusion") is False else "gelu-tanh"
+    return "gelu" if onnx_safe or fuses_bias is False else "gelu-tanh"
 
 
-def _saved_number(source: RankFiles, names: tuple[str, ...], default: float) -> float:
+def _saved_number(source: RankFiles, default: float, *names: str) -> float:
     """Return the saved value under one of several names, or `default` if none is saved."""
     saved_values = {}
     for name in names:
@@ -122,7 +124,8 @@ def check_complete(source: RankFiles, config: Config) -> None:
         expected = expected_shapes[name]
         # Only the vocabulary may have more rows, for padding. Slices, because a damaged tensor may have no dimension.
         is_padded = "word_embeddings" in name and shape[:1] > expected[:1]
-        if shape[1:] != expected[1:] or (shape[:1] != expected[:1] and not is_padded):
+        rows_fit = is_padded or shape[:1] == expected[:1]
+        if not rows_fit or shape[1:] != expected[1:]:
             raise ValueError(
                 f"{source.folder}: {name} has shape {list(shape)}, but the other tensors imply {list(expected)}"
             )

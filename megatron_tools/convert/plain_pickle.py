@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron.config.fields import describe_error
+from megatron.config.messages import describe_error
 
 
 class _Refused(Exception):

@@ -15,7 +15,8 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
 
     tokenizer: the run's tokenizer, None if it could not be loaded. quick: skip the checks that read the whole corpus.
     """
-    from megatron.data.corpora import prefixes_of
+    from megatron.data.corpus_paths import is_triple, prefixes_of
+    from megatron.data.cpm_masking import PARTS
     from megatron.data.indexed_dataset import IndexedDataset
 
     try:
@@ -23,9 +24,12 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
     except ValueError as error:
         yield failed("data", str(error), "make a corpus with tools/preprocess_data.py")
         return
+    # A T5 reads corpora whose spans were masked during preprocessing, as three pairs each.
+    are_masked = config.is_t5 and all(map(is_triple, prefixes))
     for prefix in prefixes:
+        pairs = [f"{prefix}_{part}" for part in PARTS] if are_masked else [prefix]
         try:
-            dataset = IndexedDataset(prefix)
+            datasets = [IndexedDataset(pair) for pair in pairs]
         except (ValueError, OSError) as error:
             yield failed(
                 "data",
@@ -33,16 +37,20 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
                 "make the corpus again with tools/preprocess_data.py, or copy its .bin and .idx files again",
             )
             continue
-        yield ok("data", f"{prefix}: {dataset.num_documents} documents, {dataset.num_tokens} tokens")
-        yield from _check_tokenizer(prefix, dataset, config, tokenizer)
-        yield from _check_tokens(prefix, dataset, config)
+        for pair, dataset in zip(pairs, datasets, strict=True):
+            yield ok("data", f"{pair}: {dataset.num_documents} documents, {dataset.num_tokens} tokens")
+        # Ids of sentinels follow the vocabulary, in any number, so ids of masked corpora have no limit.
+        dataset_of_ids = None if are_masked else datasets[0]
+        yield from _check_tokenizer(prefix, dataset_of_ids, config, tokenizer)
+        if not are_masked:
+            yield from _check_tokens(prefix, datasets[0], config)
         yield from _check_content(prefix, quick)
 
 
 def _check_content(prefix: str, quick: bool) -> Findings:
     """Compare a corpus with the checksums in its sidecar and look for holes, unless `quick` is set."""
-    from megatron.data.corpora import made_with
     from megatron.data.damage import find_problems
+    from megatron.data.fingerprints import made_with
 
     if quick:
         return
@@ -57,8 +65,12 @@ def _check_content(prefix: str, quick: bool) -> Findings:
 
 
 def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) -> Findings:
-    """Check that the corpus was made with the run's tokenizer and fits its vocabulary."""
-    from megatron.data.corpora import made_with
+    """Check that the corpus was made with the run's tokenizer and fits its vocabulary and the run's settings.
+
+    dataset: the corpus, None if its ids are not compared with the vocabulary.
+    """
+    from megatron.data.document_ends import REMEDY, missing_ends
+    from megatron.data.fingerprints import made_with
     from megatron.tokenizer.base import eod_mismatch
 
     try:
@@ -77,14 +89,17 @@ def _check_tokenizer(prefix: str, dataset: Any, config: Config, tokenizer: Any) 
                 remedy,
             )
             return
-        if end_difference := eod_mismatch(sidecar, tokenizer, config.data.vocab_file):
+        end_difference = eod_mismatch(sidecar, tokenizer, config.data.vocab_file)
+        if end_difference:
             yield failed("tokenizer of the data", f"{prefix}.bin {end_difference}", remedy)
             return
         yield ok("tokenizer of the data", f"SHA-256 {tokenizer.fingerprint[:12]}")
+    if sidecar is not None and (problem := missing_ends(sidecar, config)):
+        yield failed("ends of documents", f"{prefix}.bin {problem}", REMEDY)
     size = vocabulary_size(config, tokenizer)
-    largest = largest_id(dataset)
-    if size is None:
+    if size is None or dataset is None:
         return
+    largest = largest_id(dataset)
     if largest >= size:
         yield failed(
             "ids",
@@ -112,9 +127,9 @@ def largest_id(dataset: Any) -> int:
     num_tokens = dataset.num_tokens
     if not num_tokens:
         return -1
-    tokens = np.memmap(f"{dataset.prefix}.bin", mode="r", dtype=dataset.dtype)
+    tokens = dataset.tokens  # of a corpus in object storage, only slices can be read
     if num_tokens <= MAX_SAMPLED_TOKENS:
-        return int(tokens.max())
+        return int(tokens[:num_tokens].max())
     length = MAX_SAMPLED_TOKENS // SAMPLE_SLICES
     # The slices of the sample are spread evenly over the corpus.
     starts = np.linspace(0, num_tokens - length, SAMPLE_SLICES).astype(np.int64)
@@ -131,7 +146,8 @@ def _check_tokens(prefix: str, dataset: Any, config: Config) -> Findings:
     needed = config.data.seq_length + 1
     counts = dict[str, int]()
     shares = parse_split(config.data.split)
-    for part, share, documents in zip(PARTS, shares, split_documents(shares, dataset.num_documents), strict=True):
+    documents_of_parts = split_documents(shares, dataset.num_documents)
+    for part, share, documents in zip(PARTS, shares, documents_of_parts, strict=True):
         # A split with a share of 0 is meant to be empty.
         if share:
             counts[part] = int(dataset.document_sizes(documents).sum())

@@ -120,8 +120,9 @@ class Examination:
             import_findings += machine.check_import("deepspeed")
         self.has_torch = import_findings[-1].state != FAILED
         yield from import_findings
-        python_path = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        yield from machine.check_hidden_package(Path(megatron.__file__).parent, [*python_path, *sys.path])
+        python_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        folders = [*filter(None, python_path), *sys.path]
+        yield from machine.check_hidden_package(Path(megatron.__file__).parent, folders)
 
     def _network(self) -> Findings:
         """Read the hostfile, and check names, interfaces, ports and the launcher's variables."""
@@ -159,8 +160,12 @@ class Examination:
             flags, str(saved_config) if saved_config else None, self._known_ranks
         )
         yield from findings
-        if self.config is not None:
-            yield from settings.check_layout(self.config, self.ranks)
+        if self.config is None:
+            return
+        run_directory = self.config.log.run_dir or self.config.checkpoint.save
+        if self.run_dir is None and run_directory:
+            self.run_dir = Path(run_directory)
+        yield from settings.check_layout(self.config, self.ranks)
 
     def _machine(self) -> Findings:
         """Check devices, compiler, threads, open files and shared memory of this machine."""
@@ -229,15 +234,16 @@ class Examination:
         from megatron.ranks import device
         from megatron.training.run_folder import save_dir_of
 
-        device_bytes = device.total_memory(device.current_device()) if device.has_accelerator() else None
+        device_bytes: float | None = None
+        if device.has_accelerator():
+            device_bytes = device.total_memory(device.current_device())
         # With --cluster, the memory of its devices counts, not that of this machine.
         if self.cluster:
             device_bytes = self.cluster.memory * 1e9 if self.cluster.accelerated else None
         yield from settings.check_memory(run_settings, self.ranks, self.ranks_here, device_bytes)
         if self.run_dir is not None:
-            yield from run_dir.check_disk(
-                save_dir_of(config, self.run_dir), self.run_dir, memory.checkpoint_bytes(config), config
-            )
+            save_dir = save_dir_of(config, self.run_dir)
+            yield from run_dir.check_disk(save_dir, self.run_dir, memory.checkpoint_bytes(config), config)
 
     def _hosts(self) -> Findings:
         """Check over ssh that all hosts have equal versions and share the run directory."""
@@ -259,7 +265,7 @@ class Examination:
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+    parser = Parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--run-dir", type=local_path, help="folder of the run")
     add("--hostfile", type=local_path, help="file with lines such as 'node1 slots=8'; each host is checked over ssh")

@@ -21,6 +21,7 @@ TOO_NEW = {"deepspeed": "0.20"}
 OLDEST_PYTHON = (3, 11)
 MIN_OPEN_FILES = 256
 FEW_OPEN_FILES = 4096
+SHARED_MEMORY = "/dev/shm"
 MIN_SHARED_MEMORY = 2**30
 
 
@@ -212,18 +213,18 @@ def check_open_files() -> Findings:
         yield ok("open files", str(limit))
 
 
-def check_shared_memory(workers: int, folder: str = "/dev/shm") -> Findings:
+def check_shared_memory(workers: int) -> Findings:
     """Check that enough shared memory is free for the samples of data workers and for NCCL.
 
     workers: value of --num-workers.
     """
-    if not Path(folder).is_dir():
+    if not Path(SHARED_MEMORY).is_dir():
         return
-    free = shutil.disk_usage(folder).free
+    free = shutil.disk_usage(SHARED_MEMORY).free
     if free >= MIN_SHARED_MEMORY:
         yield ok("shared memory", f"{free / 1e9:.1f} GB free")
         return
-    words = f"{folder} has {free / 1e6:.0f} MB free"
+    words = f"{SHARED_MEMORY} has {free / 1e6:.0f} MB free"
     remedy = "start the container with --shm-size=8g or --ipc=host"
     if workers:
         words = f"{words}, but --num-workers {workers} pass samples through it"

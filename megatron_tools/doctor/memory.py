@@ -7,18 +7,21 @@ from megatron.config import Config
 
 
 def checkpoint_bytes(config: Config) -> float:
-    """Return the bytes of one checkpoint, which contains the weights and the optimizer's moments in fp32."""
+    """Return the bytes of one checkpoint: the weights and the optimizer's moments of trained weights, in fp32."""
+    from megatron.config.param_groups import read_param_rules
+    from megatron.estimate.frozen import count_trained
     from megatron.estimate.per_rank import moment_elements
-    from megatron.estimate.sizes import Count, count_layers, layers_of
+    from megatron.estimate.sizes import Count, layers_of, parameters
 
-    count = count_layers(layers_of(config), config)
+    rules = read_param_rules(config.optim.param_groups) if config.optim.param_groups else ()
+    trained = count_trained(layers_of(config), rules, config)
     p = config.parallel
-    other_experts = count.expert_matrices * (p.expert_parallel_size - 1)  # experts of other ranks
-    hidden = (count.hidden + other_experts) * p.model_parallel_size
+    other_experts = trained.expert_matrices * (p.expert_parallel_size - 1)  # experts of other ranks
+    hidden = (trained.hidden + other_experts) * p.model_parallel_size
     # The counts of one rank that holds the whole model.
-    unsharded = Count(count.whole, count.whole, hidden=hidden)
+    unsharded = Count(trained.whole, trained.whole, hidden=hidden)
     # Every weight and every moment has 4 bytes.
-    return 4.0 * (count.whole + moment_elements(unsharded, config))
+    return 4.0 * (parameters(config) + moment_elements(unsharded, config))
 
 
 def machine_bytes() -> float | None:

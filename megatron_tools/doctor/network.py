@@ -80,9 +80,13 @@ def check_hosts(
     own_name = socket.gethostname()
     own_names = {"localhost", "127.0.0.1", own_name, own_name.split(".")[0]}
     other_hosts = [host.name for host in hosts if host.name not in own_names]
+
+    def check(name: str) -> list[Finding]:
+        return _check_host(name, versions, marker, seconds)
+
     # At most 32 hosts are asked at the same time; the findings keep the order of the hosts.
     with ThreadPoolExecutor(32) as pool:
-        for findings in pool.map(lambda name: _check_host(name, versions, marker, seconds), other_hosts):
+        for findings in pool.map(check, other_hosts):
             yield from findings
 
 
@@ -228,19 +232,15 @@ def check_host_names() -> Findings:
             yield failed(source, f"{name} does not resolve", remedy)
             continue
         if address.startswith(LOOPBACK) and not name.startswith(("localhost", *LOOPBACK)):
+            # Debian and Ubuntu let the host name resolve to the loopback device.
             yield warning(
-                source, f"{name} resolves to {address}, which no other host can reach", _loopback_remedy(name)
+                source,
+                f"{name} resolves to {address}, which no other host can reach",
+                f"none is needed for runs on one machine; for several, put the address that other hosts reach before "
+                f"{name} in /etc/hosts, or set GLOO_SOCKET_IFNAME if the run does not find the right interface itself",
             )
         else:
             yield ok(source, f"{name} resolves to {address}")
-
-
-def _loopback_remedy(name: str) -> str:
-    """Return what to do about a host name that resolves to the loopback device, as on Debian and Ubuntu."""
-    return (
-        f"none is needed for runs on one machine; for several, put the address that other hosts reach before {name} in "
-        "/etc/hosts, or set GLOO_SOCKET_IFNAME if the run does not find the right interface itself"
-    )
 
 
 def check_interfaces() -> Findings:
@@ -254,7 +254,9 @@ def check_interfaces() -> Findings:
         exact = value.startswith("=") or not variable.startswith("NCCL")
         for wanted in filter(None, value.removeprefix("=").split(",")):
             # NCCL takes the names for prefixes, unless the list begins with =.
-            is_known = wanted in existing if exact else any(name.startswith(wanted) for name in existing)
+            is_known = wanted in existing
+            if not exact:
+                is_known = any(name.startswith(wanted) for name in existing)
             if is_known:
                 yield ok("interface", f"{variable}={wanted}")
             else:

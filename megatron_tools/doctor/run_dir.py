@@ -1,5 +1,6 @@
 """Checks of the run directory: writable, unlocked, enough space, and a checkpoint that can be resumed."""
 
+import math
 import os
 import shutil
 import tempfile
@@ -47,9 +48,13 @@ def check_lock(run_dir: Path, config: Config | None = None) -> Findings:
     if not held:
         yield ok("run lock", "not held")
         return
-    findings = [_check_held_lock(path, "--run-dir" if path.parent == run_dir else "--save") for path in held]
+    findings = []
+    for path in held:
+        flag = "--run-dir" if path.parent == run_dir else "--save"
+        findings.append(_check_held_lock(path, flag))
     # A run holds both locks, so one line is enough: that of a lock which would stop the next run, if there is one.
-    yield next((each for each in findings if each.state == FAILED), findings[0])
+    failed_findings = [each for each in findings if each.state == FAILED]
+    yield (failed_findings or findings)[0]
 
 
 def _check_held_lock(path: Path, flag: str) -> Finding:
@@ -99,12 +104,28 @@ def check_disk(save_dir: Path, run_dir: Path, checkpoint_bytes: float, config: C
     comfortable_bytes = 10 * checkpoint_bytes if keep_last is None else 0.0
     words = f"{free / 1e9:.1f} GB free, a checkpoint takes {checkpoint_bytes / 1e9:.2g} GB"
     remedy = "free space, set --save to another disk, or keep fewer checkpoints (--keep-last 2)"
+    num_permanent = _permanent_to_come(save_dir, config)
+    if num_permanent:
+        words += f", and --keep-every {config.checkpoint.keep_every} will keep {num_permanent} of them"
+        remedy = "free space, set --save to another disk, or raise --keep-every"
     if free < 2 * checkpoint_bytes:
         yield failed("disk", f"{words}, and a new checkpoint is written before an old one is deleted", remedy)
-    elif free < max(((keep_last or 2) + 1) * checkpoint_bytes, comfortable_bytes):
+    elif free < max(((keep_last or 2) + 1 + num_permanent) * checkpoint_bytes, comfortable_bytes):
         yield warning("disk", words, remedy)
     else:
         yield ok("disk", words)
+
+
+def _permanent_to_come(save_dir: Path, config: Config) -> int:
+    """Return how many checkpoints the run will keep because of --keep-every, besides those in `save_dir`."""
+    from megatron.checkpointing.lookup import numbered_checkpoints
+
+    settings = config.checkpoint
+    if not settings.keep_every or not settings.save_interval:
+        return 0
+    newest = max(numbered_checkpoints(save_dir), default=0)
+    step = math.lcm(settings.keep_every, settings.save_interval)
+    return max(config.train.train_iters // step - newest // step, 0)
 
 
 def check_resume(config: Config, run_dir: Path, fingerprint: str | None, quick: bool, retry: bool = True) -> Findings:
@@ -119,19 +140,26 @@ def check_resume(config: Config, run_dir: Path, fingerprint: str | None, quick: 
     from megatron.checkpointing.lookup import find_checkpoint, latest_checkpoint
     from megatron.checkpointing.pruned import was_deleted
     from megatron.checkpointing.reader import CheckpointReader
-    from megatron.training.run_folder import save_dir_of
+    from megatron.checkpointing.resume import may_load_nothing
+    from megatron.training.run_folder import refuse_other_checkpoints, save_dir_of
 
     save_dir = save_dir_of(config, run_dir)
     load = config.checkpoint.load
+    resume_remedy = "use the settings of the checkpoint, or another --run-dir for a new run"
     path = None
     try:
         # The run's own checkpoints come before that of --load, with which a new run starts.
         path = latest_checkpoint(save_dir)
         wanted = Wanted.from_config(config, beside_load=path is not None and bool(load))
-        if path is None and load:
+        if path is None and load and not may_load_nothing(load, config, save_dir):
             path = find_checkpoint(load)
         if path is None:
-            yield ok("checkpoint", "no checkpoint exists, so the run begins at iteration 0")
+            try:
+                refuse_other_checkpoints(config, run_dir, 0)
+            except ValueError as error:
+                yield failed("resume", str(error), resume_remedy)
+            else:
+                yield ok("checkpoint", "no checkpoint exists, so the run begins at iteration 0")
             return
         reader = CheckpointReader(path)
         if not quick:
@@ -150,10 +178,12 @@ def check_resume(config: Config, run_dir: Path, fingerprint: str | None, quick: 
     if quick:
         words = f"{path}, not verified (--quick)"
     yield ok("checkpoint", words)
+    iteration = reader.state["iteration"] if wanted.position else 0
     try:
         refuse_contradictions(reader, config, fingerprint, wanted)
-    except CheckpointError as error:
-        yield failed("resume", str(error), "use the settings of the checkpoint, or another --run-dir for a new run")
+        refuse_other_checkpoints(config, run_dir, iteration)
+    except ValueError as error:
+        yield failed("resume", str(error), resume_remedy)
     else:
         yield from _check_samples(reader, config, wanted)
 
@@ -163,6 +193,7 @@ def _check_samples(reader: Any, config: Config, wanted: Any) -> Findings:
 
     The finding may also name the learning-rate schedule that the run continues.
     """
+    from megatron.checkpointing.consumed import split_selects_others
     from megatron.checkpointing.reader import plain_config
     from megatron.optim import resolve_lr_schedule
 
@@ -170,10 +201,10 @@ def _check_samples(reader: Any, config: Config, wanted: Any) -> Findings:
     consumed_samples = reader.state["consumed_samples"]
     # Samples matter only if the run continues at its position in the same data.
     if wanted.same_data and wanted.position and consumed_samples:
-        compared = {
-            "seed": (saved_config.train.seed, config.train.seed),
-            "split": (saved_config.data.split, config.data.split),
-        }
+        saved_data = saved_config.data
+        compared: dict[str, tuple[Any, Any]] = {"seed": (saved_config.train.seed, config.train.seed)}
+        if split_selects_others(saved_config, config):
+            compared["split"] = (saved_data.split, config.data.split)
         for name, (saved_value, current_value) in compared.items():
             if saved_value != current_value:
                 yield failed(
@@ -183,7 +214,7 @@ def _check_samples(reader: Any, config: Config, wanted: Any) -> Findings:
                     f"pass --{name} {saved_value}, or --override-data to continue with other samples",
                 )
                 return
-        if saved_config.data.paths != config.data.paths:
+        if saved_data.paths != config.data.paths:
             yield warning(
                 "resume",
                 "the run's corpora have other paths than the checkpoint's; training will compare the consumed samples "

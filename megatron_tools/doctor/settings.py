@@ -103,11 +103,20 @@ def check_memory(run: RunSettings, ranks: int, ranks_here: int | None, device_by
     ranks_here: number of ranks on a machine, None if unknown.
     device_bytes: memory of an accelerator, None if ranks run on the CPU.
     """
+    from megatron.config.parallel import SCHEDULES
     from megatron.estimate.per_rank import rank_memory
     from megatron.estimate.sizes import parameters, stages_of
 
     assert run.config is not None
     if run.resolved is None:
+        return
+    p = run.config.parallel
+    if p.pipe_parallel_size and SCHEDULES(p.pipeline_schedule):  # the check of an unknown name returns a text
+        yield warning(
+            "memory",
+            f"the memory was not estimated: --pipeline-schedule {p.pipeline_schedule} is no built-in schedule",
+            "check that the training script registers it by tds.schedule.register()",
+        )
         return
     zero_config = run.resolved.deepspeed.get("zero_optimization", {})
     if any(name.startswith("offload") for name in zero_config):

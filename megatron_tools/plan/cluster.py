@@ -100,8 +100,9 @@ def load_cluster(name: str) -> Cluster:
 
 def _parse_cluster(content: Any) -> Cluster:
     """Return the cluster that a parsed JSON file describes. Raises ValueError, naming the error, if it is invalid."""
-    # sustained is the only key that a file may omit. What is no object is refused in the next line.
-    content = {"sustained": 1.0, **content} if isinstance(content, dict) else content
+    # sustained is the only key that a file may omit. What is no object is refused below.
+    if isinstance(content, dict):
+        content = {"sustained": 1.0, **content}
     _check_keys(content, Cluster, "the file")
     if content["kind"] not in ("cpu", "accelerator"):
         raise ValueError(f"the key kind is {content['kind']!r}, not cpu or accelerator")
@@ -118,10 +119,11 @@ def _parse_cluster(content: Any) -> Cluster:
         _check_positive(f"peak_tflops.{dtype}", peak)
     links = {}
     for name in ("inside", "between"):
-        _check_keys(content[name], Link, name)
-        for figure, value in content[name].items():
+        link = content[name]
+        _check_keys(link, Link, name)
+        for figure, value in link.items():
             _check_positive(f"{name}.{figure}", value)
-        links[name] = Link(**content[name])
+        links[name] = Link(**link)
     return Cluster(**{**content, **links, "sources": tuple(content["sources"])})
 
 
@@ -133,9 +135,11 @@ def _check_keys(content: Any, cls: type, what: str) -> None:
     if not isinstance(content, dict):
         raise ValueError(f"{what} is not a JSON object")
     field_names = {field.name for field in fields(cls)}
-    if missing := sorted(field_names - set(content)):
+    missing = sorted(field_names - set(content))
+    if missing:
         raise ValueError(f"{what} lacks {', '.join(missing)}")
-    if unknown := sorted(set(content) - field_names):
+    unknown = sorted(set(content) - field_names)
+    if unknown:
         raise ValueError(f"{what} has unknown keys: {', '.join(unknown)}")
 
 

@@ -15,9 +15,9 @@ from megatron.config.ds_config import Resolved
 from megatron.estimate.sizes import Count, Shapes, Stage, padded_vocabulary
 from megatron.model.layers import Layer
 from megatron.model.work import sample_lengths
-from tds.schedule import find_schedule
 from tds.timetable import simulate_times
 
+from ..report.timetable import instructions_of
 from .cluster import Cluster, Link
 from .step_cost import Cost, Seconds
 
@@ -63,14 +63,14 @@ def pipeline_units(name: str, extra_warmup: int, chunks: int, stages: int, micro
     """
     if stages == 1:
         return float(micros)
-    schedule = find_schedule({"schedule": name, "extra_warmup": extra_warmup}, chunks)
     simulated = micros
     # These schedules reach a steady state, in which each further micro-batch adds one unit. A timetable of four times
     # as many micro-batches as stages contains it, and takes much less time to compute.
     is_steady = name in ("1f1b", "gpipe", "interleaved")
-    if is_steady and micros > 6 * stages * (1 + extra_warmup) and micros % stages == 0:
-        simulated = 4 * stages * (1 + extra_warmup)
-    plan = [list(schedule(stage, stages, simulated)) for stage in range(stages)]
+    warmup = stages * (1 + extra_warmup)
+    if is_steady and micros > 6 * warmup and micros % stages == 0:
+        simulated = 4 * warmup
+    plan = instructions_of(name, stages, simulated, chunks, extra_warmup)
     last_end = max(span.end for span in simulate_times(plan, 1.0, backward))
     # A forward pass takes 1 and a backward pass `backward`, so one unit is their sum.
     return last_end / (1.0 + backward) + micros - simulated
@@ -83,9 +83,11 @@ def all_reduce_seconds(size: float, ranks: int, link: Link, e: Efficiency) -> fl
     """
     if ranks == 1:
         return 0.0
-    sent = 2 * (ranks - 1) / ranks * size
-    # The ring has 2 (n - 1) steps, each with the latency of one message, of which at most 10 us count.
-    return sent / (link.gigabytes_per_second * 1e9 * e.link) + 2 * (ranks - 1) * min(link.latency_seconds, 1e-5)
+    steps = 2 * (ranks - 1)
+    sent = steps / ranks * size
+    bandwidth = link.gigabytes_per_second * 1e9 * e.link
+    # Each step of the ring has the latency of one message, of which at most 10 us count.
+    return sent / bandwidth + steps * min(link.latency_seconds, 1e-5)
 
 
 def expert_bytes(shapes: Shapes, layer: Layer) -> float:
@@ -115,11 +117,13 @@ def _all_to_all_seconds(shapes: Shapes, layer: Layer, cluster: Cluster, e: Effic
     ranks_in_node = cluster.ranks_in_a_node(ranks, shapes.ranks)
     # The rows go to ranks - 1 other ranks in equal parts; ranks - ranks_in_node of these are on other nodes.
     bytes_to_other_nodes = sent_bytes * (ranks - ranks_in_node) / (ranks - 1)
-    slowest = cluster.slowest_link(ranks, shapes.ranks)
+    bytes_in_node = sent_bytes - bytes_to_other_nodes
     far_seconds = bytes_to_other_nodes / (cluster.between.gigabytes_per_second * 1e9 * e.link)
-    near_seconds = (sent_bytes - bytes_to_other_nodes) / (cluster.inside.gigabytes_per_second * 1e9 * e.link)
+    near_seconds = bytes_in_node / (cluster.inside.gigabytes_per_second * 1e9 * e.link)
+    slowest = cluster.slowest_link(ranks, shapes.ranks)
     # Both kinds of links work at the same time. At most 10 us of latency count for each message.
-    return max(far_seconds, near_seconds) + (ranks - 1) * min(slowest.latency_seconds, 1e-5)
+    latency = (ranks - 1) * min(slowest.latency_seconds, 1e-5)
+    return max(far_seconds, near_seconds) + latency
 
 
 def _mlp_activation_bytes(shapes: Shapes, layer: Layer) -> float:
@@ -214,8 +218,9 @@ def stage_seconds(
         seconds.weights = all_reduce_seconds(weight_bytes, replicas, cluster.ring(replicas, shapes.ranks), e)
     if p.stages > 1:
         link = cluster.slowest_link(p.stages, shapes.ranks * replicas)
+        bandwidth = link.gigabytes_per_second * 1e9 * e.link
+        message_time = boundary_bytes(stage, shapes) / bandwidth + link.latency_seconds
         # Each chunk of layers sends hidden states forward and receives their gradients.
-        message_time = boundary_bytes(stage, shapes) / (link.gigabytes_per_second * 1e9 * e.link) + link.latency_seconds
         seconds.boundary = 2 * message_time * p.virtual_pipeline_size
     return seconds, model_flops, done_flops
 

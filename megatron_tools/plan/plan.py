@@ -14,10 +14,11 @@ from typing import Any
 from data_utils.cli import Parser, local_path, new_figure, run
 from megatron import presets
 from megatron.config import SECTIONS, Config
-from megatron.config.command_line import parse, read_flags, read_json, with_values
+from megatron.config.command_line import parse, read_json, with_values
 from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_config import enabled_formats
 from megatron.config.fields import problems_where, raise_first_problem
+from megatron.config.flags import read_flags
 from megatron.config.names import replace_renamed_flags
 from megatron.config.source import new_source
 from megatron.estimate.sizes import format_count, parameters
@@ -57,9 +58,11 @@ def _family_of(argv: list[str]) -> str:
     parsed, _ = parser.parse_known_args(argv)
     family = ""
     for path in parsed.config:
-        content = read_json(str(presets.find_preset(path, "models")))
+        preset = presets.find_preset(path, "models")
+        content = read_json(str(preset))
+        model_section = content.get("model", {})
         # A file may hold its settings flat or by section. A later file overrides an earlier one.
-        family = content.get("family") or content.get("model", {}).get("family") or family
+        family = content.get("family") or model_section.get("family") or family
     return str(parsed.family or family)
 
 
@@ -231,7 +234,7 @@ def draw_memory(layout: Layout, cluster: Cluster, path: str) -> None:
 
 
 def build_parser() -> Parser:
-    parser = TrainingFlagsParser(__doc__ or "", EXAMPLES)
+    parser = TrainingFlagsParser(__doc__, EXAMPLES)
     add = parser.add_argument
     add(
         "--model",

@@ -7,9 +7,9 @@ from data_utils.cli import split_columns
 from megatron.estimate.per_rank import Memory
 from megatron.estimate.sizes import format_count, parameters
 from megatron.model.work import sample_lengths
-from tds.schedule import find_schedule
 from tds.timetable import max_in_flight
 
+from ..report.timetable import instructions_of
 from .cluster import Cluster
 from .layouts import USABLE_MEMORY, Layout, shapes_of_layout
 from .step_cost import Cost
@@ -63,7 +63,8 @@ def layout_table(layouts: Sequence[Layout], tokens: float | None) -> Lines:
             assert layout.cost is not None
             row["time"] = format_duration(layout.cost.days(tokens))
         rows.append(row)
-    yield from as_table(list(rows[0]), [list(row.values()) for row in rows])
+    cells = [list(row.values()) for row in rows]
+    yield from as_table(list(rows[0]), cells)
 
 
 def _layout_cells(layout: Layout, has_experts: bool) -> dict[str, str]:
@@ -120,15 +121,12 @@ def explain_layout(layout: Layout, cluster: Cluster, tokens: float | None) -> Li
     yield f"parameters: {parameters(config):,} ({format_count(parameters(config))})"
     yield ""
     yield from stage_table(layout)
-    schedule = find_schedule(
-        {"schedule": p.pipeline_schedule, "extra_warmup": p.pipeline_extra_warmup}, p.virtual_pipeline_size
-    )
     # A larger schedule would take too long to write out.
     if p.stages > 1 and train.gas * p.stages <= 1 << 16:
-        kept = [
-            max_in_flight(list(schedule(s, p.stages, train.gas))) / p.virtual_pipeline_size for s in range(p.stages)
-        ]
-        yield f"micro-batches kept by each stage ({p.pipeline_schedule}): {', '.join(f'{micros:g}' for micros in kept)}"
+        chunks = p.virtual_pipeline_size
+        plan = instructions_of(p.pipeline_schedule, p.stages, train.gas, chunks, p.pipeline_extra_warmup)
+        kept = ", ".join(f"{max_in_flight(stage) / chunks:g}" for stage in plan)
+        yield f"micro-batches kept by each stage ({p.pipeline_schedule}): {kept}"
     yield (
         f"hidden states per micro-batch: {shapes.tokens[0]:,} tokens x {config.model.hidden_size:,} x "
         f"{shapes.width} bytes / {shapes.sequence_shards} ranks = {shapes.hidden(shapes.tokens[0]) / 1e6:,.1f} MB"
@@ -193,4 +191,5 @@ def stage_table(layout: Layout) -> Lines:
             continue
         first_stage = index
         rows.append([str(index), *row])
-    yield from as_table(["stage", "transformer layers of all layers", "parameters per rank", "GB", *MEMORY_KINDS], rows)
+    heads = ["stage", "transformer layers of all layers", "parameters per rank", "GB", *MEMORY_KINDS]
+    yield from as_table(heads, rows)

@@ -70,9 +70,10 @@ def _config_json(config: Config, steps: int | None) -> str:
     }
     content = {}
     for section, values in config.to_dict().items():
-        changed = {
-            name: value for name, value in values.items() if name in always_written or value != defaults[section][name]
-        }
+        changed = {}
+        for name, value in values.items():
+            if name in always_written or value != defaults[section][name]:
+                changed[name] = value
         if steps and section == "train":
             changed["train_iters"] = steps
         if changed:
@@ -87,10 +88,12 @@ def _ds_config(layout: Layout) -> str:
     content |= batch_sizes(layout.config, layout.devices)
     content.setdefault("steps_per_print", "auto")
     content.setdefault("gradient_clipping", "auto")
-    content["zero_optimization"] = {**content.get("zero_optimization", {}), "stage": layout.resolved.zero_stage}
+    zero_section = content.get("zero_optimization", {})
+    content["zero_optimization"] = {**zero_section, "stage": layout.resolved.zero_stage}
     precision = layout.resolved.precision
     if precision in ("bf16", "fp16"):
-        content[precision] = {**content.get(precision, {}), "enabled": True}
+        precision_section = content.get(precision, {})
+        content[precision] = {**precision_section, "enabled": True}
     return json.dumps(content, indent=2) + "\n"
 
 
@@ -98,7 +101,8 @@ def _run_script(layout: Layout, cluster: Cluster) -> str:
     """Return the run script: its launch command, with the data and addresses from the environment."""
     per_node = min(layout.devices, cluster.devices_per_node)
     nodes = layout.devices // per_node
-    assert layout.config.model.family and layout.config.model.vocab_size
+    model = layout.config.model
+    assert model.family and model.vocab_size
     launch_flags = f"--standalone --nproc-per-node {per_node}"
     if nodes > 1:
         launch_flags = (
@@ -106,17 +110,16 @@ def _run_script(layout: Layout, cluster: Cluster) -> str:
             f'--nproc-per-node {per_node} --master-addr "${{MASTER_ADDR:?the address of node 0}}" '
             f'--master-port "${{MASTER_PORT:-29500}}"'
         )
-    family = layout.config.model.family
     in_checkout = (CHECKOUT / "tools/launch.py").is_file()
-    start_command = f'"$PYTHON" "$ROOT/tools/launch.py" {launch_flags} "$ROOT/pretrain_{family}.py"'
+    start_command = f'"$PYTHON" "$ROOT/tools/launch.py" {launch_flags} "$ROOT/pretrain_{model.family}.py"'
     variables = f"\nROOT=${{ROOT:-{shlex.quote(str(CHECKOUT))}}}\nPYTHON=${{PYTHON:-python}}"
     data_commands = REQUIRE_USER_DATA
-    if layout.config.model.vocab_size >= MIN_SAMPLE_VOCABULARY:
-        data_commands = _prepare_sample_data(layout.config.model.vocab_size)
+    if model.vocab_size >= MIN_SAMPLE_VOCABULARY:
+        data_commands = _prepare_sample_data(model.vocab_size)
     # If this project is installed as a package, its commands are on PATH, and there is no sample corpus.
     if not in_checkout:
         variables = ""
-        start_command = f"megatron-launch {launch_flags} -m pretrain_{family}"
+        start_command = f"megatron-launch {launch_flags} -m pretrain_{model.family}"
         data_commands = REQUIRE_USER_DATA
     return f"""#!/usr/bin/env bash
 # Written by tools/plan.py: {layout.name} on {layout.devices} devices of {cluster.name}.

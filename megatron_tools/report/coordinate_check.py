@@ -7,6 +7,7 @@ the width, so wider models need smaller learning rates. Training flags describe 
 
 import argparse
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -23,12 +24,11 @@ from megatron.config.command_line import with_values
 from megatron.config.families import parse_any_family
 from megatron.config.mup import BASE_SIZES
 from megatron.model.attention import Attention
-from megatron.model.block import TransformerLayer
-from megatron.model.embedding import StackNorm
+from megatron.model.block import ParallelMLP, TransformerLayer
 from megatron.model.gpt2 import GPT2Model
+from megatron.model.gpt2_layers import StackNorm
 from megatron.model.lr_factors import layer_lr_factors
 from megatron.model.mixture import Mixture
-from megatron.model.mlp import ParallelMLP
 from megatron.model.muon_parameters import muon_parameters
 from megatron.model.t5 import T5Model
 from megatron.mpu import VocabParallelEmbedding
@@ -91,13 +91,13 @@ def activation_changes(config: Config, steps: int) -> Sizes:
     """Train the model for `steps` steps on one random batch, and return how much its activations have changed."""
     model_class: Any = T5Model if config.is_t5 else GPT2Model
     model = model_class(config, parallel_output=False).eval()
-    param_groups = group_keys(
-        model, config.optim, factors=layer_lr_factors(model, config.model, config.optim.muon_scale)
-    )
-    muon_weights = muon_parameters(model) if config.optim.muon_scale else ()
-    optimizer = build_optimizer(param_groups, config.optim, hidden=muon_weights, width=config.model.width_factor)
+    optim = config.optim
+    factors = layer_lr_factors(model, config.model, optim.muon_scale)
+    param_groups = group_keys(model, optim, factors=factors)
+    muon_weights = muon_parameters(model) if optim.muon_scale else ()
+    optimizer = build_optimizer(param_groups, optim, hidden=muon_weights, width=config.model.width_factor)
     for group in optimizer.param_groups:
-        group["lr"] = config.optim.lr * group["lr_factor"]
+        group["lr"] = optim.lr * group["lr_factor"]
     rng = torch.Generator().manual_seed(config.train.seed)
     sequence = torch.randint(config.model.vocab_size or 0, (BATCH_SIZE, config.data.seq_length + 1), generator=rng)
     tokens = sequence[:, :-1]
@@ -160,27 +160,25 @@ def measure_widths(base: Config, widths: Sequence[int], grow: str, steps: int, s
         changes[mup] = []
         for width in widths:
             config = config_of_width(width, base, grow, mup)
-            totals: Sizes = {}
-            for seed in range(1, seeds + 1):
-                for kind, change in activation_changes(with_values(config, {"seed": seed}), steps).items():
-                    totals[kind] = totals.get(kind, 0.0) + change
-            changes[mup].append({kind: total / seeds for kind, total in totals.items()})
+            changes[mup].append(_mean_changes(config, steps, seeds))
     return changes
+
+
+def _mean_changes(config: Config, steps: int, seeds: int) -> Sizes:
+    """Return the mean of `activation_changes` over `seeds` seeds."""
+    totals: Sizes = {}
+    for seed in range(1, seeds + 1):
+        seeded = with_values(config, {"seed": seed})
+        for kind, change in activation_changes(seeded, steps).items():
+            totals[kind] = totals.get(kind, 0.0) + change
+    return {kind: total / seeds for kind, total in totals.items()}
 
 
 def growth_exponent(widths: Sequence[int], sizes: Sequence[float]) -> float:
     """Return the exponent of the width with which the sizes grow, by least squares: 0 if they are flat."""
     log_widths = list(map(math.log, widths))
     log_sizes = list(map(math.log, sizes))
-    mean_width = sum(log_widths) / len(log_widths)
-    mean_size = sum(log_sizes) / len(log_sizes)
-    # The slope of log size over log width: covariance / variance.
-    products = 0.0
-    squares = 0.0
-    for log_width, log_size in zip(log_widths, log_sizes, strict=True):
-        products += (log_width - mean_width) * (log_size - mean_size)
-        squares += (log_width - mean_width) ** 2
-    return products / squares
+    return statistics.linear_regression(log_widths, log_sizes).slope
 
 
 def table_lines(widths: Sequence[int], changes: Mapping[bool, Sequence[Sizes]]) -> list[str]:
@@ -239,7 +237,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def build_parser() -> TrainingFlagsParser:
-    parser = TrainingFlagsParser(__doc__ or "", EXAMPLES)
+    parser = TrainingFlagsParser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="hidden sizes (default: 64 128 256 512)")
     add(

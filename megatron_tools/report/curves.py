@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import takewhile
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from .runs import Row, RunData, named_splits
 Runs = Sequence[RunData]
 Point = tuple[float, float | None]  # value and its place on the horizontal axis
 Shape = dict[str, Any]  # a line, level or mark of a chart, as page.js reads it
+Shapes = list[Shape]
 MAX_POINTS = 1500  # maximum number of points in a line; `thin_out` shortens longer lines
 
 
@@ -28,9 +28,9 @@ class Chart(NamedTuple):
     title: str
     unit: str
     log: bool
-    lines: list[Shape]
-    levels: list[Shape]
-    marks: list[Shape]
+    lines: Shapes
+    levels: Sequence[Shape] = ()
+    marks: Sequence[Shape] = ()
     zero: bool = False  # whether the vertical axis starts at 0
 
 
@@ -39,21 +39,23 @@ def thin_out(points: Sequence[Point]) -> list[Point]:
 
     The line is cut into ranges. From each range, the first, the last, the lowest and the highest point are kept.
     """
-    if len(points) <= MAX_POINTS:
+    count = len(points)
+    if count <= MAX_POINTS:
         return list(points)
 
     def value_at(i: int) -> float:
         return points[i][1] or 0.0
 
     # Up to four points of each range are kept, so there are MAX_POINTS / 4 ranges.
-    size = math.ceil(4 * len(points) / MAX_POINTS)
+    size = math.ceil(4 * count / MAX_POINTS)
     kept = []
-    for begin in range(0, len(points), size):
-        indices = range(begin, min(begin + size, len(points)))
+    for begin in range(0, count, size):
+        indices = range(begin, min(begin + size, count))
         known = [i for i in indices if points[i][1] is not None]
         chosen = {indices[0], indices[-1]}
         if known:
-            chosen |= {min(known, key=value_at), max(known, key=value_at)}
+            chosen.add(min(known, key=value_at))
+            chosen.add(max(known, key=value_at))
         kept += [points[i] for i in sorted(chosen)]
     return kept
 
@@ -86,22 +88,27 @@ def _perplexity(loss: float) -> float:
 
 def _loss_charts(runs: Runs) -> list[Chart]:
     """Return the charts of losses, perplexity and accuracy."""
-    loss: list[Shape] = []
-    perplexity: list[Shape] = []
-    accuracy: list[Shape] = []
-    levels: list[Shape] = []
-    marks: list[Shape] = []
+    loss = Shapes()
+    perplexity = Shapes()
+    accuracy = Shapes()
+    levels = Shapes()
+    marks = Shapes()
     for index, run in enumerate(runs):
         train = run.rows_of("train")
         valid = run.rows_of("valid")
-        loss.append(chart_line(index, "training", "raw", _points(train, "lm_loss")))
-        loss.append(chart_line(index, "validation", "dots", _points(valid, "lm_loss")))
-        loss.append(chart_line(index, "validation, masked text only", "dashed", _points(valid, "text_loss")))
-        loss.append(chart_line(index, "test", "squares", _points(run.rows_of("test"), "lm_loss")))
-        perplexity.append(chart_line(index, "training", "raw", _points(train, "lm_loss", _perplexity)))
-        perplexity.append(chart_line(index, "validation", "dots", _points(valid, "lm_loss", _perplexity)))
-        # The factor 100 turns shares into percentages.
-        accuracy.append(chart_line(index, "accuracy", "dots", _points(valid, "text_accuracy", partial(mul, 100))))
+        test = run.rows_of("test")
+        loss += [
+            chart_line(index, "training", "raw", _points(train, "lm_loss")),
+            chart_line(index, "validation", "dots", _points(valid, "lm_loss")),
+            chart_line(index, "validation, masked text only", "dashed", _points(valid, "text_loss")),
+            chart_line(index, "test", "squares", _points(test, "lm_loss")),
+        ]
+        perplexity += [
+            chart_line(index, "training", "raw", _points(train, "lm_loss", _perplexity)),
+            chart_line(index, "validation", "dots", _points(valid, "lm_loss", _perplexity)),
+        ]
+        percentages = _points(valid, "text_accuracy", partial(mul, 100))
+        accuracy.append(chart_line(index, "accuracy", "dots", percentages))
         for text_name, nats in run.baselines.items():
             levels.append({"run": index, "label": f"unigram entropy of the {text_name}", "y": round(nats, 4)})
         for row in train:
@@ -110,14 +117,17 @@ def _loss_charts(runs: Runs) -> list[Chart]:
     by_corpus = _split_lines(runs, "lm_loss", 1, "train", "valid", "test")
     tasks = _split_lines(runs, "accuracy", 100, "eval")
     shared = _merge_shared_levels(levels, len(runs))
-    ppl_levels = [{**level, "y": float(f"{math.exp(level['y']):.5g}")} for level in shared]
+    ppl_levels = []
+    for level in shared:
+        level_ppl = float(f"{math.exp(level['y']):.5g}")
+        ppl_levels.append({**level, "y": level_ppl})
     return [
         # name, title, unit, whether the axis is logarithmic, lines, levels, marks
         Chart("loss", "Loss", "nats per token", False, loss, shared, marks),
-        Chart("corpora", "Loss by corpus", "nats per token", False, by_corpus, [], []),
-        Chart("tasks", "Accuracy on --eval-tasks", "%", False, tasks, [], [], zero=True),
-        Chart("ppl", "Perplexity", "", True, perplexity, ppl_levels, []),
-        Chart("accuracy", "Accuracy on masked text", "%", False, accuracy, [], [], zero=True),
+        Chart("corpora", "Loss by corpus", "nats per token", False, by_corpus),
+        Chart("tasks", "Accuracy on --eval-tasks", "%", False, tasks, zero=True),
+        Chart("ppl", "Perplexity", "", True, perplexity, ppl_levels),
+        Chart("accuracy", "Accuracy on masked text", "%", False, accuracy, zero=True),
     ]
 
 
@@ -125,40 +135,42 @@ def _spike_marks(run: int, row: Row) -> Iterator[Shape]:
     """Yield a mark for each jump of the loss in a row of metrics.jsonl, and for each skipped step."""
     for spike in row.get("spikes", []):
         if spike.get("lm_loss") is not None:
-            yield {"run": run, "x": spike["iteration"], "label": f"the loss jumped to {spike['lm_loss']:.3f}"}
+            label = f"the loss jumped to {spike['lm_loss']:.3f}"
+            yield {"run": run, "x": spike["iteration"], "label": label}
     for spike in row.get("skipped_spikes", []):
         label = f"step skipped, {spike['name']} {spike['value']:.3f}"
         yield {"run": run, "x": spike["iteration"], "label": label}
 
 
-def _nan_marks(run: int, train: Sequence[Row]) -> list[Shape]:
+def _nan_marks(run: int, train: Sequence[Row]) -> Shapes:
     """Return a mark at the first log line from which on every loss is NaN, if the last loss is NaN."""
-    nan_rows = list(takewhile(lambda row: not math.isfinite(row["lm_loss"]), reversed(train)))
-    marks = []
-    # The last row from the end is the first of the NaN rows.
-    for row in nan_rows[-1:]:
+    first = None
+    for row in reversed(train):
+        if math.isfinite(row["lm_loss"]):
+            break
         first = row["iteration"]
-        label = f"NaN from iteration {first}"
-        marks.append({"run": run, "x": first, "label": label, "line": True})
-    return marks
+    if first is None:
+        return []
+    return [{"run": run, "x": first, "label": f"NaN from iteration {first}", "line": True}]
 
 
-def _split_lines(runs: Runs, key: str, factor: float, *parts: str) -> list[Shape]:
+def _split_lines(runs: Runs, key: str, factor: float, *parts: str) -> Shapes:
     """Return a line of `key` times `factor` for each corpus or task of each run. parts: as for `named_splits`."""
     lines = []
     for index, run in enumerate(runs):
         for split in named_splits(run.rows, *parts):
-            lines.append(chart_line(index, split, "parts", _points(run.rows_of(split), key, partial(mul, factor))))
+            points = _points(run.rows_of(split), key, partial(mul, factor))
+            lines.append(chart_line(index, split, "parts", points))
     return lines
 
 
-def _merge_shared_levels(levels: list[Shape], runs: int) -> list[Shape]:
+def _merge_shared_levels(levels: Shapes, runs: int) -> Shapes:
     """Return the horizontal lines `levels`. A line that all runs have in common appears once, with None as its run."""
-    groups: dict[tuple[str, float], list[Shape]] = {}
+    groups: dict[tuple[str, float], Shapes] = {}
     for level in levels:
         # Levels with equal text and value are the same line.
         groups.setdefault((level["label"], level["y"]), []).append(level)
-    merged: list[Shape] = []
+    merged = Shapes()
     for group in groups.values():
         # There are several runs, and each has this level.
         if len(group) == runs > 1:
@@ -193,11 +205,12 @@ def _training_charts(runs: Runs) -> list[Chart]:
         # Other metrics, such as the z-loss, are 0 in runs that do not use them, and then have no chart.
         shown = key in SHOWN_IF_ZERO
         for index, run in enumerate(runs):
-            line = chart_line(index, title.lower(), "plain", _points(run.rows_of("train"), key, partial(mul, factor)))
+            points = _points(run.rows_of("train"), key, partial(mul, factor))
+            line = chart_line(index, title.lower(), "plain", points)
             lines.append(line)
             shown = shown or any(line["y"])
         if shown:
-            charts.append(Chart(key, title, unit, log, lines, [], [], zero=not log))
+            charts.append(Chart(key, title, unit, log, lines, zero=not log))
     return charts
 
 
@@ -214,7 +227,7 @@ def _timer_charts(runs: Runs) -> list[Chart]:
             points = [(row["iteration"], row["timers_ms"].get(name)) for row in rows]
             lines.append(chart_line(index, name, "parts", points))
         title = title_with_run("Parts of an iteration", run.name, runs)
-        charts.append(Chart(f"timers{index}", title, "ms", False, lines, [], [], zero=True))
+        charts.append(Chart(f"timers{index}", title, "ms", False, lines, zero=True))
     return charts
 
 
@@ -230,14 +243,16 @@ def _layer_charts(runs: Runs) -> list[Chart]:
             if metric in EVEN_VALUES:
                 levels.append({"run": index, "label": "equal shares", "y": EVEN_VALUES[metric]})
             title = title_with_run(METRIC_TITLES[metric], run.name, runs)
-            charts.append(Chart(f"{metric}{index}", title, "", metric not in LINEAR_METRICS, lines, levels, []))
+            log = metric not in LINEAR_METRICS
+            charts.append(Chart(f"{metric}{index}", title, "", log, lines, levels))
     return charts
 
 
 def all_charts(runs: Runs) -> list[Chart]:
     """Return all charts that have values to show."""
+    charts = [*_loss_charts(runs), *_training_charts(runs), *_layer_charts(runs), *_timer_charts(runs)]
     shown = []
-    for chart in [*_loss_charts(runs), *_training_charts(runs), *_layer_charts(runs), *_timer_charts(runs)]:
+    for chart in charts:
         # Keep the lines that have at least one value.
         lines = [metric_line for metric_line in chart.lines if set(metric_line["y"]) - {None}]
         if lines:

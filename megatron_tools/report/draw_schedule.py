@@ -35,8 +35,10 @@ def as_text(spans: list[Span], stages: int, unit: float) -> str:
             # There are at most 8 chunks: Fa is a forward pass of the first.
             kind += "abcdefgh"[span.chunk]
         # A pass of 2 units in cells of 3 characters is shown as `B0--- `.
-        label = f"{kind}{span.micro}".ljust(cell_width * (end_column - begin_column) - 1, "-") + " "
-        rows[span.stage] = rows[span.stage].ljust(cell_width * begin_column) + label
+        width = cell_width * (end_column - begin_column)
+        label = f"{kind}{span.micro}".ljust(width - 1, "-")
+        row = rows[span.stage].ljust(cell_width * begin_column)
+        rows[span.stage] = f"{row}{label} "
     return "\n".join(f"stage {stage} | {row.rstrip()}" for stage, row in enumerate(rows))
 
 
@@ -60,53 +62,54 @@ def main(args: argparse.Namespace) -> None:
     if args.run:
         draw_run(args)
         return
-    if args.stages is None or args.micros is None:
+    stages = args.stages
+    if stages is None or args.micros is None:
         raise ValueError("give --stages and --micros, or --run")
-    if min(args.stages, args.micros) < 1:
+    if min(stages, args.micros) < 1:
         raise ValueError("--stages and --micros must be at least 1")
     if (args.chunks > 1) != (args.schedule == "interleaved"):
         raise ValueError(
             f"--chunks {args.chunks} does not fit --schedule {args.schedule}; use 2 to 8 chunks for interleaved and 1 "
             f"for the other schedules"
         )
-    plan = instructions_of(args.schedule, args.stages, args.micros, args.chunks, args.extra_warmup)
+    plan = instructions_of(args.schedule, stages, args.micros, args.chunks, args.extra_warmup)
     check_plan(plan, args.micros)
     spans = simulate_times(plan, args.forward, args.backward, args.message)
-    print(as_text(spans, args.stages, min(span.end - span.begin for span in spans)))
+    shortest = min(span.end - span.begin for span in spans)
+    print(as_text(spans, stages, shortest))
     in_flight = ", ".join(f"{max_in_flight(stage) / args.chunks:g}" for stage in plan)
-    print(f"bubble {bubble_fraction(spans):.1%}; micro-batches kept by each stage: {in_flight}")
-    extra = f", extra warmup {args.extra_warmup}" if args.extra_warmup else ""
     bubble = f"bubble {bubble_fraction(spans):.1%}"
-    label = f"{args.schedule}{extra}: {args.stages} stages, {args.micros} micro-batches, {bubble}"
-    write_figures(args.svg, args.png, {label: spans}, args.stages)
+    print(f"{bubble}; micro-batches kept by each stage: {in_flight}")
+    extra = f", extra warmup {args.extra_warmup}" if args.extra_warmup else ""
+    label = f"{args.schedule}{extra}: {stages} stages, {args.micros} micro-batches, {bubble}"
+    write_figures(args.svg, args.png, {label: spans}, stages)
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
-    parser.add_argument("--schedule", choices=BUILT_IN, default="1f1b", help="schedule (default: 1f1b)")
-    parser.add_argument(
+    parser = Parser(__doc__, EXAMPLES)
+    add = parser.add_argument
+    add("--schedule", choices=BUILT_IN, default="1f1b", help="schedule (default: 1f1b)")
+    add(
         "--extra-warmup",
         type=int,
         default=0,
         help="for 1f1b: a value of N multiplies the number of warm-up forward passes by 1 + N (default: 0)",
     )
-    parser.add_argument(
-        "--chunks", type=int, default=1, help="layer chunks per stage, for interleaved schedules (default: 1)"
-    )
-    parser.add_argument("--stages", type=int, help="pipeline stages")
-    parser.add_argument("--micros", type=int, help="micro-batches per step")
-    parser.add_argument("--forward", type=float, default=1.0, help="duration of a forward pass (default: 1)")
-    parser.add_argument("--backward", type=float, default=2.0, help="duration of a backward pass (default: 2)")
-    parser.add_argument("--message", type=float, default=0.0, help="duration of a message (default: 0)")
-    parser.add_argument(
+    add("--chunks", type=int, default=1, help="layer chunks per stage, for interleaved schedules (default: 1)")
+    add("--stages", type=int, help="pipeline stages")
+    add("--micros", type=int, help="micro-batches per step")
+    add("--forward", type=float, default=1.0, help="duration of a forward pass (default: 1)")
+    add("--backward", type=float, default=2.0, help="duration of a backward pass (default: 2)")
+    add("--message", type=float, default=0.0, help="duration of a message (default: 0)")
+    add(
         "--run",
         type=local_path,
         metavar="DIR",
         help="draw the measured schedule of this run, made with --trace, next to the ideal schedule",
     )
-    parser.add_argument("--iteration", type=int, help="iteration of --run (default: the iteration with median time)")
-    parser.add_argument("--svg", type=local_path, help="SVG file to write")
-    parser.add_argument("--png", type=local_path, help="PNG file to write (needs matplotlib)")
+    add("--iteration", type=int, help="iteration of --run (default: the iteration with median time)")
+    add("--svg", type=local_path, help="SVG file to write")
+    add("--png", type=local_path, help="PNG file to write (needs matplotlib)")
     return parser
 
 

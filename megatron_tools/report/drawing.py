@@ -14,13 +14,12 @@ from tds.timetable import Span
 # Kind of pass -> (its colour in chunks 0, 2, ... of a stage, its colour in chunks 1, 3, ...).
 COLOURS = {"F": ("#7aa6d9", "#b4cdea"), "B": ("#e0a458", "#eec999"), "W": ("#7fb685", "#b5d6b9")}
 KIND_NAMES = {"F": "forward", "B": "backward", "W": "weight gradients"}
-WIDTH, HEIGHT, LEFT, HEAD, AXIS = (
-    860,
-    34,
-    70,
-    26,
-    26,
-)  # pixels: total width, height of a stage, width of its name, height of the title, height of the time axis
+# Sizes in pixels.
+WIDTH = 860
+HEIGHT = 34  # of a stage
+LEFT = 70  # width of a stage's name
+HEAD = 26  # height of the title
+AXIS = 26  # height of the time axis
 
 Rows = Mapping[str, Sequence[Span]]
 
@@ -97,10 +96,12 @@ def _bar(span: Span, scale: float, y: int) -> str:
 def write_png(path: str | Path, rows: Rows, stages: int, unit: str) -> None:
     """Write the figure as PNG. Raises ValueError without matplotlib."""
     factor = 1e3 if unit == "ms" else 1.0
-    # 80 pixels make one inch. 10 pixels separate timetables, and 60 are for axis and legend.
-    size = (WIDTH / 80, (len(rows) * (stages * HEIGHT + HEAD + 10) + 60) / 80)
-    figure = new_figure("--png", figsize=size, layout="constrained")
+    # 10 pixels separate timetables, and 60 are for axis and legend. 80 pixels make one inch.
+    height = len(rows) * (stages * HEIGHT + HEAD + 10) + 60
+    figure = new_figure("--png", figsize=(WIDTH / 80, height / 80), layout="constrained")
     all_axes = figure.subplots(len(rows), sharex=True, squeeze=False)
+    stage_names = [f"stage {stage}" for stage in range(stages)]
+    min_numbered = 0.012 * last_end(rows) * factor
     for axes, (title, spans) in zip(all_axes[:, 0], rows.items(), strict=True):
         axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
         for span in spans:
@@ -116,9 +117,9 @@ def write_png(path: str | Path, rows: Rows, stages: int, unit: str) -> None:
                 linewidth=0.6,
             )
             # A narrower bar has no room for its number.
-            if duration > 0.012 * last_end(rows) * factor:
+            if duration > min_numbered:
                 axes.text(begin + duration / 2, span.stage, str(span.micro), ha="center", va="center", fontsize=9)
-        axes.set_yticks(range(stages), [f"stage {s}" for s in range(stages)])
+        axes.set_yticks(range(stages), stage_names)
         axes.invert_yaxis()
         axes.tick_params(left=False)
         axes.spines[["top", "right", "left"]].set_visible(False)

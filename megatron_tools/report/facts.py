@@ -1,10 +1,12 @@
 """Results of a run in a few lines, for the terminal and for the table on a page."""
 
+import contextlib
 import math
 import statistics
 from collections.abc import Sequence
 
 from data_utils.cli import align_columns, split_columns
+from megatron.tokenizer.load import find_vocab_file
 
 from .runs import RunData
 
@@ -111,6 +113,20 @@ def progress(run: RunData) -> tuple[str, float]:
     return f"{run.state()} · iteration {run.iteration:,} of {total:,}", share
 
 
+def tokenizer_note(runs: Sequence[RunData]) -> str:
+    """Return a note for runs whose tokenizers differ, as their losses cannot be compared; "" if they do not."""
+    vocabularies = set()
+    for run in runs:
+        vocab_file = run.config.data.vocab_file
+        if vocab_file is None:
+            continue
+        with contextlib.suppress(ValueError, OSError):  # the tokenizer is gone
+            vocabularies.add(find_vocab_file(vocab_file).read_bytes())
+    if len(vocabularies) < 2:
+        return ""
+    return "The runs have different tokenizers: compare their bits per byte, not their losses or perplexities."
+
+
 def facts_table(runs: Sequence[Facts]) -> list[tuple[str, list[str]]]:
     """Return a row (name, [value in each run]) for each fact, with "" for a run that lacks the fact.
 
@@ -137,7 +153,8 @@ def as_text(names: Sequence[str], runs: Sequence[Facts]) -> list[str]:
     # Each part has the names and as many runs as fit the terminal. If that needs several parts, turn the table.
     parts = list(split_columns(rows, gap=2))
     if len(parts) > 1:
-        parts = list(split_columns(list(zip(*rows, strict=True)), gap=2))
+        turned = list(zip(*rows, strict=True))
+        parts = list(split_columns(turned, gap=2))
     lines: list[str] = []
     for part in parts:
         lines += ["", *align_columns(part)]

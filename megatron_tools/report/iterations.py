@@ -30,15 +30,16 @@ class Iteration(NamedTuple):
         return bubble_fraction(self.spans)
 
 
-def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
-    """Return the training iterations that all stages of a replica recorded.
+def iterations(ranks: Sequence[RankTrace]) -> list[Iteration]:
+    """Return the training iterations that all stages of the first replica recorded.
 
     Each stage is represented by its first model-parallel rank.
     """
     stages = {}
     for rank in ranks:
-        if rank.metadata["replica"] == replica and rank.metadata["model"] == 0:
-            stages[rank.metadata["stage"]] = rank
+        metadata = rank.metadata
+        if metadata["replica"] == 0 and metadata["model"] == 0:
+            stages[metadata["stage"]] = rank
     # Every rank recorded the number of stages.
     count = next(iter(stages.values())).metadata["stages"] if stages else 1
     missing = set(range(count)) - stages.keys()
@@ -51,11 +52,11 @@ def iterations(ranks: Sequence[RankTrace], replica: int = 0) -> list[Iteration]:
         for event in rank.events:
             if event["cat"] == "step" and event["name"] == "train_batch":
                 steps[event["args"]["iteration"]][stage] = event
-    return [
-        _iteration(number, events_of_stages, stages)
-        for number, events_of_stages in sorted(steps.items())
-        if len(events_of_stages) == len(stages)
-    ]
+    complete = []
+    for number, events_of_stages in sorted(steps.items()):
+        if len(events_of_stages) == len(stages):
+            complete.append(_iteration(number, events_of_stages, stages))
+    return complete
 
 
 def _passes(rank: RankTrace, iteration: int) -> list[dict[str, Any]]:

@@ -22,7 +22,10 @@ SHARES_TITLE = "Share of tokens by expert in the last step"
 EVEN_VALUES = {"imbalance": 1.0}  # metric -> its value if a layer's experts have equal numbers of tokens
 # Metrics that may be negative or zero, so their axes and colours are not logarithmic.
 LINEAR_METRICS = {"attention_logit", "imbalance", "dead_experts", "share"}
-WIDTH, LEFT, HEIGHT = 860, 190, 16  # pixels: total width, width of a layer's name, height of a row
+# Sizes in pixels.
+WIDTH = 860
+LEFT = 190  # width of a layer's name
+HEIGHT = 16  # of a row
 MAX_COLUMNS = 120  # maximum number of columns of a heat map
 COLOUR_STOPS = (68, 1, 84), (33, 145, 140), (253, 231, 37)  # colours of the lowest, the middle and the highest value
 
@@ -86,8 +89,7 @@ def expert_shares(run: RunData) -> LayerValues | None:
     if not shares:
         return None
     num_experts = max(map(len, shares.values()))
-    share_lines: Lines = {f"even share, 1/{num_experts}": [1 / num_experts] * num_experts}
-    share_lines |= shares
+    share_lines: Lines = {f"even share, 1/{num_experts}": [1 / num_experts] * num_experts, **shares}
     return LayerValues("share", list(range(num_experts)), share_lines, "expert")
 
 
@@ -171,8 +173,8 @@ def _scale_html(metric: str, low: float, high: float) -> str:
 def _colour_of(share: float) -> str:
     # A share of 0.75 lies halfway between the middle colour and the highest: 0.75 * 2 - 1 = 0.5.
     half = min(int(share * 2), 1)  # 0 below the middle colour, 1 above
-    channels = (
-        low + (high - low) * (share * 2 - half)
-        for low, high in zip(COLOUR_STOPS[half], COLOUR_STOPS[half + 1], strict=True)
-    )
-    return "#" + "".join(f"{round(each):02x}" for each in channels)
+    colour = "#"
+    for low, high in zip(COLOUR_STOPS[half], COLOUR_STOPS[half + 1], strict=True):
+        channel = low + (high - low) * (share * 2 - half)
+        colour += f"{round(channel):02x}"
+    return colour

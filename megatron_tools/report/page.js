@@ -167,7 +167,8 @@ function draw(figure) {
     if (v.run !== null && state.hidden.has(v.run)) continue;
     const colour = v.run === null || about.names.length === 1 ? "var(--soft)" : `var(--c${v.run % 8})`;
     make("line", { x1: box.l, x2: w, y1: sy(v.y), y2: sy(v.y), style: `stroke:${colour};stroke-dasharray:3 3` }, inside);
-    make("text", { x: w - box.r - 4, y: sy(v.y) - 5, "text-anchor": "end" }, inside).textContent = v.label;
+    make("text", { x: w - box.r - 4, y: sy(v.y) - 5, "text-anchor": "end" }, inside).textContent =
+      v.run === null || about.names.length === 1 ? v.label : `${about.names[v.run]}: ${v.label}`;
   }
   for (const l of lines) {
     if (l.raw) make("path", { d: path(l.xs, l.raw, sx, sy), style: `fill:none;stroke:${l.colour};stroke-width:1`, opacity: 0.25 }, inside);

@@ -39,7 +39,8 @@ def page(
     parameters: number of parameters of each run's model, None if unknown. timetables: index in `runs` -> timetable.
     """
     here = resources.files("megatron_tools.report")
-    style, script = (here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style = here.joinpath("page.css").read_text(encoding="utf-8")
+    script = here.joinpath("page.js").read_text(encoding="utf-8")
     names = " · ".join(run.name for run in runs)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -73,6 +74,7 @@ def _body(
         _controls(),
         _figures(runs, all_charts(runs)),
         _table("Results", names, facts.facts_table(columns)),
+        _note(facts.tokenizer_note(runs)),
         _samples(runs),
         heat_map_sections(runs),
     ]
@@ -80,6 +82,10 @@ def _body(
         parts.append(_timetable(runs, i, table))
     parts.append(_settings(runs, compare_settings(saved_configs)))
     return "".join(parts)
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>' if text else ""
 
 
 def _dot(run: int) -> str:
@@ -166,13 +172,16 @@ def _samples(runs: Runs) -> str:
     for i, run in enumerate(runs):
         for row in run.rows_of("samples"):
             for sample in row["samples"]:
+                by_iteration = texts_by_prompt.setdefault(sample["prompt"], {})
                 # A row of texts, one for each run, begins empty.
-                texts = texts_by_prompt.setdefault(sample["prompt"], {}).setdefault(row["iteration"], [""] * len(runs))
+                texts = by_iteration.setdefault(row["iteration"], [""] * len(runs))
                 texts[i] = sample["text"]
     names = [run.name for run in runs]
     tables = ""
     for prompt, by_iteration in texts_by_prompt.items():
-        rows = [(f"{iteration:,}", texts) for iteration, texts in sorted(by_iteration.items())]
+        rows = []
+        for iteration, texts in sorted(by_iteration.items()):
+            rows.append((f"{iteration:,}", texts))
         tables += _table(f"Samples of “{prompt}”", names, rows)
     return f'<div class="samples">{tables}</div>' if tables else ""
 

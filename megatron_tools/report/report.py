@@ -13,7 +13,7 @@ from megatron.checkpointing.relocation import relocated
 from megatron.config import Config
 from megatron.config.command_line import from_file
 from megatron.config.data_stages import parse_stages
-from megatron.config.fields import describe_error
+from megatron.config.messages import describe_error
 from megatron.estimate.sizes import parameters
 
 from . import facts
@@ -28,6 +28,7 @@ EXAMPLES = """\
 
 
 MARKERS = {"train": None, "valid": "o", "test": "D"}  # kind of data -> marker of its points
+Curve = tuple[str, str, str, str, str | None]  # split, key, label, colour and marker
 
 
 def unigram_baselines(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
@@ -110,9 +111,9 @@ def draw_losses(rows: Sequence[Row], baselines: dict[str, float], path: Path, st
     save_figure(figure, path)
 
 
-def _loss_curves(rows: Sequence[Row]) -> list[tuple[str, str, str, str, str | None]]:
+def _loss_curves(rows: Sequence[Row]) -> list[Curve]:
     """Return (split, key, label, colour, marker) of each curve of the loss; a corpus has one colour in all splits."""
-    curves: list[tuple[str, str, str, str, str | None]] = [
+    curves: list[Curve] = [
         ("train", "lm_loss", "training loss", "#9db7d5", None),
         ("valid", "lm_loss", "validation loss", "#c2410c", "o"),
         ("valid", "text_loss", "validation loss on masked text", "#15803d", "s"),
@@ -122,20 +123,26 @@ def _loss_curves(rows: Sequence[Row]) -> list[tuple[str, str, str, str, str | No
     corpora = sorted({split.partition("/")[2] for split in splits})
     for split in splits:
         part, _, corpus = split.partition("/")
-        curves.append((split, "lm_loss", split, f"C{corpora.index(corpus) % 10}", MARKERS[part]))
+        colour = f"C{corpora.index(corpus) % 10}"
+        curves.append((split, "lm_loss", split, colour, MARKERS[part]))
     return curves
 
 
 def whole_page(runs: Sequence[RunData]) -> str:
     """Return the HTML of the page, with the timetables of the runs that recorded pipeline timelines."""
-    timetables = {index: table for index, run in enumerate(runs) if (table := read_timetable(Path(run.folder)))}
-    return page(runs, [_count_parameters(run.config) for run in runs], timetables)
+    timetables = {}
+    for index, run_data in enumerate(runs):
+        table = read_timetable(Path(run_data.folder))
+        if table:
+            timetables[index] = table
+    return page(runs, [_count_parameters(run_data.config) for run_data in runs], timetables)
 
 
 def _read_with_baselines(folder: Path, name: str) -> RunData:
     """Return a run with its unigram baselines. Raises ValueError for a folder that holds no run."""
     run_data = read_run(folder, name)
-    return replace(run_data, baselines=unigram_baselines(folder, run_data.config.to_dict(), run_data.rows_of("train")))
+    baselines = unigram_baselines(folder, run_data.config.to_dict(), run_data.rows_of("train"))
+    return replace(run_data, baselines=baselines)
 
 
 def _count_parameters(config: Config) -> int | None:
@@ -157,7 +164,11 @@ def main(args: argparse.Namespace) -> None:
     folders = [Path(path) for path in dict.fromkeys(run_paths)]
     names = short_names(folders)
     runs = [_read_with_baselines(folder, name) for folder, name in zip(folders, names, strict=True)]
-    print("\n".join(facts.as_text(names, list(map(facts.result_facts, runs)))), flush=True)
+    results = list(map(facts.result_facts, runs))
+    print("\n".join(facts.as_text(names, results)), flush=True)
+    note = facts.tokenizer_note(runs)
+    if note:
+        print(note, flush=True)
     for each in runs:
         if each.reason:
             print(f"{each.name} failed: {each.reason}", flush=True)
@@ -179,7 +190,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+    parser = Parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("runs", type=local_path, nargs="*", metavar="RUN", help="folders of runs")
     add("--run-dir", type=local_path, help="folder of one more run, as if given as RUN")

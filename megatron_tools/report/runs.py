@@ -139,26 +139,31 @@ class RunData:
         `tokens` and `hours` are the training tokens and training time up to and including each iteration. The hours do
         not include evaluation and checkpoints.
         """
-        values_by_axis: dict[str, list[float]] = {"iteration": [0.0], "tokens": [0.0], "hours": [0.0]}
+        iterations = [0.0]
+        tokens = [0.0]
+        hours = [0.0]
         for row in self.rows_of("train"):
-            tokens = float(row["consumed_tokens"])
+            consumed = float(row["consumed_tokens"])
             speed = row.get("tokens_per_second")
+            done = row["iteration"] - iterations[-1]
+            skipped = row.get("passed_over") or 0  # their samples count as consumed, but take no time
+            trained_share = max(1 - skipped / done, 0.0) if done > 0 else 1.0
             # A row gives the speed since the row before it.
-            hours = (tokens - values_by_axis["tokens"][-1]) / speed / 3600 if speed else 0.0
-            values_by_axis["iteration"].append(row["iteration"])
-            values_by_axis["tokens"].append(tokens)
-            values_by_axis["hours"].append(values_by_axis["hours"][-1] + hours)
-        last_index = len(values_by_axis["iteration"]) - 1
-        step = max(1, math.ceil((last_index + 1) / MAX_AXIS_POINTS))
+            added_hours = trained_share * (consumed - tokens[-1]) / speed / 3600 if speed else 0.0
+            iterations.append(row["iteration"])
+            tokens.append(consumed)
+            hours.append(hours[-1] + added_hours)
+        count = len(iterations)
+        step = math.ceil(count / MAX_AXIS_POINTS)
         # Every step-th index, and always the last.
-        kept_indices = sorted({*range(0, last_index + 1, step), last_index})
+        kept_indices = sorted({*range(0, count, step), count - 1})
         thinned = {}
-        for name, values in values_by_axis.items():
+        for name, values in (("iteration", iterations), ("tokens", tokens), ("hours", hours)):
             thinned[name] = [values[index] for index in kept_indices]
         return thinned
 
 
-def read_run(folder: Path, name: str | None = None, baselines: Mapping[str, float] | None = None) -> RunData:
+def read_run(folder: Path, name: str | None = None) -> RunData:
     """Return the run in `folder`. Raises ValueError if the folder holds no run."""
     rows = read_metrics(folder)
     saved_config = from_file(str(folder / "config.json"))
@@ -166,7 +171,7 @@ def read_run(folder: Path, name: str | None = None, baselines: Mapping[str, floa
     config = relocated(saved_config, folder)
     metrics_time = (folder / "metrics.jsonl").stat().st_mtime
     name = name or folder.resolve().name
-    return RunData(name, folder, config, saved_config, rows, baselines or {}, metrics_time)
+    return RunData(name, folder, config, saved_config, rows, metrics_time=metrics_time)
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

@@ -14,7 +14,10 @@ from tds.timetable import PASSES, Span, bubble_fraction, simulate_times
 from .drawing import last_end
 from .iterations import Iteration, iterations
 
-WIDTH, HEIGHT, LEFT = 900, 30, 64  # pixels: width of the figure, height of a stage, width of its name
+# Sizes in pixels.
+WIDTH = 900
+HEIGHT = 30  # of a stage
+LEFT = 64  # width of a stage's name
 
 
 class Timetable(NamedTuple):
@@ -84,7 +87,8 @@ def ideal_spans(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
     stages = int(about["stages"])
     chunks = int(about["chunks"]) if stages > 1 else 1
     micros = 1 + max(span.micro for span in spans)  # a schedule of batch sizes may need fewer than --gas
-    plan = instructions_of(str(about["schedule"]), stages, micros, chunks, int(about["extra_warmup"]))
+    extra_warmup = int(about["extra_warmup"])
+    plan = instructions_of(str(about["schedule"]), stages, micros, chunks, extra_warmup)
     durations: dict[tuple[str, int, int], list[float]] = {}
     for span in spans:
         key = (span.kind, span.stage, span.chunk)
@@ -100,7 +104,9 @@ def ideal_spans(about: Mapping[str, Any], spans: Sequence[Span]) -> list[Span]:
     first_begin = min(span.begin for span in ideal)
     shifted = []
     for span in ideal:
-        shifted.append(replace(span, begin=span.begin - first_begin, end=span.end - first_begin))
+        begin = span.begin - first_begin
+        end = span.end - first_begin
+        shifted.append(replace(span, begin=begin, end=end))
     return shifted
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config import Config
-from megatron.data.corpora import parse_blend
+from megatron.data.corpus_paths import parse_blend
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.splits import parse_split, split_documents
 
@@ -35,9 +35,12 @@ def count_tokens(data_path: list[str] | None, split: str, vocab_size: int) -> tu
     Returns None unless the run has exactly one corpus.
     """
     corpora = parse_blend(data_path or [])
-    if len(corpora) != 1 or not Path(f"{corpora[0][1]}.idx").is_file():
+    if len(corpora) != 1:
         return None
-    indexed = IndexedDataset(corpora[0][1])
+    prefix = corpora[0][1]
+    if not Path(f"{prefix}.idx").is_file():
+        return None
+    indexed = IndexedDataset(prefix)
     train, valid, _ = split_documents(parse_split(split), indexed.num_documents)
     document_ends = np.concatenate([[0], indexed.document_ends()])
 
@@ -81,16 +84,6 @@ def target_entropies(config: Config, samples: int) -> TargetEntropies | None:
     (train, valid, _), _ = T5().datasets(config, tokenizer)
     if train is None or valid is None:
         return None
-
-    def count_labels(dataset: Any, count: int) -> Counts:
-        label_counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
-        for index in range(count):
-            sample = dataset[index]
-            # Only labels with a loss mask above 0 count in the loss.
-            scored = sample["labels"][sample["loss_mask"] > 0].numpy()
-            label_counts += np.bincount(scored, minlength=len(label_counts))
-        return label_counts
-
     is_text = np.ones(tokenizer.vocab_size, dtype=bool)
     is_text[[tokenizer.eod, tokenizer.pad, *tokenizer.sentinels]] = False
     text_probabilities = np.zeros(tokenizer.vocab_size)
@@ -99,15 +92,28 @@ def target_entropies(config: Config, samples: int) -> TargetEntropies | None:
     text_probabilities[is_text] /= text_probabilities[is_text].sum()
     # The probability of sentinels and end tokens is their frequency in the targets of training samples. The other
     # tokens share the remaining probability in proportion to their frequency in the training text.
-    train_counts = count_labels(train, SENTINEL_SAMPLES)
-    valid_counts = count_labels(valid, samples)
+    train_counts = _count_labels(train, SENTINEL_SAMPLES, tokenizer.vocab_size)
+    valid_counts = _count_labels(valid, samples, tokenizer.vocab_size)
     mark_probabilities = (train_counts + 1)[~is_text] / (train_counts.sum() + (~is_text).sum())
     probabilities = np.where(is_text, text_probabilities * (1 - mark_probabilities.sum()), 0.0)
     probabilities[~is_text] = mark_probabilities
-
-    def cross_entropy(valid_counts: Counts, probabilities: NDArray[np.float64]) -> float:
-        return float(-(valid_counts * np.log(probabilities)).sum() / max(valid_counts.sum(), 1))
-
     return TargetEntropies(
-        cross_entropy(valid_counts, probabilities), cross_entropy(valid_counts[is_text], text_probabilities[is_text])
+        targets=_cross_entropy(valid_counts, probabilities),
+        text=_cross_entropy(valid_counts[is_text], text_probabilities[is_text]),
     )
+
+
+def _count_labels(dataset: Any, num_samples: int, num_labels: int) -> Counts:
+    """Return how often each label, [num_labels], counts in the loss of the first samples."""
+    counts = np.zeros(num_labels, dtype=np.int64)
+    for index in range(num_samples):
+        sample = dataset[index]
+        # Only labels with a loss mask above 0 count in the loss.
+        scored = sample["labels"][sample["loss_mask"] > 0].numpy()
+        counts += np.bincount(scored, minlength=num_labels)
+    return counts
+
+
+def _cross_entropy(counts: Counts, probabilities: NDArray[np.float64]) -> float:
+    """Return the mean of -log(probability) over the counted labels, in nats."""
+    return float(-(counts * np.log(probabilities)).sum() / max(counts.sum(), 1))

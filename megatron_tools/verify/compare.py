@@ -146,12 +146,14 @@ class Comparison:
         return -1, parameter
 
     def _make_difference(self, name: str, error: float, words: str) -> Difference:
-        kind = self.reference.kinds.get(name, "") or self.reference.kinds.get(name.rpartition(".")[0], "")
+        kinds = self.reference.kinds
+        kind = kinds.get(name, "") or kinds.get(name.rpartition(".")[0], "")
         return Difference(self.reference.layer_of(name), name, kind, error, words)
 
     def _compare_losses(self, verdict: Verdict) -> None:
         verdict.loss_error = 0.0
-        for step, (expected, loss) in enumerate(zip(self.reference.losses, self.run.losses, strict=True), start=1):
+        pairs = zip(self.reference.losses, self.run.losses, strict=True)
+        for step, (expected, loss) in enumerate(pairs, start=1):
             error = abs(expected - loss) / max(abs(expected), 1e-30)  # a loss may be 0
             if math.isnan(error):
                 error = math.inf
@@ -201,13 +203,12 @@ class Comparison:
         if differing_layers:
             first_layer = differing_layers[0]
             layer = self.reference.layer_of(first_layer.name)
-            in_layer = [
-                key
-                for key in differing
-                if key.micro == first_layer.micro and self.reference.layer_of(key.name) == layer
-            ]
-            first = in_layer[0]
-        verdict.forward = self._make_difference(first.name, errors[first], self._describe_output(first, errors[first]))
+            for key in differing:
+                if key.micro == first_layer.micro and self.reference.layer_of(key.name) == layer:
+                    first = key
+                    break
+        error = errors[first]
+        verdict.forward = self._make_difference(first.name, error, self._describe_output(first, error))
 
     def _output_errors(self, verdict: Verdict) -> dict[OutputKey, float]:
         """Return the relative error of each output that both runs recorded."""
@@ -252,9 +253,10 @@ class Comparison:
             )
         where = ""
         if len(joined) > 1:
-            bad_ranks = [
-                str(rank) for rank, output in enumerate(joined) if relative_error(output, expected) > self.tolerance
-            ]
+            bad_ranks = []
+            for rank, output in enumerate(joined):
+                if relative_error(output, expected) > self.tolerance:
+                    bad_ranks.append(str(rank))
             ranks = "ranks" if len(bad_ranks) > 1 else "rank"
             where = f" on model-parallel {ranks} {', '.join(bad_ranks)}"
         return (
@@ -354,15 +356,13 @@ def as_table(verdicts: Sequence[Verdict], tolerance: float) -> str:
             result = "agrees"
         elif v.run_error:
             result = "DID NOT RUN"
-        errors = map(_format_error, (v.loss_error, v.forward_error, v.gradient_error))
+        errors = []
+        for error in (v.loss_error, v.forward_error, v.gradient_error):
+            errors.append("-" if error is None else f"{error:.1e}")
         rows.append([v.layout, *errors, result])
         for explanation in explanations_of(v):
             explanations.append(f"{v.layout}: {explanation}")
     return "\n".join([*align_columns(rows), *explanations])
-
-
-def _format_error(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1e}"
 
 
 def explanations_of(v: Verdict) -> list[str]:

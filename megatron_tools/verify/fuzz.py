@@ -22,7 +22,8 @@ from megatron.checkpointing.reader import CheckpointReader
 from megatron.config import Config
 from megatron.config.command_line import parse
 from megatron.config.ds_config import resolve
-from megatron.config.fields import ConfigError, describe_error
+from megatron.config.fields import ConfigError
+from megatron.config.messages import describe_error
 from megatron.tasks import TASKS
 
 from .compare import GRADIENT_FLOOR, TOLERANCE, relative_error
@@ -42,8 +43,16 @@ ADAM_EPSILON = {"fp64": "1e-5", "fp32": "1e-3"}
 # Values of metrics.jsonl that measure speed or memory. `deviation` of a skipped step divides by the standard deviation
 # of two or three similar numbers, which enlarges rounding errors of fp32; these numbers themselves are compared.
 IGNORED_METRICS = {
-    *("tokens_per_second", "tflops", "mfu", "memory_mb", "memory_before_model_mb", "straggler", "timers_ms"),
-    *("seconds", "loss_scale", "deviation"),
+    "tokens_per_second",
+    "tflops",
+    "mfu",
+    "memory_mb",
+    "memory_before_model_mb",
+    "straggler",
+    "timers_ms",
+    "seconds",
+    "loss_scale",
+    "deviation",
 }
 MIN_SCALE = 1e-6  # errors of smaller numbers of the log are relative to this number
 Values = dict[str, Tensor]
@@ -81,16 +90,16 @@ class Fuzzer:
             return CaseResult(Outcome("refused", describe_error(error)))
         precision = "fp32" if case.layout.zero else "fp64"
         common_flags = [*RUN_FLAGS.split(), "--precision", precision, "--adam-eps", ADAM_EPSILON[precision]]
-        reference = reference_flags(case, config.train.batch_size) + common_flags
+        reference = (*reference_flags(case, config.train.batch_size), *common_flags)
         layout_flags = [*case.flags, *case.layout.flags(case.micros), *common_flags]
         # Both runs work at the same time, on ranks of their own. The last run in one process is kept, because shrinking
         # a failure often repeats it.
         layout_dir = self._start("layout", case.layout.ranks, layout_flags)
-        if tuple(reference) not in self._reference_runs:
+        if reference not in self._reference_runs:
             reference_dir = self._start("one", 1, reference)
-            self._reference_runs = {tuple(reference): self._finish("one", 1, reference_dir)}
+            self._reference_runs = {reference: self._finish("one", 1, reference_dir)}
         outcome, values = self._finish("layout", case.layout.ranks, layout_dir)
-        expected_outcome, expected_values = self._reference_runs[tuple(reference)]
+        expected_outcome, expected_values = self._reference_runs[reference]
         if expected_outcome.kind != "ok":
             return CaseResult(Outcome(expected_outcome.kind, f"in one process: {expected_outcome.message}"))
         if outcome.kind != "ok":
@@ -102,9 +111,11 @@ class Fuzzer:
         family = case.flags[case.flags.index("--family") + 1]
         world = case.layout.ranks
         precision = "fp32" if case.layout.zero else "fp64"
-        arguments = [*case.flags, *case.layout.flags(case.micros), *RUN_FLAGS.split(), "--precision", precision]
-        # Ranks work in `folder`, this process does not.
-        arguments = [str(self.folder / GROUPS_FILE) if argument == GROUPS_FILE else argument for argument in arguments]
+        words = [*case.flags, *case.layout.flags(case.micros), *RUN_FLAGS.split(), "--precision", precision]
+        arguments = []
+        for word in words:
+            # Ranks work in `folder`, this process does not.
+            arguments.append(str(self.folder / word) if word == GROUPS_FILE else word)
         config = parse(arguments, TASKS[family].defaults, world).with_batches(world)
         # Called only for the errors that it raises. Without fast bf16, as on a CPU.
         resolve(config, world, fast_bf16=False)
@@ -121,9 +132,11 @@ class Fuzzer:
         self._run_count += 1
         work_dir = self.folder / f"run{self._run_count}"
         work_dir.mkdir()
-        ranks = self._ranks.setdefault(f"{name}{world}", Ranks(world, self.folder, self.prepare))
+        new_ranks = Ranks(world, self.folder, self.prepare)
+        ranks = self._ranks.setdefault(f"{name}{world}", new_ranks)
         family = argv[argv.index("--family") + 1]
-        ranks.start(family, [*argv, "--run-dir", str(work_dir / "run")], work_dir / "meeting")
+        arguments = [*argv, "--run-dir", str(work_dir / "run")]
+        ranks.start(family, arguments, work_dir / "meeting")
         return work_dir
 
     def _finish(self, name: str, world: int, work_dir: Path) -> tuple[Outcome, Values]:
@@ -172,8 +185,9 @@ def read_run(run_dir: Path) -> Values:
     reader = CheckpointReader(checkpoint)
     values["checkpoint iteration"] = torch.tensor(float(reader.state["iteration"]))
     for key, entry in reader.tensors.items():
-        # All rows, along the dimension `dim` in which the tensor is stored in pieces.
-        values[key] = reader.read(key, entry["dim"], 0, entry["shape"][entry["dim"]])
+        # All rows, along the dimension in which the tensor is stored in pieces.
+        dim = entry["dim"]
+        values[key] = reader.read(key, dim, 0, entry["shape"][dim])
     return values
 
 
@@ -204,7 +218,8 @@ def compare_values(expected: Values, values: Values, tolerance: float) -> CaseRe
     for name in expected | values:
         errors[name] = math.inf
         if name in expected and name in values:
-            errors[name] = relative_error(values[name], expected[name], floors.get(_tensor_kind(name), MIN_SCALE))
+            floor = floors.get(_tensor_kind(name), MIN_SCALE)
+            errors[name] = relative_error(values[name], expected[name], floor)
     differences = [f"{name} differs by {error:.1e}" for name, error in errors.items() if error > tolerance]
     outcome = OK
     if differences:
@@ -225,7 +240,11 @@ def _error_floors(values: Values) -> dict[str, float]:
     squares: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for name, value in values.items():
-        if kind := _tensor_kind(name):
+        kind = _tensor_kind(name)
+        if kind:
             squares[kind] += value.double().square().sum().item()  # type: ignore[assignment]
             counts[kind] += value.numel()
-    return {kind: GRADIENT_FLOOR * math.sqrt(squares[kind] / max(counts[kind], 1)) for kind in squares}
+    floors = {}
+    for kind, total in squares.items():
+        floors[kind] = GRADIENT_FLOOR * math.sqrt(total / max(counts[kind], 1))
+    return floors

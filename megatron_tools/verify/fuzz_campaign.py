@@ -6,11 +6,10 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from megatron.config.fields import ConfigError, describe_error
+from megatron.config.fields import ConfigError
+from megatron.config.messages import describe_error
 
 from .fuzz import CaseResult, Fuzzer
 from .fuzz_data import write_data
@@ -61,9 +60,10 @@ class Campaign:
         if args.flags:
             for text in args.layouts:
                 layout = read_layout(text)
-                # No drawn values (None): the given flags cannot be shrunk. By default, each replica gets two
-                # micro-batches.
-                self._run_case(str(layout), Case(layout, args.micros or 2 * layout.dp, tuple(args.flags)), None)
+                micros = args.micros or 2 * layout.dp  # By default, each replica gets two.
+                case = Case(layout, micros, tuple(args.flags))
+                # No drawn values (None): the given flags cannot be shrunk.
+                self._run_case(str(layout), case, None)
         else:
             for number in range(args.draw, args.draw + args.fuzz):
                 chosen = self.draw_accepted(number)
@@ -117,7 +117,8 @@ class Campaign:
             print("  a second run of this draw does not fail in this way, so it is not shrunk")
             return
         smallest, last_result = shrink(self.fuzzer, chosen, result)
-        print(f"  smallest settings: {_format_settings(smallest)}")
+        settings = ", ".join(f"{name} {value}" for name, value in smallest.items())
+        print(f"  smallest settings: {settings}")
         print(_indent(last_result.outcome.message))
         print(f"  {COMMAND} --seed {self.seed} {case_of(smallest).command}", flush=True)
 
@@ -143,15 +144,18 @@ def shrink(fuzzer: Fuzzer, chosen: Chosen, result: CaseResult) -> tuple[Chosen, 
         count_before = len(smallest)
         names = [name for name in smallest if name != "--family"]
         for start in range(0, len(names), group_size):
-            reduced = {name: value for name, value in smallest.items() if name not in names[start : start + group_size]}
+            group = names[start : start + group_size]
+            reduced = {name: value for name, value in smallest.items() if name not in group}
             smallest, result = _keep_if_failing(fuzzer, reduced, smallest, result)
         # Halve the groups after each round. Rounds with single values are repeated until one resets nothing.
         if group_size > 1 or len(smallest) == count_before:
             group_size //= 2
     for name, setting_range in ranges_of(smallest.get("--family", "llama")).items():
-        # The values before the chosen one are simpler. They are tried from the nearest to the simplest.
         alternatives = list(setting_range.alternatives)
-        simpler = alternatives[: alternatives.index(smallest[name])] if smallest.get(name) in alternatives else []
+        if smallest.get(name) not in alternatives:
+            continue
+        # The values before the chosen one are simpler. They are tried from the nearest to the simplest.
+        simpler = alternatives[: alternatives.index(smallest[name])]
         for value in reversed(simpler):
             smallest, result = _keep_if_failing(fuzzer, {**smallest, name: value}, smallest, result)
     return smallest, result
@@ -168,10 +172,6 @@ def failure_kind(result: CaseResult) -> str:
     # A traceback ends with a line such as `ValueError: ...`, whose first word is the type.
     last_line = result.outcome.message.strip().rpartition("\n")[2]
     return f"{result.outcome.kind} {last_line.partition(':')[0] if result.outcome.kind == 'crash' else ''}"
-
-
-def _format_settings(chosen: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in chosen.items())
 
 
 def _refusal_reason(message: str) -> str:

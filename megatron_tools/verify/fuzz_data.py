@@ -45,8 +45,11 @@ def write_data(folder: Path, seed: int) -> None:
             for _ in range(600 // max_length + 60):
                 # The corpora overlap: their ids are 10 to 222, 50 to 242 and 90 to 262. 1 to max_length - 1 tokens
                 # precede eod.
-                ids = rng.integers(10 + 40 * number, VOCAB_SIZE - 60 + 20 * number, int(rng.integers(1, max_length)))
+                length = int(rng.integers(1, max_length))
+                ids = rng.integers(10 + 40 * number, VOCAB_SIZE - 60 + 20 * number, length)
                 tokens.add_document(np.append(ids, eod))
+                draws = rng.random(length + 1)
                 # A document draws its own share of targets: up to a third in a, two thirds in b, and all in c.
-                masks.add_document((rng.random(len(ids) + 1) < rng.random() * (number + 1) / 3).astype(np.uint8))
+                share = rng.random() * (number + 1) / 3
+                masks.add_document((draws < share).astype(np.uint8))
     (folder / GROUPS_FILE).write_text(json.dumps(PARAM_GROUPS), encoding="utf-8")

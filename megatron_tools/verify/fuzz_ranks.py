@@ -12,14 +12,26 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.config.fields import ConfigError, describe_error
+from megatron.config.fields import ConfigError
+from megatron.config.messages import describe_error
 
 PRELOADED_MODULES = (
-    *("torch._dynamo", "torch.profiler._cupti_monitor", "deepspeed.module_inject.auto_ep_layer"),
-    *("deepspeed.runtime.zero.muon.muon_optimizer", "megatron.training.entry", "megatron.model.t5_pipe"),
-    *("megatron.tasks.t5", "megatron.tasks.sft", "megatron.tasks.prefix", "megatron.tasks.fill_in_the_middle"),
-    *("megatron.features.corpus_losses", "megatron.features.layer_log", "megatron.features.expert_log"),
-    *("megatron.tokenizer.sentencepiece", "sentencepiece", "megatron_tools.verify.fuzz_ranks"),
+    "torch._dynamo",
+    "torch.profiler._cupti_monitor",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "megatron.training.entry",
+    "megatron.model.t5_pipe",
+    "megatron.tasks.t5",
+    "megatron.tasks.sft",
+    "megatron.tasks.prefix",
+    "megatron.tasks.fill_in_the_middle",
+    "megatron.features.corpus_losses",
+    "megatron.features.layer_log",
+    "megatron.features.expert_log",
+    "megatron.tokenizer.sentencepiece",
+    "sentencepiece",
+    "megatron_tools.verify.fuzz_ranks",
 )
 MAX_RUNS = 8  # ranks are replaced after this many runs, because each run leaves threads of gloo and of watchdogs
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron.config.fields import format_flag
+from megatron.config.messages import format_flag
 
 from .layouts import LAYOUT_KEYS, Layout
 
@@ -42,7 +42,8 @@ class Range:
         if value is None:
             return []
         # A range such as `rotary` is no flag itself; its values are words such as `--rope-theta 50`.
-        return format_flag(self.name, value).split() if self.name.startswith("--") else str(value).split()
+        text = format_flag(self.name, value) if self.name.startswith("--") else str(value)
+        return text.split()
 
 
 EXPERTS = ("--num-experts",)
@@ -52,8 +53,12 @@ FIM = "--fim-rate 0.7 --fim-tokens <prefix> <middle> <suffix>"
 OPERATIONS = "biased-attention cross-entropy document-attention gated-gelu relative-positions rms-norm rope swiglu"
 RELATIVE = "relative --relative-attention-num-buckets 8 --relative-attention-max-distance 12"
 RECOMPUTATION = (
-    *("--checkpoint-activations", "--checkpoint-attention", "--offload-activations", "--recompute-modules norm"),
-    *("--recompute-modules qkv activation", "--checkpoint-activations --checkpoint-num-layers 2"),
+    "--checkpoint-activations",
+    "--checkpoint-attention",
+    "--offload-activations",
+    "--recompute-modules norm",
+    "--recompute-modules qkv activation",
+    "--checkpoint-activations --checkpoint-num-layers 2",
 )
 ROTARY = ("--rope-theta 50", "--rotary-percent 0.5", "--rope-scaling linear --rope-scaling-factor 2")
 MUON = "muon --muon-momentum 0.5 --no-muon-nesterov --muon-ns-steps 2 --muon-adjust-lr-fn original --muon-lr-factor 0.5"
@@ -149,7 +154,9 @@ OPTIONS = (
 )
 # Stacks of a T5 that a uniform partition cuts between a table of relative positions and the layer that reads it.
 CUT_BEFORE_A_LAYER = {
-    **{"--partition-method": "uniform", "--num-layers": 4, "--num-decoder-layers": 1},
+    "--partition-method": "uniform",
+    "--num-layers": 4,
+    "--num-decoder-layers": 1,
     "--position-embedding": RELATIVE,
 }
 
@@ -194,7 +201,8 @@ def case_of(chosen: Chosen) -> Case:
     flags = ["--family", family]
     for setting_range in ranges_of(family).values():
         if all(chosen.get(name) for name in setting_range.needs):
-            flags += setting_range.to_flags(chosen.get(setting_range.name, setting_range.plain))
+            value = chosen.get(setting_range.name, setting_range.plain)
+            flags += setting_range.to_flags(value)
     layout_sizes = {name: chosen[name] for name in LAYOUT_KEYS if name in chosen}
     if "--num-experts" not in chosen:
         layout_sizes.pop("ep", None)
@@ -211,16 +219,23 @@ def draw(rng: random.Random, few: bool) -> dict[str, Any]:
     family = rng.choice(("gpt2", "llama", "llama", "t5", "t5"))
     chosen = {"--family": family, **_draw_layout(rng, family)}
     ranges = ranges_of(family)
-    # Sampling without replacement (Efraimidis and Spirakis 2006): the largest keys random() ** (1 / weight) win. The
-    # weights are 1 for settings that are drawn often and 1/3 for others.
-    ordered = sorted(ranges.values(), key=lambda each: rng.random() ** (1 if each.often else 3), reverse=True)
+
+    def random_key(each: Range) -> float:
+        # Sampling without replacement (Efraimidis and Spirakis 2006): the largest keys random() ** (1 / weight) win.
+        # The weights are 1 for settings that are drawn often and 1/3 for others.
+        return rng.random() if each.often else rng.random() ** 3
+
+    ordered = sorted(ranges.values(), key=random_key, reverse=True)
     share = rng.choice((0.2, 0.4, 0.6))
     count = rng.randint(0, 3) if few else round(share * len(ordered))
     for each in ordered[:count]:
         if few:
-            needed = [ranges[name] for name in each.needs if name in ranges]
+            needed = {}
+            for name in each.needs:
+                if name in ranges:
+                    needed[name] = rng.choice(ranges[name].alternatives)
             # Values that are already chosen override those drawn here.
-            chosen = {needed_range.name: rng.choice(needed_range.alternatives) for needed_range in needed} | chosen
+            chosen = needed | chosen
         chosen.setdefault(each.name, rng.choice(each.alternatives))
     return chosen
 

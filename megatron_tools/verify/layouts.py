@@ -49,11 +49,11 @@ class Layout:
             raise ConfigError(
                 f"layout {self}: {micros} micro-batches cannot be split over {self.dp} replicas; change --micros"
             )
-        sequence_flags = ["--sequence-parallel" if self.sp else "--no-sequence-parallel"]
+        sequence_flag = "--sequence-parallel" if self.sp else "--no-sequence-parallel"
         context_flags = ["--context-parallel-size", str(self.cp)] if self.cp > 1 else []  # a T5 rejects this flag
         return [
             "--pipe-parallel-size", str(self.pp), "--model-parallel-size", str(self.tp), *context_flags,
-            *sequence_flags, "--expert-parallel-size", str(self.ep), "--pipeline-schedule", self.schedule,
+            sequence_flag, "--expert-parallel-size", str(self.ep), "--pipeline-schedule", self.schedule,
             "--virtual-pipeline-size", str(self.vpp), "--zero-stage", str(self.zero),
             "--gas", str(micros // self.dp),
         ]  # fmt: skip

@@ -41,12 +41,6 @@ def named_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return layers
 
 
-def _named_modules(layers: list[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    for layer_name, layer in layers:
-        for name, module in layer.named_modules():
-            yield f"{layer_name}.{name}" if name else layer_name, module
-
-
 def _tensors_in(outputs: Any) -> Iterator[Tensor]:
     """Yield the tensors in a module's output, in order."""
     if isinstance(outputs, Tensor):
@@ -84,17 +78,27 @@ class Recorder:
         self._model = engine.deepspeed.module
         mesh = mpu.get_mesh()
         self.record: dict[str, Any] = {
-            "rank": dist.get_rank(), "pipe": mesh.pipe.rank, "data": mesh.data.rank, "model": mesh.model.rank,
-            "share": tuple(mesh.share), "context": mesh.context.size, "expert": mesh.expert.size,
-            "layers": [], "kinds": {}, "specs": {}, "weights": {},
-        }  # fmt: skip
-        layers = named_layers(self._model)
-        for name, _ in layers:
-            self.record["layers"].append(name)
-        for name, module in _named_modules(layers):
-            self.record["kinds"][name] = type(module).__name__
-            self._hooks.append(module.register_forward_pre_hook(partial(self._enter_module, name)))
-            self._hooks.append(module.register_forward_hook(partial(self._leave_module, name)))
+            "rank": dist.get_rank(),
+            "pipe": mesh.pipe.rank,
+            "data": mesh.data.rank,
+            "model": mesh.model.rank,
+            "share": tuple(mesh.share),
+            "context": mesh.context.size,
+            "expert": mesh.expert.size,
+            "layers": [],
+            "kinds": {},
+            "specs": {},
+            "weights": {},
+        }
+        for layer_name, layer in named_layers(self._model):
+            self.record["layers"].append(layer_name)
+            for inner_name, module in layer.named_modules():
+                name = f"{layer_name}.{inner_name}" if inner_name else layer_name
+                self.record["kinds"][name] = type(module).__name__
+                self._hooks += [
+                    module.register_forward_pre_hook(partial(self._enter_module, name)),
+                    module.register_forward_hook(partial(self._leave_module, name)),
+                ]
         for name, parameter in global_parameters(self._model):
             self.record["specs"][name] = _sharding_of(parameter)
             self.record["weights"][name] = zero_state.get_weight(parameter).detach().cpu().clone()
@@ -202,9 +206,16 @@ class Recorder:
         trained_fingerprints = {}
         for name, parameter in global_parameters(self._model):
             trained_fingerprints[name] = int(fingerprint(zero_state.get_weight(parameter)))
-        record = {**self.record, "losses": self.losses, "outputs": self.outputs, "gradients": self.gradients}
-        record["trained"] = trained_fingerprints
-        record |= {"buffers": buffers, "changed": changed_buffers, "cut_short": self._output_bytes > MAX_OUTPUT_BYTES}
+        record = {
+            **self.record,
+            "losses": self.losses,
+            "outputs": self.outputs,
+            "gradients": self.gradients,
+            "trained": trained_fingerprints,
+            "buffers": buffers,
+            "changed": changed_buffers,
+            "cut_short": self._output_bytes > MAX_OUTPUT_BYTES,
+        }
         torch.save(record, self.folder / f"rank{dist.get_rank()}.pt")
 
 

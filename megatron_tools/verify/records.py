@@ -4,12 +4,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+RankRecord = dict[str, Any]  # content of the file that a rank wrote
 Tensors = dict[str, list[Tensor]]  # name -> tensors of several ranks
 
 
@@ -32,7 +34,7 @@ class Records:
     ranks: the content of each rank's file. micros: number of micro-batches in an iteration, over all replicas.
     """
 
-    ranks: list[dict[str, Any]]
+    ranks: list[RankRecord]
     micros: int
 
     @classmethod
@@ -71,15 +73,15 @@ class Records:
         used_names = set[str]()
         for rank in self.ranks:
             used_names.update(rank["gradients"])
-        parts_by_copy: dict[str, dict[Any, list[tuple[Any, Tensor]]]] = defaultdict(lambda: defaultdict(list))
+        parts_by_copy: dict[tuple[str, int, int], list[tuple[Any, Tensor]]] = defaultdict(list)
         for rank in self.ranks:
             for name, value in rank["weights"].items():
                 if name in rank["gradients"] or name not in used_names:
-                    parts_by_copy[name][rank["pipe"], rank["data"]].append((rank["specs"][name], value))
+                    part = (rank["specs"][name], value)
+                    parts_by_copy[name, rank["pipe"], rank["data"]].append(part)
         joined: Tensors = defaultdict(list)
-        for name, copies in parts_by_copy.items():
-            for parts in copies.values():
-                joined[name] += _join_shards(parts)
+        for (name, _, _), parts in parts_by_copy.items():
+            joined[name] += _join_shards(parts)
         return dict(joined)
 
     def gradients(self) -> Tensors:
@@ -89,16 +91,17 @@ class Records:
         model-parallel rank for any other parameter.
         """
         sums: dict[str, dict[int, Any]] = defaultdict(dict)
-        for rank in sorted(self.ranks, key=lambda rank: int(rank["model"])):
+        for rank in sorted(self.ranks, key=itemgetter("model")):
             for name, value in rank["gradients"].items():
                 sums_by_rank = sums[name]
                 spec = rank["specs"][name]
+                model_rank = rank["model"]
                 # `scale` is the factor on the losses that makes up for averaging over replicas.
                 total = value / rank["scale"]
-                if rank["model"] in sums_by_rank:
-                    spec, earlier = sums_by_rank[rank["model"]]
+                if model_rank in sums_by_rank:
+                    spec, earlier = sums_by_rank[model_rank]
                     total = earlier + total
-                sums_by_rank[rank["model"]] = (spec, total)
+                sums_by_rank[model_rank] = (spec, total)
         return {name: _join_shards(list(parts.values())) for name, parts in sums.items()}
 
     def unequal_weights(self) -> list[str]:
@@ -115,7 +118,11 @@ class Records:
                 # `trained` has a fingerprint of the bits of each weight after the last step. Equal copies add one,
                 # others more.
                 fingerprints[name, shard_index].add(rank["trained"][name])
-        return list(dict.fromkeys(name for (name, _), values in fingerprints.items() if len(values) > 1))
+        unequal = []
+        for (name, _), values in fingerprints.items():
+            if len(values) > 1 and name not in unequal:
+                unequal.append(name)
+        return unequal
 
     def buffers(self) -> Tensors:
         """Return buffer name -> the ranks' copies of this persistent buffer after the last step.
@@ -137,17 +144,18 @@ class Records:
     @cached_property
     def outputs(self) -> dict[OutputKey, list[Tensor]]:
         """Output tensor -> its parts on the model-parallel ranks. Outputs have the order in which modules returned."""
-        pipelines: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
-        for rank in sorted(self.ranks, key=lambda rank: int(rank["pipe"])):
-            pipelines[rank["share"][0], rank["model"]].append(rank)
+        pipelines: dict[tuple[int, int], list[RankRecord]] = defaultdict(list)
+        for rank in sorted(self.ranks, key=itemgetter("pipe")):
+            # Each pair of a replica and a tensor-parallel rank is one pipeline of stages.
+            replica, _ = rank["share"]
+            pipelines[replica, rank["model"]].append(rank)
         parts_by_key: dict[OutputKey, dict[int, Tensor]] = defaultdict(dict)
-        # share: index of the replica. model: tensor-parallel rank. Each pair is one pipeline of stages.
-        for share, model in sorted(pipelines):
-            for key, value in self._outputs_of(pipelines[share, model]):
+        for (_, model), stages in sorted(pipelines.items()):
+            for key, value in self._outputs_of(stages):
                 parts_by_key[key][model] = value
         return {key: list(parts.values()) for key, parts in parts_by_key.items()}
 
-    def _outputs_of(self, stages: Sequence[dict[str, Any]]) -> Iterator[tuple[OutputKey, Tensor]]:
+    def _outputs_of(self, stages: Sequence[RankRecord]) -> Iterator[tuple[OutputKey, Tensor]]:
         """Yield each output that one pipeline recorded, with its OutputKey. stages: records of the pipeline's ranks.
 
         The calls of a tied module are numbered stage by stage, from the first stage to the last stage.
@@ -168,7 +176,8 @@ class Records:
             # on stage 0, the first call on stage 1 has the index 2.
             calls[chunk, pipe] = max(calls.get((chunk, pipe), 0), call + 1)
             earlier_calls = sum(calls.values()) - calls[chunk, pipe]
-            yield OutputKey(micro, output["name"], earlier_calls + call, output["number"]), output["value"]
+            key = OutputKey(micro, output["name"], earlier_calls + call, output["number"])
+            yield key, output["value"]
 
 
 def _join_shards(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
@@ -182,8 +191,9 @@ def _join_shards(parts: Sequence[tuple[Any, Tensor]]) -> list[Tensor]:
     whole = torch.zeros(first_spec["full"], dtype=value.dtype)
     for spec, value in parts:
         dim, begin, end = spec["rows"]
-        rows = value.reshape(spec["local"]).narrow(dim, 0, end - begin)
-        whole.narrow(dim, begin, end - begin).copy_(rows)
+        length = end - begin
+        rows = value.reshape(spec["local"]).narrow(dim, 0, length)
+        whole.narrow(dim, begin, length).copy_(rows)
     return [whole]
 
 

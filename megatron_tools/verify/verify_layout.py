@@ -25,6 +25,10 @@ EXAMPLES = """\
   python tools/verify_layout.py examples/pretrain_decoder.py --layouts "pp 2" "tp 2, sp" --precision fp64 -- \\
       --data-path ...
   python tools/verify_layout.py --fuzz 100 --seed 1"""
+FIXED_FLAGS = (
+    "--batch-size-schedule none --train-samples none --eval-iters 0 --eval-interval 0 --save-interval 0 "
+    "--no-save-at-end --log-interval 1 --no-compile --no-tensorboard --num-workers 0"
+)
 TIMEOUT = 600.0  # seconds of a layout
 NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")}
 
@@ -32,12 +36,8 @@ NO_DEVICES = {name: "" for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 def flags_of_layout(args: argparse.Namespace, layout: Layout, micros: int, run_dir: Path) -> list[str]:
     """Return the script's flags for one layout: the user's flags, then this tool's flags, which override them."""
     dropout = [] if args.keep_dropout else ["--hidden-dropout", "0", "--attention-dropout", "0"]
-    return [
-        *args.flags, *dropout, *layout.flags(micros), "--train-iters", str(args.steps), "--precision", args.precision,
-        "--batch-size-schedule", "none", "--train-samples", "none",
-        "--eval-iters", "0", "--eval-interval", "0", "--save-interval", "0", "--no-save-at-end", "--log-interval", "1",
-        "--no-compile", "--no-tensorboard", "--num-workers", "0", "--run-dir", str(run_dir),
-    ]  # fmt: skip
+    own_flags = ["--train-iters", str(args.steps), "--precision", args.precision, "--run-dir", str(run_dir)]
+    return [*args.flags, *dropout, *layout.flags(micros), *FIXED_FLAGS.split(), *own_flags]
 
 
 def train_in_layout(args: argparse.Namespace, layout: Layout, micros: int, folder: Path) -> str | None:
@@ -87,7 +87,8 @@ def compare_layouts(args: argparse.Namespace) -> bool:
     if not Path(args.script).is_file():
         raise ValueError(f"there is no script {args.script}")
     for name in ("steps", "micros"):
-        if (value := getattr(args, name)) is not None and value < 1:
+        value = getattr(args, name)
+        if value is not None and value < 1:
             raise ValueError(f"--{name} {value} must be at least 1")
     if args.tolerance is not None and not 0 < args.tolerance < 1:
         raise ValueError(f"--tolerance {args.tolerance} must be between 0 and 1, such as 1e-4")
@@ -105,10 +106,11 @@ def compare_layouts(args: argparse.Namespace) -> bool:
     tolerance = args.tolerance or TOLERANCE[args.precision]
     source = source_hash(args.script)
     with tempfile.TemporaryDirectory() as folder:
-        error = train_in_layout(args, reference, micros, Path(folder, "one"))
+        reference_folder = Path(folder, "one")
+        error = train_in_layout(args, reference, micros, reference_folder)
         if error:
             raise ValueError(f"the reference run in one process failed: {error}")
-        expected = Records.read(Path(folder, "one"), micros)
+        expected = Records.read(reference_folder, micros)
         verdicts = list[Verdict]()
         for index, layout in enumerate(layouts):
             layout_folder = Path(folder, str(index))
@@ -116,9 +118,9 @@ def compare_layouts(args: argparse.Namespace) -> bool:
             if error:
                 verdicts.append(Verdict(str(layout), run_error=error))
             else:
-                verdicts.append(
-                    Comparison(expected, Records.read(layout_folder, micros), tolerance).compare(str(layout))
-                )
+                records = Records.read(layout_folder, micros)
+                comparison = Comparison(expected, records, tolerance)
+                verdicts.append(comparison.compare(str(layout)))
     comparison_text = f"{args.script}, {args.steps} steps of {micros} micro-batches in {args.precision}"
     if not args.keep_dropout:
         comparison_text += ", without dropout"
@@ -153,7 +155,10 @@ def refuse_ignored_arguments(args: argparse.Namespace) -> None:
     default_of = build_parser().get_default
     names = ["script", "reference", "steps", "precision", "tolerance", "keep_dropout"]
     names += ["draw"] if args.flags else ["layouts", "micros"]
-    ignored = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) != default_of(name)]
+    ignored = []
+    for name in names:
+        if getattr(args, name) != default_of(name):
+            ignored.append(f"--{name.replace('_', '-')}")
     if ignored:
         given = ", ".join(ignored).replace("--script", f"the script {args.script}")
         raise ValueError(f"--fuzz ignores {given}: leave these arguments out")
@@ -176,7 +181,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+    parser = Parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add("script", nargs="?", type=local_path, help="entry script to run; not with --fuzz")
     add(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from data_utils.cli import Parser, run
 from megatron.config.fields import problems_where, raise_first_problem
+from megatron.packages import pip_install
 from megatron.tokenizer import Tokenizer
 
 from . import generate
@@ -38,9 +39,10 @@ class PageContent(NamedTuple):
     bars: list[tuple[str, float]]
 
 
-def likeliest(tokenizer: Tokenizer, logits: Tensor, count: int = MAX_BARS) -> list[tuple[str, float]]:
-    """Return (token, probability) of the `count` likeliest tokens, likeliest first. logits: [v]."""
-    best = logits.double().softmax(-1).topk(min(count, len(logits)))
+def likeliest(tokenizer: Tokenizer, logits: Tensor) -> list[tuple[str, float]]:
+    """Return (token, probability) of the MAX_BARS likeliest tokens, likeliest first. logits: [v]."""
+    probabilities = logits.double().softmax(-1)
+    best = probabilities.topk(min(MAX_BARS, len(logits)))
     likeliest_tokens = []
     for token, probability in zip(best.indices.tolist(), best.values.tolist(), strict=True):
         if probability > 0:
@@ -64,7 +66,7 @@ def page_contents(
     The probabilities are the model's own: neither the flags of sampling nor the form of a poem change them.
     """
     # The tokens of the last step are not shown. Its logits are those of the complete texts.
-    extended_args = argparse.Namespace(**{**vars(args), "max_new_tokens": args.max_new_tokens + 1})
+    extended_args = _with_values(args, max_new_tokens=args.max_new_tokens + 1)
     rows: list[list[int]] = [[] for _ in range(args.num_samples)]
     bars: list[tuple[str, float]] = []
     for new_tokens, logits in writer.steps([question], extended_args, stepper):
@@ -72,7 +74,8 @@ def page_contents(
         if question.end_id not in rows[0]:
             model_logits = stepper.model_logits if isinstance(stepper, PoemStepper) else logits
             bars = likeliest(writer.tokenizer, model_logits[0])
-        yield PageContent([_split_text(writer, question, row) for row in rows], bars)
+        texts = [_split_text(writer, question, row) for row in rows]
+        yield PageContent(texts, bars)
         for row, token in zip(rows, new_tokens.tolist(), strict=True):
             if question.end_id not in row:
                 row.append(token)
@@ -85,9 +88,14 @@ def _split_text(writer: Writer, question: Question, ids: list[int]) -> tuple[str
     return text[:length], text[length:]
 
 
+def _with_values(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
+    """Return the flags with other values of some of them."""
+    return argparse.Namespace(**{**vars(args), **values})
+
+
 def with_settings(args: argparse.Namespace, settings: Mapping[str, Any]) -> argparse.Namespace:
     """Return the flags with the page's settings in their place. Raises ValueError for one that is out of range."""
-    merged = argparse.Namespace(**{**vars(args), **settings})
+    merged = _with_values(args, **settings)
     generate.check_sampling_flags(merged)
     return merged
 
@@ -107,8 +115,9 @@ def stream_poem(
     """
     question = title_question(writer, title)
     form = form_of(lines, characters)
-    stepper = PoemStepper(writer.stepper([question.tokens]), writer.tokenizer, form)
-    poem_args = argparse.Namespace(**{**vars(args), "max_new_tokens": len(form)})
+    text_stepper = writer.stepper([question.tokens])
+    stepper = PoemStepper(text_stepper, writer.tokenizer, form)
+    poem_args = _with_values(args, max_new_tokens=len(form))
     return page_contents(writer, question, poem_args, stepper)
 
 
@@ -118,7 +127,7 @@ def main(args: argparse.Namespace) -> None:
     try:
         from . import demo_page
     except ImportError as error:
-        raise ValueError(f"tools/demo.py needs the package gradio ({error}): pip install 'gradio>=6,<7'") from None
+        raise ValueError(f"tools/demo.py needs the package gradio ({error}): {pip_install('gradio>=6,<7')}") from None
     writer = generate.load_writer(args)
     raise_first_problem(
         problems_where((args.poem and writer.config.is_t5, f"--poem needs a GPT-2 or Llama, but {args.load} is a T5"))
@@ -127,7 +136,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+    parser = Parser(__doc__, EXAMPLES)
     generate.add_model_flags(parser)
     generate.add_sampling_flags(parser)
     add = parser.add_argument

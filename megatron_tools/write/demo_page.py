@@ -24,13 +24,16 @@ SETTING_TYPES = {
     "seed": int,
 }
 Update = tuple[str, str]  # HTML of the texts and of the bars
+Stream = Callable[..., Iterator[PageContent]]
+Tab = tuple[Any, list[Any], Stream]  # button, inputs and function that streams the content
 
 
 def build_page(writer: Writer, args: argparse.Namespace) -> gr.Blocks:
     """Return the page of a model. args: flags of tools/demo.py; those of sampling are the first settings."""
     # The analytics of gradio would send each start to its servers.
     with gr.Blocks(title="Text of a model", analytics_enabled=False) as page:
-        gr.Markdown(_heading(writer, args))
+        parameters = count_parameters(writer.model) / 1e6
+        gr.Markdown(f"### {Path(args.load).name} ({writer.config.model.family}, {parameters:.1f} M parameters)")
         with gr.Row():
             with gr.Column(scale=2, min_width=320):
                 tabs = [_add_poem_tab()] if args.poem else []
@@ -53,12 +56,7 @@ def build_page(writer: Writer, args: argparse.Namespace) -> gr.Blocks:
     return page
 
 
-def _heading(writer: Writer, args: argparse.Namespace) -> str:
-    parameters = count_parameters(writer.model) / 1e6
-    return f"### {Path(args.load).name} ({writer.config.model.family}, {parameters:.1f} M parameters)"
-
-
-def _add_text_tab(writer: Writer) -> tuple[Any, list[Any], Callable[..., Iterator[PageContent]]]:
+def _add_text_tab(writer: Writer) -> Tab:
     """Add the form for a prompt. Return its button, its inputs, and the function that takes (writer, *inputs, args)."""
     hint = "masked spans such as <extra_id_0> or <s_0>" if writer.config.is_t5 else "the model continues this text"
     with gr.Tab("Text 文本"):
@@ -67,11 +65,12 @@ def _add_text_tab(writer: Writer) -> tuple[Any, list[Any], Callable[..., Iterato
     return button, [prompt], stream_text
 
 
-def _add_poem_tab() -> tuple[Any, list[Any], Callable[..., Iterator[PageContent]]]:
+def _add_poem_tab() -> Tab:
     """Add the form for a poem. Return the same as `_add_text_tab`."""
     with gr.Tab("Poem 作诗"):
         title = gr.Textbox(label="Title 题目", value="月夜忆舍弟", elem_id="title")
-        form = gr.Radio(list(POEM_FORMS), value=next(iter(POEM_FORMS)), label="Form 体裁 (lines × characters)")
+        forms = list(POEM_FORMS)
+        form = gr.Radio(forms, value=forms[0], label="Form 体裁 (lines × characters)")
         button = gr.Button("Write 作诗", variant="primary", elem_id="write_poem")
 
     def stream(writer: Writer, title: str, form: str, args: argparse.Namespace) -> Iterator[PageContent]:
@@ -82,30 +81,36 @@ def _add_poem_tab() -> tuple[Any, list[Any], Callable[..., Iterator[PageContent]
 
 def _add_settings(args: argparse.Namespace) -> list[Any]:
     """Add the settings of sampling; return them in the order of SETTING_TYPES."""
-    # A slider gets its minimum, its maximum and its first value, which a flag may set beyond the usual maximum.
+    # A flag may set the first value of a slider beyond its usual maximum.
+    most_samples = max(4, args.num_samples)
+    most_tokens = max(512, args.max_new_tokens)
+    highest_temperature = max(2, args.temperature)
+    highest_top_k = max(200, args.top_k)
+    # A slider gets its minimum, its maximum and its first value.
     with gr.Row():
-        samples = gr.Slider(1, max(4, args.num_samples), args.num_samples, step=1, label="Samples 份数")
-        tokens = gr.Slider(1, max(512, args.max_new_tokens), args.max_new_tokens, step=1, label="Tokens 词元数")
+        samples = gr.Slider(1, most_samples, args.num_samples, step=1, label="Samples 份数")
+        tokens = gr.Slider(1, most_tokens, args.max_new_tokens, step=1, label="Tokens 词元数")
     with gr.Row():
-        temperature = gr.Slider(0, max(2, args.temperature), args.temperature, step=0.05, label="Temperature")
+        temperature = gr.Slider(0, highest_temperature, args.temperature, step=0.05, label="Temperature")
         top_p = gr.Slider(0.05, 1, args.top_p, step=0.05, label="Top-p (1: all)")
     with gr.Row():
-        top_k = gr.Slider(0, max(200, args.top_k), args.top_k, step=1, label="Top-k (0: all)")
+        top_k = gr.Slider(0, highest_top_k, args.top_k, step=1, label="Top-k (0: all)")
         seed = gr.Number(args.seed, precision=0, label="Seed 随机种子")
     return [samples, tokens, temperature, top_k, top_p, seed]
 
 
 def _click_handler(
-    writer: Writer, args: argparse.Namespace, stream: Callable[..., Iterator[PageContent]], num_inputs: int
+    writer: Writer, args: argparse.Namespace, stream: Stream, num_inputs: int
 ) -> Callable[..., Iterator[Update]]:
     """Return the function that gradio calls with `num_inputs` inputs and the settings, and that yields updates."""
 
     def answer(*values: Any) -> Iterator[Update]:
+        inputs = values[:num_inputs]
         settings = {}
         for (name, convert), value in zip(SETTING_TYPES.items(), values[num_inputs:], strict=True):
             settings[name] = convert(value)
         try:
-            for content in stream(writer, *values[:num_inputs], with_settings(args, settings)):
+            for content in stream(writer, *inputs, with_settings(args, settings)):
                 yield text_cards(content, poems=stream is not stream_text), probability_bars(content)
         except ValueError as error:
             raise gr.Error(str(error)) from None

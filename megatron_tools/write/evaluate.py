@@ -21,6 +21,7 @@ from megatron.checkpointing.pruned import read_newest
 from megatron.features.harness import evaluate_tasks
 from megatron.features.scoring import Score, read_cloze, score_one, token_nats
 from megatron.model.gpt2 import GPT2Model
+from megatron.packages import pip_install
 from megatron.ranks import device
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.load import check_same_ids, has_vocab_file
@@ -86,11 +87,12 @@ def load_hf_subject(args: argparse.Namespace) -> Subject:
     try:
         from transformers import AutoModelForCausalLM
     except ImportError:
-        raise ValueError("--hf needs the package transformers: pip install transformers") from None
+        raise ValueError(f"--hf needs the package transformers: {pip_install('transformers')}") from None
     model: Any = AutoModelForCausalLM.from_pretrained(args.hf, dtype=torch.float32)
     device_here = device.current_device()
     model.eval().to(device_here)
     tokenizer = load_tokenizer(args.vocab_file or args.hf)
+    tokenizer.refuse_contradiction()
     if args.vocab_file and has_vocab_file(Path(args.hf)):
         check_same_ids(tokenizer, load_tokenizer(args.hf), f"{args.vocab_file} is not the tokenizer of {args.hf}")
     if tokenizer.vocab_size > model.config.vocab_size:
@@ -128,9 +130,12 @@ def measure_perplexity(subject: Subject, args: argparse.Namespace) -> dict[str, 
         "perplexity": math.exp(min(loss, 700)),  # exp(710) overflows
         "bits_per_byte": bits / max(score.bytes, 1),
         "bits_per_character": bits / max(score.characters, 1),
-        "tokens": score.tokens, "characters": score.characters, "bytes": score.bytes, "window": subject.max_length,
+        "tokens": score.tokens,
+        "characters": score.characters,
+        "bytes": score.bytes,
+        "window": subject.max_length,
         "stride": stride,
-    }  # fmt: skip
+    }
 
 
 def measure_cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
@@ -145,7 +150,8 @@ def run_tasks(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     harness = Harness(subject.logits_of, subject.tokenizer, subject.max_length, subject.device)
     folders = [args.task_folder] if args.task_folder else []
     metrics = {}
-    for task, row in evaluate_tasks(harness, args.tasks.split(","), args.limit, folders).items():
+    results = evaluate_tasks(harness, args.tasks.split(","), args.limit, folders)
+    for task, row in results.items():
         for name, value in row.items():
             if isinstance(value, (int, float)):
                 metrics[f"{task} {name}"] = value
@@ -176,7 +182,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+    parser = Parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add(
         "--load",

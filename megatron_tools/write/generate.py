@@ -270,7 +270,7 @@ def add_sampling_flags(parser: Parser) -> None:
 
 
 def build_parser() -> Parser:
-    parser = Parser(__doc__ or "", EXAMPLES)
+    parser = Parser(__doc__, EXAMPLES)
     add = parser.add_argument
     add_model_flags(parser)
     add_flags(parser)

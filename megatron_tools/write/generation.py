@@ -19,10 +19,11 @@ from megatron.model.layers import Layer
 from megatron.model.masks import no_documents, prefix_document_ids
 from megatron.model.t5 import StackStart, T5Model
 
-from .beams import Beam, ScoredTokens
+from .beams import Beam, EndId, ScoredTokens, list_ends
 
 Ids = list[int]
 Prompts = Sequence[int] | Sequence[Sequence[int]]
+Tensors = tuple[Tensor, ...]
 
 
 class Stepper(Protocol):
@@ -75,7 +76,7 @@ class Stages:
         """Indices of the layers on this stage."""
         return self.layer_ranges[self.group.rank]
 
-    def broadcast_from(self, stage: int, outputs: tuple[Tensor, ...] | Tensor) -> Any:
+    def broadcast_from(self, stage: int, outputs: Tensors | Tensor) -> Any:
         """Broadcast the outputs of `stage` to all stages."""
         source_rank = self.group.ranks[stage]
         group = self.group.group
@@ -83,15 +84,20 @@ class Stages:
             return outputs
         is_source = stage == self.group.rank
         tensors = list(outputs) if isinstance(outputs, tuple) else [outputs]
-        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        header: list[Any] = [None]
         # The other stages do not know what `stage` computed, so it sends shapes and dtypes first.
-        header: list[Any] = [(shapes, isinstance(outputs, tuple)) if is_source else None]
+        if is_source:
+            shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+            header = [(shapes, isinstance(outputs, tuple))]
         dist.broadcast_object_list(header, source_rank, group)
         shapes, is_tuple = header[0]
         device = tensors[0].device
         received = []
         for i, (shape, dtype) in enumerate(shapes):
-            tensor = tensors[i].contiguous() if is_source else torch.empty(shape, dtype=dtype, device=device)
+            if is_source:
+                tensor = tensors[i].contiguous()
+            else:
+                tensor = torch.empty(shape, dtype=dtype, device=device)
             if tensor.numel():
                 dist.broadcast(tensor, source_rank, group)
             received.append(tensor)
@@ -122,9 +128,7 @@ class _Stepper:
     def _logits(self, new: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def _run_on_stages(
-        self, inputs: tuple[Tensor, ...], seen: int, begin: int = 0, end: int | None = None
-    ) -> tuple[Tensor, ...]:
+    def _run_on_stages(self, inputs: Tensors, seen: int, begin: int = 0, end: int | None = None) -> Tensors:
         """Run the layers `begin` to `end`, with their caches, on new tokens that follow `seen` tokens."""
         if end is None:
             end = len(self.model.steps)
@@ -172,7 +176,8 @@ class GPT2Stepper(_Stepper):
         length = self.tokens.shape[1]
         visible = self.tokens[:, -self.positions :]
         if not self.uses_cache:
-            return self.model(visible, None, self._documents(visible))[:, -1]  # type: ignore[no-any-return]
+            logits: Tensor = self.model(visible, None, self._documents(visible))
+            return logits[:, -1]
         # The window has moved, so every token has another position and the cache is of no use.
         if length > self.positions:
             self.caches = _empty_caches(self.model)
@@ -189,9 +194,9 @@ class GPT2Stepper(_Stepper):
         """Return document ids of `visible` [b, s] for `bidirectional_prompt`, else an empty tensor."""
         # The prompt's tokens that are still in the window: its length minus those that have left.
         prefix_length = len(self.prompts[0]) - self.tokens.shape[1] + visible.shape[1]
-        return (
-            prefix_document_ids(visible, prefix_length) if self.bidirectional_prompt else no_documents(visible.device)
-        )
+        if not self.bidirectional_prompt:
+            return no_documents(visible.device)
+        return prefix_document_ids(visible, prefix_length)
 
 
 class ModelStepper(_Stepper):
@@ -257,11 +262,12 @@ class T5Stepper(_Stepper):
     def _logits(self, new: Tensor) -> Tensor:
         """Return the logits [b, v] after the tokens `new`, which `self.tokens` already contains."""
         if not self.uses_cache:
-            logits: Tensor = self.model(self.encoder_tokens, self.tokens)[:, -1]
-            return logits
+            logits: Tensor = self.model(self.encoder_tokens, self.tokens)
+            return logits[:, -1]
         no_docs = no_documents(new.device)
+        inputs = (self.encoded, new, no_docs, no_docs)
         seen = self.tokens.shape[1] - new.shape[1]
-        layer_outputs = self._run_on_stages((self.encoded, new, no_docs, no_docs), seen, begin=self.decoder_start)
+        layer_outputs = self._run_on_stages(inputs, seen, begin=self.decoder_start)
         return _last_logits(self.model, layer_outputs)
 
 
@@ -290,12 +296,12 @@ def _empty_caches(model: GPT2Model | T5Model) -> dict[str, Caches]:
 
 def _run_layers(
     model: GPT2Model | T5Model,
-    inputs: tuple[Tensor, ...],
+    inputs: Tensors,
     caches: dict[str, Caches],
     seen: int,
     begin: int,
     end: int,
-) -> tuple[Tensor, ...]:
+) -> Tensors:
     """Run the layers `begin` to `end` on this rank, with their caches, on tokens that follow `seen` tokens."""
     for layer, call in model.steps[begin:end]:
         if layer.name in caches:
@@ -314,19 +320,19 @@ def _last_logits(model: GPT2Model | T5Model, logits: Any) -> Tensor:
 
 @torch.no_grad()
 def sample_steps(
-    stepper: Stepper, batch: int, max_new_tokens: int, end_id: int, sampling: Sampling, seed: int | Sequence[int]
+    stepper: Stepper, batch: int, max_new_tokens: int, end_id: EndId, sampling: Sampling, seed: int | Sequence[int]
 ) -> Iterator[Step]:
     """Yield the steps of `batch` continuations per prompt, until all have ended or have `max_new_tokens` tokens.
 
-    After its token `end_id`, a continuation gets this token again in each step.
-    seed: of the only prompt, or one for each prompt. Each prompt has its own random generator, so its samples do not
-    depend on the other prompts of the batch.
+    end_id: token, or tokens, that end a continuation. The first of them fills the rest of an ended continuation.
+    seed: of the only prompt, or one for each prompt, so that its samples do not depend on the other prompts.
     """
     logits = stepper.first(batch)
     count = logits.shape[0]
     seeds = [seed] * (count // batch) if isinstance(seed, int) else seed
     generators = [torch.Generator().manual_seed(prompt_seed) for prompt_seed in seeds]
     has_ended = torch.zeros(count, dtype=torch.bool)
+    end_ids = torch.tensor(list_ends(end_id))
     for step in range(1, max_new_tokens + 1):
         device = logits.device
         # Random numbers are drawn on the CPU, where they are equal on all kinds of devices.
@@ -334,23 +340,23 @@ def sample_steps(
         chosen = []
         for prompt_logits, generator in zip(logits.chunk(len(generators)), generators, strict=True):
             chosen.append(sample_next_tokens(prompt_logits, sampling, generator))
-        new_tokens = torch.cat(chosen).masked_fill(has_ended, end_id)
+        new_tokens = torch.where(has_ended, end_ids[0], torch.cat(chosen))
         yield Step(new_tokens, logits)
-        has_ended |= new_tokens == end_id
+        has_ended |= torch.isin(new_tokens, end_ids)
         if has_ended.all() or step == max_new_tokens:
             return
         logits = stepper.next(new_tokens.to(device))
 
 
 def sample(
-    stepper: Stepper, batch: int, max_new_tokens: int, end_id: int, sampling: Sampling, seed: int | Sequence[int]
+    stepper: Stepper, batch: int, max_new_tokens: int, end_id: EndId, sampling: Sampling, seed: int | Sequence[int]
 ) -> list[Ids]:
     """Return the tokens of `sample_steps`, to which it passes its arguments. `max_new_tokens` is at least 1."""
     return collect(sample_steps(stepper, batch, max_new_tokens, end_id, sampling, seed), end_id)
 
 
-def collect(steps: Iterable[Step], end_id: int, on_tokens: Callable[[Ids], None] | None = None) -> list[Ids]:
-    """Return the tokens of each continuation, up to its first token `end_id` with it.
+def collect(steps: Iterable[Step], end_id: EndId, on_tokens: Callable[[Ids], None] | None = None) -> list[Ids]:
+    """Return the tokens of each continuation, up to its first end token with it.
 
     on_tokens: callback that receives the new token of every continuation after each step.
     """
@@ -359,14 +365,15 @@ def collect(steps: Iterable[Step], end_id: int, on_tokens: Callable[[Ids], None]
         tokens_by_step.append(new_tokens)
         if on_tokens is not None:
             on_tokens(new_tokens.tolist())
-    rows = torch.stack(tokens_by_step, dim=1).tolist()
-    return [row[: row.index(end_id) + 1] if end_id in row else row for row in rows]
+    continuations = []
+    for row in torch.stack(tokens_by_step, dim=1).tolist():
+        end_lengths = [row.index(end) + 1 for end in list_ends(end_id) if end in row]
+        continuations.append(row[: min(end_lengths, default=len(row))])
+    return continuations
 
 
 @torch.no_grad()
-def beam_searches(
-    stepper: Stepper, num_beams: int, max_new_tokens: int, end_id: int, length_penalty: float = 1.0
-) -> list[list[ScoredTokens]]:
+def beam_searches(stepper: Stepper, num_beams: int, max_new_tokens: int, end_id: EndId) -> list[list[ScoredTokens]]:
     """Return the `num_beams` best continuations of each prompt, best first.
 
     A continuation that ends makes room for an unfinished one. The search stops when `num_beams` continuations have
@@ -376,11 +383,8 @@ def beam_searches(
     logits = stepper.first(num_beams)
     device = logits.device
     num_prompts = logits.shape[0] // num_beams
-    searches = [Beam(num_beams, max_new_tokens, end_id, length_penalty) for _ in range(num_prompts)]
-    while True:
-        running = [search for search in searches if not search.is_over]
-        if not running:
-            return [search.best() for search in searches]
+    searches = [Beam(num_beams, max_new_tokens, end_id) for _ in range(num_prompts)]
+    while not all(search.is_over for search in searches):
         by_prompt = logits.float().cpu().log_softmax(-1).chunk(num_prompts)
         parents = []
         new_tokens = []
@@ -389,6 +393,7 @@ def beam_searches(
                 search.step(scores)
             parents.append(search.parents + prompt * num_beams)
             new_tokens.append(search.new_tokens)
-        if any(not search.is_over for search in running):
+        if not all(search.is_over for search in searches):
             stepper.reorder(torch.cat(parents).to(device))
             logits = stepper.next(torch.cat(new_tokens).to(device))
+    return [search.best() for search in searches]

@@ -89,7 +89,8 @@ def prompt_encoder(args: argparse.Namespace, config: Config, tokenizer: Tokenize
     """Return the encoder of prompts for this model. Raises ValueError for flags that the model does not support."""
     if not config.is_t5:
         template = _chat_template(args.chat_template, config, tokenizer, vocab_file) if args.chat else None
-        return PromptEncoder(tokenizer, template, _fim_marks(args.fim_tokens, config, tokenizer), args.special_tokens)
+        fim_marks = _fim_marks(args.fim_tokens, config, tokenizer)
+        return PromptEncoder(tokenizer, template, fim_marks, args.special_tokens)
     for name in ("special_tokens", "chat", "suffix", "fim_tokens"):
         if getattr(args, name) not in (None, False):
             raise ValueError(f"--{name.replace('_', '-')} is not supported for a T5; omit it")
@@ -103,7 +104,8 @@ def _chat_template(name: str | None, config: Config, tokenizer: Tokenizer, vocab
         print(f"note: using the chat template of {source}", file=sys.stderr)
     else:
         template = load_template(name, tokenizer, vocab_file)
-    if missing := missing_chatml_tokens(template, tokenizer):
+    missing = missing_chatml_tokens(template, tokenizer)
+    if missing:
         print(
             f"note: the tokenizer has no special token {' or '.join(missing)}, which is encoded as text",
             file=sys.stderr,
@@ -117,12 +119,14 @@ def _known_template(config: Config, tokenizer: Tokenizer, vocab_file: str) -> tu
     if sidecars:
         prefix, sidecar = sidecars[0]
         date_text = ""
-        if date := sidecar.get("chat_date"):
+        date = sidecar.get("chat_date")
+        if date:
             date_text = f", of {date}"
         elif has_unrecorded_date(sidecar):
             date_text = ", without a date"
         return template_of_corpus(sidecar, tokenizer, vocab_file), f"the corpus {prefix}{date_text}"
-    if template_source := tokenizer_template(vocab_file):
+    template_source = tokenizer_template(vocab_file)
+    if template_source:
         return template_from(template_source, tokenizer, vocab_file), "the tokenizer"
     return load_template("chatml", tokenizer, vocab_file), "the default, chatml"
 
@@ -229,7 +233,7 @@ def _conversation(messages: object, where: str) -> Conversation:
 def as_json(prompt: Prompt) -> dict[str, Any]:
     """Return the prompt as fields of the JSON line that is printed for each text with --input and --json."""
     if isinstance(prompt, Conversation):
-        return {"messages": [message._asdict() for message in prompt.messages]}
+        return {"messages": [message.as_dict() for message in prompt.messages]}
     return {"prompt": prompt.prefix, "suffix": prompt.suffix} if isinstance(prompt, Infill) else {"prompt": prompt}
 
 

@@ -5,7 +5,6 @@ conversations and fill-in-the-middle, this holds for the name of every added tok
 untrusted input cannot forge a turn or a span.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,7 +35,7 @@ class Question(NamedTuple):
     """A prompt as tokens.
 
     end_id: token that ends the answer. text_before, text_after: texts to print before and after the answer.
-    hidden_ids: ids that are left out when the answer is printed.
+    hidden_ids: ids that are left out when the answer is printed. other_end_ids: further tokens that end the answer.
     """
 
     prompt: Prompt
@@ -45,6 +44,12 @@ class Question(NamedTuple):
     text_before: str = ""
     text_after: str = ""
     hidden_ids: frozenset[int] = frozenset()
+    other_end_ids: tuple[int, ...] = ()
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """All tokens that end the answer."""
+        return self.end_id, *self.other_end_ids
 
 
 class FIMTokens(NamedTuple):
@@ -99,19 +104,20 @@ class PromptEncoder:
     def _encode_conversation(self, conversation: Conversation) -> Question:
         """Encode a conversation that ends with a message to answer.
 
-        The answer ends with the template's end-of-turn token, or with the end-of-document token if the template has
-        none. The shown answer contains no special tokens.
+        The answer ends with the template's end-of-turn token or with the end-of-document token. The shown answer
+        contains no special tokens.
         """
         assert self.template is not None
         pieces = self.template.prompt_pieces(conversation.messages)
         tokens, _ = ChatEncoder(self.tokenizer, append_eod=False).encode(pieces)
         hidden_ids = set(self.tokenizer.specials.values())
+        eod = self.tokenizer.eod
         end_id = turn_end(self.template, self.tokenizer)
         if end_id is None:
-            end_id = self.tokenizer.eod
-        else:
-            hidden_ids.add(end_id)
-        return Question(conversation, tokens, end_id, hidden_ids=frozenset(hidden_ids))
+            end_id = eod
+        hidden_ids.add(end_id)
+        other_end_ids = () if end_id == eod else (eod,)
+        return Question(conversation, tokens, end_id, hidden_ids=frozenset(hidden_ids), other_end_ids=other_end_ids)
 
     def _encode_infill(self, infill: Infill) -> Question:
         """Encode a prefix and a suffix as fill-in-the-middle training does."""
@@ -123,12 +129,11 @@ class PromptEncoder:
         prefix_tokens = (
             tokenizer.encode_names(infill.prefix) if self.encodes_names else tokenizer.encode_content(infill.prefix)
         )
-        if suffix_first and bos_inside:
-            tokens = [prefix_id, suffix_id, *suffix_tokens, middle_id, *bos, *prefix_tokens]
-        elif suffix_first:
+        if bos_inside:
+            prefix_tokens = [*bos, *prefix_tokens]
+            bos = []
+        if suffix_first:
             tokens = [*bos, prefix_id, suffix_id, *suffix_tokens, middle_id, *prefix_tokens]
-        elif bos_inside:
-            tokens = [prefix_id, *bos, *prefix_tokens, suffix_id, *suffix_tokens, middle_id]
         else:
             tokens = [*bos, prefix_id, *prefix_tokens, suffix_id, *suffix_tokens, middle_id]
         return Question(infill, tokens, tokenizer.eod, infill.prefix, infill.suffix)
@@ -164,8 +169,12 @@ def _decode_shown(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) 
     After a text prompt, `ids` are decoded together with the prompt, because some tokenizers (Llama 2's) drop a leading
     space when `ids` are decoded alone.
     """
-    answer_ids = itertools.takewhile(lambda i: i != tokenizer.eod, ids)
-    shown_ids = [i for i in answer_ids if i not in question.hidden_ids]
+    shown_ids = []
+    for token in ids:
+        if token == tokenizer.eod:
+            break
+        if token not in question.hidden_ids:
+            shown_ids.append(token)
     if not isinstance(question.prompt, str):
         return tokenizer.decode(shown_ids)
     prompt_tokens = question.tokens
@@ -174,4 +183,6 @@ def _decode_shown(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) 
     prompt_text = tokenizer.decode(prompt_tokens)
     full_text = tokenizer.decode([*prompt_tokens, *shown_ids])
     # If the answer changed the prompt's own text, for instance by joining bytes to a character, decode it alone.
-    return full_text[len(prompt_text) :] if full_text.startswith(prompt_text) else tokenizer.decode(shown_ids)
+    if not full_text.startswith(prompt_text):
+        return tokenizer.decode(shown_ids)
+    return full_text[len(prompt_text) :]

@@ -66,23 +66,24 @@ class Writer:
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         # Equal seeds would draw equal random numbers for all prompts, so similar prompts would get equal texts.
         seeds = [mpu.derive_seed(args.seed, "prompt", *question.tokens) for question in questions]
-        return sample_steps(
-            stepper, args.num_samples, self.max_steps(args.max_new_tokens), questions[0].end_id, sampling, seeds
-        )
+        max_steps = self.max_steps(args.max_new_tokens)
+        end_ids = questions[0].end_ids
+        return sample_steps(stepper, args.num_samples, max_steps, end_ids, sampling, seeds)
 
     def write(
         self, questions: Sequence[Question], args: argparse.Namespace, on_tokens: OnTokens | None
     ) -> list[list[str]]:
-        """Return the generated texts of each prompt. The prompts must have equal length and the same end token."""
+        """Return the generated texts of each prompt. The prompts must have equal length and the same end tokens."""
         stepper = self.stepper([question.tokens for question in questions])
-        end_id = questions[0].end_id
+        end_ids = questions[0].end_ids
         num_samples = args.num_samples
         ids_by_question = []
         if args.num_beams:
-            for beams in beam_searches(stepper, args.num_beams, self.max_steps(args.max_new_tokens), end_id):
+            max_steps = self.max_steps(args.max_new_tokens)
+            for beams in beam_searches(stepper, args.num_beams, max_steps, end_ids):
                 ids_by_question.append([ids for _, ids in beams[:num_samples]])
         else:
-            rows = collect(self.steps(questions, args, stepper), end_id, on_tokens)
+            rows = collect(self.steps(questions, args, stepper), end_ids, on_tokens)
             for first in range(0, len(rows), num_samples):
                 ids_by_question.append(rows[first : first + num_samples])
         texts = []
@@ -132,21 +133,23 @@ class Writer:
 
     def text(self, question: Question, ids: Ids) -> str:
         """Return the text to print for the generated `ids`: an answer in a chat, else the prompt and its completion."""
-        if not isinstance(self.tokenizer, SentinelTokenizer):
-            return question.text_before + decode_answer(self.tokenizer, question, ids) + question.text_after
+        tokenizer = self.tokenizer
+        if not isinstance(tokenizer, SentinelTokenizer):
+            return question.text_before + decode_answer(tokenizer, question, ids) + question.text_after
         # The slice is empty, and differs, if there are no ids.
         if ids[-1:] == [question.end_id]:
             ids = ids[:-1]
         if self.prompt_encoder.continues_text:
-            return question.text_before + decode_answer(self.tokenizer, question, ids)
-        return fill_spans(str(question.prompt), self.tokenizer, ids)
+            return question.text_before + decode_answer(tokenizer, question, ids)
+        return fill_spans(str(question.prompt), tokenizer, ids)
 
 
 def equal_length_batches(questions: Sequence[Question], size: int) -> Iterator[Ids]:
-    """Yield batches of at most `size` questions with equal length and the same end token, as lists of their indices."""
-    indices_by_length: dict[tuple[int, int], Ids] = {}
+    """Yield batches of at most `size` questions with equal length and the same end tokens, as lists of indices."""
+    indices_by_length: dict[tuple[int, tuple[int, ...]], Ids] = {}
     for index, question in enumerate(questions):
-        indices_by_length.setdefault((len(question.tokens), question.end_id), []).append(index)
+        key = (len(question.tokens), question.end_ids)
+        indices_by_length.setdefault(key, []).append(index)
     for indices in indices_by_length.values():
         for start in range(0, len(indices), size):
             yield indices[start : start + size]
@@ -159,10 +162,14 @@ def write_all(
     stream = iter(prompts)
     # Without batches, a prompt is answered before the next is read, as --interactive needs.
     window_size = size * WINDOW_BATCHES if size > 1 else 1
-    while questions := [writer.question(prompt) for prompt in itertools.islice(stream, window_size)]:
+    while True:
+        questions = [writer.question(prompt) for prompt in itertools.islice(stream, window_size)]
+        if not questions:
+            return
         texts: dict[int, list[str]] = {}
         for indices in equal_length_batches(questions, size):
-            batch_texts = writer.write([questions[index] for index in indices], args, None)
+            batch = [questions[index] for index in indices]
+            batch_texts = writer.write(batch, args, None)
             texts.update(zip(indices, batch_texts, strict=True))
         for index, question in enumerate(questions):
             yield question.prompt, texts[index]

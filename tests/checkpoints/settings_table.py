@@ -204,6 +204,7 @@ CASES: dict[str, Case] = {
     # checkpoints
     "save": Case("--save {here}/elsewhere"),
     "load": Case("--load {here}/before"),
+    "exit_on_missing_checkpoint": Case("--exit-on-missing-checkpoint"),
     "finetune": Case("--finetune", LOADS),
     "load_optim": Case("--no-load-optim", LOADS),
     "load_rng": Case("--no-load-rng", f"{LOADS} --seed 5 --override-data"),
@@ -295,6 +296,7 @@ IDLE = (
     ("gpt2", "--no-async-tensor-model-parallel-allreduce"),
     ("gpt2", "--checkpoint-num-layers 2"),
     ("gpt2", "--no-overlap-grad-reduce --zero-stage 2"),
+    ("gpt2", "--exit-on-missing-checkpoint"),
     ("gpt2", "--no-load-optim --finetune --load x"),
     ("gpt2", "--no-load-rng --finetune --load x"),
 )

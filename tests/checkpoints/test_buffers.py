@@ -20,14 +20,16 @@ from tds.pipe import PipelineModule, SequentialModule
 from tests.support import covering, on_ranks
 
 WIDTH, STEPS = 4, 2
+LARGE = 2654435761  # an integer that fp32 cannot hold
 
 
 class Counting(nn.Module):
-    """A layer that counts its calls and keeps a running mean in buffers of several dtypes."""
+    """A layer that counts its calls, keeps a running mean in buffers of several dtypes, and has a frozen integer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
+        self.factor = nn.Parameter(torch.tensor([LARGE]), requires_grad=False)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.register_buffer("seen", torch.zeros(WIDTH, dtype=torch.bool))
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -154,6 +156,7 @@ def test_saved_in_one_layout_and_restored_in_others(saved: Layout, tmp_path: Pat
     for layer in range(4):
         assert expected[f"{layer}.calls"] == calls and expected[f"{layer}.seen"].all()
         assert expected[f"{layer}.mean"].tolist() == [1 - 0.5**calls] * WIDTH
+        assert expected[f"{layer}.factor"].tolist() == [LARGE]
     assert expected["rounds"] == expected["loss_fn.batches"] == calls
     assert expected["loss_fn.temperature"] != 2.0 and not torch.equal(expected["last.weight"], torch.eye(WIDTH))
     assert not any("warning" in said for _, said in told)

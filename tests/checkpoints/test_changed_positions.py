@@ -3,7 +3,15 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron.checkpointing import CheckpointError, CheckpointReader, Wanted
+from megatron.checkpointing.contradictions import refuse_contradictions
+from megatron.checkpointing.stream import LazyTensor
+from megatron.checkpointing.write import write_checkpoint
+from megatron.config import Config
+from megatron.config.command_line import parse
+from megatron.config.defaults import DEFAULTS
 from megatron.ranks.errors import RunError
 from tests.checkpoints.runs import Start, losses_of, run_all
 from tests.support import on_ranks
@@ -34,3 +42,21 @@ def test_longer_texts_begin_from_weights(tmp_path: Path, tiny_data: str, vocab_f
     assert "--rotary-percent is 1.0 in the checkpoint and 0.5 in this run" in other and "--finetune" not in other
     first, farther = losses_of(tmp_path / "first"), losses_of(tmp_path / "farther")
     assert len(first) == len(farther) == 1 and first != farther
+
+
+def test_a_run_that_resumes_from_its_own_checkpoint_keeps_its_positions(tmp_path: Path) -> None:
+    """The --finetune with which a run was started is for --load, not for the checkpoints of the run itself."""
+
+    def config(*flags: str) -> Config:
+        return parse(["--vocab-size", "50", "--load", "base", "--finetune", *flags], DEFAULTS["llama"])
+
+    path = tmp_path / "iter_0000003"
+    weight = LazyTensor("weight.x", (1,), torch.float32, lambda: torch.ones(1))
+    same = config("--rope-theta", "500000")
+    write_checkpoint(path, [weight], same, "")
+    reader = CheckpointReader(path)
+    other = config("--rope-theta", "20", "--sliding-window", "2")
+    refuse_contradictions(reader, same, None, Wanted.from_config(same, beside_load=True))
+    with pytest.raises(CheckpointError, match="--rope-theta is 500000.0 in the checkpoint and 20.0 in this run"):
+        refuse_contradictions(reader, other, None, Wanted.from_config(other, beside_load=True))
+    refuse_contradictions(reader, other, None, Wanted.from_config(other))

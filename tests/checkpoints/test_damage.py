@@ -131,7 +131,7 @@ def test_a_disk_that_takes_no_more(how: tuple[str, str], tmp_path: Path, tiny_da
     assert refusal(after) == ""
 
 
-OPEN = "megatron.checkpointing.files.safe_open"  # opens each file of a finished checkpoint to check its header
+OPEN = "megatron.checkpointing.stream.safe_open"  # opens each file of a finished checkpoint to check its header
 
 
 def _save_with_failures(start: Start, broken: str, failures: int, data: str, vocab_file: str) -> str:
@@ -204,6 +204,18 @@ def test_pruning_keeps_the_branch_that_goes_on(saved: Path, tmp_path: Path) -> N
     (folder / "latest").write_text("iter_0000008\n")
     prune(folder, 2, None)
     assert sorted(int(path.name[5:]) for path in folder.glob("iter_*")) == [6, 8]
+
+
+def test_pruning_keeps_what_was_saved_at_a_multiple_if_the_last_steps_were_skipped(tmp_path: Path) -> None:
+    """The saves at iterations 4, 8, ... 20 have the numbers 4, 7, 11, 16 and 20; those at 8 and 16 must stay."""
+    from megatron.checkpointing import prune
+
+    for number in (4, 7, 11, 16, 20):
+        name = f"iter_{number:07d}"
+        (tmp_path / name).mkdir()
+        (tmp_path / "latest").write_text(f"{name}\n")
+        assert prune(tmp_path, 1, 8, save_interval=4) == []
+    assert sorted(int(path.name[5:]) for path in tmp_path.glob("iter_*")) == [7, 16, 20]
 
 
 def test_a_crash_while_the_same_iteration_is_saved_again(saved: Path, tmp_path: Path) -> None:

@@ -125,6 +125,21 @@ def test_what_asks_for_nothing_gets_no_note() -> None:
     assert notes_of("gpt2", quiet) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "has_effect"),
+    [
+        ("--data-path x --eval-interval 50 --sample-prompt hi", True),
+        ("--data-path x --eval-interval 50 --sample-prompt hi --sample-interval 5", False),
+        ("--data-stages '0: x' --valid-data-path v", True),
+        ("--data-stages '0: x' --test-data-path v", True),
+        ("--train-data-path x --valid-data-path v", False),
+    ],
+)
+def test_without_evaluations_some_flags_of_them_still_have_an_effect(line: str, has_effect: bool) -> None:
+    """Texts are sampled every --eval-interval iterations, and a separate corpus lets stages use all documents."""
+    assert (notes_of("gpt2", f"{line} --eval-iters 0") == []) == has_effect
+
+
 def test_the_settings_that_a_run_saved_get_no_note(tmp_path: Path) -> None:
     saved = parse(["--adam-beta1", "0.8", "--optimizer", "sgd"], DEFAULTS["gpt2"]).to_dict()
     whole = tmp_path / "config.json"

@@ -97,6 +97,11 @@ def test_its_state_survives_a_resume_in_another_layout(tmp_path: Path, tiny_data
     for at, row in enumerate(rows, start=1):
         assert math.isclose(row["mean_norm"], sum(norms[:at]) / at, rel_tol=1e-12)
     assert len(rows) == 6
+    other = tmp_path / "other"
+    on_ranks(1, _train, str(other), *about[1:], f"--load {tmp_path} --no-load-optim --train-iters 7")
+    (row,) = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+    # --no-load-optim concerns the optimizer, not the features.
+    assert math.isclose(row["mean_norm"], (sum(norms) + row["grad_norm"]) / 7, rel_tol=1e-12)
     (words,) = on_ranks(1, _train, *about, "--train-iters 8 --override-lr-schedule", False)
     assert "MeanNorm" in words, "a state that no feature takes must not be dropped"
 

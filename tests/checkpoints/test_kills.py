@@ -57,7 +57,7 @@ def _die_at(count: int, target: Any, name: str) -> None:
 
 def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
     """Train on this rank; if `kill` names the rank, it kills itself at the planned moment."""
-    from megatron.checkpointing import stream
+    from megatron.checkpointing import foreign, stream
     from megatron.training import loop
 
     if kill.rank in (None, int(os.environ["RANK"])):
@@ -80,7 +80,7 @@ def victim(kill: Kill, start: Start, data: str, vocab_file: str) -> None:
             for name in ("fsync", "rename", "replace"):
                 _die_at(kill.count, os, name)
         elif kill.moment == "prune":
-            _die_at(kill.count, shutil, "rmtree")
+            _die_at(kill.count, foreign, "delete_own_files")
     run_all([start], data, vocab_file)
 
 

@@ -11,9 +11,13 @@ import pytest
 from data_utils.documents import read_texts
 from data_utils.tokenizer_training import train_sentencepiece
 from megatron import mpu
+from megatron.checkpointing import find_start
+from megatron.checkpointing.changes import training_notes
+from megatron.checkpointing.state import TrainState
 from megatron.config.command_line import parse
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.ranks.errors import RunError
 from megatron.tasks import TASKS
 from megatron.training.inputs import MissingInputs, require_inputs
 from tests.materials import SAMPLE
@@ -242,3 +246,32 @@ def test_a_corpus_without_its_bin_file_is_not_suggested_for_itself(
     Path("zh_text_document.idx").touch()
     with pytest.raises(MissingInputs, match=r"zh_text_document\?"):
         require_inputs(TASKS["gpt2"](), config)
+
+
+def test_what_changes_the_losses_of_a_resumed_run_is_noted() -> None:
+    """The number of replicas and dropout are those of the command, not of the checkpoint."""
+    shape = "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --vocab-size 100 --batch-size 2"
+
+    def notes(before: str, now: str, world_size: int) -> list[str]:
+        configs = [parse([*shape.split(), *flags.split()], {"family": "gpt2"}, world_size) for flags in (before, now)]
+        state = TrainState(iteration=10, consumed_samples=160)
+        return training_notes(*configs, state, world_size)
+
+    assert notes("--gas 4", "--gas 4 --lr 1 --num-workers 3 --logits-chunk-size 7", 2) == []
+    (batch_note,) = notes("--gas 4", "--gas 4", 4)
+    assert "32 samples" in batch_note and "16 " in batch_note
+    (dropout_note,) = notes("--gas 4 --hidden-dropout 0", "--gas 4 --hidden-dropout 0.2 --weight-decay 0.1", 2)
+    assert "--hidden-dropout" in dropout_note and "--weight-decay" in dropout_note
+    assert "--gas" not in dropout_note
+    assert notes("--gas 4", "--batch-size-schedule 0:4", 2) == []  # has a note of its own
+
+
+@pytest.mark.parametrize("folder", ["there", "nowhere"])
+def test_a_missing_checkpoint_ends_the_first_start_if_it_must_exist(folder: str, tmp_path: Path) -> None:
+    """Without the flag, one command with equal --save and --load starts and resumes a run."""
+    (tmp_path / "there").mkdir()
+    save = str(tmp_path / folder)
+    flags = ["--save", save, "--load", save]
+    assert find_start(parse(flags), save).path is None
+    with pytest.raises(RunError, match=f"--load {save}"):
+        find_start(parse([*flags, "--exit-on-missing-checkpoint"]), save)

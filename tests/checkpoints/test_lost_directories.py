@@ -7,14 +7,18 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron.checkpointing import CheckpointReader, find_checkpoint
+from megatron.checkpointing import CheckpointReader, TrainState, find_checkpoint
+from megatron.locks.held_places import LostPlace
 from megatron.locks.run_lock import LOCK_FILE, Holder, start_time_of
 from megatron.ranks.errors import RunError
+from megatron.ranks.signals import StopSignal
 from megatron.training.loop import train
+from megatron.training.saves import Saves
 from tests.checkpoints.runs import Start, make
 from tests.support import on_ranks
 
@@ -80,3 +84,23 @@ def test_a_run_whose_directory_is_gone_ends(
     assert 3 <= reader.state["iteration"] <= 4
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) <= 3
     assert not (run_dir / LOCK_FILE).exists()
+
+
+def test_a_run_that_lost_its_folder_after_skipped_steps_saves_the_last_good_state_again() -> None:
+    """Iteration 100 was saved, but its checkpoint is gone with the folder, and steps 101 to 103 were skipped."""
+    saved = []
+    log = SimpleNamespace(check=lambda: None, has_unreported=False)
+    log.health = SimpleNamespace(state_to_save=lambda state: TrainState(iteration=100))
+    saver = SimpleNamespace(failures=0, is_pending=False, is_writing=False)
+    saver.save = lambda state, must_succeed: saved.append((state.iteration, must_succeed))
+    run: Any = SimpleNamespace(state=TrainState(iteration=100), saver=saver, log=log, stop=False)
+    run.config = SimpleNamespace(checkpoint=SimpleNamespace(exit_interval=None, save_interval=0))
+    run.signals = SimpleNamespace(agree=lambda is_written: (StopSignal.SAVE_AND_STOP, is_written))
+    run.features = SimpleNamespace(before_save=lambda iteration: None)
+    places: Any = SimpleNamespace(find_lost=lambda: LostPlace("runs/mine was removed", is_retaken=True))
+    saves = Saves(run, places)
+    run.state = TrainState(iteration=103)
+    samples: Any = SimpleNamespace(iteration=103)
+    with pytest.raises(RunError, match="runs/mine"):
+        saves.after_step(None, samples)
+    assert saved == [(100, True)]

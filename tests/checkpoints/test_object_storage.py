@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 
 from megatron import storage
 from megatron.checkpointing import CheckpointError, CheckpointReader, latest_checkpoint, remote, uploads
-from megatron.checkpointing.files import TENSORS, open_tensors
+from megatron.checkpointing.files import TENSORS
+from megatron.checkpointing.stream import open_tensors
 from megatron.checkpointing.uploads import make_room
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError

@@ -35,6 +35,31 @@ def _weights(checkpoint: Path, kind: str = "weight") -> dict[str, torch.Tensor]:
     return {key.removeprefix(f"{kind}."): torch.tensor(value) for key, value in tensors if key.startswith(f"{kind}.")}
 
 
+class _Stored:
+    """A checkpoint in memory: a weight `a`, and a frozen weight `n` of integers."""
+
+    def __init__(self, a: float, n: int) -> None:
+        self.path = "memory"
+        self._values = {"weight.a": torch.tensor([a]), "weight.n": torch.tensor([n]), "exp_avg.a": torch.tensor([9.0])}
+        self.tensors = {key: {"shape": list(value.shape)} for key, value in self._values.items()}
+
+    def read_whole(self, key: str) -> torch.Tensor:
+        return self._values[key]
+
+    def dtype(self, key: str) -> torch.dtype:
+        return self._values[key].dtype
+
+
+def test_integers_are_those_of_the_last_checkpoint() -> None:
+    readers: Any = [_Stored(1.0, 5), _Stored(3.0, 2654435761)]
+    entries = {entry.name: entry for entry in average_checkpoints.averaged_entries(readers, [0.25, 0.75])}
+    assert {name: entry.build().tolist() for name, entry in entries.items()} == {
+        "weight.a": [2.5],
+        "weight.n": [2654435761],
+    }
+    assert entries["weight.n"].dtype == torch.int64
+
+
 def _done(*argv: str) -> str:
     done = command("python", *argv)
     assert done.returncode == 0, done.stderr

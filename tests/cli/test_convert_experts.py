@@ -10,10 +10,13 @@ import torch
 
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.config.command_line import parse
+from megatron.config.defaults import DEFAULTS
 from megatron.model import GPT2Model, T5Model
+from megatron_tools.convert import convert_checkpoint
 from megatron_tools.convert.upcycle import upcycled_config
 from megatron_tools.write import evaluate, generate
 from megatron_tools.write.generation import Sampling, sample
+from tests.checkpoints.test_contradicting_sizes import checkpoint, edit
 from tests.cli.test_convert import T5, convert, round_trip
 from tests.cli.test_convert_llama import RUN, TEXT, tokenizer_of
 from tests.cli.test_tools import fails
@@ -256,3 +259,12 @@ def test_averages_of_mixtures(tmp_path: Path, tiny_data: str, vocab_file: str) -
         expected = new if key.startswith("buffer.") else ((old.double() + new.double()) / 2).float()
         torch.testing.assert_close(mean, expected, rtol=1e-6, atol=1e-8)
     assert torch.isfinite(logits_of(tmp_path / "out")).all()
+
+
+def test_an_upcycled_t5_keeps_the_length_of_its_decoder(tmp_path: Path) -> None:
+    load = checkpoint(tmp_path, "t5")
+    edit(load, lambda content: content["config"]["data"].update(dec_seq_length=6))
+    argv = ["--load", str(load), "--output", str(tmp_path / "e"), "--upcycle", "2"]
+    convert_checkpoint.main(convert_checkpoint.build_parser().parse_args(argv))
+    config = parse(["--config", str(tmp_path / "e" / "settings.json")], DEFAULTS["t5"])
+    assert (config.data.dec_seq_length, config.model.num_experts) == (6, 2)

@@ -1,5 +1,6 @@
 """tools/launch.py forwards signals to the ranks and lets them save; a second signal kills them at once."""
 
+import json
 import os
 import signal
 import socket
@@ -281,6 +282,30 @@ def test_the_place_where_nodes_meet_is_named(
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith(f" {where}")
     assert where in launch.describe_rendezvous_error(RuntimeError("Timed out"), args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds"),
+    [
+        ("", 30 * 60),
+        ("--config FILE", 45 * 60),
+        ("--config FILE --startup-timeout-minutes 5", 5 * 60),
+        ("--startup-timeout-minutes=0.5 --flag-of-the-script x", 30),
+        ("--startup-timeout-minutes soon", 30 * 60),  # the ranks will refuse it
+    ],
+)
+def test_the_launcher_waits_for_other_nodes_as_long_as_the_settings_say(
+    flags: str, seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"parallel": {"startup_timeout_minutes": 45}}))
+    args = SimpleNamespace(nnodes="2", node_rank=1, rdzv_backend="static", rdzv_conf="", rdzv_endpoint="")
+    args.master_addr = "127.0.0.1"
+    args.master_port = None
+    args.training_script_args = flags.replace("FILE", str(path)).split()
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    launch.prepare_rendezvous(args)
+    assert args.rdzv_conf == f"timeout={seconds}"
 
 
 def test_ranks_of_any_launcher_print_no_stacks_of_cpp() -> None:

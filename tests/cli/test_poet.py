@@ -62,7 +62,7 @@ def test_poems_of_a_folder_and_of_a_package_are_the_same(package: Path, tmp_path
         flags = ["--input", str(source), "--output", str(out), "--script", "traditional"]
         done = command("python", "examples/poet/poems.py", *flags)
         assert done.returncode == 0, done.stderr
-        assert "3 of another form" in done.stdout and "1 equal to another one" in done.stdout
+        assert "3 of another form" in done.stdout and "1 copies" in done.stdout
         found.append((documents(out / "train.jsonl"), documents(out / "valid.jsonl")))
     assert found[0] == found[1]
     train, valid = found[0]

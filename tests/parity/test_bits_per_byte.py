@@ -13,6 +13,7 @@ from data_utils.documents import read_texts
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.checkpointing import TrainState
 from megatron.config.command_line import parse
+from megatron.features import target_bytes
 from megatron.features.bits_per_byte import BitsPerByte
 from megatron.tasks.gpt2 import GPT2
 from megatron.tokenizer import load_tokenizer
@@ -89,6 +90,26 @@ def test_targets_of_t5_are_its_masked_spans(tmp_path: Path, vocab_file: str) -> 
     assert printed["bits_per_byte"] > 0
 
 
+@pytest.mark.parametrize(
+    ("prefixes", "eod_mask_loss", "expected"),
+    [
+        (None, False, (10, 6)),
+        (None, True, (7, 4)),
+        ([1, 1, 0, 1, 0, 0], False, (7, 5)),
+        ([1, 1, 1, 0, 0, 0], True, (4, 2)),
+    ],
+)
+def test_masked_targets_have_no_bytes(
+    prefixes: list[int] | None, eod_mask_loss: bool, expected: tuple[int, int]
+) -> None:
+    """Token i stands for i letters, and 0 ends a document. Masked are 3 or 3 and 0 in a prefix, and 2 and 1 after 0."""
+    tokenizer: Any = SimpleNamespace(eod=0, specials={"<eod>": 0}, decode=lambda ids: "x" * sum(ids))
+    sample = {"text": np.array([5, 3, 0, 2, 4, 0, 1])}
+    if prefixes is not None:
+        sample["prefixes"] = np.array(prefixes)
+    assert target_bytes.bytes_of_targets(sample, tokenizer, eod_mask_loss) == expected
+
+
 def test_each_data_stage_has_its_own_bytes(tmp_path: Path, vocab_file: str) -> None:
     """A row of training has the bytes of the stage before it; a corpus of a later stage has bytes, too."""
     texts = list(read_texts([str(SAMPLE)]))
@@ -115,3 +136,24 @@ def test_each_data_stage_has_its_own_bytes(tmp_path: Path, vocab_file: str) -> N
     assert size_of("train", 6002) == pytest.approx(second_size, rel=0.02)
     assert size_of("train/zh", 6002) == pytest.approx(second_size, rel=0.02)
     assert size_of("train/en", 6002) == pytest.approx(first_size, rel=0.02), "steps before the change are in this row"
+
+
+def test_a_corpus_that_the_counted_samples_lack_is_counted_alone(
+    tmp_path: Path, vocab_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = list(read_texts([str(SAMPLE)]))
+    chinese = [text for text in texts if len(text.encode()) > 2 * len(text)]
+    english = [text for text in texts if len(text.encode()) < 1.1 * len(text)]
+    rare, size = corpus_of(chinese, tmp_path / "zh", vocab_file)
+    frequent, _ = corpus_of(english, tmp_path / "en", vocab_file)
+    monkeypatch.setattr(target_bytes, "MAX_TARGETS", 640)  # 10 samples, which hold none of a corpus of 1 %
+    flags = "--seq-length 64 --split 1 --num-layers 2 --hidden-size 16 --num-attention-heads 4 --batch-size 2"
+    blend = ["--data-path", "0.99", frequent, "0.01", rare]
+    config = parse([*flags.split(), "--vocab-file", vocab_file, *blend], GPT2.defaults, 1)
+    tokenizer = load_tokenizer(vocab_file)
+    datasets, _ = GPT2().datasets(config, tokenizer)
+    feature = BitsPerByte()
+    feature.start(SimpleNamespace(datasets=datasets, tokenizer=tokenizer, config=config, state=TrainState()))  # type: ignore[arg-type]
+    row: dict[str, Any] = {"split": "train/zh", "lm_loss": math.log(2)}
+    feature.extend(row)
+    assert 1 / row["bits_per_byte"] == pytest.approx(size, rel=0.05)

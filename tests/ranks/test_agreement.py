@@ -27,7 +27,7 @@ from megatron.ranks.initialize import initialize_megatron
 from megatron.ranks.replicas import check_replicas, fingerprint
 from megatron.ranks.source import source_files
 from megatron.training.loop import train
-from megatron.training.model_checks import check_declared_shards
+from megatron.training.model_checks import check_declared_shards, refuse_unstorable_weights
 from tests.checkpoints.runs import Start, losses_of, make, run_all
 from tests.conformance.engines import remembered_groups
 from tests.ranks.test_overlap_gather import gather_late
@@ -300,6 +300,16 @@ def _marked() -> None:
 
 def test_a_shard_of_unknown_place_is_refused() -> None:
     on_ranks(2, _marked)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_weight_that_no_checkpoint_can_store_is_refused(trains: bool) -> None:
+    model = nn.Linear(2, 2)
+    model.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64), requires_grad=trains)
+    with pytest.raises(ValueError, match="turn .*complex64"):
+        refuse_unstorable_weights(model)
+    model.turn = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+    refuse_unstorable_weights(model)
 
 
 def _minority() -> list[str]:

@@ -3,11 +3,16 @@ and writes nothing."""
 
 import contextlib
 import io
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.checkpointing.stream import LazyTensor
+from megatron.checkpointing.write import write_checkpoint
 from megatron.config.command_line import parse
 from megatron.config.ds_config import resolve
 from megatron.estimate.per_rank import rank_memory
@@ -15,6 +20,7 @@ from megatron.estimate.sizes import stages_of
 from megatron.tasks.gpt2 import GPT2
 from megatron.tasks.t5 import T5
 from megatron.training.entry import run
+from tests.conformance.engines import remembered_groups
 from tests.support import RankFailure, on_ranks
 
 SIZES = (
@@ -85,3 +91,35 @@ def test_a_dry_run_is_one_process(tiny_data: str, vocab_file: str) -> None:
     flags = f"{SIZES} --seq-length 24 --data-path {tiny_data} --vocab-file {vocab_file} --dry-run 2"
     with pytest.raises(RankFailure, match="--dry-run"):
         on_ranks(2, _dry_run, "gpt2", flags)
+
+
+def _dry_runs(folder: str, commands: list[str]) -> list[str]:
+    """Return what each dry run in `folder` prints, or the error that ends it."""
+    os.chdir(folder)
+    results = []
+    with remembered_groups() as begin:
+        for command in commands:
+            begin()
+            try:
+                results.append(_dry_run("gpt2", command))
+            except ValueError as error:
+                results.append(str(error))
+    return results
+
+
+def test_a_dry_run_looks_for_the_checkpoint_where_the_run_does(tiny_data: str, vocab_file: str, tmp_path: Path) -> None:
+    flags = f"{SIZES} --seq-length 24 --data-path {tiny_data} --vocab-file {vocab_file} --dry-run 2"
+    saved = parse(f"{SIZES} --hidden-size 32 --seq-length 24 --vocab-size 3000".split())
+    weight = LazyTensor("weight.x", (1,), torch.float32, lambda: torch.ones(1))
+    write_checkpoint(tmp_path / "saved" / "iter_0000500", [weight], saved, "")
+    (tmp_path / "begun").mkdir()
+    began_with = {"checkpoint": {"save": f"{tmp_path}/saved"}, "log": {"run_dir": f"{tmp_path}/begun"}}
+    (tmp_path / "begun" / "config.json").write_text(json.dumps(began_with))
+    # A run that names no directory gets a new one, so it does not see the missing checkpoint of this run.
+    (tmp_path / "runs" / "gpt2" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "gpt2" / "checkpoints" / "latest").write_text("iter_0000900\n")
+    commands = [flags, f"{flags} --save {tmp_path}/saved", f"{flags} --run-dir {tmp_path}/begun"]
+    ((new, other_model, without_save),) = on_ranks(1, _dry_runs, str(tmp_path), commands)
+    assert "no mistake" in new
+    assert "--hidden-size is 32 in the checkpoint and 16 in this run" in other_model
+    assert f"--save {tmp_path}/saved" in without_save

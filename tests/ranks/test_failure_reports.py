@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import FULL, ROOT, free_port
+from tests.support import FULL, ROOT, ends_of_script, free_port
 
 RANKS = 3
 SCRIPT = """
@@ -85,7 +85,8 @@ def _ends(ranks: list["subprocess.Popen[str]"]) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=FULL)])
 def test_a_layer_that_raises_is_reported_once(tmp_path: Path, victim: int) -> None:
-    ends = _ends(_start(tmp_path, "raise", str(victim)))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ends = ends_of_script(RANKS, tmp_path, "train.py", "raise", str(victim))
     assert [code for code, _ in ends] == [1] * RANKS
     report, *others = [words for _, words in ends]
     assert others == [""] * (RANKS - 1)

@@ -14,6 +14,7 @@ import tds
 from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.model import T5Model
+from megatron.model.extra_losses import loss_per_token
 from megatron.model.loss import TokenLoss
 from megatron.model.pipe import GPT2ModelPipe
 from megatron.mpu.linear_cross_entropy import DeferredLogits
@@ -91,12 +92,12 @@ def _equals(ranks: int, sequence: bool, precise: bool) -> None:
         (case.hidden.double() @ case.weight.double()[:VOCAB].t()).permute(1, 2, 0), case.labels, reduction="none"
     )
     # Check the loss per token with gradients enabled, then, below, under no_grad.
-    torch.testing.assert_close(case.loss.per_token(logits, case.labels).double(), losses, **tolerance)
+    torch.testing.assert_close(loss_per_token(case.loss, logits, case.labels).double(), losses, **tolerance)
     case.loss = TokenLoss(VOCAB, is_text=lambda labels: labels % 2 == 0)
     with torch.no_grad():
-        whole = case.loss.per_token(logits.in_full(), case.labels), case.loss.aux
-        torch.testing.assert_close(case.loss.per_token(logits, case.labels).double(), losses, **tolerance)
-        torch.testing.assert_close((case.loss.per_token(logits, case.labels), case.loss.aux), whole)
+        whole = loss_per_token(case.loss, logits.in_full(), case.labels), case.loss.aux
+        torch.testing.assert_close(loss_per_token(case.loss, logits, case.labels).double(), losses, **tolerance)
+        torch.testing.assert_close((loss_per_token(case.loss, logits, case.labels), case.loss.aux), whole)
         torch.testing.assert_close(case.loss(logits, (case.labels, case.mask)).double(), expected[0], **tolerance)
 
 

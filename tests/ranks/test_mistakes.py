@@ -2,10 +2,6 @@
 
 import contextlib
 import io
-import os
-import subprocess
-import sys
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +12,7 @@ from torch import nn
 
 import tds
 from tds.diagnose import strip_cpp_stacks
-from tests.support import ROOT, free_port, on_ranks
+from tests.support import ends_of_script, on_ranks
 
 mse = nn.functional.mse_loss
 
@@ -176,28 +172,11 @@ deepspeed.initialize(model=net, optimizer=optimizer, model_parameters=list(net.p
 def test_an_error_before_the_first_step_reaches_all_ranks(where: str, tmp_path: Path) -> None:
     """An error on one rank before the first step ends the other rank, too, even without a launcher."""
     (tmp_path / "train.py").write_text(START)
-    port = str(free_port())
-    meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": str(ROOT)}
-    begun = time.monotonic()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "train.py", where],
-            cwd=tmp_path,
-            env={**os.environ, **meet, "RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [1, 1] and time.monotonic() - begun < 60
-    assert said[0].startswith("run stopped: rank 1 raised ValueError: optimizer got an empty parameter list")
-    assert "run stopped" not in said[1] and "Traceback" not in said[1]  # torch may log that rank 0 closed its store
+    (first_code, first_words), (second_code, second_words) = ends_of_script(2, tmp_path, "train.py", where, timeout=60)
+    assert first_code == second_code == 1
+    assert first_words.startswith("run stopped: rank 1 raised ValueError: optimizer got an empty parameter list")
+    # torch may log that rank 0 closed its store.
+    assert "run stopped" not in second_words and "Traceback" not in second_words
 
 
 def test_stacks_of_cpp_are_left_out() -> None:

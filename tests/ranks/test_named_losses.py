@@ -3,10 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import tds
+from megatron.engines.without_pipeline import PendingSum, _nonzero_counts, _num_targets
+from tds.losses import Losses
 from tests.support import on_ranks
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "steps_per_print": 10**9}
@@ -130,6 +133,37 @@ def test_mean_targets_are_those_of_the_micro_batches_of_all_replicas() -> None:
     """Micro-batches have 2 targets; of the second count, 1 on the first replica and 2 on the other."""
     right = ([2.0, (1 + 3 * 2) / 4], [2.0, (2 * 1 + 2 * 2) / 4])
     assert on_ranks(2, _mean_targets) == [right, right]
+
+
+@pytest.mark.parametrize(
+    ("counts", "divisor", "means"), [([0.1, 0.0], 0.4, [0.1, 0.0]), ([0.0, 0.5], 1.0, [0.25, 0.5])]
+)
+def test_the_number_of_targets_may_be_any_number_but_0(
+    counts: list[float], divisor: float, means: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four micro-batches with 0.1 targets each have 0.4. A step without targets counts as one target."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)  # there is one replica
+    of_a_batch = torch.tensor(counts, dtype=torch.float64)
+    losses = Losses(torch.device("cpu"))
+    losses.begin(4, 1)
+    losses.count(lambda _: of_a_batch, [None] * 4, None)
+    assert losses.divisor.item() == pytest.approx(divisor)
+    assert losses.mean_counts is not None and losses.mean_counts.tolist() == pytest.approx(means)
+    without_pipeline = PendingSum(4 * of_a_batch, axis=None)
+    assert _num_targets(without_pipeline).item() == pytest.approx(divisor)
+    assert (_nonzero_counts(without_pipeline) / 4).tolist() == pytest.approx(means)
+
+
+def _additional() -> float:
+    engine = _engine(_label, 1)
+    numbers = iter([0.5, 1])
+    engine.module.get_additional_losses = lambda: {"accuracy": next(numbers)}
+    engine.train_batch(iter([(torch.ones(1, 2), torch.ones(1, 2))] * 2))
+    return float(engine.additional_losses["accuracy"])
+
+
+def test_an_additional_loss_may_be_a_number() -> None:
+    assert on_ranks(1, _additional) == [0.75]
 
 
 def _half_mean() -> tuple[str, list[list[float]]]:

@@ -18,8 +18,9 @@ from megatron.data.checked import reuse_checks
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.mpu.parameters import ParamSpec
 from megatron.tasks import GPT2
-from megatron.training.data_ranks import RemoteDataset, reads_data, t5_lengths
+from megatron.training.data_ranks import reads_data
 from megatron.training.loop import train
+from megatron.training.remote_datasets import RemoteDataset, t5_lengths
 from megatron.training.task import Task
 from tests.checkpoints.runs import Start, losses_of, make, whole_tensors
 from tests.conformance.engines import remembered_groups

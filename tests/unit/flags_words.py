@@ -21,7 +21,7 @@ CHINESE = {
     "recomputation is always uniform, with one stored input for every "
     "--checkpoint-num-layers layers": "本来如此：每 --checkpoint-num-layers 层保留一个输入",
     "recomputation always covers all layers, --checkpoint-num-layers at a time": "所有层都会重算，--checkpoint-num-layers 是每次重算的层数",
-    "no effect in fp32, in fp64, and in bf16 with ZeRO 1; refused otherwise": "在 fp32、fp64 和使用 ZeRO 1 的 bf16 下本来如此，不起作用；否则拒绝",
+    "no effect in fp32, in fp64, and in bf16 with ZeRO 1; refused otherwise, and if --deepspeed-config reduces in 16 bits": "在 fp32、fp64 和使用 ZeRO 1 的 bf16 下本来如此，不起作用；否则，或者 --deepspeed-config 让归约用 16 位时，拒绝",
     "--batch-size-schedule, computed from the three numbers and the global batch size": "--batch-size-schedule，由这三个数和全局批大小算出",
     "--train-samples, computed from --seq-length": "--train-samples，由 --seq-length 算出",
     "--lr-decay-samples, computed from --seq-length": "--lr-decay-samples，由 --seq-length 算出",
@@ -61,7 +61,6 @@ CHINESE = {
     "context parallelism always all-gathers keys and values": "只有一种方式：收集键和值",
     "the loss is always the mean over all target tokens": "本来如此：损失是所有目标词元的均值",
     "samples never contain attention masks": "本来如此：样本里没有掩码",
-    "--load always fails if it finds no checkpoint": "本来如此：--load 找不到检查点就是错误",
     "checkpoints have only one format, which every layout can load": "检查点只有一种格式，任何并行策略都能读",
     "metrics.jsonl has all timings": "已有的计时都在 metrics.jsonl 里",
     # Advice for refused flags.

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.checkpointing import resume
 from megatron.config import Config
-from megatron.config.batches import BatchSchedule, parse_entries
+from megatron.config.batches import BatchSchedule, Consumed, parse_batch_schedule, parse_entries, schedule_in_samples
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.config.sections import TrainConfig
@@ -206,6 +206,25 @@ def test_a_resumed_run_says_which_size_comes(monkeypatch: pytest.MonkeyPatch) ->
     found = resume._batch_schedule_note(saved, later, 120)
     assert found == f"{words}samples counts: from sample 120 on, an iteration has 32 samples"
     assert "an iteration has 8 samples" in (resume._batch_schedule_note(saved, later, 119) or "")
+    without_past = config_of(f"{SEQ} --batch-size-schedule 0:32", 2)
+    assert resume._batch_schedule_note(later, without_past, 120) is None
+    assert resume._batch_schedule_note(later, without_past, 119) is not None
+
+
+def test_starts_in_tokens_count_the_consumed_tokens() -> None:
+    """A run reads 15 samples of 24 tokens and then samples of 48; the size follows the tokens, counted one by one."""
+    text, sizes = "0:2 240:4 480:8 1200:16", {0: 2, 240: 4, 480: 8, 1200: 16}
+    consumed = Consumed(15, 360)
+    schedule = parse_batch_schedule(schedule_in_samples(text, 48, consumed), 48)
+    assert schedule.starts[1] == 10, "the first 240 tokens were those of 10 samples"
+    first, tokens = consumed
+    for _ in range(10):
+        expected = [size for start, size in sizes.items() if start <= tokens][-1]
+        assert schedule.size_at(first) == expected
+        first += expected
+        tokens += 48 * expected
+    unchanged = parse_batch_schedule(schedule_in_samples(text, 24, consumed), 24)
+    assert unchanged == parse_batch_schedule(text, 24)
 
 
 def test_tools_take_the_largest_size() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from docs.site.results import results
-from megatron.config.command_line import build_parser
+from megatron.config.flags import build_parser
 from tests.sentences import SENTENCES
 from tests.support import ROOT, command, covering
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.config.command_line import parse, with_values
 from megatron.model import GPT2Model, T5Model
-from megatron.model.embedding import ModelStart, WordEmbedding
+from megatron.model.gpt2_layers import ModelStart, WordEmbedding
 from megatron.model.relative import position_bias
 from tests.support import FULL
 

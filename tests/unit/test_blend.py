@@ -3,6 +3,7 @@
 import re
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.data.blend import BlendedDataset, block_quotas, order_block, rare_corpora
-from megatron.data.corpora import build_datasets, parse_blend, prefixes_of
+from megatron.data.corpora import build_datasets
+from megatron.data.corpus_paths import parse_blend, prefixes_of
 from megatron.data.gpt2_dataset import build_train_valid_test_datasets
 from megatron.data.indexed_dataset import DatasetError
 from megatron.data.sample_hash import extend_hash
@@ -160,6 +162,10 @@ def test_the_position_equals_a_loop() -> None:
     for place in range(300):
         state = (state * int(BASE) + int(_mix(np.array([place], np.uint64))[0])) % 2**64
     assert extend_hash(0, Numbers("a"), 0, 300) == state
+
+
+def test_an_attribute_sample_ids_of_a_custom_data_set_is_not_called() -> None:
+    assert extend_hash(0, SimpleNamespace(sample_ids=[7, 8, 9]), 0, 3) == extend_hash(0, Numbers("a"), 0, 3)
 
 
 def corpus(path: Path, start: int, documents: int) -> str:

@@ -1,8 +1,12 @@
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from megatron import mpu
+from megatron.mpu.mesh import Axis
+from megatron.training.model_checks import send_whole_shards
 from tds import Boundary, BoundaryError
 from tds.boundary import Contract, check_match, check_tensors, read_contract
 from tests.sentences import SENTENCES
@@ -20,6 +24,23 @@ def test_the_lists_of_the_original_are_read() -> None:
     assert found.outputs[0] is not None
     assert [(b.kind, b.grad, b.split) for b in found.outputs[0]] == [("float", True, True), ("bool", False, False)]
     assert read_contract(SimpleNamespace(), 2, {}).outputs == (None, None)
+
+
+def test_ranks_with_shards_of_the_sequence_send_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --sequence-parallel on 2 ranks, no tensor is sent in slices, although the model declares it."""
+    split = Boundary("hidden", split=True)
+    models: list[tuple[Any, int]] = [
+        (SimpleNamespace(_input_pipe_partitioned=[True, False], _input_type=["float", "bool"]), 1),
+        (SimpleNamespace(boundaries=[split], receives=None), 1),
+        (SimpleNamespace(boundaries=[[split], None], receives=[None, [split]]), 2),
+    ]
+    for ranks in (1, 2):
+        monkeypatch.setattr(mpu, "sequence_axis", lambda ranks=ranks: Axis(None, tuple(range(ranks)), 0))
+        for model, chunks in models:
+            send_whole_shards(model)
+            contract = read_contract(model, chunks, {})
+            declared = [each for each in (*contract.outputs, *contract.inputs) if each]
+            assert [tensors[0].split for tensors in declared] == [ranks == 1] * len(declared) and declared
 
 
 @pytest.mark.parametrize(

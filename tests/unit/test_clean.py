@@ -1,12 +1,16 @@
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_utils import clean_corpus
 from data_utils.clean import DEFAULT_RULES, RULES, Limits, clean
-from data_utils.dedup import ExactDuplicates
+from data_utils.dedup import ExactDuplicates, fingerprint
 from data_utils.documents import read_texts
+from data_utils.quality import collapse_phrases
 from data_utils.sentences import split_sentences
 from data_utils.shuffle import shuffled
 from tests.materials import SAMPLE
@@ -149,10 +153,11 @@ def test_sentences_joined_are_the_text(text: str) -> None:
 def test_exact_duplicates() -> None:
     found = ExactDuplicates()
     given = ["你好，世界", "你好世界！", "Hello", "hello.", "你好", "...", "!!!"]
-    assert [found.check_and_add_text(text) for text in given] == [False, True, False, True, False, False, False]
+    assert [found.check_and_add(fingerprint(text)) for text in given] == [False, True, False, True, False, False, False]
     # Vowels of Hindi and Thai are combining marks: if they were ignored, different words would be duplicates.
-    assert not any(found.check_and_add_text(text) for text in ("दिन", "दान", "दूना", "กิน", "กัน", "e\u0301", "e\u0300"))
-    assert found.check_and_add_text("दिन।")
+    words = ("दिन", "दान", "दूना", "กิน", "กัน", "e\u0301", "e\u0300")
+    assert not any(found.check_and_add(fingerprint(text)) for text in words)
+    assert found.check_and_add(fingerprint("दिन।"))
 
 
 def test_shuffle() -> None:
@@ -163,3 +168,34 @@ def test_shuffle() -> None:
     # In a fair shuffle, the mean position of lines 0 to 999 of 2000 is 999.5, up to the sampling error of 20 shuffles.
     means = [sum(place for place, line in enumerate(shuffled(lines, s)) if int(line) < 1000) / 1000 for s in range(20)]
     assert abs(sum(means) / 20 - 999.5) < 4 * 2000 / (12 * 1000 * 20) ** 0.5
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 9, 25, 200])
+def test_ten_copies_of_a_phrase_become_one_wherever_they_are(size: int) -> None:
+    """All characters of a line differ, except the copies of the phrase."""
+    phrase = "".join(map(chr, range(0x4E00, 0x4E00 + size)))
+    for place in (*range(20), 63, 64, 65, 700):
+        before = "".join(map(chr, range(0x6000, 0x6000 + place)))
+        for after in ("", "end"):
+            assert collapse_phrases(before + 10 * phrase + after) == before + phrase + after
+            nine = before + 9 * phrase + after
+            assert collapse_phrases(nine) == nine
+
+
+def test_copies_that_a_weight_asks_for_are_no_duplicates(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        texts = [f"{name}: document {number}, which is long enough to stay." for number in (1, 2, 2)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    inputs = [f"{tmp_path}/a.jsonl@3", f"{tmp_path}/b.jsonl"]
+    argv = ["--input", *inputs, "--output", f"{tmp_path}/c.jsonl", "--workers", "0", "--quiet"]
+    clean_corpus.main(clean_corpus.build_parser().parse_args(argv))
+    kept = [json.loads(line)["text"].partition(",")[0] for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    assert Counter(kept) == {"a: document 1": 3, "a: document 2": 3, "b: document 1": 1, "b: document 2": 1}
+    report = json.loads((tmp_path / "c.jsonl.report.json").read_text())
+    assert (report["read"], report["kept"], report["dropped"]) == (12, 8, {"exact duplicate": 4})
+
+
+def test_vowel_signs_are_no_letters_of_a_script() -> None:
+    text = "กิ" * 9 + "x" * 11  # 9 consonants, each with a vowel sign, among 20 letters
+    assert clean(text, limits=Limits(script="Thai", min_script=0.45)).text == text
+    assert clean(text, limits=Limits(script="Thai", min_script=0.46)).reason == "not Thai"

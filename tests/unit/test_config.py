@@ -14,6 +14,7 @@ from megatron.config import SECTIONS, settings
 from megatron.config.command_line import from_file, parse, with_values
 from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_config import resolve
+from megatron.config.families import parse_any_family
 from megatron.config.fields import ConfigError
 from megatron.config.help import help_text
 from megatron.config.parallel import uses_sequence_parallel
@@ -143,6 +144,18 @@ def test_a_removed_setting_in_a_file_is_ignored(tmp_path: Path) -> None:
         notes: list[str] = []
         assert from_file(path) == parse(["--config", path], notify=notes.append) == parse([])
         assert any("--certificate" in note for note in notes) == (value is not None)
+
+
+def test_tools_read_the_settings_of_a_run_whose_script_registers_its_schedule(tmp_path: Path) -> None:
+    flags = ["--pipe-parallel-size", "2", "--pipeline-schedule", "waves"]
+    content = parse(flags[:2]).to_dict()
+    content["parallel"]["pipeline_schedule"] = "waves"
+    path = write(tmp_path / "config.json", content)
+    assert from_file(path).parallel.pipeline_schedule == "waves"
+    assert parse_any_family(["mine.py", *flags]).parallel.pipeline_schedule == "waves"
+    for argv in (flags, ["--config", path]):  # a run needs the schedule itself
+        with pytest.raises(ConfigError, match="--pipeline-schedule waves"):
+            parse(argv)
 
 
 def test_documents_left_out_by_earlier_versions_are_refused_by_name(tmp_path: Path) -> None:

@@ -27,7 +27,10 @@ MODULES = [p for p in sorted((ROOT / "tds").glob("*.py")) if p.name != "_contrac
 SUBCLASSES = {
     "PipelineEngine": "engine",
     "Engine": "engine",
+    "ExtendedEngine": "engine",
     "PipelineHooks": "engine",
+    "PipelineEvaluation": "engine",
+    "SplitBackward": "engine",
     "_PipelineProbe": "engine",
     "_PlainProbe": "engine",
     "PipelineModule": "module",

@@ -13,7 +13,7 @@ from data_utils import inspect_data
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.checkpointing import consumed, data_plan
 from megatron.config.command_line import parse
-from megatron.data import damage
+from megatron.data import corpus_paths, damage
 from megatron.data.cpm_masking import PARTS
 from megatron.data.damage import find_damage, find_holes, find_problems, sidecar_sums
 from megatron.data.fingerprints import content_fingerprint, corpus_fingerprint
@@ -221,3 +221,38 @@ def test_a_masked_corpus_resumes_the_runs_of_versions_that_did_not_read_its_file
     overwrite(f"{prefixes[0]}_target", 10, [1])
     with pytest.raises(ValueError, match="--override-data"):  # the run began with the present version
         consumed.hash_samples(consumed.initial_hash(config), state, config, config, dataset, wanted)
+
+
+def verify(prefix: str) -> None:
+    args = inspect_data.build_parser().parse_args(["verify", prefix])
+    args.function(args)
+
+
+@pytest.mark.parametrize("name", ["long_context", "hair_loss"])
+@pytest.mark.parametrize("has_sibling", [False, True])
+def test_the_ending_of_a_name_alone_makes_no_mask(name: str, has_sibling: bool, tmp_path: Path) -> None:
+    """Corpora with such names are checked like others, also beside a corpus of the name without the ending."""
+    prefix = corpus(tmp_path / name, 5000)
+    if has_sibling:
+        sibling = corpus(tmp_path / name.rpartition("_")[0], 5000, seed=1)
+        assert [*find_problems(sibling, about(sibling))] == []
+        assert not corpus_paths.is_triple(sibling)
+        verify(sibling)
+    verify(prefix)
+    overwrite(prefix, 1234, [65000])
+    content = about(prefix)
+    del content["sha256"]
+    Path(f"{prefix}.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="65000"):
+        verify(prefix)
+
+
+def test_a_loss_mask_holds_only_zeros_and_ones(tmp_path: Path) -> None:
+    prefix = corpus(tmp_path / "chats", 500)
+    Path(f"{prefix}.json").unlink()
+    sizes = IndexedDataset(prefix).sizes.tolist()
+    with IndexedDatasetBuilder(f"{prefix}_loss", np.uint8) as builder:
+        for size in sizes:
+            builder.add_document([2] * size)
+    with pytest.raises(ValueError, match="_loss.bin.* 2 "):
+        verify(prefix)

@@ -2,8 +2,10 @@
 
 import json
 from collections import Counter
+from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,14 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
-from megatron.checkpointing.consumed import _split_selects_others
-from megatron.checkpointing.data_plan import describe_difference, join_stages
+from megatron.checkpointing import data_plan, resume
+from megatron.checkpointing.consumed import split_selects_others
+from megatron.checkpointing.data_plan import describe_difference, join_stages, keeps_sample_order, with_consumed_data
+from megatron.checkpointing.wanted import Wanted
 from megatron.config import Config
+from megatron.config.batches import Consumed
 from megatron.config.command_line import parse
 from megatron.config.data_stages import Stage, parse_stages, stages_as_json
 from megatron.config.fields import ConfigError
 from megatron.data.sample_hash import extend_hash
 from megatron.data.staged import StagedDataset
+from megatron.ranks.errors import RunError
+from megatron.training import inputs
 
 from .test_blend import Numbers
 
@@ -160,12 +167,12 @@ def test_the_difference_is_not_the_spelling_of_a_path(tmp_path: Path, monkeypatc
         with IndexedDatasetBuilder(name, np.uint16) as builder:
             builder.add_document(np.full(9, ord(name)))
     there, here = "0: 0.5 a 0.5 b; 4: b", f"0: 0.5 {tmp_path}/a 0.5 ./b; 5: b"
-    found = describe_difference(_config("--data-stages", there), _config("--data-stages", here), 6, 8)
+    found = describe_difference(_config("--data-stages", there), _config("--data-stages", here), Consumed(6, 48))
     assert found.startswith("the stage at 4 samples was b and is now"), found
 
 
 def test_a_script_without_corpora_may_change_its_split() -> None:
-    assert not _split_selects_others(_config("--split", "8,2"), _config("--split", "9,1"))
+    assert not split_selects_others(_config("--split", "8,2"), _config("--split", "9,1"))
 
 
 def test_copies_of_a_corpus_keep_their_weights_in_a_new_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,17 +182,73 @@ def test_copies_of_a_corpus_keep_their_weights_in_a_new_stage(tmp_path: Path, mo
             builder.add_document(np.full(9, token))
     first = _config("--data-path", "0.5", "a", "0.5", "b")
     second = _config("--data-path", "0.3", "a", "0.3", "copy", "0.4", "b")
-    text, _ = join_stages(first, second, 10, 8, override=True)
+    text, _ = join_stages(first, second, Consumed(10, 80), override=True)
     later = (("0.3", "a"), ("0.3", "copy"), ("0.4", "b"))
     assert parse_stages([text]) == (
         Stage(0, "samples", (("0.5", "a"), ("0.5", "b"))),
         Stage(10, "samples", later),
     )
     # The same command resumes in the new stage.
-    resumed, _ = join_stages(_config("--data-stages", text), second, 20, 8, override=False)
+    resumed, _ = join_stages(_config("--data-stages", text), second, Consumed(20, 160), override=False)
     assert parse_stages([resumed])[1].blend == later
     # A copy in place of the corpus reads on in it.
-    text, _ = join_stages(first, _config("--data-path", "0.9", "moved", "0.1", "b"), 10, 8, override=True)
+    moved = _config("--data-path", "0.9", "moved", "0.1", "b")
+    text, _ = join_stages(first, moved, Consumed(10, 80), override=True)
     assert [stage.blend[0] for stage in parse_stages([text])] == [("0.5", "moved"), ("0.9", "moved")]
+    twice = _config("--data-path", "0.3", "a", "0.3", "a", "0.4", "b")
     with pytest.raises(ConfigError):
-        join_stages(first, _config("--data-path", "0.3", "a", "0.3", "a", "0.4", "b"), 10, 8, override=True)
+        join_stages(first, twice, Consumed(10, 80), override=True)
+
+
+def test_a_length_without_effect_does_not_change_the_samples_of_a_t5() -> None:
+    """With --enc-seq-length and --dec-seq-length, --seq-length sets no length of a T5's samples."""
+    flags = ["--family", "t5", "--position-embedding", "relative", "--data-path", "a", "--dec-seq-length", "64"]
+    lengths = (("128", "100"), ("128", "120"), ("96", "100"))
+    one, same, other = (parse([*flags, "--enc-seq-length", enc, "--seq-length", seq]) for enc, seq in lengths)
+    assert keeps_sample_order(one, same)
+    assert not keeps_sample_order(one, other)
+    without = [parse([*flags, "--seq-length", length]) for length in ("100", "120")]
+    assert not keeps_sample_order(*without)
+
+
+def test_begins_in_tokens_count_the_consumed_tokens_if_samples_become_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 10 samples of 24 tokens, five samples of 48 tokens are missing to 480 tokens. Later resumes keep this."""
+    monkeypatch.chdir(tmp_path)
+    for name, token in (("a", 1), ("b", 2)):
+        with IndexedDatasetBuilder(name, np.uint16) as builder:
+            builder.add_document(np.full(9, token))
+    sizes = ["--family", "gpt2", "--batch-size", "2", "--batch-size-schedule", "0:2 480:4"]
+    flags = [*sizes, "--data-stages", "0: a; 480 tokens: b"]
+    saved = parse([*flags, "--seq-length", "24"])
+    longer = parse([*flags, "--seq-length", "48"])
+    for samples, tokens in ((10, 240), (12, 336), (20, 720)):
+        reader = SimpleNamespace(state={"consumed_samples": samples, "consumed_tokens": tokens})
+        saved = _resumed(longer, saved, reader, monkeypatch)
+        assert [stage.in_samples(48).begin for stage in parse_stages(saved.data.data_stages or ())] == [0, 15]
+        batches = saved.batches(1)
+        assert all(batches.size_at(n) == (2 if n < 15 else 4) for n in range(samples, 30))
+
+
+def _resumed(config: Config, saved: Config, reader: Any, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Return the settings of a run that resumes with `config` from a checkpoint whose settings are `saved`."""
+    monkeypatch.setattr(data_plan, "CheckpointReader", lambda path: reader)
+    monkeypatch.setattr(data_plan, "plain_config", lambda reader: saved)
+    return with_consumed_data(config, Path("checkpoint"), Wanted(same_data=False), reads_corpora=True)
+
+
+@pytest.mark.parametrize(("begin", "is_late"), [(20, False), (34, False), (47, False), (48, True)])
+@pytest.mark.parametrize("size", ["--gas 2", "--batch-size-schedule 0:4"])
+def test_a_stage_is_late_if_the_remaining_batches_do_not_reach_it(
+    begin: int, is_late: bool, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 4 iterations of 8 samples, 4 iterations of 4 samples end at sample 48."""
+    config = parse(["--batch-size", "2", "--train-iters", "8", *size.split()])
+    reader = SimpleNamespace(state={"iteration": 4, "consumed_samples": 32})
+    monkeypatch.setattr(resume, "CheckpointReader", lambda path: reader)
+    monkeypatch.setattr(inputs.dist, "get_world_size", lambda: 1)
+    start = resume.Start(Path("checkpoint"), Wanted())
+    dataset = SimpleNamespace(begins=[0, begin])
+    with pytest.raises(RunError, match="--data-stages") if is_late else nullcontext():
+        inputs.check_stages(dataset, config, start)

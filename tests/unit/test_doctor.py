@@ -14,13 +14,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from data_utils import inspect_data, preprocess_data
+from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.config.command_line import parse
-from megatron.data.corpora import made_with
+from megatron.config.defaults import DEFAULTS
+from megatron.data.cpm_masking import PARTS
+from megatron.data.fingerprints import made_with
 from megatron.locks.run_lock import Holder, RunLock
+from megatron.storage import RemotePath
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.training.inputs import check_tokenizer
 from megatron_tools.doctor import corpora, doctor, machine, memory, network, run_dir, settings
@@ -110,6 +115,40 @@ def test_memory_and_disk(examined: Callable[..., Any], monkeypatch: pytest.Monke
     assert found["memory"].state == "failed" and "--zero-stage" in found["memory"].remedy
     assert found["disk"].state == "failed" and "--keep-last" in found["disk"].remedy
     assert found["shared memory"].state == "failed" and "--num-workers 0" in found["shared memory"].remedy
+
+
+def test_disk_for_the_checkpoints_that_keep_every_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 saves, --keep-every keeps all, or those at every 7th iteration that is also one of a save."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=37e9))
+
+    def state(*flags: str) -> str:
+        saves = ["--train-iters", "100000", "--save-interval", "1000", "--keep-last", "2"]
+        config = parse(["--data-path", "a", *saves, *flags], {})
+        return only(run_dir.check_disk(tmp_path, tmp_path, 7.5e9, config), "disk").state
+
+    assert state() == "ok"
+    assert state("--keep-every", "1000") == "warning"
+    assert state("--keep-every", "7") == "warning"  # 14 multiples of 7000
+    assert state("--keep-every", "60001") == "ok"
+    (tmp_path / "iter_0099000").mkdir()
+    assert state("--keep-every", "1000") == "ok", "one more is kept; the others are there"
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"), [("--data-path", "failed"), ("--train-data-path", "ok"), ("--data-stages", "failed")]
+)
+def test_another_split_matters_only_if_it_changes_the_training_documents(
+    data: str, expected: str, tiny_data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron.checkpointing import Wanted, reader
+
+    words = f"0: {tiny_data}" if data == "--data-stages" else tiny_data
+    saved, config = (parse([data, words, "--split", split], {}) for split in ("100,0,0", "90,10,0"))
+    monkeypatch.setattr(reader, "plain_config", lambda _: saved)
+    checkpoint = SimpleNamespace(state={"consumed_samples": 8, "iteration": 2})
+    assert only(run_dir._check_samples(checkpoint, config, Wanted()), "resume").state == expected
+    same_documents = parse([data, words, "--split", "200,0,0"], {})
+    assert only(run_dir._check_samples(checkpoint, same_documents, Wanted()), "resume").state == "ok"
 
 
 def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +316,35 @@ def test_checkpoints_that_are_damaged(examined: Callable[..., Any], tmp_path: Pa
     assert found.state == "failed" and "iter_0000007" in found.words and "latest" in found.remedy
 
 
+def test_a_run_whose_only_folder_is_that_of_save_is_examined(
+    tmp_path: Path, tiny_data: str, vocab_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "latest").write_text("iter_0000100\n")  # its checkpoint is missing
+    (tmp_path / "run.lock").write_text("damaged")
+    given = ["--quick", *MODEL, "--data-path", tiny_data, "--vocab-file", vocab_file, "--save", str(tmp_path)]
+    args, rest = doctor.build_parser().parse_known_args(given)
+    states = {each.check: each.state for each in doctor.Examination(args, rest).findings()}
+    assert states["checkpoint"] == states["run lock"] == "failed"
+    assert states.keys() >= {"disk", "run directory"}
+
+
+def test_a_first_start_is_no_failure_and_a_forgotten_save_is_one(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    saved = tmp_path / "saved"
+    run.mkdir()
+    flags = [*MODEL, "--run-dir", str(run)]
+    config = parse([*flags, "--save", str(saved), "--load", str(saved)])
+    assert [each.state for each in run_dir.check_resume(config, run, None, quick=True)] == ["ok"]
+    strict = parse([*flags, "--save", str(saved), "--load", str(saved), "--exit-on-missing-checkpoint"])
+    assert [each.state for each in run_dir.check_resume(strict, run, None, quick=True)] == ["failed"]
+    saved.mkdir()
+    (saved / "latest").write_text("iter_0000500\n")
+    (run / "config.json").write_text(json.dumps(config.to_dict()))
+    (found,) = run_dir.check_resume(parse(flags), run, None, quick=True)
+    assert found.state == "failed" and f"--save {saved}" in found.words
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("MASTER_PORT", "none")
     assert doctor.main(["--run-dir", str(tmp_path), "--json"]) == 1
@@ -286,6 +354,16 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr(network, "check_port", lambda: iter(()))
     assert doctor.main(["--run-dir", str(tmp_path)]) == 0
     assert "0 failed" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_memory_of_a_schedule_that_only_the_script_knows_is_not_estimated() -> None:
+    flags = [*MODEL, "--vocab-size", "64", "--pipe-parallel-size", "2", "--pipeline-schedule", "waves"]
+    config, found = settings.read_settings(["mine.py", *flags], None, 2)
+    assert config is not None and found[0].state == "ok"
+    run, findings = settings.resolve_settings(config, 2, None)
+    assert [each.state for each in findings] == ["ok"]
+    (memory_finding,) = settings.check_memory(run, 2, 2, None)
+    assert memory_finding.state == "warning" and "waves" in memory_finding.words
 
 
 def test_settings_of_a_run_that_has_begun(tmp_path: Path) -> None:
@@ -474,3 +552,77 @@ def test_a_sign_of_nccl_holds_for_the_whole_list(
 def test_without_ranks_the_smallest_run_of_a_layout_is_examined(flags: str, examined: Callable[..., Any]) -> None:
     found = examined("--model-parallel-size", "2", *flags.split())
     assert found["settings"].state == "ok" and "2 ranks" in found["layout"].words
+
+
+def write_pair(prefix: Path, documents: list[list[int]]) -> str:
+    with IndexedDatasetBuilder(str(prefix), np.uint16) as builder:
+        for document in documents:
+            builder.add_document(document)
+    return str(prefix)
+
+
+def tokenizer_of_ten() -> Any:
+    """A tokenizer of 10 ids, of which 7 ends documents."""
+    return SimpleNamespace(fingerprint="0", eod=7, name="any", marks={}, vocab_size=10)
+
+
+def test_documents_are_separated_only_in_corpora_with_ends_of_documents(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model finds documents by their last token, so flags that separate documents need this token."""
+    prefix = write_pair(tmp_path / "x", [[5, 6], [6, 5]] * 6)
+    tokenizer = tokenizer_of_ten()
+
+    def check(flags: str, family: str = "gpt2") -> None:
+        config = parse(["--data-path", prefix, "--seq-length", "8", "--split", "1", *flags.split()], DEFAULTS[family])
+        found = list(corpora.check_corpora(config, tokenizer, quick=True))
+        failures = [each.words for each in found if each.state == "failed"]
+        try:
+            check_tokenizer(config, tokenizer)
+        except ValueError as error:
+            assert len(failures) == 1 and str(error).startswith(failures[0])
+            raise
+        assert not failures
+
+    sidecar = {"fingerprint": "0", "eod": 7, "append_eod": False}
+    (tmp_path / "x.json").write_text(json.dumps(sidecar))
+    for flag in ("--reset-attention-mask", "--reset-position-ids"):
+        with pytest.raises(ValueError, match=flag):
+            check(flag)
+    check("--eod-mask-loss")
+    check("--reset-attention-mask --objective sft")  # conversations have their own documents
+    check("--reset-attention-mask", "t5")
+    (tmp_path / "x.json").write_text(json.dumps({**sidecar, "append_eod": True}))
+    check("--reset-attention-mask")
+    (tmp_path / "x.json").unlink()
+    assert capsys.readouterr().out == ""
+    check("--reset-attention-mask")
+    assert f"{prefix}.bin" in capsys.readouterr().out
+    write_pair(tmp_path / "x", [[5, 7], [6, 7]] * 6)
+    check("--reset-attention-mask")
+    assert capsys.readouterr().out == ""
+
+
+def test_a_masked_corpus_is_healthy_if_it_is_whole(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "m")
+    for part, ids in zip(PARTS, ([5, 10], [10, 6, 7], [0, 3]), strict=True):  # 10 is the first sentinel
+        write_pair(Path(f"{prefix}_{part}"), [ids] * 3)
+    flags = ["--data-path", prefix, "--enc-seq-length", "8", "--dec-seq-length", "8"]
+    config = parse(flags, DEFAULTS["t5"])
+    found = list(corpora.check_corpora(config, tokenizer_of_ten(), quick=False))
+    assert {each.state for each in found} == {"ok"}
+    Path(f"{prefix}_target.bin").unlink()
+    found = list(corpora.check_corpora(config, tokenizer_of_ten(), quick=False))
+    assert [each.state for each in found] == ["failed"] and f"{prefix}_target.bin" in found[0].words
+
+
+def test_a_corpus_in_object_storage_is_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setenv("MEGATRON_CACHE_DIR", str(tmp_path / "cache"))
+    local = write_pair(tmp_path / "x", [[5, 6, 7]] * 40)
+    for ending in (".bin", ".idx"):
+        RemotePath(f"memory://doctor/x{ending}").upload(Path(local + ending))
+    config = parse(["--data-path", "memory://doctor/x", "--seq-length", "8", "--split", "1"], DEFAULTS["gpt2"])
+    found = list(corpora.check_corpora(config, tokenizer_of_ten(), quick=False))
+    assert {each.state for each in found} == {"ok"}
+    assert "7" in only(found, "ids").words

@@ -147,7 +147,7 @@ def test_console_commands_have_flags_that_there_are() -> None:
 
     These blocks need GPUs, several machines or users' files, so they are not run.
     """
-    from megatron.config.command_line import build_parser
+    from megatron.config.flags import build_parser
 
     known = {option for action in build_parser()._actions for option in action.option_strings}
     tools = text(reference.FOLDER / "tools.md")
@@ -159,9 +159,10 @@ def test_console_commands_have_flags_that_there_are() -> None:
             ):
                 assert variable in variables, line
             script = re.search(r"(?:pretrain_\w+\.py|run_\w+\.sh)(.*)", line.split("#")[0])
-            for flag in re.findall(r"(--[a-z][\w-]*)", script[1]) if script and "launch.py" not in line else ():
+            is_trained = script and not re.search("launch.py|verify_layout.py", line)
+            for flag in re.findall(r"(--[a-z][\w-]*)", script[1]) if is_trained else ():
                 assert flag in known, line
-            tool = re.match(r"python tools/(\w+)\.py(.*)", line.split(" #")[0])
+            tool = re.match(r"(?:\.venv/bin/)?python tools/(\w+)\.py(.*)", line.split(" #")[0])
             if tool and tool[1] != "launch":
                 own = re.search(rf"^## tools/{tool[1]}\.py$(.*?)(?=^## |\Z)", tools, flags=re.MULTILINE | re.DOTALL)
                 assert own, line

@@ -218,3 +218,22 @@ def test_iterations_and_samples(tmp_path: Path) -> None:
     new = Iterations(scheduled, None)
     assert [new.of_sample(n) for n in (0, 4, 8, 19, 20)] == [1, 2, 3, 3, 4] and new.logged == 0
     assert new.total == 8 + 7 * 12
+
+
+@pytest.mark.parametrize(("first", "later"), [("0:4 40_samples:8", "0:8"), ("0:4", "0:16")])
+def test_past_iterations_have_the_sizes_that_were_logged(first: str, later: str, tmp_path: Path) -> None:
+    """A resumed run may have a schedule without the sizes of the past, or with other ones."""
+    base = ["--train-iters", "30", "--batch-size", "4", "--data-path", "a"]
+    truth = parse([*base, "--batch-size-schedule", first], {}).batches(1)
+    rows = [
+        {"split": "train", "iteration": n, "consumed_samples": truth.advance(0, n), "consumed_tokens": 1}
+        for n in (10, 20)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = Iterations(parse([*base, "--batch-size-schedule", later], {}), tmp_path)
+    for number in range(1, 21):
+        begin = truth.advance(0, number - 1)
+        assert found.samples(number) == range(begin, truth.advance(begin, 1))
+        assert found.of_sample(begin) == number
+    last_size = int(later.split(":")[1])
+    assert len(found.samples(21)) == last_size

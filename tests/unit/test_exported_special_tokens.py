@@ -12,6 +12,7 @@ from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.checkpointing.relocation import TOKENIZER_FOLDER, copy_tokenizer
 from megatron.config.command_line import parse
 from megatron.tokenizer import load_tokenizer
+from megatron.tokenizer.sibling_files import CLASS_ROLES
 from megatron_tools.convert import convert_checkpoint, export_roles
 from megatron_tools.convert.export_roles import generation_settings, pad_token_name, special_token_ids
 from megatron_tools.convert.export_tokenizer import ChatFormat, write_tokenizer
@@ -172,12 +173,12 @@ def test_a_pad_that_a_text_may_give_is_none(tmp_path: Path) -> None:
     assert pad_token_name(load_tokenizer(str(tmp_path / "m.model")), tmp_path / "m.model") is None
 
 
-@pytest.mark.parametrize("name", export_roles.CLASS_ROLES)
+@pytest.mark.parametrize("name", CLASS_ROLES)
 def test_roles_that_classes_give(name: str) -> None:
     """CLASS_ROLES has the default special tokens of transformers' tokenizer classes."""
     theirs = getattr(transformers, name)()
     roles = {role: getattr(theirs, role) for role in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    assert export_roles.CLASS_ROLES[name] == {role: token for role, token in roles.items() if token is not None}
+    assert CLASS_ROLES[name] == {role: token for role, token in roles.items() if token is not None}
 
 
 def test_the_words_of_qwen2_are_those_of_the_class() -> None:
@@ -223,3 +224,25 @@ def test_a_model_without_a_tokenizer_goes_out_without_one(
 
     was, now = (load_file(tmp_path / each / "model.safetensors") for each in ("in", "out"))
     assert all(torch.equal(now[name], was[name]) for name in now)
+
+
+@pytest.mark.parametrize("has_tokenizer", [False, True])
+def test_sampling_settings_of_an_old_config_json_go_out(has_tokenizer: bool, tmp_path: Path) -> None:
+    """Folders saved before 2023 have no generation_config.json; transformers reads the settings in config.json."""
+    folder = folder_of(tmp_path / "in", "gpt2", {}, {}, eos_token_id="<|endoftext|>", bos_token_id="<|endoftext|>")
+    (folder / "generation_config.json").unlink()
+    if not has_tokenizer:
+        (folder / "tokenizer.json").unlink()
+        (folder / "tokenizer_config.json").unlink()
+    content = json.loads((folder / "config.json").read_text())
+    settings = {"num_beams": 4, "no_repeat_ngram_size": 3, "max_length": 120, "early_stopping": True, "top_k": None}
+    (folder / "config.json").write_text(json.dumps({**content, **settings}))
+    main, parser = convert_checkpoint.main, convert_checkpoint.build_parser()
+    main(parser.parse_args(["--from-hf", str(folder), "--output", str(tmp_path / "c")]))
+    main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "out")]))
+    for each in (folder, tmp_path / "out"):
+        found = transformers.GPT2LMHeadModel.from_pretrained(each).generation_config
+        assert {key: getattr(found, key) for key in settings if key != "top_k"} == {
+            key: value for key, value in settings.items() if key != "top_k"
+        }
+    assert "top_k" not in json.loads((tmp_path / "out" / "generation_config.json").read_text())

@@ -227,6 +227,28 @@ def test_an_mt5_is_exported_with_its_own_sentinels(kind: int, has_bytes: bool, t
     assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
 
 
+@pytest.mark.parametrize("model_type", ["t5", "umt5"])
+def test_autotokenizer_loads_the_exported_model_of_a_t5(model_type: str, tmp_path: Path) -> None:
+    """transformers has no tokenizer class for UMT5, so the export must name the class of its spiece.model."""
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter("".join(texts(random.Random(1), 120)).split("\n")), model_writer=model, minloglevel=2,
+        vocab_size=500, hard_vocab_limit=False, model_type="unigram", num_threads=1,
+        normalization_rule_name="nmt_nfkc", pad_id=0, eos_id=1, unk_id=2, bos_id=-1,
+    )  # fmt: skip
+    path = tmp_path / "spiece.model"
+    path.write_bytes(model.getvalue())
+    about = {"tokenizer_class": "T5Tokenizer", "extra_ids": 20}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    ours = SentinelTokenizer(load_tokenizer(str(path)), 20, "t5")
+    output = tmp_path / "out"
+    output.mkdir()
+    exported(output, ours, path, model_type)
+    theirs = transformers.AutoTokenizer.from_pretrained(output)
+    text = "one <extra_id_0> two <extra_id_3>, three"
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+
+
 @pytest.mark.parametrize("given", ["== a ==\n=== b ===\n" * 40, "“好……”“是……”好……\n" * 40])
 def test_a_first_piece_of_punctuation_is_a_piece(given: str, tmp_path: Path) -> None:
     """The first BPE merge is exported as a merge, although it has the same score, 0, as user-defined symbols."""

@@ -3,7 +3,6 @@
 import errno
 import json
 import resource
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +95,15 @@ def test_an_old_checkpoint_that_cannot_be_deleted(tmp_path: Path, monkeypatch: p
         (tmp_path / f"iter_{n:07d}").mkdir()
     (tmp_path / "latest").write_text("iter_0000003\n")
 
-    def refuse(path: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", refuse)
+        patch.setattr(Path, "rmdir", refuse)
         (note, _) = prune(tmp_path, 1, None)
-    assert note.startswith(f"the old checkpoint {tmp_path}/iter_0000001 could not be deleted (Permission denied: ")
+    remaining = tmp_path / "iter_0000001.old.tmp"
+    assert note.startswith(f"the old checkpoint {remaining} could not be deleted (Permission denied: ")
+    assert remaining.is_dir()
     assert (tmp_path / "iter_0000003").is_dir()
 
 

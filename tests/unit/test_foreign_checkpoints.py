@@ -97,6 +97,43 @@ def test_pruning_and_cleaning_spare_what_no_save_has_written(
     assert "iter_0000007.tmp.kept-1" in capsys.readouterr().out
 
 
+def test_what_users_have_put_into_a_checkpoint_outlives_it(tmp_path: Path) -> None:
+    """Pruning, a second save of an iteration and the clean-up after a crash delete only what saves have written."""
+
+    def annotate(folder: Path) -> None:
+        (folder / "hf").mkdir()
+        (folder / "hf" / "model.safetensors").write_text("export")
+        (folder / "NOTES.md").write_text("mine")
+
+    save(tmp_path, "iter_0000010")
+    annotate(tmp_path / "iter_0000010")
+    (tmp_path / "iter_0000010" / "certificate.json").write_text("{}")  # saves of earlier versions wrote this file
+    save(tmp_path, NAME)
+    assert prune(tmp_path, 1, None) == []
+    annotate(tmp_path / NAME)
+    save(tmp_path, NAME)
+    crashed = tmp_path / "iter_0000030.tmp"
+    crashed.mkdir()
+    annotate(crashed)
+    for name in ("a.safetensors", f"{INDEX}.17-ab.tmp"):
+        (crashed / name).write_text("own")
+    delete_leftovers(tmp_path)
+    kept = [f"{name}.kept-1" for name in ("iter_0000010", NAME, "iter_0000030")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, NAME, "latest"])
+    for name in kept:
+        assert content_of(tmp_path / name) == {"NOTES.md": "mine", "hf/model.safetensors": "export"}
+
+
+def test_pruning_spares_a_link_to_a_checkpoint(tmp_path: Path) -> None:
+    link_to_a_checkpoint(tmp_path / "iter_0000010")
+    before = content_of(tmp_path / "iter_0000010")
+    for number in (20, 30):
+        save(tmp_path, f"iter_{number:07}")
+    assert prune(tmp_path, 1, None) == []
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000010", "iter_0000030"]
+    assert content_of(tmp_path / "iter_0000010") == before
+
+
 def test_foreign_objects_in_storage_are_spared(tmp_path: Path) -> None:
     pytest.importorskip("fsspec")
     checkpoint = RemotePath(f"memory://bucket/{tmp_path.name}/{NAME}")

@@ -172,3 +172,17 @@ def test_defaults_and_curves_are_those_of_megatron_core() -> None:
         config, _ = taken(line)
         assert rates[0] == 0
         assert [lr_at(i, config) for i in range(39)] == pytest.approx(rates[1:], abs=1e-12), (style, wsd)
+
+
+@pytest.mark.parametrize(
+    ("more", "is_open"),
+    [
+        ("", False),
+        ("--num-experts 4", True),
+        ("--num-experts 4 --moe-aux-loss-coeff 0.01", False),
+        ("--num-experts 4 --moe-router-load-balancing-type none", False),
+    ],
+)
+def test_a_line_of_megatron_with_experts_leaves_their_auxiliary_loss_open(more: str, is_open: bool) -> None:
+    _, notes = taken(f"--micro-batch-size 2 {more}", "gpt2")
+    assert ("--router-aux-loss 0.0" in advised(notes)) == is_open

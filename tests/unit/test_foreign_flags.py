@@ -3,11 +3,13 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.config import Config
 from megatron.config.command_line import HOME, from_file, parse
+from megatron.config.defaults import DEFAULTS
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError, flag
 from megatron.data.skips import Skips, parse_ranges
@@ -504,3 +506,52 @@ def test_a_setting_may_need_a_flag_that_is_translated_later() -> None:
 def test_a_flag_that_is_false_sets_no_number(stage: str) -> None:
     config = parse(f"--use-distributed-optimizer false {stage}".split())
     assert config.parallel.zero_stage == (2 if stage else None)
+
+
+@pytest.mark.parametrize(
+    ("key", "setting"),
+    [("untie_embeddings_and_output_weights", "tie_embeddings"), ("disable_bias_linear", "hidden_bias")],
+)
+def test_a_false_turns_on_what_the_name_turns_off(key: str, setting: str, tmp_path: Path) -> None:
+    assert not getattr(parse([], DEFAULTS["llama"]).model, setting)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({key: False}))
+    notes: list[str] = []
+    config = parse(["--config", str(path)], DEFAULTS["llama"], notify=notes.append)
+    assert getattr(config.model, setting) and len(notes) == 1 and flag(setting) in notes[0]
+
+
+def test_a_false_that_is_ignored_gets_a_note_if_the_run_has_what_it_denies(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({"swiglu": False, "bf16": False}))
+    notes: list[str] = []
+    parse(["--config", str(path)], DEFAULTS["llama"], notify=notes.append)
+    assert len(notes) == 1 and "--swiglu False" in notes[0] and "--activation swiglu" in notes[0]
+    assert taken(f"--config {path}")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("ds_config", "flags", "is_accepted"),
+    [
+        ({}, "--bf16", True),
+        ({"zero_optimization": {"stage": 1}}, "--bf16", True),
+        ({"zero_optimization": {"stage": 2}}, "--bf16", False),
+        ({"zero_optimization": {"stage": 2}, "communication_data_type": "fp32"}, "--bf16", True),
+        ({"communication_data_type": "bf16"}, "--bf16", False),
+        ({"communication_data_type": "fp16"}, "--precision fp32", False),
+        ({"communication_data_type": "fp32"}, "--fp16", False),
+    ],
+)
+def test_sums_in_fp32_are_accepted_only_if_the_ds_config_leaves_them_in_fp32(
+    ds_config: dict[str, Any], flags: str, is_accepted: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ds_config))
+    line = f"--accumulate-allreduce-grads-in-fp32 {flags} --pipe-parallel-size 0 --deepspeed-config {path}"
+    if not is_accepted:
+        with pytest.raises(ConfigError, match="--accumulate-allreduce-grads-in-fp32"):
+            taken(line, 2)
+        return
+    resolved = resolve(taken(line, 2)[0], 2, fast_bf16=True)
+    assert resolved.deepspeed["communication_data_type"] == "fp32"
+    assert resolved.deepspeed["data_types"] == {"grad_accum_dtype": "fp32"}

@@ -1,5 +1,7 @@
 """Matmuls and settings of --precision fp8, and the devices and sizes that it refuses."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,10 +11,11 @@ from megatron import mpu
 from megatron.config.command_line import parse
 from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError
-from megatron.features.fp8 import use_fp8
+from megatron.features.fp8 import Fp8, use_fp8
 from megatron.model import GPT2Model
 from megatron.mpu.fp8 import fp8_matmul
 from megatron.ranks import device
+from megatron.ranks.errors import RunError
 from tests.parity.reference import Fp8Product
 
 GPT2 = "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 8 --vocab-size 64 --precision fp8"
@@ -96,6 +99,13 @@ def test_only_layers_inside_transformer_layers_use_it() -> None:
         "dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value",
     ]  # fmt: skip
     assert not found["1"] and len(found) > 5
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    plan: Any = None
+    with pytest.raises(RunError, match="--precision bf16"):
+        Fp8().model(nn.Sequential(mpu.ColumnParallelLinear(16, 16)), plan)
+    Fp8().model(GPT2Model(parse(GPT2.split())), plan)
 
 
 def test_sizes_that_kernels_do_not_take_are_refused() -> None:

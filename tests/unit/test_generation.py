@@ -1,5 +1,6 @@
 """Incremental decoding equals recomputation, and greedy and beam search equal Hugging Face's."""
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model
 from megatron_tools.write.generation import (
     GPT2Stepper,
+    ModelStepper,
     Sampling,
     Stepper,
     T5Stepper,
@@ -237,6 +239,28 @@ def test_beams_of_decoders_are_hugging_faces(kind: str, window: int | None, end:
     rows = expected.sequences[:, len(PROMPT) :].tolist()
     assert [ids for _, ids in found] == [row[: row.index(end) + 1] if end in row else row for row in rows]
     assert [score for score, _ in found] == pytest.approx(expected.sequences_scores.tolist(), rel=1e-4)
+
+
+EOD, TURN_END, ANSWER, QUESTION = range(4)
+
+
+def chat_logits(tokens: torch.Tensor) -> torch.Tensor:
+    """Return logits [b, s, 4]: after the question 0.7 for EOD and 0.2 for an answer, which TURN_END always follows."""
+    probabilities = torch.tensor([0.25, 0.25, 0.25, 0.25]).repeat(*tokens.shape, 1)
+    probabilities[tokens == QUESTION] = torch.tensor([0.7, 0.1, 0.2, 1e-9])
+    probabilities[tokens == ANSWER] = torch.tensor([1e-9, 1.0, 1e-9, 1e-9])
+    return probabilities.log()
+
+
+def test_each_of_several_end_tokens_ends_a_text() -> None:
+    ends = (TURN_END, EOD)
+    assert sample(ModelStepper(chat_logits, [QUESTION], 64), 1, 9, ends, Sampling(temperature=0), 0) == [[EOD]]
+    rows = sample(ModelStepper(chat_logits, [QUESTION], 64), 200, 9, ends, Sampling(), 0)
+    assert {tuple(row) for row in rows} == {(EOD,), (TURN_END,), (ANSWER, TURN_END)}
+    (found,) = beam_searches(ModelStepper(chat_logits, [QUESTION], 64), 3, 9, ends)
+    assert [tokens for _, tokens in found] == [[EOD], [ANSWER, TURN_END], [TURN_END]]
+    expected = [math.log(0.7), math.log(0.2) / 2, math.log(0.1)]
+    assert [score for score, _ in found] == pytest.approx(expected, rel=1e-5)
 
 
 def test_sampling_keeps_to_the_likely() -> None:

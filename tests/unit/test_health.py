@@ -23,8 +23,15 @@ NAN, INF = math.nan, math.inf
 def feed(health: Health, norms: list[Any], scales: list[float | None] | None = None, losses: Any = None) -> None:
     for i, norm in enumerate(norms):
         loss = torch.tensor(losses[i] if losses else 2.0, dtype=torch.float64)
-        step = StepResult(loss, norm, scales[i] if scales else None, skipped=bool(scales) and not math.isfinite(norm))
+        scale = scales[i] if scales else None
+        step = StepResult(loss, norm, scale, skip_is_known=bool(scales) and not math.isfinite(norm))
         health.add(step, SampleRange(i + 1, 8 * i, 8), TrainState(i + 1, 8 * i + 8))
+
+
+def test_a_step_is_skipped_if_its_norm_is_not_finite_or_the_host_knows_it() -> None:
+    rows = [(1.0, False, False), (NAN, False, True), (torch.tensor(INF), False, True), (1.0, True, True)]
+    for norm, skip_is_known, expected in rows:
+        assert StepResult(torch.tensor(2.0), norm, None, skip_is_known).skipped is expected
 
 
 def test_steps_in_a_row_are_counted_over_reads() -> None:

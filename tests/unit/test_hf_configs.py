@@ -273,6 +273,19 @@ def test_the_file_of_a_umt5_decides_whether_its_logits_are_scaled(
             compare_with_hf(found.config, dict(model.named_parameters()).__getitem__, tmp_path)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_equal_matrices_are_tied_only_if_the_file_ties_them(is_tied: bool, family: str, tmp_path: Path) -> None:
+    """Training would make the matrices of an untied model different, as in transformers."""
+
+    def equal_head(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        config["tie_word_embeddings"] = is_tied
+        tensors["lm_head.weight"] = next(tensors[name] for name in EMBEDDINGS if name in tensors).clone()
+
+    write(tmp_path, family, {}, equal_head, "float32")
+    assert HFModelFolder(tmp_path).config.model.tie_embeddings is is_tied
+
+
 def test_an_exported_swiglu_of_a_t5_is_read_again() -> None:
     flags = "--family t5 --position-embedding relative --no-scale-attention --normalization rmsnorm --no-hidden-bias"
     described = t5_config(parse([*flags.split(), "--activation", "swiglu", "--vocab-size", "61"]).model, 0, 1, "fp32")
@@ -404,3 +417,12 @@ def test_there_are_enough_of_them(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_a_gpt2_of_theirs_cannot_be(flags: str) -> None:
     with pytest.raises(ConfigError, match=f"GPT-2 does not support {flags}$"):
         gpt2_config(parse(flags.split()).model, 8, 0, "fp32")
+
+
+@pytest.mark.parametrize(("positions", "seq_length"), [(4096, 4096), (8192, 4096)])
+def test_a_gpt2_with_many_positions_trains_on_with_samples_of_4096_tokens(positions: int, seq_length: int) -> None:
+    where = Path("config.json")
+    values = read_config({"model_type": "gpt2", "n_positions": positions}, where)
+    settings, notes = settings_from_hf(values, True, where)
+    assert (settings["seq_length"], settings["max_position_embeddings"]) == (seq_length, positions)
+    assert len(notes) == int(positions > seq_length)

@@ -228,6 +228,17 @@ def test_what_the_class_declares_is_known(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_whose_attention_is_not_causal_is_refused(family: str) -> None:
+    """transformers 5 attends in both directions if is_causal is false or null."""
+    content = {"model_type": family, "is_causal": True}
+    assert read_config(content, WHERE) == read_config({"model_type": family}, WHERE)
+    assert unread_keys(content) == []
+    for value in (False, None):
+        with pytest.raises(ValueError, match="is_causal"):
+            read_config({"model_type": family, "is_causal": value}, WHERE)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tensors_to_ignore_are_those_of_the_class(family: str) -> None:
     theirs = getattr(transformers, FAMILIES[family].class_name)
     assert FAMILIES[family].ignored == tuple(theirs._keys_to_ignore_on_load_unexpected or ())

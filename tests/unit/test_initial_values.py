@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron import mpu
 from megatron.model.layer_stack import LayerStack
 from megatron.model.layers import Layer
-from megatron.mpu import initial_values, parameters
+from megatron.mpu import parameters
 from megatron.mpu.current import ParallelContext
 from megatron.mpu.mesh import Axis, Mesh
 from tds.pipe import LayerSpec, SequentialModule, TiedLayerSpec, seeded_layers
@@ -73,7 +73,17 @@ def test_a_sharded_dimension_lies_on_the_model_axis(monkeypatch: pytest.MonkeyPa
         assert not mpu.is_split(copy)
 
 
-def _filled(rank: int, ranks: int, dim: int, init_method: Any = initial_values.NORMAL) -> tuple[Tensor, int]:
+def test_a_negative_dimension_is_counted_from_the_end() -> None:
+    axis = Axis(None, (0, 1), 1)
+    for negative, dim, full_shape in ((-1, 1, (4, 6)), (-2, 0, (8, 3))):
+        spec = mpu.spec_of(mpu.declare(nn.Parameter(torch.ones(4, 3)), dim=negative, axis=axis))
+        assert (spec.dim, spec.rows.dim, spec.full_shape) == (dim, dim, full_shape)
+    for shape, dim in (((4, 3), 2), ((4, 3), -3), ((), 0)):
+        with pytest.raises(ValueError, match=f"dim {dim} "):
+            mpu.declare(nn.Parameter(torch.ones(shape)), dim=dim, axis=axis)
+
+
+def _filled(rank: int, ranks: int, dim: int, init_method: Any = parameters.NORMAL) -> tuple[Tensor, int]:
     """Initialise a rank's shard of a [200, 100] weight along `dim`; return the shard and the count of random draws."""
     shape = [200, 100]
     full = shape[dim]
@@ -97,7 +107,7 @@ def _filled(rank: int, ranks: int, dim: int, init_method: Any = initial_values.N
 @pytest.mark.parametrize("at_once", [50, 1000, 1700, 10**6])
 def test_a_rank_draws_its_own_rows(dim: int, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Initial weights are equal for any number of ranks; a rank draws its shard plus at most one block at each end."""
-    monkeypatch.setattr(initial_values, "BLOCK_ELEMENTS", at_once)
+    monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", at_once)
     whole, drawn = _filled(0, 1, dim)
     assert drawn == whole.numel()
     assert whole.std().item() == pytest.approx(0.02, rel=0.03) and abs(whole.mean().item()) < 1e-3
@@ -111,7 +121,7 @@ def test_a_rank_draws_its_own_rows(dim: int, at_once: int, monkeypatch: pytest.M
 
 
 def test_what_looks_at_the_shape_is_drawn_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initial_values, "BLOCK_ELEMENTS", 50)
+    monkeypatch.setattr(parameters, "BLOCK_ELEMENTS", 50)
     values = _built(0, 1)["row.weight"]
     torch.manual_seed(3)
     parameter = nn.Parameter(torch.empty(64, 96))

@@ -3,11 +3,12 @@
 import gzip
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data_utils.documents import chunks, documents
 from data_utils.files import Source, find_files
-from data_utils.streams import BadLine, detect_encoding
+from data_utils.streams import BadLine, InputError, detect_encoding
 
 MARK = "\ufeff"
 
@@ -79,3 +80,33 @@ def test_no_document_after_an_overlong_one_is_lost(tmp_path: Path, compressed: b
             found += list(documents(chunk, largest=2048))
         assert isinstance(found[0], BadLine)
         assert found[1:] == [("second",), ("third",)]
+
+
+def test_a_file_without_the_byte_order_mark_that_its_encoding_needs_is_named(tmp_path: Path) -> None:
+    for number, encoding in enumerate(("utf-16-le", "gb18030")):
+        path = tmp_path / f"{number}.txt"
+        path.write_bytes(("中文文本，写得很长。\n" * 50).encode(encoding))
+        with pytest.raises(InputError, match=path.name):
+            list(chunks(Source(str(path), encoding="utf-16")))
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_row_of_parquet_that_is_not_utf_8_is_one_bad_document(tmp_path: Path, is_nested: bool) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    texts = [b"first", "坏".encode("gb18030"), b"third"]
+    offsets = np.cumsum([0, *map(len, texts)]).astype(np.int32)
+    buffers = [None, pyarrow.py_buffer(offsets.tobytes()), pyarrow.py_buffer(b"".join(texts))]
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, buffers)
+    path = tmp_path / "x.parquet"
+    if is_nested:
+        more = pyarrow.ListArray.from_arrays(pyarrow.array([0, 1, 2, 3], pyarrow.int32()), column)
+        table = pyarrow.table({"text": ["first", "second", "third"], "more": more})
+    else:
+        table = pyarrow.table({"text": column})
+    parquet.write_table(table, path)
+    found = [each for chunk in chunks(Source(str(path))) for each in documents(chunk)]
+    assert [each for each in found if not isinstance(each, BadLine)] == [("first",), ("third",)]
+    (bad,) = [each for each in found if isinstance(each, BadLine)]
+    assert bad.line == 2

@@ -20,7 +20,7 @@ from megatron.config.ds_config import resolve
 from megatron.config.ds_file import PASSED_KEYS, RECONCILED_KEYS
 from megatron.config.fields import ConfigError
 from megatron.config.param_groups import read_param_rules
-from megatron.data.corpora import made_with
+from megatron.data.fingerprints import made_with
 from megatron.features.scoring import read_cloze
 from megatron.json_text import MAX_NESTING, JsonError, format_value, parse_json
 from megatron.tokenizer.base import read_object

@@ -187,7 +187,7 @@ OUTSIDE = {
     "megatron.config": set(),
     "megatron.kernels": {"torch", "apex"},
     "megatron.mpu": {"torch"},
-    "megatron.tokenizer": {"numpy", "sentencepiece", "jieba", "rjieba", "tokenizers"},
+    "megatron.tokenizer": {"numpy", "sentencepiece", "jieba", "rjieba", "tokenizers", "tiktoken"},
     "megatron.data": {"numpy", "torch"},
     "megatron.model": {"torch"},
     "megatron.optim": {"torch"},

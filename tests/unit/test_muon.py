@@ -20,7 +20,7 @@ from megatron.model import GPT2Model, T5Model, global_parameters
 from megatron.model.muon_parameters import muon_parameters
 from megatron.optim import build_optimizer, group_keys
 from megatron.optim.muon import Muon, orthogonalise
-from tds.hooks import PipelineHooks
+from tds.base_engine import PipelineHooks
 from tds.optimizers import skip_unless_finite, steps_separately
 from tests.parity.muon_reference import exact_iterations, separate
 

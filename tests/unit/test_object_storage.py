@@ -25,9 +25,8 @@ from megatron.data import (
     sft_dataset,
     t5_dataset,
 )
-from megatron.data.corpora import made_with
 from megatron.data.cpm_masking import PARTS, mask_document
-from megatron.data.fingerprints import corpus_fingerprint
+from megatron.data.fingerprints import corpus_fingerprint, made_with
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import LOSS_SUFFIX, DatasetError, IndexedDataset
 from megatron.data.sampler import ConsecutiveSampler, build_loader

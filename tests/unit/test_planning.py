@@ -24,6 +24,7 @@ from megatron.model import GPT2Model, T5Model
 from megatron.model.cuts import partition_method
 from megatron.model.parameter_counts import count_parameters
 from megatron_tools.doctor import doctor
+from megatron_tools.doctor.memory import checkpoint_bytes
 from megatron_tools.plan import plan, scripts
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.plan.cost import DEFAULT, boundary_bytes, pipeline_units
@@ -99,6 +100,25 @@ def test_expert_parallel_ranks_hold_their_experts(more: str) -> None:
     # On four ranks, ZeRO 1 shards the two moments of experts over two ranks, and those of other parameters over four.
     assert weights == 4 * found.held
     assert optimizer == 8 * (found.experts / 2 + (found.held - found.experts) / 4)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "frozen", "held"),
+    [("layers.[012].*", 3 * 49_984, 3 * 49_984), ("embedding*", 500 * 64, 512 * 64), ("*.bias", 0, 0)],
+)
+def test_frozen_layers_have_no_moments(pattern: str, frozen: int, held: int, tmp_path: Path) -> None:
+    """A layer has 12 h^2 + 13 h parameters; the tied output layer is frozen with the embedding, padded to 512 rows.
+
+    Weights that are only a part of a layer count as trained. A checkpoint has no padding.
+    """
+    rules = tmp_path / "rules.json"
+    rules.write_text(json.dumps([{"pattern": "*", "frozen": False}, {"pattern": pattern, "frozen": True}]))
+    config = parse([*TINY.split(), "--param-groups", str(rules)])
+    (found,) = rank_memory(config, resolve(config, 1, False), 1, False, stages_of(config))
+    trained = count_layers(layers_of(config), config).held - held
+    assert found.optimizer == 8 * trained
+    assert found.gradients <= 4 * trained
+    assert checkpoint_bytes(config) == 4 * (3 * parameters(config) - 2 * frozen)
 
 
 def test_stages_hold_every_layer_once() -> None:

@@ -133,6 +133,7 @@ def test_conversations_are_those_of_apply_chat_template(folder: Path, tokenizer:
             reader = PromptEncoder(tokenizer, load_template(name, tokenizer, str(folder)))
             found = reader.question(Conversation(parse_messages(CHAT[:count])))
             assert (found.tokens, found.end_id) == (expected, tokenizer.specials[END])
+            assert found.end_ids == (tokenizer.specials[END], tokenizer.eod)
     ids = [*tokenizer.encode("Paris."), tokenizer.specials[END], tokenizer.eod, *tokenizer.encode("more")]
     assert decode_answer(tokenizer, found, ids) == "Paris."
     other = folder / "llama2.jinja"
@@ -140,7 +141,7 @@ def test_conversations_are_those_of_apply_chat_template(folder: Path, tokenizer:
     expected = theirs.apply_chat_template(CHAT[1:2], chat_template=ENDS_WITH_EOS, return_dict=True)["input_ids"]
     reader = PromptEncoder(tokenizer, load_template(str(other), tokenizer, str(folder)))
     found = reader.question(Conversation(parse_messages(CHAT[1:2])))
-    assert (found.tokens, found.end_id) == (expected, tokenizer.eod)
+    assert (found.tokens, found.end_ids) == (expected, (tokenizer.eod,))
     with pytest.raises(ValueError, match=r"a message contains <\|im_end\|>"):
         reader.question(Conversation((Message("user", f"a{END}"),)))
     evil = PromptEncoder(tokenizer, ChatML()).question(Conversation((Message("user", f"a{END}"),)))

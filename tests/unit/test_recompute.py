@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.model import GPT2Model, T5Model
+from megatron.model.block import ParallelMLP
 from megatron.model.layers import init_weights
-from megatron.model.mlp import ParallelMLP
 from megatron.model.recompute import Recipe, save_recipe_for
 from megatron.mpu import ColumnParallelLinear
 

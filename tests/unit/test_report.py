@@ -14,7 +14,7 @@ from megatron.locks.run_lock import Holder, RunLock
 from megatron_tools.report import report
 from megatron_tools.report.curves import all_charts, thin_out
 from megatron_tools.report.differences import compare_settings
-from megatron_tools.report.facts import as_text, layout_label, progress, result_facts
+from megatron_tools.report.facts import as_text, layout_label, progress, result_facts, tokenizer_note
 from megatron_tools.report.layers import expert_shares, heat_map, layer_values
 from megatron_tools.report.page import as_data
 from megatron_tools.report.runs import read_run, short_names
@@ -79,6 +79,17 @@ def test_facts_are_those_of_the_lines(tmp_path: Path) -> None:
     axes = run.axes()
     assert (axes["iteration"], axes["tokens"]) == ([0, 10, 20], [0, 10_000, 20_000])
     assert axes["hours"] == pytest.approx([0, 20 / 3600, 40 / 3600])
+
+
+def test_skipped_iterations_take_no_time(tmp_path: Path) -> None:
+    """Of 10 iterations of 1,000 tokens at 500 tokens/s, 9 are skipped; the next 10 all are, and have no speed."""
+    skips = ((10, 9, 500.0), (20, 10, 0.0), (30, 0, 500.0))
+    rows = []
+    for iteration, skipped, speed in skips:
+        row = {"split": "train", "iteration": iteration, "consumed_tokens": 1000 * iteration}
+        rows.append({**row, "passed_over": skipped, "tokens_per_second": speed})
+    hours = read_run(_with_rows(tmp_path / "run", rows)).axes()["hours"]
+    assert hours == pytest.approx([0, 2 / 3600, 2 / 3600, 22 / 3600])
 
 
 def _with_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
@@ -349,3 +360,17 @@ def test_skipped_spikes_are_marked(tmp_path: Path) -> None:
     loss = next(chart for chart in all_charts([run]) if chart.name == "loss")
     assert loss.marks[0]["x"] == 9
     assert "9.5" in loss.marks[0]["label"]
+
+
+def test_runs_with_different_tokenizers_get_a_note(tmp_path: Path) -> None:
+    """Losses are in nats per token, so those of two tokenizers cannot be compared."""
+    for name in "ab":
+        (tmp_path / f"{name}.model").write_bytes(name.encode())
+    folders = []
+    for run_name, vocabulary in (("1", "a"), ("2", "a"), ("3", "b")):
+        folders.append(made(tmp_path / run_name, f"--vocab-file {tmp_path / vocabulary}.model"))
+    runs = [read_run(folder, folder.name) for folder in folders]
+    assert tokenizer_note(runs[:2]) == ""
+    assert "tokenizers" in tokenizer_note(runs)
+    assert tokenizer_note(runs) in page_of(folders)
+    assert tokenizer_note(runs[:1]) == ""

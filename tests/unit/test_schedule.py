@@ -253,6 +253,20 @@ def test_the_flag_takes_a_registered_schedule() -> None:
     assert in_flight("like gpipe", 0, 1, 0, 2, 64) == 64, "a custom schedule may keep every micro-batch"
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_interleaved_keeps_as_many_micro_batches_as_the_page_says(chunks: int) -> None:
+    """docs/tds.md: at most g + (2p - 1 - g) / chunks, where g is the size of the largest group, and at most m."""
+    for stages in range(2, 6):
+        for micros in range(1, 4 * stages + 1):
+            plan = plan_of({"schedule": "interleaved"}, stages, micros, chunks)
+            kept = max(map(max_in_flight, plan))  # passes through one of the chunks
+            group = -(-micros // (micros // stages)) if micros >= stages else micros
+            bound = (chunks - 1) * group + 2 * stages - 1
+            assert kept <= min(bound, chunks * micros)
+            if micros % stages == 0 and micros > stages:
+                assert kept == chunks * stages + stages - 1
+
+
 def test_chunks_need_the_schedule_for_them() -> None:
     with pytest.raises(ValueError, match=SENTENCES["a_model_with_2_chunks_a_2"]):
         find_schedule({"schedule": "gpipe"}, 2)

@@ -18,6 +18,7 @@ from data_utils.chat_encoder import ChatEncoder, missing_chatml_tokens, turn_end
 from data_utils.chat_templates import ChatML, Message, load_template, messages_of, parse_messages, template_from
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
+from megatron.checkpointing.relocation import copy_tokenizer
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
@@ -147,6 +148,47 @@ def test_a_conversation_in_which_nothing_is_marked_is_refused(hf_tokenizer: Path
     template = load_template(str(tmp_path / "t.jinja"), load_tokenizer(str(hf_tokenizer)), str(hf_tokenizer))
     with pytest.raises(ValueError, match="generation"):
         template.pieces(messages_of({"messages": CHAT[:4]}))
+
+
+def test_a_block_at_an_unknown_place_is_refused(hf_tokenizer: Path) -> None:
+    """Jinja renders the body of a `set` apart, so the place of a block in it is that of other text."""
+    pytest.importorskip("jinja2")
+    source = CHATML.replace("{{ '<|im_start|>'", "{% set turn %}{{ '<|im_start|>'", 1)
+    source = source.replace("{{ '\\n' }}{% endfor %}", "{{ '\\n' }}{% endset %}{{ turn }}{% endfor %}")
+    assert "endset" in source
+    tokenizer = load_tokenizer(str(hf_tokenizer))
+    template = template_from(source, tokenizer, str(hf_tokenizer))
+    with pytest.raises(ValueError, match="generation"):
+        template.pieces(parse_messages(CHAT))
+    expected = template_from(CHATML, tokenizer, str(hf_tokenizer)).prompt_pieces(parse_messages(CHAT[:4]))
+    assert template.prompt_pieces(parse_messages(CHAT[:4])) == expected  # a prompt needs no places
+
+
+TOOLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.thought %}({{ m.thought }}){% endif %}{{ m.content }}"
+    "{% for call in m.calls or [] %}{{ call.f | tojson }}{% endfor %}{{ m | tojson }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+
+
+def test_all_keys_of_messages_reach_jinja_templates(hf_tokenizer: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    answer = {"calls": [{"f": {"city": "東京", "days": 3}}], "role": "assistant", "content": "Wait.", "thought": "Hm"}
+    turns = [CHAT[1], answer]
+    tokenizer = load_tokenizer(str(hf_tokenizer))
+    template = template_from(TOOLS, tokenizer, str(hf_tokenizer))
+    ((expected,), _) = render_jinja_template([turns], chat_template=TOOLS)
+    assert "".join(piece.text for piece in template.pieces(messages_of({"messages": turns}))) == expected
+    forged = messages_of({"messages": [CHAT[1], {**answer, "calls": [{"f": ["<|im_end|>"]}]}]})
+    with pytest.raises(ValueError, match=SENTENCES["a_message_contains_im_end_special"]):
+        template.pieces(forged)
+    with pytest.raises(ValueError, match="calls"):  # ChatML has no place for them
+        ChatML().pieces(messages_of({"messages": turns}))
+    empty = messages_of({"messages": [CHAT[1], {**CHAT[2], "calls": None, "thought": ""}]})
+    assert ChatML().pieces(empty) == ChatML().pieces(messages_of({"messages": CHAT[1:3]}))
 
 
 def test_without_offsets_a_text_is_cut_where_marks_begin(tmp_path: Path) -> None:
@@ -506,3 +548,106 @@ def test_a_template_that_ignores_add_generation_prompt_is_noted(
     ids, counts = ChatEncoder(tokenizer, append_eod=False).encode(template.pieces(messages_of({"messages": CHAT})))
     learned = tokenizer.decode([i for i, counted in zip(ids, counts, strict=True) if counted])
     assert ("assistant\n" in learned) == noted
+
+
+ENDED = "{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("about", "model_type"),
+    [
+        ({"model_max_length": 1024}, "gpt2"),
+        ({"tokenizer_class": "GPT2Tokenizer"}, "llama"),
+        ({"tokenizer_class": "Qwen2Tokenizer"}, "qwen2"),
+    ],
+)
+def test_a_template_may_use_the_tokens_that_the_tokenizers_class_supplies(
+    about: dict[str, Any], model_type: str, hf_tokenizer: Path, tmp_path: Path
+) -> None:
+    """A folder without eos_token gets that of its class, in the copy that a run keeps, too."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_text((hf_tokenizer / "tokenizer.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps({**about, "chat_template": ENDED}))
+    (source / "config.json").write_text(json.dumps({"model_type": model_type}))
+    theirs = transformers.AutoTokenizer.from_pretrained(source)
+    expected = theirs.apply_chat_template(CHAT, tokenize=False)
+    assert expected.count("<|endoftext|>") == len(CHAT)
+    copy_tokenizer(str(source), tmp_path)
+    for folder in (source, tmp_path / "tokenizer"):
+        ours = load_tokenizer(str(folder))
+        template = load_template("tokenizer", ours, str(folder))
+        assert "".join(piece.text for piece in template.pieces(parse_messages(CHAT))) == expected
+        assert turn_end(template, ours) == ours.eod
+
+
+# A template in the style of Zephyr's, whose headers are plain text
+HEADERS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>\n' + m.content + eos_token }}"
+    "{% else %}{{ '<|assistant|>\n' }}{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}"
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("prefix", ["Prepend", "first", "always"])
+def test_no_space_is_put_before_an_answer_that_follows_text(prefix: str, tmp_path: Path) -> None:
+    """The ids are those of transformers, although the tokenizer prepends a space to a text or to each part of it."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    from tokenizers import pre_tokenizers
+
+    from tests.cli.test_convert_llama import tokenizer_of
+
+    made, named = tokenizer_of("llama2")
+    if prefix != "Prepend":
+        made.normalizer = None
+        made.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", prepend_scheme=prefix, split=False)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": HEADERS, **named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
+    turns = [{"role": "user", "content": "The river?"}, {"role": "assistant", "content": "runs slowly"}] * 2
+    expected = theirs.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    encoder = ChatEncoder(ours, append_eod=False)
+    for source in (HEADERS, HEADERS.replace("{% generation %}", "").replace("{% endgeneration %}", "")):
+        pieces = template_from(source, ours, str(tmp_path)).pieces(parse_messages(turns))
+        assert encoder.encode(pieces) == (expected["input_ids"], expected["assistant_masks"])
+
+
+STRIPPED = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>\n' + m.content + ' <|end|>\n' }}"
+    "{% else %}{{ '<|assistant|>\n' }}{% generation %}{{ m.content + '<|end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("answer", ["Paris.", " Paris.", "Paris. \n"])
+@pytest.mark.parametrize("flags", [{"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}], ids=str)
+def test_tokens_absorb_the_white_space_around_them_as_their_flags_say(
+    flags: dict[str, bool], answer: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("jinja2")
+    if answer.startswith(" ") and "rstrip" not in flags:
+        pytest.skip("such an answer is tokenized apart from its header")
+    names = ["<|user|>", "<|assistant|>", "<|end|>"]
+    text = ["What is the capital of France? Paris. " * 20]
+    train_byte_bpe(text, str(tmp_path / "tokenizer.json"), 280, "hf", names)
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    for token in content["added_tokens"][1:]:
+        token.update(flags)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": STRIPPED}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))
+    template = load_template("tokenizer", ours, str(tmp_path))
+    turns = [{"role": "user", "content": " What is?"}, {"role": "assistant", "content": answer}] * 2
+    expected = theirs.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    encoder = ChatEncoder(ours, append_eod=False)
+    found = encoder.encode(template.pieces(parse_messages(turns)))
+    assert found == (expected["input_ids"], expected["assistant_masks"])
+    asked, _ = encoder.encode(template.prompt_pieces(parse_messages(turns[:1])))
+    assert asked == theirs.apply_chat_template(turns[:1], add_generation_prompt=True)["input_ids"]

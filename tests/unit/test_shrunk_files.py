@@ -19,7 +19,7 @@ from megatron.data.sampler import ConsecutiveSampler, build_loader
 from megatron.data.workers import describe_worker_end
 from megatron.ranks.errors import one_line_error
 from megatron.tasks import TASKS
-from megatron.training import entry
+from megatron.training import complaints, entry
 from megatron_tools.launch import describe_signal
 from tests.support import ROOT
 
@@ -95,7 +95,7 @@ def test_the_end_of_a_worker_is_one_sentence(
         raise SystemExit(code)
 
     monkeypatch.setattr(entry, "set_up", set_up)
-    monkeypatch.setattr(entry, "exit_now", leave)
+    monkeypatch.setattr(complaints, "exit_now", leave)
     argv = ["--data-path", prefix, "--vocab-file", vocab_file]
     task = TASKS["gpt2"]()
     with pytest.raises(SystemExit):

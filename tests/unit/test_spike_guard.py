@@ -91,6 +91,39 @@ def test_a_resumed_guard_decides_as_one_that_went_on() -> None:
     assert second.recent == whole.recent
 
 
+def _attached_to_a_run(feature: Guard, consumed: int, batch: int) -> Guard:
+    """Return the feature in a run that has consumed `consumed` samples; data stages begin at samples 0 and 40."""
+    run: Any = SimpleNamespace(
+        state=TrainState(consumed_samples=consumed),
+        global_batch=batch,
+        sample_shape=(32, 0),
+        datasets=(SimpleNamespace(begins=[0, 40]), None, None),
+    )
+    feature.start(run)
+    return feature
+
+
+@pytest.mark.parametrize(
+    ("consumed", "batch", "is_kept"),
+    [(24, 8, True), (24, 16, True), (36, 8, False), (40, 8, False), (48, 8, True), (24, 4, False)],
+)
+def test_other_data_and_smaller_batches_are_not_compared_with_steps_before(
+    consumed: int, batch: int, is_kept: bool
+) -> None:
+    """The step that reads the first sample of a stage, and a resume with a smaller batch, begin a new window."""
+    first = _feature(_guard(4.0, 16))
+    _attached_to_a_run(first, 0, 8).before_step(1)
+    for loss, norm in _steps(60)[4:20]:
+        _decide(first._guard, loss, norm)
+    resumed = _feature(_guard(4.0, 16))
+    resumed.load(json.loads(json.dumps(first.state())))
+    _attached_to_a_run(resumed, consumed, batch).before_step(2)
+    assert _decide(resumed._guard, 9.0, 9.0) == is_kept, "it is a spike only in the old window"
+    for _ in range(8):
+        _decide(resumed._guard, 9.0, 9.0)
+    assert _decide(resumed._guard, 99.0, 99.0), "the new window finds spikes, too"
+
+
 def test_a_checkpoint_of_version_0_2_0_resumes_the_guard() -> None:
     stored = {"iteration": 4, "consumed_samples": 8, "recent": [[2.0, 1.0], [2.5, 1.5]]}
     _check_state(stored)
@@ -105,6 +138,8 @@ def test_a_damaged_window_is_refused(recent: Any) -> None:
         _check_state({"iteration": 1, "consumed_samples": 1, "recent": recent})
     with pytest.raises(ValueError, match=r"spike_guard\.recent"):
         _feature(_guard(4.0, 16)).load({"recent": recent})
+    with pytest.raises(ValueError, match=r"spike_guard\.batch_tokens"):
+        _feature(_guard(4.0, 16)).load({"recent": [[2.0, 1.0]], "batch_tokens": "32"})
 
 
 def test_a_streak_of_spikes_ends_the_run_also_at_the_smallest_loss_scale() -> None:

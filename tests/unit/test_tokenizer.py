@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from data_utils import preprocess_data
 from data_utils.documents import read_texts
 from data_utils.tokenizer_training import train_byte_bpe, train_cpm, train_cpm_vocab, train_sentencepiece
 from megatron.tokenizer import Tokenizer, TokenizerError, load_tokenizer
 from megatron.tokenizer.segment import SEPARATOR, Cut, segmenter
+from megatron_tools.convert.hf_config import check_tokenizer
 from tests.materials import SAMPLE
 from tests.sentences import SENTENCES
 
@@ -438,3 +441,125 @@ def test_a_tokenizer_json_that_adds_both_ends_begins_documents(tmp_path: Path) -
         assert ours.start == ((ids["<s>"],) if start else ())
         ended = [*ours.start, *ours.encode("spring"), ours.eod]
         assert ended == (expected if expected[-1] == ours.eod else [*expected, ours.eod])
+
+
+def write_folder(folder: Path, kind: str, files: dict[str, Any], specials: Sequence[str] = ("<|im_end|>",)) -> Path:
+    """Write and return a folder with a byte-level tokenizer of this kind and the JSON files `files` next to it."""
+    folder.mkdir()
+    train_byte_bpe(RIVERS, str(folder if kind == "gpt2-bpe" else folder / "tokenizer.json"), 290, kind, specials)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [
+        ("gpt2-bpe", {"tokenizer_config.json": {"eos_token": "<|im_end|>"}}),
+        ("gpt2-bpe", {"tokenizer_config.json": {"add_bos_token": True}}),
+        ("hf", {"tokenizer_config.json": {"eos_token": "<|eot|>"}}),
+        ("hf", {"special_tokens_map.json": {"eos_token": "<|im_end|>"}}),
+        (
+            "hf",
+            {
+                "tokenizer_config.json": {"eos_token": "<|endoftext|>"},
+                "special_tokens_map.json": {"eos_token": {"content": "<|im_end|>", "lstrip": False}},
+            },
+        ),
+    ],
+)
+def test_a_tokenizer_whose_neighbours_name_another_end_or_start_makes_no_new_corpus(
+    kind: str, files: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers would follow these files. Runs that used other ends continue, so loading succeeds."""
+    plain = load_tokenizer(str(write_folder(tmp_path / "plain", kind, {})))
+    folder = write_folder(tmp_path / "named", kind, files)
+    ours = load_tokenizer(str(folder))
+    assert (ours.fingerprint, ours.eod, ours.start) == (plain.fingerprint, plain.eod, plain.start)
+    text = tmp_path / "text.txt"
+    text.write_text("The river")
+    argv = ["--input", str(text), "--vocab-file", str(folder), "--output-prefix", str(tmp_path / "corpus"), "--quiet"]
+    with pytest.raises(TokenizerError, match=str(folder)):
+        preprocess_data.main(preprocess_data.build_parser().parse_args(argv))
+    assert not list(tmp_path.glob("corpus*"))
+    values = {"model_type": "gpt2", "vocab_size": ours.vocab_size, "eos_token_id": ours.eod}
+    with pytest.raises(TokenizerError, match=str(folder)):
+        check_tokenizer(values, values, ours, folder)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"tokenizer_config.json": {"eos_token": "<|endoftext|>", "add_bos_token": False}},
+        {"special_tokens_map.json": {"eos_token": "<|endoftext|>", "pad_token": "<|im_end|>"}},
+        {
+            "tokenizer_config.json": {"eos_token": "<|endoftext|>", "added_tokens_decoder": {}},
+            "special_tokens_map.json": {"eos_token": "<|im_end|>"},
+        },
+    ],
+)
+@pytest.mark.parametrize("kind", ["gpt2-bpe", "hf"])
+def test_neighbours_that_agree_with_a_tokenizer_change_nothing(
+    kind: str, files: dict[str, Any], tmp_path: Path
+) -> None:
+    """A special_tokens_map.json next to an added_tokens_decoder does not count, as in transformers."""
+    transformers = pytest.importorskip("transformers")
+    folder = write_folder(tmp_path / "folder", kind, {"config.json": {"model_type": "gpt2"}, **files})
+    ours = load_tokenizer(str(folder))
+    ours.refuse_contradiction()
+    assert ours.eod == transformers.AutoTokenizer.from_pretrained(folder).eos_token_id
+
+
+def test_a_gpt2_vocabulary_may_name_its_only_end(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    about = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "[a]", "eos_token": "[a]", "unk_token": "[a]"}
+    files = {"tokenizer_config.json": about, "config.json": {"model_type": "gpt2"}}
+    folder = write_folder(tmp_path / "folder", "gpt2-bpe", files)
+    vocabulary = (folder / "vocab.json").read_text()
+    for name in ("[a]", "</s>"):
+        (folder / "vocab.json").write_text(vocabulary.replace("<|endoftext|>", name))
+        ours = load_tokenizer(str(folder))
+        assert ours.eod == json.loads(vocabulary)["<|endoftext|>"]
+        assert bool(ours.contradiction) == (name != "[a]")
+    (folder / "vocab.json").write_text(vocabulary.replace("<|endoftext|>", "[a]"))
+    assert transformers.AutoTokenizer.from_pretrained(folder).eos_token_id == ours.eod
+
+
+@pytest.mark.parametrize("eos", ["</s>", "<|im_end|>"])
+def test_the_start_of_a_text_does_not_depend_on_the_end_of_documents(eos: str, tmp_path: Path) -> None:
+    """A chat model may have another eos_token than the one that its tokenizer.json appends."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": eos}
+    specials = ["<s>", "</s>", "<|im_end|>"]
+    folder = write_folder(tmp_path / "folder", "hf", {"tokenizer_config.json": about}, specials)
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = [(name, made.token_to_id(name)) for name in specials]
+    made.post_processor = tokenizers.processors.TemplateProcessing("<s> $A </s>", special_tokens=ids)
+    made.save(str(folder / "tokenizer.json"))
+    ours, theirs = load_tokenizer(str(folder)), transformers.AutoTokenizer.from_pretrained(folder)
+    assert ours.eod == theirs.eos_token_id
+    assert [*ours.start, *ours.encode("river"), made.token_to_id("</s>")] == theirs("river")["input_ids"]
+
+
+@pytest.mark.parametrize("prepend_scheme", [None, "first", "always", "never"])
+def test_a_llama_whose_files_disagree_about_the_space_in_front_makes_no_new_corpus(
+    prepend_scheme: str | None, tmp_path: Path
+) -> None:
+    """add_prefix_space is compared with the normalizer Prepend, or with Metaspace. Null leaves it to the file."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    if prepend_scheme is None:
+        made.normalizer = tokenizers.normalizers.Prepend("\u2581")
+    else:
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace("\u2581", prepend_scheme=prepend_scheme)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=60, special_tokens=["<s>", "</s>"], show_progress=False)
+    made.train_from_iterator(RIVERS, trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    prepends = prepend_scheme != "never"
+    for value in (None, False, True):
+        for class_name in ("LlamaTokenizer", "PreTrainedTokenizerFast"):
+            about = {**LLAMA, "unk_token": None, "tokenizer_class": class_name, "add_prefix_space": value}
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+            is_refused = class_name == "LlamaTokenizer" and value not in (None, prepends)
+            assert bool(load_tokenizer(str(tmp_path)).contradiction) == is_refused

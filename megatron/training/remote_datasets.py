@@ -1,0 +1,47 @@
+"""Placeholders of data sets on the ranks that read no data."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Lengths(NamedTuple):
+    """Number of encoder tokens and number of decoder tokens of a T5 sample."""
+
+    encoder: int
+    decoder: int
+
+
+class RemoteDataset:
+    """Placeholder, on a rank that reads no data, for a data set that other ranks read.
+
+    plan: for T5, the numbers of encoder and decoder tokens of a sample; None for any other data set.
+    begins: number of the first sample of each data stage; empty for a data set without stages.
+    """
+
+    def __init__(self, plan: Lengths | None, begins: Sequence[int] = ()) -> None:
+        self.plan = plan
+        self.begins = begins
+
+
+def t5_lengths(dataset: Any) -> Lengths | None:
+    """Return the numbers of encoder and decoder tokens of a T5 data set's samples, or None for other data sets.
+
+    A T5 data set has an attribute `plan` with these numbers.
+    """
+    plan = getattr(dataset, "plan", None)
+    encoder = getattr(plan, "encoder", None)
+    decoder = getattr(plan, "decoder", None)
+    return Lengths(encoder, decoder) if isinstance(encoder, int) and isinstance(decoder, int) else None
+
+
+def stage_begins(dataset: Any) -> Sequence[int]:
+    """Return the number of the first sample of each data stage; empty for a data set without stages."""
+    begins: Sequence[int] = getattr(dataset, "begins", ())
+    return begins
+
+
+def placeholder_of(dataset: Any) -> Any:
+    """Return a `RemoteDataset` for a data set, a dict of them for named data sets, None for None."""
+    if isinstance(dataset, Mapping):
+        return {name: placeholder_of(each) for name, each in dataset.items()}
+    return None if dataset is None else RemoteDataset(t5_lengths(dataset), stage_begins(dataset))
