@@ -244,6 +244,7 @@ def label_corpus(dataset: Any, prefix: str, prefixes: Sequence[str]) -> Any:
 
 
 def blend_training_set(sets: NamedSets, paths: Paths) -> Any:
+    """Return the training data set: the blend of the corpora of `paths`, or one that changes at each data stage."""
     stages = stages_in(paths)
     if not stages:
         return blend_sets(sets)

@@ -17,7 +17,7 @@ def find_problem(
     datatype: torch.dtype,
     sizes: Mapping[str, Sequence[int]] | None,
 ) -> str:
-    """Return why `mpu.broadcast_data` cannot send this data; "" if it can."""
+    """Return why `mpu.broadcast_data` cannot send this data, tensors [...] by key; "" if it can."""
     if data is None:
         return "broadcast_data: the first rank of a model-parallel group must be given data, got None"
     for key in keys:
