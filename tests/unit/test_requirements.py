@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from megatron.packages import pip_install
 from megatron_tools.doctor.machine import SUPPORTED, TOO_NEW, version_key
 from tds._deepspeed import SUPPORTED as SUPPORTED_DEEPSPEED
 from tests.support import ROOT
@@ -154,3 +155,18 @@ def test_our_own_of_an_older_list_gives_way(tmp_path: Path) -> None:
     (tmp_path / ".venv/.installed-requirements.txt").write_text("torch==2.12.1\n")
     code, _, asked = set_up(tmp_path, torch="2.12.1+cpu", served="torch==2.13.0", TORCH_INDEX_URL="file:///builds")
     assert code == 0 and asked.startswith("torch==2.13.0 ")
+
+
+def test_advice_names_the_python_that_lacks_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an activated environment, `pip` in a shell would install the package for another Python."""
+    own = tmp_path / "env" / "bin"
+    own.mkdir(parents=True)
+    for name in ("pip", "python"):
+        (own / name).touch(mode=0o755)
+    monkeypatch.setattr("sys.executable", str(own / "python"))
+    monkeypatch.setenv("PATH", str(own))
+    assert pip_install("gradio>=6,<7") == "pip install 'gradio>=6,<7'"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert pip_install("ray") == f"{own}/python -m pip install ray"
+    monkeypatch.chdir(tmp_path)
+    assert pip_install("ray") == "env/bin/python -m pip install ray"

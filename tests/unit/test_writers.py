@@ -12,6 +12,7 @@ import pytest
 
 from megatron.config.command_line import parse
 from megatron.features import writers
+from megatron.packages import pip_install
 from megatron.training.metrics import MetricsWriter
 
 ROW = {"split": "train", "iteration": 10, "lm_loss": 7.5, "lr": 0.001, "loss_scale": None, "spikes": [{"iteration": 3}]}
@@ -138,7 +139,7 @@ def test_a_package_that_is_missing_is_named(name: str, monkeypatch: pytest.Monke
     with pytest.raises(ValueError) as error:
         writers.check_packages(parse([f"--{name}"]).log)
     assert (
-        str(error.value) == f"--{name} needs the package {name}: pip install {name}; --no-{name} continues without it"
+        str(error.value) == f"--{name} needs the package {name}: {pip_install(name)}; --no-{name} continues without it"
     )
     writers.check_packages(parse([]).log)  # no package is needed: TensorBoard is optional by default
 
