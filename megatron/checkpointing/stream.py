@@ -37,11 +37,6 @@ def stored_dtype(weight: Tensor) -> torch.dtype:
     return weight.dtype if is_kept else torch.float32
 
 
-def is_storable(weight: Tensor) -> bool:
-    """Return whether a checkpoint can hold a weight of this dtype."""
-    return stored_dtype(weight) in DTYPE_CODES
-
-
 @dataclass(frozen=True)
 class Slot:
     """Name, shape and dtype of a tensor to be written."""

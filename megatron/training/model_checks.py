@@ -9,7 +9,6 @@ import tds
 from tds.boundary import Boundary
 
 from .. import mpu
-from ..checkpointing.stream import is_storable
 from ..config import Config
 from ..model.layers import global_parameters
 from .task import Task
@@ -55,7 +54,7 @@ def check_declared_shards(model: nn.Module) -> None:
 def refuse_unstorable_weights(model: nn.Module) -> None:
     """Raise ValueError for a weight, trained or frozen, of a dtype that checkpoints cannot store."""
     for name, parameter in global_parameters(model):
-        if not is_storable(parameter):
+        if parameter.is_complex():
             raise ValueError(
                 f"the parameter {name} is {parameter.dtype}, which no checkpoint can store: give it another dtype, for "
                 "example real numbers [..., 2] instead of complex ones, with torch.view_as_complex() in forward()"
