@@ -7,7 +7,7 @@ from ..config.param_groups import ParamRule, match_rules
 from ..model.layers import Layer, global_names
 from .sizes import Count, count_layers, layers_of
 
-ANY_WEIGHT = "\0"  # stands for the name of any weight of a layer; only a pattern for all of them matches it
+ANY_WEIGHT = "\0"  # in place of the name of a weight: only a pattern for all weights of a layer matches it
 
 
 def count_trained(layers: Sequence[Layer], rules: Sequence[ParamRule], config: Config) -> Count:
@@ -16,7 +16,7 @@ def count_trained(layers: Sequence[Layer], rules: Sequence[ParamRule], config: C
     If rules freeze some weights of a layer only, all its weights count as trained, so memory is rather overestimated.
     """
     whole_model = layers_of(config)
-    names = {}  # of a layer -> of its module, which tied layers share
+    names = {}  # name of a layer -> name of its module, which tied layers share
     for layer, name in zip(whole_model, global_names(whole_model), strict=True):
         names[layer.name] = f"{name}.{ANY_WEIGHT}"
     rule_of = match_rules(rules, names.values())

@@ -40,10 +40,12 @@ class BitsPerByte(Feature):
 
     def _known_bytes(self, part: str) -> dict[str, float]:
         """Return the bytes of a target by name, in the data stages that this run has read; the last stage wins."""
+        from ..training.remote_datasets import stage_begins
         from .target_bytes import bytes_per_target
 
         run = self._run
-        begins = getattr(run.datasets[0], "begins", [0]) if part == "train" else [0]
+        stages = stage_begins(run.datasets[0]) if part == "train" else ()
+        begins = stages or [0]
         known: dict[str, float] = {}
         for begin, end in pairwise([*begins, sys.maxsize]):
             if end <= self._first_sample or 0 < begin >= run.state.consumed_samples:

@@ -47,7 +47,7 @@ def _require(condition: object, reason: str) -> None:
 
 @functools.cache
 def byte_characters() -> dict[str, int]:
-    """Return character -> byte for the characters that stand for bytes in a byte-level vocabulary.
+    """Return character -> byte, for the characters by which a byte-level vocabulary writes bytes.
 
     As in GPT-2, 188 bytes are shown as themselves, and the others, such as the space, as U+0100 and following.
     """
@@ -157,7 +157,7 @@ def _check_classes(pattern: str) -> None:
 
 @functools.cache
 def _unassigned() -> re.Pattern[str]:
-    """Return a pattern of the characters that Python does not know, so that it cannot tell whether they are NFC."""
+    """Return a pattern of the characters that Python does not know, so that it cannot know whether they are NFC."""
     unknown = [character for character in CHARACTERS if unicodedata.category(character) == "Cn"]
     return re.compile(f"[{''.join(unknown)}]")
 

@@ -52,7 +52,7 @@ def check_declared_shards(model: nn.Module) -> None:
 
 
 def refuse_unstorable_weights(model: nn.Module) -> None:
-    """Raise ValueError for a weight, trained or frozen, of a dtype that checkpoints cannot store."""
+    """Raise ValueError for a complex weight, trained or frozen, as checkpoints store real numbers only."""
     for name, parameter in global_parameters(model):
         if parameter.is_complex():
             raise ValueError(

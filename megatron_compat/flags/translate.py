@@ -19,7 +19,7 @@ from .table import FLAGS, IMPLIED, VALUES
 _DEFAULTS = {f.name: f.default for _, _, f in settings()}
 
 BOOLEAN_WORDS = {"true": True, "false": False}  # some launchers write these words after a flag that takes no value
-Settings = dict[str, Any]  # by name
+Settings = dict[str, Any]  # name of a setting -> value
 
 
 class _StoreForeignFlag(argparse.Action):

@@ -127,7 +127,7 @@ def largest_id(dataset: Any) -> int:
     num_tokens = dataset.num_tokens
     if not num_tokens:
         return -1
-    tokens = dataset.tokens  # of a corpus in object storage, only slices can be read
+    tokens = dataset.tokens  # only slices of a corpus in object storage can be read
     if num_tokens <= MAX_SAMPLED_TOKENS:
         return int(tokens[:num_tokens].max())
     length = MAX_SAMPLED_TOKENS // SAMPLE_SLICES
