@@ -46,6 +46,7 @@ from typing import Any
 from . import _deepspeed, _submodules, engine_classes, optimizers, pipe
 from ._deepspeed import UnsupportedDeepSpeed, complaint, use_rng_tracker
 from ._deepspeed import deepspeed as _ds
+from ._torch import defer_dynamo
 from .base_engine import Engine
 from .batches import DataEnded
 from .boundary import Boundary, BoundaryError
@@ -100,6 +101,7 @@ def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any)
     end_with_launcher()
     record_collectives()
     prepare_store_host()
+    defer_dynamo()
     _deepspeed.patch_deepspeed()
     if dist_backend is None:
         dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()

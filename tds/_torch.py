@@ -5,6 +5,7 @@ If torch lacks a name, the code uses a public alternative if there is one; other
 
 import contextlib
 import copy
+import functools
 import hashlib
 import json
 import sys
@@ -243,3 +244,45 @@ def keep_saved_tensors() -> None:
         config.donated_buffer = False
         if "torch._dynamo" in sys.modules:
             torch.compiler.reset()  # type: ignore[no-untyped-call]
+
+
+def defer_dynamo() -> None:
+    """Let torch's optimizers do without torch._dynamo until something else imports it.
+
+    torch keeps their methods out of compiled graphs, so the first optimizer of a process imports torch._dynamo, which
+    takes half a second and 60 MB. Before that import, no graph is compiled. Delete this once torch imports it later.
+    """
+    for name, method in vars(torch.optim.Optimizer).items():
+        if _is_made_by(method, "torch._compile", "inner"):
+            setattr(torch.optim.Optimizer, name, _until_dynamo(method, method.__wrapped__))
+    for each in vars(torch.optim).values():
+        step = vars(each).get("step") if isinstance(each, type) else None
+        if _is_made_by(step, "torch.optim.optimizer", "_use_grad"):
+            each.step = _until_dynamo(step, _step_with_grad_mode(step.__wrapped__))
+
+
+def _is_made_by(function: Any, module: str, code_name: str) -> bool:
+    """Return whether `function` is the wrapper `code_name` of `module`, which bears the name of the wrapped function."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_name == code_name and function.__globals__["__name__"] == module
+
+
+def _until_dynamo(method: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls `plain`, or `method` once torch._dynamo is imported."""
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = method if "torch._dynamo" in sys.modules else plain
+        return chosen(*args, **kwargs)
+
+    return call
+
+
+def _step_with_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `step` of an optimizer with autograd turned on or off by the optimizer's setting `differentiable`."""
+
+    def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+            return step(optimizer, *args, **kwargs)
+
+    return call
