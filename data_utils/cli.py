@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from megatron.atomic import atomic_file, write_text
@@ -307,12 +308,18 @@ def split_columns(rows: Sequence[Sequence[str]], gap: int) -> Iterator[list[tupl
 
 
 def run(
-    main: Callable[[argparse.Namespace], None], parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+    main: Callable[[argparse.Namespace], None] | str,
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None = None,
 ) -> None:
-    """Parse the command line and run a tool; if the tool fails, print a one-sentence error and exit with 1."""
+    """Parse the command line and run a tool; if the tool fails, print a one-sentence error and exit with 1.
+
+    main: the tool's function, or its name "module:function", which is then imported only after the flags are parsed.
+    """
     args = parser.parse_args(argv)
+    function: Any = resolve_name(main) if isinstance(main, str) else main
     with guard_streams("the work continues", "stderr"), _named_stdout():
-        _run_main(main, parser, args)
+        _run_main(function, parser, args)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.corpus_paths import has_loss_mask
-from megatron.data.cpm_masking import PARTS as TRIPLE
+from megatron.data.corpus_paths import TRIPLE_PARTS, has_loss_mask
 from megatron.data.damage import find_damage, find_holes, sidecar_sums
 from megatron.data.indexed_dataset import LOSS_SUFFIX, DatasetError, IndexedDataset
 from megatron.data.splits import PARTS
@@ -39,7 +38,7 @@ EXAMPLES = """\
       the documents on which iteration 100 trains
   python tools/inspect_data.py stages -- --data-stages "0: 0.8 a 0.2 b; 1M: b" --vocab-file tokenizer.model"""
 TOKENS_AT_ONCE = 1 << 22  # tokens checked per block
-_PARTS_OF_TRIPLE = tuple(f"_{part}" for part in TRIPLE)  # endings of the pairs of a CPM corpus for T5
+_PARTS_OF_TRIPLE = tuple(f"_{part}" for part in TRIPLE_PARTS)  # endings of the pairs of a CPM corpus for T5
 
 
 def info(args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.config.messages import describe_error
-from megatron.data.cpm_masking import PARTS
+from megatron.data.corpus_paths import TRIPLE_PARTS
 from megatron.data.indexed_dataset import LOSS_SUFFIX, best_dtype
 from megatron.tokenizer import Tokenizer, load_tokenizer
 from megatron.tokenizer.fast_bpe import SWITCH_AFTER
@@ -210,7 +210,7 @@ class _Output:
             self.prefixes = [f"{args.output_prefix}_sft"]
             dtypes[LOSS_SUFFIX] = np.uint8
         elif args.objective == "cpm-t5":
-            dtypes = {f"_{part}": np.int32 for part in PARTS}
+            dtypes = {f"_{part}": np.int32 for part in TRIPLE_PARTS}
         self.names = []
         pair_dtypes = []
         for prefix in self.prefixes:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
-from megatron.data.corpus_paths import has_loss_mask
+from megatron.data.corpus_paths import TRIPLE_PARTS, has_loss_mask
 from megatron.data.corpus_paths import prefixes_of as corpora_of
-from megatron.data.cpm_masking import PARTS as TRIPLE
 from megatron.data.indexed_dataset import LOSS_SUFFIX
 from megatron.json_text import read_json
 from megatron.storage import to_path
@@ -31,7 +30,7 @@ def read_sidecar(prefix: str) -> dict[str, Any]:
     """Return the content of a pair's sidecar, the PREFIX.json of the preprocessor; {} if there is no sidecar."""
     # A CPM corpus for T5 has three pairs and a corpus of conversations two, but only one sidecar. To find it, remove
     # the ending, such as _target, that distinguishes the prefixes of the pairs.
-    corpus_prefix = re.sub(rf"(_({'|'.join(TRIPLE)})|{LOSS_SUFFIX})$", "", prefix)
+    corpus_prefix = re.sub(rf"(_({'|'.join(TRIPLE_PARTS)})|{LOSS_SUFFIX})$", "", prefix)
     for name in (prefix, corpus_prefix):
         path = to_path(f"{name}.json")
         if path.is_file():

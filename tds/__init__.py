@@ -1,7 +1,9 @@
 """A drop-in for DeepSpeed with its own pipeline engine: `import tds as deepspeed`.
 
-Names that this package does not define are taken from DeepSpeed.
+Names that this package does not define are taken from DeepSpeed. torch and DeepSpeed are imported at the first use of
+such a name or of one of `tds.api`: schedules and timelines need neither.
 
+api.py        the names of this package, and DeepSpeed's
 schedule.py   order of each stage's passes and messages, as a list of instructions; other_schedules.py: besides 1f1b
 boundary.py   tensors that cross from one stage to the next
 channel.py    point-to-point transport of tensors between stages
@@ -39,118 +41,23 @@ pipe.py       PipelineModule, LayerSpec, TiedLayerSpec; sequential.py runs layer
 """
 
 import importlib
-import os
-import warnings
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from . import _deepspeed, _submodules, engine_classes, optimizers, pipe
-from ._deepspeed import UnsupportedDeepSpeed, complaint, use_rng_tracker
-from ._deepspeed import deepspeed as _ds
-from ._torch import defer_dynamo
-from .base_engine import Engine
-from .batches import DataEnded
-from .boundary import Boundary, BoundaryError
-from .diagnose import watch_startup
-from .distributed_optimizer import DistributedOptimizer
-from .engine import PipelineEngine
-from .measure import check_scale
-from .messages import say
-from .mistakes import narrow_sum_warning
-from .observers import Observer
-from .parent_death import end_with_launcher, refuse_impossible_ranks, rejoin_store
-from .recorder import record_collectives
-from .store_host import prepare_store_host
+from . import _submodules
+
+if TYPE_CHECKING:
+    from .api import *  # noqa: F403
 
 _submodules.install()
-engine_classes.warn_of_stock_engines(PipelineEngine)
-
-
-def initialize(*args: Any, **kwargs: Any) -> Any:
-    """Call `deepspeed.initialize`, but build tds's PipelineEngine for a PipelineModule, tds's Engine for other models.
-
-    Accepts DeepSpeed's arguments, including the older `config_params`. Returns
-    `(engine, optimizer, training_dataloader, lr_scheduler)`.
-    Raises UnsupportedDeepSpeed, a ValueError, for a release of DeepSpeed that tds does not support, or that trains
-    wrongly with these settings, unless TDS_ANY_DEEPSPEED=1 is set.
-    """
-    release_warning = _deepspeed.refuse_other_releases(_ds.__version__)
-    _deepspeed.patch_deepspeed()
-    watch_startup()
-    with (
-        optimizers.use_torch_on_cpu() as notes,
-        _deepspeed.quietly(),
-        engine_classes.use_engine_classes(PipelineEngine, Engine),
-    ):
-        result = _ds.initialize(*args, **kwargs)
-        engine = result[0]
-        _deepspeed.disable_timer_sync(engine)
-        check_scale(engine, untested=release_warning is not None)
-    for each in engine._untied:  # the engine warns, too, but quietly() hides it
-        warnings.warn(each, stacklevel=2)
-    problems = release_warning, _deepspeed.refuse_wrong_settings(engine), narrow_sum_warning(engine)
-    notes += [f"warning: {each}" for each in problems if each]
-    if notes and engine.global_rank == 0:
-        say("\n".join(notes))
-    return result
-
-
-def init_distributed(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    """Call `deepspeed.init_distributed` with the backend of the available device (gloo on a CPU)."""
-    _deepspeed.refuse_other_releases(_ds.__version__)
-    refuse_impossible_ranks()
-    end_with_launcher()
-    record_collectives()
-    prepare_store_host()
-    defer_dynamo()
-    _deepspeed.patch_deepspeed()
-    if dist_backend is None:
-        dist_backend = "gloo" if _deepspeed.on_cpu() else _ds.accelerator.get_accelerator().communication_backend_name()
-    _deepspeed.set_local_rank()
-    timeout = kwargs.get("timeout")
-
-    def connect() -> None:
-        rejoin_store(dist_backend, timeout, _deepspeed.this_device())  # only after a restart by torchrun
-        _ds.init_distributed(dist_backend, *args, **kwargs)
-
-    if os.environ.get("WORLD_SIZE", "1") == "1":
-        connect()
-        watch_startup()  # the launcher may be MPI, which sets other variables
-        return
-    from .meeting import connect_ranks
-
-    connect_ranks(connect, timeout)
 
 
 def __getattr__(name: str) -> Any:
-    """Return DeepSpeed's attribute or submodule `name`, for names that tds does not define."""
-    if name in _submodules.MOVED_NAMES:
-        return getattr(importlib.import_module(_submodules.MOVED_NAMES[name]), name)
-    if not hasattr(_ds, name) and not name.startswith("_"):  # a submodule that is not imported yet, if anything
-        try:
-            return importlib.import_module(f"{_submodules.PACKAGE}.{name}")
-        except ModuleNotFoundError:
-            pass
-    return _submodules.tds_version_of(getattr(_ds, name))
+    """Return this package's module `name`, or the name of `tds.api`."""
+    if (Path(__file__).parent / f"{name}.py").is_file():
+        return importlib.import_module(f".{name}", __name__)
+    return getattr(importlib.import_module(".api", __name__), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *dir(_ds)})
-
-
-PipelineModule = pipe.PipelineModule
-
-__all__ = [
-    "Boundary",
-    "BoundaryError",
-    "DataEnded",
-    "DistributedOptimizer",
-    "Observer",
-    "PipelineEngine",
-    "PipelineModule",
-    "UnsupportedDeepSpeed",
-    "complaint",
-    "init_distributed",
-    "initialize",
-    "pipe",
-    "use_rng_tracker",
-]
+    return dir(importlib.import_module(".api", __name__))

@@ -256,13 +256,13 @@ def defer_dynamo() -> None:
         if _is_made_by(method, "torch._compile", "inner"):
             setattr(torch.optim.Optimizer, name, _until_dynamo(method, method.__wrapped__))
     for each in vars(torch.optim).values():
-        step = vars(each).get("step") if isinstance(each, type) else None
+        step: Any = vars(each).get("step") if isinstance(each, type) else None
         if _is_made_by(step, "torch.optim.optimizer", "_use_grad"):
             each.step = _until_dynamo(step, _step_with_grad_mode(step.__wrapped__))
 
 
 def _is_made_by(function: Any, module: str, code_name: str) -> bool:
-    """Return whether `function` is the wrapper `code_name` of `module`, which bears the name of the wrapped function."""
+    """Return whether `function` is the wrapper `code_name` of `module`, which has the name of what it wraps."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_name == code_name and function.__globals__["__name__"] == module
 
@@ -282,7 +282,7 @@ def _step_with_grad_mode(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return `step` of an optimizer with autograd turned on or off by the optimizer's setting `differentiable`."""
 
     def call(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+        with torch.set_grad_enabled(optimizer.param_groups[0]["differentiable"]):
             return step(optimizer, *args, **kwargs)
 
     return call

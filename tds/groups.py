@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ._deepspeed import deepspeed
 from ._torch import can_split, new_local_group, urgent_options
+from .queues import NEXT, PREVIOUS, boundary_parity
 
 RankLists = Sequence[Sequence[int]]
 AXES = ("pipe", "data", "model")
@@ -176,3 +177,25 @@ def share_deepspeed_groups(topology: Callable[[], Any]) -> Iterator[None]:
         yield
     finally:
         deepspeed.comm.new_group = original_new_group
+
+
+def open_connections(neighbours: Any, device: torch.device, parities: int) -> None:
+    """Send one byte each way over every stage boundary, one parity after the other.
+
+    Some libraries connect two ranks at their first message, and the first rank blocks until its peer arrives. This
+    function connects the ranks before the first step. The order of parities prevents a deadlock, because a stage has at
+    most one boundary of each parity.
+    """
+    stage = neighbours.stage
+    # Boundary b is between stages b and b + 1. In a ring, stage 0 receives from the last stage over boundary -1.
+    transfers = (
+        (neighbours.senders.get(NEXT), stage, dist.send),
+        (neighbours.receivers.get(PREVIOUS), stage - 1, dist.recv),
+        (neighbours.receivers.get(NEXT), stage, dist.recv),
+        (neighbours.senders.get(PREVIOUS), stage - 1, dist.send),
+    )
+    for parity in range(parities):
+        for channel, boundary, transfer in transfers:
+            if channel and boundary_parity(boundary % neighbours.stages, neighbours.stages) == parity:
+                byte = torch.zeros(1, dtype=torch.uint8, device=device)
+                transfer(byte, channel.link.peer, group=channel.link.group)

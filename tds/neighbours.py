@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from .channel import Link, Receiver, Sender
-from .groups import host_group, new_groups
+from .groups import host_group, new_groups, open_connections
 from .memory import BufferPool
 from .posting import PostAfter
-from .queues import NEXT, PREVIOUS, boundary_parity, has_message_queues, open_connections, receives_ahead
+from .queues import NEXT, PREVIOUS, boundary_parity, has_message_queues, receives_ahead
 from .schedule import Instruction, RecvActivation, RecvGrad
 
 

@@ -6,10 +6,10 @@ if it was created with its device, as DeepSpeed creates it. A send ends only whe
 all messages behind it in its group wait too. deadlocks.py proves that a schedule ends nevertheless.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch
 
 PREVIOUS, NEXT = "previous", "next"  # sides of a stage
 POSTED_AHEAD = 2  # number of receives posted in advance by a channel on CPUs
@@ -24,7 +24,7 @@ def boundary_parity(boundary: int, stages: int) -> int:
     return 2 if stages % 2 and boundary == stages - 1 else boundary % 2
 
 
-def has_message_queues(device: torch.device) -> bool:
+def has_message_queues(device: "torch.device") -> bool:
     """Return whether messages of one process group wait for each other on this device.
 
     False on CPUs (gloo), where an additional group would only cost a thread.
@@ -32,7 +32,7 @@ def has_message_queues(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def receives_ahead(device: torch.device) -> int | None:
+def receives_ahead(device: "torch.device") -> int | None:
     """Return how many receives a channel posts in advance; None if receives are posted at points of the schedule.
 
     A host that may have to synchronize its device needs such points (posting.py). A fixed number would deadlock: with
@@ -40,25 +40,3 @@ def receives_ahead(device: torch.device) -> int | None:
     1 sends gradient 0 only after its own forward 1, for which stage 0 has not sent the input yet.
     """
     return None if has_message_queues(device) else POSTED_AHEAD
-
-
-def open_connections(neighbours: Any, device: torch.device, parities: int) -> None:
-    """Send one byte each way over every stage boundary, one parity after the other.
-
-    Some libraries connect two ranks at their first message, and the first rank blocks until its peer arrives. This
-    function connects the ranks before the first step. The order of parities prevents a deadlock, because a stage has at
-    most one boundary of each parity. neighbours: see neighbours.py.
-    """
-    stage = neighbours.stage
-    # Boundary b is between stages b and b + 1. In a ring, stage 0 receives from the last stage over boundary -1.
-    transfers = (
-        (neighbours.senders.get(NEXT), stage, dist.send),
-        (neighbours.receivers.get(PREVIOUS), stage - 1, dist.recv),
-        (neighbours.receivers.get(NEXT), stage, dist.recv),
-        (neighbours.senders.get(PREVIOUS), stage - 1, dist.send),
-    )
-    for parity in range(parities):
-        for channel, boundary, transfer in transfers:
-            if channel and boundary_parity(boundary % neighbours.stages, neighbours.stages) == parity:
-                byte = torch.zeros(1, dtype=torch.uint8, device=device)
-                transfer(byte, channel.link.peer, group=channel.link.group)

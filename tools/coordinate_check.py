@@ -5,7 +5,7 @@
 
 import _checkout  # noqa: F401
 
-from megatron_tools.report.coordinate_check import cli
+from megatron_tools.report.coordinate_flags import cli
 
 if __name__ == "__main__":
     cli()

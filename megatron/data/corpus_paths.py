@@ -16,6 +16,7 @@ from .splits import PARTS
 
 Words = Sequence[str]
 Paths = str | Words | StagedCorpora | Mapping[str, Words | StagedCorpora]
+TRIPLE_PARTS = "context", "target", "target_offset"  # endings of a corpus that was masked during preprocessing
 NAMED_SET = re.compile(r"([^\W\d_][\w.-]*)=(.+)")  # a word that names a data set: web=data/a
 
 

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from .spans import SpanPlan, draw_spans_to_document_ends, splice
 
 Ids = NDArray[np.int64]
-PARTS = ("context", "target", "target_offset")
 
 
 def mask_document(

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .corpora import Make, build_datasets
-from .corpus_paths import Paths, prefixes_of
-from .cpm_masking import PARTS
+from .corpus_paths import TRIPLE_PARTS, Paths, prefixes_of
 from .indexed_dataset import DatasetError, IndexedDataset
 from .sample_order import SampleOrder
 from .spans import SpanPlan
@@ -36,7 +35,7 @@ class CPMTripleDataset(T5Samples):
         self, prefix: str, documents: range, encoder: int, decoder: int, specials: Specials, text_vocab_size: int,
         seed: int, part: str,
     ) -> None:  # fmt: skip
-        self.parts = {name: IndexedDataset(f"{prefix}_{name}") for name in PARTS}
+        self.parts = {name: IndexedDataset(f"{prefix}_{name}") for name in TRIPLE_PARTS}
         counts = {name: each.num_documents for name, each in self.parts.items()}
         if len(set(counts.values())) > 1:
             raise DatasetError(f"the pairs of {prefix} do not match: they contain {counts} documents; preprocess again")
@@ -150,7 +149,9 @@ def build_train_valid_test_datasets(
 
 def _overflow_note(prefix: str, encoder: int, decoder: int, sentinels: int) -> str:
     """Return a warning if an average window needs more decoder tokens or sentinels than there are, else ""."""
-    context_tokens, target_tokens, offset_numbers = (IndexedDataset(f"{prefix}_{name}").num_tokens for name in PARTS)
+    context_tokens, target_tokens, offset_numbers = (
+        IndexedDataset(f"{prefix}_{name}").num_tokens for name in TRIPLE_PARTS
+    )
     needed_tokens = encoder * target_tokens / max(context_tokens, 1) + 1  # with the closing sentinel
     needed_spans = encoder * offset_numbers / 2 / max(context_tokens, 1)  # a span has 2 numbers in target_offset
     # What is scarcer, decoder tokens or sentinels, decides how much of a window is kept.

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..storage import to_path
-from .corpus_paths import has_loss_mask, is_triple
-from .cpm_masking import PARTS
+from .corpus_paths import TRIPLE_PARTS, has_loss_mask, is_triple
 from .indexed_dataset import LOSS_SUFFIX, IndexedDataset
 
 Sidecar = Mapping[str, Any]  # the content of a sidecar
@@ -171,7 +170,7 @@ def pairs_of(prefix: str) -> list[str]:
     if has_loss_mask(prefix):
         names.append(prefix + LOSS_SUFFIX)
     if is_triple(prefix):
-        names += [f"{prefix}_{part}" for part in PARTS]
+        names += [f"{prefix}_{part}" for part in TRIPLE_PARTS]
     return [name for name in names if to_path(f"{name}.idx").is_file()]
 
 

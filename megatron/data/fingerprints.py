@@ -10,7 +10,7 @@ import numpy as np
 
 from ..json_text import read_json
 from ..storage import RemotePath, to_path
-from .cpm_masking import PARTS
+from .corpus_paths import TRIPLE_PARTS
 from .indexed_dataset import LOSS_SUFFIX
 
 END_BYTES = 1 << 16  # number of bytes hashed at the start and at the end of a file
@@ -35,7 +35,7 @@ def content_fingerprint(prefix: str) -> str:
     """
     files = _files_of(prefix, prefix + LOSS_SUFFIX)
     if not files:
-        files = _files_of(*(f"{prefix}_{part}" for part in PARTS))
+        files = _files_of(*(f"{prefix}_{part}" for part in TRIPLE_PARTS))
     return _hash_content(files)
 
 

@@ -1,4 +1,4 @@
-"""Average the weights of several checkpoints into a new checkpoint, as in SWA (Izmailov et al. 2018)."""
+"""The work of tools/average_checkpoints.py, whose flags are in average_flags.py."""
 
 import argparse
 import math
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data_utils.cli import Parser, any_path, local_path, run
 from megatron.atomic import atomic_folder
 from megatron.checkpointing import CheckpointReader, find_checkpoint, plain_config
 from megatron.checkpointing.files import BUFFER, WEIGHT
@@ -24,13 +23,6 @@ from megatron.checkpointing.stream import LazyTensor
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import ModelConfig
 from megatron.config.fields import flag
-
-EXAMPLES = """\
-  python tools/average_checkpoints.py --load runs/gpt2 --last 5 --output averaged
-  python tools/average_checkpoints.py --load runs/gpt2 --last 5 --decay 0.5 --output averaged
-  python tools/average_checkpoints.py --load a/checkpoints/iter_0000100 b/checkpoints/iter_0000100 --weights 3 1 \\
-      --output averaged
-      then: python tools/evaluate.py --load averaged --input held_out.jsonl"""
 
 
 def newest_checkpoints(load: str, number: int) -> list[Path]:
@@ -189,19 +181,3 @@ def _write_average(args: argparse.Namespace, output: Path, paths: Sequence[Path]
     for source in sources:
         print(f"{source['weight']:.4f} x {source['checkpoint']}")
     print(f"-> {output / target.name}: weights only, at iteration 0, without optimizer state")
-
-
-def build_parser() -> Parser:
-    parser = Parser(__doc__, EXAMPLES)
-    add = parser.add_argument
-    add("--load", type=any_path, nargs="+", required=True, help="a run directory, with --last, or several checkpoints")
-    add("--last", type=int, help="number of newest checkpoints of the run to average")
-    add("--weights", type=float, nargs="+", help="weight of each checkpoint, oldest first (default: all equal)")
-    add("--decay", type=float, help="weight the checkpoints as an exponential moving average with this decay")
-    add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
-    add("--output", type=local_path, required=True, help="new folder for the checkpoint")
-    return parser
-
-
-def cli() -> None:
-    run(main, build_parser())

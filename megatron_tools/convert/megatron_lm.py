@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .convert_flags import QKV_ORDERS
 from .plain_pickle import load_plain
 
 FileContent = Mapping[str, Any]
@@ -29,11 +30,6 @@ _COLUMN_PARALLEL = re.compile(
 _ROW_PARALLEL = re.compile(r"(attention\.dense|dense_4h_to_h)\.weight")  # row-parallel: split in dim 1
 _MASK_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias)$")
 _EMBEDDING = "embedding.word_embeddings.weight"
-
-QKV_ORDERS = (
-    "0 (all queries, all keys, all values), 1 (for each head and feature: query, key, value) "
-    "or 2 or 3 (for each head: query, key, value)"
-)
 
 
 class RankFiles:

@@ -15,8 +15,7 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
 
     tokenizer: the run's tokenizer, None if it could not be loaded. quick: skip the checks that read the whole corpus.
     """
-    from megatron.data.corpus_paths import is_triple, prefixes_of
-    from megatron.data.cpm_masking import PARTS
+    from megatron.data.corpus_paths import TRIPLE_PARTS, is_triple, prefixes_of
     from megatron.data.indexed_dataset import IndexedDataset
 
     try:
@@ -27,7 +26,7 @@ def check_corpora(config: Config, tokenizer: Any, quick: bool) -> Findings:
     # A T5 reads corpora whose spans were masked during preprocessing, as three pairs each.
     are_masked = config.is_t5 and all(map(is_triple, prefixes))
     for prefix in prefixes:
-        pairs = [f"{prefix}_{part}" for part in PARTS] if are_masked else [prefix]
+        pairs = [f"{prefix}_{part}" for part in TRIPLE_PARTS] if are_masked else [prefix]
         try:
             datasets = [IndexedDataset(pair) for pair in pairs]
         except (ValueError, OSError) as error:

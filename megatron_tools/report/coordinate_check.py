@@ -1,9 +1,4 @@
-"""Coordinate check of muP: train a model in several widths for a few steps, and compare the sizes of its activations.
-
-With muP (Yang et al. 2022), activations of trained models have the same size in every width. Without it, they grow with
-the width, so wider models need smaller learning rates. Training flags describe the model of the smallest width
-(--family llama --num-layers 4 ...).
-"""
+"""The work of tools/coordinate_check.py, whose flags are in coordinate_flags.py."""
 
 import argparse
 import math
@@ -18,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_utils.cli import local_path, new_figure, run, save_figure
+from data_utils.cli import new_figure, save_figure
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.families import parse_any_family
@@ -33,12 +28,7 @@ from megatron.model.muon_parameters import muon_parameters
 from megatron.model.t5 import T5Model
 from megatron.mpu import VocabParallelEmbedding
 from megatron.optim import build_optimizer, group_keys
-from megatron_tools.plan.plan import TrainingFlagsParser
 
-EXAMPLES = """\
-  python tools/coordinate_check.py --output coordinates.png
-  python tools/coordinate_check.py --widths 128 256 512 --grow head-size --family llama --activation swiglu \\
-      --position-embedding rope --normalization rmsnorm --no-hidden-bias"""
 # Module -> name of the activations that it returns.
 KINDS: dict[type[nn.Module], str] = {
     VocabParallelEmbedding: "embedding",
@@ -234,23 +224,3 @@ def main(args: argparse.Namespace) -> None:
     if args.output:
         draw_changes(Path(args.output), widths, changes, args.steps)
         print(f"figure -> {args.output}")
-
-
-def build_parser() -> TrainingFlagsParser:
-    parser = TrainingFlagsParser(__doc__, EXAMPLES)
-    add = parser.add_argument
-    add("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="hidden sizes (default: 64 128 256 512)")
-    add(
-        "--grow",
-        choices=("heads", "head-size"),
-        default="heads",
-        help="what grows with the width: the number of attention heads (default) or the width of each",
-    )
-    add("--steps", type=int, default=5, help="optimizer steps (default: 5)")
-    add("--seeds", type=int, default=2, help="seeds over which sizes are averaged (default: 2)")
-    add("--output", type=local_path, help="figure to draw, a PNG (needs matplotlib)")
-    return parser
-
-
-def cli() -> None:
-    run(main, build_parser())

@@ -14,7 +14,6 @@ from megatron.config import Config
 from megatron.config.command_line import from_file
 from megatron.config.data_stages import parse_stages
 from megatron.config.messages import describe_error
-from megatron.estimate.sizes import parameters
 
 from . import facts
 from .page import page
@@ -149,6 +148,8 @@ def _count_parameters(config: Config) -> int | None:
     """Return the number of parameters, or None for user-defined models."""
     if config.model.family is None or not config.model.vocab_size:
         return None
+    from megatron.estimate.sizes import parameters  # imports torch, which --help does not need
+
     with contextlib.suppress(ValueError, TypeError):
         return parameters(config)
     return None

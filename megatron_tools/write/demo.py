@@ -1,7 +1,4 @@
-"""Show on a web page how a trained model writes: texts token by token, side by side, and likely next tokens.
-
-Only this machine can open the page, unless --host says otherwise. The page loads nothing from other servers.
-"""
+"""The work of tools/demo.py, whose flags are in demo_flags.py."""
 
 import argparse
 from collections.abc import Iterator, Mapping
@@ -9,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from data_utils.cli import Parser, run
 from megatron.config.fields import problems_where, raise_first_problem
 from megatron.packages import pip_install
 from megatron.tokenizer import Tokenizer
@@ -20,11 +16,6 @@ from .poem import PoemStepper, form_of, title_question
 from .questions import Question
 from .writer import Writer
 
-EXAMPLES = """\
-  python tools/demo.py --load runs/gpt2
-  python tools/demo.py --load exported/ --port 8000 --num-samples 3
-  python tools/demo.py --load runs/poet --poem
-      a model of scripts/run_poet.sh: title -> poem"""
 MAX_BARS = 20  # next tokens that the page shows
 
 
@@ -133,20 +124,3 @@ def main(args: argparse.Namespace) -> None:
         problems_where((args.poem and writer.config.is_t5, f"--poem needs a GPT-2 or Llama, but {args.load} is a T5"))
     )
     demo_page.serve(writer, args)
-
-
-def build_parser() -> Parser:
-    parser = Parser(__doc__, EXAMPLES)
-    generate.add_model_flags(parser)
-    generate.add_sampling_flags(parser)
-    add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 lets other machines in (default: 127.0.0.1)")
-    add("--port", type=int, default=7860, help="port of the page (default: 7860)")
-    add("--poem", action="store_true", help="add a form that writes a poem under a title, with lines of equal length")
-    # Flags of tools/generate.py that the page does not have keep their defaults.
-    parser.set_defaults(**vars(generate.build_parser().parse_args(["--load", "."])))
-    return parser
-
-
-def cli() -> None:
-    run(main, build_parser())

@@ -1,7 +1,4 @@
-"""Continue texts with a trained GPT-2 or Llama, or fill the masked spans of texts with a trained T5.
-
-Loads a checkpoint of any layout, and uses the GPU if there is one.
-"""
+"""The work of tools/generate.py, whose flags are in generate_flags.py."""
 
 import argparse
 import json
@@ -13,7 +10,6 @@ from pathlib import Path
 import torch.distributed as dist
 
 from data_utils.chat_templates import Message
-from data_utils.cli import Parser, any_path, local_path, run
 from megatron import mpu
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.pruned import read_newest
@@ -31,24 +27,9 @@ from megatron_tools.shapes import config_of_checkpoint
 
 from ..convert.hf_folder import HFModelFolder, is_hf_folder
 from .generation import Stages
-from .prompts import add_flags, as_json, check_prompt_flags, prompt_encoder, read_prompts, with_answer
+from .prompts import as_json, check_prompt_flags, prompt_encoder, read_prompts, with_answer
 from .questions import Conversation, Prompt, Question, decode_answer
 from .writer import OnTokens, Writer, write_all
-
-EXAMPLES = """\
-  python tools/generate.py --load runs/gpt2 --prompt "春天的早晨" --stream
-  python tools/generate.py --load runs/gpt2 --prompt "Once upon" --num-samples 3 --temperature 0.8 --top-p 0.9
-  python tools/generate.py --load runs/gpt2 --interactive
-  python tools/generate.py --load runs/gpt2 --input prompts.txt --batch-size 32 --json > texts.jsonl
-  python tools/generate.py --load downloaded/ --prompt "Once upon"
-      a Hugging Face folder
-  python tools/generate.py --load runs/chat --chat --interactive
-      trained with --objective sft, or a chat model
-  python tools/generate.py --load runs/code --prompt "def add(a, b):" --suffix "    return c"
-      --fim-rate
-  python tools/generate.py --load runs/t5 --prompt "春天来了，<extra_id_0>都开了。" --num-beams 4
-  python tools/launch.py --standalone --nproc-per-node 4 tools/generate.py --load runs/gpt2 \\
-      --model-parallel-size 2 --pipe-parallel-size 2 --prompt "春天" """
 
 
 def load_writer(args: argparse.Namespace) -> Writer:
@@ -233,69 +214,3 @@ def main(args: argparse.Namespace) -> None:
     if dist.is_initialized():
         dist.barrier()
         exit_now(0)
-
-
-def add_model_flags(parser: Parser) -> None:
-    """Add the flags that name the model and its tokenizer."""
-    add = parser.add_argument
-    add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
-    add(
-        "--load",
-        type=any_path,
-        required=True,
-        help="run directory, checkpoint(s), or Hugging Face folder of a GPT-2, Llama, Qwen or Mistral",
-    )
-    add("--vocab-file", type=local_path, help="tokenizer file or folder (default: the tokenizer of --load)")
-
-
-def add_sampling_flags(parser: Parser) -> None:
-    """Add the flags of sampling."""
-    add = parser.add_argument
-    add("--num-samples", type=int, default=1, help="texts per prompt (default: 1)")
-    add("--max-new-tokens", type=int, default=64, help="longest continuation in tokens (default: 64)")
-    add("--temperature", type=float, default=0.8, help="sampling temperature; 0 for greedy decoding (default: 0.8)")
-    add("--top-k", type=int, default=0, help="sample from the k likeliest tokens; 0 for all (default: 0)")
-    add(
-        "--top-p",
-        type=float,
-        default=0.9,
-        help="sample from the likeliest tokens of total probability p (default: 0.9)",
-    )
-    add(
-        "--seed",
-        type=int,
-        default=1234,
-        help="seed of the samples; each prompt draws random numbers of its own (default: 1234)",
-    )
-
-
-def build_parser() -> Parser:
-    parser = Parser(__doc__, EXAMPLES)
-    add = parser.add_argument
-    add_model_flags(parser)
-    add_flags(parser)
-    add(
-        "--batch-size",
-        type=int,
-        default=16,
-        help="prompts of --input per batch; the texts and their order do not depend on it (default: 16)",
-    )
-    add("--stream", action="store_true", help="print the text while it is generated")
-    add_sampling_flags(parser)
-    add("--num-beams", type=int, default=0, help="width of beam search; 0 for sampling (default: 0)")
-    add("--model-parallel-size", type=int, default=1, help="tensor-parallel ranks (default: 1)")
-    add("--pipe-parallel-size", type=int, default=0, help="pipeline stages; 0 for none (default: 0)")
-    add(
-        "--top-lift",
-        "--favoured",
-        type=int,
-        default=0,
-        help="after the texts of each prompt, print this many candidates for the next token, ranked by how much their "
-        "probability exceeds their frequency in the training text (default: 0)",
-    )
-    add("--json", action="store_true", help="print one JSON line per text")
-    return parser
-
-
-def cli() -> None:
-    run(main, build_parser())

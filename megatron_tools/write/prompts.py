@@ -18,7 +18,6 @@ from data_utils.chat_templates import (
     template_of_corpus,
     tokenizer_template,
 )
-from data_utils.cli import local_path
 from data_utils.sidecars import chat_corpora
 from megatron.config import Config
 from megatron.config.fields import problems_where, raise_first_problem
@@ -27,42 +26,6 @@ from megatron.ranks.rank_0 import is_rank_0
 from megatron.tokenizer import Tokenizer
 
 from .questions import Conversation, FIMTokens, Infill, Prompt, PromptEncoder
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that give prompts and determine how they are encoded."""
-    add = parser.add_argument
-    add("--prompt", default="", help="text to continue; for a T5, text with masked spans such as <extra_id_0> or <s_0>")
-    add(
-        "--input",
-        type=local_path,
-        help='file with one prompt per line, or JSON lines with a "prompt"; each text is printed on one line',
-    )
-    add("--interactive", action="store_true", help="ask for prompts one by one")
-    add(
-        "--special-tokens",
-        action="store_true",
-        help="encode names of special tokens in prompts, such as <|im_start|>, as these tokens (default: as text)",
-    )
-    add(
-        "--chat",
-        action="store_true",
-        help='treat prompts as user messages to an assistant; lines of --input may have "messages"; with '
-        "--interactive, each prompt continues the conversation",
-    )
-    add(
-        "--chat-template",
-        type=local_path,
-        help="template of --chat: chatml, tokenizer (the tokenizer's Jinja template) or a Jinja file (default: the "
-        "template of the training data, else the tokenizer's, else chatml)",
-    )
-    add("--suffix", help='fill in the middle between --prompt and this text; lines of --input may have a "suffix"')
-    add(
-        "--fim-tokens",
-        nargs=3,
-        metavar=("PREFIX", "MIDDLE", "SUFFIX"),
-        help="fill-in-the-middle tokens for --suffix (default: the tokens of the training run)",
-    )
 
 
 def check_prompt_flags(args: argparse.Namespace) -> None:

@@ -12,6 +12,7 @@ import torch
 from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weights, plain_config
 from megatron.model import GPT2Model, T5Model
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
+from megatron_tools.convert import convert_flags
 from megatron_tools.write.generation import Sampling, T5Stepper, sample
 from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, command, train_gpt2, train_t5
@@ -461,7 +462,7 @@ def test_verifying_fails_where_a_model_is_another(
         return [*found[:-1], wrong]
 
     monkeypatch.setattr(convert_checkpoint, "export_entries", slightly_wrong)
-    args = convert_checkpoint.build_parser().parse_args(
+    args = convert_flags.build_parser().parse_args(
         ["--load", str(tmp_path / "run"), "--output", str(tmp_path / "wrong"), "--dtype", dtype, "--verify"]
     )
     with pytest.raises(ValueError, match=SENTENCES["is_not_the_same_model_its"]):

@@ -12,9 +12,9 @@ from megatron.checkpointing import CheckpointReader, find_checkpoint, load_weigh
 from megatron.config.command_line import parse
 from megatron.config.defaults import DEFAULTS
 from megatron.model import GPT2Model, T5Model
-from megatron_tools.convert import convert_checkpoint
+from megatron_tools.convert import convert_checkpoint, convert_flags
 from megatron_tools.convert.upcycle import upcycled_config
-from megatron_tools.write import evaluate, generate
+from megatron_tools.write import evaluate, evaluate_flags, generate, generate_flags
 from megatron_tools.write.generation import Sampling, sample
 from tests.checkpoints.test_contradicting_sizes import checkpoint, edit
 from tests.cli.test_convert import T5, convert, round_trip
@@ -77,7 +77,7 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
 
 def check_text(folder: Path, model: Any) -> None:
     """tools/generate.py continues a prompt with transformers' greedy tokens."""
-    writer = generate.load_writer(generate.build_parser().parse_args(["--load", str(folder), "--prompt", TEXT]))
+    writer = generate.load_writer(generate_flags.build_parser().parse_args(["--load", str(folder), "--prompt", TEXT]))
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
     asked = writer.question(TEXT)
     (found,) = sample(writer.stepper([asked.tokens]), 1, 20, asked.end_id, Sampling(temperature=0), 0)
@@ -95,7 +95,7 @@ def check_loss(folder: Path, model: Any, tmp_path: Path) -> None:
     with torch.no_grad():
         expected = torch.nn.functional.cross_entropy(model(text[:, :-1]).logits[0], text[0, 1:])
     argv = ["--load", str(folder), "--input", str(tmp_path / "x.jsonl"), "--json", str(tmp_path / "e.json"), "--quiet"]
-    evaluate.main(evaluate.build_parser().parse_args(argv))
+    evaluate.main(evaluate_flags.build_parser().parse_args(argv))
     found = json.loads((tmp_path / "e.json").read_text())
     assert (found["tokens"], found["loss"]) == (text.shape[1] - 1, pytest.approx(float(expected), rel=1e-5))
 
@@ -265,6 +265,6 @@ def test_an_upcycled_t5_keeps_the_length_of_its_decoder(tmp_path: Path) -> None:
     load = checkpoint(tmp_path, "t5")
     edit(load, lambda content: content["config"]["data"].update(dec_seq_length=6))
     argv = ["--load", str(load), "--output", str(tmp_path / "e"), "--upcycle", "2"]
-    convert_checkpoint.main(convert_checkpoint.build_parser().parse_args(argv))
+    convert_checkpoint.main(convert_flags.build_parser().parse_args(argv))
     config = parse(["--config", str(tmp_path / "e" / "settings.json")], DEFAULTS["t5"])
     assert (config.data.dec_seq_length, config.model.num_experts) == (6, 2)

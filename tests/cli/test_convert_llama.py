@@ -16,7 +16,7 @@ from megatron.tokenizer import load_tokenizer
 from megatron_tools.convert import export_tokenizer
 from megatron_tools.convert.export_roles import generation_settings
 from megatron_tools.convert.hf_folder import is_hf_folder
-from megatron_tools.write import evaluate, generate
+from megatron_tools.write import evaluate, evaluate_flags, generate, generate_flags
 from megatron_tools.write.generation import Sampling, sample
 from megatron_tools.write.questions import Question, decode_answer
 from tests.cli.test_convert import convert, round_trip
@@ -134,7 +134,7 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
 
 
 def check_text(folder: Path, tokenizer: Any, model: Any) -> None:
-    args = generate.build_parser().parse_args(["--load", str(folder), "--prompt", TEXT])
+    args = generate_flags.build_parser().parse_args(["--load", str(folder), "--prompt", TEXT])
     writer = generate.load_writer(args)
     for prompt in (TEXT, "sea"):
         asked = writer.question(prompt)
@@ -223,7 +223,7 @@ def test_evaluation_is_theirs(tmp_path: Path) -> None:
         count += ids.shape[1] - 1
     for source in (["--hf", str(folder)], ["--load", str(folder)], ["--load", str(tmp_path / "c")]):
         argv = [*source, "--input", str(tmp_path / "x.jsonl"), "--json", str(tmp_path / "found.json"), "--quiet"]
-        evaluate.main(evaluate.build_parser().parse_args(argv))
+        evaluate.main(evaluate_flags.build_parser().parse_args(argv))
         found = json.loads((tmp_path / "found.json").read_text())
         assert (found["tokens"], found["loss"]) == (count, pytest.approx(nats / count, rel=1e-5))
 

@@ -19,7 +19,7 @@ from megatron.model.gpt2_layers import gpt2_layers
 from megatron.model.t5 import t5_layers
 from megatron.ranks import device as device_module
 from megatron.ranks.initialize import initialize_megatron
-from megatron_tools.write import evaluate, generate
+from megatron_tools.write import evaluate, evaluate_flags, generate
 from megatron_tools.write.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_searches, sample
 from megatron_tools.write.writer import equal_length_batches, write_all
 from tests.sentences import SENTENCES
@@ -206,7 +206,7 @@ def test_the_model_is_on_the_device_of_the_process(tool: Any, run: str, monkeypa
     model = tool.load_writer(tool.build_parser().parse_args(["--load", run, "--model-parallel-size", "2"])).model
     assert {parameter.device for parameter in model.parameters()} == {there}
     monkeypatch.setattr(device_module, "current_device", lambda: there)
-    subject = evaluate.load_subject(evaluate.build_parser().parse_args(["--load", run, "--cloze", "x"]))
+    subject = evaluate.load_subject(evaluate_flags.build_parser().parse_args(["--load", run, "--cloze", "x"]))
     assert {parameter.device for parameter in subject.logits_of.parameters()} == {there} == {subject.device}
     assert subject.logits_of(torch.zeros(1, 5, dtype=torch.int64, device=there)).device == there
 

@@ -10,8 +10,8 @@ import pytest
 
 from megatron.checkpointing import CheckpointReader, find_checkpoint
 from megatron.checkpointing.files import point_latest_to
-from megatron_tools.convert import average_checkpoints, convert_checkpoint
-from megatron_tools.write import evaluate, generate
+from megatron_tools.convert import average_checkpoints, average_flags, convert_checkpoint, convert_flags
+from megatron_tools.write import evaluate, evaluate_flags, generate, generate_flags
 from tests.checkpoints.runs import Start, make, run_all
 from tests.support import RankFailure, on_ranks
 
@@ -60,20 +60,20 @@ def going_on(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _export(load: str, output: str) -> None:
-    convert_checkpoint.main(convert_checkpoint.build_parser().parse_args(["--load", load, "--output", output]))
+    convert_checkpoint.main(convert_flags.build_parser().parse_args(["--load", load, "--output", output]))
 
 
 def _average(load: str, output: str) -> None:
     argv = ["--load", load, "--last", "2", "--output", output]
-    average_checkpoints.main(average_checkpoints.build_parser().parse_args(argv))
+    average_checkpoints.main(average_flags.build_parser().parse_args(argv))
 
 
 def _evaluate(load: str, output: str) -> None:
-    evaluate.load_subject(evaluate.build_parser().parse_args(["--load", load, "--input", "x"]))
+    evaluate.load_subject(evaluate_flags.build_parser().parse_args(["--load", load, "--input", "x"]))
 
 
 def _generate(load: str, output: str) -> None:
-    generate.load_writer(generate.build_parser().parse_args(["--load", load]))
+    generate.load_writer(generate_flags.build_parser().parse_args(["--load", load]))
 
 
 @pytest.mark.parametrize("tool", [_export, _average, _evaluate, _generate])

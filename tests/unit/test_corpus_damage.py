@@ -14,7 +14,7 @@ from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.checkpointing import consumed, data_plan
 from megatron.config.command_line import parse
 from megatron.data import corpus_paths, damage
-from megatron.data.cpm_masking import PARTS
+from megatron.data.corpus_paths import TRIPLE_PARTS
 from megatron.data.damage import find_damage, find_holes, find_problems, sidecar_sums
 from megatron.data.fingerprints import content_fingerprint, corpus_fingerprint
 from megatron.data.indexed_dataset import IndexedDataset
@@ -182,12 +182,12 @@ def test_checkpoints_of_earlier_versions_still_fit(tmp_path: Path, monkeypatch: 
 
 def triple(prefix: Path, seed: int) -> str:
     """Write the three pairs of a corpus that was masked during preprocessing, with any tokens."""
-    for number, part in enumerate(PARTS):
+    for number, part in enumerate(TRIPLE_PARTS):
         corpus(Path(f"{prefix}_{part}"), 5000, 10 * seed + number)
     return str(prefix)
 
 
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("part", TRIPLE_PARTS)
 def test_each_pair_of_a_masked_corpus_is_part_of_its_fingerprint(part: str, tmp_path: Path) -> None:
     prefix = triple(tmp_path / "x", seed=1)
     before = content_fingerprint(prefix)

@@ -13,7 +13,7 @@ import megatron_tools.write
 from megatron.config.command_line import parse
 from megatron.model import GPT2Model, T5Model
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
-from megatron_tools.write import demo, generate
+from megatron_tools.write import demo, demo_flags, generate
 from megatron_tools.write.demo_html import probability_bars, text_cards
 from megatron_tools.write.questions import PromptEncoder
 from megatron_tools.write.writer import Writer
@@ -26,7 +26,7 @@ PROMPT = "春天"
 
 
 def flags(*more: str) -> argparse.Namespace:
-    found: argparse.Namespace = demo.build_parser().parse_args(["--load", "run", *more])
+    found: argparse.Namespace = demo_flags.build_parser().parse_args(["--load", "run", *more])
     return found
 
 

@@ -22,7 +22,7 @@ from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_byte_bpe
 from megatron.config.command_line import parse
 from megatron.config.defaults import DEFAULTS
-from megatron.data.cpm_masking import PARTS
+from megatron.data.corpus_paths import TRIPLE_PARTS
 from megatron.data.fingerprints import made_with
 from megatron.locks.run_lock import Holder, RunLock
 from megatron.storage import RemotePath
@@ -605,7 +605,7 @@ def test_documents_are_separated_only_in_corpora_with_ends_of_documents(
 
 def test_a_masked_corpus_is_healthy_if_it_is_whole(tmp_path: Path) -> None:
     prefix = str(tmp_path / "m")
-    for part, ids in zip(PARTS, ([5, 10], [10, 6, 7], [0, 3]), strict=True):  # 10 is the first sentinel
+    for part, ids in zip(TRIPLE_PARTS, ([5, 10], [10, 6, 7], [0, 3]), strict=True):  # 10 is the first sentinel
         write_pair(Path(f"{prefix}_{part}"), [ids] * 3)
     flags = ["--data-path", prefix, "--enc-seq-length", "8", "--dec-seq-length", "8"]
     config = parse(flags, DEFAULTS["t5"])

@@ -13,7 +13,7 @@ from megatron.checkpointing.relocation import TOKENIZER_FOLDER, copy_tokenizer
 from megatron.config.command_line import parse
 from megatron.tokenizer import load_tokenizer
 from megatron.tokenizer.sibling_files import CLASS_ROLES
-from megatron_tools.convert import convert_checkpoint, export_roles
+from megatron_tools.convert import convert_checkpoint, convert_flags, export_roles
 from megatron_tools.convert.export_roles import generation_settings, pad_token_name, special_token_ids
 from megatron_tools.convert.export_tokenizer import ChatFormat, write_tokenizer
 
@@ -97,7 +97,7 @@ FOLDERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, str]]] =
 def test_every_role_that_came_in_goes_out(name: str, tmp_path: Path) -> None:
     kind, about, generation, ids = FOLDERS[name]
     folder = folder_of(tmp_path / "in", kind, about, generation, **ids)
-    main, parser = convert_checkpoint.main, convert_checkpoint.build_parser()
+    main, parser = convert_checkpoint.main, convert_flags.build_parser()
     main(parser.parse_args(["--from-hf", str(folder), "--output", str(tmp_path / "c")]))
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "out"), "--verify"]))
     same_roles(folder, tmp_path / "out")
@@ -210,7 +210,7 @@ def test_a_model_without_a_tokenizer_goes_out_without_one(
     write(tmp_path / "in", family, {}, nothing if "t5" in family else old(**ids), "float32")
     settings = {**({} if "t5" in family else ids), "temperature": 0.6, "do_sample": True, "max_new_tokens": 9}
     (tmp_path / "in" / "generation_config.json").write_text(json.dumps(settings))
-    main, parser = convert_checkpoint.main, convert_checkpoint.build_parser()
+    main, parser = convert_checkpoint.main, convert_flags.build_parser()
     main(parser.parse_args(["--from-hf", str(tmp_path / "in"), "--output", str(tmp_path / "c"), "--verify"]))
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "out"), "--verify"]))
     assert "no tokenizer" in capsys.readouterr().out
@@ -237,7 +237,7 @@ def test_sampling_settings_of_an_old_config_json_go_out(has_tokenizer: bool, tmp
     content = json.loads((folder / "config.json").read_text())
     settings = {"num_beams": 4, "no_repeat_ngram_size": 3, "max_length": 120, "early_stopping": True, "top_k": None}
     (folder / "config.json").write_text(json.dumps({**content, **settings}))
-    main, parser = convert_checkpoint.main, convert_checkpoint.build_parser()
+    main, parser = convert_checkpoint.main, convert_flags.build_parser()
     main(parser.parse_args(["--from-hf", str(folder), "--output", str(tmp_path / "c")]))
     main(parser.parse_args(["--load", str(tmp_path / "c"), "--output", str(tmp_path / "out")]))
     for each in (folder, tmp_path / "out"):

@@ -25,7 +25,8 @@ from megatron.data import (
     sft_dataset,
     t5_dataset,
 )
-from megatron.data.cpm_masking import PARTS, mask_document
+from megatron.data.corpus_paths import TRIPLE_PARTS
+from megatron.data.cpm_masking import mask_document
 from megatron.data.fingerprints import corpus_fingerprint, made_with
 from megatron.data.gpt2_dataset import GPT2Dataset
 from megatron.data.indexed_dataset import LOSS_SUFFIX, DatasetError, IndexedDataset
@@ -442,7 +443,7 @@ def corpus_of_kind(kind: str, folder: Path) -> str:
     """Write a corpus and a copy of it in object storage, memory://bucket/KIND; return the prefix of the former."""
     local = local_corpus(folder)
     source, rng = IndexedDataset(local), np.random.default_rng(1)
-    endings = {"sft": [LOSS_SUFFIX], "t5": [], "triple": [f"_{part}" for part in PARTS]}[kind]
+    endings = {"sft": [LOSS_SUFFIX], "t5": [], "triple": [f"_{part}" for part in TRIPLE_PARTS]}[kind]
     with contextlib.ExitStack() as stack:
         dtype = np.uint8 if kind == "sft" else np.int32
         builders = [stack.enter_context(IndexedDatasetBuilder(local + ending, dtype)) for ending in endings]

@@ -25,7 +25,7 @@ from megatron.model.cuts import partition_method
 from megatron.model.parameter_counts import count_parameters
 from megatron_tools.doctor import doctor
 from megatron_tools.doctor.memory import checkpoint_bytes
-from megatron_tools.plan import plan, scripts
+from megatron_tools.plan import plan, plan_flags, scripts
 from megatron_tools.plan.cluster import load_cluster
 from megatron_tools.plan.cost import DEFAULT, boundary_bytes, pipeline_units
 from megatron_tools.plan.layouts import Batch, Layout, SearchRequest, candidates, evaluate, search, solve_batch
@@ -361,7 +361,7 @@ def test_virtual_stages_that_are_given_bring_their_schedule(capsys: pytest.Captu
         "--virtual-pipeline-size 2"
     )
     plan.main(
-        plan.build_parser().parse_args(
+        plan_flags.build_parser().parse_args(
             [*given.split(), *["--cluster", "laptop_cpu", "--devices", "2", "--gas", "8", "--micro-batch-size", "1"]]
         )
     )
@@ -426,7 +426,7 @@ def test_more_ranges_than_layers_are_refused_and_left_out_of_a_search() -> None:
 def test_nodes_that_would_be_used_in_part_are_refused(devices: int) -> None:
     flags = ["--model", "llama_1b", "--cluster", "h100", "--devices", str(devices), "--global-batch-size", "240"]
     with pytest.raises(ValueError, match="--devices"):
-        plan.main(plan.build_parser().parse_args(flags))
+        plan.main(plan_flags.build_parser().parse_args(flags))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
@@ -458,7 +458,7 @@ def test_the_doctor_accepts_what_the_planner_writes(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = f"--model {name} --cluster h200 --devices 32 --global-batch-size 256 --write {tmp_path}"
-    plan.main(plan.build_parser().parse_args(flags.split()))
+    plan.main(plan_flags.build_parser().parse_args(flags.split()))
     command = capsys.readouterr().out.splitlines()[-1].partition("doctor.py ")[2]
     assert doctor.main([*command.split(), "--quick", "--json"]) == 0
     printed = capsys.readouterr().out
@@ -507,7 +507,7 @@ def test_written_files_keep_the_settings_of_the_users_ds_config(tmp_path: Path) 
     for more in ({"fp16": {"enabled": "auto", "initial_scale_power": 12}}, {"zero_optimization": "auto"}):
         content |= more
         given.write_text(json.dumps(content))
-        plan.main(plan.build_parser().parse_args([*words, "--write", str(folder)]))
+        plan.main(plan_flags.build_parser().parse_args([*words, "--write", str(folder)]))
         resolved = resolve(parse_any_family(files, 8), 8, False)
         assert (resolved.clip_grad, resolved.log_interval, resolved.zero_stage) == (0.25, 7, 1)
         assert resolved.deepspeed["fp16"]["initial_scale_power"] == 12
@@ -536,7 +536,7 @@ def test_the_planner_takes_the_number_format_of_a_ds_config(tmp_path: Path) -> N
     cases: list[tuple[Any, str]] = [(True, "fp16"), ({"enabled": True}, "fp16"), ({"enabled": False}, "bf16")]
     for section, precision in cases:
         path.write_text(json.dumps({"fp16": section}))
-        config = plan.run_settings(plan.build_parser().parse_args(words), load_cluster("a100"))
+        config = plan.run_settings(plan_flags.build_parser().parse_args(words), load_cluster("a100"))
         assert config.train.precision == precision
 
 

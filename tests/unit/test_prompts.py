@@ -15,7 +15,7 @@ from megatron.config.command_line import parse
 from megatron.data.fim import FillInTheMiddle
 from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron_tools.convert import export_tokenizer
-from megatron_tools.write import generate
+from megatron_tools.write import generate_flags
 from megatron_tools.write import prompts as asking
 from megatron_tools.write.questions import Conversation, Infill, PromptEncoder, decode_answer
 from megatron_tools.write.writer import Writer
@@ -56,7 +56,7 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 def flags(*argv: str) -> Any:
-    return generate.build_parser().parse_args(["--load", "x", *argv])
+    return generate_flags.build_parser().parse_args(["--load", "x", *argv])
 
 
 def test_names_are_ids_only_where_that_is_asked_for(folder: Path, tokenizer: Tokenizer) -> None:

@@ -14,10 +14,10 @@ from tests.support import ROOT
 
 # Package -> (tokens of code, folders that hold modules). Lower a limit when the code has become smaller.
 LIMITS = {
-    "tds": (63_140, 1),
+    "tds": (63_540, 1),
     "megatron": (213_380, 15),
     "megatron_compat": (13_860, 2),
-    "data_utils": (38_510, 1),
+    "data_utils": (38_520, 1),
     "megatron_tools": (85_990, 7),
 }
 SLACK = 0.02  # if the code is more than this fraction below its limit, lower the limit

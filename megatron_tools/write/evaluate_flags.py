@@ -1,0 +1,51 @@
+"""Evaluate a GPT-2 or Llama: perplexity and bits per byte of a text, cloze accuracy, or tasks of lm-eval.
+
+The model is a run of this project or a Hugging Face folder. The tool uses the GPU if there is one.
+"""
+
+from data_utils.cli import Parser, any_path, local_path, run
+
+EXAMPLES = """\
+  python tools/evaluate.py --load runs/gpt2 --input held_out.jsonl --stride 64
+  python tools/evaluate.py --load runs/gpt2 --cloze questions.jsonl
+      each line {"context": "...", "target": "..."}: is the target the greedy continuation?
+  python tools/evaluate.py --hf exported/ --input held_out.jsonl
+  python tools/evaluate.py --load runs/gpt2 --tasks lambada_openai,hellaswag
+      pip install lm-eval"""
+
+
+def build_parser() -> Parser:
+    parser = Parser(__doc__, EXAMPLES)
+    add = parser.add_argument
+    add(
+        "--load",
+        type=any_path,
+        help="run directory, checkpoint, or Hugging Face folder of a GPT-2, Llama, Qwen or Mistral",
+    )
+    add("--ema", action="store_true", help="use the moving average of the weights that a run with --ema-decay keeps")
+    add("--hf", type=local_path, help="Hugging Face folder to evaluate with transformers")
+    add("--input", type=local_path, nargs="+", help="text files to score, in the formats of tools/preprocess_data.py")
+    add("--cloze", type=local_path, help="file of JSON lines, each with a context and a target")
+    add("--tasks", help="comma-separated lm-eval tasks")
+    add("--task-folder", type=local_path, help="folder with custom tasks for --tasks, in lm-eval's format")
+    add("--limit", type=int, help="maximum number of questions in each task of --tasks (default: all)")
+    add("--vocab-file", type=local_path, help="tokenizer file or folder (default: the tokenizer of --load or --hf)")
+    add("--json-key", default="text", help="key of the text in each record of --input (default: text)")
+    add(
+        "--window",
+        type=int,
+        help="context window in tokens (default: --seq-length of a run, or max_position_embeddings of a Hugging Face "
+        "folder)",
+    )
+    add(
+        "--stride",
+        type=int,
+        help="tokens to score per window; a smaller stride gives each token more context (default: half the window)",
+    )
+    add("--json", type=local_path, help="JSON file to write the results to")
+    add("--quiet", action="store_true", help="hide the progress bar")
+    return parser
+
+
+def cli() -> None:
+    run("megatron_tools.write.evaluate:main", build_parser())
