@@ -41,7 +41,6 @@ pipe.py       PipelineModule, LayerSpec, TiedLayerSpec; sequential.py runs layer
 """
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _submodules
@@ -54,7 +53,7 @@ _submodules.install()
 
 def __getattr__(name: str) -> Any:
     """Return this package's module `name`, or the name of `tds.api`."""
-    if (Path(__file__).parent / f"{name}.py").is_file():
+    if (_submodules.HERE / f"{name}.py").is_file():
         return importlib.import_module(f".{name}", __name__)
     return getattr(importlib.import_module(".api", __name__), name)
 
