@@ -18,10 +18,10 @@ from megatron.checkpointing.stream import LazyTensor
 from megatron.checkpointing.write import write_checkpoint
 from megatron.config import Config
 from megatron.config.command_line import parse
-from megatron_tools.convert import convert_checkpoint
+from megatron_tools.convert import convert_checkpoint, convert_flags
 from megatron_tools.convert.hf_folder import HFModelFolder
 from megatron_tools.shapes import config_of_checkpoint, whole_shapes
-from megatron_tools.write import evaluate, generate
+from megatron_tools.write import evaluate, evaluate_flags, generate, generate_flags
 from tests.sentences import SENTENCES
 from tests.support import RankFailure, train_gpt2
 
@@ -77,13 +77,13 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def uses(path: Path) -> dict[str, Callable[[], Any]]:
     """Return tool -> a call that loads the checkpoint's model as the tool does."""
 
-    def by(module: Any, *argv: str) -> Any:
-        return module.build_parser().parse_args([*argv, "--load", str(path)])
+    def by(flags: Any, *argv: str) -> Any:
+        return flags.build_parser().parse_args([*argv, "--load", str(path)])
 
     return {
-        "convert_checkpoint": lambda: convert_checkpoint.main(by(convert_checkpoint, "--output", str(path / "out"))),
-        "generate": lambda: generate.load_writer(by(generate, "--prompt", "a")),
-        "evaluate": lambda: evaluate.load_subject(by(evaluate, "--input", "x")),
+        "convert_checkpoint": lambda: convert_checkpoint.main(by(convert_flags, "--output", str(path / "out"))),
+        "generate": lambda: generate.load_writer(by(generate_flags, "--prompt", "a")),
+        "evaluate": lambda: evaluate.load_subject(by(evaluate_flags, "--input", "x")),
     }
 
 

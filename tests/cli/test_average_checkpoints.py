@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron.checkpointing.checksums import BLAKE3
-from megatron_tools.convert import average_checkpoints, convert_checkpoint
+from megatron_tools.convert import average_checkpoints, average_flags, convert_checkpoint, convert_flags
 from megatron_tools.convert.average_checkpoints import normalized_weights
 from tests.checkpoints.runs import Start, run_all, whole_tensors
 from tests.cli.test_tools import fails
@@ -186,13 +186,14 @@ def test_the_output_appears_at_once_or_not_at_all(
 
     out, load = tmp_path / "out", ["--load", str(run_dir)]
     module: Any = average_checkpoints if tool == "average" else convert_checkpoint
+    flags: Any = average_flags if tool == "average" else convert_flags
     more = ["--last", "2"] if tool == "average" else ["--upcycle", "2"]
-    args = module.build_parser().parse_args([*load, *more, "--output", str(out)])
+    args = flags.build_parser().parse_args([*load, *more, "--output", str(out)])
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(module, "_copy_tokenizer" if tool == "average" else "_write_settings", full)
         module.main(args)
     assert list(tmp_path.iterdir()) == []
-    module.main(module.build_parser().parse_args([*load, *more, "--output", str(out)]))
+    module.main(flags.build_parser().parse_args([*load, *more, "--output", str(out)]))
     assert {"iter_0000000", "latest", "tokenizer"} <= {path.name for path in out.iterdir()}
     if tool == "upcycle":
         vocab_file = json.loads((out / "settings.json").read_text())["data"]["vocab_file"]

@@ -19,7 +19,7 @@ from megatron.model.gpt2_layers import gpt2_layers
 from megatron.model.t5 import t5_layers
 from megatron.ranks import device as device_module
 from megatron.ranks.initialize import initialize_megatron
-from megatron_tools.write import evaluate, evaluate_flags, generate
+from megatron_tools.write import evaluate, evaluate_flags, generate, generate_flags
 from megatron_tools.write.generation import GPT2Stepper, Sampling, Stages, Stepper, T5Stepper, beam_searches, sample
 from megatron_tools.write.writer import equal_length_batches, write_all
 from tests.sentences import SENTENCES
@@ -158,7 +158,7 @@ def tool() -> Any:
     ],
 )
 def test_numbers_without_sense(tool: Any, flags: str, sentence: str) -> None:
-    args = tool.build_parser().parse_args(["--load", "/no/where", *flags.split()])
+    args = generate_flags.build_parser().parse_args(["--load", "/no/where", *flags.split()])
     with pytest.raises(ValueError, match="^--") as error:
         tool.main(args)
     assert sentence in str(error.value)
@@ -170,7 +170,7 @@ TEXTS = ["春天", "The road", "一", "The road home", "春", "二", "The river"
 def test_different_prompts_draw_different_random_numbers(tool: Any, run: str) -> None:
     """All tokens are about equally likely at a high temperature; equal random numbers would give equal texts."""
     flags = ["--load", run, "--prompt", "", "--max-new-tokens", "12", "--temperature", "1000", "--top-p", "1"]
-    args = tool.build_parser().parse_args(flags)
+    args = generate_flags.build_parser().parse_args(flags)
     writer = tool.load_writer(args)
     prompts = ["春天", "秋天", "冬天", "夏天"]
     texts = {text.removeprefix(prompt) for prompt, (text,) in write_all(writer, prompts, args, 4)}
@@ -183,7 +183,7 @@ def test_batches_of_prompts_are_answered_as_one_by_one(tool: Any, run: str, tmp_
     prompts = tmp_path / "prompts"
     prompts.write_text("\n".join(TEXTS) + "\n", encoding="utf-8")
     base = ["--load", run, "--input", str(prompts), "--max-new-tokens", "12", *flags.split()]
-    args = tool.build_parser().parse_args(base)
+    args = generate_flags.build_parser().parse_args(base)
     writer = tool.load_writer(args)
     asked = [writer.question(text) for text in TEXTS]
     sizes = [len(numbers) for numbers in equal_length_batches(asked, 3)]
@@ -199,11 +199,13 @@ def test_the_model_is_on_the_device_of_the_process(tool: Any, run: str, monkeypa
     """Models are loaded to the process's device; torch's meta device stands in for a GPU."""
     there = torch.device("meta")
     monkeypatch.setattr(device_module, "current_device", lambda: there)
-    model = tool.load_writer(tool.build_parser().parse_args(["--load", run])).model
+    model = tool.load_writer(generate_flags.build_parser().parse_args(["--load", run])).model
     assert {parameter.device for parameter in model.parameters()} == {there}
     monkeypatch.setattr(tool, "initialize_megatron", lambda config: there)
     monkeypatch.setattr(device_module, "current_device", lambda: torch.device("cpu"))
-    model = tool.load_writer(tool.build_parser().parse_args(["--load", run, "--model-parallel-size", "2"])).model
+    model = tool.load_writer(
+        generate_flags.build_parser().parse_args(["--load", run, "--model-parallel-size", "2"])
+    ).model
     assert {parameter.device for parameter in model.parameters()} == {there}
     monkeypatch.setattr(device_module, "current_device", lambda: there)
     subject = evaluate.load_subject(evaluate_flags.build_parser().parse_args(["--load", run, "--cloze", "x"]))
@@ -216,7 +218,7 @@ def test_what_the_model_puts_above_its_share(tool: Any, run: str) -> None:
 
     The test computes p from the model's logits and q from the training corpus.
     """
-    writer = tool.load_writer(tool.build_parser().parse_args(["--load", run]))
+    writer = tool.load_writer(generate_flags.build_parser().parse_args(["--load", run]))
     question = writer.question("春天")
     with torch.no_grad():
         logits = writer.model(torch.tensor([question.tokens]))[0, -1, : writer.tokenizer.vocab_size].double()
