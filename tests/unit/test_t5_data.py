@@ -8,7 +8,7 @@ import pytest
 
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from megatron.config.command_line import parse
-from megatron.data import cpm_masking, cpm_triples
+from megatron.data import corpus_paths, cpm_masking, cpm_triples
 from megatron.data.indexed_dataset import DatasetError, IndexedDataset
 from megatron.data.spans import SpanPlan, draw_lengths, draw_spans_to_document_ends, plan_spans
 from megatron.data.t5_dataset import Objective, Specials, T5Dataset, build_train_valid_test_datasets
@@ -269,7 +269,7 @@ def write_triple(prefix: str, folder: Path, limit: int = 40) -> str:
     """Write the first `limit` documents as CPM's three files of pre-masked text; return their common path prefix."""
     source, path = IndexedDataset(prefix), str(folder / "triple")
     ends = source.document_ends()
-    builders = [IndexedDatasetBuilder(f"{path}_{name}", np.int32) for name in cpm_masking.PARTS]
+    builders = [IndexedDatasetBuilder(f"{path}_{name}", np.int32) for name in corpus_paths.TRIPLE_PARTS]
     for document in range(limit):
         ids = source.tokens[ends[document - 1] if document else 0 : ends[document]]
         for builder, part in zip(builders, cpm_masking.mask_document(ids, TEXT, 0.15, 3.0, (1, document)), strict=True):
