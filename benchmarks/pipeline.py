@@ -7,8 +7,10 @@
 Contenders are this project's engine ("ours"), stock DeepSpeed's PipelineEngine and the schedules of
 torch.distributed.pipelining, in turn within every round on the same processes. The ideal time
 of 1F1B is (micro-batches + stages - 1) x (forward + backward). The table shows by how many percent the measured time
-of a step exceeds this ideal time. The last column shows the difference in percent between the ideal time of the
-contender's own schedule and that of 1F1B; it is negative for a schedule with a smaller bubble.
+of a step exceeds this ideal time. Two rows without an engine show what the machine itself adds: the passes of a stage
+alone, and 1F1B with bare messages of gloo, whose receives are all posted before the first pass. The last column shows
+the difference in percent between the ideal time of the contender's own schedule and that of 1F1B; it is negative for a
+schedule with a smaller bubble.
 """
 
 import argparse
@@ -133,6 +135,8 @@ def contenders(args: argparse.Namespace) -> dict[str, Step]:
         return step
 
     steps = {
+        "no engine, passes alone": without_engine(args, sends=False),
+        "no engine, bare messages": without_engine(args, sends=True),
         "ours, 1f1b": engine(tds.PipelineModule, tds.initialize, {}),
         "ours, 1f1b with extra_warmup 1": engine(tds.PipelineModule, tds.initialize, {"extra_warmup": 1}),
         f"DeepSpeed {deepspeed.__version__} PipelineEngine": engine(StockPipelineModule, deepspeed.initialize, {}),
@@ -146,6 +150,53 @@ def contenders(args: argparse.Namespace) -> dict[str, Step]:
             "torch ScheduleInterleavedZeroBubble, 1 chunk": torchs(schedules.ScheduleInterleavedZeroBubble),
         }
     return steps
+
+
+def without_engine(args: argparse.Namespace, sends: bool) -> Step:
+    """Return a step of 1F1B in plain torch: only the passes of one stage, or with the messages between stages, too."""
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+    rank = dist.get_rank() if sends else 0
+    stages = args.stages if sends else 1
+    passes = args.micros if sends else args.micros + args.stages - 1
+    width = int(args.megabytes * 1e6 / 4)
+    stage = stage_class(args, rank)()
+
+    def step() -> None:
+        inputs, grads = ([torch.zeros(1, width) for _ in range(passes)] for _ in range(2))
+        arrivals = [dist.irecv(x, rank - 1, tag=i) for i, x in enumerate(inputs)] if rank else []
+        returns = [dist.irecv(g, rank + 1, tag=passes + i) for i, g in enumerate(grads)] if rank < stages - 1 else []
+        outputs: dict[int, tuple[Tensor, Tensor]] = {}
+        sent = []
+
+        def forward(micro: int) -> None:
+            if arrivals:
+                arrivals[micro].wait()
+            x = inputs[micro].requires_grad_()
+            outputs[micro] = x, stage(x)
+            if returns:
+                sent.append(dist.isend(outputs[micro][1].detach(), rank + 1, tag=micro))
+
+        def backward(micro: int) -> None:
+            if returns:
+                returns[micro].wait()
+            x, y = outputs.pop(micro)
+            y.backward(grads[micro])  # type: ignore[no-untyped-call]
+            if arrivals:
+                sent.append(dist.isend(x.grad, rank - 1, tag=passes + micro))
+
+        warmup = stages - 1 - rank
+        for micro in range(passes + warmup):
+            if micro < passes:
+                forward(micro)
+            if micro >= warmup:
+                backward(micro - warmup)
+        for message in sent:
+            message.wait()
+
+    return step
 
 
 def ideals(args: argparse.Namespace) -> dict[str, float]:
