@@ -108,6 +108,9 @@ def repeated(text: str, limits: Limits) -> str:
     removed = len(text) - len("\n".join(kept))
     if removed > limits.max_repeated * len(text):
         raise Drop("repeated phrases")
+    nonblank = list(filter(None, map(str.strip, kept)))
+    if len(set(nonblank)) == len(nonblank):
+        return "\n".join(kept)
     max_share = limits.max_repeated
     if looks_like_code(lines):
         max_share *= 2  # code repeats lines without harm

@@ -186,7 +186,8 @@ def kept_lines(args: argparse.Namespace, report: Report) -> Iterator[bytes]:
                     reason = _duplicate_reason(prints, exact, near)
                 for _ in range(copies):
                     report.count_read(original)
-                    report.changed.update(outcome.changed)
+                    if outcome.changed:
+                        report.changed.update(outcome.changed)
                     if reason or outcome.text is None:
                         report.record_dropped(reason, original)
                     else:

@@ -4,6 +4,7 @@ import glob
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -236,6 +237,7 @@ def is_compressed(path: str) -> bool:
     return path.lower().endswith(COMPRESSED)
 
 
+@lru_cache
 def format_suffix(path: str) -> str | None:
     """Return the suffix that determines a file's format, e.g. `.jsonl` for x.jsonl.gz or X.JSONL, or None."""
     stem = os.path.splitext(path)[0].lower() if is_compressed(path) else path.lower()

@@ -20,9 +20,10 @@ _LATIN = re.compile("[\u00a1-\u00ff]{4,}")
 _REPEATED_PHRASE = re.compile(r"(.{2,200}?)\1{9,}")
 _CODE_END = (";", "{", "}", "},", "};", ");", "]", "],", ")", "\\\\", "*/", ":", "/>")
 # These characters make up about a quarter of modern Chinese text, simplified or traditional.
-_COMMON = frozenset(
-    "的一是不了在人有我他中大来上到和地出也要下以生可里用所方前主行面同而之其于本部分如成者作多天心日月年小自此"
+_COMMON = re.compile(
+    "[的一是不了在人有我他中大来上到和地出也要下以生可里用所方前主行面同而之其于本部分如成者作多天心日月年小自此]"
 )
+_HAN = re.compile("[\u4e00-\u9fa5，。、：；！？“”（）《》]")
 _TWO_BYTES = re.compile("[\u0100-\u07ff]")
 _SCRIPTS = "\u0100\u0180\u0250\u0370\u0400\u0530\u0590\u0600\u0700\u0800"
 MAX_EXAMINED = 600  # non-ASCII characters examined to detect a wrong encoding
@@ -61,7 +62,7 @@ def _becomes_chinese(text: str, wrong_encoding: str, true_encoding: str) -> bool
     if len(text) < 8:  # too short for a judgement
         return False
     decoded = text.encode(wrong_encoding, "replace").decode(true_encoding, "replace")
-    han = sum("\u4e00" <= char <= "\u9fa5" or char in "，。、：；！？“”（）《》" for char in decoded)
+    han = len(_HAN.findall(decoded))
     invalid = decoded.count("\ufffd") + decoded.count("?")
     return han > 4 and invalid < 0.5 * len(decoded) and 2 * han > len(decoded)
 
@@ -79,7 +80,7 @@ def _is_gb18030_as_big5(text: str) -> bool:
 
 
 def _common_characters(text: str) -> int:
-    return sum(char in _COMMON for char in text)
+    return len(_COMMON.findall(text))
 
 
 def _is_mixed(text: str) -> bool:
