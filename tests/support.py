@@ -231,7 +231,7 @@ train_t5 = functools.partial(train, "t5")
 
 
 def losses(rows: Sequence[dict[str, Any]], split: str = "train") -> list[float]:
-    return [row["lm_loss"] for row in rows if row["split"] == split]
+    return [row["lm_loss"] for row in rows if row["split"] == split and "lm_loss" in row]
 
 
 def free_port() -> int:

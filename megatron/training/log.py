@@ -35,7 +35,7 @@ class TrainingLog(Feature):
         self.restart_timer()
 
     def restart_timer(self) -> None:
-        """Restart the time measurement, so that it does not include an evaluation or a save."""
+        """Restart the time measurement, so that it does not include an evaluation or a save since the last `check`."""
         self.start_time = time.perf_counter()
         self.timed_steps = 0
         self.timed_samples = 0
@@ -45,6 +45,8 @@ class TrainingLog(Feature):
 
     def reset_statistics(self) -> None:
         """Reset the statistics for the next log line."""
+        self.seconds = 0.0  # of training, until the last `check`
+        self.samples = 0  # trained in these seconds
         self.losses: list[float] = []
         self.grad_norm = math.nan
         self.skipped = 0
@@ -94,7 +96,10 @@ class TrainingLog(Feature):
         return bool(self.losses or self.skipped or self.skipped_by_flag)
 
     def check(self) -> None:
-        """Copy to the host what was recorded since the last call. Raises RunError if the run must end."""
+        """Copy to the host what was recorded since the last call, and add the time since then to `seconds`.
+
+        Raises RunError if the run must end.
+        """
         summary = self.health.read()
         self.losses += summary.losses
         self.skipped += summary.skipped
@@ -109,23 +114,28 @@ class TrainingLog(Feature):
             from .find_nonfinite import explain_fault
 
             raise RunError(explain_fault(self.run, self.health.fault))
+        device_module.synchronize(self.run.device)
+        now = time.perf_counter()
+        self.seconds += now - self.start_time
+        self.samples += self.timed_samples
+        self.start_time = now
+        self.timed_samples = 0
 
     def report(self) -> None:
         """Print a log line and write a row of metrics.jsonl. A collective that waits for the device."""
         run = self.run
         self.check()
-        device_module.synchronize(run.device)
-        elapsed = time.perf_counter() - self.start_time
         steps = self.timed_steps
-        step_seconds = elapsed / max(steps, 1)
-        sample_seconds = elapsed / max(self.timed_samples, 1)
+        sample_seconds = self.seconds / max(self.samples, 1)
+        step_seconds = sample_seconds * self.batch_samples
         timed_parts = run.timers.take()
-        row = self._row(elapsed) | run.features.row(Interval(steps, step_seconds, timed_parts))
+        row = self._row() | run.features.row(Interval(steps, step_seconds, timed_parts))
         last = run.config.train.train_iters
         samples = run.state.consumed_samples
         total_samples = run.batches.advance(samples, last - run.state.iteration)
         left = self.time_left.estimate(samples, total_samples, sample_seconds)
-        print_rank_0(training_line(row, last, step_seconds, left, run.config.log.log_details))
+        if "lm_loss" in row:
+            print_rank_0(training_line(row, last, step_seconds, left, run.config.log.log_details))
         if run.resolved.wall_clock_breakdown and steps:
             timed_parts |= run.engine.times()
             milliseconds = {name: 1e3 * spent / steps for name, spent in timed_parts.items()}
@@ -138,10 +148,10 @@ class TrainingLog(Feature):
         self.reset_statistics()
         self.restart_timer()
 
-    def _row(self, elapsed: float) -> dict[str, Any]:
-        """Return the entries of a row that every run has. elapsed: seconds since the last log line."""
+    def _row(self) -> dict[str, Any]:
+        """Return the entries of a row that every run has."""
         run = self.run
-        tokens_per_second = self.timed_samples * sum(run.sample_shape) / elapsed if elapsed else 0.0
+        tokens_per_second = self.samples * sum(run.sample_shape) / self.seconds if self.seconds else 0.0
         flops = flops_per_token(run.parameters, run.config, *run.sample_shape)
         tflops = flops * tokens_per_second / dist.get_world_size() / 1e12
         peak = device_module.peak_tflops(run.device)
@@ -169,4 +179,7 @@ class TrainingLog(Feature):
             row["spikes"] = self.spikes
         if self.skipped_by_flag:
             row["passed_over"] = self.skipped_by_flag
+        if not self.samples:  # all iterations were skipped, so there is no loss
+            del row["lm_loss"]
+            del row["grad_norm"]
         return row

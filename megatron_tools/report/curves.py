@@ -94,7 +94,7 @@ def _loss_charts(runs: Runs) -> list[Chart]:
     levels = Shapes()
     marks = Shapes()
     for index, run in enumerate(runs):
-        train = run.rows_of("train")
+        train = run.trained
         valid = run.rows_of("valid")
         test = run.rows_of("test")
         loss += [

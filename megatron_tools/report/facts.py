@@ -15,7 +15,7 @@ Facts = list[tuple[str, str]]
 
 def result_facts(run: RunData) -> Facts:
     """Return the run's losses and speed as (name, value) pairs."""
-    train = run.rows_of("train")
+    train = run.trained
     valid = run.rows_of("valid")
     facts = [("iterations", str(run.iteration))]
     if train:
@@ -52,7 +52,7 @@ def result_facts(run: RunData) -> Facts:
 def machine_facts(run: RunData, parameters: int | None) -> Facts:
     """Return the model's size, the parallel layout and the use of memory and compute as (name, value) pairs."""
     p = run.config.parallel
-    train = run.rows_of("train")
+    train = run.trained
     facts = []
     if parameters is not None:
         facts.append(("parameters", f"{parameters / 1e6:,.2f} million"))

@@ -100,7 +100,7 @@ def _cards(runs: Runs) -> str:
         dot = _dot(index) if len(runs) > 1 else ""
         loss = "–"
         # The last row, if there is any.
-        for row in run.rows_of("train")[-1:]:
+        for row in run.trained[-1:]:
             loss = f"training loss {row['lm_loss']:.3f}"
         cards.append(
             f'<button class="card" data-run="{index}" aria-pressed="true" title="{escape(run.folder)}">'

@@ -92,6 +92,11 @@ class RunData:
         return [row for row in self.rows if row.get("split") == split]
 
     @property
+    def trained(self) -> list[Row]:
+        """The rows of training, except those whose iterations are all skipped by a flag, which have no loss."""
+        return [row for row in self.rows_of("train") if "lm_loss" in row]
+
+    @property
     def iteration(self) -> int:
         """Latest iteration in metrics.jsonl, 0 before the first row."""
         return max((row["iteration"] for row in self.rows), default=0)

@@ -14,7 +14,7 @@ from megatron.locks.run_lock import Holder, RunLock
 from megatron_tools.report import report
 from megatron_tools.report.curves import all_charts, thin_out
 from megatron_tools.report.differences import compare_settings
-from megatron_tools.report.facts import as_text, layout_label, progress, result_facts, tokenizer_note
+from megatron_tools.report.facts import as_text, layout_label, machine_facts, progress, result_facts, tokenizer_note
 from megatron_tools.report.layers import expert_shares, heat_map, layer_values
 from megatron_tools.report.page import as_data
 from megatron_tools.report.runs import read_run, short_names
@@ -193,6 +193,22 @@ def test_losses_that_stay_nan_are_marked(tmp_path: Path) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loss = next(chart for chart in all_charts([read_run(folder)]) if chart.name == "loss")
     assert [(mark["x"], mark["line"]) for mark in loss.marks] == [(30, True)]
+
+
+def test_rows_without_a_loss_are_no_results(tmp_path: Path) -> None:
+    """--skip-iterations leaves out all iterations of three rows."""
+    folder = made(tmp_path / "a")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()[:-1]]
+    skipped = {key: value for key, value in rows[2].items() if key not in ("lm_loss", "grad_norm")}
+    for i in (30, 40, 50):
+        rows.append({**skipped, "iteration": i, "passed_over": 10, "tokens_per_second": 0.0, "tflops": 0.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = read_run(folder)
+    assert ("median speed", "500 tokens/s") in result_facts(run)
+    assert ("training loss, first and last line", "7.000, 6.000 nats/token") in result_facts(run)
+    assert ("speed of a rank", "0.25 TFLOP/s") in machine_facts(run, None)
+    assert not [chart.name for chart in all_charts([run]) if chart.marks]
+    assert "training loss 6.000" in page_of([folder])
 
 
 def test_curves_have_the_values_with_gaps_where_there_are_none(tmp_path: Path) -> None:
