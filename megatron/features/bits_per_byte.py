@@ -6,6 +6,7 @@ can be compared between tokenizers.
 
 import math
 import sys
+from functools import cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,48 +21,44 @@ class BitsPerByte(Feature):
     """Feature that adds `bits_per_byte` to the rows of training, of evaluations and of the corpora of a blend."""
 
     def start(self, run: "Run") -> None:
+        from .target_bytes import bytes_per_target, corpus_bytes_per_target
+
         self._run = run
-        self._first_sample = run.state.consumed_samples
-        # (data set, first sample of a stage) -> result of `bytes_per_target`
-        self._bytes_per_target: dict[tuple[str, int], dict[str, float]] = {}
-        # (data set, name of a corpus) -> result of `corpus_bytes_per_target`
-        self._bytes_of_corpus: dict[tuple[str, str], float | None] = {}
+        self._samples = range(run.state.consumed_samples)  # those of the last row of training
+        self._bytes_per_target = cache(partial(bytes_per_target, run))
+        self._bytes_of_corpus = cache(partial(corpus_bytes_per_target, run))
 
     def extend(self, row: dict[str, Any]) -> None:
         """Add `bits_per_byte` to a row with a loss, if the samples of its data set show the bytes of their targets."""
+        if row.get("split") == "train":  # the rows of its corpora follow
+            self._samples = range(self._samples.stop, self._run.state.consumed_samples)
         if not is_rank_0() or "lm_loss" not in row:
             return
         # The split is `train`, or `train/wiki` for the corpus wiki. The name "" stands for the whole data set.
         part, _, name = row["split"].partition("/")
-        target_bytes = self._known_bytes(part).get(name) or self._bytes_of_rare_corpus(part, name)
+        # The counted samples of a blend may lack a rare corpus.
+        target_bytes = self._known_bytes(part).get(name) or self._bytes_of_corpus(part, name)
         if target_bytes:
             # From nats per target to bits per target to bits per byte.
             row["bits_per_byte"] = row["lm_loss"] / math.log(2) / target_bytes
 
     def _known_bytes(self, part: str) -> dict[str, float]:
-        """Return the bytes of a target by name, in the data stages that this run has read; the last stage wins."""
+        """Return the bytes of a target by name; for training, those of the data stages of the last row.
+
+        The name "" has the mean of these stages, weighted by their samples in the row.
+        """
         from ..training.remote_datasets import stage_begins
-        from .target_bytes import bytes_per_target
 
-        run = self._run
-        stages = stage_begins(run.datasets[0]) if part == "train" else ()
-        begins = stages or [0]
+        stages = stage_begins(self._run.datasets[0]) if part == "train" else ()
+        samples = self._samples
         known: dict[str, float] = {}
-        for begin, end in pairwise([*begins, sys.maxsize]):
-            if end <= self._first_sample or 0 < begin >= run.state.consumed_samples:
+        total = 0.0
+        for begin, end in pairwise([*(stages or [0]), sys.maxsize]):
+            count = min(end, samples.stop) - max(begin, samples.start)
+            if stages and count <= 0:
                 continue
-            key = (part, begin)
-            if key not in self._bytes_per_target:
-                self._bytes_per_target[key] = bytes_per_target(run, part, range(begin, end))
-            # A row may still have the loss of a corpus that only an earlier stage reads.
-            known |= self._bytes_per_target[key]
+            known |= self._bytes_per_target(part, range(begin, end))
+            total += count * known.get("", 0.0)
+        if stages and total:
+            known[""] = total / len(samples)
         return known
-
-    def _bytes_of_rare_corpus(self, part: str, name: str) -> float | None:
-        """Return the bytes of a target of a corpus that the counted samples of its blend lack; None if unknown."""
-        from .target_bytes import corpus_bytes_per_target
-
-        key = (part, name)
-        if key not in self._bytes_of_corpus:
-            self._bytes_of_corpus[key] = corpus_bytes_per_target(self._run, part, name)
-        return self._bytes_of_corpus[key]

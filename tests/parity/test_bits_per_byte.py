@@ -111,7 +111,7 @@ def test_masked_targets_have_no_bytes(
 
 
 def test_each_data_stage_has_its_own_bytes(tmp_path: Path, vocab_file: str) -> None:
-    """A row of training has the bytes of the stage before it; a corpus of a later stage has bytes, too."""
+    """A row of training has the mean bytes of its samples, or those of a stage that ends with it."""
     texts = list(read_texts([str(SAMPLE)]))
     chinese = [text for text in texts if len(text.encode()) > 2 * len(text)]
     english = [text for text in texts if len(text.encode()) < 1.1 * len(text)]
@@ -123,8 +123,9 @@ def test_each_data_stage_has_its_own_bytes(tmp_path: Path, vocab_file: str) -> N
     config = parse([*flags.split(), "--vocab-file", vocab_file, *stages], GPT2.defaults, 1)
     datasets, _ = GPT2().datasets(config, tokenizer)
     state = TrainState()
+    run: Any = SimpleNamespace(datasets=datasets, tokenizer=tokenizer, config=config, state=state)
     feature = BitsPerByte()
-    feature.start(SimpleNamespace(datasets=datasets, tokenizer=tokenizer, config=config, state=state))  # type: ignore[arg-type]
+    feature.start(run)
 
     def size_of(split: str, samples: int) -> float:
         state.consumed_samples = samples
@@ -135,7 +136,11 @@ def test_each_data_stage_has_its_own_bytes(tmp_path: Path, vocab_file: str) -> N
     assert size_of("train", 6000) == pytest.approx(first_size, rel=0.02)
     assert size_of("train", 6002) == pytest.approx(second_size, rel=0.02)
     assert size_of("train/zh", 6002) == pytest.approx(second_size, rel=0.02)
-    assert size_of("train/en", 6002) == pytest.approx(first_size, rel=0.02), "steps before the change are in this row"
+    state.consumed_samples = 4000
+    feature.start(run)
+    assert size_of("train", 7000) == pytest.approx((2 * first_size + second_size) / 3, rel=0.02)
+    assert size_of("train/en", 7000) == pytest.approx(first_size, rel=0.02), "steps before the change are in this row"
+    assert size_of("train", 7002) == pytest.approx(second_size, rel=0.02)
 
 
 def test_a_corpus_that_the_counted_samples_lack_is_counted_alone(
