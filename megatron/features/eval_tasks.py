@@ -248,12 +248,12 @@ class TaskEvaluations(Feature):
             run.log.restart_timer()
 
     def end(self) -> None:
-        """Evaluate after the last iteration, unless metrics.jsonl already holds the results."""
+        """Evaluate after the last iteration on the tasks whose results metrics.jsonl does not hold yet."""
         run = self._run
-        done = []
+        missing = []
         for each in self._task_sets:
             # A cloze file has one name. Of several lm-eval tasks, the first stands for all.
             name = each.name or each.tasks[0]
-            done.append(run.metrics.has_row(f"eval/{name}", run.state.iteration))
-        if not broadcast_from_rank_0(all(done)):
-            evaluate_on_tasks(run, self._task_sets)
+            if not run.metrics.has_row(f"eval/{name}", run.state.iteration):
+                missing.append(each)
+        evaluate_on_tasks(run, missing)

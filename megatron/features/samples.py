@@ -68,8 +68,10 @@ class Samples(Feature):
             check_scorable(engine.module, "--sample-prompt")
 
     def start(self, run: "Run") -> None:
+        settings = run.config.of(SampleSettings)
         self._run = run
-        interval = run.config.of(SampleSettings).sample_interval
+        self._prompts = settings.sample_prompt or ()
+        interval = settings.sample_interval
         self._interval = run.config.train.eval_interval if interval is None else interval
 
     def after_step(self, step: "StepResult | None", samples: "SampleRange") -> None:
@@ -80,10 +82,13 @@ class Samples(Feature):
             self._run.log.restart_timer()
 
     def end(self) -> None:
-        """Sample after the last iteration, unless metrics.jsonl already holds the texts."""
+        """Continue, after the last iteration, the prompts whose texts metrics.jsonl does not hold yet."""
         from ..ranks.objects import broadcast_from_rank_0
 
-        if not broadcast_from_rank_0(self._run.metrics.has_row("samples", self._run.state.iteration)):
+        run = self._run
+        missing = [each for each in self._prompts if not run.metrics.has_row(f"samples/{each}", run.state.iteration)]
+        self._prompts = broadcast_from_rank_0(tuple(missing))  # only rank 0 reads metrics.jsonl
+        if self._prompts:
             self._write()
 
     def _write(self) -> None:
@@ -92,10 +97,9 @@ class Samples(Feature):
 
         run = self._run
         settings = run.config.of(SampleSettings)
-        prompts = settings.sample_prompt or ()
-        texts = continue_prompts(run, prompts, settings.sample_tokens, settings.sample_temperature)
+        texts = continue_prompts(run, self._prompts, settings.sample_tokens, settings.sample_temperature)
         samples = []
-        for prompt, text in zip(prompts, texts, strict=True):
+        for prompt, text in zip(self._prompts, texts, strict=True):
             print_rank_0(f"iteration {run.state.iteration:7d} | sample of {prompt}: {text}")
             samples.append({"prompt": prompt, "text": text})
         run.metrics.write({"split": "samples", "iteration": run.state.iteration, "samples": samples})

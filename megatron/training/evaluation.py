@@ -79,17 +79,6 @@ def _format_line(row: Mapping[str, Any]) -> str:
     return line
 
 
-def evaluate_once(run: Run, part: str) -> None:
-    """Evaluate `part` on all ranks, unless metrics.jsonl has the result because a finished run was started again."""
-    # Only rank 0 reads metrics.jsonl.
-    if broadcast_from_rank_0(run.metrics.has_row(part, run.state.iteration)):
-        print_rank_0(
-            f"note: {run.run_dir}/metrics.jsonl has the {part} loss of iteration {run.state.iteration} already"
-        )
-    else:
-        evaluate(run, part)
-
-
 class Evaluations(Feature):
     """Part of a run that evaluates every --eval-interval iterations, and after the last one, also on test data."""
 
@@ -107,5 +96,8 @@ class Evaluations(Feature):
             run.log.restart_timer()  # without the time of the evaluation
 
     def end(self) -> None:
+        run = self._run
         for part in ("valid", "test"):
-            evaluate_once(self._run, part)
+            # Only rank 0 reads metrics.jsonl.
+            if not broadcast_from_rank_0(run.metrics.has_row(part, run.state.iteration)):
+                evaluate(run, part)

@@ -74,7 +74,7 @@ class MetricsWriter:
         self.is_paused = False  # True if the run has lost its run directory, in which it may not write then
         # Name of a writer -> (split, iteration, numbers) of the rows that it does not have yet.
         self._unsent: dict[str, list[tuple[str, int, dict[str, Any]]]] = {}
-        self._rows_at_start: set[tuple[str, int]] = set()  # (split, iteration) of each row in the file at the start
+        self._rows_at_start: set[tuple[str, int]] = set()  # arguments for which `has_row` returns True
         if active:
             self._path = Path(run_dir) / "metrics.jsonl"
             self._drop_later_rows(self._path, iteration)
@@ -84,11 +84,16 @@ class MetricsWriter:
         self._writers += writers
 
     def has_row(self, part: str, iteration: int) -> bool:
-        """Return True if metrics.jsonl had a row of the split `part` at `iteration` when this process started.
+        """Return True, after a note, if metrics.jsonl had a row of `part` at `iteration` when this process started.
 
-        Ranks other than 0 always return False.
+        part: a split, or `samples/PROMPT` for the text of a prompt. Ranks other than 0 always return False.
         """
-        return (part, iteration) in self._rows_at_start
+        is_found = (part, iteration) in self._rows_at_start
+        if is_found:
+            tqdm.write(
+                f"note: {self._path} has the row {part} of iteration {iteration} already; delete it to evaluate again"
+            )
+        return is_found
 
     def _drop_later_rows(self, path: Path, iteration: int) -> None:
         if not path.exists():
@@ -105,6 +110,8 @@ class MetricsWriter:
             if row is not None and row["iteration"] <= iteration and row.get("split") != "end":
                 kept.append(line + "\n")
                 self._rows_at_start.add((str(row.get("split")), row["iteration"]))
+                for sample in row.get("samples", ()):
+                    self._rows_at_start.add((f"samples/{sample['prompt']}", row["iteration"]))
         write_text(path, "".join(kept))
 
     def write(self, row: dict[str, Any]) -> None:
