@@ -142,30 +142,30 @@ class RunData:
         """Return {"iteration": [...], "tokens": [...], "hours": [...]} for about MAX_AXIS_POINTS iterations.
 
         `tokens` and `hours` are the training tokens and training time up to and including each iteration. The hours do
-        not include evaluation and checkpoints.
+        not include evaluation and checkpoints, nor the iterations of another run that this run continues.
         """
-        iterations = [0.0]
-        tokens = [0.0]
-        hours = [0.0]
-        for row in self.rows_of("train"):
+        train = self.rows_of("train")
+        # The first row has at most the iterations of one log interval; those before are of another run.
+        logged = [row["iteration"] for row in train[:2]] or [1]
+        interval = max(logged[-1] - logged[0], self.config.log.log_interval or 10)
+        earlier = (logged[0] - 1) // interval * interval
+        points = [(0.0, 0.0, 0.0)]
+        for row in train:
+            iteration, tokens, hours = points[-1]
             consumed = float(row["consumed_tokens"])
             speed = row.get("tokens_per_second")
-            done = row["iteration"] - iterations[-1]
-            skipped = row.get("passed_over") or 0  # their samples count as consumed, but take no time
+            done = row["iteration"] - iteration
+            # The samples of skipped iterations count as consumed, but take no time.
+            skipped = earlier + (row.get("passed_over") or 0)
+            earlier = 0
             trained_share = max(1 - skipped / done, 0.0) if done > 0 else 1.0
             # A row gives the speed since the row before it.
-            added_hours = trained_share * (consumed - tokens[-1]) / speed / 3600 if speed else 0.0
-            iterations.append(row["iteration"])
-            tokens.append(consumed)
-            hours.append(hours[-1] + added_hours)
-        count = len(iterations)
-        step = math.ceil(count / MAX_AXIS_POINTS)
-        # Every step-th index, and always the last.
-        kept_indices = sorted({*range(0, count, step), count - 1})
-        thinned = {}
-        for name, values in (("iteration", iterations), ("tokens", tokens), ("hours", hours)):
-            thinned[name] = [values[index] for index in kept_indices]
-        return thinned
+            added_hours = trained_share * (consumed - tokens) / speed / 3600 if speed else 0.0
+            points.append((row["iteration"], consumed, hours + added_hours))
+        step = math.ceil(len(points) / MAX_AXIS_POINTS)
+        kept = points[:-1:step] + points[-1:]  # every step-th point, and always the last
+        columns = map(list, zip(*kept, strict=True))
+        return dict(zip(("iteration", "tokens", "hours"), columns, strict=True))
 
 
 def read_run(folder: Path, name: str | None = None) -> RunData:

@@ -92,6 +92,14 @@ def test_skipped_iterations_take_no_time(tmp_path: Path) -> None:
     assert hours == pytest.approx([0, 2 / 3600, 2 / 3600, 22 / 3600])
 
 
+@pytest.mark.parametrize(("logged", "begin"), [((410, 420), 400), ((410,), 400), ((10, 15), 0), ((100, 200), 0)])
+def test_hours_leave_out_the_run_that_a_run_continues(logged: tuple[int, ...], begin: int, tmp_path: Path) -> None:
+    """Each iteration has 1,000 tokens at 500 tokens/s; a line follows 10 iterations, or 100 by --deepspeed-config."""
+    rows = [{"split": "train", "iteration": i, "consumed_tokens": 1000 * i} for i in logged]
+    axes = read_run(_with_rows(tmp_path / "run", rows)).axes()
+    assert axes["hours"] == pytest.approx([2 * (i - begin) / 3600 for i in (begin, *logged)])
+
+
 def _with_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """Write a run directory with these rows, completed by values that do not matter; return its path."""
     run = made(folder)
