@@ -1,4 +1,4 @@
-"""GPT checkpoints with one pickled file per model-parallel rank: CPM-1, CPM-Pretrain, early Megatron-LM, DeepSpeed.
+"""GPT checkpoints with one pickled file per model-parallel rank: CPM-1, CPM-Pretrain, Megatron-LM, DeepSpeed.
 
 80000/mp_rank_00_model_states.pt            CPM-1 (two ranks for CPM-1-large) and DeepSpeed: weights under key "module"
 iter_0001000/mp_rank_00/model_optim_rng.pt  Megatron-LM: under key "model"; mp_rank_00_001 is the second pipeline stage
@@ -28,8 +28,21 @@ _COLUMN_PARALLEL = re.compile(
     r"word_embeddings\.weight|query_key_value\.\w+|dense_h_to_4h\.\w+"
 )  # column-parallel: split in dim 0
 _ROW_PARALLEL = re.compile(r"(attention\.dense|dense_4h_to_h)\.weight")  # row-parallel: split in dim 1
-_MASK_BUFFERS = re.compile(r"\.attention\.(bias|masked_bias)$")
+_NO_PARAMETERS = re.compile(r"\.attention\.(bias|masked_bias)$|\._extra_state$")  # mask buffers and states of FP8
 _EMBEDDING = "embedding.word_embeddings.weight"
+# Part of a name in models of Megatron Core and earlier ones -> our part. Transformer Engine fuses norms with the layers
+# behind them.
+_OUR_PARTS = {
+    "self_attention.": "attention.",
+    "final_layernorm": "final_norm.norm",
+    "attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "post_attention_layernorm.",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "linear_qkv": "query_key_value",
+    "linear_proj": "dense",
+    "linear_fc1": "dense_h_to_4h",
+    "linear_fc2": "dense_4h_to_h",
+}
 
 
 class RankFiles:
@@ -315,11 +328,13 @@ def our_name(name: str, first_layer: int = 0) -> str | None:
 
     first_layer: number that is added to the layer number in `name`.
     """
-    if _MASK_BUFFERS.search(name):
+    if _NO_PARAMETERS.search(name):
         return None
     name = re.sub(r"^(module|model|language_model)\.", "", name)
     name = re.sub(r"^language_model\.", "", name)
-    name = re.sub(r"^(transformer|encoder)\.", "", name).replace(".self_attention.", ".attention.")
+    name = re.sub(r"^(transformer|encoder|decoder)\.", "", name)
+    for their_part, our_part in _OUR_PARTS.items():
+        name = name.replace(their_part, our_part)
     layer = re.fullmatch(
         r"layers\.(\d+)\.((input_layernorm|post_attention_layernorm|attention\.query_key_value|attention\.dense|"
         r"mlp\.dense_h_to_4h|mlp\.dense_4h_to_h)\.(weight|bias))",
@@ -332,11 +347,10 @@ def our_name(name: str, first_layer: int = 0) -> str | None:
         "embedding.word_embeddings.weight": _EMBEDDING,
         "word_embeddings_for_head.weight": _EMBEDDING,
         "lm_head.weight": _EMBEDDING,
+        "output_layer.weight": _EMBEDDING,
         "position_embeddings.weight": "position_embedding.weight",
         "position_embedding.weight": "position_embedding.weight",
         "embedding.position_embeddings.weight": "position_embedding.weight",
-        "final_layernorm.weight": "final_norm.norm.weight",
-        "final_layernorm.bias": "final_norm.norm.bias",
         "final_norm.norm.weight": "final_norm.norm.weight",
         "final_norm.norm.bias": "final_norm.norm.bias",
     }.get(name, "")

@@ -12,7 +12,7 @@ from .megatron_lm import RankFiles
 # arguments affect only training, or do not change the result.
 SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "apply_residual_connection_post_layernorm": (False,), "apply_layernorm_1p": (False,), "squared_relu": (False,),
-    "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm",), "qk_layernorm": (False,),
+    "swiglu": (False,), "quick_geglu": (False,), "normalization": ("LayerNorm", "layernorm"), "qk_layernorm": (False,),
     "qk_l2_norm": (False,),
     "use_rotary_position_embeddings": (False,), "position_embedding_type": ("learned_absolute",),
     "add_position_embedding": (True,),
@@ -20,6 +20,7 @@ SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "multi_latent_attention": (False,),
     "num_experts": (None, 1, [1]), "window_size": (None,), "softmax_type": ("vanilla",), "mtp_num_layers": (None, 0),
     "add_bias_linear": (True,), "attention_output_gate": (False,), "heterogeneous_layers_config_path": (None,),
+    "use_mup": (False,),
 }  # fmt: skip
 RANK_COUNT_KEYS = ("tensor_model_parallel_size", "model_parallel_size")
 

@@ -123,6 +123,42 @@ def save_megatron(
     return []
 
 
+def save_core(folder: Path, w: Mapping[str, Tensor], fused: bool) -> list[str]:
+    """Save in the format of Megatron-LM with models of Megatron Core: two ranks, two stages; return converter flags.
+
+    fused: whether layers of Transformer Engine hold the norms before them and have states of FP8.
+    """
+    names = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_" if fused else "input_layernorm.",
+        "attention.query_key_value.": "self_attention.linear_qkv.",
+        "attention.dense.": "self_attention.linear_proj.",
+        "post_attention_layernorm.": "mlp.linear_fc1.layer_norm_" if fused else "pre_mlp_layernorm.",
+        "mlp.dense_h_to_4h.": "mlp.linear_fc1.",
+        "mlp.dense_4h_to_h.": "mlp.linear_fc2.",
+    }
+    each = LAYERS // 2
+    args = argparse.Namespace(num_attention_heads=HEADS, use_mcore_models=True, normalization="LayerNorm")
+    for rank in range(2):
+        mine = of_rank(w, rank, 2, 3)
+        words = mine["embedding.word_embeddings.weight"]
+        positions = mine["position_embedding.weight"]
+        first = {"embedding.word_embeddings.weight": words, "embedding.position_embeddings.weight": positions}
+        last = {f"decoder.final_layernorm.{kind}": mine[f"final_norm.norm.{kind}"] for kind in ("weight", "bias")}
+        models = [first, last | {"output_layer.weight": words}]
+        for i in range(LAYERS):
+            model, stem = models[i // each], f"decoder.layers.{i % each}."
+            for ours, theirs in names.items():
+                for kind in ("weight", "bias"):
+                    model[f"{stem}{theirs}{kind}"] = mine[f"layers.{i}.{ours}{kind}"]
+            if fused:
+                model[f"{stem}mlp.linear_fc1._extra_state"] = torch.empty(0, dtype=torch.uint8)
+        for stage, model in enumerate(models):
+            path = folder / f"mp_rank_{rank:02d}_{stage:03d}" / "model_optim_rng.pt"
+            path.parent.mkdir(parents=True)
+            torch.save({"args": args, "checkpoint_version": 3.0, "model": model}, path)
+    return []
+
+
 def generators() -> dict[str, Any]:
     """Return states of random number generators, as Megatron-LM saves them next to the weights."""
     return {
@@ -200,6 +236,8 @@ FORMS: dict[str, Callable[[Path, Mapping[str, Tensor]], list[str]]] = {
     "megatron-1": lambda folder, w: save_megatron(folder, w, 1),
     "megatron-2": lambda folder, w: save_megatron(folder, w, 2),
     "megatron-3-pipeline": lambda folder, w: save_megatron(folder, w, 3, stages=2),
+    "megatron-core": lambda folder, w: save_core(folder, w, fused=False),
+    "megatron-core-fused": lambda folder, w: save_core(folder, w, fused=True),
     "deepspeed": lambda folder, w: save_deepspeed(folder, w, 2, 1),
     "deepspeed-2": lambda folder, w: save_deepspeed(folder, w, 2, 2),
     "deepspeed-resumed": lambda folder, w: save_deepspeed(folder, w, 0, 2),

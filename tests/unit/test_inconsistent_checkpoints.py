@@ -307,6 +307,7 @@ def read(folder: Path, heads: int | None = None) -> dict[str, Any]:
         ({"onnx_safe": True}, {"activation": "gelu"}),
         ({"norm_epsilon": 0.3, "layernorm_epsilon": None}, {"layernorm_epsilon": 0.3}),
         ({"hidden_dropout": 0.0, "attention_dropout": 0.2}, {"hidden_dropout": 0.0, "attention_dropout": 0.2}),
+        ({"normalization": "layernorm"}, {"layernorm_epsilon": 1e-5}),  # the word of Megatron-DeepSpeed
     ],
 )
 def test_megatrons_arguments_are_honoured(args: dict[str, Any], settings: dict[str, Any], tmp_path: Path) -> None:
@@ -323,6 +324,7 @@ def test_megatrons_arguments_are_honoured(args: dict[str, Any], settings: dict[s
         ({"swiglu": True}, "swiglu is True"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p is True"),
         ({"normalization": "RMSNorm"}, "normalization is 'RMSNorm'"),
+        ({"use_mup": True}, "use_mup is True"),
         ({"group_query_attention": True, "num_query_groups": 2}, "group_query_attention is True"),
         ({"tensor_model_parallel_size": 2}, "the folder has files of 1 ranks"),
         ({"onnx_safe": True, "bias_gelu_fusion": True}, "onnx_safe and bias_gelu_fusion"),
