@@ -34,7 +34,7 @@ def is_unique_param(parameter: nn.Parameter, model_rank: int) -> bool:
     return clip.is_unique_param(parameter, model_rank)
 
 
-def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> Tensor:
+def grad_norm(parameters: Iterable[nn.Parameter] | nn.Parameter, mesh: Mesh | None = None) -> Tensor:
     """Return the 2-norm of the whole model's gradients, a scalar, equal on every rank, fp32 (fp64 for fp64 gradients).
 
     The gradients must already be reduced over the data-parallel ranks. The norm is NaN or Inf if any
@@ -43,7 +43,7 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
     from tds.param_replicas import replica_squared_norm
 
     mesh = mesh or current_mesh()
-    parameters = list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # type: ignore[list-item]
     grads = [p.grad for p in parameters if p.grad is not None]
     device = parameters[0].device if parameters else torch.device("cpu")
     squared_norm = replica_squared_norm(parameters, mesh.model.rank, device, mesh.data.group)
@@ -55,14 +55,18 @@ def grad_norm(parameters: Iterable[nn.Parameter], mesh: Mesh | None = None) -> T
     return squared_norm.sqrt().to(dtype)
 
 
-def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float, mesh: Mesh | None = None) -> Tensor:
+def clip_grad_norm(
+    parameters: Iterable[nn.Parameter] | nn.Parameter, max_norm: float, norm_type: float = 2, mesh: Mesh | None = None
+) -> Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; return the norm before scaling, a scalar.
 
-    A max_norm of 0 leaves the gradients unchanged.
+    A max_norm of 0 leaves the gradients unchanged. Raises ValueError for a norm_type other than 2.
     """
     from tds.clip import clip_by_norm
 
-    parameters = list(parameters)
+    if norm_type != 2:
+        raise ValueError(f"norm_type={norm_type} is not supported: only the 2-norm of gradients can be clipped")
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # type: ignore[list-item]
     norm = grad_norm(parameters, mesh)
     clip_by_norm(parameters, norm, max_norm)
     return norm

@@ -454,6 +454,18 @@ def _norm(shape: tuple[int, int, int]) -> None:
     torch.testing.assert_close(mpu.clip_grad_norm([split, copied, tied], 0.0), torch.tensor(0.5, dtype=torch.float64))
 
 
+def test_a_single_tensor_is_clipped_as_by_torch() -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+    for p in parameters:
+        p.grad = torch.tensor([3.0, 4.0, 0.0])
+    norm = mpu.clip_grad_norm(parameters[0], 1.0, 2)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(parameters[1], 1.0))
+    torch.testing.assert_close(parameters[0].grad, parameters[1].grad)
+    torch.testing.assert_close(mpu.grad_norm(parameters[1]), torch.tensor(1.0))
+    with pytest.raises(ValueError, match="norm_type=1 is not supported"):
+        mpu.clip_grad_norm(parameters[0], 1.0, norm_type=1)
+
+
 SHAPES = [(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2)]
 
 
