@@ -69,7 +69,12 @@ def drop(prefix: str, words: Sequence[str], output: str) -> IndexedDatasetBuilde
 
 
 def copy(indexed: IndexedDataset, documents: range, builder: IndexedDatasetBuilder) -> None:
-    """Append `documents` of the corpus `indexed` to `builder`, a few million tokens at a time."""
+    """Append `documents` of the corpus `indexed` to `builder`, a few million tokens at a time.
+
+    Raises DatasetError for a multimodal corpus, because a writer writes no modes.
+    """
+    if indexed.has_modes:
+        raise DatasetError(f"{indexed.prefix}.idx has modes of multimodal sequences, which would be lost")
     for part in document_ranges(indexed, documents, TOKENS_AT_ONCE):
         index = indexed.document_index[part.start : part.stop + 1]  # number of the first sequence of each document
         first = int(index[0])

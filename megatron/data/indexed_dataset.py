@@ -55,6 +55,7 @@ class IndexedDataset:
     The prefix may be a URL in object storage. Then `tokens` is a `RemoteTokens`, which reads through a cache.
     sizes: number of tokens of each sequence, int32 [sequences]. document_index: index of the first sequence of each
     document, followed by the number of sequences, int64 [documents + 1]. dtype: dtype of the tokens.
+    has_modes: whether the index has a mode byte for each sequence, as that of a multimodal corpus.
     orders_folder: folder for the files with the order of large epochs.
     Raises DatasetError if the two files do not match. Unpickling reopens the files. A returned array stays valid as
     long as it is referenced.
@@ -102,6 +103,7 @@ class IndexedDataset:
         expected = HEADER.size + 12 * sequences + 8 * documents  # a sequence: int32 size, int64 offset
         if size not in (expected, expected + sequences):  # multimodal index files add a mode byte per sequence
             raise DatasetError(f"{path} is damaged: it has {size} bytes, but its header implies {expected}")
+        self.has_modes = size > expected
         self.dtype = np.dtype(DTYPES[code])
         offset = HEADER.size
         self.sizes: NDArray[np.int32] = np.frombuffer(mapped, np.int32, sequences, offset)

@@ -173,6 +173,17 @@ def test_no_part_of_a_corpus_overwrites_the_corpus(tmp_path: Path) -> None:
     assert IndexedDataset(f"{prefix}_loss").num_documents == 8
 
 
+@pytest.mark.parametrize("words", [["merge"], ["split", "--split", "50,50"], ["drop", "1"]])
+def test_a_multimodal_corpus_is_not_written_without_its_modes(tmp_path: Path, words: list[str]) -> None:
+    prefix = write(tmp_path / "a", 1, [3] * 7)
+    with open(f"{prefix}.idx", "ab") as file:
+        file.write(bytes([0, 1, 0, 0, 1, 1, 0]))  # Megatron Core writes the modes of the sequences last
+    assert IndexedDataset(prefix)[6].tolist() == [1006] * 3
+    with pytest.raises(DatasetError, match="modes"):
+        run(words[0], prefix, *words[1:], "--output", str(tmp_path / "b"))
+    assert not list(tmp_path.glob("b*"))
+
+
 def test_a_merged_corpus_replaces_neither_text_nor_keeps_an_old_sidecar(tmp_path: Path) -> None:
     pairs = [write(tmp_path / "a", 1, [3] * 4), write(tmp_path / "b", 2, [5] * 2)]
     output = str(tmp_path / "ab")
