@@ -1,24 +1,59 @@
-"""Flags of Megatron Core that Megatron-LM 1 and 2 lack, and alternative names for sizes of the parallel layout.
+"""Flags of Megatron Core that Megatron-LM 1 and 2 lack, and sizes of the parallel layout.
 
 flags.py adds the rows of this module to its table.
 """
 
+import ast
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from .outcomes import SAME_LOSS, ByValue, NoEffect, Refused, Row, Translated, refer_to_json, same_value, user_value
+from .outcomes import (
+    SAME_LOSS,
+    ByValue,
+    NoEffect,
+    Refused,
+    Row,
+    Translated,
+    only,
+    refer_to_json,
+    same_value,
+    user_value,
+)
 
 _DROPLESS = Refused("no token is dropped, so experts have no capacity")
 _ONE_FORMAT = NoEffect("checkpoints have only one format, which every layout can load")
-_STAGE_SPLIT = Refused("--partition-method sets how layers are split into stages")
+STAGE_SPLIT = Refused("--partition-method sets how layers are split into stages")
 _SHARED_WEIGHTS = Refused("use --zero-stage 3 to shard weights over replicas")
 _DEFAULT_AUX_LOSS = "Megatron-LM's factor of the auxiliary loss is 0 by default"
 _NO_AUX_LOSS = {"router_aux_loss": 0.0}
+TIMINGS = NoEffect('"wall_clock_breakdown": true in --deepspeed-config adds timings to the log and to metrics.jsonl')
 
 
 def _expert_setting(setting: str, value: Any) -> Translated:
     """Return a translation to a setting of experts, with Megatron-LM's default factor of the auxiliary loss."""
     return Translated({setting: value}, _DEFAULT_AUX_LOSS, implied=_NO_AUX_LOSS)
+
+
+def _layer_words(value: Any) -> tuple[str, ...]:
+    """Return the words of --moe-layer-frequency for a number, a list, or a list expression such as ([0]+[1]*3)*2.
+
+    A value with an error becomes one word, which the check of --moe-layer-frequency refuses.
+    """
+    text = str(value)
+    with contextlib.suppress(Exception):  # a number is no list, and a wrong expression can raise errors of any class
+        return tuple(map(str, _evaluate(ast.parse(text, mode="eval").body)))
+    return (text,)
+
+
+def _evaluate(node: ast.expr) -> Any:
+    """Return the value of a literal, or of sums and products of literals. No code runs, unlike with eval()."""
+    match node:
+        case ast.BinOp(left, ast.Add(), right):
+            return _evaluate(left) + _evaluate(right)
+        case ast.BinOp(left, ast.Mult(), right):
+            return _evaluate(left) * _evaluate(right)
+    return ast.literal_eval(node)
 
 
 _AUX_LOSS = _expert_setting("router_balance", "aux-loss")
@@ -42,33 +77,44 @@ def with_expert_bias(flags: Mapping[str, Any]) -> Translated | None:
     return Translated({"router_balance": "bias"}) if BALANCING in flags else None
 
 
-PIPELINE_SIZE = Translated(
-    {"pipe_parallel_size": lambda n: 0 if n == 1 else n},
-    "size 1, which means no pipeline in Megatron-LM, becomes 0",
-)
 _NO_FP8 = Refused("the only FP8 recipe is that of --precision fp8; use this flag instead")
 
 ROWS = (
-    Row("--tensor-parallel-size --tp-size", same_value("model_parallel_size"), int),
-    Row("--pipeline-parallel-size --pp-size", PIPELINE_SIZE, int),
+    Row("--tensor-model-parallel-size --tensor-parallel-size --tp-size", same_value("model_parallel_size"), int),
+    Row(
+        "--pipeline-model-parallel-size --pipeline-parallel-size --pp-size",
+        Translated(
+            {"pipe_parallel_size": lambda n: 0 if n == 1 else n},
+            "size 1, which means no pipeline in Megatron-LM, becomes 0",
+        ),
+        int,
+    ),
     Row("--cp-size", same_value("context_parallel_size"), int),
     Row(
         "--num-virtual-stages-per-pipeline-rank --virtual-pipeline-model-parallel-size",
         Translated({"pipeline_schedule": "interleaved", "virtual_pipeline_size": user_value}),
         int,
     ),
-    Row("--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers", _STAGE_SPLIT, int),
-    Row("--pipeline-model-parallel-layout", _STAGE_SPLIT, str),
+    Row(
+        "--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --pipeline-model-parallel-layout "
+        "--pipeline-model-parallel-split-rank",
+        STAGE_SPLIT,
+        str,
+    ),
     Row(
         "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
         NoEffect("--partition-method balanced always counts the work of the embedding and the loss"),
     ),
     Row("--expert-model-parallel-size", _expert_setting("expert_parallel_size", user_value), int),
-    Row("--expert-tensor-parallel-size", Refused("experts are split over --model-parallel-size ranks"), int),
+    Row(
+        "--expert-tensor-parallel-size",
+        NoEffect("experts are always split over --model-parallel-size ranks, which does not change the loss"),
+        int,
+    ),
     Row("--moe-router-topk", _expert_setting("experts_per_token", user_value), int),
     Row("--moe-ffn-hidden-size", _expert_setting("expert_ff_hidden_size", user_value), int),
     Row("--moe-shared-expert-intermediate-size", Refused("give --num-shared-experts, each as wide as an expert"), int),
-    Row("--moe-layer-freq", _expert_setting("moe_layer_frequency", lambda n: (str(n),)), int),
+    Row("--moe-layer-freq", _expert_setting("moe_layer_frequency", _layer_words), str),
     Row(
         "--moe-router-score-function",
         ByValue(
@@ -116,13 +162,7 @@ ROWS = (
     Row("--moe-router-bias-update-rate", same_value("router_bias_rate"), float),
     Row("--moe-expert-capacity-factor", _DROPLESS, float),
     Row("--moe-pad-expert-input-to-capacity", _DROPLESS),
-    Row("--moe-token-dispatcher-type", SAME_LOSS, str),
-    Row(
-        "--moe-router-dtype",
-        ByValue({"fp32": NoEffect("routers compute in fp32")}, Refused("leave it out; routers compute in fp32")),
-        str,
-    ),
-    Row("--moe-grouped-gemm --moe-permute-fusion", SAME_LOSS),
+    Row("--moe-router-dtype", only("fp32", "routers compute in fp32"), str),
     Row("--use-torch-fsdp2 --use-megatron-fsdp", _SHARED_WEIGHTS),
     Row("--cp-comm-type", NoEffect("context parallelism always all-gathers keys and values"), list),
     Row("--optimizer-cpu-offload", refer_to_json("zero_optimization", "offload_optimizer")),
@@ -131,13 +171,17 @@ ROWS = (
         Refused("use --offload-activations, which offloads the activations of all layers"),
         int,
     ),
-    Row("--cross-entropy-loss-fusion --enable-cuda-graph --external-cuda-graph --te-rng-tracker", SAME_LOSS),
-    Row("--cross-entropy-fusion-impl", SAME_LOSS, str),
+    Row(
+        "--cross-entropy-loss-fusion --enable-cuda-graph --external-cuda-graph --te-rng-tracker --moe-grouped-gemm "
+        "--moe-permute-fusion",
+        SAME_LOSS,
+    ),
+    Row("--cross-entropy-fusion-impl --moe-token-dispatcher-type", SAME_LOSS, str),
     Row("--calculate-per-token-loss", NoEffect("the loss is always the mean over all target tokens")),
     Row("--no-check-for-nan-in-loss-and-grad", Refused("steps with a NaN or Inf gradient are always skipped")),
     Row("--fp8-format --fp8-recipe", _NO_FP8, str),
     Row("--fp8-param-gather", _NO_FP8),
-    Row("--lr-warmup-init", Refused("the warmup of the learning rate always starts from 0"), float),
+    Row("--lr-warmup-init", only("0.0", "the warmup of the learning rate always starts from 0"), float),
     Row("--mock-data", Refused("give --data-path; to try a run, preprocess corpus/sample.jsonl")),
     Row(
         "--data-args-path --per-split-data-args-path",
@@ -155,6 +199,5 @@ ROWS = (
         _ONE_FORMAT,
     ),
     Row("--log-throughput", NoEffect("the throughput is always logged")),
-    Row("--timing-log-level", NoEffect("metrics.jsonl has all timings"), int),
-    Row("--timing-log-option", NoEffect("metrics.jsonl has all timings"), str),
+    Row("--timing-log-level --timing-log-option", TIMINGS, str),
 )

@@ -1,7 +1,7 @@
 """Defaults of Megatron-LM that differ from this project's, and notes on them for command lines of Megatron-LM.
 
 The values of the model and the optimizer are those of TransformerConfig, GPTModel and OptimizerConfig in megatron-core
-0.16.1, whose wheel has no argument parser. Those of the learning rate, the splits and the tied embeddings are the
+0.16.1, whose wheel has no argument parser. Those of the learning rate, Muon, the splits and the tied embeddings are the
 defaults of Megatron-LM's pretrain_gpt.py.
 """
 
@@ -32,6 +32,7 @@ MEGATRON: Mapping[str, Any] = {
     "precision": "fp32", "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8,
     "min_lr": 0.0, "lr_decay_style": "linear", "warmup": 0.0, "seed": 1234, "split": "969,30,1", "router_aux_loss": 0.0,
 }  # fmt: skip
+MUON = {"muon_momentum": 0.9, "muon_nesterov": False}
 _DEFAULTS = {f.name: f.default for _, _, f in settings()}
 
 
@@ -46,13 +47,18 @@ def notes(config: Config, foreign: Container[str], given: set[str], defaults: Ma
     given = given | {name for name, value in defaults.items() if usual.get(name) != value}
     notes_found = []
     megatron_flag = next((name for name in MEGATRON_FLAGS if name in foreign), None)
-    undecided = _undecided(config, foreign, given) if megatron_flag and not config.is_t5 else {}
+    undecided = _undecided(config, foreign, given) if megatron_flag else {}
     if undecided:
         flags = [format_flag(flag(name), value) for name, value in undecided.items()]
         script = " and use pretrain_gpt2.py" if "position_embedding" in undecided else ""
         notes_found.append(
             f"Megatron-LM, to which {megatron_flag} belongs, has other defaults for settings that are not given; for "
             f"its run, add {' '.join(flags)}{script}"
+        )
+    if megatron_flag and config.optim.muon_scale == "match_rms_adamw":
+        notes_found.append(
+            "Muon's updates are 0.2 times those of Megatron-LM; --muon-lr-factor 5 makes them equal, but also "
+            "multiplies their weight decay"
         )
     if megatron_flag or any(name in foreign for name in WARMUPS):
         notes_found.append(
@@ -74,8 +80,12 @@ def _undecided(config: Config, foreign: Container[str], given: Container[str]) -
         del megatron_values["split"]
     if not config.model.num_experts or not config.model.has_aux_loss:
         del megatron_values["router_aux_loss"]
+    if config.optim.muon_scale:
+        megatron_values |= MUON
     undecided = {}
     for name, megatron_value in megatron_values.items():
+        if config.is_t5 and HOME[name] == "model":
+            continue  # the T5 of Megatron-LM is another model
         section = getattr(config, HOME[name])
         value = getattr(section, name)
         # A value other than the default was set by something else, such as a file or another flag.

@@ -111,17 +111,16 @@ def virtual_pipeline(config: Config, layers: Any, ranks: int) -> Translated | Re
 
 
 def merge_file(config: Config, path: Any, ranks: int) -> NoEffect | Refused:
-    """Accept a merges file next to --vocab-file, which the tokenizer reads anyway; refuse other merges files."""
-    vocab = config.data.vocab_file
-    if vocab is not None and Path(path) in _merges_beside(Path(vocab)):
+    """Accept the merges file that the tokenizer of --vocab-file reads anyway; refuse others."""
+    from megatron.tokenizer.hf import find_merges
+
+    vocab = Path(config.data.vocab_file or "vocab.json").absolute()
+    # In a folder, the tokenizer finds the vocabulary by these names.
+    files = [vocab / "vocab.json", vocab / "gpt2-vocab.json"]
+    merges = find_merges(next(filter(Path.is_file, files), vocab))
+    if Path(path).resolve() == merges.resolve():
         return NoEffect("merges are always read from this file next to --vocab-file")
-    return Refused("merges are read from merges.txt next to --vocab-file; copy the file there")
-
-
-def _merges_beside(vocab: Path) -> list[Path]:
-    """Return the paths at which the tokenizer finds merges: next to the file --vocab-file, or inside the folder."""
-    sibling = vocab.name.replace("vocab.json", "merges.txt")
-    return [vocab.with_name("merges.txt"), vocab.with_name(sibling), vocab / "merges.txt", vocab / "gpt2-merges.txt"]
+    return Refused(f"merges are read from {merges}; copy the file there")
 
 
 def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
@@ -144,13 +143,6 @@ def fp32_sums(config: Config, _: Any, ranks: int) -> NoEffect | Refused:
     )
 
 
-def momentum(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
-    """Accept 0.9, the fixed momentum of SGD, and refuse other values."""
-    if value == 0.9:
-        return NoEffect("the momentum of --optimizer sgd is always 0.9")
-    return Refused("the momentum of --optimizer sgd is 0.9 and cannot be changed")
-
-
 def gated_width(values: Mapping[str, Any]) -> int | None:
     """Return Megatron-LM's default inner size of a gated MLP, int(8/3 hidden_size / 64) * 64.
 
@@ -159,13 +151,6 @@ def gated_width(values: Mapping[str, Any]) -> int | None:
     hidden_size = values["hidden_size"]
     # 8/3 of hidden_size, divided by 64, is hidden_size / 24.
     return hidden_size // 24 * 64 if type(hidden_size) is int else None
-
-
-def query_groups(config: Config, _: Any, ranks: int) -> Translated | NoEffect:
-    """Translate --group-query-attention: without --num-query-groups, it means one group, as in Megatron-LM."""
-    if config.model.num_key_value_heads is not None:
-        return NoEffect("--num-key-value-heads sets the number of groups")
-    return Translated({"num_key_value_heads": 1}, "Megatron-LM's default is one group")
 
 
 def query_key_norms(config: Config, _: Any, ranks: int) -> Translated | Refused:

@@ -3,7 +3,12 @@
 from .dependent import accumulation, warmup_iterations
 from .outcomes import ByValue, Depends, Refused, Row, Translated, same_value, user_value
 
-_TANH = Translated({"activation": "gelu-tanh"})
+_ACTIVATIONS = {
+    "gelu": Translated({"activation": "gelu"}),
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), Translated({"activation": "gelu-tanh"})),
+    "relu": Translated({"activation": "relu"}),
+}
+_NO_ACTIVATION = Refused("this activation is not supported; see --activation for the supported ones")
 
 ROWS = (
     # DeepSpeed
@@ -23,16 +28,12 @@ ROWS = (
     Row("--head-dim --d-kv", same_value("kv_hidden_size"), int),
     Row("--n-positions --n-ctx", same_value("max_position_embeddings"), int),
     Row("--rms-norm-eps --layer-norm-epsilon --layer-norm-eps", same_value("layernorm_epsilon"), float),
+    # The silu of a Llama is gated, that of a GPT-2 is not.
+    Row("--activation-function", ByValue(_ACTIVATIONS, _NO_ACTIVATION), str),
     Row(
-        "--hidden-act --activation-function",
+        "--hidden-act",
         ByValue(
-            {
-                "gelu": Translated({"activation": "gelu"}),
-                **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), _TANH),
-                "relu": Translated({"activation": "relu"}),
-                "silu": Translated({"activation": "swiglu"}, "the gated MLP of Llama"),
-            },
-            Refused("this activation is not supported; see --activation for the supported ones"),
+            {**_ACTIVATIONS, "silu": Translated({"activation": "swiglu"}, "the gated MLP of Llama")}, _NO_ACTIVATION
         ),
         str,
     ),

@@ -86,6 +86,11 @@ def same_value(setting: str, note: str = "") -> Translated:
     return Translated({setting: user_value}, note)
 
 
+def only(value: str, reason: str) -> ByValue:
+    """Return an outcome that accepts only `value`, which this project always uses; `reason` says so."""
+    return ByValue({value: NoEffect(reason)}, Refused(reason))
+
+
 def refer_to_json(section: str, key: str) -> Refused:
     """Return a refusal that advises setting `section.key` in DeepSpeed's JSON file."""
     return Refused(f'write "{section}": {{"{key}": ...}} in --deepspeed-config')

@@ -16,9 +16,7 @@ from .dependent import (
     gated_width,
     in_samples,
     merge_file,
-    momentum,
     no_learned_positions,
-    query_groups,
     query_key_norms,
     rampup,
     virtual_pipeline,
@@ -35,6 +33,7 @@ from .outcomes import (
     Refused,
     Row,
     Translated,
+    only,
     refer_to_json,
     same_value,
     user_value,
@@ -60,8 +59,6 @@ def counted_from_1(words: Any) -> list[str]:
 
 MEGATRON = (
     # layout and batch
-    Row("--tensor-model-parallel-size", same_value("model_parallel_size"), int),
-    Row("--pipeline-model-parallel-size", foreign_core.PIPELINE_SIZE, int),
     Row("--micro-batch-size", same_value("batch_size"), int),
     Row(
         "--global-batch-size",
@@ -73,7 +70,15 @@ MEGATRON = (
         Depends(rampup, "--batch-size-schedule, computed from the three numbers and the global batch size"),
         list,
     ),
-    Row("--step-batch-size-schedule", same_value("batch_size_schedule"), str),
+    Row(
+        "--step-batch-size-schedule",
+        same_value(
+            "batch_size_schedule",
+            "in Megatron-LM, the learning rate of --train-iters follows samples, and --train-samples includes an "
+            "incomplete last batch",
+        ),
+        str,
+    ),
     Row(
         "--num-layers-per-virtual-pipeline-stage",
         Depends(
@@ -82,12 +87,7 @@ MEGATRON = (
         ),
         int,
     ),
-    Row(
-        "--pipeline-model-parallel-split-rank",
-        Refused("--partition-method sets how layers are split into stages"),
-        int,
-    ),
-    Row("--standalone-embedding-stage", Refused("--partition-method sets how layers are split into stages")),
+    Row("--standalone-embedding-stage", foreign_core.STAGE_SPLIT),
     Row("--use-distributed-optimizer", Translated({"zero_stage": 1})),
     Row("--zero-reduce-scatter --zero-contigious-gradients", NoEffect("DeepSpeed always does this")),
     Row("--zero-reduce-bucket-size", refer_to_json("zero_optimization", "reduce_bucket_size"), int),
@@ -102,7 +102,6 @@ MEGATRON = (
         "--no-scatter-gather-tensors-in-pipeline",
         NoEffect("the flag does not change the loss; each rank always sends only its slice of a tensor"),
     ),
-    Row("--no-gradient-accumulation-fusion --no-persist-layer-norm", SAME_LOSS),
     Row("--empty-unused-memory-level", NoEffect("a run never releases the memory that torch's allocator caches"), int),
     Row("--manual-gc --no-manual-gc-eval", NoEffect("--manual-gc-interval sets when garbage is collected")),
     Row(
@@ -134,8 +133,7 @@ MEGATRON = (
     ),
     Row("--untie-embeddings-and-output-weights", Translated({"tie_embeddings": False})),
     Row("--openai-gelu", Translated({"activation": "gelu-tanh"})),
-    Row("--num-unique-layers", Refused("layers do not share weights"), int),
-    Row("--param-sharing-style", Refused("layers do not share weights"), str),
+    Row("--num-unique-layers --param-sharing-style", Refused("layers do not share weights"), str),
     Row("--apply-residual-connection-post-layernorm", Refused("norms always come before attention and MLP (pre-LN)")),
     Row("--bert-no-binary-head", Refused("there is no BERT model")),
     Row("--onnx-safe", Refused("export to Hugging Face with tools/convert_checkpoint.py, and from there to ONNX"), str),
@@ -143,16 +141,12 @@ MEGATRON = (
         "--init-method-xavier-uniform --data-parallel-random-init",
         Refused("weights are drawn from a normal distribution; see --init-method-std"),
     ),
-    Row("--use-flash-attn --no-rope-fusion --no-bias-swiglu-fusion", SAME_LOSS),
     Row("--attention-backend", SAME_LOSS, str),
     Row("--use-mcore-models", NoEffect("each model has one implementation")),
     Row("--transformer-impl", NoEffect("each model has one implementation"), str),
     # Llama
-    Row("--num-query-groups", same_value("num_key_value_heads"), int),
-    Row(
-        "--group-query-attention",
-        Depends(query_groups, "no effect if --num-key-value-heads is given, otherwise --num-key-value-heads 1"),
-    ),
+    Row("--num-query-groups", same_value("num_key_value_heads", "Megatron-LM needs group_query_attention, too"), int),
+    Row("--group-query-attention", Translated({}, "Megatron-LM's default is one group", {"num_key_value_heads": 1})),
     Row(
         "--swiglu",
         Translated(
@@ -232,9 +226,7 @@ MEGATRON = (
     Row("--contigious-checkpointing", NoEffect("checkpointed inputs are not copied into one buffer")),
     Row("--checkpoint-in-cpu", Refused("use --offload-activations instead of --checkpoint-activations")),
     Row("--synchronize-each-layer", NoEffect("the flag would only slow the run down")),
-    Row(
-        "--profile-backward", NoEffect('"wall_clock_breakdown": true in --deepspeed-config measures the backward pass')
-    ),
+    Row("--profile-backward --log-timers-to-tensorboard", foreign_core.TIMINGS),
     # precision
     Row("--fp16", Translated({"precision": "fp16"})),
     Row("--bf16", Translated({"precision": "bf16"})),
@@ -259,7 +251,8 @@ MEGATRON = (
     ),
     Row(
         "--scaled-upper-triang-masked-softmax-fusion --scaled-masked-softmax-fusion --bias-gelu-fusion "
-        "--bias-dropout-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion",
+        "--bias-dropout-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --no-gradient-accumulation-fusion "
+        "--no-persist-layer-norm --use-flash-attn --no-rope-fusion --no-bias-swiglu-fusion",
         SAME_LOSS,
     ),
     Row(
@@ -298,16 +291,25 @@ MEGATRON = (
         list,
     ),
     Row("--check-weight-hash-across-dp-replicas-interval", same_value("check_replicas"), int),
-    Row("--sgd-momentum", Depends(momentum, "no effect if the value is 0.9, refused otherwise"), float),
+    Row("--sgd-momentum", only("0.9", "the momentum of --optimizer sgd is always 0.9"), float),
+    Row("--muon-num-ns-steps", same_value("muon_ns_steps"), int),
+    Row(
+        "--muon-scale-mode --muon-extra-scale-factor",
+        Refused(
+            "--muon-adjust-lr-fn original is the mode shape_scaling, and the default is 0.2 times spectral; "
+            "--muon-lr-factor scales both, and the weight decay"
+        ),
+        str,
+    ),
     Row("--start-weight-decay --end-weight-decay", Refused("--weight-decay is constant"), float),
-    Row("--weight-decay-incr-style", Refused("--weight-decay is constant"), str),
+    Row("--weight-decay-incr-style", only("constant", "--weight-decay is constant"), str),
     # data
     Row("--encoder-seq-length", same_value("enc_seq_length"), int),
     Row("--decoder-seq-length", same_value("dec_seq_length"), int),
     Row("--tokenizer-model", same_value("vocab_file"), str),
     Row(
         "--merge-file",
-        Depends(merge_file, "no effect if the file is merges.txt next to --vocab-file, refused otherwise"),
+        Depends(merge_file, "no effect if --vocab-file implies this file, refused otherwise"),
         str,
     ),
     Row("--vocab-extra-ids", same_value("num_sentinels"), int),
@@ -345,7 +347,7 @@ MEGATRON = (
     ),
     Row("--tensorboard-log-interval --tensorboard-queue-size", _EVENTS, int),
     Row(
-        "--log-timers-to-tensorboard --log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard "
+        "--log-batch-size-to-tensorboard --log-validation-ppl-to-tensorboard "
         "--log-memory-to-tensorboard --log-world-size-to-tensorboard",
         _EVENTS,
     ),
@@ -354,9 +356,12 @@ MEGATRON = (
     Row("--adlr-autoresume", Refused("on SIGTERM the run saves and exits; the same command resumes it")),
     Row("--adlr-autoresume-interval", Refused("on SIGTERM the run saves and exits; the same command resumes it"), int),
     # REALM
-    Row("--ict-head-size --indexer-batch-size --indexer-log-interval", _REALM, int),
-    Row("--ict-load --bert-load --titles-data-path --block-data-path", _REALM, str),
-    Row("--query-in-block-prob", _REALM, float),
+    Row(
+        "--ict-head-size --indexer-batch-size --indexer-log-interval --ict-load --bert-load --titles-data-path "
+        "--block-data-path --query-in-block-prob",
+        _REALM,
+        str,
+    ),
     Row("--use-one-sent-docs --faiss-use-gpu", _REALM),
     Row("--report-topk-accuracies", _REALM, list),
 )

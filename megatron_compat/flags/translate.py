@@ -193,6 +193,8 @@ class Translation(Source):
                 if name in remaining:
                     typed.append(format_flag(name, remaining.pop(name)))
             self._add_outcome(" ".join(typed), value=None, outcome=translation)  # its settings are constants
+        if flags.get("--group-query-attention") is False and remaining.pop("--num-query-groups", None):
+            self.notes.append("--num-query-groups has no effect without grouped-query attention")
         for name, value in remaining.items():
             self.add(name, value)
 

@@ -11,7 +11,10 @@ CHINESE = {
     "--virtual-pipeline-size, computed from --num-layers": "--pipeline-schedule interleaved "
     "--virtual-pipeline-size，由 --num-layers 算出",
     "every run uses DeepSpeed": "每次运行都由 DeepSpeed 驱动",
-    "no effect if --num-key-value-heads is given, otherwise --num-key-value-heads 1": "有 --num-key-value-heads 时不起作用，否则为 --num-key-value-heads 1",
+    "Megatron-LM's default is one group": "Megatron-LM 默认只有一组",
+    "Megatron-LM needs group_query_attention, too": "Megatron-LM 还需要 group_query_attention",
+    "in Megatron-LM, the learning rate of --train-iters follows samples, and --train-samples includes an incomplete last "
+    "batch": "在 Megatron-LM 中，--train-iters 的学习率按样本数变化，--train-samples 包括最后不满的一批",
     "the MLP width is 8/3 of --hidden-size, rounded down to a multiple of 64, as in Megatron-LM": "--hidden-size 的 8/3，向下取 64 的倍数，与 Megatron-LM 相同",
     "--qk-norm if --normalization is rmsnorm, refused otherwise": "有 --normalization rmsnorm 时为 --qk-norm，否则拒绝",
     "use --position-embedding rope --rope-scaling yarn, and set yarn's other flags": "改用 --position-embedding rope --rope-scaling yarn，并给出它的各个数值",
@@ -27,8 +30,10 @@ CHINESE = {
     "--lr-decay-samples, computed from --seq-length": "--lr-decay-samples，由 --seq-length 算出",
     "--warmup, computed as a fraction of --lr-decay-iters": "--warmup，由衰减的迭代次数算出",
     "--warmup, computed as a fraction of --lr-decay-samples": "--warmup，由衰减的样本数算出",
-    "no effect if the value is 0.9, refused otherwise": "0.9 时不起作用，否则拒绝",
-    "no effect if the file is merges.txt next to --vocab-file, refused otherwise": "是 --vocab-file 旁边的 merges.txt 时不起作用，在别处则拒绝",
+    "the momentum of --optimizer sgd is always 0.9": "--optimizer sgd 的动量总是 0.9",
+    "--muon-adjust-lr-fn original is the mode shape_scaling, and the default is 0.2 times spectral; --muon-lr-factor "
+    "scales both, and the weight decay": "--muon-adjust-lr-fn original 即 shape_scaling，默认是 spectral 的 0.2 倍；--muon-lr-factor 缩放更新量和权重衰减",
+    "no effect if --vocab-file implies this file, refused otherwise": "是 --vocab-file 旁边会读取的文件时不起作用，否则拒绝",
     ".bin and .idx files are always memory-mapped": ".bin 和 .idx 总是用内存映射读取",
     "rebuild the corpus with tools/preprocess_data.py": "用 tools/preprocess_data.py 重新生成语料",
     "the data loader always reads samples in the order of the data set": "数据的读取方式本来如此",
@@ -62,7 +67,8 @@ CHINESE = {
     "the loss is always the mean over all target tokens": "本来如此：损失是所有目标词元的均值",
     "samples never contain attention masks": "本来如此：样本里没有掩码",
     "checkpoints have only one format, which every layout can load": "检查点只有一种格式，任何并行策略都能读",
-    "metrics.jsonl has all timings": "已有的计时都在 metrics.jsonl 里",
+    '"wall_clock_breakdown": true in --deepspeed-config adds timings to the log and to '
+    "metrics.jsonl": '在 --deepspeed-config 里写 "wall_clock_breakdown": true，日志和 metrics.jsonl 就有计时',
     # Advice for refused flags.
     "--partition-method sets how layers are split into stages": "层在哪里切开由 --partition-method 决定",
     'write "zero_optimization": {"reduce_bucket_size": '
@@ -76,12 +82,11 @@ CHINESE = {
     "start the ranks with tools/launch.py, torchrun or deepspeed": "用 tools/launch.py、torchrun 或 deepspeed 启动各进程",
     "layers do not share weights": "层之间不共享权重",
     "no token is dropped, so experts have no capacity": "从不丢弃词元，专家没有容量上限",
-    "leave it out; routers compute in fp32": "去掉它；路由器用 fp32 计算",
     "routers compute in fp32": "路由器用 fp32 计算",
     "Megatron-LM's factor of the auxiliary loss is 0 by default": "Megatron-LM 的辅助损失系数默认为 0",
     "Megatron-LM normalizes sigmoid scores, except that of a single expert": "Megatron-LM 会归一化 sigmoid 得分，但只选一个专家时不归一化",
     "Megatron-LM always normalizes sigmoid scores of several experts": "Megatron-LM 总是归一化几个专家的 sigmoid 得分",
-    "experts are split over --model-parallel-size ranks": "专家按 --model-parallel-size 切分",
+    "experts are always split over --model-parallel-size ranks, which does not change the loss": "专家总是按 --model-parallel-size 切分，损失不变",
     "give --num-shared-experts, each as wide as an expert": "请给 --num-shared-experts，每个与专家同宽",
     "choose --router-balance aux-loss, bias, bias-and-aux-loss or none": (
         "可选 --router-balance aux-loss、bias、bias-and-aux-loss 或 none"
@@ -99,8 +104,6 @@ CHINESE = {
     "use --num-key-value-heads to shrink keys and values": "缩小键和值的是 --num-key-value-heads",
     "with --sequence-parallel each model-parallel rank stores only its "
     "slice of the checkpointed inputs": "用 --sequence-parallel，每个张量并行 rank 只保留所存输入的一段",
-    '"wall_clock_breakdown": true in --deepspeed-config '
-    "measures the backward pass": '在 --deepspeed-config 里写 "wall_clock_breakdown": true 可以测量',
     "use --offload-activations instead of "
     "--checkpoint-activations": "用 --offload-activations 代替 --checkpoint-activations",
     'write "fp16": {"loss_scale": ...} in --deepspeed-config': '在 --deepspeed-config 里写 "fp16": {"loss_scale": ...}',

@@ -1,6 +1,7 @@
 """Defaults and learning-rate schedules of Megatron-LM: notes on differences, and equal curves one iteration later."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from megatron.config import Config
 from megatron.config.command_line import HOME, parse
 from megatron.config.defaults import DEFAULTS
 from megatron.config.fields import ConfigError
+from megatron.config.mup import muon_ratio
 from megatron.model.router import Router
 from megatron.optim import lr_at
 from megatron_compat.flags.defaults import MEGATRON
@@ -186,3 +188,21 @@ def test_defaults_and_curves_are_those_of_megatron_core() -> None:
 def test_a_line_of_megatron_with_experts_leaves_their_auxiliary_loss_open(more: str, is_open: bool) -> None:
     _, notes = taken(f"--micro-batch-size 2 {more}", "gpt2")
     assert ("--router-aux-loss 0.0" in advised(notes)) == is_open
+
+
+def test_a_t5_of_megatron_leaves_only_training_open() -> None:
+    """The note lists no settings of the model, as Megatron-LM's T5 is another one."""
+    _, notes = taken("--micro-batch-size 2", "t5")
+    assert advised(notes) == "--precision fp32 --lr-decay-style linear --warmup 0.0 --split 969,30,1"
+
+
+@pytest.mark.parametrize("factor", ["", "--muon-lr-factor 5"])
+def test_a_line_of_megatron_with_muon(factor: str) -> None:
+    """The scale of Megatron-LM's mode spectral, its default, is sqrt(max(o, i)), without the factor 0.2 of AdamW."""
+    line = f"--micro-batch-size 2 --optimizer muon --precision fp32 {factor}"
+    config, notes = taken(line, "gpt2")
+    assert "--muon-momentum 0.9 --no-muon-nesterov" in advised(notes)
+    assert "muon" not in advised(taken("--micro-batch-size 2", "gpt2")[1])
+    assert any("--muon-lr-factor 5" in note for note in notes)
+    scale = muon_ratio((64, 16), config.optim.muon_adjust_lr_fn) * config.optim.muon_lr_factor
+    assert math.isclose(scale, math.sqrt(64)) == (factor != "")

@@ -14,6 +14,7 @@ from megatron.config.ds_config import resolve
 from megatron.config.fields import ConfigError, flag
 from megatron.data.skips import Skips, parse_ranges
 from megatron.optim import lr_at
+from megatron.tokenizer.hf import find_merges
 from megatron_compat.args import Args
 from megatron_compat.flags.outcomes import ByValue, NoEffect, Refused, Translated
 from megatron_compat.flags.table import FLAGS, ROWS, VALUES
@@ -134,8 +135,6 @@ def test_megatrons_line_is_ours() -> None:
     assert (
         "--merge-file v/merges.txt has no effect: merges are always read from this file next to --vocab-file" in notes
     )
-    for vocab in ("v", "v/gpt2-vocab.json"):
-        assert "has no effect" in taken(f"--vocab-file {vocab} --merge-file v/gpt2-merges.txt")[1][0]
     assert "--tokenizer-type GPT2BPETokenizer translated to --tokenizer-type auto" in notes
 
 
@@ -166,8 +165,62 @@ def test_megatrons_llama_is_ours() -> None:
         "--window-size 4095,0 translated to --sliding-window 4096 (--sliding-window also counts the token itself)"
         in notes
     )
-    assert "--group-query-attention has no effect: --num-key-value-heads sets the number of groups" in notes
+    assert "--group-query-attention has no effect: the run uses --num-key-value-heads 8" in notes
     assert taken("--group-query-attention")[0].model.key_value_heads == 1
+
+
+def test_the_merges_that_the_tokenizer_reads_are_accepted(tmp_path: Path) -> None:
+    """They are gpt2-merges.txt beside gpt2-vocab.json, else merges.txt, in any spelling of the path."""
+    (tmp_path / "gpt2-vocab.json").touch()
+    spelled = f"{tmp_path}/../{tmp_path.name}"
+    for other, is_read in (("merges.txt", True), ("gpt2-merges.txt", False)):
+        for vocab in (tmp_path, tmp_path / "gpt2-vocab.json"):
+            line = f"--vocab-file {vocab} --merge-file {spelled}"
+            (tmp_path / other).touch()
+            assert find_merges(tmp_path / "gpt2-vocab.json").name == other
+            assert "has no effect" in taken(f"{line}/{other}")[1][0]
+            if not is_read:
+                with pytest.raises(ConfigError, match=f"merges are read from {tmp_path}/{other}; copy"):
+                    taken(f"{line}/merges.txt")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--lr-warmup-init 0",
+        "--weight-decay-incr-style constant",
+        "--sgd-momentum 0.9",
+        "--expert-tensor-parallel-size 1",
+    ],
+)
+def test_the_only_value_of_this_project_is_accepted(line: str) -> None:
+    config, notes = taken(line)
+    assert config == taken("")[0] and len(notes) == 1 and " has no effect: " in notes[0]
+
+
+@pytest.mark.parametrize("words", ["2", "[0,1,1,1]", "([0]*1+[1]*3)", "[0]+[1]*3", "([0]+[1])*2"])
+def test_layers_with_experts_are_those_of_megatrons_expression(words: str, tmp_path: Path) -> None:
+    layers = eval(words)  # as Megatron-LM does
+    expected = tuple(map(str, layers)) if isinstance(layers, list) else (words,)
+    path = tmp_path / "a.json"
+    for value in (words, layers):
+        path.write_text(json.dumps({"moe_layer_freq": value}))
+        for flags in (f"--moe-layer-freq {words}", f"--config {path}"):
+            config, _ = taken(f"--num-layers 4 --num-experts 4 {flags}")
+            assert config.model.moe_layer_frequency == expected
+
+
+def test_groups_count_only_in_grouped_query_attention(tmp_path: Path) -> None:
+    """Megatron-LM's arguments of a model without groups have num_query_groups 1, its default."""
+    path = tmp_path / "a.json"
+    for is_grouped in (False, True):
+        path.write_text(json.dumps({"num_query_groups": 1, "group_query_attention": is_grouped}))
+        line = f"--group-query-attention {is_grouped} --num-query-groups 1"
+        for flags in (line, f"--config {path}"):
+            notes: list[str] = []
+            config = parse(flags.split(), DEFAULTS["llama"], 1, notes.append)
+            assert config.model.key_value_heads == (1 if is_grouped else config.model.num_attention_heads)
+            assert any("--num-query-groups has no effect" in note for note in notes) is not is_grouped
 
 
 @pytest.mark.parametrize("hidden", [64, 768, 2048, 2560, 4096, 5120, 8192])
@@ -240,7 +293,13 @@ def test_megatrons_way_to_llama_3_2() -> None:
         ("--merge-file a/b --vocab-file v/vocab.json", 1, "copy the file there"),
         ("--merge-file v/gpt2-merges.txt --vocab-file v/vocab.json", 1, "copy the file there"),
         ("--fp32-allreduce --fp16", 1, '"communication_data_type": "fp32" in --deepspeed-config'),
-        ("--sgd-momentum 0.5", 1, "the momentum of --optimizer sgd is 0.9"),
+        ("--sgd-momentum 0.5", 1, "the momentum of --optimizer sgd is always 0.9"),
+        ("--lr-warmup-init 1e-7", 1, "always starts from 0"),
+        ("--weight-decay-incr-style linear", 1, "--weight-decay is constant"),
+        ("--activation-function silu", 1, "this activation is not supported"),
+        ("--muon-scale-mode spectral --optimizer muon", 1, "--muon-lr-factor scales both"),
+        ("--moe-layer-freq [1]*[1] --num-experts 4", 1, "--moe-layer-frequency [1]*[1] must be numbers"),
+        ("--moe-layer-freq exit(1) --num-experts 4", 1, "--moe-layer-frequency exit(1) must be numbers"),
         ("--micro-batch-size x", 1, "argument --micro-batch-size: invalid int value: 'x'"),
         ("--micro-batch-size 0", 1, "--batch-size 0 must be at least 1"),
         ("--qk-layernorm", 1, "use --normalization rmsnorm for all norms"),
@@ -366,6 +425,7 @@ FITS = {
     "--n-positions": "2048",
     "--n-ctx": "2048",
     "--moe-router-topk": "2",
+    "--moe-layer-freq": "2",
 }
 
 
@@ -381,6 +441,8 @@ def test_every_row_does_what_it_says(name: str) -> None:
             defaults["checkpoint_activations"] = True
         if name.startswith("--moe-"):
             defaults |= {"num_experts": 4} | ({"router_balance": "bias"} if "bias" in name else {})
+        if name.startswith("--muon-"):
+            defaults |= {"optimizer": "muon", "precision": "fp32"}
         if isinstance(outcome, Refused):
             with pytest.raises(ConfigError, match=f"^{name}.* is not accepted: {re.escape(outcome.advice)}$"):
                 parse(argv, defaults, 2)
