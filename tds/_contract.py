@@ -65,7 +65,7 @@ deepspeed.runtime.pipe.module:PipelineModule  building the layers of a stage
 
 deepspeed.runtime.pipe.module:PipelineModule  running the layers of a stage
     uses      _is_checkpointable get_additional_losses
-    fields    activation_checkpoint_func activation_checkpoint_interval forward_funcs fwd_map loss_fn
+    fields    activation_checkpoint_func activation_checkpoint_interval forward_funcs fwd_map loss_fn seed_layers
 
 deepspeed.runtime.pipe.module:PipelineModule  tied weights
     uses      _recursive_getattr

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._torch import host_copy
 from .boundary import BoundaryError, check_sendable
-from .nested import as_tuple, map_tensors
+from .nested import as_tuple, map_tensors, to_device
 
 
 class DataEnded(RuntimeError, StopIteration):
@@ -47,7 +47,7 @@ class Batches:
     needs_inputs: bool
     needs_labels: bool
     _ended: bool = False
-    _inputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    _inputs: dict[int, Any] = field(default_factory=dict)
     _labels: dict[int, Any] = field(default_factory=dict)
     _layouts: list[InputLayout] = field(default_factory=list)  # input dtypes and shapes of all micro-batches so far
 
@@ -56,18 +56,18 @@ class Batches:
         """Number of micro-batches read so far."""
         return len(self._layouts)
 
-    def inputs(self, micro: int) -> tuple[Tensor, ...]:
-        """Return the inputs of a micro-batch on the device, and drop this reader's copy.
+    def inputs(self, micro: int) -> Any:
+        """Return the inputs of a micro-batch, a tensor or a tuple, on the device, and drop this reader's copy.
 
         Raises DataEnded if the data end too early, and BoundaryError if an input is not a tensor.
         """
         self.read_to(micro + 1)
-        return tuple(t.to(self.device, non_blocking=True) for t in self._inputs.pop(micro))
+        return to_device(self._inputs.pop(micro), self.device)
 
     def labels(self, micro: int) -> Any:
         """Return the labels of a micro-batch on the device, and drop this reader's copy."""
         self.read_to(micro + 1)
-        return map_tensors(self._labels.pop(micro), lambda t: t.to(self.device, non_blocking=True))
+        return to_device(self._labels.pop(micro), self.device)
 
     def all_labels(self) -> Sequence[Any]:
         """Read all micro-batches of the step and return their labels.
@@ -134,7 +134,7 @@ class Batches:
         inputs = as_tuple(batch[0])
         if self.needs_inputs:
             check_sendable(inputs, location)
-            self._inputs[micro] = tuple(host_copy(t, self.device) for t in inputs)
+            self._inputs[micro] = map_tensors(batch[0], lambda t: host_copy(t, self.device))
         if self.needs_labels:
             labels = batch[1] if len(batch) > 1 else None
             copy_object = partial(_copy_object, f"stage {self.stage}, labels of micro-batch {micro}")

@@ -26,7 +26,7 @@ from .schedule import MicroChunk
 
 HEADER_SIZE = 1536  # bytes; room for about 60 tensors of 4 dimensions
 ALIGN = 8  # bytes; each tensor of a message is padded to a multiple of this
-GRAD, SPLIT = 1, 2  # bits of the flags of a tensor in a header
+GRAD, SPLIT, BARE = 1, 2, 4  # bits of the flags of a tensor in a header
 
 Layout = tuple[tuple[torch.dtype, int, torch.Size], ...]  # dtype, flags and shape of each tensor of a message
 
@@ -37,11 +37,12 @@ class BoundaryTensor(NamedTuple):
     tensor: Tensor
     needs_grad: bool = False
     is_split: bool = False
+    is_bare: bool = False  # whether the layer returned the tensor itself, not a tuple
 
 
 def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
     """Return the dtypes, flags and shapes that a receiver needs to allocate buffers."""
-    return tuple((t.tensor.dtype, GRAD * t.needs_grad + SPLIT * t.is_split, t.tensor.shape) for t in tensors)
+    return tuple((t.dtype, GRAD * grad + SPLIT * split + BARE * bare, t.shape) for t, grad, split, bare in tensors)
 
 
 class LayoutRun(NamedTuple):
@@ -346,7 +347,7 @@ class Receiver:
             dist.all_gather(parts, part, group=self.link.slice_group)
             part = torch.cat(parts)
         tensor = alias(part[: shape.numel()].view(shape))
-        return BoundaryTensor(tensor, bool(flags & GRAD), bool(flags & SPLIT))
+        return BoundaryTensor(tensor, bool(flags & GRAD), bool(flags & SPLIT), bool(flags & BARE))
 
 
 def _layout_as_json(layout: Layout) -> list[Any]:

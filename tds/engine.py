@@ -31,7 +31,7 @@ from .memory import non_leaf_view, pop_grad
 from .messages import say
 from .mistakes import require_gradient, require_iterator, require_scalar_loss
 from .neighbours import connect_neighbours
-from .nested import as_tuple, in_full, unwrap
+from .nested import as_tuple, in_full
 from .observers import Observers
 from .patches import instruction_handler, is_reduction_replaced, refuse_patches
 from .posting import PASS_COST, SENDS, StagePlan, StagePlans
@@ -188,11 +188,12 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             received = microbatch.received
             if not self.module.training:  # in training, SendGrad needs `received` later
                 microbatch.received = []
-            return unwrap(tuple(non_leaf_view(each.tensor) for each in received))
+            inputs = tuple(non_leaf_view(each.tensor) for each in received)
+            return inputs[0] if received[0].is_bare else inputs
         inputs = self._step.batches.inputs(instruction.micro)
         if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
             inputs = views_requiring_grad(inputs)
-        return unwrap(inputs)
+        return inputs
 
     def _forward(self, instruction: Instruction) -> None:
         chunk = instruction.chunk
@@ -203,16 +204,17 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         if not self.module.training:
             checkpointing.reset()  # frees the activation buffers, as no backward pass follows
         if self._neighbours.has_next(chunk):
-            self._keep(instruction, as_tuple(outputs))
+            self._keep(instruction, outputs)
         else:
             self._add_loss(instruction, outputs, self._step.batches.labels(instruction.micro))
 
-    def _keep(self, instruction: Instruction, outputs: tuple[Any, ...]) -> None:
+        tensors = as_tuple(outputs)
+    def _keep(self, instruction: Instruction, outputs: Any) -> None:
         """Check the outputs for the next stage and store them until they are sent."""
         declared = self._contract.outputs[instruction.chunk]
-        check_tensors(outputs, declared, f"stage {self.stage_id}, outputs", self.device)
-        splits = [each.split for each in declared] if declared else [False] * len(outputs)
-        self._step.microbatch(instruction.micro_chunk).keep_outputs(outputs, splits)
+        check_tensors(tensors, declared, f"stage {self.stage_id}, outputs", self.device)
+        splits = [each.split for each in declared] if declared else [False] * len(tensors)
+        self._step.microbatch(instruction.micro_chunk).keep_outputs(tensors, splits, isinstance(outputs, Tensor))
 
     def _add_loss(self, instruction: Instruction, outputs: Any, labels: Any) -> None:
         """Compute the loss, on the last stage."""

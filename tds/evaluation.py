@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .base_engine import PipelineHooks
-from .nested import as_tuple, in_full, unwrap
+from .nested import as_tuple, in_full
 from .progress import report_losses
 
 
@@ -105,7 +105,7 @@ def _mean_outputs(engine: Any) -> Any:
     for total, output in zip(sums, outputs[0], strict=True):
         dtype = torch.result_type(output, 1.0)  # the mean of integers is fp32
         means.append((total / count).to(dtype))
-    return unwrap(tuple(means))
+    return means[0] if isinstance(engine.fwd_outputs[0], Tensor) else tuple(means)
 
 
 def _raise_different_shapes() -> NoReturn:

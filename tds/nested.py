@@ -12,11 +12,6 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def unwrap(values: tuple[Tensor, ...]) -> Any:
-    """Return the only element of a tuple of one, else the tuple; DeepSpeed passes inputs to layers like this."""
-    return values[0] if len(values) == 1 else values
-
-
 def map_tensors(value: Any, function: Callable[[Tensor], Any], on_others: Callable[[Any], Any] | None = None) -> Any:
     """Return `value` with `function` applied to every tensor in it, and `on_others`, if given, to every other object.
 

@@ -41,7 +41,8 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """Run the layers of one chunk of this stage."""
-        if self.chunks == 1:
+        # DeepSpeed passes a recomputed group of layers the tensor in a tuple of one, instead of the tuple.
+        if self.seed_layers or (self.chunks == 1 and not self.activation_checkpoint_interval):
             return super().forward(inputs)
         return run_chunk(self, inputs, chunk)
 

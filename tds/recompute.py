@@ -9,7 +9,7 @@ from torch import Tensor
 from ._deepspeed import deepspeed
 from .boundary import BoundaryError, kind_of
 from .memory import non_leaf_view
-from .nested import as_tuple
+from .nested import as_tuple, map_tensors
 
 
 def choose_checkpoint_function(config_class: Any = None, model: Any = None, **_: Any) -> None:
@@ -27,9 +27,9 @@ def choose_checkpoint_function(config_class: Any = None, model: Any = None, **_:
         model.activation_checkpoint_func = deepspeed.checkpointing.non_reentrant_checkpoint
 
 
-def views_requiring_grad(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def views_requiring_grad(inputs: Any) -> Any:
     """Return views of a stage's inputs that require gradients where they can; re-entrant checkpointing needs one."""
-    return tuple(non_leaf_view(t.requires_grad_(kind_of(t) == "float")) for t in inputs)
+    return map_tensors(inputs, lambda t: non_leaf_view(t.requires_grad_(kind_of(t) == "float")))
 
 
 def _checkpoint_reentrantly(function: Callable[..., Any], *args: Any) -> Any:

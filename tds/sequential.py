@@ -11,7 +11,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from ._deepspeed import around_each_layer
-from .nested import as_tuple, unwrap
+from .nested import as_tuple
 
 
 class SequentialModule(nn.Module):
@@ -89,7 +89,6 @@ def _seed_for_layer(index: int) -> Iterator[None]:
 
 def run_layers(funcs: Sequence[Any], inputs: Any) -> Any:
     """Return the output of layers that are called one after another. inputs: of the first layer, a value or a tuple."""
-    inputs = unwrap(as_tuple(inputs))
     for func in funcs:
         inputs = func(inputs)
     return inputs
@@ -104,10 +103,25 @@ def run_chunk(module: Any, inputs: Any, chunk: int) -> Any:
     for start in range(0, len(funcs), length):
         part = funcs[start : start + length]
         if interval and torch.is_grad_enabled() and module._is_checkpointable(part):
-            inputs = module.activation_checkpoint_func(lambda *x, part=part: run_layers(part, x), *as_tuple(inputs))
+            inputs = _recompute_layers(module, part, inputs)
         else:
             inputs = run_layers(part, inputs)
     return inputs
+
+
+def _recompute_layers(module: Any, funcs: Sequence[Any], inputs: Any) -> Any:
+    """Return the output of layers whose activations the backward pass recomputes."""
+    takes_tuple = isinstance(inputs, (tuple, list))
+    returns_tuple = False
+
+    def run(*tensors: Any) -> Any:
+        nonlocal returns_tuple
+        outputs = run_layers(funcs, tensors if takes_tuple else tensors[0])
+        returns_tuple = isinstance(outputs, (tuple, list))
+        return outputs
+
+    outputs = module.activation_checkpoint_func(run, *as_tuple(inputs))
+    return as_tuple(outputs) if returns_tuple else outputs  # DeepSpeed takes the only output out of its tuple
 
 
 def chunk_of_weights(module: Any) -> dict[Any, int]:

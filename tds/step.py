@@ -48,14 +48,15 @@ class Microbatch:
         """The inputs that need a gradient."""
         return [each for each in self.received if each.needs_grad]
 
-    def keep_outputs(self, outputs: Sequence[Tensor], splits: Sequence[bool]) -> None:
-        """Keep the outputs until they are sent, and their graph edges until the backward pass. splits: by output.
+    def keep_outputs(self, outputs: Sequence[Tensor], splits: Sequence[bool], is_bare: bool) -> None:
+        """Keep the outputs until they are sent, and their graph edges until the backward pass.
 
-        In evaluation, an output may be a weight with requires_grad, but it has no gradient.
+        splits: by output. is_bare: the layer returned its only output itself, not in a tuple. In evaluation, an output
+        may be a weight with requires_grad, but it has no gradient.
         """
         for output, is_split in zip(outputs, splits, strict=True):
             has_grad = torch.is_grad_enabled() and output.requires_grad
-            self.to_send.append(BoundaryTensor(alias(output), has_grad, is_split))
+            self.to_send.append(BoundaryTensor(alias(output), has_grad, is_split, is_bare))
             if has_grad:
                 self.edges.append(get_gradient_edge(output))
 

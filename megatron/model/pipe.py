@@ -79,8 +79,6 @@ class LayerStackPipe(LayerRunner, PipelineModule):
         """Run one chunk on the batch or the previous stage's output; return the next stage's input or the logits."""
         layers_of_chunk = slice(*self.chunk_slices[chunk])
         steps = list(zip(self._layers[layers_of_chunk], self.forward_funcs[layers_of_chunk], strict=True))
-        # The engine passes a tensor, not a tuple, if only one tensor crosses a boundary; layers expect tuples.
-        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         return self.run_steps(steps, inputs)
 
 

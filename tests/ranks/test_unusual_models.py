@@ -57,6 +57,23 @@ class Join(nn.Module):
         return x.real + 2 * x.imag
 
 
+class Pack(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x,)
+
+
+class Packed(nn.Linear):
+    """A layer that takes and returns a tuple of one tensor, as Hugging Face's blocks do."""
+
+    def forward(self, inputs: Any) -> Any:
+        return (super().forward(inputs[0]).tanh(),)
+
+
+class Unpack(nn.Module):
+    def forward(self, inputs: tuple[Tensor]) -> Tensor:
+        return inputs[0]
+
+
 class Reentrant(nn.Module):
     """A layer that calls torch's re-entrant activation checkpointing."""
 
@@ -166,6 +183,10 @@ def complex_linears() -> list[nn.Module]:
     return [*linears(1), ComplexLinear(), Join(), *linears(1)]
 
 
+def packed_layers() -> list[nn.Module]:
+    return [Pack(), *(Packed(WIDTH, WIDTH) for _ in range(4)), Unpack()]
+
+
 def hooked_layers() -> list[nn.Module]:
     return [Hooked() for _ in range(4)]
 
@@ -194,6 +215,14 @@ RIGHT: dict[str, tuple[Layers, int, str, dict[str, Any]]] = {
         "1f1b",
         {"partition_method": "0,2,4", "activation_checkpoint_interval": 1},
     ),
+    "tuples of one": (packed_layers, 2, "1f1b", {}),
+    "tuples of one, checkpointed": (packed_layers, 2, "1f1b", {"activation_checkpoint_interval": 2}),
+    "tuples of one, checkpointed chunks": (
+        packed_layers,
+        2,
+        "interleaved",
+        {"chunks": 2, "activation_checkpoint_interval": 1},
+    ),
     "hooks, 1f1b": (hooked_layers, 2, "1f1b", {}),
     "hooks, zb-h1": (hooked_layers, 2, "zb-h1", {}),
     "re-entrant checkpoints, zb-h1": (reentrant_layers, 2, "zb-h1", {}),
@@ -208,6 +237,16 @@ def test_it_learns_as_one_process_does(name: str) -> None:
     make, stages, schedule, how = RIGHT[name]
     for found in on_ranks(stages, _train, make, stages, schedule, how):
         assert found == pytest.approx(plain(make), rel=1e-12)
+
+
+def _packed_inputs() -> list[float]:
+    engine = build(lambda: packed_layers()[1:], 1)
+    engine.set_batch_fn(lambda given: ((given[0],), given[1]))
+    return [engine.train_batch(steps(engine, step)).item() for step in range(STEPS)]
+
+
+def test_inputs_stay_a_tuple_of_one() -> None:
+    assert on_ranks(1, _packed_inputs)[0] == pytest.approx(plain(packed_layers), rel=1e-12)
 
 
 # ------------------------------------------------------------------------ loops

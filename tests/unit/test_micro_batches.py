@@ -40,7 +40,7 @@ def test_the_iterator_may_reuse_the_memory_of_labels(kind: str) -> None:
     expected = [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
     assert [unpack(labels).tolist() for labels in batches.all_labels()] == expected
     assert [unpack(batches.labels(micro)).tolist() for micro in range(3)] == expected
-    assert [batches.inputs(micro)[0].tolist() for micro in range(3)] == expected
+    assert [batches.inputs(micro).tolist() for micro in range(3)] == expected
 
 
 def test_labels_that_cannot_be_copied_are_refused() -> None:
