@@ -116,6 +116,9 @@ deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler  the loss scale of fp16
     fields    cur_hysteresis cur_iter cur_scale dynamic last_overflow_iter min_scale raise_error_at_min_scale
 
 deepspeed.runtime.zero.utils  tds.DistributedOptimizer
+deepspeed.utils.groups  training experts of DeepSpeed's MoE
+    uses      _get_expert_data_parallel_group
+
     uses      is_zero_supported_optimizer
 
 deepspeed.runtime.zero  training with ZeRO-3
@@ -197,7 +200,8 @@ deepspeed.runtime.zero.stage_1_and_2  importing tds
 
 # Attributes of weights that DeepSpeed sets and reads.
 OF_PARAMETERS = (
-    "_hp_mapping ds_id ds_numel ds_pipe_replicated ds_process_group ds_tensor model_parallel tensor_model_parallel"
+    "_hp_mapping allreduce ds_id ds_numel ds_pipe_replicated ds_process_group ds_tensor group_name model_parallel "
+    "tensor_model_parallel"
 )
 
 # Attributes and methods of a DistributedOptimizer that DeepSpeed's engines read and call.

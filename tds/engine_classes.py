@@ -12,7 +12,7 @@ from ._deepspeed import BF16_Optimizer, DeepSpeedEngine, StockPipelineModule, de
 from .layout import flattened_for_broadcast, flattened_scalars
 from .messages import say
 from .optimizer_state import wait_for_weights
-from .param_replicas import group_by_holders, holder_group
+from .param_replicas import holder_group
 from .patches import PACKAGE, foreign_name
 from .saving import refuse_url, warn_of_copies
 from .zero_settings import load_arguments
@@ -130,7 +130,7 @@ class ExtendedEngine(DeepSpeedEngine):  # type: ignore[misc]
         """Broadcast the first replica's weights, but weights that only some replicas hold only among these."""
         replicas = self.seq_data_parallel_group
         with flattened_for_broadcast(self.module):
-            if len(group_by_holders(self.module.parameters(), replicas)) == 1:  # all replicas hold all weights
+            if not any(hasattr(p, "replica_group") for p in self.module.parameters()):
                 super()._broadcast_model()
                 return
             for p in self.module.parameters():

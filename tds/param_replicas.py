@@ -1,7 +1,8 @@
 """Weights that only some replicas hold, as the experts of a mixture with expert parallelism.
 
-The attribute `replica_group` of such a weight is the process group of the replicas that hold it. Gradients of the
-weight are summed over this group only. Other weights are held by all replicas.
+The attribute `replica_group` of such a weight is the process group of the replicas that hold it. DeepSpeed marks the
+experts of its `MoE` by `allreduce = False` and the name of this group. Gradients of the weight are summed over this
+group only. Other weights are held by all replicas.
 """
 
 from collections.abc import Iterable
@@ -16,6 +17,10 @@ from .clip import local_squared_norm
 
 def holder_group(parameter: nn.Parameter, replicas: Any) -> Any:
     """Return the process group of the replicas that hold `parameter`; `replicas` is the group of all replicas."""
+    if not getattr(parameter, "allreduce", True):
+        from deepspeed.utils.groups import _get_expert_data_parallel_group
+
+        return _get_expert_data_parallel_group(parameter.group_name)  # type: ignore[attr-defined]
     return getattr(parameter, "replica_group", replicas)
 
 

@@ -1,5 +1,9 @@
 """Gradients that are all-reduced over replicas during the backward pass equal those all-reduced after it."""
 
+import copy
+from typing import Any
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -125,3 +129,60 @@ def _freed_later() -> list[bool]:
 
 def test_a_weight_that_begins_to_learn_is_added_up_too() -> None:
     assert on_ranks(2, _freed_later) == [[True] * 4] * 2
+
+
+class Experts(nn.Module):
+    """A top-1 mixture of two experts in plain torch; `mixture` is DeepSpeed's, of which this rank holds one expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from deepspeed.moe.layer import MoE
+
+        self.experts = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        own = self.experts[dist.get_rank()]
+        self.mixture: Any = MoE(6, own, 2, ep_size=2, capacity_factor=2.0, min_capacity=0, use_rts=False)
+        self.gate = copy.deepcopy(self.mixture.deepspeed_moe.gate.wg)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shares, chosen = self.gate(x).softmax(-1).max(-1, keepdim=True)
+        outputs = torch.stack([expert(x) for expert in self.experts])
+        return shares * torch.where(chosen == 0, outputs[0], outputs[1])
+
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "during the backward pass": {},
+    "after the backward pass": {"pipeline": {"overlap_grad_reduce": False}},
+    "DistributedOptimizer": {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True},
+}
+
+
+def _deepspeed_experts(route: str) -> None:
+    import tds
+
+    torch.manual_seed(0)
+    plain = Experts()
+    pipe = tds.PipelineModule([plain.mixture, lambda outputs: outputs[0]], num_stages=1, loss_fn=nn.MSELoss())
+    inner = torch.optim.SGD(pipe.parameters(), lr=0.5)
+    config = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.05, **ROUTES[route]}
+    optimizer = tds.DistributedOptimizer(inner) if "zero_optimization" in config else inner
+    engine = tds.initialize(model=pipe, optimizer=optimizer, config=config)[0]
+    weights = [*plain.experts.parameters(), *plain.gate.parameters()]
+    reference = torch.optim.SGD(weights, lr=0.5)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        batches = torch.randn(2, 2, 8, 6, generator=generator)  # of both replicas
+        loss = torch.stack([nn.functional.mse_loss(plain(x), y) for x, y in batches]).mean()
+        reference.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(weights, 0.05)
+        reference.step()
+        x, y = batches[dist.get_rank()]
+        torch.testing.assert_close(engine.train_batch(iter([(x, y)])), loss.detach())
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm.item(), rel=1e-4)
+    own_expert = plain.mixture.deepspeed_moe.experts.deepspeed_experts[0]
+    torch.testing.assert_close(own_expert.weight, plain.experts[dist.get_rank()].weight)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_expert_of_deepspeed_learns_from_the_replicas_that_hold_it(route: str) -> None:
+    on_ranks(2, _deepspeed_experts, route)
