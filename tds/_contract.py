@@ -26,6 +26,7 @@ deepspeed.runtime.engine:DeepSpeedEngine  the training step
     overrides _broadcast_model set_train_batch_size
 
 deepspeed.runtime.engine:DeepSpeedEngine  the optimizer step and checkpoints
+    uses      load_universal_checkpoint
     fields    _global_grad_norm basic_optimizer lr_scheduler optimizer torch_autocast_z0_gradscaler
     overrides _configure_optimizer _take_model_step buffered_allreduce_fallback clip_fp32_gradients
     overrides load_checkpoint module_state_dict save_checkpoint

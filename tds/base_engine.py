@@ -334,5 +334,5 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         """Load a checkpoint. Raises ValueError for optimizer states of another partition of the layers."""
         arguments = load_arguments(self, load_dir, tag, *args, **kwargs)
         with_optimizer = arguments.get("load_optimizer_states", True) and not arguments.get("load_module_only")
-        self._saved_state.load(Path(load_dir), tag, with_optimizer)
+        self._saved_state.load(Path(load_dir), tag, with_optimizer, self.load_universal_checkpoint())
         return super().load_checkpoint(**arguments)

@@ -92,18 +92,19 @@ class PipelineState:
         torch.save({"state": state, "changed": changed}, f"{path}.tmp")
         os.replace(f"{path}.tmp", path)
 
-    def load(self, folder: Path, tag: Any, with_optimizer: bool) -> None:
+    def load(self, folder: Path, tag: Any, with_optimizer: bool, universal: bool) -> None:
         """Load the state outside the layers from the checkpoint `tag` in `folder`.
 
         If the checkpoint has the same number of stages, each stage loads the values that it saved. Otherwise every
         stage loads the values from the stage on which they had changed since the model was built. Warns of missing
         values, e.g. in a checkpoint that DeepSpeed itself has written. Raises ValueError if optimizer states are
-        loaded too (`with_optimizer`) and the checkpoint has another partition of the layers.
+        loaded too (`with_optimizer`) and the checkpoint has another partition of the layers. A universal checkpoint
+        fits any partition, because its optimizer states have names.
         """
-        path = _checkpoint_folder(folder, tag)
+        path = _checkpoint_folder(folder, tag, universal)
         if path is None:
             return
-        if with_optimizer:
+        if with_optimizer and not universal:
             _refuse_other_layout(path, layout_of(self._module))
         state = self._state()
         if not state:
@@ -143,9 +144,9 @@ def layout_of(module: Any) -> Layout:
     return {"cuts": [int(cut) for cut in getattr(module, "cuts", module.parts)], "chunks": getattr(module, "chunks", 1)}
 
 
-def _checkpoint_folder(folder: Path, tag: Any) -> Path | None:
+def _checkpoint_folder(folder: Path, tag: Any, universal: bool) -> Path | None:
     """Return the folder of a checkpoint, or None if it does not exist; DeepSpeed then reports the error."""
-    latest = folder / "latest"
+    latest = folder / ("latest_universal" if universal else "latest")
     if tag is None and latest.is_file():
         tag = latest.read_text(encoding="utf-8").strip()
     path = folder / str(tag)

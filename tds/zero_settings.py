@@ -52,6 +52,8 @@ def refuse_unsupported(engine: Any, optimizer: Any) -> None:
         problem = 'averages gradients over replicas: leave "gradient_allreduce_op" out of the ds_config'
     elif engine.zero_cpu_offload():
         problem = "keeps its states on the device: leave offload_optimizer out of the ds_config"
+    elif engine.load_universal_checkpoint():
+        problem = 'cannot load universal checkpoints: leave "load_universal" out of the ds_config'
     elif engine._config.torch_autocast_enabled and engine._config.torch_autocast_dtype == torch.float16:
         problem = "has no loss scale for torch_autocast in float16: use bfloat16"
     elif not (

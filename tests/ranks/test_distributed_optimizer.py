@@ -366,7 +366,11 @@ def test_weights_that_would_not_learn_are_refused() -> None:
 
 def _refused() -> list[str]:
     told = []
-    for more in ({"zero_optimization": {"stage": 0}}, {"fp16": {"enabled": True}}):
+    for more in (
+        {"zero_optimization": {"stage": 0}},
+        {"fp16": {"enabled": True}},
+        {"checkpoint": {"load_universal": True}},
+    ):
         with pytest.raises(ValueError) as error:
             _engine(True, "1f1b", 1, **more)
         told.append(str(error.value))
@@ -374,10 +378,11 @@ def _refused() -> list[str]:
 
 
 def test_what_it_cannot_do_is_refused() -> None:
-    stage, half = on_ranks(1, _refused)[0]
+    stage, half, universal = on_ranks(1, _refused)[0]
     assert stage.startswith("tds.DistributedOptimizer needs ZeRO stage 1, not 0: set")
     assert half.startswith("tds.DistributedOptimizer has no loss scale for fp16: use bf16 or fp32")
 
+    assert universal.startswith("tds.DistributedOptimizer cannot load universal checkpoints: leave")
 
 def _changed(learns_first: bool) -> str:
     torch.manual_seed(0)

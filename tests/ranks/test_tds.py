@@ -3,6 +3,7 @@
 tests/conformance compares losses with plain torch in more depth.
 """
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -707,6 +708,43 @@ def _overridden() -> tuple[list[str], float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tds, "PipelineEngine", Noting)
         engine = build(2)
+def _universal(folder: str, stages: int) -> list[float]:
+    """Return the losses after a checkpoint of two stages, or after its universal form on one stage."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    import tds
+
+    model = tds.PipelineModule(layers(), num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
+    config = {
+        "train_batch_size": 4 * MICROS,
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 1},
+        "checkpoint": {"load_universal": stages == 1},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    engine = tds.initialize(model=model, optimizer=optimizer, config=config)[0]
+    data = batches()
+    if stages == 1:
+        engine.load_checkpoint(folder)
+        next(itertools.islice(data, 2 * MICROS - 1, None))  # the batches of two steps
+    else:
+        for _ in range(2):
+            engine.train_batch(data)
+        state = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+        engine.save_checkpoint(folder, "two", client_state=state)
+    if dist.get_rank() == 0 and stages == 2:
+        paths = {"input_folder": f"{folder}/two", "output_folder": f"{folder}/two_universal"}
+        numbers = {"num_extract_workers": 1, "num_merge_workers": 1}
+        switches = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False}
+        ds_to_universal.main(argparse.Namespace(**paths, **numbers, **switches))
+    return [engine.train_batch(data).item() for _ in range(2)]
+
+
+def test_a_universal_checkpoint_fits_another_partition(tmp_path: Path) -> None:
+    whole, _ = on_ranks(2, _universal, str(tmp_path), 2)
+    assert on_ranks(1, _universal, str(tmp_path), 1)[0] == pytest.approx(whole, rel=1e-5)
+
+
     data = batches()
     engine.train_batch(data)
     order = list(seen)
