@@ -44,8 +44,8 @@ deepspeed.runtime.pipe.engine:PipelineEngine  the gradients and the optimizer st
 
 deepspeed.runtime.config:DeepSpeedConfig  reading the ds_config
     fields    _param_dict bfloat16_config communication_data_type float16_config gradient_predivide_factor
-    fields    optimizer_params pipeline prescale_gradients torch_autocast_dtype torch_autocast_enabled
-    fields    zero_config zero_force_ds_cpu_optimizer zero_optimization_stage
+    fields    optimizer_name optimizer_params pipeline prescale_gradients torch_autocast_dtype torch_autocast_enabled
+    fields    wall_clock_breakdown zero_config zero_force_ds_cpu_optimizer zero_optimization_stage
 
 deepspeed.utils.timer:SynchronizedWallClockTimer.Timer  timing the training step
     uses      elapsed reset start stop

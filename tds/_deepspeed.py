@@ -7,10 +7,10 @@ if the installed release lacks a listed name. `tds.__getattr__` forwards DeepSpe
 import contextlib
 import functools
 import importlib
-import io
 import logging
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -93,16 +93,23 @@ def missing_names() -> list[str]:
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress standard output and warnings of DeepSpeed's noisy calls in this block; errors are still raised."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    """Suppress what DeepSpeed's modules print in this block. Layers and optimizers that they call still print."""
+    # sys.stdout is not replaced, because a logger that a layer sets up in this block would keep the replacement.
+    modules = [vars(module) for name, module in list(sys.modules.items()) if name.startswith("deepspeed.")]
+    for names in modules:
+        names["print"] = lambda *_, **__: None  # hides the built-in function
+    try:
         yield
+    finally:
+        for names in modules:
+            names.pop("print", None)
 
 
 def _import() -> Any:
-    # DeepSpeed calls collectives by deprecated names. Hide torch's warning, since a user cannot change these calls.
+    # Hide what torch warns of in DeepSpeed, such as deprecated names, since a user cannot change these calls.
     # The log level must be set before the import, because DeepSpeed searches for an accelerator and logs during it.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+    warnings.filterwarnings("ignore", module=r"deepspeed\.")
     logger = logging.getLogger("DeepSpeed")
     level = os.environ.get("TDS_LOG_LEVEL", "ERROR").upper()
     os.environ.setdefault("DS_LOG_LEVEL", level.lower())
@@ -374,8 +381,7 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
     if model is None:
         return None
     try:
-        with quietly():
-            model(**{key: value for key, value in content.items() if value != "auto"})  # "auto" is filled in later
+        model(**{key: value for key, value in content.items() if value != "auto"})  # "auto" is filled in later
     except ValueError as error:  # raised by pydantic
         if not hasattr(error, "errors"):
             raise
@@ -383,12 +389,6 @@ def complaint(section: str, content: dict[str, Any]) -> str | None:
         key = ".".join(map(str, first["loc"])) or "?"
         return f"{key!r} is unknown" if first["type"] == "extra_forbidden" else f"{key!r}: {first['msg']}"
     return None
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished its queued work."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def use_rng_tracker(tracker: Any) -> None:

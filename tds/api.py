@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import warnings
 from typing import Any
 
 from . import _deepspeed, _submodules, engine_classes, optimizers, pipe
@@ -46,8 +45,6 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         engine = result[0]
         _deepspeed.disable_timer_sync(engine)
         check_scale(engine, untested=release_warning is not None)
-    for each in engine._untied:  # the engine warns, too, but quietly() hides it
-        warnings.warn(each, stacklevel=2)
     problems = release_warning, _deepspeed.refuse_wrong_settings(engine), narrow_sum_warning(engine)
     notes += [f"warning: {each}" for each in problems if each]
     if notes and engine.global_rank == 0:

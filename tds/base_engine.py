@@ -4,7 +4,7 @@ Models without a pipeline are trained by the first class itself.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -51,7 +51,6 @@ class Engine(ExtendedEngine):
     optimizer: Any
     spike_guard: SpikeGuard | None = None  # set by a SpikeGuard
     weight_average: WeightAverage | None = None  # set by a WeightAverage
-    _untied: Sequence[str] = ()  # a pipeline engine's warnings about weights that stages share without a tie
     _skips_on_host = 0
     _skips_on_device: Tensor | None = None  # number of skipped steps that the host has not read yet, a scalar
 

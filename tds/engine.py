@@ -16,7 +16,7 @@ from deepspeed import checkpointing
 from torch import Tensor
 
 from . import schedule
-from ._deepspeed import TRAIN_BATCH_TIMER, autocast, disable_timer_sync, patch_deepspeed, quietly
+from ._deepspeed import TRAIN_BATCH_TIMER, autocast, disable_timer_sync, patch_deepspeed
 from .base_engine import PipelineHooks
 from .batches import Batches, DataEnded
 from .boundary import check_tensors
@@ -101,10 +101,6 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         self.progress = Progress(self.device, self.steps_per_print(), self.wall_clock_breakdown())
         self.observers.append(self.progress)
         disable_timer_sync(self)
-        if self.num_stages > 1:
-            from .untied import warn_of_untied
-
-            self._untied = warn_of_untied(self)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run one optimizer step over `gradient_accumulation_steps` micro-batches of `data_iter`.
@@ -153,7 +149,8 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             self._reduction.finish()
         with self.observers.around("Loss"):
             self._share_losses(self._squared_norm_to_share())
-        with self.observers.around("Step"), quietly():
+        with self.observers.around("Step"):
+            self._config.wall_clock_breakdown = False  # DeepSpeed would print times of this part, besides `progress`
             self.observers.waiting("in the optimizer step")
             instruction_handler(self, "OptimizerStep", "_exec_optimizer_step")()
         self.agg_train_loss = self._losses.read()  # after the optimizer step, so that the device has work meanwhile

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from ._deepspeed import partition_balanced, partition_uniform, synchronize, this_device
+from ._deepspeed import partition_balanced, partition_uniform, this_device
 from .memory import non_leaf_view
 from .nested import as_tuple, in_full, map_tensors, to_device
 
@@ -79,15 +79,21 @@ def _time_layer(function: Any, inputs: Any, device: torch.device) -> tuple[float
         return non_leaf_view(leaf.requires_grad_(t.is_floating_point()))
 
     inputs = map_tensors(inputs, fresh)
-    synchronize(device)
+    _synchronize(device)
     begin = time.perf_counter()
     outputs = in_full(function(inputs))
     roots = [t for t in as_tuple(outputs) if t.requires_grad]
     if roots:
         torch.autograd.backward(roots, list(map(torch.ones_like, roots)))
-    synchronize(device)
+    _synchronize(device)
     elapsed = time.perf_counter() - begin
     return elapsed, map_tensors(outputs, Tensor.detach)
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its queued work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def cut_by_time(seconds: Sequence[float], groups: int) -> list[int]:

@@ -19,7 +19,6 @@ from ._deepspeed import (
     FP16_UnfusedOptimizer,
     StockPipelineEngine,
     deepspeed,
-    quietly,
 )
 from .base_engine import Engine
 from .optimizer_state import disable_reduction, get_weight
@@ -122,23 +121,22 @@ def _measure_gradient(
     """Return the gradient that DeepSpeed applies, i.e. the change of a weight in one SGD step with learning rate 1."""
     model = _ProbeModel()
     probe_class = _PipelineProbe if pipeline else _PlainProbe
-    with quietly():
-        probe = probe_class(
-            args=None,
-            model=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-            config=settings,
-            config_class=deepspeed.DeepSpeedConfig(settings, engine.mpu),
-            mpu=engine.mpu,
-            dist_init_required=False,
-        )
-        if pipeline:
-            probe.prepare()
-        elif own_reduction:
-            disable_reduction(probe)  # as the caller has done in `engine`
-        probe.run_step(factor, settings["gradient_accumulation_steps"])
-        gradient = -get_weight(model.weight)[0].item()
-        probe.destroy()
+    probe = probe_class(
+        args=None,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        config=settings,
+        config_class=deepspeed.DeepSpeedConfig(settings, engine.mpu),
+        mpu=engine.mpu,
+        dist_init_required=False,
+    )
+    if pipeline:
+        probe.prepare()
+    elif own_reduction:
+        disable_reduction(probe)  # as the caller has done in `engine`
+    probe.run_step(factor, settings["gradient_accumulation_steps"])
+    gradient = -get_weight(model.weight)[0].item()
+    probe.destroy()
     return gradient
 
 

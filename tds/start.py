@@ -1,6 +1,7 @@
 """Checks before the first step: invalid settings, and stages that do not fit together."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -97,7 +98,10 @@ def _check_for_deadlocks(plan: Plan, micros: int, rules: Rules) -> None:
 
 
 def _refuse_settings(engine: Any, settings: Mapping[str, Any], chunks: int) -> None:
-    """Raise ValueError for settings that would compute wrong numbers, hang or have no effect."""
+    """Raise ValueError for settings that would compute wrong numbers, hang or have no effect; for profilers, warn."""
+    for profiler in ("flops_profiler", "comms_logger"):
+        if engine._config._param_dict.get(profiler, {}).get("enabled") and not engine.global_rank:
+            warnings.warn(f"{profiler} records no training step of a pipeline: use torch.profiler", stacklevel=4)
     name = settings.get("schedule", "1f1b")
     if engine.fp16_enabled() and not engine.zero_optimization():
         raise ValueError(
@@ -152,7 +156,10 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
 
 
 def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int) -> Contract:
-    """Exchange the boundary declarations of all stages. Raises BoundaryError on every rank if they do not match."""
+    """Exchange the boundary declarations of all stages, and warn of weights that stages share without a tie.
+
+    Raises BoundaryError on every rank if the declarations do not match.
+    """
     shared = {
         "schedule": settings.get("schedule"),
         "extra_warmup": settings.get("extra_warmup"),
@@ -162,5 +169,9 @@ def exchange_declarations(engine: Any, settings: Mapping[str, Any], chunks: int)
     }
     contract = read_contract(engine.module, chunks, shared)
     if engine.num_stages > 1:
-        check_match(gather_objects(contract, engine.grid.get_pipe_parallel_group()))
+        from .untied import warn_of_untied
+
+        stages = engine.grid.get_pipe_parallel_group()
+        check_match(gather_objects(contract, stages))
+        warn_of_untied(engine.module, stages)
     return contract

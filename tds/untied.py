@@ -22,29 +22,19 @@ class Holder(NamedTuple):
     tie: str | None
 
 
-def warn_of_untied(engine: Any) -> list[str]:
-    """Warn of the weights of a pipeline engine that stages share without a tie, and return the warnings."""
-    messages = untied_weights(engine.module, engine.grid.get_pipe_parallel_group())
-    for message in messages:
-        warnings.warn(message, stacklevel=3)
-    return messages
-
-
-def untied_weights(module: Any, group: Any) -> list[str]:
-    """Return a warning for each set of layers on several stages that hold the same trainable weights; [] but on rank 0.
+def warn_of_untied(module: Any, group: Any) -> None:
+    """Warn, on rank 0, of each set of layers on several stages that hold the same trainable weights without a tie.
 
     Only weights that a built layer holds count: each LayerSpec may get the whole model and take its own part.
     module: a PipelineModule. group: the ranks of its stages. Collective over the group.
     """
-    if module.num_stages == 1:
-        return []
     holders: dict[str, list[Holder]] = {}
     for stage in gather_objects(_find_holders(module), group):
         for each in stage:
             holders.setdefault(each.weight, []).append(each)
-    if module.global_rank:
-        return []
-    return [_describe_untied(module, layers, names) for layers, names in _group_by_layers(module, holders).items()]
+    if module.global_rank == 0:
+        for layers, names in _group_by_layers(module, holders).items():
+            warnings.warn(_describe_untied(module, layers, names), stacklevel=4)
 
 
 def _group_by_layers(module: Any, holders: Mapping[str, Sequence[Holder]]) -> NamesByLayers:

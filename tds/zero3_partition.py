@@ -36,14 +36,13 @@ def zero3_partitioner(config: Mapping[str, Any], mpu: Any, dtype: torch.dtype) -
             if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
                 parameter.data = parameter.data.to(dtype)
         make_rows_contiguous(layer)
-        with _deepspeed.quietly():
-            _deepspeed.deepspeed.zero.Init(
-                module=layer,
-                data_parallel_group=mpu.get_data_parallel_group(),
-                dtype=dtype,
-                config_dict_or_path=dict(config),
-                mpu=mpu,
-            )
+        _deepspeed.deepspeed.zero.Init(
+            module=layer,
+            data_parallel_group=mpu.get_data_parallel_group(),
+            dtype=dtype,
+            config_dict_or_path=dict(config),
+            mpu=mpu,
+        )
         layer.to(_deepspeed.this_device())  # moves its buffers
 
     return partition
