@@ -159,6 +159,8 @@ def check_factor(
     the replicas of each replica's sum over micro-batches.
     own_reduction: the caller reduces gradients over the replicas, so the measurement uses this rank alone.
     """
+    if engine.has_wrapped_optimizer and engine.basic_optimizer is None:
+        return  # an engine in half precision that only evaluates
     micros = min(engine.gradient_accumulation_steps(), 2)  # a wrong factor already shows with 2 micro-batches
     replicas = 1 if own_reduction else dist.get_world_size(engine.seq_data_parallel_group)
     settings = _probe_config(engine, micros, own_reduction)

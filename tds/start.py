@@ -103,7 +103,8 @@ def _refuse_settings(engine: Any, settings: Mapping[str, Any], chunks: int) -> N
         if engine._config._param_dict.get(profiler, {}).get("enabled") and not engine.global_rank:
             warnings.warn(f"{profiler} records no training step of a pipeline: use torch.profiler", stacklevel=4)
     name = settings.get("schedule", "1f1b")
-    if engine.fp16_enabled() and not engine.zero_optimization():
+    # Without an optimizer, such as for evaluation, there is no gradient norm.
+    if engine.fp16_enabled() and not engine.zero_optimization() and engine.optimizer:
         raise ValueError(
             "fp16 under a pipeline needs ZeRO stage 1 (without ZeRO, DeepSpeed computes a wrong gradient norm): "
             'set "zero_optimization": {"stage": 1}'
@@ -137,7 +138,8 @@ def refuse_idle_stages(model: Any = None, config_class: Any = None, optimizer: A
         return
     if isinstance(optimizer, DistributedOptimizer):
         return  # a DistributedOptimizer supports stages without trainable weights
-    is_trained = any(p.requires_grad for p in model.parameters())
+    only_evaluates = not optimizer and not config_class.optimizer_name
+    is_trained = only_evaluates or any(p.requires_grad for p in model.parameters())
     stages = gather_objects((is_trained, len(getattr(optimizer, "param_groups", ()))))
     counts = [groups for _, groups in stages]
     fewest = counts.index(min(counts))

@@ -8,10 +8,12 @@ import contextlib
 import importlib.util
 import io
 import itertools
+import logging
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -392,6 +394,68 @@ def test_optimizers_that_only_gpus_have_are_refused(name: str, params: dict[str,
         on_ranks(1, _optimizer, name, params)
 
 
+def _talks() -> tuple[str, list[str]]:
+    """Return the output, and the warnings, of a layer and an optimizer that print, warn and log to standard output."""
+    import tds
+
+    log = logging.getLogger("talks")
+    log.setLevel("INFO")
+
+    class Layer(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(WIDTH, WIDTH)
+            print("built")
+            log.addHandler(logging.StreamHandler(sys.stdout))
+
+        def forward(self, x: Tensor) -> Tensor:
+            warnings.warn("slow", stacklevel=1)
+            return super().forward(x)
+
+    class Optimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            print("steps")
+            super().step(closure)
+            log.info("stepped")
+
+    tools = {"flops_profiler": {"enabled": True}, "comms_logger": {"enabled": True}}
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, **tools}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("default")
+        model = tds.PipelineModule([tds.pipe.LayerSpec(Layer)], 1, loss_fn=loss_fn, partition_method="uniform")
+        engine = tds.initialize(model=model, optimizer=Optimizer(model.parameters()), config=config)[0]
+        for _ in range(2):
+            engine.train_batch(batches())
+    return said.getvalue(), [str(each.message) for each in warned]
+
+
+def test_output_of_the_users_code_appears_once_and_that_of_deepspeed_does_not() -> None:
+    said, warned = on_ranks(1, _talks)[0]
+    assert said.splitlines() == ["built", *["steps", "stepped"] * 2]
+    advice = "records no training step of a pipeline: use torch.profiler"
+    assert warned == [f"flops_profiler {advice}", f"comms_logger {advice}", "slow"]
+
+
+def _evaluates(precision: str) -> tuple[float, float]:
+    import tds
+
+    model = tds.PipelineModule(layers(), num_stages=2, loss_fn=loss_fn, partition_method="uniform")
+    model.requires_grad_(False)
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, precision: {"enabled": True}}
+    config |= {"data_types": {"grad_accum_dtype": "fp32"}}
+    engine = tds.initialize(model=model, config=config)[0]
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    x, y = (each.to(dtype) for each in next(batches()))
+    right = loss_fn(nn.Sequential(*layers()).to(dtype)(x), y)
+    return engine.eval_batch(iter([(x, y)])).item(), right.item()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_frozen_model_without_an_optimizer_is_evaluated(precision: str) -> None:
+    for found, right in on_ranks(2, _evaluates, precision):
+        assert found == pytest.approx(right, rel=1e-3)
+
+
 def _looks_ahead() -> int:
     """Return the largest number of micro-batches read from the iterator but not yet forwarded."""
     import tds
@@ -644,6 +708,43 @@ def test_deepspeeds_own_checkpoints(tmp_path: Path, chunks: int) -> None:
         assert found == expected
 
 
+def _universal(folder: str, stages: int) -> list[float]:
+    """Return the losses after a checkpoint of two stages, or after its universal form on one stage."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    import tds
+
+    model = tds.PipelineModule(layers(), num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
+    config = {
+        "train_batch_size": 4 * MICROS,
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 1},
+        "checkpoint": {"load_universal": stages == 1},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    engine = tds.initialize(model=model, optimizer=optimizer, config=config)[0]
+    data = batches()
+    if stages == 1:
+        engine.load_checkpoint(folder)
+        next(itertools.islice(data, 2 * MICROS - 1, None))  # the batches of two steps
+    else:
+        for _ in range(2):
+            engine.train_batch(data)
+        state = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
+        engine.save_checkpoint(folder, "two", client_state=state)
+    if dist.get_rank() == 0 and stages == 2:
+        paths = {"input_folder": f"{folder}/two", "output_folder": f"{folder}/two_universal"}
+        numbers = {"num_extract_workers": 1, "num_merge_workers": 1}
+        switches = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False}
+        ds_to_universal.main(argparse.Namespace(**paths, **numbers, **switches))
+    return [engine.train_batch(data).item() for _ in range(2)]
+
+
+def test_a_universal_checkpoint_fits_another_partition(tmp_path: Path) -> None:
+    whole, _ = on_ranks(2, _universal, str(tmp_path), 2)
+    assert on_ranks(1, _universal, str(tmp_path), 1)[0] == pytest.approx(whole, rel=1e-5)
+
+
 def _numbered(folder: str) -> tuple[list[str], list[float]]:
     """Return the folders of checkpoints with the tags 0 and 1, and the change of a weight that tag 0 loads."""
     engine = build(1)
@@ -708,43 +809,6 @@ def _overridden() -> tuple[list[str], float]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tds, "PipelineEngine", Noting)
         engine = build(2)
-def _universal(folder: str, stages: int) -> list[float]:
-    """Return the losses after a checkpoint of two stages, or after its universal form on one stage."""
-    from deepspeed.checkpoint import ds_to_universal
-
-    import tds
-
-    model = tds.PipelineModule(layers(), num_stages=stages, loss_fn=loss_fn, partition_method="uniform")
-    config = {
-        "train_batch_size": 4 * MICROS,
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": 1},
-        "checkpoint": {"load_universal": stages == 1},
-    }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    engine = tds.initialize(model=model, optimizer=optimizer, config=config)[0]
-    data = batches()
-    if stages == 1:
-        engine.load_checkpoint(folder)
-        next(itertools.islice(data, 2 * MICROS - 1, None))  # the batches of two steps
-    else:
-        for _ in range(2):
-            engine.train_batch(data)
-        state = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-        engine.save_checkpoint(folder, "two", client_state=state)
-    if dist.get_rank() == 0 and stages == 2:
-        paths = {"input_folder": f"{folder}/two", "output_folder": f"{folder}/two_universal"}
-        numbers = {"num_extract_workers": 1, "num_merge_workers": 1}
-        switches = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False}
-        ds_to_universal.main(argparse.Namespace(**paths, **numbers, **switches))
-    return [engine.train_batch(data).item() for _ in range(2)]
-
-
-def test_a_universal_checkpoint_fits_another_partition(tmp_path: Path) -> None:
-    whole, _ = on_ranks(2, _universal, str(tmp_path), 2)
-    assert on_ranks(1, _universal, str(tmp_path), 1)[0] == pytest.approx(whole, rel=1e-5)
-
-
     data = batches()
     engine.train_batch(data)
     order = list(seen)
