@@ -103,6 +103,8 @@ class Engine(ExtendedEngine):
             self.set_train_batch_size(number * self.train_micro_batch_size_per_gpu() * self.dp_world_size)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        if callable(client_optimizer):  # asked before the checks below, which need the optimizer
+            client_optimizer = client_optimizer(model_parameters)
         self.known_model  # noqa: B018  # records the model now
         refuse_closures(client_optimizer)
         refuse_quantization_on_cpus(self)

@@ -57,7 +57,7 @@ def use_torch_on_cpu() -> Iterator[list[str]]:
 def refuse_closures(optimizer: Any) -> None:
     """Raise ValueError for an optimizer whose `step` needs a closure, such as LBFGS, as engines call it without one.
 
-    optimizer: None, a torch optimizer, a wrapper with such an optimizer in its attribute `optimizer`, or a function.
+    optimizer: None, a torch optimizer, or a wrapper with such an optimizer in its attribute `optimizer`.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
