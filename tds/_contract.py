@@ -34,8 +34,8 @@ deepspeed.runtime.engine:DeepSpeedEngine  the optimizer step and checkpoints
 
 deepspeed.runtime.pipe.engine:PipelineEngine  the training step of a pipeline
     uses      _next_batch is_last_stage set_batch_fn set_dataiterator
-    fields    agg_additional_losses agg_train_loss data_iterator dynamic_shape fwd_outputs grid micro_batches
-    fields    num_stages outputs stage_id total_loss
+    fields    agg_additional_losses agg_train_loss data_iterator dp_group_loss dynamic_shape fwd_outputs grid loss
+    fields    micro_batches num_stages outputs stage_id total_loss
     overrides eval_batch train_batch
 
 deepspeed.runtime.pipe.engine:PipelineEngine  the gradients and the optimizer step of a pipeline
@@ -116,10 +116,10 @@ deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer  the first step o
 deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler  the loss scale of fp16
     fields    cur_hysteresis cur_iter cur_scale dynamic last_overflow_iter min_scale raise_error_at_min_scale
 
-deepspeed.runtime.zero.utils  tds.DistributedOptimizer
 deepspeed.utils.groups  training experts of DeepSpeed's MoE
     uses      _get_expert_data_parallel_group
 
+deepspeed.runtime.zero.utils  tds.DistributedOptimizer
     uses      is_zero_supported_optimizer
 
 deepspeed.runtime.zero  training with ZeRO-3

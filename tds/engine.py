@@ -71,6 +71,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         refuse_idle_stages(**kwargs)
         tie_all_weights(kwargs["model"], kwargs["model"].tied_comms)  # for DeepSpeed's own PipelineModule
         super().__init__(*args, **kwargs)
+        del self.dp_group_loss  # DeepSpeed's mean loss of each replica, which would stay 0 here
         # Cached, because DeepSpeed computes these again at each call.
         self._is_last_stage = self.is_last_stage()
         self._replicas = self.grid.get_data_parallel_group()
@@ -205,9 +206,9 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         else:
             self._add_loss(instruction, outputs, self._step.batches.labels(instruction.micro))
 
-        tensors = as_tuple(outputs)
     def _keep(self, instruction: Instruction, outputs: Any) -> None:
         """Check the outputs for the next stage and store them until they are sent."""
+        tensors = as_tuple(outputs)
         declared = self._contract.outputs[instruction.chunk]
         check_tensors(tensors, declared, f"stage {self.stage_id}, outputs", self.device)
         splits = [each.split for each in declared] if declared else [False] * len(tensors)
@@ -226,7 +227,8 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             loss = self.module.loss_fn(outputs, labels)
         additional = getattr(self.module, "get_additional_losses", lambda: None)()
         total_loss = self._losses.add(loss, additional or {})
-        self.fwd_outputs.append(total_loss.detach())
+        self.loss = total_loss.detach()
+        self.fwd_outputs.append(self.loss)
         if self.module.training:
             require_gradient(total_loss, outputs, self.stage_id)
             scaled = total_loss * self._step.scale

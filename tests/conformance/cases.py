@@ -256,7 +256,7 @@ CASES: Sequence[Case] = (
     ),
     Case("eval_batch(bcast_loss=False)", _plain, probe=probes.loss_stays),
     Case("the loss is fp32", _plain, probe=probes.loss_is_fp32, only=FP32),
-    Case("attributes: fwd_outputs, total_loss, agg_train_loss, timers", _plain, probe=probes.attributes),
+    Case("attributes: fwd_outputs, loss, total_loss, agg_train_loss, timers", _plain, probe=probes.attributes),
     Case("get_additional_losses()", _plain, prepare=probes.give_additional_losses,
          probe=probes.additional_losses),
     Case("reset_activation_shape() between steps", _plain, probe=probes.reset_shapes),

@@ -123,6 +123,7 @@ def attributes(t: Trained) -> bool:
     right = t.near(t.engine.agg_train_loss.reshape(()), expected.mean()) and milliseconds > 0
     if t.last:
         right = right and t.near(torch.stack([each.reshape(()) for each in t.engine.fwd_outputs]), expected)
+        right = right and t.near(t.engine.loss.reshape(()), expected[-1])
         return right and t.near(t.engine.total_loss.reshape(()), expected.sum())
     return right and t.engine.total_loss is None
 
