@@ -36,10 +36,11 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     release_warning = _deepspeed.refuse_other_releases(_ds.__version__)
     _deepspeed.patch_deepspeed()
     watch_startup()
+    package = importlib.import_module(__package__)  # in which a user may have set another PipelineEngine
     with (
         optimizers.use_torch_on_cpu() as notes,
         _deepspeed.quietly(),
-        engine_classes.use_engine_classes(PipelineEngine, Engine),
+        engine_classes.use_engine_classes(package.PipelineEngine, Engine),
     ):
         result = _ds.initialize(*args, **kwargs)
         engine = result[0]
