@@ -6,7 +6,7 @@ Optimizer wrappers, gradient reduction, checkpoints and monitors come from DeepS
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
 
@@ -34,7 +34,7 @@ from .neighbours import connect_neighbours
 from .nested import as_tuple, in_full
 from .observers import Observers
 from .patches import instruction_handler, is_reduction_replaced, refuse_patches
-from .posting import PASS_COST, SENDS, StagePlan, StagePlans
+from .posting import PASS_COST, SENDS, StagePlan, plan_of_stage
 from .progress import MAX_TIMED_STEPS, Progress, report_losses
 from .queues import has_message_queues
 from .recompute import choose_checkpoint_function, views_requiring_grad
@@ -86,7 +86,9 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         if self._reduction.averages and not is_reduction_replaced(type(self)):
             check_factor(self, lambda _: self.loss_factor, pipeline=True)
         self._eval_schedule = partial(schedule.forward_only, chunks=self._chunks)
-        self._plans = StagePlans(self.stage_id, self.num_stages, has_message_queues(self.device), self.dynamic_shape)
+        has_queues = has_message_queues(self.device)
+        # The plan of a schedule and a number of micro-batches; repeated calls return the same object.
+        self._plan = cache(partial(plan_of_stage, self.stage_id, self.num_stages, has_queues, self.dynamic_shape))
         self._current_plan: StagePlan | None = None
         self._neighbours = connect_neighbours(self.grid, self.device, self._chunks)
         self._contract = exchange_declarations(self, settings, self._chunks)
@@ -138,7 +140,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             raise RuntimeError(
                 f"stage {self.stage_id} has no optimizer: give each rank an optimizer, even if all weights are frozen"
             )
-        plan = self._plans.plan(self.schedule, self.micro_batches)
+        plan = self._plan(self.schedule, self.micro_batches)
         if plan is not self._current_plan:
             self._current_plan = plan
             self._reduction.plan(plan.instructions)

@@ -170,28 +170,15 @@ class StagePlan:
     post_after: PostAfter
 
 
-class StagePlans:
-    """The plans of one stage, by schedule and number of micro-batches.
+def plan_of_stage(
+    stage: int, stages: int, posts_at_passes: bool, dynamic: bool, schedule: Schedule, micros: int
+) -> StagePlan:
+    """Return one stage's plan of a step of `micros` micro-batches.
 
     posts_at_passes: whether receives are posted after the passes that `simulate_posting` names.
     dynamic: each activation has a header.
     """
-
-    def __init__(self, stage: int, stages: int, posts_at_passes: bool, dynamic: bool) -> None:
-        self._stage = stage
-        self._stages = stages
-        self._posts_at_passes = posts_at_passes
-        self._dynamic = dynamic
-        self._plans: dict[tuple[Schedule, int], StagePlan] = {}
-
-    def plan(self, schedule: Schedule, micros: int) -> StagePlan:
-        """Return the plan of a step of `micros` micro-batches; repeated calls return the same object."""
-        if (schedule, micros) not in self._plans:
-            self._plans[schedule, micros] = self._make_plan(schedule, micros)
-        return self._plans[schedule, micros]
-
-    def _make_plan(self, schedule: Schedule, micros: int) -> StagePlan:
-        if not self._posts_at_passes:
-            return StagePlan(list(schedule(self._stage, self._stages, micros)), {})
-        plan = [list(schedule(each, self._stages, micros)) for each in range(self._stages)]
-        return StagePlan(plan[self._stage], simulate_posting(plan, self._dynamic)[self._stage])
+    if not posts_at_passes:
+        return StagePlan(list(schedule(stage, stages, micros)), {})
+    plan = [list(schedule(each, stages, micros)) for each in range(stages)]
+    return StagePlan(plan[stage], simulate_posting(plan, dynamic)[stage])
