@@ -210,14 +210,7 @@ class Receiver:
     def __init__(self, link: Link, ahead: int | None) -> None:
         self.link = link
         self._ahead = ahead or 0
-        self._post_after: Mapping[MicroChunk, int] = {}
-        self._passes = 0
-        self._reserved: dict[MicroChunk, Tensor] = {}  # buffers of receives that are not posted yet
-        self._runs: defaultdict[int, LayoutRun] = defaultdict(LayoutRun)  # the current run of each chunk
-        self._ends: dict[MicroChunk, int] = {}  # for each message of the step, the end of its run
-        self._agenda: deque[MicroChunk] = deque()  # messages without a posted receive, in the order of sending
-        self._layouts: dict[MicroChunk, Layout | None] = {}  # layouts of these messages, once known
-        self._posted: deque[PostedReceive] = deque()
+        self.begin_step((), {})
 
     def begin_step(self, agenda: Iterable[MicroChunk], post_after: Mapping[MicroChunk, int]) -> None:
         """Prepare for the messages of a step.
@@ -225,14 +218,14 @@ class Receiver:
         agenda: messages in the order in which they are sent. post_after: message -> how many passes this stage runs
         before it posts the receive; empty if the receiver's `ahead` decides when receives are posted.
         """
-        self._runs.clear()
-        self._ends.clear()
-        self._agenda = deque(agenda)
         self._post_after = post_after
         self._passes = 0
-        self._layouts = {}
-        self._reserved = {}
-        self._posted.clear()
+        self._reserved: dict[MicroChunk, Tensor] = {}  # buffers of receives that are not posted yet
+        self._runs: defaultdict[int, LayoutRun] = defaultdict(LayoutRun)  # the current run of each chunk
+        self._ends: dict[MicroChunk, int] = {}  # for each message of the step, the end of its run
+        self._agenda = deque(agenda)  # messages without a posted receive, in the order of sending
+        self._layouts: dict[MicroChunk, Layout | None] = {}  # layouts of these messages, once known
+        self._posted: deque[PostedReceive] = deque()
 
     def expect(self, micro_chunk: MicroChunk, layout: Layout | None) -> None:
         """Set the layout of an expected message, so that its receive can be posted.
