@@ -38,8 +38,8 @@ class ReducibleBucket(Protocol):
 def pack_buckets(
     parameters: Iterable[nn.Parameter],
     group: Any,
-    bucket_bytes: int | None = None,
-    chunk_of: ChunkOf | None = None,
+    bucket_bytes: int | None,
+    chunk_of: ChunkOf,
     separate: Iterable[nn.Parameter] = (),
     is_enough: Callable[[Weights], bool] | None = None,
 ) -> list[Weights]:
@@ -56,8 +56,7 @@ def pack_buckets(
     last_kind = None
     separate = set(separate)
     for parameter in reversed(list(parameters)):
-        chunk = chunk_of.get(parameter, 0) if chunk_of else 0
-        kind = (chunk, parameter.dtype, parameter.device)
+        kind = (chunk_of.get(parameter, 0), parameter.dtype, parameter.device)
         is_full = free_bytes <= 0 and (is_enough is None or is_enough(packed[-1]))
         if kind != last_kind or is_full or parameter in separate:
             packed.append([])
@@ -96,9 +95,9 @@ class BucketLauncher:
     0 by default.
     """
 
-    def __init__(self, buckets: Sequence[ReducibleBucket], chunk_of: ChunkOf | None = None) -> None:
+    def __init__(self, buckets: Sequence[ReducibleBucket], chunk_of: ChunkOf) -> None:
         self._buckets = buckets
-        self._chunk_of = dict(chunk_of or {})
+        self._chunk_of = chunk_of
         self._bucket_of: dict[nn.Parameter, ReducibleBucket] = {}
         self._hooks: list[Any] = []
         for bucket in buckets:
@@ -108,13 +107,10 @@ class BucketLauncher:
                 self._hooks.append(hook)
         # Number of gradients that each weight received in the previous step's last backward pass.
         self._expected: Counter[nn.Parameter] = Counter()
-        # Number of gradients that each weight has received so far in this step's last backward pass.
-        self._counts: Counter[nn.Parameter] = Counter()
         # Weights that had user hooks in the previous step. A weight with hooks gets one total gradient; a weight
         # without hooks may get one per matmul. So the expected counts are wrong if hooks were added or removed.
         self._hooked: set[nn.Parameter] = set()
-        self._armed_chunks: set[int] = set()  # chunks whose last backward pass of this step has begun or ended
-        self._next_bucket = 0  # next bucket to reduce
+        self.reset()
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -125,9 +121,10 @@ class BucketLauncher:
         """Prepare for a new step; the previous one may have ended in an error."""
         for bucket in self._buckets:
             bucket.launched = False
-        self._counts = Counter()
-        self._armed_chunks.clear()
-        self._next_bucket = 0
+        # Number of gradients that each weight has received so far in this step's last backward pass.
+        self._counts: Counter[nn.Parameter] = Counter()
+        self._armed_chunks: set[int] = set()  # chunks whose last backward pass of this step has begun or ended
+        self._next_bucket = 0  # next bucket to reduce
 
     def arm(self, chunk: int = 0) -> None:
         """Mark the next backward pass as the one that gives this chunk's weights their last gradients of the step."""
