@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -46,7 +45,7 @@ class DeferredGathers:
             self._first_layer[bucket] = min(first_layer.get(p, -1) for p in bucket.parameters)
         self._pending: deque[Bucket] = deque()
         for index, layer in enumerate(layers):
-            hook = exclude_from_compile(partial(self._wait_before, index), layer)
+            hook = exclude_from_compile(lambda *_, index=index: self.wait(index), layer)
             layer.register_forward_pre_hook(hook, prepend=True)
 
     def defer(self) -> None:
@@ -58,6 +57,3 @@ class DeferredGathers:
         """Wait for the weights of the layers up to index `last`, by default of all layers."""
         while self._pending and (last is None or self._first_layer[self._pending[0]] <= last):
             self._pending.popleft().wait()
-
-    def _wait_before(self, index: int, layer: nn.Module, inputs: Any) -> None:
-        self.wait(index)
