@@ -184,7 +184,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
     def _inputs_of(self, instruction: Instruction) -> Any:
         """Return the inputs of a chunk's layers, which the layers may modify in place."""
         if self._neighbours.has_previous(instruction.chunk):
-            microbatch = self._step.microbatch(instruction.micro_chunk)
+            microbatch = self._step.microbatches[instruction.micro_chunk]
             received = microbatch.received
             if not self.module.training:  # in training, SendGrad needs `received` later
                 microbatch.received = []
@@ -214,7 +214,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         declared = self._contract.outputs[instruction.chunk]
         check_tensors(tensors, declared, f"stage {self.stage_id}, outputs", self.device)
         splits = [each.split for each in declared] if declared else [False] * len(tensors)
-        self._step.microbatch(instruction.micro_chunk).keep_outputs(tensors, splits, isinstance(outputs, Tensor))
+        self._step.microbatches[instruction.micro_chunk].keep_outputs(tensors, splits, isinstance(outputs, Tensor))
 
     def _add_loss(self, instruction: Instruction, outputs: Any, labels: Any) -> None:
         """Compute the loss, on the last stage."""
@@ -234,10 +234,12 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         if self.module.training:
             require_gradient(total_loss, outputs, self.stage_id)
             scaled = total_loss * self._step.scale
-            self._step.microbatch(instruction.micro_chunk).loss = self.scale(scaled) if self.fp16_enabled() else scaled
+            if self.fp16_enabled():
+                scaled = self.scale(scaled)
+            self._step.microbatches[instruction.micro_chunk].loss = scaled
 
     def _backward(self, instruction: Instruction) -> None:
-        roots, grads = self._step.microbatch(instruction.micro_chunk).take_roots()
+        roots, grads = self._step.microbatches[instruction.micro_chunk].take_roots()
         if roots:
             with self._reduction.accumulating(instruction):
                 torch.autograd.backward(roots, grads or None)  # a loss has no received gradient
@@ -245,7 +247,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
     def _send_activation(self, instruction: Instruction) -> None:
         micro_chunk = instruction.micro_chunk
         neighbours = self._neighbours
-        microbatch = self._step.microbatch(micro_chunk)
+        microbatch = self._step.microbatches[micro_chunk]
         outputs = microbatch.to_send
         microbatch.to_send = []
         if self.dynamic_shape:  # each output has its own header
@@ -269,20 +271,20 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             raise
         for each in received:
             each.tensor.requires_grad_(each.needs_grad and torch.is_grad_enabled())
-        self._step.microbatch(instruction.micro_chunk).received = received
+        self._step.microbatches[instruction.micro_chunk].received = received
         tensors = tuple(each.tensor for each in received)
         declared = self._contract.inputs[instruction.chunk]
         check_tensors(tensors, declared, f"stage {self.stage_id}, inputs from rank {previous.link.peer}")
 
     def _send_grad(self, instruction: Instruction) -> None:
-        microbatch = self._step.microbatch(instruction.micro_chunk)
+        microbatch = self._step.microbatches[instruction.micro_chunk]
         inputs = microbatch.inputs_with_grad
         microbatch.received = []
         if inputs:
             self._neighbours.to_previous.send([BoundaryTensor(pop_grad(t.tensor), is_split=t.is_split) for t in inputs])
 
     def _recv_grad(self, instruction: Instruction) -> None:
-        microbatch = self._step.microbatch(instruction.micro_chunk)
+        microbatch = self._step.microbatches[instruction.micro_chunk]
         if microbatch.edges:  # outputs without a gradient get no message
             microbatch.grads = [each.tensor for each in self._neighbours.from_next.take(instruction.micro_chunk)]
 

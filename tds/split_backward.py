@@ -55,16 +55,12 @@ class DeferredWeightGrads:
                     arrived.append(grad)
             # The hooks of this node's tensors run again here and may change `arrived`, as they did in the first pass.
             # The prehook runs after them, and autograd goes on with what it returns: the recorded gradients.
-            handle = fork.node.register_prehook(partial(_use_recorded, tuple(grads)))
+            handle = fork.node.register_prehook(lambda _, recorded=tuple(grads): recorded)
             try:
                 torch.autograd.backward(edges, arrived, retain_graph=True, inputs=fork.weights)  # type: ignore[call-overload]
             finally:
                 handle.remove()
         self._recorded = []
-
-
-def _use_recorded(recorded: tuple[Tensor | None, ...], grads: Grads) -> tuple[Tensor | None, ...]:
-    return recorded
 
 
 def backward_input(
@@ -183,7 +179,7 @@ class SplitBackward:
     _reduction: Any
 
     def _backward_input(self, instruction: Any) -> None:
-        microbatch = self._step.microbatch(instruction.micro_chunk)
+        microbatch = self._step.microbatches[instruction.micro_chunk]
         roots, grads = microbatch.take_roots()
         if roots:
             inputs = [each.tensor for each in microbatch.inputs_with_grad]
@@ -191,7 +187,7 @@ class SplitBackward:
                 microbatch.deferred = backward_input(roots, grads or [None], inputs)
 
     def _backward_weight(self, instruction: Any) -> None:
-        microbatch = self._step.microbatch(instruction.micro_chunk)
+        microbatch = self._step.microbatches[instruction.micro_chunk]
         deferred = microbatch.deferred
         microbatch.deferred = None
         if deferred:

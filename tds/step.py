@@ -3,6 +3,7 @@
 A `Microbatch` keeps tensors from the instruction that produces them until the instruction that uses them.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -78,19 +79,13 @@ class Step:
     """One call of train_batch or eval_batch.
 
     scale: factor on the loss of each micro-batch before its backward pass, a scalar in fp64.
+    microbatches: the state of each micro-batch on a chunk, created empty at first use.
     """
 
     batches: Batches
     compute_loss: bool
     scale: Tensor | float = 1.0
-    microbatches: dict[MicroChunk, Microbatch] = field(default_factory=dict)
-
-    def microbatch(self, micro_chunk: MicroChunk) -> Microbatch:
-        """Return the state of a micro-batch on a chunk, created empty at first use."""
-        microbatch = self.microbatches.get(micro_chunk)
-        if microbatch is None:
-            microbatch = self.microbatches[micro_chunk] = Microbatch()
-        return microbatch
+    microbatches: defaultdict[MicroChunk, Microbatch] = field(default_factory=lambda: defaultdict(Microbatch))
 
     def drop_if_empty(self, micro_chunk: MicroChunk) -> None:
         """Drop the state of a micro-batch on a chunk if the state is empty; called after each instruction."""
