@@ -78,7 +78,7 @@ def _dense_gradient(p: nn.Parameter) -> Tensor:
     grad = p.grad
     if grad is None:
         return torch.zeros_like(p)
-    return grad.to_dense() if grad.is_sparse else grad
+    return grad.to_dense()
 
 
 class GradReducer:

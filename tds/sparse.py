@@ -52,7 +52,7 @@ def make_dense(weights: Iterable[nn.Parameter]) -> None:
     """
 
     def make_grad_dense(parameter: nn.Parameter) -> None:
-        if parameter.grad is not None and parameter.grad.is_sparse:
+        if parameter.grad is not None:
             parameter.grad = parameter.grad.to_dense()
 
     for weight in weights:
@@ -79,7 +79,7 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
         if DENSE in counts:
             if grad is None:
                 grad = torch.zeros_like(weight)
-            elif grad.is_sparse:
+            else:
                 grad = grad.to_dense()
             dist.all_reduce(grad, group=group)  # type: ignore[arg-type]
             weight.grad = grad

@@ -119,13 +119,13 @@ class StepNorms:
     def _before_step(self, inner: torch.optim.Optimizer) -> None:
         if self._slices is None:
             return
-        stepped = {p for p in weights_of(inner) if p.grad is not None}
+        grads = {p: p.grad for p in weights_of(inner) if p.grad is not None}
         gradients = []
         self._weights_before = {}
         for each in self._slices:
             owner = each.owner
-            if owner in stepped:
-                gradients.append((each.layer, each.narrow(_to_dense(owner.grad))))
+            if owner in grads:
+                gradients.append((each.layer, each.narrow(grads[owner].to_dense())))
                 self._weights_before[owner] = owner.detach().clone()
         self._gradients += self._sums(gradients)
 
@@ -157,7 +157,3 @@ def squared_norm(tensor: Tensor) -> Tensor:
     torch's own norm of a large fp32 tensor on a CPU has an error of 1e-3.
     """
     return norms([tensor.to(torch.promote_types(tensor.dtype, torch.float32))])[0].double().square()
-
-
-def _to_dense(grad: Any) -> Tensor:
-    return grad.to_dense() if grad.is_sparse else grad  # type: ignore[no-any-return]
