@@ -55,10 +55,8 @@ class SpikeGuard:
         self._sigma = sigma
         self.recent: deque[tuple[float, float]] = deque(maxlen=window)
         self._min_steps = max(window // 2, 2)
-        self.spike: Deviation | None = None
         self.norm = 0.0
-        self._loss = torch.zeros(())
-        self._is_norm_checked = False
+        self.begin(torch.zeros(()))
         self._saved_grads: list[tuple[Tensor, Tensor | None]] = []
         if isinstance(engine.optimizer, DeepSpeedOptimizer):
             inner: torch.optim.Optimizer = engine.optimizer.optimizer
@@ -70,7 +68,7 @@ class SpikeGuard:
         """Start a step whose loss over the global batch is `loss`, a scalar."""
         self._loss = loss
         self._is_norm_checked = False
-        self.spike = None
+        self.spike: Deviation | None = None
 
     def inf_if_spike(self, norm: Number) -> Number:
         """Return the gradient norm of the global batch, or infinity if the step must be skipped. A collective.
