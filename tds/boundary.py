@@ -104,10 +104,8 @@ def _legacy_declaration(model: Any) -> Declared:
     kinds = lists.get("_input_type") or ["float"] * count
     grads = lists.get("_input_grad") or [kind == "float" for kind in kinds]
     splits = lists.get("_input_pipe_partitioned") or [False] * count
-    declarations = []
-    for i in range(count):
-        declarations.append(Boundary(f"tensor {i}", kinds[i], grads[i], splits[i]))
-    return tuple(declarations)
+    names = [f"tensor {i}" for i in range(count)]
+    return tuple(map(Boundary, names, kinds, grads, splits))
 
 
 def check_match(contracts: Sequence[Contract]) -> None:

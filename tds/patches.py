@@ -115,9 +115,10 @@ def refuse_patches(engine: Any, module: Any, reduces: bool = False) -> None:
     """
     engine_class = engine if isinstance(engine, type) else type(engine)
     attributes = {} if isinstance(engine, type) else vars(engine)
-    patch = _first_patch(IGNORED_POINTS, engine_class, attributes, type(module))
-    if reduces and not patch:
-        patch = _first_patch(REDUCTION_POINTS, engine_class, attributes, type(module))
+    points = IGNORED_POINTS
+    if reduces:
+        points = IGNORED_POINTS + REDUCTION_POINTS
+    patch = _first_patch(points, engine_class, attributes, type(module))
     if patch:
         point, author = patch
         raise ValueError(f"{point} is replaced by {author}, which tds does not run: {point.advice}")
