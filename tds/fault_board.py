@@ -110,8 +110,7 @@ class FaultBoard:
     """
 
     def __init__(self, name: str) -> None:
-        store = default_store()
-        self._store = store.clone() if hasattr(store, "clone") else store  # a separate connection
+        self._store = default_store().clone()  # a separate connection
         self.name = name
         self.rank = dist.get_rank()
         self.world = dist.get_world_size()
@@ -141,8 +140,7 @@ class FaultBoard:
         report has all stacks.
         """
         if not self.has_fault():
-            content = json.dumps([fault, code])
-            self._store.set(FAULT_KEY, content)
+            self._store.set(FAULT_KEY, json.dumps([fault, code]))
 
     def report(self, report: dict[str, Any]) -> int:
         """Write this rank's report, wait until rank 0 has printed all reports, and return the announced exit code.

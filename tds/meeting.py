@@ -122,9 +122,8 @@ class _FailureWatch:
     def _watch(self) -> None:
         """End this process if the ranks are not connected in time; a second thread looks for failures of others."""
         seconds = self._timeout.total_seconds()
-        deadline = time.monotonic() + seconds + GRACE_SECONDS
         threading.Thread(target=self._poll_failures, name="tds-meeting", daemon=True).start()
-        if not self.finished.wait(max(deadline - time.monotonic(), 0)):
+        if not self.finished.wait(seconds + GRACE_SECONDS):
             limit = f"{seconds / 60:g} minutes ({setting_advice['startup timeout']})"  # and how to change it
             _print_and_exit(
                 f"{_rank_name()} reached the store, but not all other ranks within {limit}: check the network between "
