@@ -255,9 +255,8 @@ class StageGraph:
         return micro_chunk in post_after and post_after[micro_chunk] <= self._passes
 
 
-def refuse_deadlocks(plan: Plan, rules: Rules | None = None) -> None:
+def refuse_deadlocks(plan: Plan, rules: Rules) -> None:
     """Raise ScheduleError, which names the operations that wait for each other, if a plan deadlocks under `rules`."""
-    rules = rules or Rules()
     graph = Graph()
     post_after: Sequence[PostAfter] = [{}] * len(plan)
     if rules.ahead is None:

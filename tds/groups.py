@@ -41,7 +41,7 @@ def can_split_world() -> bool:
     return device is not None and can_split(world, device)
 
 
-def new_groups(rank_lists: RankLists, urgent: bool = False) -> Any:
+def new_groups(rank_lists: RankLists, urgent: bool) -> Any:
     """Create disjoint groups and return this rank's group, or None. Collective over the world.
 
     rank_lists: the ranks of each group. urgent: whether the next computation waits for the messages of these groups. On

@@ -110,7 +110,7 @@ def _launcher_check() -> Callable[[], bool] | None:
         return None
     # The parent changes when it dies. If it is PID 1 from the start, it has died already, unless PID 1 is the launcher.
     parent = os.getppid()
-    return lambda: os.getppid() != parent or (parent == 1 and not _may_be_launcher(1))
+    return lambda: os.getppid() != parent or (parent == 1 and not _init_may_be_launcher())
 
 
 def _own_launcher_check(launcher: str) -> Callable[[], bool] | None:
@@ -124,19 +124,19 @@ def _own_launcher_check(launcher: str) -> Callable[[], bool] | None:
     return lambda: start_time is None or start_time_of(pid) != start_time
 
 
-def _may_be_launcher(pid: int) -> bool:
-    """Return whether the process `pid` may be a launcher, by its name.
+def _init_may_be_launcher() -> bool:
+    """Return whether the process with PID 1 may be a launcher, by its name.
 
     In a container, PID 1 may be the launcher. Elsewhere PID 1 is the system's init process, which adopts orphans.
     """
     try:
-        name = Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace")
+        name = Path("/proc/1/comm").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return True
     return any(word in name for word in ("python", "torchrun", "deepspeed", "pt_elastic"))
 
 
-def rejoin_store(backend: str, timeout: timedelta | None, device: "torch.device | None" = None) -> None:
+def rejoin_store(backend: str, timeout: timedelta | None, device: "torch.device") -> None:
     """After a restart by torchrun, create the process group under new keys in the store that all attempts share.
 
     A previous attempt left rank addresses and a failure report in the store, which would end this attempt too.

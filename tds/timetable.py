@@ -63,7 +63,7 @@ def check_plan(plan: Plan, micros: int, rules: Rules | None = None) -> None:
             _check_counts(instructions, expected_kinds, micros, stage, chunk)
     simulate_times(plan)
     if stages > 1:  # a single stage sends no messages
-        refuse_deadlocks(plan, rules)
+        refuse_deadlocks(plan, rules or Rules())
 
 
 def _backward_kinds(plan: Plan) -> tuple[Kind, ...]:
