@@ -132,10 +132,6 @@ class Tracer:
         if self.is_recording:
             self._kept.append((number, self._current_spans))
 
-    def forget(self) -> None:
-        """Drop all recorded spans."""
-        self._kept.clear()
-
     def begin(self) -> SpanStart | None:
         """Start a span and return its mark, or None while recording is off."""
         if not self.is_recording:
