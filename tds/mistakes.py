@@ -25,12 +25,9 @@ def require_scalar_loss(outputs: Any, stage: int) -> None:
     values = outputs.values() if isinstance(outputs, Mapping) else [outputs]
     if all(isinstance(each, Tensor) and each.numel() == 1 for each in values):
         return
-    actual = type(outputs).__name__
-    if isinstance(outputs, Tensor):
-        actual = f"a tensor of shape {list(outputs.shape)}"
     raise TypeError(
-        f"stage {stage}: the PipelineModule has no loss_fn, and its last layer returns {actual}, not a scalar loss: "
-        f"build it with PipelineModule(..., loss_fn=f), where f(outputs, labels) returns a scalar tensor"
+        f"stage {stage}: the PipelineModule has no loss_fn, and its last layer returns {_describe(outputs)}, not a "
+        f"scalar loss: build it with PipelineModule(..., loss_fn=f), where f(outputs, labels) returns a scalar tensor"
     )
 
 
@@ -96,8 +93,13 @@ def refuse_non_scalars(named: Mapping[str, Any]) -> None:
     for name, value in named.items():
         if isinstance(value, Tensor) and value.numel() == 1:
             continue
-        actual = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"loss_fn returns {actual} for {name!r}: return a scalar tensor, or a dict of scalar tensors")
+        raise TypeError(
+            f"loss_fn returns {_describe(value)} for {name!r}: return a scalar tensor, or a dict of scalar tensors"
+        )
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def refuse_untrained(weight: nn.Parameter, name: str, stage: int, is_only_elsewhere: bool) -> None:
