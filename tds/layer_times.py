@@ -161,15 +161,17 @@ def choose_cuts(module: Any, method: str | Sequence[int]) -> list[int]:
 def _named_cuts(module: Any, method: str, groups: int) -> list[int]:
     """Return the cuts of one of DeepSpeed's partition methods."""
     count = len(module._layer_specs)
-    if method.lower() == "uniform":
-        return list(map(int, partition_uniform(count, groups)))
-    if method.lower() == "parameters":
-        # Numbers of numpy would be no valid seeds of `seed_layers`.
-        return list(map(int, partition_balanced(module._count_layer_params(), groups)))
-    if method.lower().startswith("type:"):
+    lower = method.lower()
+    if lower == "uniform":
+        cuts = partition_uniform(count, groups)
+    elif lower == "parameters":
+        cuts = partition_balanced(module._count_layer_params(), groups)
+    elif lower.startswith("type:"):
         matching = set(module._find_layer_type(method.split(":", 1)[1]))
         weights = [int(i in matching) for i in range(count)]  # 1 for a matching layer, 0 for any other
-        return list(map(int, partition_balanced(weights, groups)))
-    raise ValueError(
-        f"there is no partition_method {method!r}; use uniform, parameters, type:REGEX, balanced or a list of cuts"
-    )
+        cuts = partition_balanced(weights, groups)
+    else:
+        raise ValueError(
+            f"there is no partition_method {method!r}; use uniform, parameters, type:REGEX, balanced or a list of cuts"
+        )
+    return list(map(int, cuts))  # numbers of numpy would be no valid seeds of `seed_layers`
