@@ -25,7 +25,7 @@ from .losses import Losses, SumToShare
 from .module_changes import KnownModel
 from .neighbours import Neighbours
 from .observers import Observers
-from .optimizer_state import drop_skipped_gradients, wait_for_weights
+from .optimizer_state import drop_skipped_gradients
 from .optimizers import drop_gradients, refuse_closures
 from .param_replicas import replica_squared_norm
 from .patches import is_reduction_replaced
@@ -82,11 +82,6 @@ class Engine(ExtendedEngine):
     def known_model(self) -> KnownModel:
         """Record of the module's weights and layers at the time when the optimizer was attached."""
         return KnownModel(self.module)
-
-    def _adopt_new_layers(self) -> None:
-        """Run the layers that are registered now. Layers put in later have no hooks that wait for gathered weights."""
-        if self.known_model.adopt_new_layers():
-            wait_for_weights(self)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the global batch size of the next steps by changing the number of micro-batches. Call it between steps.

@@ -33,6 +33,7 @@ from .mistakes import require_gradient, require_iterator, require_scalar_loss
 from .neighbours import connect_neighbours
 from .nested import as_tuple, in_full
 from .observers import Observers
+from .optimizer_state import wait_for_weights
 from .patches import instruction_handler, is_reduction_replaced, refuse_patches
 from .posting import PASS_COST, SENDS, StagePlan, plan_of_stage
 from .progress import MAX_TIMED_STEPS, Progress, report_losses
@@ -312,7 +313,8 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         refuse_patches(self, self.module, reduces=isinstance(self._reduction, OverlappedReduction))
         self.fwd_outputs = []
         self.outputs = None
-        self._adopt_new_layers()
+        if self.known_model.adopt_new_layers():
+            wait_for_weights(self)  # layers put in later have no hooks that wait for gathered weights
         require_iterator(self.data_iterator, self.stage_id)
         is_first = self.stage_id == 0
         is_last = self._is_last_stage
