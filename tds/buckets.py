@@ -56,14 +56,11 @@ class Bucket:
         self.share = nn.Parameter(owned_weights.to(sum_dtype) if self.has_master_copy else owned_weights)
         self.share_grad = self.grads[self.begin : self.end]
         if work is not None:
-            self.share.pieces = self._pieces()  # type: ignore[attr-defined]
+            # The weights in this replica's share, each with the begin of its elements in the share.
+            self.share.pieces = [(p, begin) for p, begin, _ in self._owned_slices()]  # type: ignore[attr-defined]
         self._arrived: set[nn.Parameter] = set()  # parameters that have received a gradient in this step
         self.launched = False  # whether the reduction of this step's gradients has started
         self.pending_work: dist.Work | None = None
-
-    def _pieces(self) -> list[tuple[nn.Parameter, int]]:
-        """Return the weights in this replica's share, each with the begin of its elements in the share."""
-        return [(parameter, begin) for parameter, begin, _ in self._owned_slices()]
 
     def _owned_slices(self) -> Iterator[tuple[nn.Parameter, int, int]]:
         """Yield each weight in this replica's share, and the range (begin, end) of its elements in it."""
