@@ -44,9 +44,6 @@ class Losses:
         # all replicas; 1 if a loss has a new name; 1 if losses are fp64; for each of `_last_keys`, 1 if a replica has
         # this loss; the mean of each of these losses; the number that `share` sums, if it was called.
         self._numbers = torch.zeros(())
-        self._replicas: Any = None
-        self._source = 0
-        self._stages = None
         self.begin(1, 0)
 
     def begin(self, micro_batches: int, replicas: int) -> None:
