@@ -25,7 +25,7 @@ def discard_checkpoint(checkpoint: Path) -> None:
 
     with contextlib.suppress(OSError):
         if not (checkpoint / INDEX).is_file():
-            delete_checkpoint(checkpoint, INDEX)
+            delete_checkpoint(checkpoint)
 
 
 def restore_replaced(folder: Path) -> None:
@@ -56,7 +56,7 @@ def delete_leftovers(folder: Path) -> None:
     if isinstance(folder, RemotePath):
         from .remote import delete_incomplete
 
-        delete_incomplete(folder, INDEX)
+        delete_incomplete(folder)
         return
     for leftover in [*folder.glob("iter_*.tmp"), *folder.glob(f"{PROBE_PREFIX}*"), folder / "latest.tmp"]:
         with contextlib.suppress(OSError):  # if the folder cannot be written, the first save reports it

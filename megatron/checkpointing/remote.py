@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..json_text import brief, parse_json
 from ..storage import RemotePath, StorageError
+from .files import INDEX
 from .foreign import is_own
 from .schema import is_count, is_list
 from .stream import DTYPE_CODES
@@ -93,23 +94,23 @@ class RemoteTensors:
         return RemoteSlice(self._path, self._data_begin, self._entries[key])
 
 
-def delete_checkpoint(checkpoint: RemotePath, index: str) -> None:
+def delete_checkpoint(checkpoint: RemotePath) -> None:
     """Delete a checkpoint; its index goes first, so that a crash leaves no checkpoint that looks complete.
 
     Objects that no save has written stay.
     """
-    (checkpoint / index).unlink(missing_ok=True)
+    (checkpoint / INDEX).unlink(missing_ok=True)
     for path in checkpoint.glob("*"):
         if is_own(path.name):
             path.unlink(missing_ok=True)
 
 
-def delete_incomplete(folder: RemotePath, index: str) -> None:
+def delete_incomplete(folder: RemotePath) -> None:
     """Delete what uploads that were killed have left: checkpoints without an index."""
     for path in folder.glob("iter_*"):
         with contextlib.suppress(StorageError):  # if the folder cannot be written, the first save reports it
-            if not (path / index).is_file():
-                delete_checkpoint(path, index)
+            if not (path / INDEX).is_file():
+                delete_checkpoint(path)
 
 
 def upload_files(files: list[Path], folder: RemotePath) -> None:

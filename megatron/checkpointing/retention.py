@@ -7,7 +7,8 @@ from pathlib import Path
 from megatron.config.messages import describe_error
 from megatron.storage import RemotePath
 
-from .files import INDEX, old_save_path
+from .files import old_save_path
+from .foreign import delete_own_files, is_foreign
 from .forks import Forks, without_abandoned
 from .lookup import latest_name, numbered_checkpoints
 from .whole import is_complete
@@ -53,7 +54,7 @@ def _names_to_delete(
     to_delete = []
     for name, number in numbered.items():
         is_permanent = keep_every is not None and number % keep_every == 0
-        if name in protected or is_permanent or _is_foreign(folder / name):
+        if name in protected or is_permanent or is_foreign(folder / name):
             continue
         to_delete.append(name)
     if to_delete:  # the search opens the files of checkpoints, so it is made only if needed
@@ -86,12 +87,6 @@ def _newest_complete(folder: Path, names: list[str]) -> str | None:
     return None
 
 
-def _is_foreign(path: Path) -> bool:
-    from .foreign import is_foreign
-
-    return is_foreign(path)
-
-
 def _checkpoints_up_to(latest: str | None, folder: Path) -> dict[str, int]:
     """Return the name and iteration of each checkpoint that is not newer than `latest`."""
     numbered = {path.name: number for number, path in numbered_checkpoints(folder).items()}
@@ -106,10 +101,8 @@ def _delete(checkpoint: Path) -> str | None:
     if isinstance(checkpoint, RemotePath):
         from .remote import delete_checkpoint
 
-        delete_checkpoint(checkpoint, INDEX)
+        delete_checkpoint(checkpoint)
         return None
-    from .foreign import delete_own_files
-
     renamed = old_save_path(checkpoint)
     remaining = checkpoint
     try:

@@ -74,7 +74,7 @@ def publish_remote(final: RemotePath, index: str, checksum: Checksum, sums: Mapp
     (final / INDEX).write_bytes(data)
     point_latest_to(final)
     for copy in final.parent.glob("iter_*.old.tmp"):  # see make_room
-        delete_checkpoint(copy, INDEX)
+        delete_checkpoint(copy)
 
 
 def make_room(final: RemotePath) -> None:
@@ -88,12 +88,12 @@ def make_room(final: RemotePath) -> None:
         others = [path for path in folder.glob("iter_*") if path != final and is_checkpoint(path)]
         # The entries of a folder are sorted by name, so the last one is the newest.
         point_latest_to(others[-1] if others else _copy_as_old_save(final))
-    delete_checkpoint(final, INDEX)
+    delete_checkpoint(final)
 
 
 def _copy_as_old_save(checkpoint: RemotePath) -> RemotePath:
     copy = checkpoint.with_name(checkpoint.name + ".old.tmp")
-    delete_checkpoint(copy, INDEX)
+    delete_checkpoint(copy)
     for path in sorted(checkpoint.glob("*"), key=lambda path: path.name == INDEX):  # the index is copied last
         path.copy_to(copy / path.name)
     return copy

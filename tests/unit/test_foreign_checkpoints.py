@@ -139,5 +139,5 @@ def test_foreign_objects_in_storage_are_spared(tmp_path: Path) -> None:
     checkpoint = RemotePath(f"memory://bucket/{tmp_path.name}/{NAME}")
     for name in ("mine.txt", INDEX, "SHA256SUMS", "pipe00-model00-data00.safetensors"):
         (checkpoint / name).write_bytes(b"x")
-    delete_checkpoint(checkpoint, INDEX)
+    delete_checkpoint(checkpoint)
     assert [path.name for path in checkpoint.glob("*")] == ["mine.txt"]
