@@ -120,15 +120,11 @@ def write_text(path: str | Path, text: str, synced: bool = False, temporary: Pat
     """
     with atomic_file(path, temporary) as temporary_path:
         temporary_path.unlink(missing_ok=True)  # If this path were a link, opening it would write to the link's target.
-        _write(temporary_path, text, synced)
-
-
-def _write(path: Path, text: str, synced: bool) -> None:
-    with open(path, "x", encoding="utf-8") as file:
-        file.write(text)
-        if synced:
-            file.flush()
-            os.fsync(file.fileno())
+        with open(temporary_path, "x", encoding="utf-8") as file:
+            file.write(text)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
 
 
 @contextmanager
