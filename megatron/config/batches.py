@@ -134,9 +134,9 @@ class BatchSchedule:
 
     def _ranges(self, first: int) -> Iterator[tuple[int, int, int]]:
         """Yield (first sample, size, number) for each range of iterations of one size, from sample `first` on."""
-        current = bisect_right(self.starts, first) - 1  # index of the size at sample `first`
+        ahead = self.after(first)
         # Each size ends at the start of the next one. The last size has no end: None.
-        for size, end in itertools.zip_longest(self.sizes[current:], self.starts[current + 1 :]):
+        for size, end in itertools.zip_longest(ahead.sizes, ahead.starts[1:]):
             count = sys.maxsize
             if end is not None:
                 # -(-a // b) rounds up: an iteration that begins before `end` keeps its size. It may pass a whole later
