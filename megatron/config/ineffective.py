@@ -14,7 +14,6 @@ from .sections import Config, settings
 
 Condition = Callable[[Config, int, Any], bool]
 _DEFAULTS = {f.name: f.default for _, _, f in settings()}
-_SCALING = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ def _separate_corpora(config: Config, ranks: int, value: Any) -> bool:
 def _scales_nothing(config: Config, ranks: int, value: Any) -> bool:
     """Return whether --rope-scaling leaves all positions unscaled."""
     m = config.model
-    return m.rope_scaling in _SCALING and m.rope_scaling_factor == 1 and m.rope_attention_factor in (None, 1)
+    return m.rope_scaling is not None and m.rope_scaling_factor == 1 and m.rope_attention_factor in (None, 1)
 
 
 def _ignores_seq_length(config: Config, ranks: int, value: Any) -> bool:
