@@ -90,7 +90,8 @@ def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
     return _SummedInPlace.apply(x.contiguous(), axis)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _apply_on_axis(x: Tensor, axis: Axis | None, forward: AxisFunction, backward: AxisFunction) -> Tensor:
+def apply_on_axis(x: Tensor, axis: Axis | None, forward: AxisFunction, backward: AxisFunction) -> Tensor:
+    """Call `apply_collective`, by default on the model-parallel ranks; return `x` itself on an axis of one rank."""
     axis = axis or current_mesh().model
     if axis.size == 1:
         return x
@@ -99,19 +100,19 @@ def _apply_on_axis(x: Tensor, axis: Axis | None, forward: AxisFunction, backward
 
 def copy_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """Return x [..., n] unchanged; the backward pass all-reduces its gradient."""
-    return _apply_on_axis(x, axis, identity, all_reduce)
+    return apply_on_axis(x, axis, identity, all_reduce)
 
 
 def reduce_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """All-reduce partial sums [..., n] -> [..., n] on every rank."""
-    return _apply_on_axis(x, axis, all_reduce, identity)
+    return apply_on_axis(x, axis, all_reduce, identity)
 
 
 def scatter_to_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """Keep this rank's part: [..., n] -> [..., n/t]. Raises ValueError if t does not divide n."""
-    return _apply_on_axis(x, axis, local_part, all_gather)
+    return apply_on_axis(x, axis, local_part, all_gather)
 
 
 def gather_from_model_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """All-gather [..., n/t] -> [..., n]; the backward pass keeps this rank's part of the gradient."""
-    return _apply_on_axis(x, axis, all_gather, local_part)
+    return apply_on_axis(x, axis, all_gather, local_part)

@@ -147,23 +147,14 @@ def _local_shard_copy(x: Tensor, axis: Axis) -> Tensor:
 
 def gather_from_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """All-gather [s/t, ...] -> [s, ...]; the backward pass reduce-scatters. A no-op without sequence parallelism."""
-    return _apply_on_axis(x, axis, _all_gather_now, _reduce_scatter_now)
+    return mappings.apply_on_axis(x, axis or parallel_context().sequence, _all_gather_now, _reduce_scatter_now)
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """Reduce-scatter partial sums [s, ...] -> [s/t, ...]; the backward pass all-gathers."""
-    return _apply_on_axis(x, axis, _reduce_scatter_now, _all_gather_now)
+    return mappings.apply_on_axis(x, axis or parallel_context().sequence, _reduce_scatter_now, _all_gather_now)
 
 
 def scatter_to_sequence_parallel_region(x: Tensor, axis: Axis | None = None) -> Tensor:
     """Keep this rank's shard of a replicated tensor: [s, ...] -> [s/t, ...]; the backward pass all-gathers."""
-    return _apply_on_axis(x, axis, _local_shard_copy, _all_gather_now)
-
-
-def _apply_on_axis(
-    x: Tensor, axis: Axis | None, forward: mappings.AxisFunction, backward: mappings.AxisFunction
-) -> Tensor:
-    axis = axis or parallel_context().sequence
-    if axis.size == 1:
-        return x
-    return mappings.apply_collective(x, axis, forward, backward)
+    return mappings.apply_on_axis(x, axis or parallel_context().sequence, _local_shard_copy, _all_gather_now)
