@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tds import clip
+from tds.param_replicas import replica_squared_norm
+
 from .current import current_mesh
 from .mesh import Mesh
-
-# tds is imported inside functions because it imports DeepSpeed, which takes seconds and only training needs.
 
 
 def is_split(parameter: nn.Parameter) -> bool:
@@ -18,8 +19,6 @@ def is_split(parameter: nn.Parameter) -> bool:
     A sharded parameter has the attribute `tensor_model_parallel` or `model_parallel` set to True. DeepSpeed reads the
     same attributes.
     """
-    from tds import clip
-
     return clip.is_split(parameter)
 
 
@@ -29,8 +28,6 @@ def is_unique_param(parameter: nn.Parameter, model_rank: int) -> bool:
     A sharded parameter counts on every model-parallel rank, and a replicated parameter on model-parallel rank 0 only. A
     tied parameter counts on the first stage that has it.
     """
-    from tds import clip
-
     return clip.is_unique_param(parameter, model_rank)
 
 
@@ -40,8 +37,6 @@ def grad_norm(parameters: Iterable[nn.Parameter] | nn.Parameter, mesh: Mesh | No
     The gradients must already be reduced over the data-parallel ranks. The norm is NaN or Inf if any
     gradient on any rank of the model is NaN or Inf.
     """
-    from tds.param_replicas import replica_squared_norm
-
     mesh = mesh or current_mesh()
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # type: ignore[list-item]
     grads = [p.grad for p in parameters if p.grad is not None]
@@ -62,11 +57,9 @@ def clip_grad_norm(
 
     A max_norm of 0 leaves the gradients unchanged. Raises ValueError for a norm_type other than 2.
     """
-    from tds.clip import clip_by_norm
-
     if norm_type != 2:
         raise ValueError(f"norm_type={norm_type} is not supported: only the 2-norm of gradients can be clipped")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)  # type: ignore[list-item]
     norm = grad_norm(parameters, mesh)
-    clip_by_norm(parameters, norm, max_norm)
+    clip.clip_by_norm(parameters, norm, max_norm)
     return norm
