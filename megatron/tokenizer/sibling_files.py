@@ -41,8 +41,13 @@ def read_tokenizer_config(path: Path) -> dict[str, Any]:
 
     Raises ValueError if the file does not contain a JSON object.
     """
-    config_path = path.with_name(SETTINGS)
-    return read_object(config_path) if config_path.is_file() else {}
+    return _read_beside(path, SETTINGS)
+
+
+def _read_beside(path: Path, name: str) -> dict[str, Any]:
+    """Return the content of the file `name` next to `path`, or {} if the file does not exist."""
+    file = path.with_name(name)
+    return read_object(file) if file.is_file() else {}
 
 
 def read_token_name(path: Path, key: str) -> str | None:
@@ -71,9 +76,8 @@ def read_roles(path: Path) -> dict[str, Any]:
     As in transformers, special_tokens_map.json overrides a tokenizer_config.json without added_tokens_decoder.
     """
     settings = read_tokenizer_config(path)
-    map_file = path.with_name(TOKENS_MAP)
-    if "added_tokens_decoder" not in settings and map_file.is_file():
-        settings |= read_object(map_file)
+    if "added_tokens_decoder" not in settings:
+        settings |= _read_beside(path, TOKENS_MAP)
     return {key: token for key, token in settings.items() if key.endswith("_token")}
 
 
@@ -138,8 +142,7 @@ def read_added_tokens(path: Path) -> dict[str, int]:
 
     Raises TokenizerError if added_tokens_decoder in tokenizer_config.json is malformed.
     """
-    added_file = path.with_name("added_tokens.json")
-    added = dict(read_object(added_file)) if added_file.is_file() else {}
+    added = _read_beside(path, "added_tokens.json")
     listed = read_tokenizer_config(path).get("added_tokens_decoder") or {}
     malformed = TokenizerError(f"{path.with_name(SETTINGS)}: added_tokens_decoder must map ids to tokens")
     if not isinstance(listed, dict):
@@ -178,14 +181,8 @@ def read_generation_config(path: Path) -> dict[str, Any]:
     generation_path = path.with_name(GENERATION)
     if generation_path.is_file():
         return read_object(generation_path)
-    config = _read_model_config(path)
+    config = _read_beside(path, "config.json")
     return {key: config[key] for key in GENERATION_KEYS if config.get(key) is not None}
-
-
-def _read_model_config(path: Path) -> dict[str, Any]:
-    """Return the content of config.json next to `path`, or {} if the file does not exist."""
-    config_path = path.with_name("config.json")
-    return read_object(config_path) if config_path.is_file() else {}
 
 
 def read_tokenizer_class(path: Path) -> str:
@@ -194,7 +191,7 @@ def read_tokenizer_class(path: Path) -> str:
     tokenizer_config.json takes precedence over config.json. If neither file names a class, the default class of the
     model_type in config.json is returned.
     """
-    config = _read_model_config(path)
+    config = _read_beside(path, "config.json")
     default_class = DEFAULT_CLASSES.get(str(config.get("model_type")))
     listed_class = read_tokenizer_config(path).get("tokenizer_class")
     class_name = listed_class or config.get("tokenizer_class") or default_class
@@ -203,15 +200,14 @@ def read_tokenizer_class(path: Path) -> str:
 
 def read_token_ids(path: Path) -> dict[str, Any]:
     """Return the entries of config.json that name token ids, such as bos_token_id."""
-    content = _read_model_config(path)
+    content = _read_beside(path, "config.json")
     return {key: content[key] for key in TOKEN_ID_KEYS if key in content}
 
 
 def read_eos_ids(path: Path) -> int | list[int] | None:
     """Return eos_token_id from generation_config.json, else from config.json, else None."""
     for name in (GENERATION, "config.json"):
-        file = path.with_name(name)
-        eos_ids: int | list[int] | None = read_object(file).get("eos_token_id") if file.is_file() else None
+        eos_ids: int | list[int] | None = _read_beside(path, name).get("eos_token_id")
         if eos_ids is not None:
             return eos_ids
     return None
