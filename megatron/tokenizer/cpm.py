@@ -132,7 +132,6 @@ class CpmVocabTokenizer(_CpmBase):
         self.name = tokenizer_name("cpm-vocab", cut_with)
         content = Path(vocab_file).read_bytes()
         vocabulary = read_vocabulary(vocab_file, content)
-        self._vocabulary = vocabulary
         self._cut = segmenter(cut_with)
         self.vocab_size = max(vocabulary.values()) + 1
         if EOD not in vocabulary:

@@ -19,7 +19,7 @@ import importlib.util
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,16 +51,11 @@ def segmenter(kind: str = "jieba") -> Cut:
     for name in packages:
         if not importlib.util.find_spec(name):
             raise TokenizerError(f"this tokenizer needs the package {name} to split words: {pip_install(name)}")
-    loaded: list[Cut] = []
-
-    def cut(text: str) -> str:
-        if not loaded:  # jieba is loaded on first use: it takes a second, and many processes never segment a text
-            loaded.append(_load_cut(kind))
-        return loaded[0](text)
-
-    return cut
+    # jieba is loaded on first use: it takes a second, and many processes never segment a text.
+    return lambda text: _load_cut(kind)(text)
 
 
+@cache
 def _load_cut(kind: str) -> Cut:
     jieba = _load_jieba()
     if kind == "rjieba":
@@ -68,7 +63,7 @@ def _load_cut(kind: str) -> Cut:
     return lambda text: SEPARATOR.join(jieba.cut(text))
 
 
-@lru_cache(maxsize=1)
+@cache
 def _load_jieba() -> Any:
     import jieba
 
