@@ -82,8 +82,8 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, lambda *_: self._add_request(StopSignal.SAVE_AND_STOP))
-            signal.signal(signal.SIGUSR1, lambda *_: self._add_request(StopSignal.SAVE))
+            signal.signal(signal.SIGTERM, lambda *_: self.ask(StopSignal.SAVE_AND_STOP))
+            signal.signal(signal.SIGUSR1, lambda *_: self.ask(StopSignal.SAVE))
             if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # if SIGINT is ignored, the launcher handles Ctrl-C
                 signal.signal(signal.SIGINT, self._interrupt)
         return self
@@ -99,16 +99,13 @@ class StopSignals:
 
     def ask(self, request: StopSignal) -> None:
         """Make a request, as if a signal had come."""
-        self._add_request(request)
-
-    def _add_request(self, request: StopSignal) -> None:
         self._request = max(self._request, request)
 
     def _interrupt(self, _: int, __: FrameType | None) -> None:
         now = time.monotonic()
         if self._interrupted is None:
             self._interrupted = now
-            self._add_request(StopSignal.SAVE_AND_STOP)
+            self.ask(StopSignal.SAVE_AND_STOP)
             _print_in_handler("Ctrl-C: the run saves after this iteration and ends; press Ctrl-C again to end at once")
         elif now - self._interrupted > ONE_REQUEST_SECONDS:
             _print_in_handler("second Ctrl-C: the run ends at once, without saving")
