@@ -66,9 +66,7 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         if self.num_stages == 1:
             self.chunks = 1  # a single stage has nothing to interleave
         self.cuts = choose_cuts(self, method)
-        self.bounds = list(pairwise(self.cuts))[
-            self.stage_id :: self.num_stages
-        ]  # e.g. groups 1, 5, 9 on stage 1 of 4
+        self.bounds = list(pairwise(self.cuts))[self.stage_id :: self.num_stages]  # e.g. groups 1, 5, 9 on stage 1 of 4
         self.indices: list[int] = []
         self.chunk_slices: list[tuple[int, int]] = []  # range of each chunk in this stage's list of layers
         for start, stop in self.bounds:
