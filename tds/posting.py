@@ -28,6 +28,7 @@ from .schedule import (
     ScheduleError,
     SendActivation,
     SendGrad,
+    make_plan,
     num_chunks,
 )
 
@@ -180,5 +181,5 @@ def plan_of_stage(
     """
     if not posts_at_passes:
         return StagePlan(list(schedule(stage, stages, micros)), {})
-    plan = [list(schedule(each, stages, micros)) for each in range(stages)]
+    plan = make_plan(schedule, stages, micros)
     return StagePlan(plan[stage], simulate_posting(plan, dynamic)[stage])

@@ -76,6 +76,11 @@ def num_chunks(plan: Plan) -> int:
     return 1 + max((each.chunk for stage in plan for each in stage), default=0)
 
 
+def make_plan(schedule: Schedule, stages: int, micros: int) -> Plan:
+    """Return the instructions of all stages in a step of `micros` micro-batches."""
+    return [list(schedule(stage, stages, micros)) for stage in range(stages)]
+
+
 class ScheduleError(ValueError):
     """A schedule that is incomplete or deadlocks; the message names stage and instruction."""
 

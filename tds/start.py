@@ -17,7 +17,7 @@ from .distributed_optimizer import DistributedOptimizer
 from .groups import gather_objects
 from .messages import error_text, setting_advice
 from .queues import has_message_queues, receives_ahead
-from .schedule import Backward, BackwardInput, Plan, Schedule, ScheduleError, find_schedule, forward_only
+from .schedule import Backward, BackwardInput, Plan, Schedule, ScheduleError, find_schedule, forward_only, make_plan
 from .timetable import check_plan
 
 
@@ -60,20 +60,17 @@ def prove_no_deadlock(schedule: Schedule, engine: Any, chunks: int) -> None:
         dynamic=engine.dynamic_shape,
         device_waits=has_queues,
     )
-    plan = _make_plan(schedule, engine)
+    stages = engine.num_stages
+    micros = engine.micro_batches
+    plan = make_plan(schedule, stages, micros)
     kinds = {type(each) for each in plan[0]}
     if kinds.isdisjoint((Backward, BackwardInput)):
         raise ScheduleError("the schedule has no backward pass, so nothing would be learned")
     if BackwardInput in kinds:
         _refuse_recomputation(engine)
         keep_saved_tensors()
-    _check_for_deadlocks(plan, engine.micro_batches, rules)
-    _check_for_deadlocks(_make_plan(partial(forward_only, chunks=chunks), engine), engine.micro_batches, rules)
-
-
-def _make_plan(schedule: Schedule, engine: Any) -> Plan:
-    stages = engine.num_stages
-    return [list(schedule(stage, stages, engine.micro_batches)) for stage in range(stages)]
+    _check_for_deadlocks(plan, micros, rules)
+    _check_for_deadlocks(make_plan(partial(forward_only, chunks=chunks), stages, micros), micros, rules)
 
 
 def _refuse_recomputation(engine: Any) -> None:

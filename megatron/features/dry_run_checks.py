@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tds.schedule import ScheduleError, find_schedule
+from tds.schedule import ScheduleError, find_schedule, make_plan
 from tds.timetable import check_plan
 
 from ..checkpointing import CheckpointReader, find_start
@@ -133,7 +133,7 @@ def _check_schedule(config: Config) -> None:
         # This many micro-batches fill the pipeline, repeat its steady state and empty it.
         micros = min(micros, 4 * stages)
     try:
-        check_plan([list(schedule(stage, stages, micros)) for stage in range(stages)], micros)
+        check_plan(make_plan(schedule, stages, micros), micros)
     except ScheduleError as error:
         raise ValueError(f"--pipeline-schedule {layout.pipeline_schedule}: {error}") from None
     print_rank_0(
