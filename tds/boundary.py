@@ -104,7 +104,7 @@ def _legacy_declaration(model: Any) -> Declared:
     kinds = lists.get("_input_type") or ["float"] * count
     grads = lists.get("_input_grad") or [kind == "float" for kind in kinds]
     splits = lists.get("_input_pipe_partitioned") or [False] * count
-    names = [f"tensor {i}" for i in range(count)]
+    names = map("tensor {}".format, range(count))
     return tuple(map(Boundary, names, kinds, grads, splits))
 
 

@@ -91,7 +91,7 @@ def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
 
 
 def apply_on_axis(x: Tensor, axis: Axis | None, forward: AxisFunction, backward: AxisFunction) -> Tensor:
-    """Call `apply_collective`, by default on the model-parallel ranks; return `x` itself on an axis of one rank."""
+    """Call `apply_collective` on x [...], by default over the model-parallel ranks; return x on an axis of one rank."""
     axis = axis or current_mesh().model
     if axis.size == 1:
         return x
