@@ -86,9 +86,15 @@ HOMES = {
     ("megatron.package_info", "__version__"): "megatron",
 }
 _INDEXED = "megatron.data.indexed_dataset.IndexedDataset(prefix)"
-_CASTS = "tds.initialize casts a model as --precision says"
-_WRAPS = "tds.initialize wraps an optimizer as --precision says"
 _METRICS = "--tensorboard writes events; metrics.jsonl has all numbers"
+_FP16 = {
+    "FP16_Module": "tds.initialize casts a model as --precision says",
+    "FP16_Optimizer": "tds.initialize wraps an optimizer as --precision says",
+}
+_TRANSFORMER = {
+    "ParallelSelfAttention ParallelTransformer ParallelTransformerLayer ParallelTransformerLayerPipe "
+    "Seq2SeqParallelTransformer bias_dropout_add get_bias_dropout_add": _LAYERS,
+}
 # Module of CPM-Pretrain -> names without an identical counterpart, separated by spaces -> their replacement.
 _COUNTERPARTS = {
     "megatron": {
@@ -129,14 +135,8 @@ _COUNTERPARTS = {
         "DistributedBatchSampler": "megatron.data.sampler.ConsecutiveSampler",
         "RandomSampler": "megatron.data.sampler.ConsecutiveSampler; data sets shuffle by --seed",
     },
-    "megatron.fp16": {
-        "FP16_Module": _CASTS,
-        "FP16_Optimizer": _WRAPS,
-    },
-    "megatron.fp16.fp16": {
-        "FP16_Module": _CASTS,
-        "FP16_Optimizer": _WRAPS,
-    },
+    "megatron.fp16": _FP16,
+    "megatron.fp16.fp16": _FP16,
     "megatron.fp16.fp16util": {
         "BN_convert_float FP16Model convert_module convert_network master_params_to_model_params "
         "model_grads_to_master_grads network_to_half prep_param_lists tofp16": "--precision fp16 converts weights "
@@ -184,14 +184,8 @@ _COUNTERPARTS = {
         "TransformerSeq2SeqLanguageModel get_language_model get_seq2seq_language_model": _LAYERS,
         "parallel_lm_logits": "VocabParallelEmbedding.logits(hidden)",
     },
-    "megatron.model.transformer": {
-        "ParallelSelfAttention ParallelTransformer ParallelTransformerLayer ParallelTransformerLayerPipe "
-        "Seq2SeqParallelTransformer bias_dropout_add get_bias_dropout_add": _LAYERS,
-    },
-    "megatron.model.transformer_seq2seq": {
-        "ParallelSelfAttention ParallelTransformer ParallelTransformerLayer ParallelTransformerLayerPipe "
-        "Seq2SeqParallelTransformer bias_dropout_add get_bias_dropout_add": _LAYERS,
-    },
+    "megatron.model.transformer": _TRANSFORMER,
+    "megatron.model.transformer_seq2seq": _TRANSFORMER,
     "megatron.mpu.random": {
         "init_checkpointed_activations_memory_buffer reset_checkpointed_activations_memory_buffer": _BUFFERS,
     },
@@ -232,10 +226,9 @@ COUNTERPARTS = {
     for names, advice in table.items()
     for name in names.split()
 }
-_REMOVED = {tuple(name.rsplit(".", 1)) for name in GONE_MODULES}  # (package, module)
-_SUBMODULES = {tuple(name.rsplit(".", 1)) for name in MODULES}  # (package, module)
-_KNOWN = {*HOMES, *COUNTERPARTS, *_REMOVED, *_SUBMODULES}
-_OWNERS = {module for module, _ in (*HOMES, *COUNTERPARTS, *_REMOVED, *_SUBMODULES)}
+_SUBMODULES = {tuple(name.rsplit(".", 1)) for name in (*GONE_MODULES, *MODULES)}  # (package, module)
+_KNOWN = {*HOMES, *COUNTERPARTS, *_SUBMODULES}
+_OWNERS = {module for module, _ in _KNOWN}
 _EXTENDED = _OWNERS - MODULES.keys() - {"megatron"}
 
 
@@ -280,7 +273,7 @@ class _Finder(MetaPathFinder):
             )
         if name in MODULES:
             is_package = any(each.startswith(f"{name}.") for each in MODULES)
-            return ModuleSpec(name, _NamesLoader(name), is_package=is_package)
+            return ModuleSpec(name, _NamesLoader(), is_package=is_package)
         if name not in _EXTENDED:
             return None
         # The other finders find this project's module, and its loader then also adds the names.
@@ -296,14 +289,8 @@ class _Finder(MetaPathFinder):
 class _NamesLoader(Loader):
     """Loader of a module of CPM-Pretrain, which resolves each of the module's names on first use."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
     def exec_module(self, module: ModuleType) -> None:
-        name = self._name
+        name = module.__name__
         module.__getattr__ = lambda attribute: resolve_name(name, attribute)  # type: ignore[method-assign]
         home = MODULES[name]
         if home is not None:  # for `import *`
@@ -339,10 +326,11 @@ class _ExtendedLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)
+        names = vars(module)
         if module.__name__ == "megatron.data.gpt2_dataset":
-            build: Any = vars(module)["build_train_valid_test_datasets"]
-            vars(module)["build_train_valid_test_datasets"] = _with_original_keywords(build)
-        own_getattr = module.__dict__.get("__getattr__")
+            build = names["build_train_valid_test_datasets"]
+            names["build_train_valid_test_datasets"] = _with_original_keywords(build)
+        own_getattr = names.get("__getattr__")
 
         def get_attribute(name: str) -> Any:
             # A module's own __getattr__ answers for all names that are in none of the tables.
