@@ -33,7 +33,8 @@ MEGATRON: Mapping[str, Any] = {
     "min_lr": 0.0, "lr_decay_style": "linear", "warmup": 0.0, "seed": 1234, "split": "969,30,1", "router_aux_loss": 0.0,
 }  # fmt: skip
 MUON = {"muon_momentum": 0.9, "muon_nesterov": False}
-_DEFAULTS = {f.name: f.default for _, _, f in settings()}
+# Setting -> default of this project, which the scripts of single families override.
+USUAL = {f.name: f.default for _, _, f in settings()}
 
 
 def notes(config: Config, foreign: Container[str], given: set[str], defaults: Mapping[str, Any]) -> list[str]:
@@ -42,7 +43,7 @@ def notes(config: Config, foreign: Container[str], given: set[str], defaults: Ma
     foreign: the flags of other frameworks on the command line. given: names of the settings that the user has decided.
     defaults: those of the entry script, which has decided those that are not the usual ones of its family.
     """
-    usual = {**_DEFAULTS, **DEFAULTS.get(defaults.get("family", ""), {})}
+    usual = {**USUAL, **DEFAULTS.get(defaults.get("family", ""), {})}
     # Values that the script has changed count as given, as the user has chosen the script.
     given = given | {name for name, value in defaults.items() if usual.get(name) != value}
     notes_found = []
@@ -70,7 +71,7 @@ def notes(config: Config, foreign: Container[str], given: set[str], defaults: Ma
 
 def _undecided(config: Config, foreign: Container[str], given: Container[str]) -> dict[str, Any]:
     """Return the settings that are not `given` and differ from Megatron-LM's defaults, with Megatron-LM's values."""
-    defaults = {**_DEFAULTS, **DEFAULTS[config.model.family or "gpt2"]}
+    defaults = {**USUAL, **DEFAULTS[config.model.family or "gpt2"]}
     megatron_values = dict(MEGATRON)
     # Megatron-LM's tanh form of GELU is fused with a bias.
     has_no_bias = "hidden_bias" in given and not config.model.hidden_bias

@@ -8,15 +8,14 @@ from typing import Any
 
 from megatron.config.fields import flag
 from megatron.config.messages import format_flag
-from megatron.config.sections import Config, settings
+from megatron.config.sections import Config
 from megatron.config.source import Change, Source
 from megatron.json_text import brief
 
 from .core import BALANCING, EXPERT_BIAS, with_expert_bias
+from .defaults import USUAL
 from .outcomes import ByValue, Depends, NoEffect, Outcome, Refused, Translated
 from .table import FLAGS, IMPLIED, VALUES
-
-_DEFAULTS = {f.name: f.default for _, _, f in settings()}
 
 BOOLEAN_WORDS = {"true": True, "false": False}  # some launchers write these words after a flag that takes no value
 Settings = dict[str, Any]  # name of a setting -> value
@@ -102,7 +101,7 @@ def suggest_flag(name: str, ours: Iterable[str], all_foreign: bool = True) -> st
 
 def _flags_for(theirs: str) -> set[str]:
     """Return the flags of this project that replace a foreign flag; {""} if there are none, so that no flag matches."""
-    return {flag(each) for each in settings_for(theirs[2:].replace("-", "_"))} or {""}
+    return {flag(each) for each in settings_for(_underlined(theirs)[2:])} or {""}
 
 
 def _suggest_replacement(theirs: str, ours: Iterable[str], given: str) -> str:
@@ -192,7 +191,7 @@ class Translation(Source):
             for name in (EXPERT_BIAS, BALANCING):
                 if name in remaining:
                     typed.append(format_flag(name, remaining.pop(name)))
-            self._add_outcome(" ".join(typed), value=None, outcome=translation)  # its settings are constants
+            self._add_settings(" ".join(typed), None, translation)  # its settings are constants
         if flags.get("--group-query-attention") is False and remaining.pop("--num-query-groups", None):
             self.notes.append("--num-query-groups has no effect without grouped-query attention")
         for name, value in remaining.items():
@@ -239,7 +238,7 @@ class Translation(Source):
                 note = outcome.note if implied else ""
                 self.notes.append(_translation_note(typed, {**new_settings, **implied}, note))
             else:
-                used = [format_flag(flag(name), values.get(name, _DEFAULTS[name])) for name in outcome.implied]
+                used = [format_flag(flag(name), values.get(name, USUAL[name])) for name in outcome.implied]
                 self.notes.append(f"{typed} has no effect: the run uses {' and '.join(used)}")
             all_implied |= implied
         for name, outcome in self._ignored:
@@ -264,14 +263,11 @@ class Translation(Source):
         return config
 
     def _translate(self, name: str, value: Any, outcome: Outcome) -> Settings:
+        """Add the outcome of a flag to values, notes or problems; return the new settings."""
         typed = f"{name} False" if value is False else brief(format_flag(name, value), 300)
         if isinstance(outcome, ByValue):
             # The keys of the table are texts, but a flag without a value has the value True.
             outcome = outcome.values.get(str(value)) or _refusal(outcome)
-        return self._add_outcome(typed, value, outcome)
-
-    def _add_outcome(self, typed: str, value: Any, outcome: Outcome) -> Settings:
-        """Add the outcome of a flag to values, notes or problems; return the new settings. typed: the flag as typed."""
         if isinstance(outcome, Refused):
             self.problems.append(f"{typed} is not accepted: {outcome.advice}")
         elif isinstance(outcome, NoEffect):
@@ -281,7 +277,10 @@ class Translation(Source):
         return {}
 
     def _add_settings(self, typed: str, value: Any, outcome: Translated) -> Settings:
-        """Set the settings to which a flag translates and return them; {} if another value is given for one of them."""
+        """Set the settings to which a flag translates and return them; {} if another value is given for one of them.
+
+        typed: the flag as typed.
+        """
         # A rule is a constant, or a function of the value that the user gave.
         new_settings = {}
         for setting, rule in outcome.settings.items():
@@ -306,9 +305,9 @@ def _implied_settings(outcome: Translated, values: Mapping[str, Any]) -> Setting
     """Return the settings that `outcome.implied` lists: those that still have their default in `values`."""
     implied = {}
     for setting, value in outcome.implied.items():
-        default = _DEFAULTS[setting]
+        default = USUAL[setting]
         if callable(value):
-            value = value({**_DEFAULTS, **values})
+            value = value({**USUAL, **values})
         # The user has not changed the setting, and the implied value is not its default anyway.
         if values.get(setting, default) == default != value:
             implied[setting] = value
