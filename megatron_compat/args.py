@@ -7,6 +7,31 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.command_line import HOME, RENAMED, nearest
 
+
+def _on_cuda() -> bool:
+    from megatron.ranks import device
+
+    return device.current_device().type == "cuda"
+
+
+def _params_dtype(args: "Args") -> Any:
+    """Return the dtype of the weights in the forward pass."""
+    import torch
+
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+    return dtypes.get(args.number_format, torch.float32)
+
+
+def _padded_vocab_size(args: "Args") -> int:
+    from megatron import mpu
+
+    model = args.config.model
+    ranks = args.config.parallel.model_parallel_size
+    if model.vocab_size is None:
+        raise AttributeError("args.padded_vocab_size is unknown until the tokenizer is loaded")
+    return mpu.padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, ranks)
+
+
 # Attributes of CPM-Pretrain that are False in every run.
 _OFF = (
     "adlr_autoresume apply_query_key_layer_scaling apply_residual_connection_post_layernorm "
@@ -35,8 +60,8 @@ ATTRIBUTES: dict[str, Callable[["Args"], Any]] = {
     "local_rank": lambda args: int(os.environ.get("LOCAL_RANK", "0")),
     "openai_gelu": lambda args: args.activation == "gelu-tanh",
     "override_lr_scheduler": lambda args: args.override_lr_schedule,
-    "padded_vocab_size": lambda args: _padded_vocab_size(args),
-    "params_dtype": lambda args: _params_dtype(args),
+    "padded_vocab_size": _padded_vocab_size,
+    "params_dtype": _params_dtype,
     "rank": lambda args: int(os.environ.get("RANK", "0")),
     "use_checkpoint_lr_scheduler": lambda args: not args.override_lr_schedule,
     "world_size": lambda args: int(os.environ.get("WORLD_SIZE", "1")),
@@ -95,27 +120,3 @@ class Args:
 
     def __dir__(self) -> list[str]:
         return sorted([*HOME, *self.own, "config"])
-
-
-def _on_cuda() -> bool:
-    from megatron.ranks import device
-
-    return device.current_device().type == "cuda"
-
-
-def _params_dtype(args: Args) -> Any:
-    """Return the dtype of the weights in the forward pass."""
-    import torch
-
-    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-    return dtypes.get(args.number_format, torch.float32)
-
-
-def _padded_vocab_size(args: Args) -> int:
-    from megatron import mpu
-
-    model = args.config.model
-    ranks = args.config.parallel.model_parallel_size
-    if model.vocab_size is None:
-        raise AttributeError("args.padded_vocab_size is unknown until the tokenizer is loaded")
-    return mpu.padded_vocab_size(model.vocab_size, model.make_vocab_size_divisible_by, ranks)

@@ -7,14 +7,17 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 
-def _settings(data_prefix: Any, splits_string: str, seed: int, **lengths: Any) -> Any:
-    """Return the settings of the run, with the data flags replaced by the arguments of a data-set builder."""
+def _datasets(task: Any, tokenizer: Any, data_prefix: Any, values: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the data sets of a task, whose settings are those of the run with the arguments of a data-set builder."""
     from megatron.config.command_line import with_values
+    from megatron.ranks.rank_0 import print_notes
     from megatron.training.global_vars import get_args
 
     prefixes = (data_prefix,) if isinstance(data_prefix, str) else tuple(data_prefix)
-    values = {"data_path": prefixes, "split": splits_string, "seed": seed, **lengths}
-    return with_values(get_args().config, values)
+    config = with_values(get_args().config, {"data_path": prefixes, **values})
+    datasets, notes = task.datasets(config, tokenizer)
+    print_notes(notes)
+    return tuple(datasets)
 
 
 def gpt2_datasets(
@@ -30,14 +33,15 @@ def gpt2_datasets(
 
     An empty data set is returned as None.
     """
-    from megatron.ranks.rank_0 import print_notes
     from megatron.tasks.gpt2 import GPT2
     from megatron.training.global_vars import get_tokenizer
 
-    config = _settings(data_prefix, splits_string, seed, seq_length=seq_length)
-    datasets, notes = GPT2().datasets(config, get_tokenizer())
-    print_notes(notes)
-    return datasets
+    values = {
+        "split": splits_string,
+        "seed": seed,
+        "seq_length": seq_length,
+    }
+    return _datasets(GPT2(), get_tokenizer(), data_prefix, values)
 
 
 def build_train_valid_test_datasets(
@@ -58,12 +62,15 @@ def build_train_valid_test_datasets(
     CPM-Pretrain and consists of PREFIX_context, PREFIX_target and PREFIX_target_offset.
     The last three arguments are ignored: any number of samples can be read, and files are always memory-mapped.
     """
-    from megatron.ranks.rank_0 import print_notes
     from megatron.tasks.t5 import T5
 
-    config = _settings(data_prefix, splits_string, seed, enc_seq_length=enc_seq_length, dec_seq_length=dec_seq_length)
-    datasets, notes = T5().datasets(config, tokenizer)
-    print_notes(notes)
+    values = {
+        "split": splits_string,
+        "seed": seed,
+        "enc_seq_length": enc_seq_length,
+        "dec_seq_length": dec_seq_length,
+    }
+    datasets = _datasets(T5(), tokenizer, data_prefix, values)
     return tuple(None if dataset is None else T5Samples(dataset) for dataset in datasets)
 
 

@@ -50,7 +50,7 @@ def get_masks_and_position_ids_for_t5(
     has_label = labels != tokenizer.pad_id
     encoder_ids = _document_ids(ctx_eod_mask != 0, contexts == tokenizer.pad_id)
     decoder_ids = _document_ids(is_end, ~has_label & (targets == tokenizer.pad_id))
-    if reset_attention_mask and bool((encoder_ids.amax(1) < decoder_ids.amax(1)).any()):
+    if reset_attention_mask and (encoder_ids.amax(1) < decoder_ids.amax(1)).any():
         raise ValueError(
             "--reset-attention-mask: the decoder has more documents than the encoder; mask the corpus with "
             "--span-convention cpm, so that a document ends in the encoder and in the decoder of the same sample"
@@ -59,12 +59,11 @@ def get_masks_and_position_ids_for_t5(
     if not reset_attention_mask:
         encoder_ids = encoder_ids.clamp(max=1)
         decoder_ids = decoder_ids.clamp(max=1)
-    masks = _t5_masks(encoder_ids, decoder_ids)
     positions_of = positions_in_documents if reset_position_ids else _sequence_positions
     encoder_positions = positions_of(encoder_ids)
     decoder_positions = positions_of(decoder_ids)
     loss_mask = (~is_end & has_label).float()
-    encoder, decoder, cross = (mask.float() for mask in masks)
+    encoder, decoder, cross = (mask.float() for mask in _t5_masks(encoder_ids, decoder_ids))
     return encoder, encoder_positions, decoder, decoder_positions, cross, loss_mask
 
 
@@ -106,7 +105,7 @@ def decoder_documents(mask: Tensor, tokens: Tensor) -> Tensor:
     allowed = ~mask
     ids = _group_rows(allowed)
     expected = document_mask(ids, causal=True)
-    _check_equal("attention mask", allowed, expected)
+    _check_equal("attention", allowed, expected)
     if not (ids > 1).any():
         return no_documents(tokens.device)
     return ids.short().expand(tokens.shape)
@@ -130,10 +129,9 @@ def t5_documents(given: T5Masks) -> tuple[Tensor, Tensor]:
     # several documents, gets id 0: its document is not in the encoder.
     decoder_ids = attended_ids.masked_fill(sees_all & has_several, 0)
     expected = _t5_masks(encoder_ids, decoder_ids)
-    names = ("encoder mask", "decoder mask", "cross mask")
-    for name, ours, theirs in zip(names, expected, given, strict=True):
+    for name, ours, theirs in zip(T5Masks._fields, expected, given, strict=True):
         _check_equal(name, theirs != 0, ours)
-    if bool((encoder_ids == 1).all()) and bool((decoder_ids == 1).all()):
+    if (encoder_ids == 1).all() and (decoder_ids == 1).all():
         return no_documents(encoder.device), no_documents(encoder.device)
     return encoder_ids.short(), decoder_ids.short()
 
@@ -169,6 +167,6 @@ def _check_equal(name: str, given: Tensor, expected: Tensor | None) -> None:
         return
     sample, _, query, key = (given != expected).nonzero()[0].tolist()
     raise ValueError(
-        f"the {name} cannot be expressed by document ids: first mismatch in sample {sample}, where token {query} "
-        f"{'attends' if bool(given[sample, 0, query, key]) else 'does not attend'} to token {key}; {ADVICE}"
+        f"the {name} mask cannot be expressed by document ids: first mismatch in sample {sample}, where token {query} "
+        f"{'attends' if given[sample, 0, query, key] else 'does not attend'} to token {key}; {ADVICE}"
     )
