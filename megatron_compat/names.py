@@ -281,7 +281,8 @@ class _Finder(MetaPathFinder):
             spec = None if finder is self else finder.find_spec(name, path, target)
             if spec:
                 if spec.loader is not None:
-                    spec.loader = _ExtendedLoader(spec.loader)
+                    loader: Any = _ExtendedLoader(spec.loader)
+                    spec.loader = loader
                 return spec
         return None
 
@@ -311,18 +312,17 @@ def _with_original_keywords(build: Callable[..., Any]) -> Callable[..., Any]:
     return build_either
 
 
-class _ExtendedLoader(Loader):
-    """Loader of a module of this project, which adds CPM-Pretrain's names to the module."""
+class _ExtendedLoader:
+    """Loader of a module of this project, which adds CPM-Pretrain's names to the module.
+
+    inner: the loader that does everything else.
+    """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self._inner.create_module(spec)
-        return module
 
     def exec_module(self, module: ModuleType) -> None:
         self._inner.exec_module(module)

@@ -80,13 +80,12 @@ class ScriptTask(FunctionsTask):
         # Defaults of the script take precedence over those of its family.
         fallback = DEFAULTS[self.family] if self.family else {}
         values = {**fallback, **defaults}
-        task_name = self.family or name
         super().__init__(
             datasets_provider,
             model_provider,
             forward_step,
             values,
-            task_name,
+            self.family or name,
             None,
             tokenizer_provider,
         )

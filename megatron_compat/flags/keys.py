@@ -8,17 +8,17 @@ _ACTIVATIONS = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh"), Translated({"activation": "gelu-tanh"})),
     "relu": Translated({"activation": "relu"}),
 }
+GLOBAL_BATCH = Depends(accumulation, "--gas, computed from --batch-size and the number of replicas")
+WARMUP_ITERATIONS = Depends(warmup_iterations, "--warmup, computed as a fraction of --lr-decay-iters")
 _NO_ACTIVATION = Refused("this activation is not supported; see --activation for the supported ones")
 
 ROWS = (
     # DeepSpeed
     Row("--train-micro-batch-size-per-gpu", same_value("batch_size"), int),
-    Row(
-        "--train-batch-size", Depends(accumulation, "--gas, computed from --batch-size and the number of replicas"), int
-    ),
+    Row("--train-batch-size", GLOBAL_BATCH, int),
     Row("--gradient-accumulation-steps", same_value("gas"), int),
     Row("--gradient-clipping", same_value("clip_grad"), float),
-    Row("--warmup-num-steps", Depends(warmup_iterations, "--warmup, computed as a fraction of --lr-decay-iters"), int),
+    Row("--warmup-num-steps", WARMUP_ITERATIONS, int),
     Row("--steps-per-print", same_value("log_interval"), int),
     # Hugging Face
     Row("--num-hidden-layers --n-layer --n-layers", same_value("num_layers"), int),

@@ -11,7 +11,6 @@ from typing import Any
 from . import core as foreign_core
 from . import keys as foreign_keys
 from .dependent import (
-    accumulation,
     fp32_sums,
     gated_width,
     in_samples,
@@ -20,7 +19,6 @@ from .dependent import (
     query_key_norms,
     rampup,
     virtual_pipeline,
-    warmup_iterations,
     warmup_samples,
     warmup_tokens,
     window_size,
@@ -60,11 +58,7 @@ def counted_from_1(words: Any) -> list[str]:
 MEGATRON = (
     # layout and batch
     Row("--micro-batch-size", same_value("batch_size"), int),
-    Row(
-        "--global-batch-size",
-        Depends(accumulation, "--gas, computed from --batch-size and the number of replicas"),
-        int,
-    ),
+    Row("--global-batch-size", foreign_keys.GLOBAL_BATCH, int),
     Row(
         "--rampup-batch-size",
         Depends(rampup, "--batch-size-schedule, computed from the three numbers and the global batch size"),
@@ -269,7 +263,7 @@ MEGATRON = (
         int,
     ),
     Row("--lr-warmup-fraction", same_value("warmup"), float),
-    Row("--lr-warmup-iters", Depends(warmup_iterations, "--warmup, computed as a fraction of --lr-decay-iters"), int),
+    Row("--lr-warmup-iters", foreign_keys.WARMUP_ITERATIONS, int),
     Row(
         "--lr-warmup-samples",
         Depends(warmup_samples, "--warmup, computed as a fraction of --lr-decay-samples"),
