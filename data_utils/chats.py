@@ -1,15 +1,12 @@
 """Preprocessing of conversations (--objective sft) for tools/preprocess_data.py."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from data_utils.chat_encoder import ChatEncoder, ignores_generation_prompt, missing_chatml_tokens
-from data_utils.chat_templates import JinjaTemplate, Piece, Template, load_template
+from data_utils.chat_encoder import ignores_generation_prompt, missing_chatml_tokens
+from data_utils.chat_templates import JinjaTemplate, Template, load_template
 from megatron.tokenizer import Tokenizer
 
 
@@ -91,18 +88,3 @@ def _note_on_blocks(template: JinjaTemplate) -> str:
         "the chat template has no {% generation %} blocks, so the assistant's text and the tokens that end its turns "
         "count in the loss"
     )
-
-
-def encode(
-    encoder: ChatEncoder, conversations: Sequence[tuple[Piece, ...]]
-) -> tuple[NDArray[np.int32], NDArray[np.uint8], NDArray[np.int32]]:
-    """Return (concatenated ids of all conversations, loss mask of these ids, number of tokens of each conversation)."""
-    ids: list[int] = []
-    loss_mask: list[int] = []
-    lengths: list[int] = []
-    for pieces in conversations:
-        new_ids, new_mask = encoder.encode(pieces)
-        ids += new_ids
-        loss_mask += new_mask
-        lengths.append(len(new_ids))
-    return np.array(ids, np.int32), np.array(loss_mask, np.uint8), np.array(lengths, np.int32)

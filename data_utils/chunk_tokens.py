@@ -128,10 +128,15 @@ def _concatenate(sequences: list[NDArray[Any]], dtype: DTypeLike, counts: Sequen
 
 def _encode_conversations(conversations: list[tuple[Piece, ...]]) -> list[PairTokens]:
     """Return the tokens of conversations and the loss mask of these tokens, as two parts."""
-    ids, loss_mask, lengths = chats.encode(_Worker.chat, conversations)
-    dtype = np.dtype(best_dtype(_Worker.tokenizer.vocab_size))
-    ones = np.ones(len(conversations), dtype=np.int32)
-    return [PairTokens(cast_ids(ids, dtype, "the output"), lengths, ones), PairTokens(loss_mask, lengths, ones)]
+    ids: list[NDArray[Any]] = []
+    loss_masks: list[NDArray[Any]] = []
+    for pieces in conversations:
+        new_ids, new_mask = _Worker.chat.encode(pieces)
+        ids.append(np.array(new_ids, np.int32))
+        loss_masks.append(np.array(new_mask, np.uint8))
+    counts = [1] * len(conversations)
+    dtype = best_dtype(_Worker.tokenizer.vocab_size)
+    return [_concatenate(ids, dtype, counts), _concatenate(loss_masks, np.uint8, counts)]
 
 
 def _mask_spans(chunk: Chunk, texts: list[str]) -> list[PairTokens]:

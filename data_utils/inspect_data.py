@@ -232,7 +232,7 @@ def build_parser() -> Parser:
     def add_run_dir(cmd: argparse.ArgumentParser) -> None:
         cmd.add_argument("--run-dir", type=local_path, required=True, help="folder of the run")
 
-    cmd = command("info", info, "summarise a pair", pair=True)
+    command("info", info, "summarise a pair", pair=True)
     cmd = command("verify", verify, "check lengths, boundaries, checksums and ids", pair=True)
     tokenizer_of(cmd, required=False)
     cmd = command("decode", decode, "print documents as text", pair=True)

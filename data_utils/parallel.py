@@ -7,15 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context, parent_process
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron.data.tracker import start_tracker
 
-from .on_ray import ordered_map_on_ray
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-ITEMS_PER_WORKER = 3  # items in flight for each worker
+from .on_ray import ITEMS_PER_PROCESS, Item, Result, ordered_map_on_ray
 
 
 def _initialize_worker(start: Callable[..., None], settings: tuple[Any, ...]) -> None:
@@ -62,7 +58,7 @@ def ordered_map(
             for item in items:
                 pending.append(pool.submit(work, item))
                 # The oldest item first, so that results come in the order of the items.
-                if len(pending) >= workers * ITEMS_PER_WORKER:
+                if len(pending) >= workers * ITEMS_PER_PROCESS:
                     yield pending.popleft().result()
             while pending:
                 yield pending.popleft().result()

@@ -48,14 +48,21 @@ def gpt2_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
     return {"tokens": table}, {"attention": _causal_mask(mask_ids)}
 
 
+def _columns(tokens: Tensor, tokenizer: Tokenizer) -> Columns:
+    """Return the first columns of the table of `tokens` [s]."""
+    return {
+        "index": list(range(len(tokens))),
+        "id": tokens.tolist(),
+        "token": _token_texts(tokens, tokenizer),
+    }
+
+
 def _table(
     tokens: Tensor, labels: Tensor, tokenizer: Tokenizer, loss_mask: Tensor, positions: Tensor, documents: Tensor
 ) -> Columns:
     """Return the token table of a decoder-only model's sample from its tensors [s]."""
     return {
-        "index": list(range(len(tokens))),
-        "id": tokens.tolist(),
-        "token": _token_texts(tokens, tokenizer),
+        **_columns(tokens, tokenizer),
         "next": _token_texts(labels, tokenizer),
         "loss": [int(x) for x in loss_mask],
         "position": positions.tolist(),
@@ -92,15 +99,11 @@ def t5_view(sample: Sample, tokenizer: Tokenizer, config: Any) -> View:
 
     tables: dict[str, Columns] = {
         "encoder": {
-            "index": list(range(len(encoder_ids))),
-            "id": sample["encoder"].tolist(),
-            "token": _token_texts(sample["encoder"], tokenizer),
+            **_columns(sample["encoder"], tokenizer),
             "document": encoder_ids.tolist(),
         },
         "decoder": {
-            "index": list(range(len(decoder_ids))),
-            "id": sample["decoder"].tolist(),
-            "token": _token_texts(sample["decoder"], tokenizer),
+            **_columns(sample["decoder"], tokenizer),
             "label": _token_texts(sample["labels"], tokenizer),
             "loss": loss.tolist(),
             "document": decoder_ids.tolist(),

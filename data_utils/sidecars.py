@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import Config
-from megatron.data.corpus_paths import TRIPLE_PARTS, has_loss_mask
-from megatron.data.corpus_paths import prefixes_of as corpora_of
+from megatron.data.corpus_paths import TRIPLE_PARTS, has_loss_mask, prefixes_of
 from megatron.data.indexed_dataset import LOSS_SUFFIX
 from megatron.json_text import read_json
 from megatron.storage import to_path
@@ -72,7 +71,7 @@ def chat_corpora(config: Config) -> list[tuple[str, dict[str, Any]]]:
     if config.objective != "sft" or not data.names_corpora:
         return []
     corpora = []
-    for prefix in corpora_of(data.paths):
+    for prefix in prefixes_of(data.paths):
         metadata = read_sidecar(prefix)
         if metadata.get("chat_template"):
             corpora.append((prefix, metadata))
