@@ -9,9 +9,7 @@ from pathlib import Path
 
 from data_utils.cli import Parser, local_path, new_figure, run, save_figure
 from megatron.atomic import write_text
-from megatron.checkpointing.relocation import relocated
 from megatron.config import Config
-from megatron.config.command_line import from_file
 from megatron.config.data_stages import parse_stages
 from megatron.config.messages import describe_error
 
@@ -30,23 +28,22 @@ MARKERS = {"train": None, "valid": "o", "test": "D"}  # kind of data -> marker o
 Curve = tuple[str, str, str, str, str | None]  # split, key, label, colour and marker
 
 
-def unigram_baselines(run_dir: Path, config: Row, train: list[Row]) -> dict[str, float]:
+def unigram_baselines(config: Config, train: list[Row]) -> dict[str, float]:
     """Return the unigram entropy of the validation data in nats per token, such as {"validation text": 5.1}.
 
     For a T5, the dict has two entries: one for all target tokens, one for the masked text without sentinels. The dict
     is empty if the entropy cannot be computed.
     """
-    if config["model"]["family"] != "t5":
-        if config["data"]["objective"] == "sft":
+    if not config.is_t5:
+        if config.objective == "sft":
             return {}  # the loss of fine-tuning counts only answers, so the entropy of all tokens is no baseline
         entropy = text_entropy(config)
         return {} if entropy is None else {"validation text": entropy}
     if not train:
         return {}
     # Samples of one iteration times the iterations of an evaluation.
-    samples = samples_per_iteration(train) * config["train"]["eval_iters"]
-    settings = from_file(str(run_dir / "config.json"))
-    entropies = target_entropies(relocated(settings, run_dir), samples)
+    samples = samples_per_iteration(train) * config.train.eval_iters
+    entropies = target_entropies(config, samples)
     return {} if entropies is None else {"targets": entropies.targets, "masked text": entropies.text}
 
 
@@ -140,7 +137,7 @@ def whole_page(runs: Sequence[RunData]) -> str:
 def _read_with_baselines(folder: Path, name: str) -> RunData:
     """Return a run with its unigram baselines. Raises ValueError for a folder that holds no run."""
     run_data = read_run(folder, name)
-    baselines = unigram_baselines(folder, run_data.config.to_dict(), run_data.rows_of("train"))
+    baselines = unigram_baselines(run_data.config, run_data.rows_of("train"))
     return replace(run_data, baselines=baselines)
 
 

@@ -20,30 +20,27 @@ MAX_AXIS_POINTS = 400  # number of points on the axes of a page
 QUIET_SECONDS = 300.0  # a run of another machine without a new row for this many seconds counts as stopped
 
 
-def _read_rows(path: Path) -> list[Row]:
-    """Return the rows of metrics.jsonl. Raises ValueError, with file and line, for a malformed row."""
+def read_metrics(run_dir: Path) -> list[Row]:
+    """Return the rows of metrics.jsonl, with nan for a null loss.
+
+    Raises ValueError for a missing file and, with file and line, for a malformed row.
+    """
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: {run_dir} is not a run directory")
     rows = []
     for line_number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
             row = parse_row(line)
         except RowError as error:
             raise ValueError(f"{path}, line {line_number}: {error}; delete the line") from None
-        if row is not None:
-            rows.append(row)
-    return rows
-
-
-def read_metrics(run_dir: Path) -> list[Row]:
-    """Return the rows of metrics.jsonl, with nan for a null loss. Raises ValueError for a missing or damaged file."""
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist: {run_dir} is not a run directory")
-    rows = _read_rows(path)
-    for row in rows:
+        if row is None:
+            continue
         # metrics.jsonl contains null for a number that is NaN.
         for key in LOSS_KEYS:
             if row.get(key, 0) is None:
                 row[key] = math.nan
+        rows.append(row)
     return rows
 
 

@@ -11,7 +11,7 @@ from tds import timeline
 from tds.schedule import Plan, find_schedule
 from tds.timetable import PASSES, Span, bubble_fraction, simulate_times
 
-from .drawing import last_end
+from .drawing import KIND_NAMES, last_end
 from .iterations import Iteration, iterations
 
 # Sizes in pixels.
@@ -145,8 +145,9 @@ def _bar(span: Span, scale: float, y: int) -> str:
     """Return the SVG of one pass. scale: pixels per second. y: top of the stage's row."""
     x = LEFT + span.begin * scale
     w = (span.end - span.begin) * scale
-    kind = {"F": "forward", "B": "backward", "W": "weight gradients"}[span.kind]
-    tooltip = f"stage {span.stage}, micro-batch {span.micro}, {kind}: {(span.end - span.begin) * 1e3:.2f} ms"
+    tooltip = (
+        f"stage {span.stage}, micro-batch {span.micro}, {KIND_NAMES[span.kind]}: {(span.end - span.begin) * 1e3:.2f} ms"
+    )
     number = f'<text class="in" x="{x + w / 2:.1f}" y="{y + 17}">{span.micro}</text>' if w > 14 else ""
     return (
         f'<g><title>{tooltip}</title><rect class="{span.kind}{span.chunk % 2}" x="{x:.1f}" y="{y}" '

@@ -3,6 +3,7 @@
 The unigram model takes token frequencies from the training data, with add-one smoothing.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class TargetEntropies(NamedTuple):
     text: float
 
 
-def count_tokens(data_path: list[str] | None, split: str, vocab_size: int) -> tuple[Counts, Counts] | None:
+def count_tokens(data_path: Sequence[str] | None, split: str, vocab_size: int) -> tuple[Counts, Counts] | None:
     """Return (counts [vocab_size] of tokens in the training data, the same for the validation data).
 
     Returns None unless the run has exactly one corpus.
@@ -52,12 +53,12 @@ def count_tokens(data_path: list[str] | None, split: str, vocab_size: int) -> tu
     return counts(train), counts(valid)
 
 
-def text_entropy(config: dict[str, Any]) -> float | None:
+def text_entropy(config: Config) -> float | None:
     """Return the unigram loss of the validation text in nats per token.
 
-    Returns None if the run has no validation text or does not have exactly one corpus. config: settings of the run.
+    Returns None if the run has no validation text or does not have exactly one corpus.
     """
-    counts = count_tokens(config["data"]["data_path"], config["data"]["split"], config["model"]["vocab_size"])
+    counts = count_tokens(config.data.data_path, config.data.split, config.model.vocab_size or 0)
     if counts is None:
         return None
     train, valid_counts = counts
@@ -78,7 +79,7 @@ def target_entropies(config: Config, samples: int) -> TargetEntropies | None:
     from megatron.tokenizer import load_tokenizer
 
     tokenizer = T5().extended(config, load_tokenizer(config.data.vocab_file or "", config.data.tokenizer_type))
-    counts = count_tokens(list(config.data.data_path or []), config.data.split, tokenizer.vocab_size)
+    counts = count_tokens(config.data.data_path, config.data.split, tokenizer.vocab_size)
     if counts is None:
         return None
     (train, valid, _), _ = T5().datasets(config, tokenizer)

@@ -111,7 +111,7 @@ class Writer:
         probabilities = logits[0].double().softmax(-1).cpu()[: tokenizer.vocab_size]
         frequencies = None
         scores = probabilities
-        counts = count_tokens(list(self.config.data.data_path or []), self.config.data.split, logits.shape[-1])
+        counts = count_tokens(self.config.data.data_path, self.config.data.split, logits.shape[-1])
         if counts is not None:
             # counts[0] is that of the training text. The 1 is the add-one smoothing.
             token_counts = counts[0]
