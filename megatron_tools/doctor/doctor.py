@@ -11,7 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,18 +55,20 @@ class Examination:
         yield from self._network()
         yield from self._settings()
         yield from self._machine()
-        if self.config is not None and self.has_torch:
+        config = self.config
+        if config is not None and self.has_torch:
             # A layout for a cluster may be checked elsewhere, before there are any data, so their absence is no
             # failure.
-            if self.args.cluster and not self.config.data.names_corpora and self.config.data.vocab_file is None:
+            if self.args.cluster and not config.data.names_corpora and config.data.vocab_file is None:
                 yield warning("data", "no corpus and no tokenizer is given", "give --data-path and --vocab-file")
             else:
-                yield from self._data(self.config)
-            yield from self._size_and_resume(self.config)
+                yield from findings_of("tokenizer", lambda: self._load_tokenizer(config))
+                yield from findings_of("data", lambda: corpora.check_corpora(config, self.tokenizer, self.args.quick))
+            yield from self._size_and_resume(config)
         run_folder = self.run_dir
         if run_folder is not None:
             yield from findings_of("run directory", lambda: run_dir.check_writable(run_folder))
-            yield from findings_of("run lock", lambda: run_dir.check_lock(run_folder, self.config))
+            yield from findings_of("run lock", lambda: run_dir.check_lock(run_folder, config))
         yield from self._hosts()
 
     @property
@@ -128,10 +130,8 @@ class Examination:
         """Read the hostfile, and check names, interfaces, ports and the launcher's variables."""
         if self.args.hostfile:
             yield from network.check_hostfile(self.args.hostfile)
-            try:
+            with suppress(OSError, ValueError):  # reported by the check
                 self.hosts = network.read_hostfile(self.args.hostfile)
-            except (OSError, ValueError):
-                self.hosts = []
             slots = sum(host.slots for host in self.hosts)
             if self.hosts and self.args.ranks and self.args.ranks != slots:
                 yield failed(
@@ -188,10 +188,6 @@ class Examination:
             yield from machine.check_threads(self.ranks_here or self.ranks, on_cpu=not finds_device)
         yield from machine.check_open_files()
         yield from machine.check_shared_memory(workers)
-
-    def _data(self, config: Config) -> Findings:
-        yield from findings_of("tokenizer", lambda: self._load_tokenizer(config))
-        yield from findings_of("data", lambda: corpora.check_corpora(config, self.tokenizer, self.args.quick))
 
     def _load_tokenizer(self, config: Config) -> Findings:
         from megatron.tasks import task_of

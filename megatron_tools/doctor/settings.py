@@ -26,7 +26,7 @@ class RunSettings(NamedTuple):
     fit the number of ranks.
     """
 
-    config: Config | None
+    config: Config
     resolved: "Resolved | None" = None
 
 
@@ -107,7 +107,6 @@ def check_memory(run: RunSettings, ranks: int, ranks_here: int | None, device_by
     from megatron.estimate.per_rank import rank_memory
     from megatron.estimate.sizes import parameters, stages_of
 
-    assert run.config is not None
     if run.resolved is None:
         return
     p = run.config.parallel
