@@ -11,7 +11,7 @@ from megatron.config.command_line import with_values
 from megatron.config.ds_config import Resolved, resolve
 from megatron.config.fields import ConfigError
 from megatron.estimate.per_rank import Memory, rank_memory
-from megatron.estimate.sizes import Shapes, Stage, format_count, parameters, stages_of
+from megatron.estimate.sizes import Stage, format_count, parameters, stages_of
 
 from .cluster import Cluster
 from .cost import DEFAULT, Efficiency, cost_of
@@ -301,8 +301,3 @@ def _explain_no_layout(request: SearchRequest) -> str:
         f"--global-batch-size {request.total} cannot be split over any layout of {request.devices} devices; set it "
         f"to a multiple of {request.devices}"
     )
-
-
-def shapes_of_layout(layout: Layout, cluster: Cluster) -> Shapes:
-    """Return the tensor sizes from which the memory of a layout's activations is computed."""
-    return Shapes(layout.config, layout.resolved.precision, cluster.accelerated)

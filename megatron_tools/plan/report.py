@@ -5,13 +5,13 @@ from dataclasses import asdict, fields
 
 from data_utils.cli import split_columns
 from megatron.estimate.per_rank import Memory
-from megatron.estimate.sizes import format_count, parameters
+from megatron.estimate.sizes import Shapes, format_count, parameters
 from megatron.model.work import sample_lengths
 from tds.timetable import max_in_flight
 
 from ..report.timetable import instructions_of
 from .cluster import Cluster
-from .layouts import USABLE_MEMORY, Layout, shapes_of_layout
+from .layouts import USABLE_MEMORY, Layout
 from .step_cost import Cost
 
 Lines = Iterator[str]
@@ -106,7 +106,8 @@ def explain_layout(layout: Layout, cluster: Cluster, tokens: float | None) -> Li
     """Yield lines that show how the memory and time of a layout are computed."""
     config = layout.config
     cost = layout.cost
-    shapes = shapes_of_layout(layout, cluster)
+    # The tensor sizes from which the memory of the activations is computed.
+    shapes = Shapes(config, layout.resolved.precision, cluster.accelerated)
     assert cost is not None
     p = config.parallel
     train = config.train
