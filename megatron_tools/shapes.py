@@ -40,7 +40,6 @@ def config_of_checkpoint(path: Path, model_parallel_size: int = 1, pipe_parallel
 def check_model(reader: CheckpointReader, config: Config) -> None:
     """Raise CheckpointError unless the stored weights match the model that the settings describe."""
     where = reader.path / INDEX
-    m = config.model
     stored = {}
     for key, entry in reader.tensors.items():
         if key.startswith(f"{WEIGHT}."):
@@ -61,7 +60,7 @@ def check_model(reader: CheckpointReader, config: Config) -> None:
         raise CheckpointError(
             f"{where} lists weights that do not belong to the model in the saved settings: {shorten_list(extra, 3)}"
         )
-    if m.position_embedding == "learned" and config.positions != reader.positions:
+    if config.model.position_embedding == "learned" and config.positions != reader.positions:
         raise CheckpointError(
             f"{where}: the number of positions is {reader.positions}, but the saved settings imply {config.positions}"
         )

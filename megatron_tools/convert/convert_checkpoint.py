@@ -36,7 +36,7 @@ from .hf_experts import unexported_notes
 from .hf_folder import DTYPES, export_entries, write_tensors
 from .hf_import import import_hf
 from .hf_llama import llama_config
-from .hf_names import Match, parameter_matches
+from .hf_names import parameter_matches
 from .megatron_lm import RankFiles
 from .megatron_settings import check_complete, settings_from_megatron
 from .upcycle import upcycled_config, upcycled_entries
@@ -68,7 +68,10 @@ def export_checkpoint(args: argparse.Namespace, path: Path) -> None:
         return reader.read_whole(f"{WEIGHT}.{name}")
 
     def read_rounded(name: str) -> Tensor:
-        return _round_as_exported(matches[name], read_weight(name), DTYPES[args.dtype])
+        """Return our weight in fp32, after the rounding to --dtype that an export applies to it."""
+        match = matches[name]
+        dtype = DTYPES[args.dtype]
+        return match.join([part.to(dtype).float() for part in match.split(read_weight(name))])
 
     matches = {match.our_name: match for match in parameter_matches(config.model)}
     entries = export_entries(matches.values(), read_weight, shape_of, args.dtype)
@@ -123,11 +126,6 @@ def _config_contents(
     base_tokenizer = tokenizer.base if isinstance(tokenizer, SentinelTokenizer) else tokenizer
     ids = special_token_ids(config_json, base_tokenizer, tokenizer_file, config.is_t5)
     return config_json | ids, generation_settings(ids, tokenizer, tokenizer_file, chat.end_id)
-
-
-def _round_as_exported(match: Match, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return our weight `value` in fp32, after the rounding to `dtype` that an export applies to it."""
-    return match.join([part.to(dtype).float() for part in match.split(value)])
 
 
 def _load_model_tokenizer(reader: CheckpointReader, config: Config, vocab_file: str | None) -> Tokenizer | None:

@@ -18,6 +18,7 @@ from megatron.checkpointing.stream import LazyTensor, open_tensors, write_tensor
 from megatron.config import Config
 from megatron.config.command_line import with_values
 from megatron.config.fields import ConfigError
+from megatron.config.messages import shorten_list
 from megatron.model.layers import global_parameters
 from megatron.tokenizer.base import read_object
 from megatron_tools.shapes import whole_shapes
@@ -351,10 +352,9 @@ class HFModelFolder:
                     )
         unused = self.tensors.unused_tensors(FAMILIES[self.values["model_type"]].ignored)
         if unused:
-            shown = ", ".join(unused[:5])
-            if len(unused) > 5:
-                shown += f" and {len(unused) - 5} more"
-            raise ValueError(f"{self.path} contains tensors that are not part of the model in config.json: {shown}")
+            raise ValueError(
+                f"{self.path} contains tensors that are not part of the model in config.json: {shorten_list(unused, 5)}"
+            )
 
     def check_tokenizer(self, tokenizer: Any) -> list[str]:
         """Compare a tokenizer with the model's config.json as `hf_config.check_tokenizer` does; return notes."""

@@ -29,9 +29,10 @@ from .lm_eval import Harness, Subject
 
 def load_subject(args: argparse.Namespace) -> Subject:
     """Return the model of --load, a run or a Hugging Face folder, built with this project's model classes."""
-    if is_hf_folder(Path(args.load)):
-        return _build_subject(args, HFModelFolder(Path(args.load)), Path(args.load))
-    return read_newest(args.load, lambda path: _build_subject(args, hf_folder=None, path=path))
+    folder = Path(args.load)
+    if is_hf_folder(folder):
+        return _build_subject(args, HFModelFolder(folder), folder)
+    return read_newest(args.load, lambda path: _build_subject(args, None, path))
 
 
 def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, path: Path) -> Subject:
