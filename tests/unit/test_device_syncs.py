@@ -99,7 +99,7 @@ def test_calls_that_block_are_refused_under_a_pipeline(monkeypatch: pytest.Monke
         num_stages=2,
         device=torch.device("cuda"),
         fp16_enabled=lambda: False,
-        _config=SimpleNamespace(torch_autocast_enabled=False),
+        _config=SimpleNamespace(torch_autocast_enabled=False, _param_dict={}),
         module=SimpleNamespace(activation_checkpoint_interval=0),
     )
     start._refuse_settings(engine, {}, 1)
