@@ -124,7 +124,9 @@ def _import() -> Any:
 
 deepspeed = _import()
 
-try:
+try:  # other modules take these names from here, so that the import above comes first
+    from deepspeed import checkpointing, utils, zero
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -141,20 +143,11 @@ except ImportError:
     raise
 
 __all__ = [
-    "BF16_Optimizer",
-    "TRAIN_BATCH_TIMER",
-    "DeepSpeedEngine",
-    "DeepSpeedOptimizer",
-    "FP16_Optimizer",
-    "FP16_UnfusedOptimizer",
-    "StockPipelineEngine",
-    "StockPipelineModule",
-    "Zero3Optimizer",
-    "Zero12Optimizer",
-    "deepspeed",
-    "partition_balanced",
-    "partition_uniform",
-]
+    "BF16_Optimizer", "TRAIN_BATCH_TIMER", "DeepSpeedEngine", "DeepSpeedOptimizer", "FP16_Optimizer",
+    "FP16_UnfusedOptimizer", "LayerSpec", "StockPipelineEngine", "StockPipelineModule", "TiedLayerSpec",
+    "Zero3Optimizer", "Zero12Optimizer", "checkpointing", "deepspeed", "partition_balanced",
+    "partition_uniform", "utils", "zero",
+]  # fmt: skip
 
 
 def on_cpu() -> bool:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed import checkpointing
 from torch import Tensor
 
 from . import schedule
-from ._deepspeed import TRAIN_BATCH_TIMER, autocast, disable_timer_sync, patch_deepspeed
+from ._deepspeed import TRAIN_BATCH_TIMER, autocast, checkpointing, disable_timer_sync, patch_deepspeed
 from .base_engine import PipelineHooks
 from .batches import Batches, DataEnded
 from .boundary import check_tensors

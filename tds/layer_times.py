@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from ._deepspeed import partition_balanced, partition_uniform, this_device
+from ._deepspeed import LayerSpec, TiedLayerSpec, partition_balanced, partition_uniform, this_device
 from .memory import non_leaf_view
 from .nested import as_tuple, in_full, map_tensors, to_device
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed import utils as _utils
-from deepspeed import zero
 from torch import Tensor, nn
 
-from ._deepspeed import BF16_Optimizer, Zero3Optimizer, Zero12Optimizer
+from ._deepspeed import BF16_Optimizer, Zero3Optimizer, Zero12Optimizer, zero
+from ._deepspeed import utils as _utils
 from ._torch import norms
 from .average import AVERAGE
 from .clip import weights_of

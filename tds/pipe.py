@@ -4,10 +4,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ._deepspeed import StockPipelineModule, quietly
+from ._deepspeed import LayerSpec, StockPipelineModule, TiedLayerSpec, quietly
 from .groups import share_deepspeed_groups
 from .layer_times import choose_cuts
 from .sequential import SequentialModule, run_chunk, seeded_layers

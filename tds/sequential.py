@@ -7,10 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from ._deepspeed import around_each_layer
+from ._deepspeed import LayerSpec, TiedLayerSpec, around_each_layer
 from .nested import as_tuple
 
 

@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
+from ._deepspeed import TiedLayerSpec
 from .groups import gather_objects
 from .start import raise_if_any_failed
 

@@ -4,9 +4,9 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from ._deepspeed import LayerSpec, TiedLayerSpec
 from .groups import gather_objects
 from .pipe import ties
 

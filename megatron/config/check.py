@@ -39,7 +39,7 @@ def parse_early(family: str) -> Config | None:
 def _import_torch() -> None:
     """Import torch and DeepSpeed without garbage collections, which would take a fifth of a start."""
     gc.disable()
-    importlib.import_module("tds")
+    importlib.import_module("tds.api")
     gc.freeze()  # later collections skip these objects
     gc.enable()
 

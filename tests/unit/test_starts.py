@@ -69,3 +69,11 @@ def test_compiled_code_gets_the_methods_of_torch() -> None:
     program = STEPS.format(name="AdamW", defer=True) + "import torch._dynamo\noptimizer.step(closure)\n"
     program += "print(hasattr(torch.optim.Optimizer.zero_grad.__wrapped__.__wrapped__, '__dynamo_disable'))"
     assert _run(program)[1].strip().endswith("True")
+
+
+@pytest.mark.parametrize("module", ["optimizer_state", "pipe", "engine", "untied", "buckets"])
+def test_every_module_imports_deepspeed_quietly(module: str) -> None:
+    """Any module may be the first that needs DeepSpeed, which otherwise prints that it has found no GPU."""
+    command = [sys.executable, "-c", f"import tds.{module}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
