@@ -109,7 +109,7 @@ def repeated(text: str, limits: Limits) -> str:
     if removed > limits.max_repeated * len(text):
         raise Drop("repeated phrases")
     nonblank = list(filter(None, map(str.strip, kept)))
-    if len(set(nonblank)) == len(nonblank):
+    if len(set(nonblank)) == len(nonblank):  # no line is repeated
         return "\n".join(kept)
     max_share = limits.max_repeated
     if looks_like_code(lines):

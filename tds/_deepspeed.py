@@ -1,7 +1,7 @@
 """DeepSpeed's internal classes, the supported range of its releases, and patches of its internals.
 
-DeepSpeed may rename its internals in any release. `_contract.py` lists the names that tds uses. Importing tds fails
-if the installed release lacks a listed name. `tds.__getattr__` forwards DeepSpeed's public names.
+DeepSpeed may rename its internals in any release. `_contract.py` lists the names that tds uses. The first use of a name
+of tds.api fails if the installed release lacks a listed name. `tds.__getattr__` forwards DeepSpeed's public names.
 """
 
 import contextlib

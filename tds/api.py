@@ -1,4 +1,4 @@
-"""What `import tds as deepspeed` offers: tds's own names; all others are taken from DeepSpeed."""
+"""Names of the package tds: its own, and DeepSpeed's for all others."""
 
 import importlib
 import os

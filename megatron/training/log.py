@@ -45,8 +45,8 @@ class TrainingLog(Feature):
 
     def reset_statistics(self) -> None:
         """Reset the statistics for the next log line."""
-        self.seconds = 0.0  # of training, until the last `check`
-        self.samples = 0  # trained in these seconds
+        self.seconds = 0.0  # training time between the last log line and the last `check`
+        self.samples = 0  # samples trained in `seconds`
         self.losses: list[float] = []
         self.grad_norm = math.nan
         self.skipped = 0
