@@ -5,5 +5,7 @@ Forked ranks then neither scan these objects nor copy their memory pages.
 
 import gc
 
+from megatron.frozen import frozen_objects
+
 gc.collect()
-gc.freeze()
+frozen_objects.freeze()

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from megatron.config import Config
-from megatron.optim import resolve_lr_schedule
 from megatron.ranks.agreement import raise_on_all_ranks
 from megatron.ranks.objects import broadcast_from_rank_0
 from megatron.ranks.rank_0 import is_rank_0, print_notes, print_rank_0
@@ -109,6 +108,8 @@ def start_or_resume(
     saved = plain_config(CheckpointReader(path))
     # Iteration 0 means imported weights. Their checkpoint has only a default learning-rate schedule: ignore it.
     if state.iteration:
+        from megatron.optim.resumed_lr import resolve_lr_schedule
+
         config, note = resolve_lr_schedule(config, saved)
         notes = [note, _batch_schedule_note(saved, config, state.consumed_samples)]
         notes += training_notes(saved, config, state, dist.get_world_size())

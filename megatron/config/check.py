@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..frozen import frozen_objects
 from ..streams import guard_streams
 from .command_line import parse
 from .defaults import DEFAULTS
@@ -40,7 +41,7 @@ def _import_torch() -> None:
     """Import torch and DeepSpeed without garbage collections, which would take a fifth of a start."""
     gc.disable()
     importlib.import_module("tds.api")
-    gc.freeze()  # later collections skip these objects
+    frozen_objects.freeze()
     gc.enable()
 
 

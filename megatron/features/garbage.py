@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..config.feature_settings import FeatureSettings
 from ..config.fields import at_least, opt
+from ..frozen import frozen_objects
 from ..training.feature import Feature, due
 
 if TYPE_CHECKING:
@@ -42,15 +43,12 @@ class Garbage(Feature):
     def start(self, run: "Run") -> None:
         self._interval = run.config.of(GarbageSettings).manual_gc_interval
         self._was_on = gc.isenabled()
-        # gc.unfreeze() unfreezes all objects, so it is not called if other code has frozen objects.
-        self._may_unfreeze = not gc.get_freeze_count()
         gc.collect()
-        gc.freeze()
+        frozen_objects.freeze()
         gc.disable()
 
     def close(self, error: BaseException | None) -> None:
-        if self._may_unfreeze:
-            gc.unfreeze()
+        frozen_objects.unfreeze()
         if self._was_on:
             gc.enable()
 

@@ -195,7 +195,7 @@ def _check_samples(reader: Any, config: Config, wanted: Any) -> Findings:
     """
     from megatron.checkpointing.consumed import split_selects_others
     from megatron.checkpointing.reader import plain_config
-    from megatron.optim import resolve_lr_schedule
+    from megatron.optim.resumed_lr import resolve_lr_schedule
 
     saved_config = plain_config(reader)
     consumed_samples = reader.state["consumed_samples"]

@@ -16,8 +16,8 @@ from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
 from megatron.config.sections import TrainConfig
 from megatron.data.sampler import ConsecutiveSampler
-from megatron.optim import lr_at, resolve_lr_schedule
-from megatron.optim.resumed_lr import describe
+from megatron.optim import lr_at
+from megatron.optim.resumed_lr import describe, resolve_lr_schedule
 from megatron_compat.script import numbers_of_samples
 from megatron_tools.plan import plan
 from megatron_tools.report.facts import layout_label

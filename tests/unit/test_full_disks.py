@@ -15,7 +15,7 @@ from data_utils import clean_corpus
 from megatron.atomic import copy_file
 from megatron.checkpointing.relocation import copy_folder
 from megatron.config.command_line import parse
-from megatron.optim import resolve_lr_schedule
+from megatron.optim.resumed_lr import resolve_lr_schedule
 from megatron.ranks.errors import RunError
 from megatron.training import metrics
 from megatron.training.metrics import MetricsWriter

@@ -5,8 +5,8 @@ import pytest
 
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron.optim import lr_at, resolve_lr_schedule
-from megatron.optim.resumed_lr import describe
+from megatron.optim import lr_at
+from megatron.optim.resumed_lr import describe, resolve_lr_schedule
 
 
 def rates(*argv: str) -> list[float]:
