@@ -11,7 +11,7 @@ from megatron.tasks.prefix import mark_prefixes
 from megatron.tokenizer import Tokenizer
 from megatron.utils import get_ltor_documents_and_position_ids
 
-from .cli import align_columns, new_figure
+from .cli import align_columns, new_figure, save_figure
 
 Sample = dict[str, Tensor]  # tensors of a sample, or attention masks, by name
 Columns = dict[str, list[Any]]
@@ -167,4 +167,4 @@ def draw(tables: dict[str, Columns], masks: Sample, title: str, path: Path) -> N
         loss.set_yticks([])
         lowest.set_xlabel("key index")
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path, dpi=110)

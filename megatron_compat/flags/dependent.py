@@ -177,3 +177,9 @@ def window_size(config: Config, sides: Any, ranks: int) -> Translated | Refused:
             "only N,0 is supported: N earlier tokens and no later ones; leave the flag out for full attention"
         )
     return Translated({"sliding_window": int(before) + 1}, "--sliding-window also counts the token itself")
+
+
+def constant_weight_decay(config: Config, value: Any, ranks: int) -> NoEffect | Refused:
+    """Accept a first or last weight decay that is --weight-decay, else refuse."""
+    reason = f"--weight-decay {config.optim.weight_decay} is constant"
+    return NoEffect(reason) if value == config.optim.weight_decay else Refused(reason)

@@ -11,6 +11,7 @@ from typing import Any
 from . import core as foreign_core
 from . import keys as foreign_keys
 from .dependent import (
+    constant_weight_decay,
     fp32_sums,
     gated_width,
     in_samples,
@@ -295,7 +296,11 @@ MEGATRON = (
         ),
         str,
     ),
-    Row("--start-weight-decay --end-weight-decay", Refused("--weight-decay is constant"), float),
+    Row(
+        "--start-weight-decay --end-weight-decay",
+        Depends(constant_weight_decay, "no effect if equal to --weight-decay, refused otherwise"),
+        float,
+    ),
     Row("--weight-decay-incr-style", only("constant", "--weight-decay is constant"), str),
     # data
     Row("--encoder-seq-length", same_value("enc_seq_length"), int),

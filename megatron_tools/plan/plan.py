@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from data_utils.cli import new_figure
+from data_utils.cli import new_figure, save_figure
 from megatron import presets
 from megatron.config import SECTIONS, Config
 from megatron.config.command_line import parse, read_json, with_values
@@ -204,5 +204,5 @@ def draw_memory(layout: Layout, cluster: Cluster, path: str) -> None:
     )
     axes.set_xticks(stages)
     figure.legend(loc="outside right upper", frameon=False)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path, dpi=110)
     print(f"wrote {Path(path)}")

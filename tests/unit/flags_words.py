@@ -33,6 +33,7 @@ CHINESE = {
     "the momentum of --optimizer sgd is always 0.9": "--optimizer sgd 的动量总是 0.9",
     "--muon-adjust-lr-fn original is the mode shape_scaling, and the default is 0.2 times spectral; --muon-lr-factor "
     "scales both, and the weight decay": "--muon-adjust-lr-fn original 即 shape_scaling，默认是 spectral 的 0.2 倍；--muon-lr-factor 缩放更新量和权重衰减",
+    "no effect if equal to --weight-decay, refused otherwise": "与 --weight-decay 相等时不起作用，否则拒绝",
     "no effect if --vocab-file implies this file, refused otherwise": "是 --vocab-file 旁边会读取的文件时不起作用，否则拒绝",
     ".bin and .idx files are always memory-mapped": ".bin 和 .idx 总是用内存映射读取",
     "rebuild the corpus with tools/preprocess_data.py": "用 tools/preprocess_data.py 重新生成语料",

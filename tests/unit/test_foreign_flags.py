@@ -189,6 +189,7 @@ def test_the_merges_that_the_tokenizer_reads_are_accepted(tmp_path: Path) -> Non
     [
         "--lr-warmup-init 0",
         "--weight-decay-incr-style constant",
+        "--start-weight-decay 0.01",
         "--sgd-momentum 0.9",
         "--expert-tensor-parallel-size 1",
     ],
@@ -296,6 +297,7 @@ def test_megatrons_way_to_llama_3_2() -> None:
         ("--sgd-momentum 0.5", 1, "the momentum of --optimizer sgd is always 0.9"),
         ("--lr-warmup-init 1e-7", 1, "always starts from 0"),
         ("--weight-decay-incr-style linear", 1, "--weight-decay is constant"),
+        ("--weight-decay 0.1 --end-weight-decay 0.2", 1, "--weight-decay 0.1 is constant"),
         ("--activation-function silu", 1, "this activation is not supported"),
         ("--muon-scale-mode spectral --optimizer muon", 1, "--muon-lr-factor scales both"),
         ("--moe-layer-freq [1]*[1] --num-experts 4", 1, "--moe-layer-frequency [1]*[1] must be numbers"),
