@@ -16,7 +16,7 @@ CORPUS_KEY = "corpus"  # key of the number of a sample's corpus, see `NumberedCo
 # Of a data set whose bytes are counted
 MAX_TARGETS = 200_000
 MAX_TARGETS_OF_CORPUS = 20_000  # if a corpus is counted alone
-MAX_SAMPLES = 5_000
+MAX_SAMPLES = 1_000
 
 Counts = defaultdict[str, list[int]]  # name -> [bytes, targets]
 
