@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train a poet on 214,000 poems of the Tang and Song dynasties and let it write. Run it again to resume; flags override
 # the defaults:
-#   bash scripts/run_poet.sh                          about ten minutes on 2 cores
+#   bash scripts/run_poet.sh                          about 14 minutes on 2 cores
 #   POET_SIZE=gpu bash scripts/run_poet.sh                 a larger model, for one GPU
 #   POET_SIZE=long RUN_DIR=runs/long bash scripts/run_poet.sh    the small model for two hours on 2 cores
 #   CHARACTERS=traditional bash scripts/run_poet.sh   traditional characters, as in the source
