@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import Field
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, NoReturn
 
 from .._compat import compat
@@ -23,9 +23,9 @@ class _Flags(NamedTuple):
 
 def read_flags(words: Sequence[str]) -> _Flags:
     """Parse the words of a command line. Flags of other frameworks are known only if there is an unknown one."""
-    namespace, unknown = build_parser(foreign=False).parse_known_args(words)
+    namespace, unknown = _shared_parser(foreign=False).parse_known_args(words)
     if unknown:  # flags of another framework, or mistakes
-        namespace, unknown = build_parser().parse_known_args(words)
+        namespace, unknown = _shared_parser(foreign=True).parse_known_args(words)
     values = vars(namespace)
     values.pop("local_rank", None)  # no setting: launchers pass it
     foreign = values.pop("foreign", {})
@@ -39,6 +39,12 @@ class SettingsParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError."""
         raise ConfigError(brief(message, 500))
+
+
+@cache
+def _shared_parser(foreign: bool) -> argparse.ArgumentParser:
+    """Return a parser for all command lines of this process, as building one takes longer than parsing with it."""
+    return build_parser(foreign)
 
 
 def build_parser(foreign: bool = True) -> argparse.ArgumentParser:
