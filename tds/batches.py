@@ -70,10 +70,7 @@ class Batches:
         return to_device(self._labels.pop(micro), self.device)
 
     def all_labels(self) -> Sequence[Any]:
-        """Read all micro-batches of the step and return their labels.
-
-        A loss with `count_targets` needs the labels of the whole step before the first forward pass.
-        """
+        """Read the whole step and return all labels; `count_targets` needs them before the first forward pass."""
         self.read_to(self.total)
         return list(self._labels.values())
 
@@ -90,18 +87,18 @@ class Batches:
         All replicas then skip this step, so a loop may continue with the next epoch. replicas: the process
         group of the replicas for tensors in host memory; None if there is only one replica.
         """
-        end = None
+        own_end = None
         try:
             self.read_to(1)
         except DataEnded as error:
-            end = error
+            own_end = error
         if replicas is None:
-            return end
-        ended = torch.tensor(float(end is not None))  # the maximum is 1 if any replica's data ended
+            return own_end
+        ended = torch.tensor(float(own_end is not None))  # the maximum is 1 if any replica's data ended
         dist.all_reduce(ended, op=dist.ReduceOp.MAX, group=replicas)
         if not ended.item():
             return None
-        return end or DataEnded(
+        return own_end or DataEnded(
             f"the data of another replica of stage {self.stage} ended, so all replicas of this stage skip this step"
         )
 

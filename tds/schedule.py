@@ -107,9 +107,9 @@ def one_forward_one_backward(stage: int, stages: int, micros: int, extra_warmup:
 def alternate(forward: Sequence[Instruction], backward: Sequence[Instruction], warmup: int) -> list[Instruction]:
     """Return `warmup` forward passes, then one forward and one backward pass in turn, as long as there are any."""
     order = list(forward[:warmup])
-    for i, each in enumerate(backward):
+    for i, backward_pass in enumerate(backward):
         order += forward[warmup + i : warmup + i + 1]  # one pass, or none if no forward pass is left
-        order.append(each)
+        order.append(backward_pass)
     return order
 
 
@@ -139,22 +139,22 @@ def with_messages(order: Iterable[Instruction], stage: int, stages: int, chunks:
 
     A receive comes right before the pass that uses its data, and a send right after the pass that computes its data.
     """
-    last = stages * chunks - 1
-    for each in order:
-        virtual_stage = each.chunk * stages + stage
-        micro_chunk = each.micro_chunk
-        if isinstance(each, Forward):
+    last_virtual_stage = stages * chunks - 1
+    for compute in order:
+        virtual_stage = compute.chunk * stages + stage
+        micro_chunk = compute.micro_chunk
+        if isinstance(compute, Forward):
             if virtual_stage > 0:
                 yield RecvActivation(*micro_chunk)
-            yield each
-            if virtual_stage < last:
+            yield compute
+            if virtual_stage < last_virtual_stage:
                 yield SendActivation(*micro_chunk)
-        elif isinstance(each, BackwardWeight):
-            yield each
-        else:
-            if virtual_stage < last:
+        elif isinstance(compute, BackwardWeight):
+            yield compute
+        else:  # Backward or BackwardInput
+            if virtual_stage < last_virtual_stage:
                 yield RecvGrad(*micro_chunk)
-            yield each
+            yield compute
             if virtual_stage > 0:
                 yield SendGrad(*micro_chunk)
 
@@ -183,9 +183,11 @@ def find_schedule(settings: Mapping[str, Any], chunks: int = 1) -> Schedule:
     """
     name = settings.get("schedule", "1f1b")
     extra_warmup = settings.get("extra_warmup", 0)
-    if name not in BUILT_IN and name not in _CUSTOM:
-        raise ValueError(f"there is no pipeline schedule {name!r}; choose one of {', '.join([*BUILT_IN, *_CUSTOM])}")
-    if not isinstance(extra_warmup, int) or extra_warmup < 0 or (extra_warmup and name != "1f1b"):
+    names = [*BUILT_IN, *_CUSTOM]
+    if name not in names:
+        raise ValueError(f"there is no pipeline schedule {name!r}; choose one of {', '.join(names)}")
+    is_count = isinstance(extra_warmup, int) and extra_warmup >= 0
+    if not is_count or (extra_warmup and name != "1f1b"):
         raise ValueError(
             f"extra_warmup {extra_warmup!r} is not supported by the schedule {name}: "
             f"1f1b supports 0, 1, 2 ..., every other schedule only 0"

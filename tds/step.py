@@ -23,8 +23,7 @@ class Microbatch:
     """One micro-batch on one chunk of this stage. Each field is emptied by the last instruction that uses it.
 
     received: the inputs, from RecvActivation to SendGrad, or to Forward in evaluation.
-    to_send: the outputs, from Forward to SendActivation; afterwards their memory is freed unless autograd needs
-        it.
+    to_send: the outputs, from Forward to SendActivation. Then their memory is freed unless autograd needs it.
     edges: autograd's graph edges of the outputs, from Forward to the backward pass.
     grads: gradients of the outputs, from RecvGrad to the backward pass.
     loss: a scalar to train on, on the last virtual stage.
@@ -89,6 +88,5 @@ class Step:
 
     def drop_if_empty(self, micro_chunk: MicroChunk) -> None:
         """Drop the state of a micro-batch on a chunk if the state is empty; called after each instruction."""
-        microbatch = self.microbatches.get(micro_chunk)
-        if microbatch is not None and microbatch.is_empty:
+        if self.microbatches[micro_chunk].is_empty:
             del self.microbatches[micro_chunk]
