@@ -41,7 +41,7 @@ class BoundaryTensor(NamedTuple):
 
 
 def layout_of(tensors: Sequence[BoundaryTensor]) -> Layout:
-    """Return the dtypes, flags and shapes that a receiver needs to allocate buffers."""
+    """Return the dtypes, flags (sums of GRAD, SPLIT and BARE) and shapes that a receiver needs to allocate buffers."""
     return tuple((t.dtype, GRAD * grad + SPLIT * split + BARE * bare, t.shape) for t, grad, split, bare in tensors)
 
 
@@ -99,10 +99,7 @@ class Sender:
         self._runs.clear()
 
     def send(self, tensors: Sequence[BoundaryTensor]) -> None:
-        """Start sending tensors.
-
-        A single tensor is sent from its own memory if no other tensor uses it; otherwise, the tensors are copied.
-        """
+        """Start sending tensors as one message."""
         payload = self._pack(tensors)
         if payload is not None:
             self._start_send(payload)
@@ -118,7 +115,8 @@ class Sender:
         payload = self._pack(tensors)
         if micro_chunk.micro == run.end:  # the last run has ended, so a header announces the next one
             self._runs[micro_chunk.chunk] = LayoutRun(run_end, layout)
-            self._send_header([run_end - micro_chunk.micro, *_layout_as_json(layout)], who)
+            run_length = run_end - micro_chunk.micro
+            self._send_header([run_length, *_layout_as_json(layout)], who)
         elif layout != run.layout:
             raise BoundaryError(
                 f"{who}: outputs of micro-batch {micro_chunk.micro} differ in number, shape, dtype or requires_grad "
@@ -136,12 +134,14 @@ class Sender:
     def flush(self) -> None:
         """Wait until all sends have finished."""
         while self._pending:
-            self._pending.popleft()[0].wait()
+            work, _buffer = self._pending.popleft()
+            work.wait()
 
     def __str__(self) -> str:
         return f"to rank {self.link.peer}"
 
     def _start_send(self, buffer: Tensor, group: Any = None) -> None:
+        """Start sending a buffer, and keep it until the send has finished. group: by default that of messages."""
         self.bytes_sent += buffer.nbytes
         trace.sent(buffer.nbytes)
         work = dist.isend(buffer, self.link.peer, group=group or self.link.group)
@@ -150,17 +150,20 @@ class Sender:
             self._pending.popleft()
 
     def _pack(self, tensors: Sequence[BoundaryTensor]) -> Tensor | None:
-        """Return the bytes of a message; None if no tensor has elements."""
+        """Return the bytes of a message; None if no tensor has elements.
+
+        Several tensors are copied into one buffer. A single one is sent from its own memory, unless another tensor
+        uses this memory and so could change it while it is sent.
+        """
         parts: list[Tensor] = []
         must_copy = False
         for each in tensors:
             if each.tensor.numel():
-                # Counted before `_local_slice` makes views. Another user could change the tensor while it is sent.
-                is_shared = storage_use_count(each.tensor) > 1
+                is_shared = storage_use_count(each.tensor) > 1  # counted before `_local_slice` makes views
                 part = _padded_bytes(self._local_slice(each))
-                must_copy = bool(parts) or (is_shared and same_storage(part, each.tensor))  # several need one buffer
+                must_copy = is_shared and same_storage(part, each.tensor)
                 parts.append(part)
-        if must_copy:
+        if must_copy or len(parts) > 1:
             return self._concatenate(parts)
         return parts[0] if parts else None
 
@@ -169,6 +172,7 @@ class Sender:
         return torch.cat(parts, out=self.link.pool.take(size))
 
     def _send_header(self, content: list[Any], who: str) -> None:
+        """Start sending `content`, the length of a run and a layout, as JSON padded with spaces to HEADER_SIZE."""
         text = json.dumps(content).encode()
         if len(text) > HEADER_SIZE:
             raise BoundaryError(f"{who}: {len(content) - 1} tensors are too many for one boundary; stack some of them")
@@ -181,9 +185,9 @@ class Sender:
         link = self.link
         if not boundary_tensor.is_split or link.slice_size == 1:
             return flat
-        length = link.local_numel(SPLIT, boundary_tensor.tensor.shape)  # the same on all ranks; the last is padded
+        length = link.local_numel(SPLIT, boundary_tensor.tensor.shape)  # on all ranks, e.g. 3 of 10 on each of 4
         part = flat[length * link.slice_rank : length * (link.slice_rank + 1)]
-        return torch.nn.functional.pad(part, (0, length - part.numel()))
+        return torch.nn.functional.pad(part, (0, length - part.numel()))  # the last slice is shorter
 
 
 class PostedReceive(NamedTuple):
@@ -209,7 +213,7 @@ class Receiver:
 
     def __init__(self, link: Link, ahead: int | None) -> None:
         self.link = link
-        self._ahead = ahead or 0
+        self._ahead = ahead or 0  # 0: only `post_after` decides
         self.begin_step((), {})
 
     def begin_step(self, agenda: Iterable[MicroChunk], post_after: Mapping[MicroChunk, int]) -> None:
@@ -228,10 +232,7 @@ class Receiver:
         self._posted: deque[PostedReceive] = deque()
 
     def expect(self, micro_chunk: MicroChunk, layout: Layout | None) -> None:
-        """Set the layout of an expected message, so that its receive can be posted.
-
-        layout: None if the message has no content and is not sent.
-        """
+        """Set the layout of an expected message, so that it can be posted; None if it is empty and not sent."""
         self._layouts[micro_chunk] = layout
         self._reserve()
 
@@ -251,7 +252,7 @@ class Receiver:
         if message.work is not None:
             message.work.wait()
         self._posted.popleft()
-        self._post(self._ahead)
+        self.post()
         if message.micro_chunk != micro_chunk:
             raise RuntimeError(f"message {micro_chunk} was requested, but {message.micro_chunk} comes first")
         tensors = []
@@ -288,7 +289,7 @@ class Receiver:
     def run_end(self, micro_chunk: MicroChunk) -> int:
         """Return the first micro-batch after `micro_chunk` whose layout may differ, according to the sender.
 
-        The stage may have received messages of later runs.
+        It is noted for each message, because the stage may have received headers of later runs.
         """
         return self._ends[micro_chunk]
 
@@ -299,12 +300,14 @@ class Receiver:
         return f"from rank {self.link.peer}{tensors and ': '}{tensors}"
 
     def _is_due(self, micro_chunk: MicroChunk) -> bool:
+        """Return whether this stage has run the passes after which `post_after` lets it post the receive."""
         return micro_chunk in self._post_after and self._post_after[micro_chunk] <= self._passes
 
     def _reserve(self) -> None:
+        """Allocate the buffers of the receives that are due and whose layout is known."""
         for micro_chunk in self._agenda:
             if micro_chunk not in self._layouts or not self._is_due(micro_chunk):
-                return
+                return  # later messages have to wait, too
             layout = self._layouts[micro_chunk]
             if layout is not None and micro_chunk not in self._reserved:
                 self._reserved[micro_chunk] = self._allocate(layout)
@@ -320,17 +323,18 @@ class Receiver:
                 return
             self._agenda.popleft()
             layout = self._layouts.pop(micro_chunk)
-            if layout is None:
+            if layout is None:  # nothing is sent
                 continue
             payload = self._reserved.pop(micro_chunk, None)
             if payload is None:
                 payload = self._allocate(layout)
             work = None
-            if payload.numel():
+            if payload.numel():  # the sender skips a message without elements
                 work = dist.irecv(payload, self.link.peer, group=self.link.group)
             self._posted.append(PostedReceive(micro_chunk, work, payload, layout))
 
     def _unpack(self, raw_bytes: Tensor, dtype: torch.dtype, flags: int, shape: torch.Size) -> BoundaryTensor:
+        """Return a tensor from its bytes in a message, all-gathered if each tensor-parallel rank has a slice."""
         raw_bytes = raw_bytes[: self.link.local_numel(flags, shape) * dtype.itemsize]  # without the padding
         if raw_bytes.storage_offset() % dtype.itemsize:
             raw_bytes = raw_bytes.clone()  # tensors in a message begin at multiples of 8 bytes, but complex128 needs 16
@@ -339,7 +343,7 @@ class Receiver:
             parts = [torch.empty_like(part) for _ in range(self.link.slice_size)]
             dist.all_gather(parts, part, group=self.link.slice_group)
             part = torch.cat(parts)
-        tensor = alias(part[: shape.numel()].view(shape))
+        tensor = alias(part[: shape.numel()].view(shape))  # without the padding of the last slice
         return BoundaryTensor(tensor, bool(flags & GRAD), bool(flags & SPLIT), bool(flags & BARE))
 
 
@@ -348,6 +352,7 @@ def _layout_as_json(layout: Layout) -> list[Any]:
 
 
 def _padded_bytes(part: Tensor) -> Tensor:
+    """Return the bytes of a flat tensor, padded to a multiple of ALIGN."""
     raw_bytes = part.view(torch.uint8)
     padding = -raw_bytes.numel() % ALIGN
     return torch.nn.functional.pad(raw_bytes, (0, padding)) if padding else raw_bytes
