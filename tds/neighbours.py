@@ -67,7 +67,8 @@ class Neighbours:
             sender.begin_step()
         for side, receiver in self.receivers.items():
             kind = RecvActivation if side == PREVIOUS else RecvGrad
-            receiver.begin_step([i.micro_chunk for i in instructions if type(i) is kind], post_after.get(kind, {}))
+            agenda = [each.micro_chunk for each in instructions if type(each) is kind]
+            receiver.begin_step(agenda, post_after.get(kind, {}))
 
     def after_pass(self) -> None:
         """Allocate the buffers of the receives that are due after a pass, before any message that follows the pass."""
@@ -83,8 +84,8 @@ class Neighbours:
         """Wait until all sends have finished, and free buffers of sizes that the step did not need."""
         for sender in self.senders.values():
             sender.flush()
-        for sender in list(self.senders.values())[:1]:
-            sender.link.pool.trim()  # all channels share one pool, so one sender's link is enough
+        for pool in {sender.link.pool for sender in self.senders.values()}:  # all channels share one pool
+            pool.trim()
 
     def has_previous(self, chunk: int) -> bool:
         """Return whether the inputs of this chunk come from another stage."""
@@ -102,16 +103,18 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
     neighbours = Neighbours(stage, stages, chunks, {}, {})
     if stages == 1:
         return neighbours
-    # Several chunks add a boundary from the last stage to the first.
-    boundaries = stages if chunks > 1 else stages - 1
-    parities = 1 + max(boundary_parity(b, stages) for b in range(boundaries))
+    # Boundary i leads from stage i to the next; several chunks add one from the last stage to stage 0.
+    num_boundaries = stages if chunks > 1 else stages - 1
+    num_parities = 1 + max(boundary_parity(i, stages) for i in range(num_boundaries))
+
+    has_queues = has_message_queues(device)
     pipelines = grid._topo.get_axis_comm_lists("pipe")
     down_groups = []  # for each parity, the group of the messages down the pipeline
     up_groups = []
-    for _ in range(parities if has_message_queues(device) else 1):  # on gloo, boundaries can share a group
+    for _ in range(num_parities if has_queues else 1):  # on gloo, boundaries can share a group
         down_groups.append(new_groups(pipelines, urgent=True))
         up_groups.append(new_groups(pipelines, urgent=True))
-    header_group = host_group(grid.get_pipe_parallel_group()) if has_message_queues(device) else None
+    header_group = host_group(grid.get_pipe_parallel_group()) if has_queues else None  # None: that of the messages
     pool = BufferPool(device)
     slices = (grid.get_slice_parallel_group(), grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size())
 
@@ -121,11 +124,11 @@ def connect_neighbours(grid: Any, device: torch.device, chunks: int) -> Neighbou
         neighbours.receivers[side] = Receiver(receive_link, receives_ahead(device))
 
     previous = (stage - 1) % stages
-    if stage < boundaries:
+    if stage < num_boundaries:
         parity = boundary_parity(stage, stages) % len(down_groups)  # 0 if there is one group
         connect(NEXT, grid.stage_to_global(stage_id=(stage + 1) % stages), down_groups[parity], up_groups[parity])
-    if previous < boundaries:
+    if previous < num_boundaries:
         parity = boundary_parity(previous, stages) % len(down_groups)
         connect(PREVIOUS, grid.stage_to_global(stage_id=previous), up_groups[parity], down_groups[parity])
-    open_connections(neighbours, device, parities)
+    open_connections(neighbours, device, num_parities)
     return neighbours
