@@ -40,9 +40,10 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
         """Run the layers of one chunk of this stage."""
-        # DeepSpeed passes a recomputed group of layers the tensor in a tuple of one, instead of the tuple.
-        if self.seed_layers or (self.chunks == 1 and not self.activation_checkpoint_interval):
+        is_plain = self.chunks == 1 and not self.activation_checkpoint_interval
+        if is_plain or self.seed_layers:  # only DeepSpeed's method can reseed before each layer
             return super().forward(inputs)
+        # When DeepSpeed's method recomputes layers, it passes them the only tensor of a tuple in place of the tuple.
         return run_chunk(self, inputs, chunk)
 
     def stage_owner(self, layer_idx: int) -> int:
@@ -62,12 +63,14 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
         return super().ckpt_layer_path_list(ckpt_dir, self.indices[local_layer_idx] - self._local_start)
 
     def _partition_layers(self, method: str | Sequence[int] = "uniform") -> None:
+        """Choose the layers of this stage, for DeepSpeed's constructor, which then calls `_build`."""
         if self.num_stages == 1:
             self.chunks = 1  # a single stage has nothing to interleave
         self.cuts = choose_cuts(self, method)
         self.bounds = list(pairwise(self.cuts))[self.stage_id :: self.num_stages]  # e.g. groups 1, 5, 9 on stage 1 of 4
         self.indices: list[int] = []
         self.chunk_slices: list[tuple[int, int]] = []  # range of each chunk in this stage's list of layers
+        # For example, the bounds (2, 4) and (8, 11) give the indices 2 3 8 9 10 and the slices (0, 2) and (2, 5).
         for start, stop in self.bounds:
             begin = len(self.indices)
             self.indices += range(start, stop)
@@ -82,12 +85,13 @@ class PipelineModule(StockPipelineModule):  # type: ignore[misc]
                 self._set_bounds(*bounds)
                 super()._build()
         except Exception as error:
-            raise_if_any_failed(error)
+            raise_if_any_failed(error)  # reports the error to the other ranks
             raise
-        raise_if_any_failed(None)
-        self._set_bounds(*self.bounds[0])
+        raise_if_any_failed(None)  # raises if another rank failed
+        self._set_bounds(*self.bounds[0])  # which DeepSpeed reads later
 
     def _index_tied_modules(self) -> Any:
+        """Return DeepSpeed's ties, extended to all weights of each tied module, not only to `tied_weight_attr`."""
         comms = super()._index_tied_modules()
         tie_all_weights(self, comms)
         return comms
@@ -110,7 +114,8 @@ def ties(model: Any) -> Iterator[tuple[str, Any, dict[str, nn.Parameter]]]:
     """Yield for each tied module of this stage its key, the group of its stages, and its weights by name."""
     for key, comm in getattr(model, "tied_comms", {}).items():
         module = model.tied_modules[key]
-        yield key, comm["group"], {name: model._recursive_getattr(module, name) for name in comm["weight_attr"]}
+        weights = {name: model._recursive_getattr(module, name) for name in comm["weight_attr"]}
+        yield key, comm["group"], weights
 
 
 __all__ = ["LayerSpec", "PipelineModule", "SequentialModule", "StockPipelineModule", "TiedLayerSpec", "seeded_layers"]
