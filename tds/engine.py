@@ -65,13 +65,14 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         patch_deepspeed()
-        if type(self).train_batch is PipelineEngine.train_batch:
+        if type(self).train_batch is PipelineEngine.train_batch:  # a subclass may run what DeepSpeed runs
             refuse_patches(type(self), kwargs.get("model"))
         choose_checkpoint_function(**kwargs)
         refuse_idle_stages(**kwargs)
         tie_all_weights(kwargs["model"], kwargs["model"].tied_comms)  # for DeepSpeed's own PipelineModule
         super().__init__(*args, **kwargs)
         del self.dp_group_loss  # DeepSpeed's mean loss of each replica, which would stay 0 here
+
         # Cached, because DeepSpeed computes these again at each call.
         self._is_last_stage = self.is_last_stage()
         self._replicas = self.grid.get_data_parallel_group()
@@ -79,12 +80,13 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         self._replica_hosts = host_group(self._replicas) if reads_data and self.dp_world_size > 1 else None
         self._reduction = choose_reduction(self)
         self.set_batch_fn(getattr(self.module, "_megatron_batch_fn", None))
+
         self._chunks: int = getattr(self.module, "chunks", 1)
         settings = dict(self._config.pipeline)
         self.schedule = checked_schedule(self, settings, self._chunks)
         self._proven_micro_batches = {self.micro_batches}  # checked_schedule has proven the schedule for these
         if self._reduction.averages and not is_reduction_replaced(type(self)):
-            check_factor(self, lambda _: self.loss_factor, pipeline=True)
+            check_factor(self, lambda _: self.loss_factor, pipeline=True)  # measures how DeepSpeed scales gradients
         self._eval_schedule = partial(schedule.forward_only, chunks=self._chunks)
         has_queues = has_message_queues(self.device)
         # The plan of a schedule and a number of micro-batches; repeated calls return the same object.
@@ -92,6 +94,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         self._current_plan: StagePlan | None = None
         self._neighbours = connect_neighbours(self.grid, self.device, self._chunks)
         self._contract = exchange_declarations(self, settings, self._chunks)
+
         self.observers = Observers()
         self.watchdog: Watchdog | None = None
         if dist.get_world_size() > 1:
@@ -136,12 +139,13 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         return self.agg_train_loss
 
     def _train_step(self) -> None:
+        """Run the passes of a step, reduce gradients and losses over the ranks, and step the optimizer."""
         if self.optimizer is None:
             raise RuntimeError(
                 f"stage {self.stage_id} has no optimizer: give each rank an optimizer, even if all weights are frozen"
             )
         plan = self._plan(self.schedule, self.micro_batches)
-        if plan is not self._current_plan:
+        if plan is not self._current_plan:  # in the first step, or when the number of micro-batches changes
             self._current_plan = plan
             self._reduction.plan(plan.instructions)
         with self.observers.around("Begin"):
@@ -160,16 +164,15 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         self.agg_additional_losses = self._losses.additional or None
         self.total_loss = self._losses.local_sum if self._is_last_stage else None
 
-    # ---------------------------------------------------------- instructions
-
     def _run(self, plan: StagePlan) -> None:
+        """Run the instructions of this stage in a step, each by its method in _HANDLERS."""
         self._neighbours.begin_step(plan.instructions, plan.post_after)
         for instruction, next_instruction in zip_longest(plan.instructions, plan.instructions[1:]):
             run = getattr(self, self._HANDLERS[type(instruction)])
             with self.observers.around(instruction):
                 run(instruction)
             self._step.drop_if_empty(instruction.micro_chunk)
-            if type(instruction) in PASS_COST:  # a pass, not a message
+            if type(instruction) in PASS_COST:  # the instruction is a pass, not a message
                 self._neighbours.after_pass()
             if not isinstance(next_instruction, SENDS):  # sends go before receives, because other stages wait for them
                 self._neighbours.post()
@@ -186,7 +189,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         if self._neighbours.has_previous(instruction.chunk):
             microbatch = self._step.microbatches[instruction.micro_chunk]
             received = microbatch.received
-            if not self.module.training:  # in training, SendGrad needs `received` later
+            if not self.module.training:  # in training, `_send_grad` needs `received` later
                 microbatch.received = []
             inputs = tuple(non_leaf_view(each.tensor) for each in received)
             return inputs[0] if received[0].is_bare else inputs
@@ -196,9 +199,10 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         return inputs
 
     def _forward(self, instruction: Instruction) -> None:
+        """Run a chunk on a micro-batch; store its outputs for the next stage or, on the last one, add its loss."""
         chunk = instruction.chunk
         inputs = self._inputs_of(instruction)
-        chunk_argument = {"chunk": chunk} if self._chunks > 1 else {}
+        chunk_argument = {"chunk": chunk} if self._chunks > 1 else {}  # DeepSpeed's PipelineModule has no chunks
         with autocast(self):
             outputs = self.module(inputs, **chunk_argument)
         if not self.module.training:
@@ -217,7 +221,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         self._step.microbatches[instruction.micro_chunk].keep_outputs(tensors, splits, isinstance(outputs, Tensor))
 
     def _add_loss(self, instruction: Instruction, outputs: Any, labels: Any) -> None:
-        """Compute the loss, on the last stage."""
+        """Compute a micro-batch's loss on the last stage, add it to the step's losses, and store it for `_backward`."""
         self.outputs = None if self.module.training else outputs  # eval_batch may return them, too
         if not self._step.compute_loss:  # eval_batch returns the outputs instead
             self.fwd_outputs.append(in_full(outputs))
@@ -227,24 +231,25 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             loss = outputs
         else:
             loss = self.module.loss_fn(outputs, labels)
-        additional = getattr(self.module, "get_additional_losses", lambda: None)()
-        total_loss = self._losses.add(loss, additional or {})
+        get_additional = getattr(self.module, "get_additional_losses", dict)  # without this method, no losses
+        total_loss = self._losses.add(loss, get_additional() or {})  # DeepSpeed's own method returns None
         self.loss = total_loss.detach()
         self.fwd_outputs.append(self.loss)
         if self.module.training:
             require_gradient(total_loss, outputs, self.stage_id)
-            scaled = total_loss * self._step.scale
+            scaled_loss = total_loss * self._step.scale
             if self.fp16_enabled():
-                scaled = self.scale(scaled)
-            self._step.microbatches[instruction.micro_chunk].loss = scaled
+                scaled_loss = self.scale(scaled_loss)  # by the loss scale
+            self._step.microbatches[instruction.micro_chunk].loss = scaled_loss
 
     def _backward(self, instruction: Instruction) -> None:
         roots, grads = self._step.microbatches[instruction.micro_chunk].take_roots()
-        if roots:
+        if roots:  # else no output of this chunk has a gradient
             with self._reduction.accumulating(instruction):
                 torch.autograd.backward(roots, grads or None)  # a loss has no received gradient
 
     def _send_activation(self, instruction: Instruction) -> None:
+        """Send a micro-batch's outputs and, in training, expect their gradients with the same layout."""
         micro_chunk = instruction.micro_chunk
         neighbours = self._neighbours
         microbatch = self._step.microbatches[micro_chunk]
@@ -263,11 +268,12 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         neighbours.to_next.send_outputs(micro_chunk, run_end, outputs, f"stage {self.stage_id}")
 
     def _recv_activation(self, instruction: Instruction) -> None:
+        """Receive a micro-batch's inputs, and check them against the declared boundary."""
         previous = self._neighbours.from_previous
         try:
             received = previous.take_inputs(instruction.micro_chunk)
         except DataEnded as end:
-            self._announce_data_end(end)
+            self._announce_data_end(end)  # to the next stage
             raise
         for each in received:
             each.tensor.requires_grad_(each.needs_grad and torch.is_grad_enabled())
@@ -281,7 +287,8 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         inputs = microbatch.inputs_with_grad
         microbatch.received = []
         if inputs:
-            self._neighbours.to_previous.send([BoundaryTensor(pop_grad(t.tensor), is_split=t.is_split) for t in inputs])
+            grads = [BoundaryTensor(pop_grad(each.tensor), is_split=each.is_split) for each in inputs]
+            self._neighbours.to_previous.send(grads)
 
     def _recv_grad(self, instruction: Instruction) -> None:
         microbatch = self._step.microbatches[instruction.micro_chunk]
@@ -298,8 +305,6 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         schedule.SendGrad: "_send_grad",
         schedule.RecvGrad: "_recv_grad",
     }
-
-    # ------------------------------------------------------------- internals
 
     def _watched(self) -> AbstractContextManager[None]:
         return self.watchdog.watching() if self.watchdog else nullcontext()
@@ -320,7 +325,8 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         batches = Batches(self._read, micros, self.device, self.stage_id, needs_inputs=is_first, needs_labels=is_last)
         self._step = Step(batches, compute_loss)
         self._losses.begin(micros, self.dp_world_size)
-        data_ended = (is_first or is_last) and self._start_reading(batches)
+        reads_data = is_first or is_last
+        data_ended = reads_data and self._start_reading(batches)
         if data_ended or not is_last:
             return  # only the last stage computes losses; if the data ended, stage 0 will inform all stages
         if compute_loss and getattr(self.module.loss_fn, "count_targets", None) is not None:
@@ -328,10 +334,10 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         self._step.scale = self.loss_factor / self._losses.divisor
 
     def _start_reading(self, batches: Batches) -> bool:
-        """Read the first micro-batch, with several stages all of them; return whether the data ended before it.
+        """Read the first micro-batch, or with several stages all; return whether the data ended before the first.
 
-        An iterator may hold a collective of the first and the last stage. So both read in step, before either may wait
-        for the other's messages. Stage 0 must know all shapes, too, since headers announce runs of equal shapes.
+        Reading may be a collective of the first and the last stage, so both read before either waits for messages of
+        the other. Stage 0 must also know all shapes, since its headers announce runs of equal shapes.
         """
         self.observers.waiting("reading its micro-batches")
         end = batches.end_on_any_replica(self._replica_hosts)
@@ -339,8 +345,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             self._announce_data_end(end)
             raise end
         if not end and self.num_stages > 1:
-            # If the data end, the pass that lacks its micro-batch raises the error.
-            batches.read_to(needed=0, wanted=batches.total)
+            batches.read_to(needed=0, wanted=batches.total)  # a pass that lacks its micro-batch raises DataEnded later
         return end is not None
 
     def _read(self) -> Any:
