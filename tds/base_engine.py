@@ -98,14 +98,15 @@ class Engine(ExtendedEngine):
             self.set_train_batch_size(number * self.train_micro_batch_size_per_gpu() * self.dp_world_size)
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
-        if callable(client_optimizer):  # asked before the checks below, which need the optimizer
+        """Set `self.optimizer`, by DeepSpeed's method unless the user gives a DistributedOptimizer."""
+        if callable(client_optimizer):  # called before the checks below, which need the optimizer
             client_optimizer = client_optimizer(model_parameters)
         self.known_model  # noqa: B018  # records the model now
         refuse_closures(client_optimizer)
         refuse_quantization_on_cpus(self)
         self._sum_gradients_in_fp64()
         if self.zero_optimization_stage() == 3:
-            make_rows_contiguous(self.module)
+            make_rows_contiguous(self.module)  # ZeRO 3 shards each weight as a flat tensor
         if not isinstance(client_optimizer, DistributedOptimizer):
             if self.has_wrapped_optimizer:
                 make_dense(sparse_weights(self.module))
@@ -120,24 +121,27 @@ class Engine(ExtendedEngine):
         client_optimizer.attach(
             self.module, self.seq_data_parallel_group, chunk_of_weights(self.module), apart=tied_weights(self.module)
         )
-        self.enable_backward_allreduce = False
-        configure_compression(self)
+        self.enable_backward_allreduce = False  # the optimizer reduces the gradients
+        configure_compression(self)  # some releases do this in DeepSpeed's method, which is not called here
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
+        """Step the optimizer by DeepSpeed's method, and count the step if a NaN or Inf in the norm made it a no-op."""
         self.known_model.check_weights(self.optimizer)
         optimizer = self.distributed
-        # Without `read_norm`, the host does not learn in this step whether it is skipped, so the device counts skips.
-        norm_on_device = None
+        # With `read_norm`, the optimizer sets `overflow`, by which DeepSpeed counts skipped steps. Without it, the host
+        # does not read the norm in this step, so the device counts them.
+        unread_norm = None
         if optimizer is not None and optimizer.read_norm is None:
-            norm_on_device = optimizer.norm
-        if norm_on_device is not None and self.lr_scheduler is not None:
+            unread_norm = optimizer.norm
+        if unread_norm is not None and self.lr_scheduler is not None:
             # Without `overflow`, DeepSpeed would advance the lr schedule for a skipped step.
-            self.optimizer.read_norm = norm_on_device.item
-            norm_on_device = None
+            self.optimizer.read_norm = unread_norm.item
+            unread_norm = None
         super()._take_model_step(lr_kwargs)
-        if norm_on_device is not None:
+        if unread_norm is not None:
+            is_skipped = ~unread_norm.isfinite()
             skips = 0 if self._skips_on_device is None else self._skips_on_device
-            self._skips_on_device = skips + (~norm_on_device.isfinite()).long()
+            self._skips_on_device = skips + is_skipped.long()
         if self.distributed:
             self.optimizer.zero_grad()
         drop_skipped_gradients(self)
@@ -222,20 +226,17 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         return self._local_squared_norm()
 
     def _local_squared_norm(self) -> Tensor:
+        """Return this rank's part of the squared gradient norm, a scalar; the ranks of a replica sum these parts."""
         model_rank = self.grid.get_slice_parallel_rank()
         if self.distributed:
             square = self.distributed.squared_norm(model_rank, self.device)
-            dist.all_reduce(square, group=self._replicas)
+            dist.all_reduce(square, group=self._replicas)  # each replica holds a shard of the gradients
             return square
         return replica_squared_norm(self.module.parameters(), model_rank, self.device, self._replicas)
 
     def _global_norm(self) -> Tensor:
-        """Return the global gradient norm, a scalar.
-
-        The all-reduce that shares the loss may already have summed the squared norm over the ranks. If not, this
-        method sums it.
-        """
-        if self._norm_is_shared:
+        """Return the global gradient norm, a scalar."""
+        if self._norm_is_shared:  # the all-reduce of the losses has already summed the squared norm
             return self._losses.shared_sum.sqrt()
         total = self._local_squared_norm()
         dist.all_reduce(total, group=self.grid.get_model_parallel_group())
@@ -255,9 +256,9 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         """
         norm_on_device = self._global_norm()
         clip_by_norm(self.module.parameters(), norm_on_device, self.gradient_clipping())
-        norm = self._read_norm() if self._norm_is_shared else norm_on_device.item()
+        norm = self._read_norm() if self._norm_is_shared else norm_on_device.item()  # the former copies all losses, too
         self._global_grad_norm = norm
-        if self.torch_autocast_z0_gradscaler:
+        if self.torch_autocast_z0_gradscaler:  # it skips the step itself
             return
         if self.spike_guard:
             norm = self.spike_guard.inf_if_spike(norm)
@@ -271,11 +272,13 @@ class PipelineHooks(Engine, StockPipelineEngine):  # type: ignore[misc]
         if self.spike_guard:
             self._losses.read()
             self.spike_guard.begin(torch.stack(list(self.named_losses.values())).sum())
-        if self.distributed and self.spike_guard:
-            norm = self.spike_guard.inf_if_spike(self._global_norm())
-            self.optimizer.clip(norm, self.gradient_clipping(), read_norm=norm.item)
-        elif self.distributed:
-            self.optimizer.clip(self._global_norm(), self.gradient_clipping(), read_norm=self._read_norm)
+        if self.distributed:
+            norm = self._global_norm()
+            read_norm: Any = self._read_norm
+            if self.spike_guard:
+                norm = self.spike_guard.inf_if_spike(norm)
+                read_norm = norm.item
+            self.optimizer.clip(norm, self.gradient_clipping(), read_norm=read_norm)
         elif not self.has_wrapped_optimizer and not self.gradient_clipping():
             # DeepSpeed calls clip_fp32_gradients only if clipping is on. Without clipping, call it here, because it
             # also skips the step if the norm is not finite. DeepSpeed's optimizer wrappers skip such steps themselves.
