@@ -1,7 +1,4 @@
-"""Gradient clipping by the norm over all stages and tensor-parallel ranks, each parameter counted once.
-
-Pascanu et al. 2013.
-"""
+"""Gradient clipping (Pascanu et al. 2013) by the norm over all stages, which counts each parameter once."""
 
 from collections.abc import Iterable, Sequence
 
@@ -42,8 +39,7 @@ def is_unique_param(parameter: nn.Parameter, model_rank: int) -> bool:
 def local_squared_norm(parameters: Iterable[nn.Parameter], model_rank: int, device: torch.device) -> Tensor:
     """Return this rank's part of the squared global gradient norm, a scalar in fp64.
 
-    The result is NaN or Inf if any gradient on this rank contains NaN or Inf. This includes gradients of replicated
-    weights that another rank counts.
+    It is NaN or Inf if any gradient on this rank contains NaN or Inf, even one that another rank counts.
     """
     counted_grads = [(grad_values(p), is_unique_param(p, model_rank)) for p in parameters if p.grad is not None]
     return counted_squared_norm(counted_grads, device)

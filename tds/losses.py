@@ -47,15 +47,12 @@ class Losses:
         self.begin(1, 0)
 
     def begin(self, micro_batches: int, replicas: int) -> None:
-        """Start a step with `micro_batches` on this replica.
-
-        Unless `count` is called, losses are divided by the number of micro-batches on all replicas.
-        """
+        """Start a step with `micro_batches` on this replica."""
         self._micro_batches = micro_batches
         self._divisor: Tensor | None = None  # number of targets in the global batch, if they are counted
         self._numbers_on_host: list[float] | None = None  # `_numbers` on the host
         self._reduced = False  # whether this rank has called `reduce` in this step
-        self.targets = float(micro_batches * replicas)  # divisor of the losses
+        self.targets = float(micro_batches * replicas)  # divisor of the losses, unless `count` is called
         self._sums: dict[LossKey, Tensor] = {}
         self.dtype = torch.float32  # dtype of the losses that the engine returns
 
@@ -100,7 +97,7 @@ class Losses:
         self._sums[kind, name] = total + tensor.detach().double().sum()
 
     def reduce(self, replicas: Any) -> None:
-        """Sum the losses by name over the replicas, on the last stage.
+        """Sum the losses by name over the replicas, on the last stage, into the vector described in `__init__`.
 
         Replicas may have different names and different numbers of micro-batches.
         """
@@ -111,16 +108,19 @@ class Losses:
         is_fp64 = self.dtype is torch.float64
         present = [key in self._sums for key in last_keys]
         flags = [has_new_key, is_fp64, *present]
-        # Summed over the replicas: flags, the number of micro-batches, and the losses, one for each key.
+
+        # One all-reduce over the replicas sums the flags, the number of micro-batches, and a loss for each key.
         header = to_device([*map(float, flags), float(self._micro_batches)], self.device)
         zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        numbers = torch.cat([header, torch.stack([self._sums.get(key, zero) for key in last_keys])])
+        sums = torch.stack([self._sums.get(key, zero) for key in last_keys])
+        numbers = torch.cat([header, sums])
         if dist.get_world_size(replicas) > 1:
             dist.all_reduce(numbers, group=replicas)
-        counts, micros, totals = torch.split(numbers, [len(flags), 1, len(last_keys)])
+        flag_counts, micros, totals = torch.split(numbers, [len(flags), 1, len(last_keys)])
+
         targets = micros if self._divisor is None else self._divisor.view(1)
         divisors = torch.cat([targets if kind == TRAINED else micros for kind, _ in last_keys])
-        self._numbers = torch.cat([targets, micros, counts, totals / divisors])
+        self._numbers = torch.cat([targets, micros, flag_counts, totals / divisors])
 
     def share(self, source: int, stages: Any, with_sum: SumToShare | None = None) -> None:
         """Broadcast the losses from rank `source` to the other stages. Collective over the group `stages`.
@@ -141,8 +141,7 @@ class Losses:
     def read(self) -> Tensor:
         """Copy the shared numbers to the host, and return `total`.
 
-        This is the only point of a step at which the host must wait for the device. Further calls in the same step do
-        not wait. Collective over all stages and replicas if a loss has a new name.
+        Only the first call in a step waits for the device. Collective over all ranks if a loss has a new name.
         """
         if self._numbers_on_host is not None:
             return self.total
@@ -156,9 +155,10 @@ class Losses:
 
             means = exchange_means(self, {TRAINED: self.targets, ADDITIONAL: micros})
         else:
-            present = numbers[4:first_mean]
-            values = self._numbers[first_mean:]  # the sum of `share` may follow the means, so zip is not strict
-            means = {key: mean for key, mean, found in zip(self._last_keys, values, present, strict=False) if found}
+            means = {}
+            for i, key in enumerate(self._last_keys):
+                if numbers[4 + i]:  # some replica has this loss
+                    means[key] = self._numbers[first_mean + i]
         self._last_keys = tuple(means)
         self._last_means = means
         return self.total

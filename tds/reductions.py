@@ -46,12 +46,12 @@ def reduce_tied_grads(module: Any, stage: int, gradient_of: GradientOf | None = 
         for (name, weight), grad, is_trained in zip(weights.items(), grads, trained_anywhere, strict=True):
             if not is_trained:
                 continue
-            is_only_elsewhere = grad is None and gradient_of is not None
+            is_only_elsewhere = grad is None and gradient_of is not None  # it returns None outside of its optimizer
             refuse_untrained(weight, f"{key}.{name}", stage, is_only_elsewhere)
             if weight in sparse:
                 sum_sparse([weight], group)
                 continue
-            if grad is None:
+            if grad is None:  # this stage did not use the weight in this step
                 grad = weight.grad = torch.zeros_like(weight)
             dist.all_reduce(grad, group=group)
 
