@@ -27,25 +27,22 @@ if TYPE_CHECKING:
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
-    """Build LayerNorm (Ba et al. 2016), or RMSNorm without mean and bias (Zhang and Sennrich 2019), over h.
-
-    Every rank holds a copy of the norm's weights.
-    """
+    """Build LayerNorm (Ba et al. 2016), or RMSNorm without mean and bias (Zhang and Sennrich 2019), over h."""
     return norm_of_size(config, config.hidden_size, rms=config.normalization == "rmsnorm", sequence=mpu.sequence_axis())
 
 
 def norm_of_size(config: ModelConfig, size: int, rms: bool, sequence: mpu.Axis) -> nn.Module:
     """Build an RMSNorm or LayerNorm over `size` features. sequence: see `mpu.declare`."""
-    kind = apex_class(config.kernels, "normalization", "FusedRMSNorm" if rms else "FusedLayerNorm")  # or None
+    norm_class = apex_class(config.kernels, "normalization", "FusedRMSNorm" if rms else "FusedLayerNorm")
     if rms and "rms-norm" in config.reference_ops:
-        kind = nn.RMSNorm
-    elif kind is None and rms:
+        norm_class = nn.RMSNorm
+    elif norm_class is None:  # apex is not used
+        if not rms:
+            return mpu.LayerNorm(size, eps=config.layernorm_epsilon)  # it declares its weights itself
         from .rms_norm import RMSNorm
 
-        kind = RMSNorm
-    elif kind is None:
-        return mpu.LayerNorm(size, eps=config.layernorm_epsilon)  # it declares its weights
-    norm: Any = kind(size, eps=config.layernorm_epsilon)
+        norm_class = RMSNorm
+    norm = norm_class(size, eps=config.layernorm_epsilon)
     mpu.declare(norm.weight, mpu.ones, sequence=sequence)
     if not rms:
         mpu.declare(norm.bias, sequence=sequence)
@@ -57,8 +54,8 @@ class Dropout(nn.Module):
 
     def __init__(self, p: float, stream: str) -> None:
         super().__init__()
-        # Under sequence parallelism each rank draws masks for its own shard.
         self.p = p
+        # Under sequence parallelism each rank draws masks for its own shard.
         self.stream = mpu.Stream(mpu.get_rng(), stream, split=mpu.sequence_axis().size > 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,9 +83,8 @@ def build_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
 
 
 class ParallelMLP(nn.Module):
-    """MLP h -> f, activation, f -> h, with a column-parallel first and a row-parallel second matmul.
+    """MLP: a column-parallel matmul h -> f, an activation, and a row-parallel matmul f -> h with an all-reduce.
 
-    So the forward pass needs one all-reduce.
     With a gate the first matmul has 2 f outputs. The rows of gate and value alternate, so that a contiguous shard
     holds gate and value of a feature. Hugging Face's gate_proj is rows [::2] of this weight, its up_proj rows [1::2].
     """
@@ -100,13 +96,13 @@ class ParallelMLP(nn.Module):
         self.recomputes_activation = "activation" in config.recompute_modules and config.activation != "relu"
         self.dense_h_to_4h = mpu.ColumnParallelLinear(
             config.hidden_size,
-            config.ff_size * (2 if config.is_gated else 1),
+            config.ff_size * (2 if config.is_gated else 1),  # gate and value
             bias=config.hidden_bias,
             gather_output=False,
             init_method=mpu.normal(config.hidden_std),
         )
         if config.is_gated:
-            mpu.spec_of(self.dense_h_to_4h.weight).fused = mpu.FusedRows((1, 1), 1)  # gate, value, gate, ...
+            mpu.spec_of(self.dense_h_to_4h.weight).fused = mpu.FusedRows((1, 1), 1)  # rows: gate, value, gate, ...
         self.dense_4h_to_h = mpu.RowParallelLinear(
             config.ff_size,
             config.hidden_size,
@@ -119,12 +115,12 @@ class ParallelMLP(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Apply the MLP: [s, b, h] -> ([s, b, h], output bias, which the caller must add)."""
         inner, _ = self.dense_h_to_4h(hidden)  # [s, b, f/t] or [s, b, 2 f/t]
-        if self.recomputes_activation:
-            from .recompute import run_on_recomputed
+        if not self.recomputes_activation:
+            return self.dense_4h_to_h(self.activation(inner))  # type: ignore[no-any-return]
+        from .recompute import run_on_recomputed
 
-            # `**_` is the recipe of the activation, which only attention uses.
-            return run_on_recomputed(self.activation, lambda active, **_: self.dense_4h_to_h(active), inner)  # type: ignore[no-any-return]
-        return self.dense_4h_to_h(self.activation(inner))  # type: ignore[no-any-return]
+        # The lambda also gets the keyword `recipe`, how to recompute the activation, which this matmul does not need.
+        return run_on_recomputed(self.activation, lambda active, **_: self.dense_4h_to_h(active), inner)  # type: ignore[no-any-return]
 
 
 def build_mlp(config: ModelConfig, name: str, branches: int, decoder: bool) -> nn.Module:
@@ -158,9 +154,9 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, config: ModelConfig, name: str, branches: int, causal: bool = True) -> None:
         super().__init__()
-        decoder = self.stack_index == 1  # stack 0 is the encoder, or the only stack
-        output_std = config.output_std(branches, config.width_factor, decoder)
-        self.branch_factor = config.decoder_branch_factor if decoder else config.branch_factor
+        is_decoder = self.stack_index == 1  # stack 0 is the encoder, or the only stack
+        output_std = config.output_std(branches, config.width_factor, is_decoder)
+        self.branch_factor = config.decoder_branch_factor if is_decoder else config.branch_factor
         self.causal = causal
         self.sequence = mpu.sequence_axis()
         self.context = mpu.context_axis()
@@ -169,7 +165,7 @@ class TransformerLayer(nn.Module):
         self.attention_dropout = Dropout(config.hidden_dropout, f"{name}.attention_output")
         self.build_cross_sublayer(config, name, output_std)
         self.post_attention_layernorm = build_norm(config)
-        self.mlp = build_mlp(config, name, branches, decoder)
+        self.mlp = build_mlp(config, name, branches, is_decoder)
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
         self.offload_context: Callable[[bool], AbstractContextManager[Any]] = nullcontext  # ignores its argument
         self.run_on_normalised: Callable[..., tuple[Tensor, Tensor | None]] = run_on_normalised
@@ -194,8 +190,7 @@ class TransformerLayer(nn.Module):
     ) -> Tensor:
         """Run the layer: [s, b, h] -> [s, b, h] (s/t with sequence parallelism).
 
-        mask, bias, angles: arguments of self-attention, see `SelfAttention`. routing: for a layer with experts.
-        encoded: argument of `run_cross_sublayer`, for a layer of a T5's decoder.
+        mask, bias, angles: see `SelfAttention`. encoded: for a T5's cross-attention. routing: for a layer with experts.
         The sublayers below get the normalised hidden states x, and with --recompute-modules also how to recompute x, as
         the keyword `recipe`, which only layers built for it accept.
         """
@@ -251,7 +246,7 @@ class TransformerLayer(nn.Module):
 
 
 def run_on_normalised(norm: nn.Module, sublayer: Sublayer, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Apply `sublayer` to the normalised hidden states, [s, b, h] -> ([s, b, h], bias or None)."""
+    """Return sublayer(norm(hidden)) of hidden [s, b, h]; --recompute-modules norm uses `run_on_recomputed` instead."""
     return sublayer(norm(hidden))
 
 
@@ -281,11 +276,13 @@ class Block(TransformerLayer):
         """
         hidden, document_ids = inputs[:2]
         losses = list(inputs[2:])  # not `*losses`, which torch 2.11 compiles as a tuple
-        s = mpu.whole_length(hidden, self.sequence) * self.context.size
+        s = mpu.whole_length(hidden, self.sequence) * self.context.size  # length of the whole sequence
         num_cached = caches.cached_length(self.context.size) if caches else 0
         mask = self.build_mask(document_ids, s, num_cached)
-        restart_positions = self.role.restarts_positions and not caches  # a generated text is one document
-        angles = self.build_rotation(document_ids, s, num_cached, restart_positions) if self.build_rotation else None
+        angles = None
+        if self.build_rotation:
+            restart_positions = self.role.restarts_positions and not caches  # a generated text is one document
+            angles = self.build_rotation(document_ids, s, num_cached, restart_positions)
         routing = self.make_routing(losses, document_ids)
         hidden = self.run_layer(hidden, mask, caches=caches, angles=angles, routing=routing)
         return hidden, document_ids, *losses  # `run_layer` has added this layer's loss to the list
