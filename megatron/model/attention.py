@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def _init_heads(std: float, head_size: int, part_factors: Sequence[float], weight: Tensor) -> None:
     """Draw normal values, and scale the rows of part i (query, key or value) of each head by part_factors[i]."""
     nn.init.normal_(weight, 0.0, std)
+    # For example, the factors (2, 1, 1) with head_size 4 double rows 0 to 3 of every 12.
     rows_by_part = weight.view(-1, len(part_factors), head_size, weight.shape[1])  # [heads, parts, rows, h]
     rows_by_part.mul_(torch.tensor(part_factors).view(1, -1, 1, 1))
 
@@ -43,13 +44,12 @@ class Attention(nn.Module):
         self.heads = config.num_attention_heads // self.axis.size
         self.kv_heads = max(config.key_value_heads // self.axis.size, 1)  # 1 if several ranks share a key-value head
         self.head_size = config.head_size
-        self.inner_size = config.num_attention_heads * config.head_size
         self.dropout = config.attention_dropout
         self.rng = mpu.get_rng()
         self.kernel: Kernel = attend
         self.stream = mpu.Stream(self.rng, stream, split=True)  # each rank draws for its own heads
         self.recompute = config.checkpoint_attention
-        self.make_call: Callable[..., AttentionArgs] = partial(
+        self.make_call = partial(
             AttentionArgs,
             causal=causal,
             scale=config.attention_scale,
@@ -59,7 +59,7 @@ class Attention(nn.Module):
             may_copy_qkv="qkv" not in config.recompute_modules,
         )
         self.dense = mpu.RowParallelLinear(
-            self.inner_size,
+            config.num_attention_heads * config.head_size,
             config.hidden_size,
             bias=config.hidden_bias,
             input_is_parallel=True,
@@ -67,17 +67,11 @@ class Attention(nn.Module):
             init_method=mpu.normal(output_std),
         )
 
-    def _project(
-        self, config: ModelConfig, *factors: float, heads: int | None = None, bias: bool | None = None
-    ) -> mpu.ColumnParallelLinear:
-        """Build the projection h -> len(factors) x n x d, with its rows ordered by head, so each rank gets whole heads.
+    def _project(self, config: ModelConfig, *factors: float, heads: int, bias: bool) -> mpu.ColumnParallelLinear:
+        """Build the projection h -> len(factors) x heads x d, with rows ordered by head, so each rank gets whole heads.
 
-        factors: for each projected part (query, key or value), the factor of its initial weights. heads: n, by
-        default the number of attention heads. bias: whether to add a bias, by default the value of --hidden-bias.
+        factors: for each projected part (query, key or value), the factor of its initial weights.
         """
-        heads = heads or config.num_attention_heads
-        if bias is None:
-            bias = config.hidden_bias
         return mpu.ColumnParallelLinear(
             config.hidden_size,
             len(factors) * heads * self.head_size,
@@ -89,18 +83,15 @@ class Attention(nn.Module):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None) -> Tensor:
         """Compute attention: query [b, n/t, q, d], key, value [b, g, k, d] -> [q, b, n/t * d].
 
-        mask: `Documents` if tokens may attend only within their document; or a bool mask [1 or b, 1, q, k], True where
-        a query may attend; or None. With context parallelism, `key` and `value` hold this rank's tokens only, but the
-        mask covers the keys of all ranks.
-        bias: [1, n/t, q, k], added to the scores, or None.
+        mask: see `AttentionArgs`. bias: [1, n/t, q, k], added to the scores, or None.
         """
         p = self.dropout if self.training else 0.0
         compute: Callable[..., Tensor] = partial(self._compute, p=p)
-        if p and query.device.type != "cpu":  # torch's kernels draw; on a CPU, our kernel draws from `self.stream`
+        if p and query.device.type != "cpu":  # torch's kernel draws; on a CPU, ours draws from the stream
             compute = self._compute_with_dropout
         if self.recompute and self.training:
             compute = partial(self._compute_with_checkpoint, compute)
-        context: Tensor = compute(query, key, value, mask, bias)  # [b, n/t, q, d]
+        context = compute(query, key, value, mask, bias)  # [b, n/t, q, d]
         return context.permute(2, 0, 1, 3).flatten(2)
 
     def _compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, bias: Tensor | None, p: float) -> Tensor:
@@ -113,8 +104,9 @@ class Attention(nn.Module):
         return mpu.checkpoint(compute, *inputs, rng=self.rng)  # type: ignore[no-any-return]
 
     def _compute_with_dropout(self, *inputs: Any) -> Tensor:
+        """Compute attention by a kernel that draws dropout from torch's generator, which this layer's stream seeds."""
         query, key, value, mask, bias = inputs
-        with self.rng.fork(self.stream.name, query.device, self.stream.split):  # seeds torch's generator
+        with self.rng.fork(self.stream.name, query.device, self.stream.split):
             return self._compute(query, key, value, mask, bias, self.dropout)
 
 
@@ -125,15 +117,15 @@ class SelfAttention(Attention):
     on. `build_self_attention` says which classes replace this one.
     """
 
-    def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool = True) -> None:
+    def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool) -> None:
         super().__init__(config, f"{name}.attention", output_std, causal)
-        group_size = config.num_attention_heads // config.key_value_heads
+        group_size = config.num_attention_heads // config.key_value_heads  # query heads per key-value head
         query_factors = [config.query_factor] * group_size
-        self.query_key_value = self._project(  # a key and a value, both with factor 1, follow the queries of a group
+        self.query_key_value = self._project(  # rows of a group: its queries, then a key and a value with factor 1
             config, *query_factors, 1.0, 1.0, heads=config.key_value_heads, bias=config.has_qkv_bias
         )
         width = config.width_factor
-        # Growth of inputs and outputs of each part since the base model of muP, all 1 without muP.
+        # By what factors inputs and outputs have grown since muP's base model: of query, key and value. 1 without muP.
         key_value_growth = (width, config.key_value_growth)
         growth = ((width, width), key_value_growth, key_value_growth)
         fused = mpu.FusedRows((group_size, 1, 1), self.head_size, growth)
@@ -186,7 +178,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, by_head: Tensor) -> tuple[Tensor, ...]:
         ctx.shape = by_head.shape
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # the gradient of an unused part is then None instead of zeros
         return tuple(by_head.select(3, part) for part in range(by_head.shape[3]))
 
     @staticmethod
@@ -205,7 +197,7 @@ class _Split(torch.autograd.Function):
 
 
 def build_self_attention(config: ModelConfig, name: str, output_std: float, causal: bool) -> SelfAttention:
-    """Return the self-attention of a layer: the plain one, or one that replaces a part of it."""
+    """Return a layer's self-attention: plain, or a subclass for shared heads, norms, rotations or recomputation."""
     attention_class = SelfAttention
     shares_heads = config.key_value_heads < config.num_attention_heads
     if shares_heads or config.qk_norm or config.position_embedding == "rope":

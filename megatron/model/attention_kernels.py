@@ -68,7 +68,7 @@ class AttentionArgs(NamedTuple):
         return mask if hasattr(mask, "slices") else None  # no isinstance(), which would import context_attention.py
 
     def visible(self) -> tuple[Tensor | None, bool]:
-        """Return the bool mask [1 or b, 1, q, k] or None, and whether the kernel has to hide later keys itself.
+        """Return the bool mask [1 or b, 1, q, k] or None, and whether the kernel has to hide later keys (`is_causal`).
 
         Raises ValueError with context parallelism, where one rank has not all keys.
         """
@@ -79,17 +79,16 @@ class AttentionArgs(NamedTuple):
         mask: Any = self.mask.mask() if isinstance(self.mask, Documents) else self.mask
         q = self.query.shape[2]
         k = self.key.shape[2]
-        # A mask built from documents already hides later keys if attention is causal. A single query, as in decoding,
-        # sees all keys.
+        # A mask of documents hides later keys itself. A single query, as in decoding, sees all keys.
         is_causal = self.causal and mask is None and q > 1
         # torch hides later keys without a mask only if there is no bias and q = k; our dropout on a CPU needs a mask.
         needs_mask = self.bias is not None or q != k or (self.p > 0 and self.on_cpu)
         if is_causal and needs_mask:
-            return causal_mask(q, k, self.query.device), False
+            return causal_mask(q, k, self.query.device), False  # the mask hides them
         return mask, is_causal
 
     def added(self) -> tuple[Tensor | None, bool]:
-        """Return the tensor to add to scores, [1 or b, 1 or n, q, k] or None, and if the kernel hides later keys."""
+        """Return mask plus bias, to add to the scores, [1 or b, 1 or n, q, k] or None; and `is_causal` of `visible`."""
         mask, is_causal = self.visible()
         if mask is None:
             return self.bias, is_causal
@@ -129,7 +128,7 @@ def select_sdpa_kernels(query: Tensor, mask: Tensor | None) -> AbstractContextMa
 def choose_kernel(call: AttentionArgs) -> Kernel:
     """Return the kernel of the call: torch's, unless documents, a bias, dropout or another part needs another."""
     needs_special_kernel = isinstance(call.mask, Documents) or call.views or call.bias is not None
-    needs_cpu_kernel = call.on_cpu and (call.p or call.query.dtype != torch.float32)  # a CPU may emulate 16 bits
+    needs_cpu_kernel = call.on_cpu and (call.p or call.query.dtype != torch.float32)  # some CPUs only emulate 16 bits
     if not needs_special_kernel and not needs_cpu_kernel:
         return torch_sdpa
     from .special_kernels import choose_special_kernel

@@ -29,7 +29,7 @@ class GroupedSelfAttention(SelfAttention):
     query_norm, key_norm: norms of each head (--qk-norm), or None.
     """
 
-    def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool = True) -> None:
+    def __init__(self, config: ModelConfig, name: str, output_std: float, causal: bool) -> None:
         super().__init__(config, name, output_std, causal)
         # 8 ranks and 2 key-value heads: 4 neighbouring ranks share a head.
         self.sharing_ranks = mpu.neighbours(self.axis, max(self.axis.size // config.key_value_heads, 1))
