@@ -72,7 +72,6 @@ class TokenLoss:
         # Mean over the micro-batches of this step of `count_targets`, which the engine sets, or a function that waits
         # for it. Without an engine, the micro-batch's own number is used. See `scale_router_loss`.
         self.mean_targets: Tensor | Callable[[], Tensor] | None = None
-        self.accepts_callable = True  # whether `mean_targets` may be a function
         # Values of the last micro-batch. Evaluation: sums over text (`sum_over_text`). Training: the summed z-loss.
         self.aux: dict[str, Tensor] = {}
         # If this is a list, evaluation appends a tensor [2, b] for each micro-batch: for each sample, the summed loss
@@ -86,11 +85,12 @@ class TokenLoss:
         return cls(vocab_size, fused, is_text, config.train.z_loss, consumes_logits=True)
 
     count_targets = staticmethod(count_targets)  # the engine divides by its result
+    accepts_callable = True  # whether `mean_targets` may be a function
 
     def token_losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cross entropy, with the gradient of both, and the z-loss of every token, [b, s] each.
+        """Return each token's cross entropy and z-loss, [b, s] each.
 
-        logits: [s, b, v/t]. labels: [b, s].
+        The cross entropy has the gradient of their sum, the z-loss has none. logits: [s, b, v/t]. labels: [b, s].
         """
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
         if not self.fused:
@@ -98,10 +98,10 @@ class TokenLoss:
 
             return reference_losses(logits, labels, self.vocab_size, self.axis, z_loss)
         labels_sb = labels.t().contiguous()
-        losses, z = mpu.vocab_parallel_losses(
+        losses, z_losses = mpu.vocab_parallel_losses(
             logits, labels_sb, self.vocab_size, z_loss=z_loss, axis=self.axis, overwrite=self.consumes_logits
         )
-        return losses.t(), z.t()
+        return losses.t(), z_losses.t()
 
     def __call__(self, logits: Any, targets: Targets) -> Tensor:
         """Return the loss summed over targets, a scalar.
@@ -132,11 +132,11 @@ class TokenLoss:
 
             return evaluate_targets(self, logits, labels, loss_mask)
         if isinstance(logits, Tensor):
-            losses, z = self.token_losses(logits, labels)
+            losses, z_losses = self.token_losses(logits, labels)
             losses = losses * loss_mask
             total = losses.sum()
-            z_sum = (z * loss_mask).sum()
-        else:
+            z_sum = (z_losses * loss_mask).sum()
+        else:  # DeferredLogits, whose output matmul runs together with the loss
             total, z_sum, losses = logits.summed_loss(labels.t(), loss_mask.t(), self.vocab_size, self.z_loss)
             losses = losses.t()
         self.aux = {"z_loss": z_sum} if self.z_loss else {}

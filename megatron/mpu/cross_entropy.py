@@ -1,8 +1,7 @@
 """Cross entropy over a vocabulary whose logits are sharded over the model-parallel ranks.
 
-Ranks exchange only three numbers per token: the largest logit, the sum of exponentials and the target's logit. No
-logit matrix is communicated. Logits of padding rows count as minus infinity. At any time only one chunk of the
-logits is held in fp32.
+Ranks exchange only three numbers per token: the largest logit, the sum of exponentials and the target's logit.
+Logits of padding rows count as minus infinity. At any time only one chunk of the logits is held in fp32.
 
 Shapes: ... any leading dimensions (tokens), n tokens, v/t this rank's rows of the padded vocabulary. Z is a token's
 sum of exp(logit) over the vocabulary.
@@ -25,14 +24,14 @@ CPU_CHUNK = 1 << 20
 def token_chunks(logits: Tensor, max_logits: int | None = None) -> list[slice]:
     """Cut the n tokens of logits [n, v/t] into slices of at most `max_logits` logits, by default CHUNK or CPU_CHUNK."""
     max_logits = max_logits or (CPU_CHUNK if logits.device.type == "cpu" else CHUNK)
-    tokens = max(1, max_logits // max(1, logits.shape[-1]))
-    if tokens > 8:
-        tokens -= tokens % 8  # compiled kernels would copy slices whose addresses are not multiples of 16 bytes
-    return [slice(begin, begin + tokens) for begin in range(0, logits.shape[0], tokens)]
+    length = max(1, max_logits // max(1, logits.shape[-1]))  # in tokens
+    if length > 8:
+        length -= length % 8  # compiled kernels would copy slices whose addresses are not multiples of 16 bytes
+    return [slice(begin, begin + length) for begin in range(0, logits.shape[0], length)]
 
 
 def _losses_on_one_rank(logits: Tensor, target: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return each token's loss and log Z, [n] each, when this rank holds all logits x [n, v]."""
+    """Return each token's loss and log Z, [n] each, when this rank holds all logits [n, v]."""
     loss = torch.empty_like(target, dtype=dtype)
     log_z = torch.empty_like(loss)
     for chunk in token_chunks(logits):
@@ -53,9 +52,9 @@ def _losses_over_ranks(logits: Tensor, real_rows: int, target: Tensor, axis: Axi
     Each rank runs torch's softmax, one fast pass over its own logits, and then rescales the result by the maximum
     and the sum over all ranks.
     """
-    # A rank that holds only padding contributes nothing: its maximum is minus infinity.
     real_logits = logits[:, :real_rows]
     dtype = torch.promote_types(real_logits.dtype, torch.float32)
+    # These values remain if this rank holds only padding. It then contributes nothing, as exp(-inf) is 0.
     own_max = torch.full_like(target, -torch.inf, dtype=dtype)
     max_prob = torch.ones_like(own_max)  # probability of this rank's largest logit among its own logits
     if real_rows:
@@ -69,14 +68,16 @@ def _losses_over_ranks(logits: Tensor, real_rows: int, target: Tensor, axis: Axi
     # max_prob is 1 / sum of exp(logit - own_max). So this is the rank's sum of exp(logit - max_logit).
     own_sum_exp = (own_max - max_logit).exp() / max_prob
     sum_exp = reduce_in_place(own_sum_exp.clone(), axis)
+    share = own_sum_exp / sum_exp
     log_sum = sum_exp.log()
-    return own_sum_exp / sum_exp, loss_from_log_sum(real_logits, target, max_logit, log_sum, axis), log_sum + max_logit
+    loss = loss_from_log_sum(real_logits, target, max_logit, log_sum, axis)
+    return share, loss, log_sum + max_logit
 
 
 def loss_from_log_sum(logits: Tensor, target: Tensor, max_logit: Tensor, log_sum: Tensor, axis: Axis) -> Tensor:
     """Return each token's loss [n] from log sum exp(logit - max_logit) over all ranks; see `_losses_over_ranks`."""
     target_logit = torch.zeros_like(max_logit)
-    if logits.shape[-1]:
+    if logits.shape[-1]:  # else this rank holds only padding, and no target
         # The targets of other ranks, which are -1, look up row 0 and are then replaced by 0.
         local_logit = logits.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1).to(max_logit.dtype)
         target_logit = torch.where(target >= 0, local_logit - max_logit, 0.0)
@@ -110,7 +111,8 @@ class LossState(NamedTuple):
 def localize_targets(logits: Tensor, target: Tensor, vocab_size: int, axis: Axis) -> tuple[Tensor, Tensor, int]:
     """Return each target's local row [...], whether this rank holds it [...], and the rank's number of unpadded rows.
 
-    A target that another rank holds gets row 0 and False.
+    A target that another rank holds gets row 0 and False. If two ranks have 8 rows each for 13 ids, the second has 5
+    unpadded rows; there, target 10 gets row 2 and True.
     """
     num_rows = logits.shape[-1]
     first_row = axis.rank * num_rows
@@ -129,7 +131,7 @@ def compute_losses(
     """
     local_ids, is_local, real_rows = localize_targets(logits, target, vocab_size, axis)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    share = max_logit = log_sum = torch.ones_like(target, dtype=dtype)  # for the branches that do not set them
+    share = max_logit = log_sum = torch.ones_like(target, dtype=dtype)  # unless a branch below sets them
     ids_or_minus_1 = torch.where(is_local, local_ids, -1)
     if uses_fused_loss(logits):
         from .fused_cross_entropy import fused_losses
@@ -162,16 +164,19 @@ def logits_gradient(logits: Tensor, state: LossState, grad: Tensor, overwrite: b
     result[:, real_rows:] = 0.0
     if not real_rows:
         return result
-    # If the dtypes are equal, `chunk_grad` is a view of the result, which the next lines change in place.
+    # Softmax can write into the result if it has the same dtype, but not over the logits that it still reads.
     writes_directly = result.dtype == grad.dtype and not overwrite
     for chunk in token_chunks(logits):
+        # The gradient of a logit is grad * share * softmax over this rank's logits, minus grad if it is the target's.
         softmax_out = result[chunk, :real_rows] if writes_directly else None
         chunk_grad = torch.softmax(logits[chunk, :real_rows], dim=-1, dtype=grad.dtype, out=softmax_out)
         chunk_grad *= (grad[chunk] * state.share[chunk]).unsqueeze(-1)
-        # Rows without a share may be NaN, see `_losses_over_ranks`. A mask would read all logits; finding the few rows
-        # that it selects would let the host wait for an accelerator.
+        # Rows without a share may be NaN, see `_losses_over_ranks`. With a mask, torch reads all logits; with indices,
+        # only these rows. But on an accelerator, the host would have to wait for the indices.
         no_share = state.share[chunk] == 0.0
-        chunk_grad[no_share.nonzero().squeeze(-1) if no_share.is_cpu else no_share] = 0.0
+        if no_share.is_cpu:
+            no_share = no_share.nonzero().squeeze(-1)
+        chunk_grad[no_share] = 0.0
         target_grad = -(state.is_local[chunk] * grad[chunk])
         chunk_grad.scatter_add_(-1, state.target[chunk].unsqueeze(-1), target_grad.unsqueeze(-1))
         if not writes_directly:
