@@ -43,11 +43,7 @@ class LayerStackPipe(LayerRunner, PipelineModule):
     def __init__(
         self, layers: Sequence[Layer], config: Config, tied_weights: dict[str, str], loss_fn: Any, example: Any
     ) -> None:
-        """Build this stage's layers.
-
-        tied_weights: maps the key of tied layers to the name of the shared weight in their module. example: example
-        inputs of the first layer.
-        """
+        """Build this stage's layers. tied_weights: key -> name of the shared weight. example: inputs of layer 0."""
         specs = [_layer_spec(layer, tied_weights, config.train.seed) for layer in layers]
         super().__init__(
             layers=specs,
@@ -62,17 +58,19 @@ class LayerStackPipe(LayerRunner, PipelineModule):
         self._layers = [layers[index] for index in self.indices]
         self.layer_names = global_names(layers)
         self._stage_names = [self.layer_names[index] for index in self.indices]
-        outputs = [_boundaries_before(layers, stop) for _, stop in self.bounds]
-        inputs = [_boundaries_before(layers, start) for start, _ in self.bounds]
-        self.boundaries: Any = outputs if self.chunks > 1 else outputs[0]
-        self.receives: Any = inputs if self.chunks > 1 else inputs[0]
+        self.boundaries: Any = [_boundaries_before(layers, stop) for _, stop in self.bounds]  # outputs of each chunk
+        self.receives: Any = [_boundaries_before(layers, start) for start, _ in self.bounds]
+        if self.chunks == 1:  # tds then reads the declaration of the only chunk, not a list of declarations
+            self.boundaries = self.boundaries[0]
+            self.receives = self.receives[0]
         init_weights(self, config.train.seed)
 
     def named_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (global name, module) of every layer of this stage, tied layers once."""
-        # A layer with its own `call` is run by partial(call, module).
-        modules = [call.args[0] if isinstance(call, partial) else call for call in self.forward_funcs]
-        by_name = dict(zip(self._stage_names, modules, strict=True))
+        by_name: dict[str, nn.Module] = {}  # all layers of a tie have one name
+        for name, function in zip(self._stage_names, self.forward_funcs, strict=True):
+            # A layer with its own `call` is run by partial(call, module), any other layer by its module.
+            by_name[name] = function.args[0] if isinstance(function, partial) else function
         yield from by_name.items()
 
     def forward(self, inputs: Any, chunk: int = 0) -> Any:
@@ -83,15 +81,15 @@ class LayerStackPipe(LayerRunner, PipelineModule):
 
 
 def _layer_spec(layer: Layer, tied_weights: dict[str, str], seed: int) -> LayerSpec:
+    """Return DeepSpeed's spec of a layer; its `build` seeds the initial values by `seed` and the layer's name."""
     spec = LayerSpec(layer.cls, *layer.args)
     if layer.tied or layer.call:  # DeepSpeed accepts a `forward_fn` only for tied layers
-        key = layer.name.replace(".", "_")
+        key = layer.name.replace(".", "_")  # of this layer only; torch's names of modules contain no dots
         weight: Any = []  # no shared weight
         if layer.tied:
             key = layer.tied
             weight = tied_weights[key]
         spec = TiedLayerSpec(key, layer.cls, *layer.args, forward_fn=layer.call, tied_weight_attr=weight)
-    # DeepSpeed's own `build` would draw from no seed of the layer.
     spec.build = lambda log=False: layer.build(seed)
     return spec
 
@@ -111,11 +109,7 @@ TIED_WEIGHTS = {"embedding": "word_embeddings.weight"}
 
 
 class GPT2ModelPipe(LayerStackPipe):
-    """GPT-2 over pipeline stages. Inputs: (tokens [b, s], position ids [b, s], document ids [b, s] or empty).
-
-    Stages exchange the hidden states, of which each model-parallel rank sends its share, and the document
-    ids, which are empty in plain causal attention.
-    """
+    """GPT-2 over pipeline stages. Inputs: (tokens [b, s], position ids [b, s], document ids [b, s] or empty)."""
 
     def __init__(self, config: Config) -> None:
         vocab_size = vocab_size_of(config)
