@@ -64,11 +64,11 @@ def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) ->
     elif norm is None:
         norm = 0.0
     if isinstance(norm, Tensor):
-        norm = norm.to(loss.device)  # DeepSpeed's ZeRO 3 returns a norm on the CPU if the optimizer is offloaded.
-        finite = norm.isfinite()
+        norm = norm.to(loss.device)  # with an offloaded optimizer, DeepSpeed's ZeRO 3 returns it on the CPU
+        is_finite = norm.isfinite()
     else:
-        finite = math.isfinite(norm)
-    applied = not skipped and finite
+        is_finite = math.isfinite(norm)
+    applied = not skipped and is_finite  # may be a tensor, which the host need not read
     # Only routers that balance the experts by biases have this buffer.
     if any(hasattr(module, "bias_steps") for module in engine.module.modules()):
         from ..model.router import update_routers
@@ -82,8 +82,7 @@ def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) ->
 class PipeEngine:
     """Engine with a pipeline of one or more stages, around the pipeline engine of `tds`.
 
-    breakdown: True measures the time of each kind of pipeline instruction; each measurement synchronizes with the
-    device.
+    breakdown: whether to measure the time of each kind of pipeline instruction, which synchronizes with the device.
     """
 
     def __init__(self, engine: Any, timers: Timers, breakdown: bool) -> None:
@@ -143,10 +142,7 @@ class PipeEngine:
         return float(seconds)
 
     def watch_steps(self, seconds: float) -> None:
-        """Do nothing: the pipeline engine of `tds` watches each instruction, as --pipeline-timeout says.
-
-        The engine without a pipeline ends all ranks if one fails, or a micro-batch takes longer than `seconds`.
-        """
+        """Do nothing: `tds` watches each instruction (--pipeline-timeout), the other engine each micro-batch."""
 
     def times(self) -> dict[str, float]:
         """Return name -> seconds since the last call of `times`, for parts of a step that `Timers` does not measure."""
@@ -159,5 +155,4 @@ class PipeEngine:
 
     def _exact_loss(self) -> Tensor:
         """Return the loss of the last global batch in fp64, the dtype in which the engine accumulates it."""
-        losses = list(self.deepspeed.named_losses.values())
-        return torch.stack(losses).sum()
+        return torch.stack(list(self.deepspeed.named_losses.values())).sum()

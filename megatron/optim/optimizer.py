@@ -98,8 +98,7 @@ def build_optimizer(
     settings: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.adam_eps / width}
     fused = apex_class(kernels, "optimizers", "FusedAdam")
     if fused is None:
-        # fused=True makes one pass over memory: 4x faster on a CPU than the default, as fast as DeepSpeed's compiled
-        # Adam.
+        # fused=True makes one pass over memory: on a CPU, 4x faster than the default, as fast as DeepSpeed's Adam.
         adam: Callable[..., torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True, **settings)
     else:
         adam = partial(fused, adam_w_mode=True, **settings)
@@ -113,14 +112,13 @@ def build_optimizer(
 def lr_at(iteration: int, config: Config, samples: tuple[int, int] | None = None) -> float:
     """Return the learning rate of optimizer step `iteration`, counted from 0.
 
-    samples: number of samples consumed after the step, and after the next step. Required if the learning rate follows
-    the consumed samples, that is, with --lr-decay-samples or --train-samples.
-
     The learning rate rises linearly to --lr over the warm-up and then decays. In the last step of the decay it is
     exactly --min-lr. With --lr-decay-style constant, it stays at --lr. With wsd, it stays at --lr until the decay at
     the end (Hu et al. 2024).
+    samples: number of samples consumed after the step, and after the next step. Required if the learning rate follows
+    the consumed samples, that is, with --lr-decay-samples or --train-samples.
     """
-    o = config.optim
+    optim = config.optim
     total = decay_end(config)
     completed = iteration + 1
     next_completed = iteration + 2
@@ -128,20 +126,21 @@ def lr_at(iteration: int, config: Config, samples: tuple[int, int] | None = None
         if samples is None:
             raise ValueError("the learning rate follows samples: give lr_at the samples of the step")
         completed, next_completed = samples
-    warmup = floor_share(o.warmup, total)
+    warmup = floor_share(optim.warmup, total)
     if completed <= warmup:  # never without a warm-up, because `completed` is at least 1
-        return o.lr * completed / warmup
-    if o.lr_decay_style == "constant":
-        return o.lr
+        return optim.lr * completed / warmup
+    if optim.lr_decay_style == "constant":
+        return optim.lr
     if next_completed > total:
         completed = total  # the next step would end after the decay, so the decay ends with this step
     decay_begin = warmup
-    style = o.lr_decay_style
+    style = optim.lr_decay_style
     if style == "wsd":
         decay_begin = max(total - wsd_decay_length(config), warmup)
-        style = o.lr_wsd_decay_style
-    done_fraction = min(max(completed - decay_begin, 0) / max(total - decay_begin, 1), 1.0)
-    return o.min_lr + (o.lr - o.min_lr) * REMAINING[style](done_fraction)
+        style = optim.lr_wsd_decay_style
+    decay_length = max(total - decay_begin, 1)  # at least 1, as it is a divisor
+    done_fraction = min(max(completed - decay_begin, 0) / decay_length, 1.0)
+    return optim.min_lr + (optim.lr - optim.min_lr) * REMAINING[style](done_fraction)
 
 
 # Shape of the decay -> function from the completed fraction of the decay to the remaining fraction of lr - min_lr.
@@ -160,6 +159,6 @@ def decay_end(config: Config) -> int:
 
 def wsd_decay_length(config: Config) -> int:
     """Return the length of the decay at the end of --lr-decay-style wsd, in the unit of `decay_end`."""
-    o = config.optim
-    chosen = o.lr_wsd_decay_iters if config.lr_decay_samples is None else o.lr_wsd_decay_samples
-    return chosen or max(decay_end(config) // 10, 1)
+    optim = config.optim
+    chosen = optim.lr_wsd_decay_iters if config.lr_decay_samples is None else optim.lr_wsd_decay_samples
+    return chosen or max(decay_end(config) // 10, 1)  # by default, the decay is the last tenth
