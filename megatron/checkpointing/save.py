@@ -116,7 +116,8 @@ class Saver:
         final = self.folder / f"iter_{state.iteration:07d}"
         with discard_on_failure(temporary_folder(final)):
             folder = self._make_folder(final)
-        facts = gather_objects(collect_facts(self.engine))
+
+        facts = gather_objects(collect_facts(self.engine))  # facts of all ranks
         optimizer = optimizer_entry(facts, self.engine)
         parts = local_parts(self.engine, optimizer["moments"])
         buffers = SavedBuffers(self.engine.module, [each.buffers for each in facts])
@@ -124,6 +125,7 @@ class Saver:
             if warning not in self._warned:
                 self._warned.add(warning)
                 print_rank_0(warning)
+
         steps = differing_steps(self.engine, parts, optimizer["step"])
         share = Share(folder / share_file_name(), parts, buffers, common_checksum(facts), steps)
         # The state is copied, because training changes it during a background save.
@@ -165,7 +167,7 @@ class Saver:
         temporary = temporary_folder(pending.final)
         if self._thread is not None:
             self._thread.join()
-        self._pending = None
+        self._pending = None  # even if the save failed
         self._thread = None
         with discard_on_failure(temporary):
             if share.error is not None:  # an error of one rank is raised on all ranks

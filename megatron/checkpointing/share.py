@@ -39,21 +39,19 @@ class Part(NamedTuple):
 
 
 def local_parts(engine: Any, moments: list[str]) -> list[Part]:
-    """Return all parameters of this rank, and which of them this rank writes.
-
-    The data-parallel ranks that hold a parameter divide such parameters evenly by size.
-    """
+    """Return all parameters of this rank and whether it writes them; replicas divide the work evenly by size."""
     mesh = mpu.get_mesh()
     parameters = list(global_parameters(engine.module))
     assigned = _assigned_names(parameters)
     is_last_stage = mesh.pipe.rank == mesh.pipe.size - 1
     parts = []
     for name, parameter in parameters:
-        _, begin, end = mpu.spec_of(parameter).rows  # begin == end if this shard is only vocabulary padding
+        _, begin, end = mpu.spec_of(parameter).rows
+        has_rows = begin < end  # False if this shard is only vocabulary padding
         # Of the model-parallel ranks and stages that hold the same values, is_unique_param() chooses one.
-        is_written_here = name in assigned and mpu.is_unique_param(parameter, mesh.model.rank) and begin < end
-        if name.startswith("loss_fn."):  # all stages hold the loss function, but only the last stage trains it
-            is_written_here = is_written_here and is_last_stage
+        is_written_here = has_rows and name in assigned and mpu.is_unique_param(parameter, mesh.model.rank)
+        if name.startswith("loss_fn.") and not is_last_stage:  # all stages hold the loss, but only the last trains it
+            is_written_here = False
         kinds = [WEIGHT, *zero_state.moments_of(engine, parameter, moments)]
         parts.append(Part(name, parameter, kinds, is_written_here, _is_on_every_stage(engine.module, name)))
     return parts
@@ -83,17 +81,17 @@ def _is_on_every_stage(model: Any, name: str) -> bool:
 
     It then belongs to a tied module or to the PipelineModule itself, and several stages hold it.
     """
-    return is_pipeline(model) and not hasattr(model, "named_layers") and name.split(".")[0] not in model.fwd_map
+    if not is_pipeline(model) or hasattr(model, "named_layers"):  # models with `named_layers` name tied layers, too
+        return False
+    return name.split(".")[0] not in model.fwd_map  # its keys are the numbers of the layers that are not tied
 
 
 def expected_shapes(parts: list[Part]) -> dict[str, list[int]]:
-    """Return key -> full shape of the tensors that this rank expects in the checkpoint.
-
-    These tensors are all weights of `parts`, and the moments that this rank writes.
-    """
+    """Return key -> full shape of the tensors that must be saved: weights, and the moments that this rank writes."""
     shapes = {}
     for part in parts:
-        for kind in part.kinds if part.is_written_here else [WEIGHT]:
+        kinds = part.kinds if part.is_written_here else [WEIGHT]
+        for kind in kinds:
             shapes[f"{kind}.{part.name}"] = list(mpu.spec_of(part.parameter).full_shape)
     return shapes
 
@@ -129,7 +127,7 @@ def write_share(
     with_gradient = set()
     try:
         if not written_parts:
-            return None
+            return None  # after `finally` has read the values
         layout = dict(_file_layout(written_parts.values()))
         with StreamWriter(path, layout, checksum) as writer:
             for key, value in values:
