@@ -109,7 +109,7 @@ class Engine(ExtendedEngine):
             make_rows_contiguous(self.module)  # ZeRO 3 shards each weight as a flat tensor
         if not isinstance(client_optimizer, DistributedOptimizer):
             if self.has_wrapped_optimizer:
-                make_dense(sparse_weights(self.module))
+                make_dense(sparse_weights(self.module))  # DeepSpeed's optimizers flatten gradients
             else:
                 refuse_sparse(self.module, client_optimizer)
             with naming_keys(self):

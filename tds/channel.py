@@ -252,7 +252,7 @@ class Receiver:
         if message.work is not None:
             message.work.wait()
         self._posted.popleft()
-        self.post()
+        self.post()  # so that `ahead` receives are pending again
         if message.micro_chunk != micro_chunk:
             raise RuntimeError(f"message {micro_chunk} was requested, but {message.micro_chunk} comes first")
         tensors = []
@@ -297,7 +297,8 @@ class Receiver:
         """Describe the sending rank and the tensors of the next expected message."""
         layout = self._posted[0].layout if self._posted else ()
         tensors = ", ".join(f"{dtype} {list(shape)}" for dtype, _, shape in _layout_as_json(layout))
-        return f"from rank {self.link.peer}{tensors and ': '}{tensors}"
+        colon = ": " if tensors else ""
+        return f"from rank {self.link.peer}{colon}{tensors}"
 
     def _is_due(self, micro_chunk: MicroChunk) -> bool:
         """Return whether this stage has run the passes after which `post_after` lets it post the receive."""

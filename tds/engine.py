@@ -133,7 +133,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         report_losses(self, "train_loss", self.agg_train_loss)
         line = self.progress.step(self.global_steps, self.train_batch_size(), self._losses.all_means)
         if line:
-            timer.elapsed(reset=True)
+            timer.elapsed(reset=True)  # as DeepSpeed does at each progress line
             if self.global_rank == 0:
                 say(line)
         return self.agg_train_loss
@@ -195,7 +195,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             return inputs[0] if received[0].is_bare else inputs
         inputs = self._step.batches.inputs(instruction.micro)
         if self.module.activation_checkpoint_interval > 0 and self._config.pipeline.get("use_reentrant"):
-            inputs = views_requiring_grad(inputs)
+            inputs = views_requiring_grad(inputs)  # else re-entrant checkpointing would compute no gradients
         return inputs
 
     def _forward(self, instruction: Instruction) -> None:
@@ -243,6 +243,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
             self._step.microbatches[instruction.micro_chunk].loss = scaled_loss
 
     def _backward(self, instruction: Instruction) -> None:
+        """Backpropagate from the loss of a micro-batch, or from a chunk's outputs with the received gradients."""
         roots, grads = self._step.microbatches[instruction.micro_chunk].take_roots()
         if roots:  # else no output of this chunk has a gradient
             with self._reduction.accumulating(instruction):
@@ -283,6 +284,7 @@ class PipelineEngine(DeepSpeedMethods, PipelineEvaluation, SplitBackward):
         check_tensors(tensors, declared, f"stage {self.stage_id}, inputs from rank {previous.link.peer}")
 
     def _send_grad(self, instruction: Instruction) -> None:
+        """Send the gradients of a micro-batch's inputs to the stage that sent these inputs."""
         microbatch = self._step.microbatches[instruction.micro_chunk]
         inputs = microbatch.inputs_with_grad
         microbatch.received = []

@@ -94,7 +94,7 @@ class Losses:
     def _add(self, kind: int, name: str, value: Any) -> None:
         total = self._sums.get((kind, name), 0.0)
         tensor = torch.as_tensor(value, device=self.device)  # an additional loss may be a number
-        self._sums[kind, name] = total + tensor.detach().double().sum()
+        self._sums[kind, name] = total + tensor.detach().double().sum()  # `sum` turns shape [1] into a scalar
 
     def reduce(self, replicas: Any) -> None:
         """Sum the losses by name over the replicas, on the last stage, into the vector described in `__init__`.
@@ -103,7 +103,7 @@ class Losses:
         """
         last_keys = self._last_keys
         self._reduced = True
-        self._replicas = replicas
+        self._replicas = replicas  # like `_stages`, for `exchange_means`
         has_new_key = any(key not in last_keys for key in self._sums)
         is_fp64 = self.dtype is torch.float64
         present = [key in self._sums for key in last_keys]

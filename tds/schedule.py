@@ -73,7 +73,7 @@ Plan = Sequence[Sequence[Instruction]]  # the instructions of every stage
 
 def num_chunks(plan: Plan) -> int:
     """Return the number of chunks that each stage of a plan has."""
-    return 1 + max((each.chunk for stage in plan for each in stage), default=0)
+    return 1 + max((instruction.chunk for instructions in plan for instruction in instructions), default=0)
 
 
 def make_plan(schedule: Schedule, stages: int, micros: int) -> Plan:
