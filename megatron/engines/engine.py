@@ -59,7 +59,7 @@ def end_step(engine: Any, loss: Tensor, norm: Any, aux: Mapping[str, Tensor]) ->
     skipped = spike is not None or zero_state.was_skipped(engine)
     if spike:
         norm = engine.spike_guard.norm  # the measured norm: for the optimizer, the guard replaced it by infinity
-    elif skipped:
+    elif skipped:  # a gradient is not finite
         norm = math.inf
     elif norm is None:
         norm = 0.0

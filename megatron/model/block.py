@@ -168,7 +168,7 @@ class TransformerLayer(nn.Module):
         self.mlp = build_mlp(config, name, branches, is_decoder)
         self.mlp_dropout = Dropout(config.hidden_dropout, f"{name}.mlp_output")
         self.offload_context: Callable[[bool], AbstractContextManager[Any]] = nullcontext  # ignores its argument
-        self.run_on_normalised: Callable[..., tuple[Tensor, Tensor | None]] = run_on_normalised
+        self.run_on_normalised: Callable[..., tuple[Tensor, Tensor | None]] = run_on_normalised  # see `add_branch`
         if config.offload_activations:
             from .offload import offloaded
 

@@ -43,7 +43,7 @@ class LayerStackPipe(LayerRunner, PipelineModule):
     def __init__(
         self, layers: Sequence[Layer], config: Config, tied_weights: dict[str, str], loss_fn: Any, example: Any
     ) -> None:
-        """Build this stage's layers. tied_weights: key -> name of the shared weight. example: inputs of layer 0."""
+        """Build this stage's layers. tied_weights: key of a tie -> its weight's name. example: inputs of layer 0."""
         specs = [_layer_spec(layer, tied_weights, config.train.seed) for layer in layers]
         super().__init__(
             layers=specs,
