@@ -33,8 +33,6 @@ class Epoch(NamedTuple):
     samples: Numbers  # [samples] shuffled sample indices
 
 
-_EMPTY = np.empty(0, np.int64)
-_NO_EPOCH: tuple[int, Epoch] = (-1, Epoch(_EMPTY, _EMPTY, _EMPTY))
 Piece = tuple[int, int, int]  # document, first token, last token + 1
 
 
@@ -60,22 +58,22 @@ class SampleOrder:
         self._folder = folder
         self.length = length
         self.overlap = overlap
-        self.seed = [seed, *stream.encode()]
-        lengths = self.sizes()
-        self.documents = len(lengths)
-        num_tokens = self._count_tokens(lengths)
+        self.seed = [seed, *stream.encode()]  # numpy seeds a generator with a list of integers
+        document_sizes = sizes()
+        self.documents = len(document_sizes)
+        num_tokens = self._count_tokens(document_sizes)
+        # With length 4 and overlap 1, 10 tokens give (10 - 1) // 4 = 2 samples: tokens 0 to 4 and 4 to 8.
         self.per_epoch = max((num_tokens - overlap) // length, 0)
         if not self.per_epoch:
             raise ValueError(
                 f"{num_tokens} tokens do not fill one sample of {length} + {overlap} tokens; "
                 f"use a larger corpus or a smaller --seq-length"
             )
-        self._epochs: OrderedDict[int, Epoch] = OrderedDict()
-        self._current = _NO_EPOCH
+        self._epochs: OrderedDict[int, Epoch] = OrderedDict()  # the epoch that was used last is at the end
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle for worker processes; it omits the cached epochs, which workers recompute."""
-        return {**self.__dict__, "_epochs": OrderedDict(), "_current": _NO_EPOCH}
+        return {**self.__dict__, "_epochs": OrderedDict()}
 
     def _count_tokens(self, sizes: Numbers) -> int:
         """Return the number of tokens of all documents, and keep a hash of all lengths for the names of order files."""
@@ -92,18 +90,16 @@ class SampleOrder:
 
     def epoch(self, number: int) -> Epoch:
         """Return the order of epoch `number`, computed on first use."""
-        if number == self._current[0]:
-            return self._current[1]
         if number not in self._epochs:
             self._epochs[number] = self._build_epoch(number)
         self._epochs.move_to_end(number)
-        self._current = (number, self._epochs[number])
-        return self._current[1]
+        return self._epochs[number]
 
     def _build_epoch(self, number: int) -> Epoch:
+        """Compute the order of epoch `number`, or map the file in which it is stored."""
         is_small = self.documents + self.per_epoch <= SMALL_EPOCH
         max_epochs = 2 if is_small else 1  # number of epochs in memory, with the new one
-        self._current = _NO_EPOCH  # free the memory of the previous epoch before the next epoch is allocated
+        # Free the memory of the least recently used epoch before the new epoch is allocated.
         while len(self._epochs) >= max_epochs:
             self._epochs.popitem(last=False)
         if is_small or not self._folder:
@@ -114,9 +110,10 @@ class SampleOrder:
         return Epoch(**arrays) if arrays else self._build_in_memory(number)
 
     def release_pages(self) -> None:
-        """Release the resident pages of the current epoch's order in this process, if the order is memory-mapped."""
-        for array in self._current[1]:
-            release_pages(array)
+        """Release the resident pages of the epochs' orders in this process, if they are memory-mapped."""
+        for epoch in self._epochs.values():
+            for array in epoch:
+                release_pages(array)
 
     def _build_in_memory(self, number: int) -> Epoch:
         arrays = {name: np.empty(count, dtype) for name, (count, dtype) in self._array_specs().items()}
@@ -148,7 +145,8 @@ class SampleOrder:
         release_pages(sizes)
 
     def _permute(self, array: NDArray[Any], epoch: int, stream: int) -> None:
-        for piece in slices_of(len(array)):
+        """Fill `array` [n] with the numbers 0 to n - 1 in random order."""
+        for piece in slices_of(len(array)):  # an arange of all numbers would be a large temporary array
             array[piece] = np.arange(piece.start, piece.stop)
         np.random.default_rng([*self.seed, epoch, stream]).shuffle(array)
 
@@ -161,10 +159,10 @@ class SampleOrder:
         filled = 0
         while filled < count:
             epoch, begin = divmod(first + filled, self.per_epoch)
-            count_in_epoch = min(count - filled, self.per_epoch - begin)
-            ids[filled : filled + count_in_epoch] = self.epoch(epoch).samples[begin : begin + count_in_epoch]
-            ids[filled : filled + count_in_epoch] += epoch * self.per_epoch
-            filled += count_in_epoch
+            samples = self.epoch(epoch).samples[begin : begin + count - filled]  # fewer at the end of the epoch
+            # The addition is in int64: `samples` may be int32, which ids of late epochs exceed.
+            ids[filled : filled + len(samples)] = samples + np.int64(epoch * self.per_epoch)
+            filled += len(samples)
         return ids
 
     def containing(self, documents: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
@@ -182,24 +180,21 @@ class SampleOrder:
             raise IndexError(f"sample {n} is negative")
         epoch, position = divmod(n, self.per_epoch)
         order, ends, samples = self.epoch(epoch)
+        # Begins and ends are positions in the concatenated text of the epoch.
         begin = samples.item(position) * self.length
         end = begin + self.length + self.overlap
-        index = int(ends.searchsorted(begin, side="right"))  # the document that contains token `begin` of the text
-        document_begin = ends.item(index - 1) if index else 0  # position of the first document in the text of the epoch
-        skipped_tokens = begin - document_begin
+        # Documents of 3, 5 and 2 tokens have the ends 3, 8, 10. Token 3 is in document 1, whose end is the first after 3.
+        index = int(ends.searchsorted(begin, side="right"))
+        document_begin = ends.item(index - 1) if index else 0
         pieces = []
         while document_begin < end:
             document_end = ends.item(index)
-            if document_end > document_begin:
-                pieces.append((order.item(index), 0, document_end - document_begin))
+            start = max(begin - document_begin, 0)
+            stop = min(document_end, end) - document_begin
+            if stop > start:  # the document is not empty
+                pieces.append((order.item(index), start, stop))
             document_begin = document_end
             index += 1
-        # Correct the first and the last entry: of these two documents, the sample may contain only a part.
-        document, _, document_end = pieces[0]
-        pieces[0] = (document, skipped_tokens, document_end)
-        document, start, document_end = pieces[-1]
-        # `document_begin` is now the end of the last document, which may be after the end of the sample.
-        pieces[-1] = (document, start, document_end - (document_begin - end))
         return pieces
 
 
@@ -226,9 +221,9 @@ class Windows:
     ) -> None:
         self._indexed = indexed
         self._first_document = documents.start
-        self._document_start = indexed.document_start
         limits = np.iinfo(indexed.dtype)
-        self._checks_ids = vocab_size is not None and vocab_size <= limits.max  # else every id is in the vocabulary
+        # uint16 tokens need no check against a vocabulary of 65,536 tokens or more.
+        self._checks_ids = vocab_size is not None and vocab_size <= limits.max
         self._vocab_size = vocab_size or 0
         self._is_signed = limits.min < 0
         self._documents_read = 0  # documents read since the last release of pages
@@ -247,7 +242,7 @@ class Windows:
         texts = []
         sizes = []
         for document, start, stop in pieces:
-            document_begin = self._document_start(self._first_document + document)
+            document_begin = self._indexed.document_start(self._first_document + document)
             texts.append(tokens[document_begin + start : document_begin + stop])
             sizes.append(stop - start)
         ids = np.concatenate(texts)
