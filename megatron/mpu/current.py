@@ -18,8 +18,7 @@ class ParallelContext:
 
     defer_init: declared parameters stay uninitialised; the caller fills them later by global name.
     skip_init: seeded initialisation is skipped, for a model whose weights are all loaded from a file afterwards.
-    Initialisation from torch's generator still happens, so that layers built afterwards draw the same values as
-    without skip_init.
+    Initialisation from torch's generator still happens, so that later layers draw the same values as without it.
     after_layer: called with each layer of a model after its initialisation, before the next layer is built.
     """
 

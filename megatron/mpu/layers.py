@@ -77,18 +77,13 @@ class VocabParallelEmbedding(Sharded):
         self.vocab_size = vocab_size
         self.rows = padded_vocab_size(vocab_size, multiple, self.axis.size) // self.axis.size
         self.first_row = self.axis.rank * self.rows
-        self.num_embeddings = vocab_size
+        self.num_embeddings = vocab_size  # this and the next attributes have Megatron-LM's names
         self.embedding_dim = hidden_size
         self.num_embeddings_per_partition = self.rows
         self.vocab_start_index = self.first_row
         self.vocab_end_index = self.first_row + self.rows
-        self.weight = declare(
-            nn.Parameter(torch.zeros(self.rows, hidden_size)),
-            init_method,
-            dim=0,
-            full_size=vocab_size,
-            axis=self.axis,
-        )  # [v/t, h]
+        weight = nn.Parameter(torch.zeros(self.rows, hidden_size))
+        self.weight = declare(weight, init_method, dim=0, full_size=vocab_size, axis=self.axis)  # [v/t, h]
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up integer ids [...] -> [..., h]; with sequence parallelism [s, b] -> [s/t, b, h]."""
@@ -96,10 +91,11 @@ class VocabParallelEmbedding(Sharded):
         check_token_ids(ids, self.vocab_size)
         if self.axis.size == 1:
             return embedding(ids, self.weight)
-        local = ids - self.first_row
-        elsewhere = (local < 0) | (local >= self.rows)
-        rows = embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.sum_over_ranks(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        # If this rank has rows 4 to 7, ids 3 and 5 become -1 and 1. Id 3 looks up row 0 instead, then becomes zeros.
+        local_ids = ids - self.first_row
+        is_elsewhere = (local_ids < 0) | (local_ids >= self.rows)
+        vectors = embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight)
+        return self.sum_over_ranks(vectors.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute this rank's logits [..., v/t], including padding, from hidden [..., h] or its shard [s/t, b, h]."""
@@ -137,7 +133,7 @@ class ColumnParallelLinear(Sharded):
         options: Options | None = None,
     ) -> None:
         super().__init__(axis, options)
-        check_strides(stride, keep_master_weight_for_test)
+        check_strides(stride, keep_master_weight_for_test)  # Megatron-LM's arguments, of which only defaults work
         self.gather_output = gather_output
         self.skip_bias_add = skip_bias_add
         columns = size_per_rank(output_size, self.axis, "an output size of")
@@ -165,8 +161,7 @@ class RowParallelLinear(Sharded):
     """Linear layer y = x W^T + b with W sharded by input feature: the ranks' partial results are summed.
 
     input_is_parallel: x is already sharded, as the output of a ColumnParallelLinear.
-    skip_bias_add: leave the bias (replicated on every rank, added once) to the caller, who may fuse it with
-    the next operation.
+    skip_bias_add: leave the bias (on every rank, added once) to the caller, who may fuse it with the next operation.
     Returns `(output, bias)`; bias is None without skip_bias_add.
     Raises ValueError unless the number of ranks divides the number of input features.
     """
@@ -186,7 +181,7 @@ class RowParallelLinear(Sharded):
         options: Options | None = None,
     ) -> None:
         super().__init__(axis, options)
-        check_strides(stride, keep_master_weight_for_test)
+        check_strides(stride, keep_master_weight_for_test)  # Megatron-LM's arguments, of which only defaults work
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
         rows = size_per_rank(input_size, self.axis, "an input size of")
@@ -197,16 +192,15 @@ class RowParallelLinear(Sharded):
         self.weight = declare(weight, init_method, dim=1, full_size=input_size, axis=self.axis)  # [o, i/t]
         self.bias: nn.Parameter | None = None
         if bias:
-            self.bias = declare(
-                nn.Parameter(torch.zeros(output_size)), sequence=self.options.sequence_axis(self.axis)
-            )  # [o]
+            sequence = self.options.sequence_axis(self.axis)
+            self.bias = declare(nn.Parameter(torch.zeros(output_size)), sequence=sequence)  # [o]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Apply the layer: x [..., i/t] (without input_is_parallel [..., i]) -> [..., o], or its shard [s/t, b, o]."""
         if not self.input_is_parallel:
             x = mappings.scatter_to_model_parallel_region(x, self.axis)
-        partial = linear(x, self.weight, None, TRIVIAL_AXIS, self.options)
-        y = self.sum_over_ranks(partial)
+        partial_sums = linear(x, self.weight, None, TRIVIAL_AXIS, self.options)  # without communication
+        y = self.sum_over_ranks(partial_sums)
         if self.skip_bias_add:
             return y, self.bias
         if self.bias is not None:

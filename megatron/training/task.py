@@ -21,8 +21,7 @@ class Task:
     defaults: default settings of this task; flags override them. `family` names the model family.
     `count_targets = None` declares that `loss`, and the loss function of the pipeline, return means over targets
     instead of sums.
-    The methods get `config` with all settings, and `tokenizer`, which is loaded from --vocab-file and passed through
-    `extended`.
+    The methods get `config` with all settings, and `tokenizer`, loaded from --vocab-file and passed through `extended`.
     """
 
     name: str = "model"
@@ -63,9 +62,8 @@ class Task:
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
         """Return the sum of the loss over the targets of a micro-batch, a scalar.
 
-        This default is for a model that takes `labels` [b, s] and returns the loss [b, s] of each label. Override the
-        method for other models. With a pipeline, this method is not used: the `loss_fn` of the PipelineModule computes
-        the loss.
+        This default is for a model that takes `labels` [b, s] and returns the loss [b, s] of each label; override it
+        for other models. With a pipeline, the `loss_fn` of the PipelineModule computes the loss instead.
         """
         inputs, (labels, loss_mask) = batch
         total: Tensor = (model(*inputs, labels=labels) * loss_mask).sum()
