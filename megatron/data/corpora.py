@@ -28,17 +28,18 @@ def build_datasets(open_corpus: Open, paths: Paths, split: str) -> tuple[tuple[A
     Raises DatasetError if the training dataset is empty.
     """
     prefixes = prefixes_of(paths)
-    shares = parse_split(split)
+    split_fractions = parse_split(split)
     sets_of_part: dict[str, NamedSets] = {part: {} for part in PARTS}
     notes = list[str]()
     for use in corpus_uses(paths):
         total, make = open_corpus(use.prefix)
-        for part, documents in _documents_of(use, shares, total).items():
+        for part, documents in _documents_of(use, split_fractions, total).items():
             description = f"the {part} part of {use.prefix} ({len(documents)} of {total} documents)"
             dataset = _make_or_note(make, documents, part, description, notes)
             if dataset is not None:
-                member = Member(use.weight, use.prefix, label_corpus(dataset, use.prefix, prefixes))
-                sets_of_part[part].setdefault(use.name, []).append(member)
+                dataset = label_corpus(dataset, use.prefix, prefixes)
+                sets_of_part[part].setdefault(use.name, []).append(Member(use.weight, use.prefix, dataset))
+
     if not sets_of_part["train"]:
         advice = "set --train-data-path" if isinstance(paths, Mapping) else f"change --split {split}"
         raise DatasetError(f"there is no training data; {advice}")
@@ -50,21 +51,22 @@ def _make_or_note(make: Make, documents: range, part: str, description: str, not
     """Return the data set, or None with a new note if the documents do not fill a sample of validation or test."""
     try:
         return make(documents, part)
-    except DatasetError:  # the corpus is damaged
+    except DatasetError:  # the corpus is damaged; DatasetError is a ValueError, too
         raise
-    except ValueError as error:
+    except ValueError as error:  # the documents do not fill a sample
         if part == "train":
             raise DatasetError(f"{description}: {error}") from None
         notes.append(f"{description} is empty: {error}")
         return None
 
 
-def _documents_of(use: CorpusUse, shares: Sequence[float], total: int) -> dict[str, range]:
-    """Return part of the run -> documents of a corpus with `total` documents. shares: fractions of --split."""
+def _documents_of(use: CorpusUse, fractions: Sequence[float], total: int) -> dict[str, range]:
+    """Return part of the run -> documents of a corpus with `total` documents. fractions: those of --split."""
+    # For example, fractions 0.9, 0.1 and 0 give `train` documents 0 to 89 of 100, `valid` the others, `test` none.
     if not use.is_split:
-        return {part: range(total) for part in use.parts}
+        return dict.fromkeys(use.parts, range(total))
     documents_of_part = {}
-    for part, share, documents in zip(PARTS, shares, split_documents(shares, total), strict=True):
-        if share and part in use.parts:  # --split may give a part of the run no documents
+    for part, fraction, documents in zip(PARTS, fractions, split_documents(fractions, total), strict=True):
+        if fraction and part in use.parts:
             documents_of_part[part] = documents
     return documents_of_part

@@ -41,20 +41,24 @@ class GPT2Dataset(CorpusDataset):
         self.fim = fim
         self.prefixes = prefixes
         self.seq_length = seq_length
-        stream = "prefixes" if prefixes else "gaps"  # separate random numbers for prefixes and fill-in-the-middle
-        self.seed = [seed, *f"{part} {stream}".encode()]
+        # Prefixes and fill-in-the-middle ("gaps") draw from different random streams.
+        stream = "prefixes" if prefixes else "gaps"
+        self.seed = [seed, *f"{part} {stream}".encode()]  # numpy seeds a generator with a list of integers
         self.windows = Windows(indexed, documents, seq_length, seed, part, vocab_size=vocab_size)
         self.order = self.windows.order
         self.documents = documents
 
     def __getitem__(self, n: int) -> dict[str, Tensor]:
-        text, sizes = self.windows.read(int(n))
-        seed = [*self.seed, int(n)]
+        """Return sample n, with the keys that the class describes."""
+        n = int(n)  # callers may pass an integer of numpy or torch
+        tokens, document_sizes = self.windows.read(n)
+        sample_seed = [*self.seed, n]
         if self.fim:
-            text = self.fim.rearrange_window(text, sizes, seed)
-        sample = {"text": torch.from_numpy(text)}
+            tokens = self.fim.rearrange_window(tokens, document_sizes, sample_seed)
+        sample = {"text": torch.from_numpy(tokens)}
         if self.prefixes:
-            sample["prefixes"] = torch.from_numpy(self.prefixes.draw_mask(text[:-1], seed))
+            prefix_mask = self.prefixes.draw_mask(tokens[:-1], sample_seed)  # the last token is only a label
+            sample["prefixes"] = torch.from_numpy(prefix_mask)
         return sample
 
 
@@ -74,6 +78,7 @@ def build_train_valid_test_datasets(
     """
 
     def open_pair(prefix: str) -> tuple[int, Make]:
+        """Return the number of documents of a corpus, and a function that makes a dataset of some of them."""
         indexed = open_corpus(prefix, vocab_size)
 
         def make(documents: range, part: str) -> GPT2Dataset:

@@ -64,7 +64,8 @@ class IndexedDataset:
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self._open(os.fspath(prefix), reused_checks())
 
-    def _open(self, prefix: str, checked: dict[str, bool] | None, stamp: Stamp | None = None) -> None:
+    def _open(self, prefix: str, known_checks: dict[str, bool] | None, stamp: Stamp | None = None) -> None:
+        """Map both files; check the index unless `known_checks` has its result. stamp: version of a remote .bin."""
         self.prefix = prefix
         self.orders_folder = f"{prefix}.orders"
         self.tokens: NDArray[Any]
@@ -74,18 +75,17 @@ class IndexedDataset:
         for path in (f"{prefix}.idx", f"{prefix}.bin"):
             if not to_path(path).is_file():
                 raise DatasetError(f"there is no {path}; tools/preprocess_data.py writes the .bin and .idx of a corpus")
-        data = to_path(f"{prefix}.bin")
+        token_file = to_path(f"{prefix}.bin")
         self._map_index()
-        if checked is not None and prefix in checked:
-            self._one_sequence_each = checked[prefix]
-        else:
-            self._check_index(data)
-        if checked is not None:
-            checked[prefix] = self._one_sequence_each
-        if isinstance(data, RemotePath):
+        if known_checks is None:
+            known_checks = {}
+        if prefix not in known_checks:
+            known_checks[prefix] = self._check_index(token_file)
+        self._one_sequence_each = known_checks[prefix]
+        if isinstance(token_file, RemotePath):
             from .remote_tokens import open_tokens
 
-            open_tokens(self, data, stamp)
+            open_tokens(self, token_file, stamp)
         else:
             self._map_tokens()
 
@@ -105,13 +105,14 @@ class IndexedDataset:
             raise DatasetError(f"{path} is damaged: it has {size} bytes, but its header implies {expected}")
         self.has_modes = size > expected
         self.dtype = np.dtype(DTYPES[code])
+        # The three arrays follow the header without padding.
         offset = HEADER.size
         self.sizes: NDArray[np.int32] = np.frombuffer(mapped, np.int32, sequences, offset)
         offset += self.sizes.nbytes
         self.pointers: NDArray[np.int64] = np.frombuffer(mapped, np.int64, sequences, offset)
         offset += self.pointers.nbytes
         self.document_index: NDArray[np.int64] = np.frombuffer(mapped, np.int64, documents, offset)
-        if self._index == path:
+        if self._index == path:  # not a copy of an index in object storage
             self._maps.append((path, mapped.base, size))  # for check_not_shrunk
 
     def _local_index(self) -> str:
@@ -151,20 +152,21 @@ class IndexedDataset:
                     f"{current_size} now; copy it again, and do not change the files of a corpus that a run reads"
                 )
 
-    def _check_index(self, data: Path) -> None:
-        """Check the index against the .bin file. Raises DatasetError."""
+    def _check_index(self, token_file: Path) -> bool:
+        """Check the index against the .bin file; return whether every document is one sequence. Raises DatasetError."""
         from .index_check import IndexCheck
 
         check = IndexCheck(self.prefix, self.sizes, self.document_index, self.dtype.itemsize)
-        check.check_sizes(data)
-        self._one_sequence_each = check.check_order(self._index)
+        check.check_sizes(token_file)
+        return check.check_order(self._index)
 
     def __getstate__(self) -> tuple[str, bool, Stamp | None]:
         return self.prefix, self._one_sequence_each, self._stamp
 
     def __setstate__(self, state: tuple[str, bool, Stamp | None]) -> None:
-        prefix, one_each, stamp = state
-        self._open(prefix, {prefix: one_each}, stamp)  # the other process has checked the index
+        """Reopen the files in another process, without the check, which the process that pickled has made."""
+        prefix, one_sequence_each, stamp = state
+        self._open(prefix, {prefix: one_sequence_each}, stamp)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -200,7 +202,8 @@ class IndexedDataset:
         return self.tokens[start : start + length]
 
     def document_start(self, document: int) -> int:
-        """Return the index in `tokens` of the first token of document d. The document must not be empty."""
+        """Return the index in `tokens` of the first token of a document, which must not be empty."""
+        # If every document is one sequence, document 7 is sequence 7, without a read of `document_index`.
         sequence = document if self._one_sequence_each else self.document_index.item(document)
         return self.pointers.item(sequence) // self.dtype.itemsize
 
@@ -220,5 +223,6 @@ class IndexedDataset:
 
     def document_ends(self) -> NDArray[np.int64]:
         """Return the cumulative number of tokens up to the end of each document, [documents]."""
+        # Sequences of 3, 4 and 2 tokens have the ends 0 3 7 9; documents of 2 and 1 sequences end at entries 2 and 3.
         ends = np.concatenate([[0], np.cumsum(self.sizes, dtype=np.int64)])
         return ends[self.document_index[1:]]

@@ -21,6 +21,7 @@ from .indexed_dataset import DatasetError, IndexedDataset
 from .pages import Arrays, release_pages, slices_of
 
 Numbers = NDArray[np.integer]
+Piece = tuple[int, int, int]  # document, first token, last token + 1
 SMALL_EPOCH = 1 << 20  # the order of an epoch is kept in memory if documents + samples <= SMALL_EPOCH, else in a file
 RELEASE_INTERVAL = 256  # number of documents after whose reading memory-mapped pages and files are released
 
@@ -31,9 +32,6 @@ class Epoch(NamedTuple):
     order: Numbers  # [documents] shuffled document indices
     ends: Numbers  # [documents] entry i: number of tokens in the documents order[0] to order[i]
     samples: Numbers  # [samples] shuffled sample indices
-
-
-Piece = tuple[int, int, int]  # document, first token, last token + 1
 
 
 class SampleOrder:
@@ -83,7 +81,7 @@ class SampleOrder:
             tokens += int(sizes[piece].sum(dtype=np.int64))
             if self._folder:
                 digest.update(sizes[piece].astype(np.int64).tobytes())
-            if len(sizes) > SMALL_EPOCH:
+            if len(sizes) > SMALL_EPOCH:  # the pages of a long memory map would fill the memory
                 release_pages(sizes)
         self._sizes_digest = digest.hexdigest()
         return tokens
@@ -122,10 +120,12 @@ class SampleOrder:
 
     def _array_specs(self) -> Arrays:
         """Return length and dtype of the arrays of an epoch; dtype is int32 where it suffices, else int64."""
+        order_dtype = np.int32 if self.documents < 2**31 else np.int64
+        samples_dtype = np.int32 if self.per_epoch < 2**31 else np.int64
         return {
             "ends": (self.documents, np.int64),
-            "order": (self.documents, _dtype_for(self.documents)),
-            "samples": (self.per_epoch, _dtype_for(self.per_epoch)),
+            "order": (self.documents, order_dtype),
+            "samples": (self.per_epoch, samples_dtype),
         }
 
     def _fill_arrays(self, number: int, arrays: dict[str, NDArray[Any]]) -> None:
@@ -136,8 +136,8 @@ class SampleOrder:
         sizes = self.sizes()
         order = arrays["order"]
         ends = arrays["ends"]
-        self._permute(order, number, 0)
-        self._permute(arrays["samples"], number, 1)
+        self._permute(order, number, stream=0)
+        self._permute(arrays["samples"], number, stream=1)
         total = 0
         for piece in slices_of(len(order)):
             ends[piece] = total + np.cumsum(sizes[order[piece]], dtype=np.int64)
@@ -183,7 +183,7 @@ class SampleOrder:
         # Begins and ends are positions in the concatenated text of the epoch.
         begin = samples.item(position) * self.length
         end = begin + self.length + self.overlap
-        # Documents of 3, 5 and 2 tokens have the ends 3, 8, 10. Token 3 is in document 1, whose end is the first after 3.
+        # With ends 3, 8 and 10, token 3 is in document 1, whose end 8 is the first one after 3.
         index = int(ends.searchsorted(begin, side="right"))
         document_begin = ends.item(index - 1) if index else 0
         pieces = []
@@ -196,10 +196,6 @@ class SampleOrder:
             document_begin = document_end
             index += 1
         return pieces
-
-
-def _dtype_for(count: int) -> type[np.integer[Any]]:
-    return np.int32 if count < 2**31 else np.int64
 
 
 class Windows:
@@ -233,7 +229,7 @@ class Windows:
 
     def read(self, n: int) -> tuple[NDArray[np.int64], list[int]]:
         """Return (tokens of window n, number of tokens of each document in the window)."""
-        self._indexed.check_not_shrunk()
+        self._indexed.check_not_shrunk()  # a read beyond the end of a mapped file would kill the process
         tokens = self._indexed.tokens
         pieces = self.order.pieces(n)
         self._documents_read += len(pieces)

@@ -38,15 +38,16 @@ class ConsecutiveSampler(Sampler[list[int]]):
         self.is_skipped = is_skipped
 
     def __iter__(self) -> Iterator[list[int]]:
-        start = self.consumed_samples
+        # With 2 ranks, micro-batches of 3 samples and gas 2, rank 1 reads samples 6-8 and 9-11, then 18-20 and 21-23.
+        iteration_begin = self.consumed_samples
         while True:
-            gas = self.gas(start) if callable(self.gas) else self.gas
-            rank_samples = self.batch_size * gas  # samples of a rank in this iteration
-            if self.is_skipped is None or not self.is_skipped(start):
-                begin = start + self.data_rank * rank_samples
-                for first in range(begin, begin + rank_samples, self.batch_size):
+            gas = self.gas(iteration_begin) if callable(self.gas) else self.gas
+            samples_per_rank = self.batch_size * gas
+            if self.is_skipped is None or not self.is_skipped(iteration_begin):
+                rank_begin = iteration_begin + self.data_rank * samples_per_rank
+                for first in range(rank_begin, rank_begin + samples_per_rank, self.batch_size):
                     yield list(range(first, first + self.batch_size))
-            start += rank_samples * self.data_size
+            iteration_begin += samples_per_rank * self.data_size
 
 
 class Endless(Dataset[Any]):
