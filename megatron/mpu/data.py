@@ -30,23 +30,22 @@ def broadcast_data(
     """
     axis = axis or current_mesh().model
     device = default_device(axis) if device is None else torch.device(device)
-    problem = ""
-    valid_data = None
-    if axis.rank == 0:
-        # A single rank sends nothing, so it accepts any sizes.
-        problem = find_problem(keys, data, datatype, sizes if axis.size > 1 else None)
-        valid_data = None if problem else data
     if axis.size == 1:
-        if valid_data is None:
+        problem = find_problem(keys, data, datatype, None)  # nothing is sent, so any sizes are accepted
+        if problem or data is None:
             raise ValueError(problem)
-        return {key: valid_data[key].to(device) for key in keys}
+        return {key: data[key].to(device) for key in keys}
+
+    problem = find_problem(keys, data, datatype, sizes) if axis.rank == 0 else ""
+    valid_data = data if axis.rank == 0 and not problem else None
     message = problem or f"broadcast_data: rank {axis.first} has no valid data for {', '.join(keys)}"
     if sizes:
         shapes = [torch.Size(sizes[key]) for key in keys]
     else:
         shapes = broadcast_shapes(keys, valid_data, device, axis, message)
+
+    # One message: an element that is 1 if the data is valid, else 0, followed by the elements of all tensors.
     counts = [1, *(shape.numel() for shape in shapes)]
-    # The element before the data is 1 if the data is valid, else 0.
     packed = torch.zeros(sum(counts), dtype=datatype, device=device)
     if valid_data is not None:
         is_valid = torch.ones(1, dtype=datatype, device=device)
@@ -54,8 +53,9 @@ def broadcast_data(
     dist.broadcast(packed, axis.first, group=axis.group)
     if problem or (device.type == "cpu" and not packed[0]):
         raise ValueError(message)
-    parts = torch.split(packed, counts)[1:]  # without the element of validity
-    return {key: part.view(shape) for key, part, shape in zip(keys, parts, shapes, strict=True)}
+
+    _, *flat_tensors = torch.split(packed, counts)
+    return {key: flat.view(shape) for key, flat, shape in zip(keys, flat_tensors, shapes, strict=True)}
 
 
 def default_device(axis: Axis) -> torch.device:

@@ -36,7 +36,7 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer, start: Start
     corpora first. Other ranks that read data skip this check, and only compare the fingerprints of their files with
     those of rank 0. start: the checkpoint from which the run resumes, if any.
     """
-    checked: dict[str, bool] = {}  # filled by `reuse_checks`
+    checked: dict[str, bool] = {}  # results of checks of corpora, filled inside `reuse_checks`
     with raise_on_all_ranks(), reuse_checks(checked):
         if is_rank_0():
             check_tokenizer(config, tokenizer)
@@ -48,27 +48,29 @@ def open_datasets(task: Task, config: Config, tokenizer: Tokenizer, start: Start
             datasets, notes = checked_datasets(task, config, tokenizer)
         print_notes(notes)
     check_stages(datasets[0], config, start)
+    has_opened_corpora = reads_data() or not task.reads_alone
     with raise_on_all_ranks():
-        # None on a rank that opened no corpus, and so has nothing to compare.
-        fingerprints = corpus_fingerprints(config) if reads_data() or not task.reads_alone else None
+        fingerprints = corpus_fingerprints(config) if has_opened_corpora else None  # None: nothing to compare
     require_equal_values(fingerprints)
     return datasets
 
 
 def _open_on_reading_ranks(task: Task, config: Config, tokenizer: Tokenizer, checked: dict[str, bool]) -> Datasets:
-    datasets: Any = ()  # until the rank opens its data sets; ranks that read no data keep this
+    """Open the data sets on rank 0, then on the other ranks that read data; return placeholders on the rest."""
+    datasets: Any = ()
     with raise_on_all_ranks(), reuse_checks(checked):
         if is_rank_0():
             datasets, notes = checked_datasets(task, config, tokenizer)
             print_notes(notes)
-    # Rank 0 makes the placeholders of all ranks, as it has opened the data sets.
-    placeholders = tuple(map(placeholder_of, datasets))
-    checked_on_rank_0, placeholders = broadcast_from_rank_0((checked, placeholders))
-    checked.update(checked_on_rank_0)
+    placeholders = tuple(map(placeholder_of, datasets))  # empty on the other ranks, until rank 0 sends its own
+    # The other ranks reuse the checks of rank 0, which take long for a large corpus.
+    checked, placeholders = broadcast_from_rank_0((checked, placeholders))
     with raise_on_all_ranks(), reuse_checks(checked):
-        if reads_data() and not is_rank_0():
+        if not reads_data():
+            datasets = placeholders
+        elif not is_rank_0():
             datasets, _ = checked_datasets(task, config, tokenizer)
-    return cast(Datasets, datasets or placeholders)
+    return cast(Datasets, datasets)
 
 
 def read_batches(
@@ -82,13 +84,14 @@ def read_batches(
 
     consumed_samples: number of samples that earlier iterations have used.
     should_skip: function that gets the number of an iteration's first sample and returns True to skip the iteration.
-    gas: function from the number of an iteration's first sample to the number of its micro-batches on a rank; --gas if
-    None.
+    gas: function that gets this number and returns the iteration's number of micro-batches on a rank; None for --gas.
     """
     if not reads_data():
         return None
-    t = config.train
+    train = config.train
     share = mpu.get_mesh().share
-    sampler = ConsecutiveSampler(t.batch_size, gas or t.gas, share.rank, share.size, consumed_samples, should_skip)
+    sampler = ConsecutiveSampler(
+        train.batch_size, gas or train.gas, share.rank, share.size, consumed_samples, should_skip
+    )
     is_remote = any(map(is_url, corpora_of_run(config)))
     return iter(build_loader(dataset, sampler, config.data.num_workers, read_ahead=is_remote))
