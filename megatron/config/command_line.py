@@ -40,11 +40,12 @@ def parse(
     notify: function that is called with each note, e.g. on how a flag of another framework was translated.
     Raises ConfigError with one sentence, or one line per invalid argument.
     """
+    # Read the sources: defaults of the entry script, files of --config, flags.
+    defaults = defaults or {}
     words, notes = replace_renamed_flags(argv)
     flags = read_flags(words)
-    sources = [parse_settings(defaults or {}, "args_defaults")]
-    for path in config_file_paths(flags.files):
-        sources.append(parse_settings(read_json(path), path))
+    files = [parse_settings(read_json(path), path) for path in config_file_paths(flags.files)]
+    sources = [parse_settings(defaults, "args_defaults"), *files]
     cli = new_source(flags.settings, flags.foreign)
     cli.translate_all(flags.foreign)
     values, dropped_notes = merge(sources, cli)
@@ -52,23 +53,27 @@ def parse(
     for source in sources:
         notes += [f"{source.where}: {note}" for note in source.notes]
         problems += [f"{source.where}: {problem}" for problem in source.problems]
+
+    # Build the configuration. Deferred flags may complete a valid combination of settings, so it is checked after them.
     try:
-        # Deferred flags may complete a valid combination of settings, so it is checked after them.
-        config = with_values(Config(), values, checked=False)
+        change = partial(with_values, checked=False)
+        config = change(Config(), values)
         ranks = values.get("dry_run") or ranks or config.parallel.fewest_ranks
-        config = replace(cli.apply_deferred(config, ranks, partial(with_values, checked=False)))
+        config = cli.apply_deferred(config, ranks, change)
+        config = replace(config)  # the copy checks the combination of all settings
         config = config.with_batches(ranks)
-        cli.problems += _command_line_problems(config, (defaults or {}).get("family"))
+        cli.problems += _command_line_problems(config, defaults.get("family"))
     except ConfigError as error:
         cli.problems.append(str(error))
     problems += cli.problems
     if problems:
         raise ConfigError(format_problems(problems, "errors in the settings"))
+
+    # Pass on the notes of all steps, now that the settings are valid.
     notes += [*dropped_notes, *mup.notes(config.model, config.optim.optimizer == "muon")]
-    files = sources[1:]  # the first source holds the defaults of the entry script
-    set_by_user = set(cli.values).union(*(source.values for source in files))
+    set_by_user = set(cli.values).union(*(file.values for file in files))
     if flags.foreign:
-        notes += compat("flags.defaults").notes(config, flags.foreign, set_by_user, defaults or {})
+        notes += compat("flags.defaults").notes(config, flags.foreign, set_by_user, defaults)
     notes += cli.notes
     given = {**given_in_files(files), **cli.values}
     for note in [*notes, *ineffective.notes(config, ranks, given)]:
@@ -85,8 +90,7 @@ def config_file_paths(names: Sequence[str]) -> list[str]:
 
 
 def _command_line_problems(config: Config, script_family: str | None) -> list[str]:
-    """Return the problems that only a command line can have: checkpoints of earlier versions, which accepted such
-    settings, must stay readable.
+    """Return the problems that are refused only on a command line, as config.json of older checkpoints may have them.
 
     script_family: family of the entry script.
     """
@@ -105,14 +109,16 @@ def with_values(config: Config, values: Mapping[str, Any], checked: bool = True)
 
     checked: check combinations of settings of several sections, and raise ConfigError.
     """
-    by_section: dict[str, dict[str, Any]] = {}
+    values_of_section: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        by_section.setdefault(HOME[name], {})[name] = value
-    changed = {name: replace(getattr(config, name), **section_values) for name, section_values in by_section.items()}
+        values_of_section.setdefault(HOME[name], {})[name] = value
+    new_sections = {}
+    for section, new_values in values_of_section.items():
+        new_sections[section] = replace(getattr(config, section), **new_values)
     if checked:
-        return replace(config, **changed)
+        return replace(config, **new_sections)
     result = copy(config)
-    vars(result).update(changed)
+    vars(result).update(new_sections)  # Config is frozen, and replace() would check combinations
     return result
 
 
@@ -120,5 +126,5 @@ def from_file(path: str) -> Config:
     """Return the configuration in a config.json that a run wrote to its folder. Raises ConfigError."""
     source = parse_settings(read_json(path), path)
     values = {**source.values, **source.implied_settings(source.values)}
-    with accept_any_schedule():
+    with accept_any_schedule():  # the script of the run may have registered a schedule
         return with_values(Config(), with_family(values))

@@ -86,18 +86,19 @@ class Section:
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]
-            kinds = types_of(type(self), f.name)
-            value = _to_declared_type(getattr(self, f.name), kinds)
-            if value is None and type(None) in kinds:
+            types = types_of(type(self), f.name)
+            value = _to_declared_type(getattr(self, f.name), types)
+            is_optional = type(None) in types
+            if value is None and is_optional:
                 continue
             object.__setattr__(self, f.name, value)  # the dataclass is frozen
-            raise_first_problem(_type_problems(f.name, value, kinds))
+            _check_type(f.name, value, types)
             check = f.metadata["check"]
             problem = check(value) if check else None
             if problem:
-                words = " ".join(value) if isinstance(value, tuple) else value
-                or_none = ", or none" if type(None) in kinds else ""
-                raise ConfigError(f"{flag(f.name)} {brief(words)} {problem}{or_none}")
+                typed = " ".join(value) if isinstance(value, tuple) else value
+                or_none = ", or none" if is_optional else ""
+                raise ConfigError(f"{flag(f.name)} {brief(typed)} {problem}{or_none}")
         raise_first_problem(self._problems())
 
     def _problems(self) -> Iterator[str]:
@@ -114,27 +115,27 @@ def types_of(section: type, name: str) -> tuple[type, ...]:
     """Return the types that a field's value may have, e.g. int and NoneType for `int | None`."""
     hint = _type_hints(section)[name]
     # The arguments of `int | None` are types of the value; those of tuple[str, ...] are types of its items.
-    kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
-    return tuple(get_origin(kind) or kind for kind in kinds)  # the origin of tuple[str, ...] is tuple
+    alternatives = get_args(hint) if type(None) in get_args(hint) else (hint,)
+    return tuple(get_origin(each) or each for each in alternatives)  # the origin of tuple[str, ...] is tuple
 
 
-def _to_declared_type(value: Any, kinds: tuple[type, ...]) -> Any:
-    """Return a text or a list as a tuple, and an int as a float, where the field holds such values."""
-    if tuple in kinds and isinstance(value, str):
+def _to_declared_type(value: Any, types: tuple[type, ...]) -> Any:
+    """Return a text or a list as a tuple, and an int as a float, if the field is declared with that type."""
+    if tuple in types and isinstance(value, str):
         return (value,)
-    if tuple in kinds and isinstance(value, list):
+    if tuple in types and isinstance(value, list):
         return tuple(map(str, value))
-    if float in kinds and type(value) is int:  # not True or False, which are no numbers here
+    if float in types and type(value) is int:  # not True or False, which are no numbers here
         return float(value)
     return value
 
 
-def _type_problems(name: str, value: Any, kinds: tuple[type, ...]) -> Iterator[str]:
-    """Yield an error text for a value of another type, and for numbers that are too large or not finite."""
-    kind = type(value)
-    declared = " or ".join(each.__name__ for each in kinds if each is not type(None))
-    yield from problems_where(
-        (kind not in kinds, f"{flag(name)} must be {declared}, got {brief(repr(value))}"),
-        (kind in kinds and kind is int and abs(value) >= 2**64, f"{flag(name)} {brief(value)} must be less than 2**64"),
-        (kind in kinds and kind is float and not math.isfinite(value), f"{flag(name)} {value} must be a finite number"),
-    )
+def _check_type(name: str, value: Any, types: tuple[type, ...]) -> None:
+    """Raise ConfigError for a value of a type other than `types`, and for a number that is too large or not finite."""
+    if type(value) not in types:
+        declared = " or ".join(kind.__name__ for kind in types if kind is not type(None))
+        raise ConfigError(f"{flag(name)} must be {declared}, got {brief(repr(value))}")
+    if type(value) is int and abs(value) >= 2**64:
+        raise ConfigError(f"{flag(name)} {brief(value)} must be less than 2**64")
+    if type(value) is float and not math.isfinite(value):
+        raise ConfigError(f"{flag(name)} {value} must be a finite number")

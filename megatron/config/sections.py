@@ -21,7 +21,7 @@ from .train import TrainConfig
 
 S = TypeVar("S", bound=FeatureSettings)
 
-if not TYPE_CHECKING:
+if not TYPE_CHECKING:  # add the settings of the features to the sections
     ModelConfig = with_features("model", ModelConfig)
     ParallelConfig = with_features("parallel", ParallelConfig)
     DataConfig = with_features("data", DataConfig)
@@ -47,9 +47,9 @@ class Config:
         raise_first_problem(contradictions(self), conflicts(self), conflicts_with_features(self))
 
     def of(self, kind: type[S]) -> S:
-        """Return the section that has the settings of a feature, `kind`."""
+        """Return the section that has the settings of a feature. kind: the feature's class of settings."""
         for section in vars(self).values():
-            if isinstance(section, kind):
+            if isinstance(section, kind):  # `with_features` makes the section a subclass of `kind`
                 return section
         raise TypeError(f"no row of megatron/config/feature_table.py leads to {kind.__name__}")
 
@@ -96,10 +96,10 @@ class Config:
 
     def batches(self, world_size: int) -> BatchSchedule:
         """Return the schedule of the global batch size. Without --batch-size-schedule, it has one size."""
-        given = self.train.batch_size_schedule
-        if given is None:
-            return BatchSchedule((0,), (self.train_batch_size(world_size),))
-        return parse_batch_schedule(given, self.data.seq_length)
+        schedule = self.train.batch_size_schedule
+        if schedule is None:
+            return BatchSchedule(starts=(0,), sizes=(self.train_batch_size(world_size),))
+        return parse_batch_schedule(schedule, self.data.seq_length)
 
     def with_batches(self, world_size: int, iteration: int = 0, consumed: int = 0) -> "Config":
         """Return these settings with --gas and --train-iters as --batch-size-schedule and --train-samples imply them.
