@@ -44,9 +44,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, options: 
 
         return compiled_linear(x, weight, bias, axis, options)
     second_kernel = choose_kernels(x, weight, options)
+    # `accumulate_wgrad` has a matmul of its own, so the second kernel leaves the accumulation to autograd.
     accumulate_fn = None if second_kernel.weight_grad else accumulate_wgrad(x, weight)
-    custom_backward = torch.is_grad_enabled() and (any(second_kernel) or accumulate_fn is not None)
-    if axis.size == 1 and not custom_backward and not options.fp8:
+    has_custom_backward = any(second_kernel) or accumulate_fn is not None
+    needs_custom_backward = has_custom_backward and torch.is_grad_enabled()
+    if axis.size == 1 and not needs_custom_backward and not options.fp8:
         return matmul(x, weight, bias, second_kernel.output)
     plan = _LinearPlan(axis, options.sequence_axis(axis), options.overlap, second_kernel, accumulate_fn, options.fp8)
     return _Linear.apply(x, weight, bias, plan)  # type: ignore[no-untyped-call,no-any-return]
@@ -97,7 +99,8 @@ def transposed_matmul(x: Tensor, y: Tensor, second_kernel: bool) -> Tensor:
     """
     n, o = x.shape
     i = y.shape[1]
-    if second_kernel and x.dtype == torch.float32 and n * o > n * i + o * i:
+    copying_x_is_dearer = n * o > n * i + o * i  # elements of x, against those of y and of the result
+    if second_kernel and x.dtype == torch.float32 and copying_x_is_dearer:
         return matmul(y.t(), x.t(), None, second_kernel).t().contiguous()
     return matmul(x.t(), y.t(), None, second_kernel)
 
@@ -158,6 +161,7 @@ class _Linear(torch.autograd.Function):
             pending_grad = start_reduction(partial_grad, plan.axis, plan.sequence)
             if not plan.overlap:
                 pending_grad.block()
+        # The gradients of weight and bias are computed while the input's gradient is reduced.
         flat_grad = grad.reshape(-1, grad.shape[-1])  # [s * b, o/t]
         if needs_grad(ctx, 1):
             if pending_x is not None:

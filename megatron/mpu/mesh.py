@@ -46,7 +46,7 @@ class Topology(ProcessTopology):
             size = getattr(self, axis)
             if size < 1:
                 raise ValueError(f"the {axis} axis of the grid has size {size}; it must be at least 1")
-            if axis not in AXES and self.data % size:
+            if axis not in AXES and self.data % size:  # context and expert groups divide the data axis
                 raise ValueError(
                     f"{self.data} ranks of the data axis cannot be divided into {axis}-parallel groups of {size}"
                 )
@@ -86,6 +86,7 @@ class Topology(ProcessTopology):
 
     def lines(self, *varying: str) -> list[list[int]]:
         """Return the groups of ranks that differ only in the `varying` axes; each group is in rank order."""
+        # On a grid of 2 x 1 x 2, lines("model") are [0, 1] and [2, 3], and lines("pipe") are [0, 2] and [1, 3].
         fixed = [axis for axis in AXES if axis not in varying]
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size()):
@@ -183,21 +184,21 @@ class Mesh:
     @property
     def share(self) -> Share:
         """This rank's share of the samples; all ranks of a context-parallel group have the same share."""
+        # Of 8 data-parallel ranks in context-parallel groups of 2, ranks 6 and 7 have share 3 of 4.
         return Share(self.data.rank // self.context.size, self.data.size // self.context.size)
 
     @classmethod
     def build(cls, topology: Topology) -> "Mesh":
         """Create the process groups; every rank of the world must call this with the same arguments."""
-        if dist.get_world_size() != topology.world_size():
-            raise ValueError(
-                f"{dist.get_world_size()} ranks are running, but the grid {topology} needs {topology.world_size()}"
-            )
+        world_size = dist.get_world_size()
+        if world_size != topology.world_size():
+            raise ValueError(f"{world_size} ranks are running, but the grid {topology} needs {topology.world_size()}")
         # Every layer waits for the all-reduces of the model axis. It comes first, as axes of equal ranks share a group.
         model = axis_of(topology.lines("model"), urgent=True)
         pipe = axis_of(topology.lines("pipe"))
         data = axis_of(topology.lines("data"))
         replica = axis_of(topology.lines("pipe", "model"))
-        from .subgroups import with_subgroups  # imports this file
+        from .subgroups import with_subgroups  # adds context and expert groups; imports this file
 
         return with_subgroups(cls(topology, pipe, data, model, replica))
 

@@ -28,13 +28,8 @@ ones: InitMethod = nn.init.ones_
 
 # Initialisers that draw each element independently of the others and of the shape.
 _ELEMENTWISE_INITS = (
-    nn.init.zeros_,
-    nn.init.ones_,
-    nn.init.constant_,
-    nn.init.normal_,
-    nn.init.uniform_,
-    nn.init.trunc_normal_,
-)
+    nn.init.zeros_, nn.init.ones_, nn.init.constant_, nn.init.normal_, nn.init.uniform_, nn.init.trunc_normal_,
+)  # fmt: skip
 BLOCK_ELEMENTS = 1 << 20  # elements of a block of rows that one seed draws; a longer row is a block by itself
 
 
@@ -54,23 +49,25 @@ def draws_each_element(init_method: InitMethod) -> bool:
 def draw_rows(
     part: Tensor, begin: int, dim: int, full_shape: Sequence[int], init_method: InitMethod, seed: int
 ) -> None:
-    """Draw the rows of a parameter [*full_shape] from row `begin` along `dim` on into `part`, which has some of them.
+    """Draw initial values of `part`, rows of a parameter [*full_shape] from row `begin` on along dimension `dim`.
 
     For example, with blocks of 4 rows, a part of rows 2 to 7 draws the blocks of rows 0 to 3 and 4 to 7, and leaves
     out rows 0 and 1.
     """
     end = begin + part.shape[dim]
-    shape = list(full_shape)
-    # As many rows as fit into BLOCK_ELEMENTS, but at least one. A row has prod(shape) / shape[dim] elements.
-    block_rows = max(BLOCK_ELEMENTS * shape[dim] // max(math.prod(shape), 1), 1)
+    elements_per_row = math.prod(full_shape) // max(full_shape[dim], 1)
+    block_rows = max(BLOCK_ELEMENTS // max(elements_per_row, 1), 1)  # at least one, however long a row is
+    block_shape = list(full_shape)
     for block_begin in range(begin - begin % block_rows, end, block_rows):
-        shape[dim] = min(block_rows, full_shape[dim] - block_begin)
-        block = torch.empty(shape, dtype=part.dtype, device="cpu")
+        block_shape[dim] = min(block_rows, full_shape[dim] - block_begin)
+        block = torch.empty(block_shape, dtype=part.dtype, device="cpu")
         # The first block uses `seed` itself, so a parameter of one block has the values of a draw of the whole.
-        with seeded(derive_seed(seed, "rows", block_begin) if block_begin else seed):
+        block_seed = derive_seed(seed, "rows", block_begin) if block_begin else seed
+        with seeded(block_seed):
             init_method(block)
+        # Copy the rows that the block and the part have in common.
         copy_begin = max(block_begin, begin)
-        rows = min(block_begin + shape[dim], end) - copy_begin
+        rows = min(block_begin + block_rows, end) - copy_begin
         part.narrow(dim, copy_begin - begin, rows).copy_(block.narrow(dim, copy_begin - block_begin, rows))
 
 
@@ -180,7 +177,7 @@ class ParamSpec:
             return
         if seed is not None and draws_each_element(self.init_method):
             dim, begin, _ = self.rows
-            parameter.zero_()
+            parameter.zero_()  # also the padding, which no draw covers
             part = self.without_padding(parameter)
             draw_rows(part, begin, dim, self.full_shape, self.init_method, seed)
             return
@@ -235,20 +232,17 @@ def declare(
     sequence or of the heads, as for weights of norms, biases added after a reduce-scatter, and learned positions.
     """
     if dim is None:
-        axis = TRIVIAL_AXIS
-    elif axis is None:
-        axis = parallel_context().mesh.model
-    size = axis.size
-    if dim is not None:
+        axis = TRIVIAL_AXIS  # every rank holds the only part
+    else:
+        axis = axis or parallel_context().mesh.model
         dim = _dim_from_start(parameter, dim)
         if full_size is None:
-            full_size = parameter.shape[dim] * size
-    sums_over_sequence = sequence is not None and sequence.size > 1
-    shape = tuple(parameter.shape)
-    spec = ParamSpec(shape, init_method, dim, full_size or 0, axis.rank, size, sums_over_sequence)
+            full_size = parameter.shape[dim] * axis.size
+    spec = ParamSpec(tuple(parameter.shape), init_method, dim, full_size or 0, axis.rank, axis.size)
     parameter.spec = spec  # type: ignore[attr-defined]
     parameter.tensor_model_parallel = spec.split  # type: ignore[attr-defined]  # the name DeepSpeed and Megatron read
-    if sums_over_sequence and sequence is not None:
+    if sequence is not None and sequence.size > 1:
+        spec.shared_along_sequence = True
         parameter.register_hook(partial(all_reduce, axis=sequence))  # type: ignore[no-untyped-call]
     if not parallel_context().defer_init:
         spec.fill(parameter)

@@ -50,7 +50,7 @@ def initialize_megatron(config: Config) -> torch.device:
     different settings or versions.
     """
     config.parallel.data_parallel_size(world_size())  # raises ConfigError if the grid does not fit
-    messages.setting_advice |= ADVISED_FLAGS
+    messages.setting_advice |= ADVISED_FLAGS  # errors of tds then name the flag to change
     device = _join_ranks(config)
     if dist.get_world_size() > 1:
         require_equal_values(settings_and_versions(config))
@@ -75,7 +75,7 @@ def _join_ranks(config: Config) -> torch.device:
     """Join the other ranks and return this rank's device. Raises an error that the user can read if this fails."""
     if "RANK" not in os.environ:
         _set_single_rank_env()
-    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", "0")  # a launcher that starts one rank per node may leave it out
     device = device_module.current_device()
     timeout = timedelta(minutes=config.parallel.startup_timeout_minutes)
     set_default_timeout(timeout)
