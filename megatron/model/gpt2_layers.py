@@ -31,15 +31,11 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
     if m.position_embedding == "relative":
         raise ValueError("--position-embedding relative is for T5; choose learned (as in GPT-2) or rope (as in Llama)")
     role = document_role_of(config)
+    tied = "embedding" if m.tie_embeddings else None
+    outputs = ("hidden", "position_ids", "document_ids")
     start_name = "start" if m.position_embedding == "rope" else "position_embedding"
     layers = [
-        Layer(
-            "embedding",
-            WordEmbedding,
-            (m, vocab_size),
-            tied="embedding" if m.tie_embeddings else None,
-            outputs=("hidden", "position_ids", "document_ids"),
-        ),
+        Layer("embedding", WordEmbedding, (m, vocab_size), tied=tied, outputs=outputs),
         Layer(start_name, DecoderStart, (m, config.positions, start_name, role)),
         *(_block(config, i, role) for i in range(m.num_layers)),
         Layer("final_norm", StackNorm, (m,)),
@@ -53,11 +49,11 @@ def gpt2_layers(config: Config, vocab_size: int) -> list[Layer]:
 
 
 def _block(config: Config, i: int, role: DocumentRole) -> Layer:
+    """Return transformer layer i, not built yet."""
     m = config.model
     name = f"layers.{i}"
     work = block_work(m, config.data.seq_length, i)
-    has_experts = m.has_experts(i)
-    return Layer(name, Block, (m, name, role), repeated=True, work=work, routes=has_experts)
+    return Layer(name, Block, (m, name, role), repeated=True, work=work, routes=m.has_experts(i))
 
 
 def output_layer(config: Config, vocab_size: int) -> Layer:
@@ -66,9 +62,10 @@ def output_layer(config: Config, vocab_size: int) -> Layer:
     The layer uses the token embedding's weight, or, with --no-tie-embeddings, a separate weight.
     """
     m = config.model
-    encoder_length, decoder_length = sample_lengths(config)
     tied = "embedding" if m.tie_embeddings else None
-    work = (decoder_length or encoder_length) * m.hidden_size * vocab_size  # only a T5 has a decoder_length
+    encoder_length, decoder_length = sample_lengths(config)
+    output_length = decoder_length or encoder_length  # only a T5 has a decoder
+    work = output_length * m.hidden_size * vocab_size
     call = WordEmbedding.run_output_layer
     return Layer("head", WordEmbedding, (m, vocab_size), tied=tied, call=call, outputs=("logits",), work=work)
 
@@ -85,12 +82,9 @@ class WordEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
-        self.word_embeddings = mpu.VocabParallelEmbedding(
-            vocab_size,
-            config.hidden_size,
-            init_method=mpu.normal(config.init_method_std),
-            multiple=config.make_vocab_size_divisible_by,
-        )
+        init = mpu.normal(config.init_method_std)
+        multiple = config.make_vocab_size_divisible_by
+        self.word_embeddings = mpu.VocabParallelEmbedding(vocab_size, config.hidden_size, init, multiple=multiple)
         self.sequence = mpu.sequence_axis()
         self.logits_scale = config.logits_scale
         needs_all_logits = "cross-entropy" in config.reference_ops  # for torch's own cross entropy
@@ -158,8 +152,8 @@ class DecoderStart(ModelStart):
     """Start of a decoder-only model: learned positions and dropout. Rotary positions are applied later, in the blocks.
 
     role: whether document ids restrict attention, restart positions, or both. If they only restart rotary positions,
-    the caller must pass an empty tensor of document ids. This layer then computes document ids from the position ids: a
-    document begins at each position id of 0. A rotary model uses position ids for nothing else.
+    the caller must pass an empty tensor of document ids. This layer then computes document ids from the position ids,
+    which a rotary model uses for nothing else.
     """
 
     def __init__(self, config: ModelConfig, positions: int, name: str, role: DocumentRole) -> None:
@@ -177,13 +171,14 @@ class DecoderStart(ModelStart):
             self.check_length(position_ids.shape[-1])
             positions = mpu.shard_sequence(position_ids.t(), 0, self.context)  # [s, b]
             hidden = hidden + self.look_up_positions(positions)
-        elif not self.role.restricts_attention:
+        elif not self.role.restricts_attention:  # document ids only restart rotary positions
             if document_ids.numel():
                 raise ValueError(
                     "the document ids restrict attention, but --reset-position-ids is given without "
                     "--reset-attention-mask; give both flags, or pass no document ids"
                 )
-            document_ids = (position_ids == 0).cumsum(1).int()  # a document begins at each position 0
+            # A document begins at each position 0: positions 0 1 2 0 1 give the document ids 1 1 1 2 2.
+            document_ids = (position_ids == 0).cumsum(1).int()
         return self.dropout(hidden), document_ids
 
 

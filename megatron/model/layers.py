@@ -62,6 +62,7 @@ def attach(root: nn.Module, path: str, module: nn.Module) -> None:
 # Function that runs a layer as observe(layer, call, inputs) and returns what call(inputs) returns.
 Observer = Callable[[Layer, Callable[[Any], Any], Any], Any]
 Steps = Sequence[tuple[Layer, Callable[[Any], Any]]]  # (layer, function that calls its module)
+NamedTensors = Callable[[nn.Module], Iterable[tuple[str, Any]]]  # such as nn.Module.named_parameters
 
 
 def global_names(layers: Sequence[Layer]) -> list[str]:
@@ -69,17 +70,21 @@ def global_names(layers: Sequence[Layer]) -> list[str]:
 
     Raises ValueError if two modules have the same name.
     """
-    first_names = {layer.tied: layer.name for layer in reversed(layers)}  # reversed: the first layer overwrites others
-    owners: dict[str, str | None] = {}  # global name -> key of the tied layers that have it, None for a single layer
+    names: list[str] = []
+    name_of_key: dict[str, str] = {}  # key of tied layers -> name of the first of them
     for layer in layers:
-        name = first_names[layer.tied] if layer.tied else layer.name
-        key = layer.tied or None
-        if name in owners and (key is None or owners[name] != key):
+        if layer.tied in name_of_key:
+            names.append(name_of_key[layer.tied])
+            continue
+        if layer.name in names:
             raise ValueError(
-                f"two layers have the name {name!r}: rename one, or give both the same key tied= to share a module"
+                f"two layers have the name {layer.name!r}: rename one, or give both the same key tied= to share a "
+                "module"
             )
-        owners[name] = key
-    return [first_names[layer.tied] if layer.tied else layer.name for layer in layers]
+        names.append(layer.name)
+        if layer.tied:
+            name_of_key[layer.tied] = layer.name
+    return names
 
 
 class LayerRunner:
@@ -130,22 +135,23 @@ def global_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _named_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what `module.named_buffers()` yields, without the buffers that its state_dict leaves out."""
     for path, inner in module.named_modules():
         for name, buffer in persistent_buffers(inner):
             yield f"{path}.{name}" if path else name, buffer
 
 
-def _add_global_names(model: Any, named: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
-    """Apply `named` to each layer, then to the model for tensors outside of its layers, e.g. in its loss."""
+def _add_global_names(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, Any]]:
+    """Yield (global name, tensor) of all tensors in layers, then of those outside of layers, e.g. in the loss."""
     layers = model.named_layers() if hasattr(model, "named_layers") else ()
-    seen: set[int] = set()
+    ids_in_layers: set[int] = set()
     for layer_name, layer in layers:
-        for name, tensor in named(layer):
-            seen.add(id(tensor))
+        for name, tensor in named_tensors(layer):
+            ids_in_layers.add(id(tensor))
             yield f"{layer_name}.{name}", tensor
-    for name, tensor in named(model):
-        outside = id(tensor) not in seen
-        if outside and not name.startswith(PLACEHOLDER):  # weights of an optimizer's empty groups are not the model's
+    for name, tensor in named_tensors(model):
+        is_outside = id(tensor) not in ids_in_layers
+        if is_outside and not name.startswith(PLACEHOLDER):  # weights of empty optimizer groups are not the model's
             yield name, tensor
 
 
