@@ -60,7 +60,7 @@ def build_model(plan: Plan) -> nn.Module:
     partition = zero3_partitioner(plan.resolved.deepspeed, mpu, DTYPES[plan.resolved.precision])
     with raise_on_all_ranks(), tds.pipe.seeded_layers(plan.config.train.seed), mpu.after_each_layer(partition):
         model = checked_model(plan.task, plan.config, plan.tokenizer)
-        send_whole_shards(model)
+        send_whole_shards(model)  # with sequence parallelism, stages send all of their shard of the sequence
     if partition is not None:
         # The user's own modules outside the layers of megatron.model must be partitioned, too: DeepSpeed casts and
         # moves either all parameters of a model or none.
@@ -85,12 +85,14 @@ def build_engine(
     # `check_is_pipeline` accepts a plain module with --pipe-parallel-size 1. It is trained as without a pipeline.
     if not is_pipeline and config.parallel.pipe_parallel_size:
         config = replace(config, parallel=replace(config.parallel, pipe_parallel_size=0))
-        resolved = resolve(config, dist.get_world_size(), device_module.has_fast_bf16(device_module.current_device()))
+        resolved = resolve(config, dist.get_world_size(), device_module.has_fast_bf16(plan.device))
+
     muon = muon_settings(model, config, resolved) if config.optim.optimizer == "muon" else {}
     groups = assign_groups(model, config, resolved, lags or {})
     optimizer = build_optimizer(groups, config.optim, config.model.kernels, **muon, width=config.model.width_factor)
     if resolved.distributed_optimizer:
         optimizer = tds.DistributedOptimizer(optimizer, overlap_gather=config.parallel.overlap_param_gather)
+
     # The other results are for DeepSpeed's own data loader and learning-rate schedule, which no run uses.
     engine, *_ = tds.initialize(
         model=model, optimizer=optimizer, config=resolved.deepspeed, mpu=None if is_pipeline else mpu
@@ -103,12 +105,14 @@ def build_engine(
     # DeepSpeed's optimizers must skip a step even if only one copy of a weight has a NaN in its gradient.
     if mpu.get_mesh().replica.size > 1 and not resolved.distributed_optimizer:
         zero_state.check_all_copies(engine)
-    batch_fn = partial(task.checked_batch, config=config, tokenizer=plan.tokenizer)
-    micro_samples = config.train.batch_size * mpu.get_mesh().share.size
+
     # Raise now, not in the middle of the run, for a batch size with which the pipeline schedule cannot run.
-    for size in config.batches(dist.get_world_size()).sizes:
-        engine.set_micro_batches(size // micro_samples)
+    samples_per_micro_batch = config.train.batch_size * mpu.get_mesh().share.size  # of all replicas
+    for global_batch_size in config.batches(dist.get_world_size()).sizes:
+        engine.set_micro_batches(global_batch_size // samples_per_micro_batch)
     engine.set_micro_batches(config.train.gas)
+
+    batch_fn = partial(task.checked_batch, config=config, tokenizer=plan.tokenizer)
     if not is_pipeline:
         from ..engines.without_pipeline import NoPipeEngine
 

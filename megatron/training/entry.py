@@ -26,8 +26,6 @@ from .setup import set_up
 from .task import Task
 from .task_checks import check_task
 
-CONTINUES = "training continues, and metrics.jsonl has the numbers"
-
 
 def run(
     task: Task,
@@ -45,14 +43,14 @@ def run(
     features: optional parts of your own, which the run calls besides those that the settings ask for.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    print_help_if_asked(getattr(task, "defaults", {}).get("family"))
+    print_help_if_asked(getattr(task, "defaults", {}).get("family"))  # `check_task` has not seen the task yet
     exit_code = 2  # until the settings have been resolved, an error is a mistake on the command line
-    with guard_streams(CONTINUES, "stdout", "stderr"), restored_signals():
+    with guard_streams("training continues, and metrics.jsonl has the numbers", "stdout", "stderr"), restored_signals():
         try:
             refuse_impossible_ranks()
             check_task(task, "datasets", "model", "batch")
             config = config or parse(argv, task.defaults, world_size(), print_note)
-            substitute = find_substitute(config)  # a feature such as --dry-run
+            substitute = find_substitute(config)  # feature that replaces the training, such as --dry-run
             if substitute:
                 substitute.instead(task, config)
                 return
@@ -64,15 +62,14 @@ def run(
                 train(ready_run)
             del ready_run  # so that gc.collect() below deletes its data loaders
         except (RunError, ValueError, OSError, KeyboardInterrupt, MemoryError, RuntimeError) as error:
-            if not exit or os.environ.get("MEGATRON_DEBUG"):
-                raise
             from .complaints import exit_with_error, is_bug
 
-            if is_bug(error):
+            wants_traceback = not exit or os.environ.get("MEGATRON_DEBUG")
+            if wants_traceback or is_bug(error):
                 raise
             exit_with_error(error, config, exit_code)
         gc.collect()  # deletes the data loaders, which ends their worker processes
-        dist.barrier()
+        dist.barrier()  # no rank ends while others still need it
         if exit:
             exit_now(0)
     dist.destroy_process_group()

@@ -20,10 +20,6 @@ from .run_state import Run
 from .saves import Saves
 
 __all__ = ["Run", "evaluate", "train"]
-ALREADY_TRAINED = (
-    "the run has already trained {} of --train-iters {} iterations; to train further, raise {} and pass "
-    "--override-lr-schedule, or the learning rate stays at the end of its schedule"
-)
 
 
 def train(run: Run) -> None:
@@ -34,18 +30,22 @@ def train(run: Run) -> None:
     The last part, `Saves`, decides whether the run stops early.
     """
     state = run.state
-    last = run.config.train.train_iters
-    if state.iteration >= last:
+    train_iters = run.config.train.train_iters
+    if state.iteration >= train_iters:
         length_flag = "--train-samples" if run.config.train.train_samples else "--train-iters"
-        print_rank_0(ALREADY_TRAINED.format(state.iteration, last, length_flag))
+        print_rank_0(
+            f"the run has already trained {state.iteration} of --train-iters {train_iters} iterations; to train "
+            f"further, raise {length_flag} and pass --override-lr-schedule, or the learning rate stays at the end of "
+            "its schedule"
+        )
     should_skip = make_skip_check(run.config.train, run.batches, state.iteration, state.consumed_samples)
     run.log = TrainingLog(run)
     parts, saves = _collect_parts(run)
-    bar = _progress_bar(state.iteration, last)
+    bar = _progress_bar(state.iteration, train_iters)
     # This starts the data workers, on purpose before `run.signals` changes the signal handlers.
-    batches = _open_batches(run, should_skip) if state.iteration < last else None
+    batches = _open_batches(run, should_skip) if state.iteration < train_iters else None
     with bar, run.signals, run.features.running(run), saves:
-        while state.iteration < last and not run.stop:
+        while state.iteration < train_iters and not run.stop:
             for part in parts:
                 part.before_step(state.iteration + 1)
             is_skipped = should_skip is not None and should_skip(state.consumed_samples)
@@ -55,7 +55,7 @@ def train(run: Run) -> None:
             for part in parts:
                 part.after_step(step, samples)
     saves.complete()
-    if state.iteration < last:
+    if state.iteration < train_iters:
         print_rank_0(f"stopped after iteration {state.iteration} as requested; run the same command to resume")
         return
     for part in parts:
@@ -65,7 +65,7 @@ def train(run: Run) -> None:
 def _train_step(run: Run, batches: Batches | None) -> StepResult:
     """Take an optimizer step on the next global batch."""
     state = run.state
-    mpu.get_rng().begin(state.iteration)
+    mpu.get_rng().begin(state.iteration)  # a resumed run thus has the dropout masks of an uninterrupted one
     lr = run.lr(state.iteration, state.consumed_samples)
     return run.engine.train_batch(batches, lr, run.micro_batches(state.consumed_samples))
 
@@ -78,7 +78,7 @@ def _progress_bar(done: int, last: int) -> Any:
 
 def _collect_parts(run: Run) -> tuple[list[Feature], Saves]:
     """Return all parts of a run, in the order in which an iteration calls them, and the last of them."""
-    places = HeldPlaces(run)
+    places = HeldPlaces(run)  # stops the run if it loses the lock of a folder
     saves = Saves(run, places)
     before_log = [feature for feature in run.features if not feature.after_log]
     after_log = [feature for feature in run.features if feature.after_log]

@@ -62,10 +62,10 @@ class Run:
 
         Raises RunError if metrics.jsonl lacks rows, so that a run that has lost them does not end as a success.
         """
-        missing = self.metrics.close(error, self)
+        lost = self.metrics.close(error, self)
         release(self.locks)
-        if missing and not error:
-            raise RunError(f"the last {missing} rows of {self.run_dir}/metrics.jsonl were not written; a note says why")
+        if lost and not error:
+            raise RunError(f"the last {lost} rows of {self.run_dir}/metrics.jsonl were not written; a note says why")
 
     @property
     def sample_shape(self) -> tuple[int, int]:
@@ -84,10 +84,11 @@ class Run:
 
     def micro_batches(self, first: int) -> int:
         """Return the number of micro-batches of a replica in the iteration whose first sample is `first`."""
-        return self.batches.size_at(first) // (self.config.train.batch_size * mpu.get_mesh().share.size)
+        samples_per_micro_batch = self.config.train.batch_size * mpu.get_mesh().share.size  # of all replicas
+        return self.batches.size_at(first) // samples_per_micro_batch
 
     def lr(self, iteration: int, first: int) -> float:
         """Return the learning rate of optimizer step `iteration`, counted from 0, whose first sample is `first`."""
-        after_step = self.batches.advance(first, 1)
-        after_next_step = self.batches.advance(first, 2)
-        return lr_at(iteration, self.config, (after_step, after_next_step))
+        consumed_after_step = self.batches.advance(first, 1)
+        consumed_after_next_step = self.batches.advance(first, 2)
+        return lr_at(iteration, self.config, (consumed_after_step, consumed_after_next_step))

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,20 +53,25 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     try:
         _print_layout(config, resolved, device, locks)
         save_dir = str(run_folder.save_dir_of(config, run_dir))
-        start = find_start(config, save_dir)
+        start = find_start(config, save_dir)  # the checkpoint to start from, if any
         config = with_consumed_data(config, start.path, start.wanted, reads_corpora(task))
         plan = Plan(task, config, resolved, device, tokenizer)
         features.prepare(plan)
         datasets = open_datasets(task, config, tokenizer, start)
-        with mpu.skip_init() if start.path else nullcontext():  # the checkpoint replaces all initial values
+
+        # The checkpoint, if there is one, replaces all initial weights, so they need not be drawn.
+        with mpu.skip_init() if start.path else nullcontext():
             model = build_model(plan)
         parameters = count_parameters(model)
+        # Weights with equal step counts share an optimizer group, so the counts are read before the engine is built.
         with explain_if_deleted(start.path), raise_on_all_ranks():
             lags = step_lags(start.path, start.wanted)
         engine = build_engine(model, plan, features, timers, lags)
         require_equal_code()  # again, because the task may have imported further modules since the start
         if dist.get_world_size() > 1:
             engine.watch_steps(60 * config.parallel.distributed_timeout_minutes)
+
+        # Load the checkpoint. It may replace the learning-rate schedule in `config`.
         with explain_if_deleted(start.path):
             state, config = start_or_resume(start, config, engine.deepspeed, tokenizer.fingerprint, datasets[0])
         config = config.with_batches(dist.get_world_size(), state.iteration, state.consumed_samples)
@@ -77,22 +81,15 @@ def set_up(task: Task, config: Config, resolved: Resolved, own_features: Sequenc
     except BaseException:
         run_folder.release(locks)
         raise
-    # A second call, because the checkpoint may have set the learning-rate schedule.
-    publish(config, tokenizer, timers, resolved.precision)
+    publish(config, tokenizer, timers, resolved.precision)  # again, as `config` has changed
     use_step_timeout(config)
-    saver = _build_saver(config, save_dir, engine.deepspeed, tokenizer.fingerprint, run_dir)
-    return Run(
-        config, resolved, device, engine, datasets, state, saver, timers, metrics, tokenizer, run_dir, parameters,
-        locks, features,
-    )  # fmt: skip
-
-
-def _build_saver(config: Config, save_dir: str, engine: Any, fingerprint: str, run_dir: Path) -> RetryingSaver:
-    """Return the saver of the run's checkpoints. fingerprint: SHA-256 of the tokenizer."""
     is_async = config.checkpoint.async_save
-    upload_dir = run_dir / "upload"
-    saver = Saver(save_dir, engine, config, fingerprint, is_async, upload_dir)
-    return RetryingSaver(saver, config.checkpoint.max_failed_saves)
+    saver = Saver(save_dir, engine.deepspeed, config, tokenizer.fingerprint, is_async, run_dir / "upload")
+    retrying_saver = RetryingSaver(saver, config.checkpoint.max_failed_saves)
+    return Run(
+        config, resolved, device, engine, datasets, state, retrying_saver, timers, metrics, tokenizer, run_dir,
+        parameters, locks, features,
+    )  # fmt: skip
 
 
 def new_run_dir(task: Task) -> str:
@@ -110,25 +107,26 @@ def prepare_settings(task: Task, config: Config, default_run_dir: str) -> tuple[
     tokenizer = task.extended(config, load_tokenizer(config.data.vocab_file, config.data.tokenizer_type))
     if not hasattr(tokenizer, "vocab_size"):
         raise ValueError(f"{type(task).__name__}.extended returns {describe(tokenizer)}: return a tokenizer")
-    given = config.model.vocab_size
-    if given is not None and given < tokenizer.vocab_size:
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    if vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"--vocab-size {given} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}; raise "
-            f"it or leave it out"
+            f"--vocab-size {vocab_size} is less than the {tokenizer.vocab_size} tokens of {config.data.vocab_file}; "
+            f"raise it or leave it out"
         )
-    config = with_values(config, {"vocab_size": given or tokenizer.vocab_size})
     run_dir = config.log.run_dir or config.checkpoint.save or default_run_dir
-    return with_values(config, {"run_dir": run_dir}), tokenizer, Path(run_dir)
+    return with_values(config, {"vocab_size": vocab_size, "run_dir": run_dir}), tokenizer, Path(run_dir)
 
 
 def _print_layout(config: Config, resolved: Resolved, device: torch.device, locks: Sequence[RunLock]) -> None:
+    """Print the parallel grid, the precision and the global batch, and the notes of the locks and the settings."""
     grid = mpu.get_topology()
-    precision = "fp8" if config.train.precision == "fp8" else resolved.precision  # the latter is then bf16
+    world_size = grid.world_size()
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     mode = "no pipeline" if config.parallel.pipe_parallel_size == 0 else "pipeline"
+    precision = "fp8" if config.train.precision == "fp8" else resolved.precision  # the latter is then bf16
     print_rank_0(
-        f"{grid.world_size()} rank{'s' if grid.world_size() > 1 else ''} on {device.type}: {grid} ({mode}), "
-        f"{precision}, ZeRO {resolved.zero_stage}, global batch "
-        f"{config.batches(grid.world_size())}"
+        f"{ranks} on {device.type}: {grid} ({mode}), {precision}, ZeRO {resolved.zero_stage}, "
+        f"global batch {config.batches(world_size)}"
     )
     for lock in locks:
         print_notes(lock.notes)
