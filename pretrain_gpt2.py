@@ -7,7 +7,8 @@ from megatron.config.check import parse_early
 
 
 def main() -> None:
-    config = parse_early("gpt2")
+    """Train a GPT-2 with the settings of the command line."""
+    config = parse_early("gpt2")  # before torch is imported, so that invalid flags are reported without delay
     from megatron.tasks import GPT2
     from megatron.training import run
 

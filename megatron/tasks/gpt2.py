@@ -21,27 +21,25 @@ from ..training.task import Batch, Datasets, Task
 from ..utils import get_ltor_documents_and_position_ids
 
 
-@lru_cache(4)
+@lru_cache(4)  # every micro-batch asks for the number, and parsing the flags takes time
 def _count_corpora(data: DataConfig) -> int:
+    """Return the number of corpora that flags name, 0 if none does."""
     return len(prefixes_of(data.paths)) if data.names_corpora else 0
 
 
 def broadcast_batch(
-    data: Batch | None,
-    keys: Sequence[str],
-    config: Config,
-    sizes: Mapping[str, Sequence[int]] | None = None,
+    data: Batch | None, keys: Sequence[str], config: Config, sizes: Mapping[str, Sequence[int]] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return (the tensors `keys` of a batch, int64 [b, ...], the dict of further tensors of `Targets`) on all ranks.
 
     data: batch of the first model-parallel rank. sizes: shapes of the tensors, see `mpu.broadcast_data`.
     With several corpora, the further tensors are {"corpora": float [b, c], 1 at the corpus of each sample}.
     """
-    corpora = _count_corpora(config.data)
-    if corpora > 1:
+    num_corpora = _count_corpora(config.data)
+    if num_corpora > 1:
         from .by_corpus import broadcast_with_corpora
 
-        return broadcast_with_corpora(data, keys, corpora, config.train.batch_size, sizes)
+        return broadcast_with_corpora(data, keys, num_corpora, config.train.batch_size, sizes)
     return mpu.broadcast_data(keys, data, torch.int64, sizes=sizes), {}
 
 
@@ -50,7 +48,7 @@ class LanguageTask(Task):
 
     def loss(self, model: Any, batch: tuple[Any, Any]) -> Tensor:
         """Return the loss summed over the targets of a micro-batch, a scalar. The model is one without a pipeline."""
-        inputs, (labels, loss_mask, *extra_dicts) = batch
+        inputs, (labels, loss_mask, *extra_dicts) = batch  # `Targets` may have a third entry, a dict
         extra_targets = extra_dicts[0] if extra_dicts else {}
         total: Tensor = model(*inputs, labels=labels, loss_mask=loss_mask, **extra_targets)
         return total
@@ -116,18 +114,19 @@ class GPT2(LanguageTask):
         else:
             assert tokenizer is not None, "batches of GPT-2 need the tokenizer's end-of-document id"
             inputs, targets = self._lm_batch(data, config, tokenizer)
-        tokens, *positions_and_ids = inputs
-        labels, loss_mask, *extra_dicts = targets
+        tokens, positions, document_ids = inputs
+        labels, loss_mask, *extra_dicts = targets  # `Targets` may have a third entry, a dict
         context = mpu.context_axis()
         tokens = mpu.shard_sequence(tokens, 1, context)
         labels = mpu.shard_sequence(labels, 1, context)
         loss_mask = mpu.shard_sequence(loss_mask, 1, context)
-        return (tokens, *positions_and_ids), targets_of(labels, loss_mask, *extra_dicts)
+        return (tokens, positions, document_ids), targets_of(labels, loss_mask, *extra_dicts)
 
     def _lm_batch(self, data: Batch | None, config: Config, tokenizer: Tokenizer) -> tuple[tuple[Tensor, ...], Targets]:
         """Return the result of `batch` for windows of the corpus, for the whole sequence on every rank."""
+        settings = config.data
         b = config.train.batch_size
-        s = config.data.seq_length
+        s = settings.seq_length
         sizes = {"text": (b, s + 1)}
         if config.objective == "prefix-lm":
             sizes["prefixes"] = (b, s)
@@ -136,11 +135,7 @@ class GPT2(LanguageTask):
         tokens = text[:, :-1].contiguous()  # each token but the last; its label is the next token
         labels = text[:, 1:].contiguous()
         document_ids, loss_mask, position_ids = get_ltor_documents_and_position_ids(
-            tokens,
-            tokenizer.eod,
-            config.data.reset_position_ids,
-            config.data.reset_attention_mask,
-            config.data.eod_mask_loss,
+            tokens, tokenizer.eod, settings.reset_position_ids, settings.reset_attention_mask, settings.eod_mask_loss
         )
         if "prefixes" in tensors:
             from .prefix import mark_prefixes
