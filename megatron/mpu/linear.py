@@ -70,10 +70,11 @@ def choose_kernels(x: Tensor, weight: Tensor, options: Options) -> Products:
     """Return the kernels for x [..., i] and weight [o, i]: `options` decide, for >= MIN_ROWS rows on a CPU."""
     if x.device.type != "cpu" or x.shape[:-1].numel() < MIN_ROWS:
         return Products()
+    # An entry for the weight's shape overrides one for the dtype, which overrides `options.onednn`.
     use_onednn = options.onednn and x.dtype == torch.float32
-    # The key (dtype, 0, 0) is for all weights that have no entry of their own.
-    default = options.products.get((x.dtype, 0, 0), Products(use_onednn, use_onednn, use_onednn))
-    return options.products.get((x.dtype, *weight.shape), default)
+    by_option = Products(use_onednn, use_onednn, use_onednn)
+    by_dtype = options.products.get((x.dtype, 0, 0), by_option)
+    return options.products.get((x.dtype, *weight.shape), by_dtype)
 
 
 def matmul(x: Tensor, weight: Tensor, bias: Tensor | None, second_kernel: bool) -> Tensor:

@@ -131,7 +131,8 @@ class ParamSpec:
         rows, columns = self.full_shape
         # For example, 96 rows in parts (2, 1, 1) fuse matrices of 48, 24 and 24 rows.
         blocks_per_matrix = self.fused.parts if self.fused else (1,)
-        return [(rows // sum(blocks_per_matrix) * blocks, columns) for blocks in blocks_per_matrix]
+        rows_per_block = rows // sum(blocks_per_matrix)
+        return [(rows_per_block * blocks, columns) for blocks in blocks_per_matrix]
 
     @property
     def rows(self) -> Rows:
