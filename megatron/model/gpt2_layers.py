@@ -57,10 +57,7 @@ def _block(config: Config, i: int, role: DocumentRole) -> Layer:
 
 
 def output_layer(config: Config, vocab_size: int) -> Layer:
-    """Return a model's last layer, which computes the logits.
-
-    The layer uses the token embedding's weight, or, with --no-tie-embeddings, a separate weight.
-    """
+    """Return the last layer, which computes the logits with the embedding's weight (--no-tie-embeddings: its own)."""
     m = config.model
     tied = "embedding" if m.tie_embeddings else None
     encoder_length, decoder_length = sample_lengths(config)

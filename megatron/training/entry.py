@@ -37,9 +37,8 @@ def run(
     """Train `task` with the settings of the command line; a second call with the same run directory resumes the run.
 
     argv: command-line arguments; None for sys.argv. config: settings that are already parsed; `argv` is then ignored.
-    exit: True ends the process after the run, like `unittest.main`. The exit code is 0 for success, 2 for a mistake on
-    the command line and 1 for any other user error. A user error is printed in one sentence. False returns after a
-    successful run and raises errors.
+    exit: True ends the process after the run, with exit code 0 for success, 2 for a mistake on the command line and 1
+    for any other user error, which is printed in one sentence. False returns after a successful run and raises errors.
     features: optional parts of your own, which the run calls besides those that the settings ask for.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
