@@ -101,7 +101,7 @@ def token_printer(tokenizer: Tokenizer, question: Question) -> OnTokens:
         all_ids.extend(tokens)
         text = decode_answer(tokenizer, question, all_ids)
         print(text[printed_length:], end="", flush=True)
-        printed_length = len(text)
+        printed_length = max(printed_length, len(text))  # an invalid byte may shorten the text
 
     return on_tokens
 

@@ -125,7 +125,7 @@ class PromptEncoder:
         prefix_id, middle_id, suffix_id, bos_inside, suffix_first = self.fim_tokens
         tokenizer = self.tokenizer
         bos = list(tokenizer.start)
-        suffix_tokens = tokenizer.encode_content(infill.suffix, inside=True)
+        suffix_tokens = tokenizer.encode_content(infill.suffix, inside=True, after_text=True)
         prefix_tokens = (
             tokenizer.encode_names(infill.prefix) if self.encodes_names else tokenizer.encode_content(infill.prefix)
         )
@@ -160,14 +160,20 @@ def _t5_question(prompt: str, tokenizer: SentinelTokenizer, continues_text: bool
 
 def decode_answer(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
     """Return the text of the answer's tokens `ids`, without a last character of which some bytes are still missing."""
-    return _decode_shown(tokenizer, question, ids).rstrip("\ufffd")
+    # Leave out up to 3 tokens, because some tokenizers (Llama 2's) decode all byte tokens before such a character to
+    # U+FFFD, too.
+    for missing in range(4):
+        text = _decode_shown(tokenizer, question, ids[: len(ids) - missing])
+        if not text.endswith("\ufffd"):
+            break
+    return text.rstrip("\ufffd")
 
 
 def _decode_shown(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) -> str:
     """Return the text of `ids` up to the end of the document, without hidden ids.
 
-    After a text prompt, `ids` are decoded together with the prompt, because some tokenizers (Llama 2's) drop a leading
-    space when `ids` are decoded alone.
+    `ids` are decoded together with the text before the answer, because some tokenizers (Llama 2's) drop a leading space
+    when `ids` are decoded alone.
     """
     shown_ids = []
     for token in ids:
@@ -175,14 +181,10 @@ def _decode_shown(tokenizer: Tokenizer, question: Question, ids: Sequence[int]) 
             break
         if token not in question.hidden_ids:
             shown_ids.append(token)
-    if not isinstance(question.prompt, str):
+    tokens_before = tokenizer.encode_content(question.text_before)
+    text_before = tokenizer.decode(tokens_before)
+    full_text = tokenizer.decode([*tokens_before, *shown_ids])
+    # If the answer changed the text before it, for instance by joining bytes to a character, decode it alone.
+    if not full_text.startswith(text_before):
         return tokenizer.decode(shown_ids)
-    prompt_tokens = question.tokens
-    if isinstance(tokenizer, SentinelTokenizer) and prompt_tokens[-1:] == [tokenizer.eod]:  # omit the end token
-        prompt_tokens = prompt_tokens[:-1]
-    prompt_text = tokenizer.decode(prompt_tokens)
-    full_text = tokenizer.decode([*prompt_tokens, *shown_ids])
-    # If the answer changed the prompt's own text, for instance by joining bytes to a character, decode it alone.
-    if not full_text.startswith(prompt_text):
-        return tokenizer.decode(shown_ids)
-    return full_text[len(prompt_text) :]
+    return full_text[len(text_before) :]

@@ -17,8 +17,10 @@ from megatron.tokenizer import SentinelTokenizer, Tokenizer, load_tokenizer
 from megatron_tools.convert import export_tokenizer
 from megatron_tools.write import generate_flags
 from megatron_tools.write import prompts as asking
+from megatron_tools.write.generate import token_printer
 from megatron_tools.write.questions import Conversation, Infill, PromptEncoder, decode_answer
 from megatron_tools.write.writer import Writer
+from tests.cli.test_convert_llama import TEXT as LLAMA_TEXT
 from tests.cli.test_convert_llama import tokenizer_of
 from tests.sentences import SENTENCES
 
@@ -211,6 +213,34 @@ def test_gaps_are_asked_as_they_are_trained(tokenizer: Tokenizer, folder: Path, 
     assert (found.text_before, found.text_after) == asked
 
 
+@pytest.mark.parametrize("prefix", ["Prepend", "always", "first"])
+def test_gaps_of_a_tokenizer_that_puts_a_space_in_front(prefix: str, tmp_path: Path) -> None:
+    """Prompts are those of training, and the filled text is the document, with its spaces at both ends of the gap."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made, named = tokenizer_of("llama2")
+    if prefix != "Prepend":
+        made.normalizer = None
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace("\u2581", prepend_scheme=prefix, split=False)
+    made.add_special_tokens(FIM)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **named}))
+    ours = load_tokenizer(str(tmp_path))
+    marks = [ours.specials[name] for name in FIM]
+    text = np.array([*ours.start, *ours.encode(LLAMA_TEXT), ours.eod])
+    gaps = FillInTheMiddle(1.0, 0.0, *marks, ours.eod)
+    kept = len(text) - 4
+    document = ours.decode(text[1:kept])
+    for begin in range(2, kept):
+        end = (begin + kept) // 2
+        trained = gaps.rearrange_document(text, True, False, ((begin + 0.5) / (kept + 1), (end + 0.5) / (kept + 1)))
+        ids = trained.tolist()
+        middle = ids.index(marks[1]) + 1
+        asked = Infill(ours.decode(text[1:begin]), document[len(ours.decode(text[1:end])) :])
+        found = PromptEncoder(ours, fim_tokens=asking.FIMTokens(*marks, True, False)).question(asked)
+        assert found.tokens == ids[:middle]
+        assert found.text_before + decode_answer(ours, found, ids[middle:]) + found.text_after == document
+
+
 def test_marks_that_are_not_special(folder: Path, tmp_path: Path) -> None:
     """Fill-in-the-middle and chat tokens need not be marked special, and a user's text cannot produce them."""
     theirs_of = pytest.importorskip("transformers").AutoTokenizer.from_pretrained
@@ -290,3 +320,20 @@ def test_an_answer_ends_with_a_whole_character(tokenizer: Tokenizer, folder: Pat
     assert len(ids) == 7
     for kept, text in ((6, "b春"), (5, "b春"), (4, "b春"), (3, "b"), (1, "b")):
         assert decode_answer(tokenizer, question, ids[:kept]) == text
+
+
+def test_no_character_is_printed_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A decoder with byte fallback turns the complete characters before an incomplete one into U+FFFD, too."""
+    made, named = tokenizer_of("llama2")
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    ours = load_tokenizer(str(tmp_path))
+    question = PromptEncoder(ours).question("The river")
+    ids = ours.encode_content("饕餮😀!", after_text=True)
+    assert [decode_answer(ours, question, ids[:kept]) for kept in (11, 10, 7, 6, 5, 3, 2)] == [
+        "饕餮😀!", "饕餮😀", "饕餮", "饕餮", "饕", "饕", ""
+    ]  # fmt: skip
+    on_tokens = token_printer(ours, question)
+    for token in ids:
+        on_tokens([token])
+    assert capsys.readouterr().out == "饕餮😀!"
