@@ -20,9 +20,11 @@ from megatron.model.gpt2 import GPT2Model
 from megatron.packages import pip_install
 from megatron.ranks import device
 from megatron.tokenizer import load_tokenizer
-from megatron.tokenizer.load import check_same_ids, has_vocab_file
+from megatron.tokenizer.load import check_same_ids, find_vocab_file, has_vocab_file
 from megatron_tools.shapes import config_of_checkpoint
 
+from ..convert.export_roles import generation_settings
+from ..convert.export_tokenizer import chat_format_of
 from ..convert.hf_folder import HFModelFolder, is_hf_folder
 from .lm_eval import Harness, Subject
 
@@ -58,10 +60,12 @@ def _build_subject(args: argparse.Namespace, hf_folder: HFModelFolder | None, pa
         load_weights(path, model, args.ema).check_tokenizer(tokenizer.fingerprint, vocab_file=vocab_file)
         # The model was trained on samples of --seq-length tokens, even if it has more positions.
         default_window = min(config.positions, config.data.seq_length)
+    # A text ends as in transformers with the exported model.
+    chat = chat_format_of(config, tokenizer, vocab_file)
+    generation_json = generation_settings({}, tokenizer, find_vocab_file(vocab_file), chat.end_id)
     device_here = device.current_device()
-    return Subject(
-        model.eval().to(device_here), tokenizer, _context_window(args, default_window, config.positions), device_here
-    )
+    window = _context_window(args, default_window, config.positions)
+    return Subject(model.eval().to(device_here), tokenizer, window, device_here, generation_json["eos_token_id"])
 
 
 def _context_window(args: argparse.Namespace, default: int, max_length: int) -> int:
@@ -89,9 +93,11 @@ def load_hf_subject(args: argparse.Namespace) -> Subject:
             f"the tokenizer has {tokenizer.vocab_size} tokens, "
             f"more than the model's vocabulary of {model.config.vocab_size}"
         )
-    max_length = model.config.max_position_embeddings
+    # Some models (BLOOM's, Mamba's) have no limit. lm-eval's window for them is 2,048 tokens.
+    max_length = getattr(model.config, "max_position_embeddings", args.window or 2048)
+    window = _context_window(args, max_length, max_length)
     return Subject(
-        lambda tokens: model(tokens).logits, tokenizer, _context_window(args, max_length, max_length), device_here
+        lambda tokens: model(tokens).logits, tokenizer, window, device_here, model.generation_config.eos_token_id
     )
 
 
@@ -136,7 +142,7 @@ def measure_cloze(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
 
 def run_tasks(subject: Subject, args: argparse.Namespace) -> dict[str, Any]:
     """Return the numbers that lm-eval computes for the tasks in --tasks, by task and metric."""
-    harness = Harness(subject.logits_of, subject.tokenizer, subject.max_length, subject.device)
+    harness = Harness(**vars(subject))
     folders = [args.task_folder] if args.task_folder else []
     metrics = {}
     results = evaluate_tasks(harness, args.tasks.split(","), args.limit, folders)

@@ -35,7 +35,7 @@ def build_parser() -> Parser:
         "--window",
         type=int,
         help="context window in tokens (default: --seq-length of a run, or max_position_embeddings of a Hugging Face "
-        "folder)",
+        "folder, else 2048)",
     )
     add(
         "--stride",

@@ -1,24 +1,34 @@
 """Tasks of EleutherAI's lm-eval harness (Gao et al.) for left-to-right models of this project or Hugging Face."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron.features.harness import LogLikelihoods, encode_with_start, prefix_id
 from megatron.features.scoring import Logits, Request, Scored, score_one
 from megatron.tokenizer import Tokenizer
 
+# Names of the maximum number of new tokens, of which lm-eval reads the first that a task sets
+LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# Settings that `_max_new_tokens` reads, or that have no effect without sampling
+KNOWN_KEYS = (*LENGTH_KEYS, "until", "do_sample", "temperature", "top_k", "top_p")
+
 
 @dataclass
 class Subject:
-    """A model to evaluate. logits_of: tokens [b, s] -> logits [b, s, v]. max_length: context window in tokens."""
+    """A model to evaluate. logits_of: tokens [b, s] -> logits [b, s, v]. max_length: context window in tokens.
+
+    eos_token_id: as in generation_config.json, an id or ids that end a generated text besides the tokenizer's `eod`.
+    """
 
     logits_of: Logits
     tokenizer: Tokenizer
     max_length: int
     device: torch.device
+    eos_token_id: Any = None
 
 
 class Harness(Subject, LogLikelihoods):
@@ -30,16 +40,18 @@ class Harness(Subject, LogLikelihoods):
 
     @torch.no_grad()
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return greedy continuations of each (context, {"until": [...], "max_gen_toks": n}), cut at a stop word."""
+        """Return greedy continuations of each (context, {"until": [...], "max_gen_toks": n}), cut at a stop word.
+
+        Raises ValueError if a task needs other decoding.
+        """
         texts = []
         for request in requests:
             context, options = request.args
             stop_words = options.get("until") or []
             if isinstance(stop_words, str):
                 stop_words = [stop_words]
-            if options.get("do_sample"):
-                raise ValueError("this lm-eval task needs sampling, but only greedy decoding is supported")
-            max_new_tokens = options.get("max_gen_toks", 256)
+            stop_words = list(filter(None, stop_words))  # lm-eval ignores an empty stop word
+            max_new_tokens = _max_new_tokens(options)
             ids = encode_with_start(self.tokenizer, context) or [prefix_id(self.tokenizer)]
             # Like lm-eval's own models, keep the last tokens that leave room for the longest answer. If an answer may
             # fill the whole window, which those models refuse, all tokens stay and the window slides.
@@ -52,15 +64,31 @@ class Harness(Subject, LogLikelihoods):
     def _continue(self, ids: list[int], stop_words: Sequence[str], max_new_tokens: int) -> str:
         """Return the greedy continuation of `ids`, at most `max_new_tokens` tokens, cut before the first stop word."""
         new_ids: list[int] = []
-        text = ""
+        end_ids = {self.tokenizer.eod, *np.ravel(self.eos_token_id)}
         while len(new_ids) < max_new_tokens:
             tokens = torch.tensor([[*ids, *new_ids][-self.max_length :]], dtype=torch.int64, device=self.device)
             best_id = int(self.logits_of(tokens)[0, -1].argmax())
-            if best_id == self.tokenizer.eod:
+            if best_id in end_ids:
                 break
             new_ids.append(best_id)
             text = self.tokenizer.decode(new_ids)
-            stop_positions = [text.find(stop) for stop in stop_words if stop in text]
-            if stop_positions:
-                return text[: min(stop_positions)]
+            if any(stop in text for stop in stop_words):
+                break
+        # A stop word may be the name of a special token, but the result has no such names.
+        special_ids = self.tokenizer.specials.values()
+        text = self.tokenizer.decode([token for token in new_ids if token not in special_ids])
+        for stop in stop_words:
+            text = text.split(stop)[0]
         return text
+
+
+def _max_new_tokens(options: Mapping[str, Any]) -> int:
+    """Return the maximum number of new tokens. Raises ValueError for settings of other than greedy decoding."""
+    # A temperature alone makes lm-eval sample.
+    if options.get("do_sample", options.get("temperature")):
+        raise ValueError("this lm-eval task needs sampling, but only greedy decoding is supported")
+    for key, value in options.items():
+        # 0, 1, false and null turn other settings off, such as num_beams and repetition_penalty.
+        if key not in KNOWN_KEYS and value not in (None, 0, 1):
+            raise ValueError(f"this lm-eval task needs {key} {value}, but only greedy decoding is supported")
+    return int(next((options[key] for key in LENGTH_KEYS if key in options), 256))

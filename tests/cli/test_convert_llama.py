@@ -233,6 +233,17 @@ def test_evaluation_is_theirs(tmp_path: Path) -> None:
         assert (found["tokens"], found["loss"]) == (count, pytest.approx(nats / count, rel=1e-5))
 
 
+def test_a_model_without_a_limit_of_positions_is_evaluated(tmp_path: Path) -> None:
+    made, named = tokenizer_of("llama3")
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    sizes = {"vocab_size": made.get_vocab_size(), "hidden_size": 8, "n_layer": 1, "n_head": 1}
+    transformers.BloomForCausalLM(transformers.BloomConfig(**sizes)).save_pretrained(tmp_path)
+    for flags, window in (([], 2048), (["--window", "5000"], 5000)):
+        argv = ["--hf", str(tmp_path), "--input", "x", *flags]
+        assert evaluate.load_hf_subject(evaluate_flags.build_parser().parse_args(argv)).max_length == window
+
+
 def test_it_trains_on_in_two_commands(tmp_path: Path) -> None:
     """Two commands continue the training of a Llama: one tokenizes with the Llama's tokenizer, the other trains.
 
@@ -365,6 +376,14 @@ def test_what_was_learned_of_conversations_is_exported(kind: str, tmp_path: Path
         assert exported.apply_chat_template(CHAT[:count])["input_ids"] == ChatEncoder(ours, False).encode(pieces)[0]
     generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
     assert generation.eos_token_id == [ours.eod, ours.marks[END]]
+    for flag, folder, load in (
+        ("--load", "run", evaluate.load_subject),
+        ("--load", "out", evaluate.load_subject),
+        ("--hf", "out", evaluate.load_hf_subject),
+    ):
+        argv = [flag, str(tmp_path / folder), "--tasks", "gsm8k"]
+        subject = load(evaluate_flags.build_parser().parse_args(argv))
+        assert subject.eos_token_id == generation.eos_token_id, "an answer ends where one of transformers does"
     (tmp_path / "chats_sft.json").unlink()
     said = convert("--load", str(tmp_path / "run"), "--output", str(tmp_path / "lost"))
     assert "chats_sft has no sidecar file with the chat template, so no template is exported" in said

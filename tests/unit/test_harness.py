@@ -23,6 +23,7 @@ class Letters:
 
     eod, before = 0, (0,)
     start, bos, marks = (), None, {"$": 0}
+    specials: dict[str, int] = {}
 
     @staticmethod
     def encode(text: str) -> list[int]:
@@ -192,8 +193,48 @@ def test_generation_stops_at_the_first_stop_word() -> None:
     stop = free[2:4]
     cut, *_ = harness().generate_until([ask("a", {"until": stop, "max_gen_toks": 9})])
     assert cut == free[: free.find(stop)]
-    with pytest.raises(ValueError, match="needs sampling"):
-        harness().generate_until([ask("a", {"do_sample": True})])
+
+
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        ({"max_new_tokens": 3}, 3),
+        ({"max_tokens": 4, "temperature": 0.0, "top_p": 0.9}, 4),
+        ({"max_completion_tokens": 5, "num_beams": 1}, 5),
+        ({"max_gen_toks": 2, "max_tokens": 4, "do_sample": False, "temperature": 1.0}, 2),
+        ({"until": "", "max_gen_toks": 6}, 6),
+        ({"until": ["", "\n"], "max_gen_toks": 6}, 6),
+    ],
+    ids=str,
+)
+def test_settings_of_a_task_are_read_as_lm_eval_reads_them(options: dict[str, Any], length: int) -> None:
+    (free,) = harness().generate_until([ask("a", {"max_gen_toks": 9})])
+    assert harness().generate_until([ask("a", options)]) == [free[:length]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"do_sample": True}, {"temperature": 0.7}, {"num_beams": 4}, {"repetition_penalty": 1.3, "do_sample": False}],
+    ids=str,
+)
+def test_tasks_that_need_other_decoding_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"this lm-eval task needs (sampling|{next(iter(options))})"):
+        harness().generate_until([ask("a", options)])
+
+
+def test_answers_end_at_every_end_token_and_lack_special_tokens() -> None:
+    (free,) = harness().generate_until([ask("a", {"max_gen_toks": 9})])
+    ended = harness()
+    for eos_token_id in (LETTERS.index(free[2]), [1, LETTERS.index(free[2])]):
+        ended.eos_token_id = eos_token_id
+        assert ended.generate_until([ask("a", {"max_gen_toks": 9})]) == [free[:2]]
+
+    class Named(Letters):
+        specials = {"name": LETTERS.index(free[1])}
+
+    named = Harness(logits_of, Named(), 6, torch.device("cpu"))  # type: ignore[arg-type]
+    assert named.generate_until([ask("a", {"max_gen_toks": 9})]) == [free.replace(free[1], "")]
+    assert named.generate_until([ask("a", {"until": free[1]})]) == [free[0]], "a name may be a stop word"
 
 
 def test_a_task_of_our_own(tmp_path: Path) -> None:
