@@ -64,6 +64,8 @@ class Harness(Subject, LogLikelihoods):
     def _continue(self, ids: list[int], stop_words: Sequence[str], max_new_tokens: int) -> str:
         """Return the greedy continuation of `ids`, at most `max_new_tokens` tokens, cut before the first stop word."""
         new_ids: list[int] = []
+        shown_ids: list[int] = []
+        special_ids = self.tokenizer.specials.values()
         end_ids = {self.tokenizer.eod, *np.ravel(self.eos_token_id)}
         while len(new_ids) < max_new_tokens:
             tokens = torch.tensor([[*ids, *new_ids][-self.max_length :]], dtype=torch.int64, device=self.device)
@@ -71,12 +73,13 @@ class Harness(Subject, LogLikelihoods):
             if best_id in end_ids:
                 break
             new_ids.append(best_id)
+            # A stop word may be the name of a special token, but the result has no such names.
+            if best_id not in special_ids:
+                shown_ids.append(best_id)
             text = self.tokenizer.decode(new_ids)
             if any(stop in text for stop in stop_words):
                 break
-        # A stop word may be the name of a special token, but the result has no such names.
-        special_ids = self.tokenizer.specials.values()
-        text = self.tokenizer.decode([token for token in new_ids if token not in special_ids])
+        text = self.tokenizer.decode(shown_ids)
         for stop in stop_words:
             text = text.split(stop)[0]
         return text
@@ -91,4 +94,7 @@ def _max_new_tokens(options: Mapping[str, Any]) -> int:
         # 0, 1, false and null turn other settings off, such as num_beams and repetition_penalty.
         if key not in KNOWN_KEYS and value not in (None, 0, 1):
             raise ValueError(f"this lm-eval task needs {key} {value}, but only greedy decoding is supported")
-    return int(next((options[key] for key in LENGTH_KEYS if key in options), 256))
+    for key in LENGTH_KEYS:
+        if key in options:
+            return int(options[key])
+    return 256
