@@ -25,6 +25,7 @@ from .document_text import check_surrogates, texts_in
 from .jinja_sandbox import GenerationBlocks, TemplateLimitError, sandbox_environment, time_limit
 
 DATE_FUNCTION = "strftime_now"  # function with which a Jinja template renders the current date
+PLACEHOLDER = "\u00b6said\u00b6"  # content that no template has, so that the markup around it can be told from it
 ROLES = ("system", "user", "assistant")
 BEGIN, END = "<|im_start|>", "<|im_end|>"  # ChatML's tokens around a turn
 # Roles of special tokens whose names a template may use as variables.
@@ -81,40 +82,18 @@ class Template(Protocol):
 
     def pieces(self, messages: Messages) -> Pieces:
         """Return the rendered conversation in pieces. Raises ValueError if the template cannot render it."""
-        ...
 
     def prompt_pieces(self, messages: Messages) -> Pieces:
         """Return the prompt: the conversation up to the point where the assistant's next answer begins."""
-        ...
 
 
-def messages_of(record: object) -> tuple[Message, ...]:
-    """Return the messages of a record.
-
-    A record is `{"messages": [{"role", "content"}, ...]}` or `{"instruction", "input", "output"}`, and has an assistant
-    message. Raises ValueError for any other record.
-    """
-    if not isinstance(record, dict):
-        raise ValueError("the record is not a JSON object")
-    if "messages" in record:
-        turns = record["messages"]
-    elif "instruction" in record and "output" in record:
-        turns = _turns_of_instruction(record)
-    else:
-        raise ValueError("the record has neither 'messages' nor 'instruction' and 'output'")
-    messages = parse_messages(turns)
-    if not any(message.role == "assistant" for message in messages):
-        raise ValueError("there is no assistant message to train on")
-    return messages
-
-
-def _turns_of_instruction(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return an instruction, with its input below it, and the output as two turns."""
-    parts = [record["instruction"], record.get("input") or ""]
-    if not all(isinstance(text, str) for text in parts):
-        raise ValueError("'instruction' or 'input' is not a string")
-    question = "\n\n".join(filter(None, parts))
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
+def refuse_unrendered(entry: Mapping[str, Any], template: str) -> None:
+    """Raise ValueError for a key that the source `template` does not name, unless its value is null or empty."""
+    for key, value in entry.items():
+        if key not in template and value not in (None, "", [], {}):
+            raise ValueError(
+                f"{key!r} is not rendered: remove this key, write it into a message, or set another --chat-template"
+            )
 
 
 def parse_messages(turns: object) -> tuple[Message, ...]:
@@ -156,10 +135,7 @@ class ChatML:
         """
         pieces: list[Piece] = []
         for message in messages:
-            unrendered = [key for key, value in message.further.items() if value not in (None, "", [], {})]
-            if unrendered:
-                key = unrendered[0]
-                raise ValueError(f"chatml does not render {key!r} of a message; set --chat-template or remove this key")
+            refuse_unrendered(message.further, "")
             is_assistant = message.role == "assistant"
             pieces += [Piece(f"{BEGIN}{message.role}\n"), Piece(message.content, is_assistant, is_markup=False)]
             pieces += [Piece(END, is_assistant), Piece("\n")]
@@ -210,7 +186,8 @@ class JinjaTemplate:
         """Return the rendered conversation in pieces.
 
         Raises ValueError if a template without `{% generation %}` changes the text of earlier turns in a later turn,
-        or if a template with such blocks renders none of them, or renders them at unknown places.
+        if a template with such blocks renders none of them, or renders them at unknown places, or if the template does
+        not name a key of a message.
         """
         if not self.has_blocks:
             return self.turns(messages)
@@ -230,7 +207,12 @@ class JinjaTemplate:
         for number, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            before = self.render(messages[:number], add_generation_prompt=True)
+            # Many templates read messages[0], so they cannot render the empty conversation before a first answer.
+            if number:
+                before = self.render(messages[:number], add_generation_prompt=True)
+            else:
+                marked = self.render([message._replace(content=PLACEHOLDER)], add_generation_prompt=False)
+                before = marked.partition(PLACEHOLDER)[0]
             after = self.render(messages[: number + 1], add_generation_prompt=False)
             extends_earlier_text = after.startswith(before) and whole.startswith(after) and len(before) >= start
             if not extends_earlier_text:
@@ -285,6 +267,8 @@ class JinjaTemplate:
         return (Piece(self.render(messages, add_generation_prompt=True)),)
 
     def _refuse_names(self, messages: Messages) -> None:
+        for message in messages:
+            refuse_unrendered(message.further, self.source)
         for text in texts_in([[message.content, message.further] for message in messages]):
             match = self._forbidden_names.search(text)
             if match:
@@ -299,8 +283,7 @@ class JinjaTemplate:
         open and close an assistant turn. If several tokens open an assistant turn, only the first of these tokens is
         forbidden; the others, such as <think>, may occur in answers.
         """
-        # A content that no template has, so that the markup around it can be told from it.
-        system, question, answer = (Message(role, "\u00b6said\u00b6") for role in ROLES)
+        system, question, answer = (Message(role, PLACEHOLDER) for role in ROLES)
         try:
             question_text = self.render([question], add_generation_prompt=False)
             conversation = self.render([question, answer], add_generation_prompt=False)
@@ -310,7 +293,7 @@ class JinjaTemplate:
         except ValueError:  # the template rejects a conversation of only two messages
             return self._marks
         # All markup around the user, and what follows the answer of the assistant.
-        delimiters = question_text + conversation.rpartition(answer.content)[2]
+        delimiters = question_text + conversation.rpartition(PLACEHOLDER)[2]
         with contextlib.suppress(ValueError):  # some templates reject system messages
             delimiters += self.render([system, question], add_generation_prompt=False)
         names = {*self._tokenizer.specials, *self._marks.findall(delimiters)}

@@ -6,8 +6,11 @@ from datetime import datetime
 from typing import Any
 
 from data_utils.chat_encoder import ignores_generation_prompt, missing_chatml_tokens
-from data_utils.chat_templates import JinjaTemplate, Template, load_template
+from data_utils.chat_templates import JinjaTemplate, Message, Template, load_template, parse_messages, refuse_unrendered
 from megatron.tokenizer import Tokenizer
+
+# Keys of a record, besides its messages, that other programs render
+UNREAD_KEYS = ("system", "history", "tools", "documents", "chat_template_kwargs")
 
 
 def template_of(args: argparse.Namespace, tokenizer: Tokenizer) -> Template:
@@ -88,3 +91,38 @@ def _note_on_blocks(template: JinjaTemplate) -> str:
         "the chat template has no {% generation %} blocks, so the assistant's text and the tokens that end its turns "
         "count in the loss"
     )
+
+
+def messages_of(record: object) -> tuple[Message, ...]:
+    """Return the messages of a record.
+
+    A record is `{"messages": [{"role", "content"}, ...]}` or `{"instruction", "input", "output"}`, and has an assistant
+    message. Raises ValueError for any other record.
+    """
+    if not isinstance(record, dict):
+        raise ValueError("the record is not a JSON object")
+    refuse_unread_keys(record)
+    if "messages" in record:
+        turns = record["messages"]
+    elif "instruction" in record and "output" in record:
+        turns = _turns_of_instruction(record)
+    else:
+        raise ValueError("the record has neither 'messages' nor 'instruction' and 'output'")
+    messages = parse_messages(turns)
+    if not any(message.role == "assistant" for message in messages):
+        raise ValueError("there is no assistant message to train on")
+    return messages
+
+
+def refuse_unread_keys(record: Mapping[str, Any]) -> None:
+    """Raise ValueError if a record has one of UNREAD_KEYS, unless its value is null or empty."""
+    refuse_unrendered({key: record.get(key) for key in UNREAD_KEYS}, "")
+
+
+def _turns_of_instruction(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return an instruction, with its input below it, and the output as two turns."""
+    parts = [record["instruction"], record.get("input") or ""]
+    if not all(isinstance(text, str) for text in parts):
+        raise ValueError("'instruction' or 'input' is not a string")
+    question = "\n\n".join(filter(None, parts))
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]

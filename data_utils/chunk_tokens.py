@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from data_utils.chat_encoder import ChatEncoder
-from data_utils.chat_templates import Piece, messages_of
+from data_utils.chat_templates import Piece
 from data_utils.indexed_writer import cast_ids
 from megatron.data.cpm_masking import mask_document
 from megatron.data.indexed_dataset import best_dtype
@@ -63,7 +63,7 @@ def start_worker(args: argparse.Namespace) -> None:
     _Worker.keys = args.keys
     if args.objective == "sft":
         template = chats.template_of(args, tokenizer)
-        _Worker.keys = lambda record: template.pieces(messages_of(record))
+        _Worker.keys = lambda record: template.pieces(chats.messages_of(record))
         _Worker.chat = ChatEncoder(tokenizer, args.append_eod)
 
 

@@ -18,6 +18,7 @@ from data_utils.chat_templates import (
     template_of_corpus,
     tokenizer_template,
 )
+from data_utils.chats import refuse_unread_keys
 from data_utils.sidecars import chat_corpora
 from megatron.config import Config
 from megatron.config.fields import problems_where, raise_first_problem
@@ -173,18 +174,24 @@ def _parse_input_line(line: str, chat: bool, where: str) -> Prompt:
     if not values:
         raise ValueError(f"{where} is not a JSON object with a {wanted_keys}")
     value = values[0]
-    if chat and not isinstance(value, str):
-        return _conversation(value, where)
+    if chat:
+        return _conversation(value, content, where)
     if not isinstance(value, str):
         raise ValueError(f"{where}: the prompt must be text, not {format_value(value)}")
-    if isinstance(content.get("suffix"), str) and not chat:
+    if isinstance(content.get("suffix"), str):
         return Infill(value, content["suffix"])
-    return _as_prompt(value, chat)
+    return value
 
 
-def _conversation(messages: object, where: str) -> Conversation:
-    """Return a conversation that ends with a message to answer. Raises ValueError for any other."""
+def _conversation(messages: object, record: dict[str, Any], where: str) -> Prompt:
+    """Return a conversation that ends with a message to answer. Raises ValueError for any other.
+
+    messages: a list, or the text of a user message. record: the JSON object that has them.
+    """
     try:
+        refuse_unread_keys(record)
+        if isinstance(messages, str):
+            return _as_prompt(messages, chat=True)
         parsed = parse_messages(messages)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None

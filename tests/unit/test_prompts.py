@@ -280,6 +280,9 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     assert next(lines) == "a", "a byte-order mark is no part of the first prompt"
     with pytest.raises(ValueError, match="line 2"):
         next(lines)
+    path.write_text('{"prompt": "a", "system": "b"}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 1: 'system' is not rendered"):
+        next(asking.read_prompts(flags("--chat", "--input", str(path))))
     path.write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=SENTENCES["line_1_the_conversation_must_end"]):
         next(asking.read_prompts(flags("--chat", "--input", str(path))))

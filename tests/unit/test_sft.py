@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from data_utils import chats, inspect_data, preprocess_data
 from data_utils.chat_encoder import ChatEncoder, missing_chatml_tokens, turn_end
-from data_utils.chat_templates import ChatML, Message, load_template, messages_of, parse_messages, template_from
+from data_utils.chat_templates import ChatML, Message, load_template, parse_messages, template_from
+from data_utils.chats import messages_of
 from data_utils.indexed_writer import IndexedDatasetBuilder
 from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.checkpointing.relocation import copy_tokenizer
@@ -58,16 +59,19 @@ def test_ids_and_mask_equal_transformers(hf_tokenizer: Path) -> None:
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("jinja2")
     theirs = transformers.AutoTokenizer.from_pretrained(hf_tokenizer)
-    expected = theirs.apply_chat_template(CHAT, return_dict=True, return_assistant_tokens_mask=True)
-    assert sum(expected["assistant_masks"]) > 4
     tokenizer = load_tokenizer(str(hf_tokenizer))
     bare = hf_tokenizer / "bare.jinja"
-    bare.write_text(CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    # Like Qwen2.5's template, this one cannot render a conversation without messages.
+    reads_first = "{{ messages[0].role[:0] }}"
+    bare.write_text(reads_first + CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
     encoder = ChatEncoder(tokenizer, append_eod=False)
-    for name in ("chatml", "tokenizer", str(bare)):
-        template = load_template(name, tokenizer, str(hf_tokenizer))
-        ids, counts = encoder.encode(template.pieces(messages_of({"messages": CHAT})))
-        assert (ids, counts) == (expected["input_ids"], expected["assistant_masks"]), name
+    for turns in (CHAT[2:], CHAT):
+        expected = theirs.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        assert sum(expected["assistant_masks"]) > 4
+        for name in ("chatml", "tokenizer", str(bare)):
+            template = load_template(name, tokenizer, str(hf_tokenizer))
+            ids, counts = encoder.encode(template.pieces(messages_of({"messages": turns})))
+            assert (ids, counts) == (expected["input_ids"], expected["assistant_masks"]), name
     ended, counts = ChatEncoder(tokenizer, append_eod=True).encode(ChatML().pieces(messages_of({"messages": CHAT})))
     # With append_eod, the end-of-document token replaces the line break after the last turn.
     assert ended == [*expected["input_ids"][:-1], tokenizer.eod]
@@ -185,8 +189,11 @@ def test_all_keys_of_messages_reach_jinja_templates(hf_tokenizer: Path) -> None:
     forged = messages_of({"messages": [CHAT[1], {**answer, "calls": [{"f": ["<|im_end|>"]}]}]})
     with pytest.raises(ValueError, match=SENTENCES["a_message_contains_im_end_special"]):
         template.pieces(forged)
-    with pytest.raises(ValueError, match="calls"):  # ChatML has no place for them
+    with pytest.raises(ValueError, match="'calls' is not rendered"):  # ChatML has no place for them
         ChatML().pieces(messages_of({"messages": turns}))
+    for source in (TOOLS, BLOCKS["without the end"]):
+        with pytest.raises(ValueError, match="'weight' is not rendered"):  # OpenAI's "do not train on this answer"
+            template_from(source, tokenizer, str(hf_tokenizer)).pieces(parse_messages([{**CHAT[2], "weight": 0}]))
     empty = messages_of({"messages": [CHAT[1], {**CHAT[2], "calls": None, "thought": ""}]})
     assert ChatML().pieces(empty) == ChatML().pieces(messages_of({"messages": CHAT[1:3]}))
 
@@ -301,6 +308,11 @@ def test_templates_know_what_they_know_in_transformers(
         ({"messages": [{"role": "user", "content": "a"}]}, "no assistant message"),
         ({"instruction": "a", "input": 3, "output": "b"}, "is not a string"),
         ({"instruction": "a", "output": "\ud800"}, "half of a surrogate pair"),
+        ({"instruction": "a", "output": "b", "system": "c"}, "'system' is not rendered"),
+        ({"instruction": "a", "output": "b", "system": "", "history": [["c", "d"]]}, "'history' is not rendered"),
+        ({"messages": CHAT, "tools": [{"type": "function"}], "history": []}, "'tools' is not rendered"),
+        ({"messages": CHAT, "documents": [{"text": "a"}], "tools": None}, "'documents' is not rendered"),
+        ({"messages": CHAT, "chat_template_kwargs": {"a": False}}, "'chat_template_kwargs' is not rendered"),
     ],
 )
 def test_what_is_no_conversation_is_named(record: Any, message: str) -> None:
