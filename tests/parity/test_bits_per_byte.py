@@ -11,6 +11,7 @@ import pytest
 
 from data_utils.documents import read_texts
 from data_utils.indexed_writer import IndexedDatasetBuilder
+from data_utils.tokenizer_training import train_byte_bpe, train_sentencepiece
 from megatron.checkpointing import TrainState
 from megatron.config.command_line import parse
 from megatron.features import target_bytes
@@ -108,6 +109,22 @@ def test_masked_targets_have_no_bytes(
     if prefixes is not None:
         sample["prefixes"] = np.array(prefixes)
     assert target_bytes.bytes_of_targets(sample, tokenizer, eod_mask_loss) == expected
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "t.model"])
+def test_a_part_of_a_character_has_its_own_bytes(file: str, tmp_path: Path) -> None:
+    """Each of the three bytes of 龍 is a token, of which a T5's spans may mask any."""
+    text = ["the river runs to the sea"] * 9
+    if file == "t.model":
+        train_sentencepiece(text, str(tmp_path / file), 290)
+    else:
+        train_byte_bpe(text, str(tmp_path / file), 270, "hf")
+    tokenizer = load_tokenizer(str(tmp_path / file))
+    ids = tokenizer.encode("龍龍龍s")
+    assert len(ids) == 10
+    for mask in ("1001111110", "0111110001", "1111111111"):
+        sample = {"labels": np.array(ids), "loss_mask": np.array([int(each) for each in mask])}
+        assert target_bytes.bytes_of_targets(sample, tokenizer) == (mask.count("1"), mask.count("1"))
 
 
 def test_each_data_stage_has_its_own_bytes(tmp_path: Path, vocab_file: str) -> None:
