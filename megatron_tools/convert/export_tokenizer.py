@@ -24,7 +24,7 @@ from megatron.tokenizer.sibling_files import (
 )
 
 from .export_roles import DROPPED_KEYS, tokenizer_class_entries, tokenizer_settings
-from .hf_tokenizer import is_t5_model, to_hf_tokenizer
+from .hf_tokenizer import append_end, is_t5_model, to_hf_tokenizer
 
 
 class ChatFormat(NamedTuple):
@@ -195,6 +195,9 @@ def _write_tokenizer_json(
     if vocab_path.name == "tokenizer.json" and not missing_names:
         (folder / vocab_path.name).write_bytes(vocab_path.read_bytes())
     else:
+        # The source's own tokenizer.json, with all sentinels, is that of a T5. Others do not append the end token.
+        if isinstance(tokenizer, SentinelTokenizer) and tokenizer.convention == "t5":
+            append_end(hf_tokenizer, tokenizer.eod)
         hf_tokenizer.save(str(folder / "tokenizer.json"))
     return entries
 

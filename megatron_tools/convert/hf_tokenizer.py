@@ -129,14 +129,19 @@ def _from_mt5(tokenizer: SentencePieceTokenizer) -> Any | None:
     strip = decoders.Strip(" ", 1, 0)
     hf_tokenizer.decoder = decoders.Sequence([spaces, decoders.ByteFallback(), decoders.Fuse(), strip])
     _add_specials(hf_tokenizer, tokenizer)
-    end_name = sp.id_to_piece(sp.eos_id())
-    hf_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"$A {end_name}", pair=f"$A {end_name} $B {end_name}", special_tokens=[(end_name, sp.eos_id())]
-    )
+    append_end(hf_tokenizer, sp.eos_id())
     for text in sample_texts(tokenizer):
         if hf_tokenizer.encode(text, add_special_tokens=False).ids != tokenizer.encode(text):
             return None
     return hf_tokenizer
+
+
+def append_end(hf_tokenizer: Any, end_id: int) -> None:
+    """Make a tokenizer append the end token to each text, as T5's tokenizers do."""
+    end_name = hf_tokenizer.id_to_token(end_id)
+    hf_tokenizer.post_processor = import_tokenizers().processors.TemplateProcessing(
+        single=f"$A {end_name}", pair=f"$A {end_name} $B {end_name}", special_tokens=[(end_name, end_id)]
+    )
 
 
 def is_t5_model(tokenizer: SentencePieceTokenizer) -> bool:

@@ -14,6 +14,7 @@ from megatron.model import GPT2Model, T5Model
 from megatron.tokenizer import SentinelTokenizer, load_tokenizer
 from megatron_tools.convert import convert_flags
 from megatron_tools.write.generation import Sampling, T5Stepper, sample
+from megatron_tools.write.questions import PromptEncoder
 from tests.sentences import SENTENCES
 from tests.support import FULL, ROOT, command, train_gpt2, train_t5
 
@@ -211,6 +212,8 @@ def test_t5(tmp_path: Path, tiny_data: str, hf_file: str, vocab_file: str, world
     ours = SentinelTokenizer(load_tokenizer(hf_file), 20, "t5")
     text = "春天<extra_id_0>花<extra_id_1>开"
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+    asked = PromptEncoder(ours).question(text).tokens
+    assert tokenizer(text)["input_ids"] == tokenizer(text_target=text)["input_ids"] == asked, "the end token ends both"
     assert (theirs.config.pad_token_id, theirs.config.eos_token_id) == (ours.pad, ours.eod)
     path = find_checkpoint(str(tmp_path / "run"))
     model = T5Model(plain_config(CheckpointReader(path)), parallel_output=False).eval()
