@@ -124,11 +124,14 @@ def read_cloze(path: str, tokenizer: Tokenizer, max_length: int) -> list[Request
     """
     requests = []
     try:
-        with open(path, encoding="utf-8") as file:  # `splitlines` would also split at U+2028, which a text may contain
+        with open(path, encoding="utf-8-sig") as file:
+            # `splitlines` would also split at U+2028, which a text may contain.
             lines = file.readlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is {why_unreadable(error)}") from None
     for number, line in enumerate(lines, start=1):
+        if line.isspace():
+            continue
         where = f"{path}, line {number}"
         try:
             record = parse_json(line, where, dict)

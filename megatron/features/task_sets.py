@@ -41,14 +41,14 @@ def read_tasks(config: Config, tokenizer: Tokenizer) -> list[TaskSet]:
 
 def _read_word(word: str, config: Config, tokenizer: Tokenizer) -> TaskSet:
     flag = f"--eval-tasks {word}"
-    # A word is FILE, NAME=FILE or an lm-eval task. Without `=`, the name is empty and the file is the word.
-    name, _, file = word.rpartition("=")
+    # A word is FILE, NAME=FILE or an lm-eval task. A file in a folder such as lang=en has no name.
+    *names, file = [word] if Path(word).exists() else word.split("=", 1)
     path = Path(file)
     if path.suffix in (".jsonl", ".yaml", ".yml") and not path.is_file():
         raise ValueError(f"{flag}: there is no file {file}")
     if path.suffix == ".jsonl":
         requests = read_cloze(file, tokenizer, config.data.seq_length)
-        return TaskSet(word, name or path.stem, requests[: config.train.eval_tasks_limit])
+        return TaskSet(word, "".join(names) or path.stem, requests[: config.train.eval_tasks_limit])
     tasks = [word]
     folders = []
     if path.exists():

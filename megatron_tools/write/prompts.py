@@ -1,6 +1,7 @@
 """Prompts of tools/generate.py: flags that give prompts, reading of prompts, and their encoding for the model."""
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -155,7 +156,7 @@ def _as_prompt(text: str, chat: bool) -> Prompt:
 
 def _parse_input_line(line: str, chat: bool, where: str) -> Prompt:
     """Return the prompt in a line of --input: text, or JSON with "prompt", "text" or, with --chat, "messages"."""
-    if not line.startswith("{"):
+    if not re.match(r'{\s*["}]', line):  # other text may begin with {, too
         return _as_prompt(line.rstrip("\n"), chat)
     # The first of these keys that the line has gives the prompt.
     keys = ["prompt", "text"]

@@ -253,6 +253,20 @@ def test_bad_tasks_are_refused(word: str, text: str | None, named: str, tmp_path
         read_tasks(config, load_tokenizer(vocab_file))
 
 
+@pytest.mark.parametrize("prefix", ["", "lang=", "capitals=lang="])
+def test_a_folder_may_have_an_equals_sign(
+    prefix: str, tmp_path: Path, vocab_file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path(prefix.removeprefix("capitals=") + "en")
+    folder.mkdir()
+    text = '{"context": "a", "target": " b"}\n\n'
+    (folder / "q.jsonl").write_text(text, encoding="utf-8-sig")
+    config = parse(["--eval-tasks", f"{prefix}en/q.jsonl", "--seq-length", str(SEQ)], {}, 1)
+    (found,) = read_tasks(config, load_tokenizer(vocab_file))
+    assert (found.name, len(found.requests)) == ("capitals" if "capitals" in prefix else "q", 1)
+
+
 def test_tasks_of_lm_eval_are_checked(tmp_path: Path, vocab_file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model", "lm_eval.tasks"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))

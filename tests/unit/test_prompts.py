@@ -275,6 +275,8 @@ def test_lines_of_a_file(tmp_path: Path) -> None:
     assert next(lines) == Infill("a", "b")
     with pytest.raises(ValueError, match=SENTENCES["line_2_is_not_a_json"]):
         next(lines)
+    path.write_text("{name} went to\n{% if x %}\n{\n", encoding="utf-8")
+    assert list(asking.read_prompts(flags("--input", str(path)))) == ["{name} went to", "{% if x %}", "{"]
     path.write_text('{"prompt": "a"}\n{"prompt": null}\n', encoding="utf-8-sig")
     lines = asking.read_prompts(flags("--input", str(path)))
     assert next(lines) == "a", "a byte-order mark is no part of the first prompt"
