@@ -104,18 +104,14 @@ def parse_messages(turns: object) -> tuple[Message, ...]:
     for turn in turns:
         is_plain = list(turn) == ["role", "content"]
         message = Message(turn.get("role", ""), turn.get("content", ""), {} if is_plain else turn)
-        _check_message(message)
+        if message.role not in ROLES:
+            raise ValueError(f"the role {message.role!r} is not one of {', '.join(ROLES)}")
+        if not isinstance(message.content, str) or not message.content:
+            raise ValueError(f"a {message.role} message has no text")
+        for text in texts_in([message.content, message.further]):
+            check_surrogates(text)
         messages.append(message)
     return tuple(messages)
-
-
-def _check_message(message: Message) -> None:
-    if message.role not in ROLES:
-        raise ValueError(f"the role {message.role!r} is not one of {', '.join(ROLES)}")
-    if not isinstance(message.content, str) or not message.content:
-        raise ValueError(f"a {message.role} message has no text")
-    for text in texts_in([message.content, message.further]):
-        check_surrogates(text)
 
 
 class ChatML:

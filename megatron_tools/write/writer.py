@@ -134,14 +134,12 @@ class Writer:
     def text(self, question: Question, ids: Ids) -> str:
         """Return the text to print for the generated `ids`: an answer in a chat, else the prompt and its completion."""
         tokenizer = self.tokenizer
-        if not isinstance(tokenizer, SentinelTokenizer):
-            return question.text_before + decode_answer(tokenizer, question, ids) + question.text_after
         # The slice is empty, and differs, if there are no ids.
         if ids[-1:] == [question.end_id]:
             ids = ids[:-1]
-        if self.prompt_encoder.continues_text:
-            return question.text_before + decode_answer(tokenizer, question, ids)
-        return fill_spans(str(question.prompt), tokenizer, ids)
+        if isinstance(tokenizer, SentinelTokenizer) and not self.prompt_encoder.continues_text:
+            return fill_spans(str(question.prompt), tokenizer, ids)
+        return question.text_before + decode_answer(tokenizer, question, ids) + question.text_after
 
 
 def equal_length_batches(questions: Sequence[Question], size: int) -> Iterator[Ids]:
