@@ -7,7 +7,8 @@ stored as a table that maps a position in the block to a corpus.
 
 The weights may have too many digits for an exact block. Then the block has about LARGEST_BLOCK samples, and corpora
 with fewer than MIN_BLOCK_SAMPLES samples in it form a second blend. If w is the total share of these corpora, sample n
-is taken from the second blend whenever floor((n + 1) w) > floor(n w), else from the block.
+is taken from the second blend whenever floor((n + 1) w) > floor(n w), else from the block. If all of more than 1,024
+corpora have so few samples, the block grows, and those with less than half of the mean share form the second blend.
 
 `blend_sets` and `blend_training_set` combine the data sets of corpora into those of a run.
 """
@@ -52,12 +53,21 @@ def block_quotas(weights: Sequence[float | str]) -> list[int]:
     corpora, a share changes by at most (n + 1) / (2 LARGEST_BLOCK).
     """
     shares = shares_of(weights)
-    block = _exact_block_size(shares)
-    if block <= LARGEST_BLOCK:
-        return [int(share * block) for share in shares]
-    counts = [max(1, round(share * LARGEST_BLOCK)) for share in shares]
+    counts = _rounded_counts(shares, min(_exact_block_size(shares), LARGEST_BLOCK))
+    if not _are_close(counts, shares):
+        counts = _rounded_counts(shares, max(LARGEST_BLOCK, math.ceil(MIN_BLOCK_SAMPLES / min(shares))))
     divisor = math.gcd(*counts)
     return [count // divisor for count in counts]
+
+
+def _rounded_counts(shares: Sequence[Fraction], block: int) -> list[int]:
+    return [max(1, round(share * block)) for share in shares]
+
+
+def _are_close(counts: Sequence[int], shares: Sequence[Fraction]) -> bool:
+    """Return whether each corpus has its share in a block with these numbers of samples, to within 1% of the share."""
+    block = sum(counts)
+    return all(abs(count / (share * block) - 1) <= 0.01 for count, share in zip(counts, shares, strict=True))
 
 
 def rare_corpora(weights: Sequence[float | str]) -> list[int]:
@@ -65,10 +75,12 @@ def rare_corpora(weights: Sequence[float | str]) -> list[int]:
     shares = shares_of(weights)
     if _exact_block_size(shares) <= LARGEST_BLOCK:
         return []
-    counts = [share * LARGEST_BLOCK for share in shares]
-    # If all corpora are below this number, only those whose number of samples would be rounded to 0 are rare.
-    threshold = MIN_BLOCK_SAMPLES if max(counts) >= MIN_BLOCK_SAMPLES else Fraction(1, 2)
-    return [i for i, count in enumerate(counts) if count < threshold]
+    threshold = Fraction(MIN_BLOCK_SAMPLES, LARGEST_BLOCK)
+    if max(shares) < threshold:  # more than 1,024 corpora, all below the threshold
+        if _are_close(_rounded_counts(shares, LARGEST_BLOCK), shares):
+            return []
+        threshold = Fraction(1, 2 * len(shares))
+    return [i for i, share in enumerate(shares) if share < threshold]
 
 
 def order_block(counts: Sequence[int]) -> NDArray[np.int32]:

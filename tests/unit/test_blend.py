@@ -129,6 +129,15 @@ def test_a_millionth_is_a_millionth() -> None:
     assert np.bincount(owners).tolist() == [3_999_600, 396, 4]
 
 
+def test_more_corpora_than_a_block_has_room_for_keep_their_shares() -> None:
+    weights = [str(1000 + i % 7) for i in range(1100)] + [str(30 + i % 11) for i in range(60)]
+    consumed = BlendedDataset([Numbers("")] * len(weights), weights).consumed_per_corpus(10**9)
+    total = sum(map(int, weights))
+    assert consumed == pytest.approx([int(weight) * 10**9 / total for weight in weights], rel=0.016)
+    similar = [str(1 + i / 1e7) for i in range(2000)]  # right after rounding, so their order stays as it was
+    assert rare_corpora(similar) == [] and block_quotas(similar) == [1] * 2000
+
+
 def test_every_sample_of_each_corpus_comes_once_and_in_order() -> None:
     blend = BlendedDataset([Numbers("a"), Numbers("b"), Numbers("c")], ["0.5", "0.3", "0.2"])
     seen: dict[str, list[int]] = {"a": [], "b": [], "c": []}
