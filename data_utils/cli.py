@@ -22,7 +22,7 @@ from megatron.config.data import corpus_prefix
 from megatron.config.messages import describe_error, format_problems
 from megatron.packages import pip_install
 from megatron.storage import PathError, check_location, require_local
-from megatron.streams import NAMES, NamedStdout, guard_streams
+from megatron.streams import NAMES, NamedStdout, guard_streams, raise_open_files
 from megatron_compat.flags.translate import suggest_flag
 
 from .documents import MAX_DOCUMENT_BYTES
@@ -316,6 +316,7 @@ def run(
 
     main: the tool's function, or its name "module:function", which is then imported only after the flags are parsed.
     """
+    raise_open_files()
     args = parser.parse_args(argv)
     function: Any = resolve_name(main) if isinstance(main, str) else main
     with guard_streams("the work continues", "stderr"), _named_stdout():

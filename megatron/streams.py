@@ -1,16 +1,18 @@
 """Wrappers for standard output and standard error, which may fail while the run or tool must continue.
 
 The reader may go away (`| head`, a closed ssh session), the disk may be full, or the stream may be closed from
-the start.
+the start. Also the limit of open files.
 """
 
 import contextlib
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
 NAMES = {"stdout": "standard output", "stderr": "standard error"}
+OPEN_FILES = 1 << 16
 
 
 class GuardedStream:
@@ -103,6 +105,17 @@ def open_closed_streams() -> None:
         except OSError:
             # The system returns the lowest free descriptor, which is the closed one.
             os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
+
+
+def raise_open_files() -> None:
+    """Raise the soft limit of open files to OPEN_FILES, or to the hard limit if that is lower.
+
+    A corpus keeps two files open, but most systems allow 1,024. Child processes inherit the limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < OPEN_FILES:  # -1 is no limit
+        with contextlib.suppress(OSError, ValueError):  # macOS allows less than its hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))
 
 
 @contextlib.contextmanager

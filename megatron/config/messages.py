@@ -1,5 +1,6 @@
 """Wording of messages: errors, lists of names, problems, and flags with their values."""
 
+import errno
 from collections.abc import Sequence
 from json import JSONDecodeError
 from typing import Any
@@ -11,7 +12,8 @@ def describe_error(error: BaseException) -> str:
     """Return the message of an error as one line."""
     if isinstance(error, OSError) and error.strerror:
         path = f": {error.filename}" if error.filename else ""
-        return error.strerror + path
+        advice = "; raise the limit with ulimit -n" if error.errno == errno.EMFILE else ""
+        return error.strerror + path + advice
     if isinstance(error, JSONDecodeError):
         return describe_json(error.doc, error)
     name = type(error).__name__

@@ -55,7 +55,8 @@ def block_quotas(weights: Sequence[float | str]) -> list[int]:
     shares = shares_of(weights)
     counts = _rounded_counts(shares, min(_exact_block_size(shares), LARGEST_BLOCK))
     if not _are_close(counts, shares):
-        counts = _rounded_counts(shares, max(LARGEST_BLOCK, math.ceil(MIN_BLOCK_SAMPLES / min(shares))))
+        block = math.ceil(MIN_BLOCK_SAMPLES / min(shares))
+        counts = _rounded_counts(shares, max(block, LARGEST_BLOCK))
     divisor = math.gcd(*counts)
     return [count // divisor for count in counts]
 
@@ -67,7 +68,11 @@ def _rounded_counts(shares: Sequence[Fraction], block: int) -> list[int]:
 def _are_close(counts: Sequence[int], shares: Sequence[Fraction]) -> bool:
     """Return whether each corpus has its share in a block with these numbers of samples, to within 1% of the share."""
     block = sum(counts)
-    return all(abs(count / (share * block) - 1) <= 0.01 for count, share in zip(counts, shares, strict=True))
+    for count, share in zip(counts, shares, strict=True):
+        exact = share * block
+        if abs(count - exact) > exact / 100:
+            return False
+    return True
 
 
 def rare_corpora(weights: Sequence[float | str]) -> list[int]:
@@ -242,10 +247,10 @@ class NumberedCorpus(WrappedDataset):
 
     def __init__(self, dataset: Any, number: int) -> None:
         super().__init__(dataset)
-        self._number = torch.tensor(number)
+        self._number = number  # not a tensor, which data workers would share through an open file each
 
     def __getitem__(self, n: int) -> dict[str, Any]:
-        return {**self.dataset[n], "corpus": self._number}
+        return {**self.dataset[n], "corpus": torch.tensor(self._number)}
 
 
 def label_corpus(dataset: Any, prefix: str, prefixes: Sequence[str]) -> Any:

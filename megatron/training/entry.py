@@ -17,7 +17,7 @@ from ..ranks import device as device_module
 from ..ranks.errors import RunError, exit_now
 from ..ranks.initialize import world_size
 from ..ranks.signals import restored_signals
-from ..streams import guard_streams
+from ..streams import guard_streams, raise_open_files
 from .feature import Feature
 from .features import find_substitute
 from .inputs import require_inputs
@@ -41,6 +41,7 @@ def run(
     for any other user error, which is printed in one sentence. False returns after a successful run and raises errors.
     features: optional parts of your own, which the run calls besides those that the settings ask for.
     """
+    raise_open_files()
     argv = sys.argv[1:] if argv is None else list(argv)
     print_help_if_asked(getattr(task, "defaults", {}).get("family"))  # `check_task` has not seen the task yet
     exit_code = 2  # until the settings have been resolved, an error is a mistake on the command line

@@ -3,6 +3,7 @@
 import errno
 import io
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.streams import GuardedStream, NamedStdout, guard_streams
+from data_utils.cli import Parser
+from data_utils.cli import run as run_tool
+from megatron.config.messages import describe_error
+from megatron.streams import OPEN_FILES, GuardedStream, NamedStdout, guard_streams
+from megatron.training.entry import run as train
 from tests.support import FULL, ROOT
 
 FULL_DISK = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -152,3 +157,19 @@ def test_a_tool_whose_result_cannot_be_written_fails_by_name(tmp_path: Path, tin
     done = _full_stdout([sys.executable, "tools/inspect_data.py", "info", tiny_data])
     assert done.returncode == 1 and "standard output" in done.stderr and "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize("start", [lambda: train(None), lambda: run_tool(print, Parser("", ""))])  # type: ignore[arg-type]
+def test_a_run_and_a_tool_may_open_many_files(start: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", "-h"])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    with pytest.raises(SystemExit):
+        start()
+    raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert raised == (min(OPEN_FILES, before[1]), before[1])
+
+
+def test_too_many_open_files_name_the_limit() -> None:
+    assert "ulimit -n" in describe_error(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
