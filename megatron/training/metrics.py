@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from ..atomic import append_or_restore, write_text
+from ..atomic import append_or_restore, atomic_file
 from ..config import Config
 from ..rows import RowError, parse_row
 
@@ -98,21 +98,26 @@ class MetricsWriter:
     def _drop_later_rows(self, path: Path, iteration: int) -> None:
         if not path.exists():
             return
-        kept = []
-        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-            try:
-                row = parse_row(line)
-            except RowError as error:
-                tqdm.write(f"note: {path}, line {number} is invalid and is removed: {error}")
-                continue
-            # `row` is None for a line that a crash cut off. The row with which the previous start ended, of the split
-            # `end`, is dropped, as the run now continues.
-            if row is not None and row["iteration"] <= iteration and row.get("split") != "end":
-                kept.append(line + "\n")
-                self._rows_at_start.add((str(row.get("split")), row["iteration"]))
-                for sample in row.get("samples", ()):
-                    self._rows_at_start.add((f"samples/{sample['prompt']}", row["iteration"]))
-        write_text(path, "".join(kept))
+        # Line by line, as the file of a model with many experts may be larger than the memory.
+        with (
+            atomic_file(path) as temporary_path,
+            open(temporary_path, "x", encoding="utf-8") as kept,
+            open(path, encoding="utf-8", errors="replace") as lines,
+        ):
+            for number, line in enumerate(lines, start=1):
+                try:
+                    row = parse_row(line)
+                except RowError as error:
+                    tqdm.write(f"note: {path}, line {number} is invalid and is removed: {error}")
+                    continue
+                # `row` is None for a line that a crash cut off. The row with which the previous start ended, of the
+                # split `end`, is dropped, as the run now continues.
+                if row is not None and row["iteration"] <= iteration and row.get("split") != "end":
+                    kept.write(line.rstrip("\n") + "\n")
+                    if row.get("split") != "train":  # `has_row` is asked only for results
+                        self._rows_at_start.add((str(row.get("split")), row["iteration"]))
+                    for sample in row.get("samples", ()):
+                        self._rows_at_start.add((f"samples/{sample['prompt']}", row["iteration"]))
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to metrics.jsonl; NaN and infinities become null.

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,6 +58,17 @@ def test_a_strange_line_of_metrics_is_dropped_by_name_when_a_run_resumes(
     writer = MetricsWriter(str(tmp_path), 4, True)
     assert path.read_text() == good[0] + "\n" and writer.has_row("valid", 2)
     assert f"{path}, line 2" in capsys.readouterr().out
+
+
+def test_a_resume_does_not_hold_the_rows_of_metrics_in_memory(tmp_path: Path) -> None:
+    row = {"split": "train", "iteration": 1, "consumed_samples": 1, "consumed_tokens": 1, "note": "x" * 10_000}
+    text = (json.dumps(row) + "\n") * 300
+    (tmp_path / "metrics.jsonl").write_text(text + '{"split": "train", "iteration": 3}\n')
+    tracemalloc.start()
+    MetricsWriter(str(tmp_path), 2, True)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < len(text) / 10 and (tmp_path / "metrics.jsonl").read_text() == text
 
 
 @pytest.mark.parametrize("line", STRANGE)
