@@ -1,9 +1,11 @@
 """Checkpoints of other branches: those that a run abandoned when it resumed from an earlier checkpoint."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 
-from .files import CheckpointError
+from .checksums import SHA256
+from .files import CheckpointError, sums_file
 from .reader import CheckpointReader
 from .state import TrainState
 
@@ -12,6 +14,13 @@ Forks = Sequence[tuple[int, int]]  # see TrainState
 
 def forks_of(path: Path) -> Forks | None:
     """Return the forks of the run that wrote the checkpoint `path`; None if it is damaged."""
+    sums = sums_file(path)
+    return _forks_of(path, SHA256.hash_file(sums)) if sums.is_file() else None
+
+
+# Cached, as each save asks for all kept checkpoints. A checkpoint with the same checksums has the same content.
+@cache
+def _forks_of(path: Path, sums: str) -> Forks | None:
     try:
         return TrainState.from_dict(CheckpointReader(path).state).forks
     except CheckpointError:
