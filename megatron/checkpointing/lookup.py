@@ -37,8 +37,9 @@ def resume_advice(checkpoint: Path) -> str:
     complete = [path.name for path in numbered_checkpoints(folder).values() if is_checkpoint(path)]
     if checkpoint.name in complete:
         complete.remove(checkpoint.name)
-    # The names have leading zeros, so their alphabetical order is that of the iterations.
-    candidates = [name for name in complete if name < checkpoint.name] or complete
+    # Iterations have 7 digits with leading zeros; those from 10,000,000 on have longer names.
+    limit = (len(checkpoint.name), checkpoint.name)
+    candidates = [name for name in complete if (len(name), name) < limit] or complete
     if not candidates:
         return f"{folder} has no other checkpoint; restore it from a copy"
     return f"to resume from {candidates[-1]}, write its name into {folder / 'latest'}"
@@ -89,7 +90,7 @@ def _refuse_missing_pointer(pointer: Path) -> None:
     """Raise CheckpointError if there are checkpoints beside the missing file `latest`, or if it is a folder."""
     if pointer.is_dir():
         raise CheckpointError(f"{pointer} is a folder, but must be a file: remove it; {resume_advice(pointer)}")
-    names = sorted(path.name for path in pointer.parent.glob("iter_*") if is_checkpoint(path))
+    names = [path.name for path in numbered_checkpoints(pointer.parent).values() if is_checkpoint(path)]
     if names:
         raise CheckpointError(
             f"the file {pointer} is missing; to resume from {names[-1]}, create {pointer} with the text {names[-1]}"

@@ -12,7 +12,7 @@ from megatron.storage import RemotePath
 
 from .checksums import Checksum
 from .files import INDEX, format_sums, point_latest_to
-from .lookup import is_checkpoint, latest_name
+from .lookup import is_checkpoint, latest_name, numbered_checkpoints
 from .remote import delete_checkpoint, upload_files
 from .share import Share
 from .slow import warn_if_slow
@@ -85,8 +85,7 @@ def make_room(final: RemotePath) -> None:
     """
     folder = final.parent
     if latest_name(folder) == final.name:
-        others = [path for path in folder.glob("iter_*") if path != final and is_checkpoint(path)]
-        # The entries of a folder are sorted by name, so the last one is the newest.
+        others = [path for path in numbered_checkpoints(folder).values() if path != final and is_checkpoint(path)]
         point_latest_to(others[-1] if others else _copy_as_old_save(final))
     delete_checkpoint(final)
 

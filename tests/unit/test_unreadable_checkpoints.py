@@ -11,6 +11,7 @@ import pytest
 from megatron.checkpointing import CheckpointError, CheckpointReader, latest_checkpoint
 from megatron.checkpointing.checksums import SHA256
 from megatron.checkpointing.files import publish, temporary_folder
+from megatron.checkpointing.lookup import resume_advice
 from megatron.checkpointing.sums import check_file, read_sums
 from megatron.locks.run_lock import RunLock
 from megatron_tools.convert.hf_folder import HFTensorReader
@@ -89,6 +90,16 @@ def test_damaged_files_lead_to_the_checkpoint_before_and_never_in_circles(folder
     (folder / "iter_0000010" / "SHA256SUMS").write_text("damaged\n")
     with pytest.raises(CheckpointError, match=f"line 1.* {folder} has no other checkpoint"):
         CheckpointReader(folder / "iter_0000010")
+
+
+def test_iterations_of_eight_digits_are_newer_than_those_of_seven(folder: Path) -> None:
+    for number, old in ((9_998_000, 10), (9_999_000, 20), (10_000_000, 30)):
+        (folder / f"iter_{old:07}").rename(folder / f"iter_{number}")
+    assert resume_advice(folder / "iter_9999000").startswith("to resume from iter_9998000,")
+    assert resume_advice(folder / "iter_10000000").startswith("to resume from iter_9999000,")
+    (folder / "latest").unlink()
+    with pytest.raises(CheckpointError, match="to resume from iter_10000000,"):
+        latest_checkpoint(folder)
 
 
 def test_a_lock_that_is_a_folder_and_a_dangling_run_directory_are_named(tmp_path: Path) -> None:
