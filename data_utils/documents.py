@@ -88,16 +88,19 @@ def _line_number(path: str, offset: int) -> int:
     mtime_ns = os.stat(path).st_mtime_ns
     # Lines of the blocks before, which are cached, and lines that end in the same block before the byte.
     block, rest = divmod(offset, CHUNK_BYTES)
-    before = sum(_count_lines(path, mtime_ns, each) for each in range(block))
-    return 1 + before + bisect.bisect_left(_line_ends(path, mtime_ns, block), rest)
+    counts = _line_counts(path, mtime_ns)
+    with open(path, "rb") as file:
+        file.seek((len(counts) - 1) * CHUNK_BYTES)
+        while len(counts) <= block:
+            counts.append(counts[-1] + file.read(CHUNK_BYTES).count(b"\n"))
+    return 1 + counts[block] + bisect.bisect_left(_line_ends(path, mtime_ns, block), rest)
 
 
 # Line counts are cached. Otherwise, finding the line number of each bad document would read the file again.
-@lru_cache(maxsize=1 << 16)
-def _count_lines(path: str, mtime_ns: int, block: int) -> int:
-    with open(path, "rb") as file:
-        file.seek(block * CHUNK_BYTES)
-        return file.read(CHUNK_BYTES).count(b"\n")
+@lru_cache(maxsize=64)
+def _line_counts(path: str, mtime_ns: int) -> list[int]:
+    """Return a list to which `_line_number` appends: item i is the number of lines that end before block i."""
+    return [0]
 
 
 @lru_cache(maxsize=2)
@@ -208,13 +211,14 @@ def _last_boundary(file: BinaryIO, path: str, start: int, size: int) -> int:
 def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
     """Cut a file that can only be read sequentially into chunks that carry their bytes."""
     delimiter = _delimiter(source.path)
-    held = b""
+    held = bytearray()
+    searched = 0  # no further delimiter begins in this many bytes of `held`
     line = 1
     start = 0
     skipping = False
     for block in read_blocks(source.path, size, source.encoding):
         held += block
-        ends = [match.end() for match in delimiter.finditer(held)]
+        ends = [match.end() for match in delimiter.finditer(held, searched)]
         bad: BadDocuments = ()
         cut = 0
         is_complete = bool(ends)  # whether the bytes before `cut` are whole documents
@@ -230,8 +234,10 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
             if not skipping:
                 bad = ((0, _overlong_document(source.path, line, largest)),)
             skipping = True
-        content = held[:cut]
-        held = held[cut:]
+        content = bytes(held[:cut])
+        del held[:cut]
+        searched = max(0, searched - cut)
+        searched += len(held[searched:].rstrip(_DELIMITER_BYTES))
         if content and is_complete:
             yield Chunk(source, start, cut, content, line)
         elif content:
@@ -240,7 +246,7 @@ def _stream_chunks(source: Source, size: int, largest: int) -> Iterator[Chunk]:
         line += content.count(b"\n")
         start += cut
     if held:
-        last = b"" if skipping else held
+        last = b"" if skipping else bytes(held)
         yield Chunk(source, start, len(held), last, line)
 
 

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from megatron.packages import pip_install
@@ -289,13 +290,13 @@ class _JsonArray:
         self._position = to
 
     def _read_block(self) -> bool:
-        """Append the next block to the window; return False at the end of the file."""
-        block = next(self._blocks, None)
-        if block is None:
-            return False
-        self._window = self._window[self._position :] + self._decode(block)
+        """Append blocks to the window; return False at the end of the file."""
+        rest = self._window[self._position :]
+        # A long item is parsed from its beginning each time, so the window grows by a factor, not by a block.
+        blocks = list(islice(self._blocks, 1 + len(rest) // BLOCK))
+        self._window = rest + "".join(map(self._decode, blocks))
         self._position = 0
-        return True
+        return bool(blocks)
 
     def _skip_pattern(self, pattern: re.Pattern[str]) -> bool:
         """Advance past a match of `pattern`; return False at the end of the file."""

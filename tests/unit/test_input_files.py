@@ -1,11 +1,15 @@
 """Input files of the data tools: which files are read, and where a document begins."""
 
 import gzip
+import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from data_utils import documents as data_documents
+from data_utils import records
 from data_utils.documents import chunks, documents
 from data_utils.files import Source, find_files
 from data_utils.streams import BadLine, InputError, detect_encoding
@@ -80,6 +84,37 @@ def test_no_document_after_an_overlong_one_is_lost(tmp_path: Path, compressed: b
             found += list(documents(chunk, largest=2048))
         assert isinstance(found[0], BadLine)
         assert found[1:] == [("second",), ("third",)]
+
+
+def test_a_long_document_takes_time_linear_in_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = ("word " * 200 + "line\n") * 2000
+    (tmp_path / "x.txt.gz").write_bytes(gzip.compress(f"{text}\nsecond\n".encode(), 1))
+    begin = time.process_time()
+    found = list(chunks(Source(str(tmp_path / "x.txt.gz")), 4096, 1 << 24))
+    assert time.process_time() - begin < 1  # 4 s if each block is searched again with each later one
+    assert b"".join(chunk.read() for chunk in found).decode() == f"{text}\nsecond\n"
+    (tmp_path / "x.json").write_text(json.dumps([{"text": text}, {"text": "second"}]))
+    monkeypatch.setattr(records, "BLOCK", 4096)
+    parse = records._JsonArray._parse
+    calls = []
+    monkeypatch.setattr(records._JsonArray, "_parse", lambda self: calls.append(1) or parse(self))
+    assert texts_of(tmp_path / "x.json") == [text, "second"]
+    assert len(calls) < 20
+
+
+def test_a_file_is_read_once_for_the_lines_of_all_its_bad_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"123456789012345\n" * 70_000)
+    monkeypatch.setattr(data_documents, "CHUNK_BYTES", 16)
+    opened = []
+    monkeypatch.setattr(data_documents, "open", lambda *args: opened.append(1) or open(*args), raising=False)  # noqa: SIM115
+    chunk = data_documents.Chunk(Source(str(path)), 0, 70_000 * 16)
+    assert chunk.line_number(69_999 * 16 + 3) == 70_000
+    opened.clear()
+    assert chunk.line_number(69_998 * 16) == 69_999 and chunk.line_number(0) == 1
+    assert len(opened) < 10
 
 
 def test_a_file_without_the_byte_order_mark_that_its_encoding_needs_is_named(tmp_path: Path) -> None:
