@@ -5,6 +5,7 @@ Draws the schedule that the engine would run, or with --run the measured schedul
 
 import argparse
 from pathlib import Path
+from string import ascii_letters
 
 from data_utils.cli import Parser, local_path, run
 from tds import timeline
@@ -32,8 +33,8 @@ def as_text(spans: list[Span], stages: int, unit: float) -> str:
         end_column = round(span.end / unit)
         kind = span.kind
         if chunked:
-            # There are at most 8 chunks: Fa is a forward pass of the first.
-            kind += "abcdefgh"[span.chunk]
+            # Fa is a forward pass of the first chunk.
+            kind += ascii_letters[span.chunk % 52]
         # A pass of 2 units in cells of 3 characters is shown as `B0--- `.
         width = cell_width * (end_column - begin_column)
         label = f"{kind}{span.micro}".ljust(width - 1, "-")
@@ -69,8 +70,8 @@ def main(args: argparse.Namespace) -> None:
         raise ValueError("--stages and --micros must be at least 1")
     if (args.chunks > 1) != (args.schedule == "interleaved"):
         raise ValueError(
-            f"--chunks {args.chunks} does not fit --schedule {args.schedule}; use 2 to 8 chunks for interleaved and 1 "
-            f"for the other schedules"
+            f"--chunks {args.chunks} does not fit --schedule {args.schedule}; use 2 or more chunks for interleaved and "
+            f"1 for the other schedules"
         )
     plan = instructions_of(args.schedule, stages, args.micros, args.chunks, args.extra_warmup)
     check_plan(plan, args.micros)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.config.command_line import parse
 from megatron.config.fields import ConfigError
-from megatron_tools.report.draw_schedule import build_parser, draw_run
+from megatron_tools.report.draw_schedule import build_parser, draw_run, main
 from megatron_tools.report.iterations import iterations
 from tds import timeline, trace
 from tds.align import bound_offset
@@ -155,3 +155,8 @@ def test_settings() -> None:
         parse(["--trace-iterations", "3"])
     with pytest.raises(ConfigError, match=SENTENCES["must_be_a_number_or_a"]):
         parse(["--trace", "--trace-iterations", "9-3"])
+
+
+def test_a_schedule_of_many_chunks_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    main(build_parser().parse_args(["--schedule", "interleaved", "--chunks", "9", "--stages", "2", "--micros", "2"]))
+    assert "Fh0 Fh1 Fi0 Fi1" in capsys.readouterr().out
