@@ -293,7 +293,8 @@ class _JsonArray:
         """Append blocks to the window; return False at the end of the file."""
         rest = self._window[self._position :]
         # A long item is parsed from its beginning each time, so the window grows by a factor, not by a block.
-        blocks = list(islice(self._blocks, 1 + len(rest) // BLOCK))
+        count = 1 + len(rest) // BLOCK
+        blocks = list(islice(self._blocks, count))
         self._window = rest + "".join(map(self._decode, blocks))
         self._position = 0
         return bool(blocks)

@@ -114,8 +114,9 @@ def raise_open_files() -> None:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < OPEN_FILES:  # -1 is no limit
+        new_limit = min(OPEN_FILES, hard)
         with contextlib.suppress(OSError, ValueError):  # macOS allows less than its hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(OPEN_FILES, hard), hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
 
 
 @contextlib.contextmanager

@@ -56,7 +56,8 @@ def block_quotas(weights: Sequence[float | str]) -> list[int]:
     counts = _rounded_counts(shares, min(_exact_block_size(shares), LARGEST_BLOCK))
     if not _are_close(counts, shares):
         block = math.ceil(MIN_BLOCK_SAMPLES / min(shares))
-        counts = _rounded_counts(shares, max(block, LARGEST_BLOCK))
+        block = max(block, LARGEST_BLOCK)
+        counts = _rounded_counts(shares, block)
     divisor = math.gcd(*counts)
     return [count // divisor for count in counts]
 

@@ -1,6 +1,7 @@
 """Methods of a grid of ranks: DeepSpeed's names, so that DeepSpeed can use the grid; context and expert groups."""
 
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 
@@ -28,11 +29,13 @@ class ProcessTopology:
         if unknown:
             axes = ", ".join(self.get_axis_names())
             raise ValueError(f"the grid has no axis {sorted(unknown)[0]}; its axes are {axes}")
+        indices = []
+        for axis in self.get_axis_names():
+            every = range(self.get_dim(axis))
+            indices.append([index for index in every if wanted.get(axis, index) == index])
         ranks = []
-        for rank in range(self.world_size()):
-            coord = self.get_coord(rank)
-            if all(getattr(coord, axis) == index for axis, index in wanted.items()):
-                ranks.append(rank)
+        for pipe, data, model in product(*indices):  # not over all ranks, as DeepSpeed asks once for each replica
+            ranks.append(self.get_rank(pipe=pipe, data=data, model=model))
         return ranks
 
     def get_axis_list(self: Any, axis: str, idx: int) -> list[int]:

@@ -24,7 +24,9 @@ def test_same_answers_as_deepspeeds_own_topology(shape: tuple[int, int, int]) ->
         assert ours.get_dim(axis) == theirs.get_dim(axis)
         assert sorted(ours.get_axis_comm_lists(axis)) == sorted(theirs.get_axis_comm_lists(axis))
         assert ours.get_axis_list(axis, 0) == sorted(theirs.get_axis_list(axis, 0))
-    assert ours.filter_match(pipe=0, data=data - 1) == sorted(theirs.filter_match(pipe=0, data=data - 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Topology, "get_coord", None)  # a large grid has no time for the coordinates of all ranks
+        assert ours.filter_match(pipe=0, data=data - 1) == sorted(theirs.filter_match(pipe=0, data=data - 1))
 
 
 def test_lines_over_two_axes_hold_one_copy_of_the_model() -> None:
