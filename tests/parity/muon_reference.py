@@ -17,11 +17,18 @@ HIDDEN = ("query_key_value.weight", "query.weight", "key_value.weight", "dense.w
 def exact_iterations() -> Iterator[None]:
     """Let torch.optim.Muon orthogonalise in the dtype of the weights instead of bf16."""
     real = Tensor.bfloat16
+    real_to = Tensor.to
+
+    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        return tensor.clone() if options.get("dtype") is torch.bfloat16 else real_to(tensor, *args, **options)
+
     Tensor.bfloat16 = lambda tensor: tensor.clone()  # type: ignore[assignment, method-assign, misc]
+    Tensor.to = to  # type: ignore[assignment, method-assign]  # torch 2.15 calls it instead
     try:
         yield
     finally:
         Tensor.bfloat16 = real  # type: ignore[method-assign]
+        Tensor.to = real_to  # type: ignore[method-assign]
 
 
 def separate(name: str, weight: Tensor, model: Any) -> list[Tensor]:
