@@ -32,11 +32,10 @@ class Bucket:
     def __init__(self, parameters: Sequence[nn.Parameter], group: Any, work: Work | None = None) -> None:
         self.group = group
         self.replicas = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
         self.parameters, offsets, share = place_weights(parameters, self.replicas, work)  # in the order of memory
         first = self.parameters[0]
-        self.begin = self.rank * share
-        self.end = (self.rank + 1) * share
+        self.begin = dist.get_rank(group) * share
+        self.end = self.begin + share
         sum_dtype = torch.promote_types(first.dtype, torch.float32)
         self.weights = torch.zeros(share * self.replicas, dtype=first.dtype, device=first.device)
         self.grads = torch.zeros(share * self.replicas, dtype=sum_dtype, device=first.device)
@@ -50,10 +49,10 @@ class Bucket:
             parameter.data = view
             self.view_of[parameter] = view
             self._grad_of[parameter] = self.grads[at:end].view_as(parameter)
-        owned_weights = self.weights[self.begin : self.end]
+        self.own_weights = self.weights[self.begin : self.end]
         self.has_master_copy = sum_dtype is not first.dtype
         # The optimizer steps this replica's share, in fp32 or wider.
-        self.share = nn.Parameter(owned_weights.to(sum_dtype) if self.has_master_copy else owned_weights)
+        self.share = nn.Parameter(self.own_weights.to(sum_dtype) if self.has_master_copy else self.own_weights)
         self.share_grad = self.grads[self.begin : self.end]
         if work is not None:
             # The weights in this replica's share, each with the begin of its elements in the share.
@@ -163,21 +162,20 @@ class Bucket:
 
     def gather(self) -> None:
         """Start the all-gather of the updated weights."""
-        own_weights = self.weights[self.begin : self.end]
         if self.has_master_copy:
-            own_weights.copy_(self.share.detach())
+            self.own_weights.copy_(self.share.detach())
         if self.replicas > 1:
-            self.pending_work = gather_shares(self.weights, own_weights, self.group)
+            self.pending_work = gather_shares(self.weights, self.own_weights, self.group)
 
     def pull_weights(self) -> None:
         """Copy the model's weights into this replica's share."""
         if self.has_master_copy:
-            self.share.data.copy_(self.weights[self.begin : self.end])
+            self.share.data.copy_(self.own_weights)
 
     def pull_changes(self) -> None:
         """Copy half-precision weights that a user changed since the last step into this replica's fp32 share."""
         if self.has_master_copy:
-            copy_changed_elements(self.share.data, self.weights[self.begin : self.end])
+            copy_changed_elements(self.share.data, self.own_weights)
 
     def wait(self) -> None:
         """Wait for the collective that `reduce` or `gather` has started."""
