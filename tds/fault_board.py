@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -65,9 +64,7 @@ def _name_dead_ranks(fault: str, dead: list[int], hosts: Mapping[int, str]) -> s
     return f"{problem}; {fault.split(' raised ')[0]} lost the connection ({lost_connection[0]})"
 
 
-def format_reports(
-    reports: dict[int, dict[str, Any]], world: int, hosts: Mapping[int, str] = MappingProxyType({})
-) -> list[str]:
+def format_reports(reports: dict[int, dict[str, Any]], world: int, hosts: Mapping[int, str]) -> list[str]:
     """Return the lines of a report: all ranks, grouped by equal stacks, each stack printed once.
 
     reports: keyed by rank; a rank that did not answer is absent. hosts: rank -> host name; empty on a single machine.

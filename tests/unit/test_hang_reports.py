@@ -22,7 +22,7 @@ def _report(stack: str, **more: Any) -> dict[str, Any]:
 
 def test_a_stack_that_many_ranks_share_stands_there_once() -> None:
     reports = {rank: _report("waits" if rank % 2 else f"stack {rank}") for rank in range(6) if rank != 3}
-    lines = format_reports(reports, 6)
+    lines = format_reports(reports, 6, {})
     assert [line for line in lines if not line.startswith("---")] == ["stack 0", "waits", "stack 2", "stack 4"]
     assert lines.index("waits") == lines.index("--- rank 5, stage 0, in Forward, for 1.0 s") + 1
     assert "--- rank 3 does not answer: its process is dead or was stopped" in lines
@@ -30,7 +30,7 @@ def test_a_stack_that_many_ranks_share_stands_there_once() -> None:
 
 
 def test_what_a_rank_adds_stands_below_it() -> None:
-    lines = format_reports({0: _report("s", more=["begun and not ended: all_reduce"]), 1: _report("s")}, 2)
+    lines = format_reports({0: _report("s", more=["begun and not ended: all_reduce"]), 1: _report("s")}, 2, {})
     assert lines[1] == "    begun and not ended: all_reduce" and lines[3] == "s"
 
 
