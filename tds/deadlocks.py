@@ -103,11 +103,7 @@ class Graph:
         while event not in path:
             path.append(event)
             event = next(each for each in self.waits_for[event] if num_awaited[each])
-        names = []
-        for each in path[path.index(event) :]:
-            name = self.names[each]
-            if name not in names:
-                names.append(name)
+        names = list(dict.fromkeys(self.names[each] for each in path[path.index(event) :]))
         if len(names) > 8:
             names[7:] = ["..."]
         return "messages would deadlock: " + ", which waits for ".join(names)
