@@ -211,9 +211,7 @@ def step_counts(engine: Any) -> dict[nn.Parameter, int]:
     return counts
 
 
-def make_moments(
-    engine: Any, names: Sequence[str], step: int, exceptions: Mapping[nn.Parameter, int | None] | None = None
-) -> None:
+def make_moments(engine: Any, names: Sequence[str], step: int, exceptions: Mapping[nn.Parameter, int | None]) -> None:
     """Create optimizer state for every parameter: zero moments, and the step count `step`.
 
     exceptions: step counts of the parameters whose count differs from `step`. None stands for a parameter that never
@@ -221,7 +219,7 @@ def make_moments(
     """
     inner = torch_optimizer_of(engine)
     adam = adam_of(inner)
-    counts = _counts_to_set(engine, step, exceptions or {})
+    counts = _counts_to_set(engine, step, exceptions)
     # Fused and capturable kernels read the step count on the device of the weights; torch's `load_state_dict` moves it
     # there, too.
     on_device = any(group.get("fused") or group.get("capturable") for group in inner.param_groups)

@@ -145,7 +145,7 @@ def test_the_steps_that_apex_counts_go_into_checkpoints_and_come_back(on_gpu: No
     model, _ = _model(parse(FLAGS.split()))
     optim = parse(FLAGS.split()).optim
     fresh = plain_engine(build_optimizer(group_keys(model, optim), optim, "apex"))
-    zero_state.make_moments(fresh, ["exp_avg", "exp_avg_sq"], 6)
+    zero_state.make_moments(fresh, ["exp_avg", "exp_avg_sq"], 6, {})
     assert zero_state.get_step(fresh) == 6
 
 
@@ -171,7 +171,7 @@ def test_counts_of_steps_are_made_where_torch_would_have_them(fused: bool) -> No
     """
     weights = [nn.Parameter(torch.ones(4, device="meta")) for _ in range(2)]
     ours, theirs = (torch.optim.AdamW([weight], fused=fused) for weight in weights)
-    zero_state.make_moments(plain_engine(ours), ["exp_avg", "exp_avg_sq"], 3)
+    zero_state.make_moments(plain_engine(ours), ["exp_avg", "exp_avg_sq"], 3, {})
     theirs.load_state_dict(ours.state_dict())
     found, wanted = (o.state[w]["step"] for o, w in zip((ours, theirs), weights, strict=True))
     assert found.device == wanted.device and found.dtype == wanted.dtype
