@@ -19,7 +19,7 @@ from ._deepspeed import link_shares, link_states
 from ._torch import has_hooks
 from .bucket_launch import BucketLauncher, ChunkOf, pack_buckets, sort_buckets
 from .buckets import Bucket
-from .clip import counted_squared_norm, is_unique_param
+from .clip import counted_squared_norm, is_unique_param, weights_of
 from .flat_matrices import Work, has_little_padding
 from .gathers import DeferredGathers, layers_that_wait
 from .messages import setting_advice
@@ -167,9 +167,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _refuse_unsteppable(self, module: nn.Module) -> None:
         """Raise ValueError for weights that would silently not be trained."""
-        given = set[nn.Parameter]()
-        for param_group in self.param_groups:
-            given.update(param_group["params"])
+        given = set(weights_of(self))
         outside = given.difference(module.parameters())
         problem = None
         if self.state:

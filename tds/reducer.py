@@ -19,7 +19,7 @@ from .patches import is_reduction_replaced
 from .reductions import Reduction, reduce_tied_grads
 from .schedule import Backward, BackwardWeight, Instruction
 from .sequential import chunk_of_weights
-from .sparse import sparse_weights, sum_sparse
+from .sparse import dense_gradient, sparse_weights, sum_sparse
 
 
 class _GradBucket:
@@ -40,7 +40,7 @@ class _GradBucket:
     def reduce(self) -> None:
         """Start the all-reduce; gradients become views of its buffer, so nothing is copied back."""
         has_grad = [p.grad is not None for p in self.parameters]
-        grads = [_dense_gradient(p) for p in self.parameters]
+        grads = [dense_gradient(p) for p in self.parameters]
         if self._present is None:
             self._present = grads[0].new_ones(len(grads))
         # Behind the gradients goes a 1 for each weight with a gradient, so the sums are numbers of replicas.
@@ -71,14 +71,6 @@ class _GradBucket:
                 if not count:
                     p.grad = None
         self._missing = []
-
-
-def _dense_gradient(p: nn.Parameter) -> Tensor:
-    """Return the gradient of `p`, zeros if it has none. `F.embedding(..., sparse=True)` gives sparse gradients."""
-    grad = p.grad
-    if grad is None:
-        return torch.zeros_like(p)
-    return grad.to_dense()
 
 
 class GradReducer:

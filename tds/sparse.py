@@ -66,6 +66,14 @@ def empty_gradient(weight: Tensor) -> Tensor:
     )
 
 
+def dense_gradient(p: nn.Parameter) -> Tensor:
+    """Return the gradient of `p`, zeros if it has none. `F.embedding(..., sparse=True)` gives sparse gradients."""
+    grad = p.grad
+    if grad is None:
+        return torch.zeros_like(p)
+    return grad.to_dense()
+
+
 def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
     """Sum the gradients of weights over the group; a rank's gradient may be sparse, dense or absent. Collective.
 
@@ -77,10 +85,7 @@ def sum_sparse(weights: Iterable[nn.Parameter], group: object) -> None:
         rows = ABSENT if grad is None else _count_rows(grad)
         counts = torch.cat(_gather(torch.tensor([rows], device=weight.device), group)).tolist()
         if DENSE in counts:
-            if grad is None:
-                grad = torch.zeros_like(weight)
-            else:
-                grad = grad.to_dense()
+            grad = dense_gradient(weight)
             dist.all_reduce(grad, group=group)  # type: ignore[arg-type]
             weight.grad = grad
         elif max(counts) > ABSENT:  # some ranks have a sparse gradient, and none has a dense one
