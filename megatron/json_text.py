@@ -1,8 +1,10 @@
 """Reading of JSON that a user or another program wrote: bounds, duplicate keys and errors of one sentence."""
 
 import json
+import math
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
@@ -80,6 +82,21 @@ def read_json(path: Path, kind: type | None = None) -> Any:
     except UnicodeDecodeError as error:
         raise JsonError(f"{path} is {why_unreadable(error)}") from None
     return parse_json(text, str(path), kind)
+
+
+def is_list(value: Any, is_valid: Callable[[Any], bool], length: int | None = None) -> bool:
+    """Return whether a value is a list, of `length` items if given, that are all `is_valid`."""
+    return isinstance(value, list) and length in (None, len(value)) and all(map(is_valid, value))
+
+
+def is_object(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    """Return whether a value is an object whose values are all `is_valid`."""
+    return isinstance(value, dict) and all(map(is_valid, value.values()))
+
+
+def are_number_pairs(value: Any) -> bool:
+    """Return whether a value is a list of pairs of finite numbers, none of them a whole number."""
+    return is_list(value, lambda pair: is_list(pair, lambda x: type(x) is float and math.isfinite(x), 2))
 
 
 def why_unreadable(error: OSError | ValueError) -> str:

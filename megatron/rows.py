@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .json_text import JsonBoundError, JsonError, brief, format_value, parse_json
+from .json_text import JsonBoundError, JsonError, brief, format_value, is_list, is_object, parse_json
 
 NUMBER_KEYS = (
     "consumed_samples", "consumed_tokens", "lm_loss", "ppl", "bits_per_byte", "text_loss", "text_accuracy", "lr",
@@ -18,35 +18,16 @@ class RowError(ValueError):
 
 def _is_layer_table(value: Any) -> bool:
     """Return whether `value` is an object of objects, whose values are numbers or null."""
-    if not isinstance(value, dict):
-        return False
-    for each in value.values():
-        if not isinstance(each, dict) or not all(type(x) in (int, float, type(None)) for x in each.values()):
-            return False
-    return True
+    return is_object(value, lambda layer: is_object(layer, lambda x: type(x) in (int, float, type(None))))
 
 
 def _is_count_table(value: Any) -> bool:
     """Return whether `value` is an object of lists, one for each layer, with a count for each of its experts."""
-    if not isinstance(value, dict):
-        return False
-    for each in value.values():
-        if not isinstance(each, list) or not all(type(x) is int and x >= 0 for x in each):
-            return False
-    return True
+    return is_object(value, lambda counts: is_list(counts, lambda x: type(x) is int and x >= 0))
 
 
-def _is_sample_list(value: Any) -> bool:
-    if not isinstance(value, list):
-        return False
-    for each in value:
-        if (
-            not isinstance(each, dict)
-            or not isinstance(each.get("prompt"), str)
-            or not isinstance(each.get("text"), str)
-        ):
-            return False
-    return True
+def _is_sample(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("prompt"), str) and isinstance(value.get("text"), str)
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
@@ -71,7 +52,7 @@ def parse_row(line: str) -> dict[str, Any] | None:
         raise RowError('"layers" is not an object of objects of numbers')
     if not _is_count_table(row.get("expert_tokens", {})):
         raise RowError('"expert_tokens" is not an object of lists of whole numbers')
-    if not _is_sample_list(row.get("samples", [])):
+    if not is_list(row.get("samples", []), _is_sample):
         raise RowError('"samples" is not a list of objects with the texts "prompt" and "text"')
     if row.get("split") != "train":
         return row

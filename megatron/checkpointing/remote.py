@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..json_text import brief, parse_json
+from ..json_text import brief, is_list, parse_json
 from ..storage import RemotePath, StorageError
 from .files import INDEX
 from .foreign import is_own
-from .schema import is_count, is_list
+from .schema import is_count
 from .stream import DTYPE_CODES
 
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}

@@ -1,11 +1,11 @@
 """Validation of checkpoint.json, before any of its values is used to open a file or to allocate memory."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
-from megatron.json_text import JsonError, brief, format_value, parse_json
+from megatron.json_text import JsonError, are_number_pairs, brief, format_value, is_list, is_object, parse_json
 
 from .files import WEIGHT
 from .state import TrainState
@@ -50,8 +50,8 @@ def check_index(content: Mapping[str, Any], files: Collection[str]) -> None:
     seed = content["rng_seed"]
     tokenizer = content["tokenizer"]
     positions = content["positions"]
-    _require(seed is None or type(seed) is int, "rng_seed", "a whole number", seed)
-    _require(tokenizer is None or isinstance(tokenizer, str), "tokenizer", "a text", tokenizer)
+    _require(_is_seed(seed), "rng_seed", "a whole number", seed)
+    _require(tokenizer is None or _is_text(tokenizer), "tokenizer", "a text", tokenizer)
     _require(is_count(positions), "positions", "a whole number", positions)
     _check_optimizer(content["optimizer"])
     _check_config(content["config"])
@@ -68,7 +68,7 @@ def _check_config(config: Any) -> None:
         section = config.get(name)
         _require(isinstance(section, dict), f"config.{name}", "an object", section)
     optimizer = config["optim"].get("optimizer")
-    _require(isinstance(optimizer, str), "config.optim.optimizer", "a text", optimizer)
+    _require(_is_text(optimizer), "config.optim.optimizer", "a text", optimizer)
 
 
 def _count_elements(shape: list[int]) -> int:
@@ -81,16 +81,6 @@ def _count_elements(shape: list[int]) -> int:
     return product
 
 
-def is_list(value: Any, is_valid: Callable[[Any], bool], length: int | None = None) -> bool:
-    """Return whether a value is a list, of `length` items if given, that are all `is_valid`."""
-    return isinstance(value, list) and length in (None, len(value)) and all(map(is_valid, value))
-
-
-def _is_object(value: Any, is_valid: Callable[[Any], bool]) -> bool:
-    """Return whether a value is an object whose values are all `is_valid`."""
-    return isinstance(value, dict) and all(map(is_valid, value.values()))
-
-
 def _is_finite(value: Any) -> bool:
     return isinstance(value, (int, float)) and math.isfinite(value)
 
@@ -99,12 +89,8 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _are_number_pairs(value: Any) -> bool:
-    return is_list(value, lambda pair: is_list(pair, lambda x: type(x) is float and math.isfinite(x), 2))
-
-
 def _are_features(value: Any) -> bool:
-    return _is_object(value, lambda each: isinstance(each, dict))
+    return is_object(value, lambda each: isinstance(each, dict))
 
 
 def _are_forks(value: Any) -> bool:
@@ -121,7 +107,7 @@ def _is_uint64(value: Any) -> bool:
 
 # Key of the state -> (check of its value, what the value must be). The values of the other keys are numbers.
 _STATE_CHECKS = {
-    "recent": (_are_number_pairs, "a list of pairs of numbers"),  # version 0.2.0 and older
+    "recent": (are_number_pairs, "a list of pairs of numbers"),  # version 0.2.0 and older
     "features": (_are_features, "an object of objects"),
     "forks": (_are_forks, "a list of pairs of whole numbers"),
     "rng_seed": (_is_seed, "a whole number, 0 or more"),
@@ -147,7 +133,7 @@ def _check_optimizer(optimizer: Any) -> None:
     step = optimizer.get("step")
     _require(is_count(step), "optimizer.step", "a whole number", step)
     steps = optimizer.get("steps", {})
-    is_valid = _is_object(steps, is_count)
+    is_valid = is_object(steps, is_count)
     _require(is_valid, "optimizer.steps", "an object of whole numbers, keyed by weight name", steps)
     moments = optimizer.get("moments")
     _require(is_list(moments, _is_text), "optimizer.moments", "a list of names", moments)
@@ -155,10 +141,10 @@ def _check_optimizer(optimizer: Any) -> None:
         names = optimizer.get(name, [])
         _require(is_list(names, _is_text), f"optimizer.{name}", "a list of names", names)
     moments_of = optimizer.get("moments_of", {})
-    is_valid = _is_object(moments_of, lambda names: bool(names) and is_list(names, lambda name: name in moments))
+    is_valid = is_object(moments_of, lambda names: bool(names) and is_list(names, lambda name: name in moments))
     _require(is_valid, "optimizer.moments_of", "an object of lists of names in optimizer.moments", moments_of)
     scaler = optimizer.get("loss_scaler")
-    _require(_is_object(scaler, _is_finite), "optimizer.loss_scaler", "an object of numbers", scaler)
+    _require(is_object(scaler, _is_finite), "optimizer.loss_scaler", "an object of numbers", scaler)
 
 
 def _check_moments(optimizer: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:

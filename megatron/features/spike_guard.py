@@ -1,13 +1,12 @@
 """The flag --skip-step-sigma: skip steps whose loss or gradient norm is far above those of recent steps."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config.feature_settings import FeatureSettings
 from ..config.fields import at_least, more_than, opt
-from ..json_text import brief
+from ..json_text import are_number_pairs, brief
 from ..training.feature import Feature, Interval, Plan
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ class Guard(Feature):
 
     def load(self, state: dict[str, Any]) -> None:
         recent = state.get("recent")
-        if not isinstance(recent, list) or not all(map(_is_step, recent)):
+        if not are_number_pairs(recent):
             found = brief(repr(recent))
             raise ValueError(f"state.features.spike_guard.recent must be a list of pairs of numbers, not {found}")
         batch_tokens = state.get("batch_tokens", 0)  # version 0.2.0 and older did not store it
@@ -99,7 +98,3 @@ class Guard(Feature):
             raise ValueError(f"state.features.spike_guard.batch_tokens must be a whole number, not {found}")
         self._guard.recent.extend((loss, norm) for loss, norm in recent)
         self._batch_tokens = batch_tokens
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(x) is float and math.isfinite(x) for x in value)
