@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from .. import mpu
 from ..atomic import private_temp_folder, write_text
 from ..config import Config
-from ..json_text import brief, read_json
+from ..json_text import brief, is_list, read_json
 from ..mpu.linear import Products, matmul, transposed_matmul
 from ..ranks.objects import gather_objects
 from ..ranks.rank_0 import print_rank_0
@@ -76,7 +76,7 @@ class CpuMatmul(Feature):
 
     def load(self, state: dict[str, Any]) -> None:
         rows = state.get("products")
-        if not isinstance(rows, list) or not all(map(_is_row, rows)):
+        if not is_list(rows, _is_row):
             raise ValueError(f"state.features.cpu_matmul.products must be a list of rows, not {brief(repr(rows))}")
         # On another CPU, the choice of the checkpoint may be slow, so the new choice stays.
         if state.get("cpu") != self._cpu:
@@ -140,7 +140,7 @@ def measure_speedups(shapes: list[Shape], precision: str) -> dict[Shape, Ratios]
         sizes = " x ".join(map(str, shape))
         key = f"{cpu}, {precision}, {sizes}"
         keys[shape] = key
-        if not is_conclusive(known.get(key)):
+        if not is_conclusive(known.get(key, NO_RATIOS)):
             missing.add(shape)
     all_missing = sorted(set().union(*gather_objects(missing)))
     for shape in all_missing:
@@ -207,10 +207,8 @@ def lower_quartile(values: list[float]) -> float:
     return sorted(values)[len(values) // 4]
 
 
-def is_conclusive(ratios: Any) -> bool:
+def is_conclusive(ratios: Ratios) -> bool:
     """Return whether the cached speedups of a shape need no further round: they agree, or there are enough."""
-    if not isinstance(ratios, list) or len(ratios) != 3:
-        return False
     return all(len(each) >= MAX_ROUNDS or _agree(each) for each in ratios)
 
 
@@ -244,9 +242,7 @@ def read_cache(path: Path) -> dict[str, Ratios]:
 
 
 def _are_ratios(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 3:
-        return False
-    return all(isinstance(each, list) and all(type(ratio) is float for ratio in each) for each in value)
+    return is_list(value, lambda each: is_list(each, lambda ratio: type(ratio) is float), 3)
 
 
 def write_cache(path: Path, known: Mapping[str, Ratios]) -> None:
