@@ -75,7 +75,7 @@ class CpuMatmul(Feature):
         return {"cpu": self._cpu, "products": rows}
 
     def load(self, state: dict[str, Any]) -> None:
-        rows = state.get("products")
+        rows: Any = state.get("products")
         if not is_list(rows, _is_row):
             raise ValueError(f"state.features.cpu_matmul.products must be a list of rows, not {brief(repr(rows))}")
         # On another CPU, the choice of the checkpoint may be slow, so the new choice stays.

@@ -88,7 +88,7 @@ class Guard(Feature):
         return {"recent": recent, "batch_tokens": self._batch_tokens} if recent else {}
 
     def load(self, state: dict[str, Any]) -> None:
-        recent = state.get("recent")
+        recent: Any = state.get("recent")
         if not are_number_pairs(recent):
             found = brief(repr(recent))
             raise ValueError(f"state.features.spike_guard.recent must be a list of pairs of numbers, not {found}")
