@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..atomic import atomic_file, atomic_folder, copy_file, remove
+from ..atomic import atomic_folder, copy_file, remove, write_text
 from ..config import Config
 from ..config.data_stages import replace_prefixes
 from ..data.corpus_paths import renamed
@@ -107,8 +107,7 @@ def copy_special_tokens(source: Path, home: Path) -> None:
     for name, content in ((GENERATION, read_generation_config(source)), ("config.json", ids)):
         if content:
             (home / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-            with atomic_file(home / TOKENIZER_FOLDER / name) as temporary:
-                Path(temporary).write_text(json.dumps(content, indent=2), encoding="utf-8")
+            write_text(home / TOKENIZER_FOLDER / name, json.dumps(content, indent=2))
 
 
 def kept_tokenizer(home: Path, vocab_file: str | None) -> str | None:
