@@ -41,12 +41,6 @@ class SettingsParser(argparse.ArgumentParser):
         raise ConfigError(brief(message, 500))
 
 
-@cache
-def _shared_parser(foreign: bool) -> argparse.ArgumentParser:
-    """Return a parser for all command lines of this process, as building one takes longer than parsing with it."""
-    return build_parser(foreign)
-
-
 def build_parser(foreign: bool = True) -> argparse.ArgumentParser:
     """Return a parser with one flag per setting; its result contains only the flags that are given.
 
@@ -61,6 +55,10 @@ def build_parser(foreign: bool = True) -> argparse.ArgumentParser:
     if foreign:
         compat("flags.translate").add_foreign_flags(parser)
     return parser
+
+
+# For all command lines of this process, as building a parser takes longer than parsing with it.
+_shared_parser = cache(build_parser)
 
 
 def _argument_options(section: type, setting: Any) -> dict[str, Any]:
