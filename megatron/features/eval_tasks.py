@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from tds import trace
 
 from .. import mpu
-from ..config import Config
 from ..engines.engine import StepResult
 from ..model.gpt2 import GPT2Model
 from ..model.loss import TokenLoss
@@ -31,12 +30,6 @@ from .scoring import Request, Scored
 from .task_sets import TaskSet, read_tasks
 
 MIN_MICRO_BATCHES = 8  # smallest number of micro-batches for a call of the engine, so that pipeline stages are busy
-
-
-def check_model(model: nn.Module, config: Config) -> None:
-    """Raise ValueError if --eval-tasks is given and `model` is not a GPT-2 or Llama of this project."""
-    if config.train.eval_tasks:
-        check_scorable(model, "--eval-tasks")
 
 
 def check_scorable(model: nn.Module, flag: str) -> None:
@@ -230,7 +223,7 @@ class TaskEvaluations(Feature):
 
     def engine(self, engine: Any, plan: Plan) -> None:
         with raise_on_all_ranks():
-            check_model(engine.module, plan.config)
+            check_scorable(engine.module, "--eval-tasks")
 
     def start(self, run: Run) -> None:
         self._run = run
